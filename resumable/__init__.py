@@ -1,0 +1,65 @@
+"""Kill a PyTorch training anywhere, start the same command again, and it goes on bit for bit."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from .boundary import Boundary
+from .checkpoint import Checkpoint
+from .errors import (
+    CannotStore,
+    CheckpointDamaged,
+    CheckpointNotFound,
+    FormatTooNew,
+    NotARun,
+    ResumableError,
+    ResumableWarning,
+    RunExists,
+    RunInUse,
+    SaveFailed,
+    StateMismatch,
+    Unsupported,
+    UsageError,
+)
+from .run import Run
+
+if TYPE_CHECKING:
+    from .state import RunState as RunState
+    from .writer import PendingSave as PendingSave
+
+__version__ = "0.1.0.dev0"
+
+# These import torch, which the command line and a mere `import resumable` do not wait for.
+_LAZY = {"RunState": ".state", "PendingSave": ".writer"}
+
+__all__ = [
+    "Boundary",
+    "CannotStore",
+    "Checkpoint",
+    "CheckpointDamaged",
+    "CheckpointNotFound",
+    "FormatTooNew",
+    "NotARun",
+    "PendingSave",
+    "ResumableError",
+    "ResumableWarning",
+    "Run",
+    "RunExists",
+    "RunInUse",
+    "RunState",
+    "SaveFailed",
+    "StateMismatch",
+    "Unsupported",
+    "UsageError",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name], __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

@@ -1,0 +1,22 @@
+"""The places between two steps where a training can stand."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Boundary(Enum):
+    """Where a checkpoint was taken, which decides where the loops go on.
+
+    >>> Boundary("batch")
+    <Boundary.BATCH: 'batch'>
+    """
+
+    BATCH = "batch"
+    """Between two batches of an epoch; after the last one, the rest of the epoch's body is still to run."""
+    EPOCH = "epoch"
+    """The epoch is finished; the next one has not begun."""
+    STEP = "step"
+    """Between two bodies of ``steps()``."""
+    OUTSIDE = "outside"
+    """No loop of ours was running."""

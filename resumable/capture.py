@@ -1,0 +1,339 @@
+"""Live objects to one tree and back, in the right order."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from . import codec, image, parts, rng
+from .codec import Encoded
+from .errors import CannotStore, StateMismatch, UsageError
+from .manifest import Manifest
+from .parts import Difference, ModulePart, OptimizerPart, Part, Saved
+from .position import LoaderPosition, Position
+from .sealed import Json
+
+Trees = dict[str, Encoded]
+"""What a checkpoint holds, by the file it lies in: model, optimizer, extra, rank."""
+
+SLOTS = ("model", "optimizer", "scheduler", "scaler", "extra")
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A setting that the script makes otherwise than when the run was started."""
+
+    path: str
+    then: Any
+    now: Any
+
+    def matches(self, patterns: Sequence[str]) -> bool:
+        """Whether one of the patterns names it: "optimizer.lr", "scheduler.*"."""
+        return any(fnmatchcase(self.path, pattern) for pattern in patterns)
+
+    def __str__(self) -> str:
+        return f"{self.path} was {self.then!r} and is {self.now!r} in the code now"
+
+
+class _RandomPart(Part):
+    kind = "random"
+
+    def collect(self) -> dict[str, Any]:
+        return {self.stem: rng.collect()}
+
+    def restore(self, saved: Saved, unfit: AbstractSet[str], code_wins: AbstractSet[str]) -> None:
+        rng.restore(saved.view(self.stem))
+
+
+class _PositionPart(Part):
+    kind = "position"
+
+    def __init__(self, name: str, live: Position | LoaderPosition) -> None:
+        super().__init__(name, live, "rank")
+        self.built = live.settings()
+
+    def collect(self) -> dict[str, Any]:
+        return {self.stem: self.live.collect()}
+
+    def differences(self, saved: Saved, built: Mapping[str, Json]) -> Iterator[Difference]:
+        for name, text in self.live.differences(saved.view(self.stem)):
+            yield Difference(self.name, name, text)
+
+    def restore(self, saved: Saved, unfit: AbstractSet[str], code_wins: AbstractSet[str]) -> None:
+        self.live.restore(saved.copy(self.stem, parts.same_device))
+
+
+class Capture:
+    """All parts of one training."""
+
+    def __init__(
+        self, slots: Mapping[str, Any], variables: dict[str, Any], position: Position
+    ) -> None:
+        modules: list[ModulePart] = []
+        made: dict[str, list[Part]] = {}
+        for slot in SLOTS:
+            stem = slot if slot in ("model", "optimizer") else "extra"
+            made[slot] = [
+                parts.make(name, live, stem, modules)
+                for name, live in named(slot, slots[slot]).items()
+            ]
+            modules += [part for part in made[slot] if isinstance(part, ModulePart)]
+        # The order of the restore; every arrow is a bug that somebody had.
+        self._parts: list[Part] = [
+            *made["model"],  # -> optimizer: its state goes by the names of the model's parameters
+            *made["optimizer"],  # -> scheduler: one that is loaded first would be overwritten
+            *made["scheduler"],
+            *made["scaler"],
+            *made["extra"],
+            parts.ContainerPart("vars", variables),
+            _PositionPart("position", position),  # -> random: making an iterator draws
+            *(_PositionPart(name, loader) for name, loader in position.loaders.items()),
+            _RandomPart("random", None, "rank"),  # last: any of the above may have drawn
+        ]
+        self.settings = {
+            f"{part.name}.{key}": value
+            for part in self._parts
+            for key, value in _storable(part.built).items()
+        }
+
+    def collect(self) -> tuple[Trees, dict[str, Json]]:
+        """Return the trees of all parts, still with the live tensors, and what each part is."""
+        randomness = self._parts[-1].collect()
+        trees: Trees = {}
+        about: dict[str, Json] = {}
+        for part in self._parts:
+            collected = randomness if part.kind == "random" else part.collect()
+            shapes: dict[str, str] = {}
+            for stem, tree in collected.items():
+                encoded = codec.encode({part.name: tree}, _NAMERS.get(stem, ".".join))
+                into = trees.setdefault(stem, Encoded({}, {}, {}))
+                into.json.update(encoded.json)
+                into.tensors.update(encoded.tensors)
+                into.aliases.update(encoded.aliases)
+                shapes |= {name: parts.shape(t) for name, t in encoded.tensors.items()}
+            about[part.name] = {"kind": part.kind, "tensors": shapes}
+        # Somebody's state_dict may draw: taking a checkpoint leaves every generator as it was.
+        rng.restore(randomness["rank"])
+        return trees, about
+
+    def check_patterns(self, override: Sequence[str]) -> None:
+        """Raise UsageError for an override that names no setting of any part."""
+        for pattern in override:
+            if pattern != "best" and not any(fnmatchcase(path, pattern) for path in self.settings):
+                raise UsageError(
+                    f"override={pattern!r} names no setting.",
+                    fix=f"the settings are: {', '.join(sorted(self.settings))}.",
+                )
+
+    def changed_since(self, trees: Trees, held: Trees) -> list[str]:
+        """Return the parts that are not any more what they were when `trees` was collected and held."""
+        now, about = self.collect()
+        return [
+            name
+            for name in about
+            if about[name]["kind"] != "position"
+            and any(_has_changed(name, stem, trees, held, now) for stem in trees)
+        ]
+
+    def changes(self, built: Mapping[str, Json]) -> list[Change]:
+        """Return the settings that the script makes otherwise than the run in the checkpoint was built."""
+        return [
+            Change(path, codec.decode(built[path], {}), codec.decode(self.settings[path], {}))
+            for path in self.settings.keys() & built.keys()
+            if built[path] != self.settings[path] and not path.endswith(".frozen")
+        ]
+
+    def check(
+        self,
+        trees: Trees,
+        about: Manifest,
+        allow: Sequence[str],
+        only: Collection[str] | None = None,
+    ) -> dict[str, set[str]]:
+        """Return what does not fit but is allowed, by part; StateMismatch for all the rest at once."""
+        found = [d for d in self._differences(trees, about) if only is None or d.part in only]
+        refused = [d for d in found if not any(d.matches(pattern) for pattern in allow)]
+        if refused:
+            raise _mismatch(refused)
+        unfit: dict[str, set[str]] = {}
+        for difference in found:
+            unfit.setdefault(difference.part, set()).add(difference.name)
+        return unfit
+
+    def _differences(self, trees: Trees, about: Manifest) -> Iterator[Difference]:
+        live = {part.name: part for part in self._parts}
+        for name in sorted(about.parts.keys() - live.keys()):
+            yield Difference(name, "", "in the checkpoint, but not given to RunState")
+        for name, part in live.items():
+            kind = about.parts.get(name, {}).get("kind")
+            if kind is None:
+                yield Difference(name, "", "given to RunState, but not in the checkpoint")
+            elif kind != part.kind:
+                yield Difference(name, "", f"a {kind} in the checkpoint, a {part.kind} in the code")
+            else:
+                built = {
+                    path.removeprefix(f"{name}."): codec.decode(value, {})
+                    for path, value in about.built.items()
+                    if path.startswith(f"{name}.")
+                }
+                yield from part.differences(Saved(trees, name), built)
+
+    def restore(
+        self,
+        trees: Trees,
+        unfit: Mapping[str, AbstractSet[str]],
+        overridden: Sequence[Change] = (),
+        only: Collection[str] | None = None,
+    ) -> None:
+        """Put the trees into the live objects: all of them, or none if one of them refuses.
+
+        `unfit` names stay as they are; for the `overridden` settings the script's value stays.
+        """
+        chosen = [
+            part
+            for part in self._parts
+            if "" not in unfit.get(part.name, ()) and (only is None or part.name in only)
+        ]
+        code_wins = self._code_wins(overridden)
+        before = held(self.collect()[0])
+        try:
+            for part in chosen:
+                _restore(part, trees, unfit.get(part.name, set()), code_wins.get(part.name, set()))
+            self._set_last_lr(code_wins)
+        except BaseException:
+            for part in chosen:
+                # One that refuses even its own state must not keep the others from theirs.
+                with contextlib.suppress(StateMismatch):
+                    _restore(part, before, set(), set())
+            raise
+
+    def names(self, wanted: str) -> list[str]:
+        """Return the parts that `wanted` means: one by its whole name, or all of a slot."""
+        names = [part.name for part in self._parts]
+        found = [name for name in names if name == wanted or name.startswith(f"{wanted}.")]
+        if not found:
+            raise UsageError(
+                f"there is no part {wanted!r}.", fix=f"the parts are: {', '.join(names)}."
+            )
+        return found
+
+    def _code_wins(self, overridden: Sequence[Change]) -> dict[str, set[str]]:
+        wins: dict[str, set[str]] = {}
+        for part in self._parts:
+            prefix = f"{part.name}."
+            keys = {c.path.removeprefix(prefix) for c in overridden if c.path.startswith(prefix)}
+            wins[part.name] = keys & part.built.keys()
+        for scheduler, optimizer in self._schedules():
+            if "lr" in wins[optimizer.name]:
+                wins[scheduler.name].add("base_lrs")
+        return wins
+
+    def _schedules(self) -> Iterator[tuple[Part, Part]]:
+        for optimizer in self._parts:
+            for part in self._parts:
+                if isinstance(optimizer, OptimizerPart) and part.name.startswith("scheduler"):
+                    if getattr(part.live, "optimizer", None) is optimizer.live:
+                        yield part, optimizer
+
+    def _set_last_lr(self, code_wins: Mapping[str, AbstractSet[str]]) -> None:
+        for scheduler, optimizer in self._schedules():
+            if "base_lrs" in code_wins[scheduler.name]:
+                scheduler.live._last_lr = [group["lr"] for group in optimizer.live.param_groups]
+
+
+def held(trees: Trees) -> Trees:
+    """Return the trees with copies of their tensors, which the training cannot change."""
+    return {stem: replace(tree, tensors=image.take(tree.tensors)) for stem, tree in trees.items()}
+
+
+def _has_changed(part: str, stem: str, trees: Trees, held: Trees, now: Trees) -> bool:
+    if trees[stem].json.get(part) != now[stem].json.get(part):
+        return True
+    for name in codec.tensor_names(trees[stem].json.get(part)):
+        before, after = trees[stem].tensors[name], now[stem].tensors[name]
+        # The same tensor that nobody has written to; only what may differ is read.
+        is_same = before.data_ptr() == after.data_ptr() and before._version == after._version
+        if not is_same and not codec.is_equal(held[stem].tensors[name], after):
+            return True
+    return False
+
+
+def check_readable(trees: Trees) -> None:
+    """Raise ValueError unless every value in the trees can be made."""
+    for tree in trees.values():
+        codec.decode(tree.json, tree.tensors)
+
+
+def _restore(
+    part: Part, trees: Trees, unfit: AbstractSet[str], code_wins: AbstractSet[str]
+) -> None:
+    try:
+        part.restore(Saved(trees, part.name), unfit, code_wins)
+    except Exception as exc:
+        raise StateMismatch(
+            f"{part.name} refused its state: {type(exc).__name__}: {exc}.",
+            fix=f"make {part.name} as it was made when the run was started, or leave it as it is in "
+            f"the script with allow=[{part.name!r}]. Every object is as it was before the load.",
+        ) from exc
+
+
+def named(slot: str, given: Any) -> dict[str, Any]:
+    """Return the parts of a slot by name: one object has the slot's own."""
+    if given is None:
+        return {}
+    if not isinstance(given, dict):
+        if slot == "extra":
+            raise UsageError(
+                f"extra is a {type(given).__name__}; each extra part needs a name.",
+                fix='write extra={"name": part}.',
+            )
+        return {slot: given}
+    for name in given:
+        if not isinstance(name, str) or not name or "." in name:
+            raise UsageError(
+                f"{name!r} cannot name a part of {slot}.",
+                fix="use a string without a dot, which joins the names of parts and tensors.",
+            )
+    return {f"{slot}.{name}": live for name, live in given.items()}
+
+
+def _storable(settings: Mapping[str, Any]) -> dict[str, Json]:
+    found = {}
+    for key, value in settings.items():
+        # A setting that cannot be written down (a function) cannot be compared either.
+        with contextlib.suppress(CannotStore):
+            encoded = codec.encode(value)
+            if not encoded.tensors:
+                found[key] = encoded.json
+    return found
+
+
+def _mismatch(refused: Sequence[Difference]) -> StateMismatch:
+    lines = [f"  {d.part}{d.name and '.'}{d.name}: {d.text}" for d in refused]
+    allow = sorted({f"{d.part}{d.name and '.'}{d.name}" for d in refused})
+    return StateMismatch(
+        "the checkpoint does not fit the objects in the script:\n" + "\n".join(lines),
+        fix="undo the change in the script, or go on without what does not fit (it then stays as the "
+        f"script made it): allow={allow}. Patterns such as 'model.head.*' work too. Nothing was changed.",
+    )
+
+
+def _model_name(path: codec.Path) -> str:
+    return ".".join(path).removeprefix("model.")
+
+
+def _optimizer_name(path: codec.Path) -> str:
+    # optimizer.D / state / exp_avg / layer1.weight -> D.exp_avg.layer1.weight
+    part = path[0].removeprefix("optimizer").lstrip(".")
+    rest = path[2:] if path[1] == "state" else path[1:]
+    return ".".join([part, *rest] if part else rest)
+
+
+_NAMERS: dict[str, Callable[[codec.Path], str]] = {
+    "model": _model_name,
+    "optimizer": _optimizer_name,
+}

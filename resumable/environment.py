@@ -1,0 +1,60 @@
+"""What this process runs on."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def describe() -> dict[str, Any]:
+    """Return the versions, devices and flags that numerical results depend on, as JSON.
+
+    Devices that the process has not used yet are not asked: that would create a context on them.
+    """
+    started = torch.cuda.is_available() and torch.cuda.is_initialized()
+    return {
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version() if started else None,
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        if started
+        else [],
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "cudnn_benchmark": torch.backends.cudnn.benchmark,
+        "tf32": torch.get_float32_matmul_precision(),
+        "git": _git_commit(Path(sys.argv[0] or ".").resolve().parent),
+    }
+
+
+def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return what numerical results depend on and is not as it was; what either side does not know is left out.
+
+    >>> differences({"torch": "2.12.0", "git": "a"}, {"torch": "2.13.0", "git": "b"})
+    ['torch was 2.12.0 and is 2.13.0 now']
+    """
+    return [
+        f"{key} was {then[key]} and is {now[key]} now"
+        for key in now
+        if key != "git" and then.get(key) and now[key] and then[key] != now[key]
+    ]
+
+
+def _git_commit(folder: Path) -> str | None:
+    for parent in (folder, *folder.parents):
+        if (git := parent / ".git").is_dir():
+            head = (git / "HEAD").read_text().strip()
+            if not head.startswith("ref: "):
+                return head
+            ref = git / head.removeprefix("ref: ")
+            return ref.read_text().strip() if ref.is_file() else None
+    return None

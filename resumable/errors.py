@@ -1,0 +1,92 @@
+"""Every error and warning of the library, each built with what to do about it.
+
+ResumableError
+ ├── UsageError          (ValueError)         an argument or a call that cannot be meant
+ ├── NotARun             (NotADirectoryError) the run directory is something else
+ ├── RunInUse            (BlockingIOError)    another process is writing this run
+ ├── RunExists           (FileExistsError)    a new run was asked for where one already is
+ ├── CheckpointNotFound  (FileNotFoundError)  nothing there to go on from
+ ├── CheckpointDamaged   (ValueError)         the bytes are not the ones that were written
+ ├── FormatTooNew        (ValueError)         written by a newer version of this library
+ ├── StateMismatch       (ValueError)         the checkpoint and the live objects do not fit
+ ├── CannotStore         (TypeError)          a value that has no place in a checkpoint
+ ├── Unsupported         (NotImplementedError) something that would silently be inexact
+ └── SaveFailed          (OSError)            a checkpoint could not be written
+
+ResumableWarning (UserWarning)                 said at most once a run
+"""
+
+from __future__ import annotations
+
+
+class ResumableError(Exception):
+    """What every error of this library is.
+
+    ``fix`` says what to do; the message ends with it.
+
+    >>> try:
+    ...     raise ResumableError("the disk is on fire.", fix="leave the room")
+    ... except ResumableError as error:
+    ...     print(error)
+    the disk is on fire.
+    Fix: leave the room
+    """
+
+    fix: str
+
+    def __init__(self, problem: str, *, fix: str) -> None:
+        # The builtin twins (OSError, ...) keep `args`, so the text is built once, here.
+        super().__init__(f"{problem}\nFix: {fix}")
+        self.problem = problem
+        self.fix = fix
+
+    def __str__(self) -> str:
+        return f"{self.problem}\nFix: {self.fix}"
+
+
+class UsageError(ResumableError, ValueError):
+    """An argument or a call that cannot be meant."""
+
+
+class NotARun(ResumableError, NotADirectoryError):
+    """The run directory is a file, or is not this library's."""
+
+
+class RunInUse(ResumableError, BlockingIOError):
+    """Another process is writing this run."""
+
+
+class RunExists(ResumableError, FileExistsError):
+    """A new run was asked for in a directory that already holds one."""
+
+
+class CheckpointNotFound(ResumableError, FileNotFoundError):
+    """There is nothing to go on from."""
+
+
+class CheckpointDamaged(ResumableError, ValueError):
+    """The bytes on disk are not the ones that were written."""
+
+
+class FormatTooNew(ResumableError, ValueError):
+    """The checkpoint was written by a newer version of this library."""
+
+
+class StateMismatch(ResumableError, ValueError):
+    """The checkpoint and the live objects do not fit each other."""
+
+
+class CannotStore(ResumableError, TypeError):
+    """A value that has no place in a checkpoint; the message names its path."""
+
+
+class Unsupported(ResumableError, NotImplementedError):
+    """Something that this version could only do inexactly, so it refuses."""
+
+
+class SaveFailed(ResumableError, OSError):
+    """A checkpoint could not be written; the ones before it are untouched."""
+
+
+class ResumableWarning(UserWarning):
+    """What every warning of this library is."""

@@ -1,0 +1,124 @@
+"""Every random generator of this process, read and put back."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+Generator = random.Random | np.random.Generator | np.random.RandomState | torch.Generator
+GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+
+_BACKENDS = ("cuda", "xpu", "mps")
+_DEEPEST = 6
+_WIDEST = 64
+
+
+def collect(devices: bool = True) -> dict[str, Any]:
+    """Return the state of every global generator, as plain values, arrays and tensors.
+
+    Devices that this process has not used are not touched: asking must not create a context.
+    """
+    found: dict[str, Any] = {
+        "python": _python_out(random.getstate()),
+        "numpy": np.random.get_state(legacy=False),
+        "torch": torch.get_rng_state(),
+    }
+    if devices:
+        found |= {name: states for name in _BACKENDS if (states := _read_devices(name))}
+    return found
+
+
+def restore(state: Mapping[str, Any]) -> None:
+    """Put back what `collect` returned. A device that is not here any more is left out."""
+    random.setstate(_python_in(state["python"]))
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    for name in _BACKENDS:
+        _write_devices(name, state.get(name, []))
+
+
+def read(generator: Generator) -> Any:
+    """Return the state of one generator."""
+    if isinstance(generator, random.Random):
+        return _python_out(generator.getstate())
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
+    return generator.get_state()
+
+
+def write(generator: Generator, state: Any) -> None:
+    """Put one generator into a state that `read` returned."""
+    if isinstance(generator, random.Random):
+        generator.setstate(_python_in(state))
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
+
+
+def find(root: object) -> dict[str, Generator]:
+    """Return the generators that hang off an object, by their path from it."""
+    found: dict[str, Generator] = {}
+    seen: set[int] = set()
+
+    def walk(value: object, path: str, depth: int) -> None:
+        if id(value) in seen or depth > _DEEPEST:
+            return
+        seen.add(id(value))
+        if isinstance(value, GENERATORS):
+            found[path] = value
+            return
+        for name, child in _children(value):
+            walk(child, f"{path}.{name}" if path else name, depth + 1)
+
+    walk(root, "", 0)
+    return found
+
+
+def _children(value: object) -> Iterator[tuple[str, object]]:
+    if isinstance(value, Mapping):
+        items = [(str(key), item) for key, item in value.items()]
+    elif isinstance(value, (list, tuple)):
+        items = [(str(i), item) for i, item in enumerate(value)]
+    elif isinstance(value, (torch.Tensor, np.ndarray, type)):
+        items = []
+    else:
+        items = list(getattr(value, "__dict__", {}).items())
+    # A long container is data, not configuration.
+    if len(items) <= _WIDEST:
+        yield from items
+
+
+def _python_out(state: tuple[Any, ...]) -> dict[str, Any]:
+    version, words, gauss = state
+    # 625 words: an array is read and written thirty times faster than a tuple of numbers.
+    return {"version": version, "words": np.array(words, dtype=np.uint32), "gauss": gauss}
+
+
+def _python_in(state: Mapping[str, Any]) -> tuple[Any, ...]:
+    return state["version"], tuple(state["words"].tolist()), state["gauss"]
+
+
+def _read_devices(name: str) -> list[torch.Tensor]:
+    if name == "mps":
+        return [torch.mps.get_rng_state()] if torch.backends.mps.is_available() else []
+    backend = getattr(torch, name)
+    # Before its first use a backend has no generators, and asking for one would start it.
+    if not backend.is_initialized():
+        return []
+    return [generator.get_state() for generator in backend.default_generators]
+
+
+def _write_devices(name: str, states: list[torch.Tensor]) -> None:
+    backend = getattr(torch, name)
+    for index, state in enumerate(states[: backend.device_count()]):
+        if name == "mps":
+            backend.set_rng_state(state)
+        else:
+            backend.set_rng_state(state, index)

@@ -1,0 +1,58 @@
+"""JSON that is read strictly, and that can vouch for its own bytes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import xxhash
+
+Json = Any
+"""Dicts with string keys, lists, strings, finite numbers, booleans and None."""
+
+
+def seal(body: Mapping[str, Json]) -> bytes:
+    """Return the JSON text of `body`, with the checksum of all that follows as its first key."""
+    rest = json.dumps(body, indent=1, allow_nan=False).encode()[1:]
+    return _first_line(rest) + rest
+
+
+def unseal(data: bytes) -> dict[str, Json]:
+    """Return what `seal` was given; ValueError if one bit of the text has changed."""
+    rest = data[len(_first_line(b"")) :]
+    if data != _first_line(rest) + rest:
+        raise ValueError("its checksum does not match its content")
+    body: dict[str, Json] = parse(data)
+    del body["checksum"]
+    return body
+
+
+def parse(data: bytes | memoryview) -> Json:
+    """Return the value of a JSON text: no key twice, no NaN, no bottomless nesting.
+
+    >>> parse(b'{"a": 1, "a": 2}')
+    Traceback (most recent call last):
+    ValueError: it has a key twice
+    """
+    try:
+        return json.loads(
+            str(data, "utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant
+        )
+    except RecursionError as exc:
+        raise ValueError("it is nested too deeply") from exc
+
+
+def _first_line(rest: bytes) -> bytes:
+    return f'{{"checksum": "{xxhash.xxh3_128_hexdigest(rest)}",'.encode()
+
+
+def _unique(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("it has a key twice")
+    return found
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")

@@ -1,0 +1,519 @@
+"""`RunState`: the loops, `save`, `restore`; the only module that knows all the others."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from . import capture, checkpoint, codec, disk, environment, policy
+from .capture import Capture, Change, Trees
+from .checkpoint import Checkpoint
+from .errors import (
+    ResumableWarning,
+    StateMismatch,
+    Unsupported,
+    UsageError,
+)
+from .manifest import Best, Goal, Manifest
+from .position import Batches, Position
+from .run import Run
+from .sealed import Json
+from .writer import PendingSave, Writer
+
+_open_runs: weakref.WeakValueDictionary[Path, RunState] = weakref.WeakValueDictionary()
+
+
+class RunState:
+    """A whole training as one object: it saves it, and puts it back.
+
+    The parts exist, on their devices and wrapped, before they are given. Each of model,
+    optimizer, scheduler, scaler and loader is one object or a dict of named ones. `extra` is
+    a dict of anything with `state_dict` and `load_state_dict`, of random generators, dicts
+    and dataclasses. `keep` is how many of the newest checkpoints stay (None: all); the best one,
+    by the metric to `maximize` or to `minimize`, always does.
+
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> with RunState.load("runs/exp", model=model, optimizer=optimizer, minimize="loss") as state:
+    ...     for step in state.steps(3):
+    ...         loss = model(torch.ones(2)).square().sum()
+    ...         optimizer.zero_grad()
+    ...         loss.backward()
+    ...         optimizer.step()
+    ...         _ = state.save(loss=loss.detach())
+    runs/exp is empty: starting fresh
+    >>> with RunState.load("runs/exp", model=model, optimizer=optimizer, minimize="loss") as state:
+    ...     state.step  # doctest: +ELLIPSIS
+    resumed runs/exp from checkpoint 3: epoch 0, step 3, best loss ... s)
+    3
+    """
+
+    def __init__(
+        self,
+        run_dir: str | os.PathLike[str],
+        *,
+        model: Any = None,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        scaler: Any = None,
+        loader: DataLoader[Any] | dict[str, DataLoader[Any]] | None = None,
+        extra: dict[str, Any] | None = None,
+        maximize: str | None = None,
+        minimize: str | None = None,
+        keep: int | None = 3,
+    ) -> None:
+        _refuse_several_processes()
+        self._goal = _goal(maximize, minimize)
+        self._keep = _checked_keep(keep)
+        self.run = Run(os.environ.get("RESUMABLE_RUN_DIR") or run_dir)
+        """The run directory."""
+        self.vars: dict[str, Any] = {}
+        """Your own small values: they are saved and put back with the rest."""
+        self.metrics: dict[str, float] = {}
+        """The metrics of the last save."""
+        self.resumed = False
+        """Whether this training goes on from a checkpoint."""
+        self.run_id: str | None = None
+        """What tells this run from all others; known once it has been loaded or saved."""
+        self._position = Position(capture.named("loader", loader))
+        slots = {
+            "model": model,
+            "optimizer": optimizer,
+            "scheduler": scheduler,
+            "scaler": scaler,
+            "extra": extra,
+        }
+        self._capture = Capture(slots, self.vars, self._position)
+        self._built = self._capture.settings
+        self._best: Best | None = None
+        self._parent: int | None = None
+        self._number = 0
+        self._after_save: _AfterSave | None = None
+        self._warned: set[str] = set()
+        self._writer = Writer()
+        self._is_closed = False
+        self._hook = self._count_steps(optimizer)
+
+    @classmethod
+    def load(
+        cls,
+        run_dir: str | os.PathLike[str],
+        *,
+        model: Any = None,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        scaler: Any = None,
+        loader: DataLoader[Any] | dict[str, DataLoader[Any]] | None = None,
+        extra: dict[str, Any] | None = None,
+        maximize: str | None = None,
+        minimize: str | None = None,
+        keep: int | None = 3,
+        resume: str | int | os.PathLike[str] = "auto",
+        allow: Sequence[str] = (),
+        override: Sequence[str] = (),
+    ) -> RunState:
+        """Bind the parts and go on from a checkpoint, or start fresh; one line says which.
+
+        `resume`: "auto" (the newest intact checkpoint, or fresh where there is none), "must" (or an error),
+        "never" (an error where there is a checkpoint), "best", a save number, or a checkpoint's path.
+        `allow`: names that may be missing, new or of another shape; patterns such as "model.head.*" too.
+        `override`: settings for which the script's value wins, such as "optimizer.lr"; with a scheduler
+        that scales the whole schedule. The environment variables RESUMABLE_RUN_DIR and RESUMABLE_RESUME
+        override the arguments.
+        """
+        state = cls(
+            run_dir,
+            model=model,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            scaler=scaler,
+            loader=loader,
+            extra=extra,
+            maximize=maximize,
+            minimize=minimize,
+            keep=keep,
+        )
+        try:
+            state._load(os.environ.get("RESUMABLE_RESUME") or resume, allow, override)
+        except BaseException:
+            state.close()
+            raise
+        return state
+
+    def _load(
+        self, resume: str | int | os.PathLike[str], allow: Sequence[str], override: Sequence[str]
+    ) -> None:
+        started = time.perf_counter()
+        self._capture.check_patterns(override)
+        self.run.check(resume)
+        self._own_run()
+        found = self.run.choose(resume, _read)
+        if found is None:
+            print(f"{self.run} is empty: starting fresh", flush=True)
+            return
+        chosen, trees = found
+        unfit = self._capture.check(trees, chosen.about, allow)
+        best = self._checked_best(chosen.about.best, override)
+        changes = self._capture.changes(chosen.about.built)
+        overridden = [change for change in changes if change.matches(override)]
+        self._capture.restore(trees, unfit, overridden)
+        self._go_on_from(chosen, best)
+        self._tell_changes(changes, overridden, chosen.about)
+        self.resumed = True
+        print(self._resumed_line("resumed", chosen, time.perf_counter() - started), flush=True)
+
+    def _go_on_from(self, chosen: Checkpoint, best: Best | None) -> None:
+        self._best = best
+        self.metrics = dict(chosen.about.metrics)
+        ours = chosen.about.run_id == self.run_id
+        self._parent = chosen.about.number if ours else None
+
+    def _checked_best(self, best: Best | None, override: Sequence[str]) -> Best | None:
+        if self._goal is None or (best and best.goal == self._goal):
+            return best
+        if best is None or "best" in override:
+            return self._best_on_disk()
+        raise StateMismatch(
+            f"this run has been tracking {best.goal}, the code says {self._goal}.",
+            fix=f"say {best.goal} again, or start to track the new one with override=['best'].",
+        )
+
+    def _best_on_disk(self) -> Best | None:
+        history = ((c.about.number, c.about.metrics) for c in self.run.checkpoints())
+        return policy.best_of(self._goal, history)
+
+    def _tell_changes(
+        self, changes: Sequence[Change], overridden: Sequence[Change], about: Manifest
+    ) -> None:
+        kept = [change for change in changes if change not in overridden]
+        # What the run is built with from here on: where the checkpoint won, that is not the code's.
+        self._built = {**self._built, **{change.path: about.built[change.path] for change in kept}}
+        for change in overridden:
+            self._warn(f"{change}; the code wins, as override= says.")
+        if kept:
+            paths = [change.path for change in kept]
+            self._warn(
+                f"{'; '.join(map(str, kept))}. The checkpoint wins. For the code's: override={paths}"
+            )
+        if drift := environment.differences(about.environment, environment.describe()):
+            self._warn(f"{'; '.join(drift)}: results may differ from an uninterrupted run's.")
+
+    @property
+    def epoch(self) -> int:
+        """Epochs done; in the body of `epochs()`, the index of the one in hand."""
+        return self._position.epoch
+
+    @property
+    def batch(self) -> int:
+        """Batches of this epoch done; in the body of `batches()`, the index of the one in hand."""
+        return self._position.batch
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done. A hook counts them; of several optimizers, those of the first."""
+        return self._position.step
+
+    @property
+    def samples(self) -> int:
+        """Samples trained on, over all epochs."""
+        return self._position.samples
+
+    @property
+    def best(self) -> float | None:
+        """The best value so far of the metric to maximize or minimize."""
+        return self._best.value if self._best else None
+
+    def epochs(self, total: int) -> Iterator[int]:
+        """Loop over the epochs that are left of `total`, which counts those done before."""
+        if self.resumed and self.epoch >= _count("total", total):
+            print(f"{self.run} is complete: {self.epoch} of {total} epochs are done", flush=True)
+        yield from self._position.epochs(_count("total", total), self._body_ended)
+        self.wait()
+
+    def batches(self, loader: str | DataLoader[Any] | None = None) -> Batches:
+        """Loop over the batches that are left of this epoch; of several loaders, name one or pass it."""
+        return self._position.batches(self._loader_name(loader), self._body_ended)
+
+    def steps(self, total: int) -> Iterator[int]:
+        """Loop over the steps that are left of `total`; each body is one optimizer step."""
+        if self.resumed and self.step >= _count("total", total):
+            print(f"{self.run} is complete: {self.step} of {total} steps are done", flush=True)
+        yield from self._position.steps(_count("total", total), self._body_ended)
+        self.wait()
+
+    def _loader_name(self, loader: str | DataLoader[Any] | None) -> str:
+        loaders = self._position.loaders
+        found = [
+            name
+            for name, position in loaders.items()
+            if loader is None or loader is position.loader or name == f"loader.{loader}"
+        ]
+        if len(found) == 1:
+            return found[0]
+        there = ", ".join(name.removeprefix("loader.") for name in loaders) or "none"
+        raise UsageError(
+            f"batches() needs one loader; RunState was given: {there}.",
+            fix="give RunState the loader (loader=...), or name one of several: batches('train').",
+        )
+
+    def save(self, **metrics: Any) -> PendingSave:
+        """Save everything; return at once, while the checkpoint is written in the background.
+
+        The keywords are metrics, for ever. In the body of a loop the batch (or step) in hand counts as
+        done, so call it after `optimizer.step()`; after the loop over an epoch's batches, the epoch does.
+        What goes wrong in the background is raised by the next call.
+        """
+        self._refuse_closed()
+        values = _numbers(metrics)
+        self._writer.wait()
+        self._own_run()
+        self._warn_of_mid_body()
+        trees, parts = self._capture.collect()
+        held = capture.held(trees)
+        about = self._describe(values, parts)
+        before = self._best, self._parent
+        self._number, self._parent, self._best = about.number, about.number, about.best
+        self.metrics = values
+        self._after_save = _AfterSave(about.number, self._position.body(), trees, held)
+        path = self.run.folder / checkpoint.name(about.number, about.step)
+        return self._writer.submit(about.number, path, lambda: self._commit(about, held, before))
+
+    def _describe(self, metrics: Mapping[str, float], parts: Mapping[str, Json]) -> Manifest:
+        assert self.run_id is not None
+        number = max([self._number, *self.run.numbers()]) + 1
+        position = self._position.collect()
+        return Manifest(
+            number=number,
+            parent=self._parent,
+            run_id=self.run_id,
+            saved=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            metrics=metrics,
+            best=policy.update_best(self._best, self._goal, metrics, number),
+            files={},
+            parts=parts,
+            built=self._built,
+            environment=environment.describe(),
+            **position,
+        )
+
+    def _commit(
+        self, about: Manifest, trees: Trees, before: tuple[Best | None, int | None]
+    ) -> None:
+        try:
+            done = checkpoint.commit(self.run.folder, about, codec.to_files(trees))
+        except BaseException:
+            self._best, self._parent = before
+            raise
+        self.run.point("newest", done.path)
+        if about.best and about.best.number == about.number:
+            self.run.point("best", done.path)
+        best_on_disk = self._best_on_disk()
+        protected = (best.number for best in (about.best, best_on_disk) if best)
+        self.run.prune(self._keep, protected)
+
+    def restore(self, which: str | int | os.PathLike[str], only: str | None = None) -> None:
+        """Go back to a checkpoint ("best", "newest", a save number, a path) and go on from there.
+
+        With `only`, such as "model", just that part is put back, and the training stands where it stood.
+        """
+        self._refuse_closed()
+        started = time.perf_counter()
+        self._writer.wait()
+        names = None if only is None else self._capture.names(only)
+        found = self.run.choose("must" if which == "auto" else which, _read)
+        assert found is not None
+        chosen, trees = found
+        unfit = self._capture.check(trees, chosen.about, (), names)
+        self._capture.restore(trees, unfit, only=names)
+        self._after_save = None
+        if names is None:
+            self._go_on_from(chosen, chosen.about.best)
+        what = f"put back {only} of" if only else "went back in"
+        print(self._resumed_line(what, chosen, time.perf_counter() - started), flush=True)
+
+    def wait(self) -> None:
+        """Wait until the last save is durable; raise what went wrong with it."""
+        self._writer.wait()
+
+    def close(self) -> None:
+        """Wait for the last save, and let go of the run; the parts stay as they are."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._hook:
+            self._hook.remove()
+        try:
+            self._writer.wait()
+        finally:
+            self.run.release()
+
+    def __enter__(self) -> RunState:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<RunState {self.run}: epoch {self.epoch}, batch {self.batch}, step {self.step}>"
+
+    def _own_run(self) -> None:
+        # In a notebook a cell runs again: the new object takes over from the one that it replaces.
+        path = self.run.path.resolve()
+        if (older := _open_runs.get(path)) and older is not self:
+            older.close()
+        self.run.acquire()
+        _open_runs[path] = self
+        if self.run_id is None:
+            self.run_id = self.run.identity()
+
+    def _count_steps(self, optimizer: Any) -> Any:
+        first = next(iter(optimizer.values())) if isinstance(optimizer, dict) else optimizer
+        if not hasattr(first, "register_step_post_hook"):
+            return None
+        position = self._position
+        position.counts_steps = True
+
+        def count(*_: Any) -> None:
+            position.step += 1
+
+        return first.register_step_post_hook(count)
+
+    def _refuse_closed(self) -> None:
+        if self._is_closed:
+            raise UsageError(
+                f"this RunState of {self.run} has been closed, or another has taken its place.",
+                fix="go on with the newer one, or make one with RunState.load(...).",
+            )
+
+    def _warn(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            warnings.warn(text, ResumableWarning, stacklevel=3)
+
+    def _warn_of_mid_body(self) -> None:
+        if any(loader.is_interrupted() for loader in self._position.loaders.values()):
+            self._warn(
+                "saved while handling an exception that left the loop over the batches: that is not a "
+                "boundary, and a resume will not be bit for bit what an uninterrupted run does."
+            )
+
+    def _body_ended(self) -> None:
+        """Look whether a part has changed since the save in this body: a resume would lose the change."""
+        saved, self._after_save = self._after_save, None
+        if saved is None or saved.body != self._position.body() or "lost" in self._warned:
+            return
+        if changed := self._capture.changed_since(saved.trees, saved.held):
+            self._warned.add("lost")
+            self._warn(
+                f"{', '.join(changed)} changed after save() in the same body: a resume from checkpoint "
+                f"{saved.number} would not have the change. Call save() last in the body."
+            )
+
+    def _resumed_line(self, what: str, chosen: Checkpoint, seconds: float) -> str:
+        facts = [f"epoch {self.epoch}"]
+        if self.batch:
+            lengths = [len(loader) for loader in self._sized_loaders()]
+            facts.append(f"batch {self.batch}" + (f"/{lengths[0]}" if len(lengths) == 1 else ""))
+        facts.append(f"step {self.step}")
+        if self._best:
+            facts.append(f"best {self._best.goal.metric} {self._best.value:.4g}")
+        where = (
+            f"{self.run} from"
+            if chosen.path.parent == self.run.folder
+            else f"{self.run} from {chosen.path},"
+        )
+        return (
+            f"{what} {where} checkpoint {chosen.about.number}: {', '.join(facts)} ({seconds:.1f} s)"
+        )
+
+    def _sized_loaders(self) -> Iterator[DataLoader[Any]]:
+        for position in self._position.loaders.values():
+            with contextlib.suppress(TypeError):
+                len(position.loader)
+                yield position.loader
+
+
+@dataclass(frozen=True, slots=True)
+class _AfterSave:
+    """What a save saw, to be compared with what there is when its body ends."""
+
+    number: int
+    body: Any
+    trees: Trees
+    held: Trees
+
+
+def _read(found: Checkpoint) -> Trees:
+    files = found.read()
+    try:
+        trees = codec.from_files(files)
+        capture.check_readable(trees)
+    except (ValueError, KeyError) as exc:
+        raise disk.damaged(found.path, f"its content is not a checkpoint's: {exc}") from exc
+    return trees
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    try:
+        return {name: float(value) for name, value in metrics.items()}
+    except (TypeError, ValueError, RuntimeError) as exc:
+        raise UsageError(
+            f"a metric is not a number: {exc}.",
+            fix="the keywords of save() are metrics; keep other values in state.vars or in extra={...}.",
+        ) from exc
+
+
+def _goal(maximize: str | None, minimize: str | None) -> Goal | None:
+    if maximize is not None and minimize is not None:
+        raise UsageError(
+            f"both maximize={maximize!r} and minimize={minimize!r} are given.",
+            fix="one metric decides which checkpoint is the best: give one of them.",
+        )
+    if maximize is not None:
+        return Goal(maximize, True)
+    return None if minimize is None else Goal(minimize, False)
+
+
+def _checked_keep(keep: Any) -> int | None:
+    if keep is None or (isinstance(keep, int) and keep >= 1 and keep is not True):
+        return keep
+    raise UsageError(
+        f"keep={keep!r} does not say how many checkpoints stay.",
+        fix="give a whole number from 1, or None to keep all.",
+    )
+
+
+def _count(name: str, value: Any) -> int:
+    if isinstance(value, int) and value >= 0 and not isinstance(value, bool):
+        return value
+    raise UsageError(f"{name}={value!r} is not a count.", fix=f"give {name} as a whole number.")
+
+
+def _refuse_several_processes() -> None:
+    distributed = torch.distributed
+    if (
+        distributed.is_available()
+        and distributed.is_initialized()
+        and distributed.get_world_size() > 1
+    ):
+        raise Unsupported(
+            f"this training has {distributed.get_world_size()} processes; this version saves one.",
+            fix="train in one process, or wait for the version that knows of ranks.",
+        )

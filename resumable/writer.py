@@ -1,0 +1,75 @@
+"""At most one save in flight, and its error is never lost."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+
+class PendingSave:
+    """A save on its way to the disk.
+
+    >>> import tempfile, pathlib
+    >>> path = pathlib.Path(tempfile.mkdtemp()) / "000001-step-00000010"
+    >>> saved = Writer().submit(1, path, path.mkdir)
+    >>> saved.wait()
+    >>> path.exists()
+    True
+    """
+
+    def __init__(self, number: int, path: Path, job: Callable[[], object]) -> None:
+        self.number = number
+        """The save number."""
+        self.path = path
+        """The checkpoint's folder, once it is durable."""
+        self._job = job
+        self._error: BaseException | None = None
+        self._told = False
+        # Not a daemon: the interpreter then waits for it at its end.
+        self._thread = threading.Thread(target=self._run, name=f"resumable-save-{number}")
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        return f"<save {self.number}: {'on its way' if self._thread.is_alive() else 'ended'}>"
+
+    def _run(self) -> None:
+        try:
+            self._job()
+        except BaseException as exc:
+            self._error = exc
+        finally:
+            # The job holds the host copy of the whole state.
+            del self._job
+
+    def wait(self) -> None:
+        """Wait until the checkpoint is durable; raise what went wrong."""
+        self._thread.join()
+        if self._error:
+            self._told = True
+            raise self._error
+
+    def wait_unless_told(self) -> None:
+        """The same, but quiet about an error that somebody has already been told."""
+        self._thread.join()
+        if not self._told:
+            self.wait()
+
+
+class Writer:
+    """Runs one save after the other, in the background."""
+
+    def __init__(self) -> None:
+        self._pending: PendingSave | None = None
+
+    def submit(self, number: int, path: Path, job: Callable[[], object]) -> PendingSave:
+        """Start `job` in the background, after the one before it; raise what that one met."""
+        self.wait()
+        self._pending = PendingSave(number, path, job)
+        return self._pending
+
+    def wait(self) -> None:
+        """Wait for the save in flight; raise what went wrong unless somebody has been told."""
+        if self._pending:
+            self._pending.wait_unless_told()
+            self._pending = None
