@@ -9,11 +9,13 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from . import codec, image, parts, rng
+from . import codec, image, parts, rng, tensorfile
 from .codec import Encoded
 from .errors import CannotStore, StateMismatch, UsageError
 from .manifest import Manifest
-from .parts import Difference, ModulePart, OptimizerPart, Part, Saved
+from .modules import ModulePart
+from .optimizers import OptimizerPart
+from .part import Difference, Part, Saved, same_device, shape
 from .position import LoaderPosition, Position
 from .sealed import Json
 
@@ -64,22 +66,19 @@ class _PositionPart(Part):
             yield Difference(self.name, name, text)
 
     def restore(self, saved: Saved, unfit: AbstractSet[str], code_wins: AbstractSet[str]) -> None:
-        self.live.restore(saved.copy(self.stem, parts.same_device))
+        self.live.restore(saved.copy(self.stem, same_device))
 
 
 class Capture:
     """All parts of one training."""
 
-    def __init__(
-        self, slots: Mapping[str, Any], variables: dict[str, Any], position: Position
-    ) -> None:
+    def __init__(self, slots: Mapping[str, Any], variables: dict[str, Any], position: Position) -> None:
         modules: list[ModulePart] = []
         made: dict[str, list[Part]] = {}
         for slot in SLOTS:
             stem = slot if slot in ("model", "optimizer") else "extra"
             made[slot] = [
-                parts.make(name, live, stem, modules)
-                for name, live in named(slot, slots[slot]).items()
+                parts.make(name, live, stem, modules) for name, live in named(slot, slots[slot]).items()
             ]
             modules += [part for part in made[slot] if isinstance(part, ModulePart)]
         # The order of the restore; every arrow is a bug that somebody had.
@@ -114,7 +113,7 @@ class Capture:
                 into.json.update(encoded.json)
                 into.tensors.update(encoded.tensors)
                 into.aliases.update(encoded.aliases)
-                shapes |= {name: parts.shape(t) for name, t in encoded.tensors.items()}
+                shapes |= {name: shape(t) for name, t in encoded.tensors.items()}
             about[part.name] = {"kind": part.kind, "tensors": shapes}
         # Somebody's state_dict may draw: taking a checkpoint leaves every generator as it was.
         rng.restore(randomness["rank"])
@@ -216,9 +215,7 @@ class Capture:
         names = [part.name for part in self._parts]
         found = [name for name in names if name == wanted or name.startswith(f"{wanted}.")]
         if not found:
-            raise UsageError(
-                f"there is no part {wanted!r}.", fix=f"the parts are: {', '.join(names)}."
-            )
+            raise UsageError(f"there is no part {wanted!r}.", fix=f"the parts are: {', '.join(names)}.")
         return found
 
     def _code_wins(self, overridden: Sequence[Change]) -> dict[str, set[str]]:
@@ -235,9 +232,9 @@ class Capture:
     def _schedules(self) -> Iterator[tuple[Part, Part]]:
         for optimizer in self._parts:
             for part in self._parts:
-                if isinstance(optimizer, OptimizerPart) and part.name.startswith("scheduler"):
-                    if getattr(part.live, "optimizer", None) is optimizer.live:
-                        yield part, optimizer
+                steps = part.name.startswith("scheduler") and getattr(part.live, "optimizer", None)
+                if isinstance(optimizer, OptimizerPart) and steps is optimizer.live:
+                    yield part, optimizer
 
     def _set_last_lr(self, code_wins: Mapping[str, AbstractSet[str]]) -> None:
         for scheduler, optimizer in self._schedules():
@@ -257,7 +254,7 @@ def _has_changed(part: str, stem: str, trees: Trees, held: Trees, now: Trees) ->
         before, after = trees[stem].tensors[name], now[stem].tensors[name]
         # The same tensor that nobody has written to; only what may differ is read.
         is_same = before.data_ptr() == after.data_ptr() and before._version == after._version
-        if not is_same and not codec.is_equal(held[stem].tensors[name], after):
+        if not is_same and not tensorfile.is_equal(held[stem].tensors[name], after):
             return True
     return False
 
@@ -268,9 +265,7 @@ def check_readable(trees: Trees) -> None:
         codec.decode(tree.json, tree.tensors)
 
 
-def _restore(
-    part: Part, trees: Trees, unfit: AbstractSet[str], code_wins: AbstractSet[str]
-) -> None:
+def _restore(part: Part, trees: Trees, unfit: AbstractSet[str], code_wins: AbstractSet[str]) -> None:
     try:
         part.restore(Saved(trees, part.name), unfit, code_wins)
     except Exception as exc:

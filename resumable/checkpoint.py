@@ -40,9 +40,7 @@ class Checkpoint:
     about: Manifest
 
     def __str__(self) -> str:
-        return (
-            f"checkpoint {self.about.number} (step {self.about.step}) in {self.path.parent.parent}"
-        )
+        return f"checkpoint {self.about.number} (step {self.about.step}) in {self.path.parent.parent}"
 
     def read(self) -> dict[str, memoryview]:
         """Return the content of every file, verified in the memory that is returned."""

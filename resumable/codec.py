@@ -11,11 +11,10 @@ import base64
 import json
 import math
 import re
-import struct
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -23,32 +22,12 @@ import torch
 from .boundary import Boundary
 from .errors import CannotStore
 from .sealed import Json, parse
+from .tensorfile import DTYPES, from_safetensors, to_safetensors
 
 Path = tuple[str, ...]
 Place = Callable[[Path, str], torch.device]
 """Where a tensor goes, by its path in the tree and the device that it came from."""
 
-SAFETENSORS_DTYPES = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int16: "I16",
-    torch.uint16: "U16",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int32: "I32",
-    torch.uint32: "U32",
-    torch.float32: "F32",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.uint64: "U64",
-    torch.float64: "F64",
-}
-"""Other dtypes are stored as their bytes (U8), and the JSON beside them says what they are."""
-
-_DTYPES_BY_CODE = {code: dtype for dtype, code in SAFETENSORS_DTYPES.items()}
 _DTYPES_BY_NAME = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in vars(torch).values()
@@ -104,9 +83,7 @@ class _Encoder:
         if isinstance(value, np.generic):
             return {"$numpy": [_numpy_dtype(value.dtype, path), value.tobytes().hex()]}
         if len(path) > _DEEPEST:
-            raise _cannot(
-                path, f"is nested more than {_DEEPEST} deep, or holds itself", "flatten it"
-            )
+            raise _cannot(path, f"is nested more than {_DEEPEST} deep, or holds itself", "flatten it")
         if method := _ENCODERS.get(kind):
             return method(self, value, path)
         raise _cannot(path, f"is {_described(value)}, which cannot be stored", _advice(value))
@@ -141,7 +118,7 @@ class _Encoder:
 
     def _array(self, value: np.ndarray[Any, Any], path: Path) -> Json:
         dtype = _numpy_dtype(value.dtype, path)
-        order = "F" if value.flags.fnc else "C"
+        order: Literal["C", "F"] = "F" if value.flags.fnc else "C"
         content = torch.from_numpy(np.frombuffer(bytearray(value.tobytes(order)), np.uint8))
         return {"$ndarray": [self._store(content, path), dtype, list(value.shape), order]}
 
@@ -150,7 +127,7 @@ class _Encoder:
             raise _cannot(path, f"is {problem}, which cannot be stored", "store a dense tensor")
         live = value.detach().resolve_conj().resolve_neg()
         about: dict[str, Json] = {}
-        if live.dtype not in SAFETENSORS_DTYPES:
+        if live.dtype not in DTYPES:
             about["dtype"] = str(live.dtype).removeprefix("torch.")
         # Kernels may add in another order on another layout, so the layout is state too.
         if not live.is_contiguous() and _is_dense(live):
@@ -196,7 +173,8 @@ _ENCODERS: dict[type, Callable[[_Encoder, Any, Path], Json]] = {
 def _numpy_dtype(dtype: np.dtype[Any], path: Path) -> str:
     if not _NUMPY_DTYPE.fullmatch(dtype.str):
         raise _cannot(path, f"has the numpy dtype {dtype}, which cannot be stored", "convert it")
-    return dtype.str
+    text: str = dtype.str
+    return text
 
 
 def _unstorable(value: torch.Tensor) -> str | None:
@@ -253,11 +231,6 @@ def tensor_names(tree: Json) -> Iterator[str]:
                 yield from tensor_names(item)
 
 
-def is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have the same bits, wherever they lie."""
-    return one.shape == other.shape and _as_bytes(one.cpu()) == _as_bytes(other.cpu())
-
-
 _RANK_0 = "ranks/00000"
 
 
@@ -292,78 +265,6 @@ def _from_file(files: Mapping[str, memoryview], path: str, tree: Json) -> Encode
 
 def _text(tree: Json) -> bytes:
     return json.dumps(tree, allow_nan=False, separators=(",", ":")).encode()
-
-
-def to_safetensors(
-    tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, str]
-) -> list[memoryview]:
-    """Return the content of a safetensors file, in pieces that share the tensors' memory.
-
-    Tied names stand in the metadata, as `safetensors.torch.load_model` expects them.
-    """
-    # The widest first: every tensor then begins at a multiple of its element's size.
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
-    header: dict[str, Json] = {"__metadata__": {"format": "pt", **aliases}}
-    pieces = []
-    position = 0
-    for name, tensor in ordered:
-        raw = _as_bytes(tensor)
-        code = SAFETENSORS_DTYPES.get(tensor.dtype)
-        shape = [*tensor.shape] if code else [*tensor.shape, tensor.element_size()]
-        offsets = [position, position + raw.nbytes]
-        header[name] = {"dtype": code or "U8", "shape": shape, "data_offsets": offsets}
-        pieces.append(raw)
-        position += raw.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return [memoryview(struct.pack("<Q", len(text)) + text), *pieces]
-
-
-def _as_bytes(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
-
-
-def from_safetensors(data: memoryview) -> dict[str, torch.Tensor]:
-    """Return the tensors of a safetensors file as views of `data`; ValueError if it is not one."""
-    length = int.from_bytes(data[:8], "little")
-    if len(data) < 8 + length:
-        raise ValueError("the header is longer than the file")
-    header = parse(data[8 : 8 + length])
-    body = data[8 + length :]
-    entries = [(n, _entry(e)) for n, e in _checked(dict, header).items() if n != "__metadata__"]
-    found = {}
-    position = 0
-    for name, (dtype, shape, begin, end) in sorted(entries, key=lambda item: item[1][2:]):
-        if begin != position or end > len(body):
-            raise ValueError(f"{name} does not begin where the tensor before it ends")
-        found[name] = _from_bytes(body[begin:end], dtype, shape)
-        position = end
-    if position != len(body):
-        raise ValueError("there are bytes that belong to no tensor")
-    return found
-
-
-def _entry(entry: Json) -> tuple[torch.dtype, list[int], int, int]:
-    try:
-        dtype, shape, (begin, end) = (entry[k] for k in ("dtype", "shape", "data_offsets"))
-        sizes = [*shape, begin, end]
-        if any(type(n) is not int or n < 0 for n in sizes) or len(shape) > _DEEPEST:
-            raise ValueError("negative")
-        if end - begin != math.prod(shape) * _DTYPES_BY_CODE[dtype].itemsize:
-            raise ValueError("size")
-    except (KeyError, TypeError, ValueError) as exc:
-        raise ValueError(f"{entry!r} does not describe a tensor") from exc
-    return _DTYPES_BY_CODE[dtype], shape, begin, end
-
-
-def _from_bytes(raw: memoryview, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
-    if not len(raw):
-        # torch refuses to look at no memory; [0, 2**63] is a legal shape but no torch shape.
-        return torch.empty([min(n, 2**31) for n in shape], dtype=dtype)
-    flat = torch.frombuffer(raw, dtype=torch.uint8)
-    if dtype == torch.bool and bool((flat > 1).any()):
-        raise ValueError("a boolean is neither 0 nor 1")
-    return flat.view(dtype).reshape(shape)
 
 
 def decode(tree: Json, tensors: Mapping[str, torch.Tensor], place: Place | None = None) -> Any:
@@ -401,8 +302,11 @@ class _Decoder:
 
     def array(self, value: Json, path: Path) -> np.ndarray[Any, Any]:
         name, dtype, shape, order = value
-        raw = self._tensors[name].numpy().copy()
-        return np.ndarray(shape, _checked_dtype(dtype), raw.data, order=order)
+        raw = bytearray(self._tensors[name].numpy())
+        array: np.ndarray[Any, Any] = np.ndarray(shape, _checked_dtype(dtype), raw, order=order)
+        if array.nbytes != len(raw):
+            raise ValueError(f"an array of {array.nbytes} bytes is stored as {len(raw)}")
+        return array
 
     def numpy(self, value: Json, path: Path) -> Any:
         dtype, content = value
@@ -438,9 +342,7 @@ _DECODERS: dict[str, Callable[[_Decoder, Any, Path], Any]] = {
     "$dict": lambda self, value, path: self.pairs(value, path),
     "$OrderedDict": lambda self, value, path: OrderedDict(self.pairs(value, path)),
     "$Counter": lambda self, value, path: Counter(self.pairs(value, path)),
-    "$defaultdict": lambda self, value, path: defaultdict(
-        _FACTORIES[value[0]], self.pairs(value[1], path)
-    ),
+    "$defaultdict": lambda self, value, path: defaultdict(_FACTORIES[value[0]], self.pairs(value[1], path)),
     "$bytes": lambda _, value, __: base64.b64decode(value, validate=True),
     "$bytearray": lambda _, value, __: bytearray(base64.b64decode(value, validate=True)),
     "$numpy": _Decoder.numpy,

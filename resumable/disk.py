@@ -8,6 +8,7 @@ import os
 import secrets
 import socket
 import stat
+import sys
 from collections.abc import Iterable, Iterator
 from io import FileIO
 from pathlib import Path
@@ -17,7 +18,7 @@ import xxhash
 
 from .errors import CheckpointDamaged, RunInUse, SaveFailed
 
-if os.name == "nt":  # pragma: no cover
+if sys.platform == "win32":
     import msvcrt
 else:
     import fcntl
@@ -108,7 +109,7 @@ def damaged(folder: Path, problem: str) -> CheckpointDamaged:
 
 def flush_folder(path: Path) -> None:
     """Make the names in a folder durable: a power cut otherwise loses a rename or a new file."""
-    if os.name == "nt":  # pragma: no cover  (NTFS journals names; folders cannot be opened)
+    if sys.platform == "win32":  # (NTFS journals names; folders cannot be opened)
         return
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -212,7 +213,7 @@ def in_use(path: Path, holder: str) -> RunInUse:
 
 
 def _take(fd: int) -> None:
-    if os.name == "nt":  # pragma: no cover
+    if sys.platform == "win32":
         # Windows locks are mandatory: lock a byte far behind the text that others read.
         os.lseek(fd, 1 << 20, os.SEEK_SET)
         msvcrt.locking(fd, msvcrt.LK_NBLCK, 1)

@@ -17,17 +17,15 @@ def describe() -> dict[str, Any]:
 
     Devices that the process has not used yet are not asked: that would create a context on them.
     """
-    started = torch.cuda.is_available() and torch.cuda.is_initialized()
+    started = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return {
         "torch": torch.__version__,
         "numpy": np.__version__,
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
         "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version() if started else None,
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-        if started
-        else [],
+        "cudnn": torch.backends.cudnn.version() if started else None,  # type: ignore[no-untyped-call]
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if started else [],
         "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
@@ -37,7 +35,7 @@ def describe() -> dict[str, Any]:
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return what numerical results depend on and is not as it was; what either side does not know is left out.
+    """Return what numerical results depend on and is not as it was, as far as both sides know it.
 
     >>> differences({"torch": "2.12.0", "git": "a"}, {"torch": "2.13.0", "git": "b"})
     ['torch was 2.12.0 and is 2.13.0 now']

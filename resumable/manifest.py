@@ -153,9 +153,10 @@ def _typed(kind: type[_Kind], value: Json) -> _Kind:
 
 
 def _whole(value: Json) -> int:
-    if _typed(int, value) < 0:
-        raise ValueError(f"{value} stands where a count belongs")
-    return value
+    count = _typed(int, value)
+    if count < 0:
+        raise ValueError(f"{count} stands where a count belongs")
+    return count
 
 
 def _number_out(value: float) -> Json:

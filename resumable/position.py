@@ -97,7 +97,7 @@ class Position:
     def epochs(self, total: int, body_ended: Hook) -> Iterator[int]:
         """Yield the epochs up to `total`."""
         while self.epoch < total:
-            # In mid-epoch the body's first lines have run before; they run again, and then batches() puts back.
+            # In mid-epoch the body's first lines run a second time; batches() puts back after them.
             if self._resumed_at is not Boundary.BATCH:
                 self.put_back()
             restores, self._body = self.restores, Boundary.EPOCH
@@ -299,7 +299,8 @@ class LoaderPosition:
             )
         self._over_at_resume = False
 
-    def _open(self) -> Iterator[Any]:
+    def _open(self) -> Any:
+        iterator: Any
         if self._to_skip:
             iterator = self._reopen()
             self._position.put_back()

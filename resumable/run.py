@@ -112,7 +112,7 @@ class Run:
         return found, read(found)
 
     def _newest_intact(self, read: Callable[[Checkpoint], T]) -> tuple[Checkpoint, T]:
-        # Newest is the highest save number: after going back, the highest step is of the branch that was left.
+        # Newest is the highest save number: after going back, the highest step is of an abandoned branch.
         for number in reversed(self.numbers()):
             try:
                 found = self.open(number)

@@ -36,9 +36,7 @@ def parse(data: bytes | memoryview) -> Json:
     ValueError: it has a key twice
     """
     try:
-        return json.loads(
-            str(data, "utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant
-        )
+        return json.loads(str(data, "utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
     except RecursionError as exc:
         raise ValueError("it is nested too deeply") from exc
 

@@ -14,19 +14,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader
 
-from . import capture, checkpoint, codec, disk, environment, policy
+from . import arguments, capture, checkpoint, codec, disk, environment, policy
 from .capture import Capture, Change, Trees
 from .checkpoint import Checkpoint
-from .errors import (
-    ResumableWarning,
-    StateMismatch,
-    Unsupported,
-    UsageError,
-)
-from .manifest import Best, Goal, Manifest
+from .errors import ResumableWarning, StateMismatch, UsageError
+from .manifest import Best, Manifest
 from .position import Batches, Position
 from .run import Run
 from .sealed import Json
@@ -74,9 +68,9 @@ class RunState:
         minimize: str | None = None,
         keep: int | None = 3,
     ) -> None:
-        _refuse_several_processes()
-        self._goal = _goal(maximize, minimize)
-        self._keep = _checked_keep(keep)
+        arguments.refuse_several_processes()
+        self._goal = arguments.goal(maximize, minimize)
+        self._keep = arguments.keep(keep)
         self.run = Run(os.environ.get("RESUMABLE_RUN_DIR") or run_dir)
         """The run directory."""
         self.vars: dict[str, Any] = {}
@@ -194,9 +188,7 @@ class RunState:
         history = ((c.about.number, c.about.metrics) for c in self.run.checkpoints())
         return policy.best_of(self._goal, history)
 
-    def _tell_changes(
-        self, changes: Sequence[Change], overridden: Sequence[Change], about: Manifest
-    ) -> None:
+    def _tell_changes(self, changes: Sequence[Change], overridden: Sequence[Change], about: Manifest) -> None:
         kept = [change for change in changes if change not in overridden]
         # What the run is built with from here on: where the checkpoint won, that is not the code's.
         self._built = {**self._built, **{change.path: about.built[change.path] for change in kept}}
@@ -204,9 +196,7 @@ class RunState:
             self._warn(f"{change}; the code wins, as override= says.")
         if kept:
             paths = [change.path for change in kept]
-            self._warn(
-                f"{'; '.join(map(str, kept))}. The checkpoint wins. For the code's: override={paths}"
-            )
+            self._warn(f"{'; '.join(map(str, kept))}. The checkpoint wins. For the code's: override={paths}")
         if drift := environment.differences(about.environment, environment.describe()):
             self._warn(f"{'; '.join(drift)}: results may differ from an uninterrupted run's.")
 
@@ -237,9 +227,9 @@ class RunState:
 
     def epochs(self, total: int) -> Iterator[int]:
         """Loop over the epochs that are left of `total`, which counts those done before."""
-        if self.resumed and self.epoch >= _count("total", total):
+        if self.resumed and self.epoch >= arguments.count("total", total):
             print(f"{self.run} is complete: {self.epoch} of {total} epochs are done", flush=True)
-        yield from self._position.epochs(_count("total", total), self._body_ended)
+        yield from self._position.epochs(arguments.count("total", total), self._body_ended)
         self.wait()
 
     def batches(self, loader: str | DataLoader[Any] | None = None) -> Batches:
@@ -248,9 +238,9 @@ class RunState:
 
     def steps(self, total: int) -> Iterator[int]:
         """Loop over the steps that are left of `total`; each body is one optimizer step."""
-        if self.resumed and self.step >= _count("total", total):
+        if self.resumed and self.step >= arguments.count("total", total):
             print(f"{self.run} is complete: {self.step} of {total} steps are done", flush=True)
-        yield from self._position.steps(_count("total", total), self._body_ended)
+        yield from self._position.steps(arguments.count("total", total), self._body_ended)
         self.wait()
 
     def _loader_name(self, loader: str | DataLoader[Any] | None) -> str:
@@ -276,7 +266,7 @@ class RunState:
         What goes wrong in the background is raised by the next call.
         """
         self._refuse_closed()
-        values = _numbers(metrics)
+        values = arguments.numbers(metrics)
         self._writer.wait()
         self._own_run()
         self._warn_of_mid_body()
@@ -308,9 +298,7 @@ class RunState:
             **position,
         )
 
-    def _commit(
-        self, about: Manifest, trees: Trees, before: tuple[Best | None, int | None]
-    ) -> None:
+    def _commit(self, about: Manifest, trees: Trees, before: tuple[Best | None, int | None]) -> None:
         try:
             done = checkpoint.commit(self.run.folder, about, codec.to_files(trees))
         except BaseException:
@@ -435,13 +423,9 @@ class RunState:
         if self._best:
             facts.append(f"best {self._best.goal.metric} {self._best.value:.4g}")
         where = (
-            f"{self.run} from"
-            if chosen.path.parent == self.run.folder
-            else f"{self.run} from {chosen.path},"
+            f"{self.run} from" if chosen.path.parent == self.run.folder else f"{self.run} from {chosen.path},"
         )
-        return (
-            f"{what} {where} checkpoint {chosen.about.number}: {', '.join(facts)} ({seconds:.1f} s)"
-        )
+        return f"{what} {where} checkpoint {chosen.about.number}: {', '.join(facts)} ({seconds:.1f} s)"
 
     def _sized_loaders(self) -> Iterator[DataLoader[Any]]:
         for position in self._position.loaders.values():
@@ -468,52 +452,3 @@ def _read(found: Checkpoint) -> Trees:
     except (ValueError, KeyError) as exc:
         raise disk.damaged(found.path, f"its content is not a checkpoint's: {exc}") from exc
     return trees
-
-
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    try:
-        return {name: float(value) for name, value in metrics.items()}
-    except (TypeError, ValueError, RuntimeError) as exc:
-        raise UsageError(
-            f"a metric is not a number: {exc}.",
-            fix="the keywords of save() are metrics; keep other values in state.vars or in extra={...}.",
-        ) from exc
-
-
-def _goal(maximize: str | None, minimize: str | None) -> Goal | None:
-    if maximize is not None and minimize is not None:
-        raise UsageError(
-            f"both maximize={maximize!r} and minimize={minimize!r} are given.",
-            fix="one metric decides which checkpoint is the best: give one of them.",
-        )
-    if maximize is not None:
-        return Goal(maximize, True)
-    return None if minimize is None else Goal(minimize, False)
-
-
-def _checked_keep(keep: Any) -> int | None:
-    if keep is None or (isinstance(keep, int) and keep >= 1 and keep is not True):
-        return keep
-    raise UsageError(
-        f"keep={keep!r} does not say how many checkpoints stay.",
-        fix="give a whole number from 1, or None to keep all.",
-    )
-
-
-def _count(name: str, value: Any) -> int:
-    if isinstance(value, int) and value >= 0 and not isinstance(value, bool):
-        return value
-    raise UsageError(f"{name}={value!r} is not a count.", fix=f"give {name} as a whole number.")
-
-
-def _refuse_several_processes() -> None:
-    distributed = torch.distributed
-    if (
-        distributed.is_available()
-        and distributed.is_initialized()
-        and distributed.get_world_size() > 1
-    ):
-        raise Unsupported(
-            f"this training has {distributed.get_world_size()} processes; this version saves one.",
-            fix="train in one process, or wait for the version that knows of ranks.",
-        )

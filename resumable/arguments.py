@@ -1,0 +1,67 @@
+"""What users pass, checked at the door."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from .errors import Unsupported, UsageError
+from .manifest import Goal
+
+
+def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics as numbers."""
+    return {name: _number(name, value) for name, value in metrics.items()}
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        # float() would take the text of a number.
+        return float(value.item() if hasattr(value, "item") else operator.pos(value))
+    except (TypeError, ValueError, RuntimeError, OverflowError) as exc:
+        raise UsageError(
+            f"the metric {name} is not a number: {value!r}.",
+            fix="the keywords of save() are metrics; other values go into state.vars or extra={...}.",
+        ) from exc
+
+
+def goal(maximize: str | None, minimize: str | None) -> Goal | None:
+    """Return the goal that one of the two names."""
+    if maximize is not None and minimize is not None:
+        raise UsageError(
+            f"both maximize={maximize!r} and minimize={minimize!r} are given.",
+            fix="one metric decides which checkpoint is the best: give one of them.",
+        )
+    if maximize is not None:
+        return Goal(maximize, True)
+    return None if minimize is None else Goal(minimize, False)
+
+
+def keep(keep: Any) -> int | None:
+    """Return how many of the newest checkpoints stay; None for all."""
+    if keep is None or (isinstance(keep, int) and keep >= 1 and keep is not True):
+        return keep
+    raise UsageError(
+        f"keep={keep!r} does not say how many checkpoints stay.",
+        fix="give a whole number from 1, or None to keep all.",
+    )
+
+
+def count(name: str, value: Any) -> int:
+    """Return a whole number that is not negative."""
+    if isinstance(value, int) and value >= 0 and not isinstance(value, bool):
+        return value
+    raise UsageError(f"{name}={value!r} is not a count.", fix=f"give {name} as a whole number.")
+
+
+def refuse_several_processes() -> None:
+    """Raise Unsupported in a training of several processes."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        raise Unsupported(
+            f"this training has {distributed.get_world_size()} processes; this version saves one.",
+            fix="train in one process, or wait for the version that knows of ranks.",
+        )

@@ -1,0 +1,175 @@
+"""Optimizers, whose state goes by the names of the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .codec import Path, Place
+from .modules import ModulePart
+from .part import Difference, Part, Saved, plain, same_device
+
+Tree = dict[str, Any]
+
+
+class OptimizerPart(Part):
+    """An optimizer, whose state goes by the names of the parameters, not by their order."""
+
+    kind = "optimizer"
+
+    def __init__(
+        self,
+        name: str,
+        live: torch.optim.Optimizer,
+        stem: str = "extra",
+        modules: Sequence[ModulePart] = (),
+    ) -> None:
+        super().__init__(name, live, stem)
+        self._model_parts = modules
+        self.built = _settings_of_groups(live.param_groups)
+
+    def names(self) -> list[list[str]]:
+        """Return the names of the parameters of each group."""
+        known: dict[int, str] = {}
+        for part in self._model_parts:
+            prefix = part.name.partition(".")[2]
+            for name, parameter in part.parameters().items():
+                known.setdefault(id(parameter), f"{prefix}.{name}" if prefix else name)
+        return [
+            [
+                known.get(id(parameter)) or _own_name(group, number, index)
+                for index, parameter in enumerate(group["params"])
+            ]
+            for number, group in enumerate(self.live.param_groups)
+        ]
+
+    def collect(self) -> dict[str, Any]:
+        """Return the groups by names, and the state by what it is (exp_avg) and then by names."""
+        state = self.live.state_dict()
+        groups = []
+        state_by_key: dict[str, dict[str, Any]] = {}
+        on_host = set()
+        others = dict(state["state"])
+        for group, live, names in zip(
+            state["param_groups"], self.live.param_groups, self.names(), strict=True
+        ):
+            groups.append({"params": names} | {k: v for k, v in group.items() if k not in _NAMES})
+            for index, parameter, name in zip(group["params"], live["params"], names, strict=True):
+                for key, value in others.pop(index, {}).items():
+                    state_by_key.setdefault(key, {})[name] = value
+                    if isinstance(value, Tensor) and value.is_cpu and not parameter.is_cpu:
+                        on_host.add(key)
+        rest = {k: v for k, v in state.items() if k not in ("state", "param_groups")}
+        return {
+            self.stem: {
+                "groups": groups,
+                "state": state_by_key,
+                "others": others,
+                "rest": rest,
+                "on_host": sorted(on_host),
+            }
+        }
+
+    def differences(self, saved: Saved, built: Mapping[str, Any]) -> Iterator[Difference]:
+        """Yield the parameters that are in another group, or in none."""
+        then = [set(group["params"]) for group in saved.view(self.stem)["groups"]]
+        now = [set(names) for names in self.names()]
+        if len(then) != len(now):
+            text = f"{len(then)} parameter groups in the checkpoint, {len(now)} in the code"
+            yield Difference(self.name, "groups", text)
+            return
+        for number, (before, after) in enumerate(zip(then, now, strict=True)):
+            for name in sorted(before ^ after):
+                where = "missing in the code" if name in before else "new in the code"
+                yield Difference(self.name, name, f"{where} (parameter group {number})")
+
+    def restore(self, saved: Saved, unfit: AbstractSet[str], code_wins: AbstractSet[str]) -> None:
+        """Load the state by name, each tensor with its own dtype and layout."""
+        named = self.names()
+        parameters = {
+            name: parameter
+            for group, names in zip(self.live.param_groups, named, strict=True)
+            for name, parameter in zip(names, group["params"], strict=True)
+        }
+        tree = saved.copy(self.stem, self._placer(saved.view(self.stem)["on_host"], parameters))
+        was = self.live.param_groups
+        indices = self.live.state_dict()["param_groups"]
+        groups = [
+            _merged_group(then, now, code_wins) | {"params": index["params"]}
+            for then, now, index in zip(tree["groups"], was, indices, strict=True)
+        ]
+        state: dict[Any, dict[str, Any]] = dict(tree["others"])
+        by_parameter: dict[str, dict[str, Any]] = {}
+        for index, names in zip(indices, named, strict=True):
+            for position, name in zip(index["params"], names, strict=True):
+                mine = {k: v[name] for k, v in tree["state"].items() if name in v}
+                if mine and name not in unfit:
+                    state[position] = by_parameter[name] = mine
+        self.live.load_state_dict({**tree["rest"], "state": state, "param_groups": groups})
+        self._keep_types(by_parameter, parameters)
+        _keep_identity(was, self.live.param_groups)
+
+    def _placer(self, on_host: list[str], parameters: Mapping[str, Tensor]) -> Place:
+        def place(path: Path, device: str) -> torch.device:
+            if path[0] != "state" or path[2] not in parameters:
+                return same_device(path, device)
+            # `step` stays on the CPU unless the optimizer itself wants it elsewhere.
+            if path[1] in on_host or (path[1] == "step" and device == "cpu"):
+                return torch.device("cpu")
+            return parameters[path[2]].device
+
+        return place
+
+    def _keep_types(self, saved: Mapping[str, Tree], parameters: Mapping[str, Tensor]) -> None:
+        # load_state_dict casts to the parameter's dtype: fp32 moments of bf16 weights would lose bits.
+        for name, then in saved.items():
+            now = self.live.state[parameters[name]]
+            for key in then.keys() & now.keys():
+                if _device(now[key]) == _device(then[key]):
+                    now[key] = then[key]
+
+
+_NAMES = ("params", "param_names")
+
+
+def _own_name(group: Tree, number: int, index: int) -> str:
+    if "param_names" in group:
+        return str(group["param_names"][index])
+    return f"group{number}.{index}"
+
+
+def _device(value: Any) -> torch.device | None:
+    return value.device if isinstance(value, Tensor) else None
+
+
+def _settings_of_groups(groups: Sequence[Tree]) -> Tree:
+    found: Tree = {}
+    for key in {key: None for group in groups for key in group}:
+        if key not in (*_NAMES, "initial_lr"):
+            # A scheduler changes `lr` as soon as it is made; `initial_lr` is what the script said.
+            source = "initial_lr" if key == "lr" else key
+            values = [plain(group.get(source, group.get(key))) for group in groups]
+            found[key] = values[0] if values.count(values[0]) == len(values) else values
+    return found
+
+
+def _merged_group(then: Tree, now: Tree, code_wins: AbstractSet[str]) -> Tree:
+    # What a newer torch has added to the groups is only in `now`.
+    merged = {**now, **then, **{key: now[key] for key in code_wins if key in now}}
+    if "lr" in code_wins and then.get("initial_lr"):
+        # The same point of the schedule, with the code's learning rate.
+        merged["initial_lr"] = now["initial_lr"]
+        merged["lr"] = then["lr"] / then["initial_lr"] * now["initial_lr"]
+    return {key: value for key, value in merged.items() if key not in _NAMES}
+
+
+def _keep_identity(was: Sequence[Tree], now: Sequence[Tree]) -> None:
+    # A captured CUDA graph reads the learning rate from the very tensor that it was captured with.
+    for before, after in zip(was, now, strict=True):
+        for key, value in before.items():
+            if isinstance(value, Tensor) and isinstance(after[key], Tensor):
+                after[key] = value.copy_(after[key])

@@ -1,0 +1,93 @@
+"""One object of a training, as the rest of the library sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+
+from . import codec
+from .codec import Encoded, Place
+
+
+class Saved:
+    """What a checkpoint holds of one part."""
+
+    def __init__(self, trees: Mapping[str, Encoded], part: str) -> None:
+        self._trees = trees
+        self._part = part
+
+    def view(self, stem: str) -> Any:
+        """Return the tree; its tensors share the checkpoint's memory."""
+        tree = self._trees[stem]
+        return codec.decode(tree.json[self._part], tree.tensors)
+
+    def copy(self, stem: str, place: Place) -> Any:
+        """Return the tree with tensors of its own, on the devices that `place` names."""
+        tree = self._trees[stem]
+        return codec.decode(tree.json[self._part], tree.tensors, place)
+
+
+def same_device(_: codec.Path, device: str) -> torch.device:
+    """Place a tensor on the device that it came from, or on the CPU if this process has none such."""
+    kind, *index = device.split(":")
+    backend = getattr(torch, kind, None)
+    if kind == "cpu" or backend is None or int(index[0] if index else 0) >= backend.device_count():
+        return torch.device("cpu")
+    return torch.device(device)
+
+
+def plain(value: Any) -> Any:
+    """Return a setting as a number where it is a tensor of one."""
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
+def shape(tensor: torch.Tensor) -> str:
+    """Return the dtype and shape of a tensor, as people write them.
+
+    >>> shape(torch.zeros(2, 3))
+    'float32[2, 3]'
+    """
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One thing that a checkpoint and a live object do not agree on."""
+
+    part: str
+    name: str
+    text: str
+
+    def matches(self, pattern: str) -> bool:
+        """Whether the pattern names it: model.head.*, head.*, or the whole part."""
+        wholes = (self.part, f"{self.part}.{self.name}", f"model.{self.name}", self.name)
+        return any(fnmatchcase(whole, pattern) for whole in wholes)
+
+
+class Part:
+    """One object of a training. `built` is how the script made it, before anything was restored."""
+
+    kind = "state"
+
+    def __init__(self, name: str, live: Any, stem: str = "extra") -> None:
+        self.name = name
+        self.live = live
+        self.stem = stem
+        self.built: dict[str, Any] = {}
+
+    def collect(self) -> dict[str, Any]:
+        """Return its trees, by the file that they belong to."""
+        raise NotImplementedError
+
+    def differences(self, saved: Saved, built: Mapping[str, Any]) -> Iterator[Difference]:
+        """Yield why `saved` could not be put into the live object."""
+        yield from ()
+
+    def restore(self, saved: Saved, unfit: AbstractSet[str], code_wins: AbstractSet[str]) -> None:
+        """Put `saved` into the live object, but for `unfit` names and settings where the code wins."""
+        raise NotImplementedError
