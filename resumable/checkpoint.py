@@ -22,6 +22,8 @@ NAME = re.compile(r"([0-9]{6,})-step-([0-9]{8,})")
 DEBRIS = re.compile(r"\.(?:stage|trash)-[0-9]{6,}-[0-9a-f]{8}")
 """What a killed save or a killed prune leaves behind."""
 
+_RANKS = "ranks/"
+
 
 def name(number: int, step: int) -> str:
     """Return the name of a checkpoint's folder.
@@ -92,11 +94,11 @@ def commit(folder: Path, about: Manifest, files: Mapping[str, Iterable[Any]]) ->
 
 
 def _write_files(stage: Path, files: Mapping[str, Iterable[Any]]) -> dict[str, FileRecord]:
-    records = {}
-    for file, pieces in files.items():
-        disk.make_folder((stage / file).parent)
-        records[file] = FileRecord(*disk.write(stage / file, pieces))
-    for subfolder in {(stage / file).parent for file in files} - {stage}:
+    subfolders = {(stage / file).parent for file in files} - {stage}
+    for subfolder in subfolders:
+        os.mkdir(subfolder)
+    records = {file: FileRecord(*disk.write(stage / file, pieces)) for file, pieces in files.items()}
+    for subfolder in subfolders:
         disk.flush_folder(subfolder)
     return records
 
@@ -122,14 +124,14 @@ def remove(folder: Path) -> None:
 
 def unknown(folder: Path) -> list[str]:
     """Return the names in a checkpoint's folder that this library did not write."""
-    return [n for n in _entries(folder) if n != manifest.NAME and not FILE_NAME.fullmatch(n)]
+    return [n for n in _entries(folder) if n != _RANKS and not FILE_NAME.fullmatch(n)]
 
 
 def _entries(folder: Path) -> list[str]:
-    found = []
-    for entry in os.scandir(folder):
-        if entry.name == "ranks" and entry.is_dir(follow_symlinks=False):
-            found += [f"ranks/{inner.name}" for inner in os.scandir(entry)]
-        else:
-            found.append(entry.name)
-    return sorted(found)
+    found = sorted(_names(folder))
+    return [*found, *(f"{_RANKS}{name}" for name in _names(folder / _RANKS))] if _RANKS in found else found
+
+
+def _names(folder: Path) -> list[str]:
+    # With a slash, so that a folder with the name of a file of ours is not taken for that file.
+    return [f"{e.name}/" if e.is_dir(follow_symlinks=False) else e.name for e in os.scandir(folder)]

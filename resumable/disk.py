@@ -80,8 +80,11 @@ def read_small(folder: Path, name: str, limit: int = 64 << 20) -> bytes:
 def _opened(folder: Path, name: str) -> Iterator[FileIO]:
     # NOFOLLOW: a link must not lead outside the folder. NONBLOCK: a pipe must not hang the load.
     flags = os.O_RDONLY | _BINARY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    path = folder / name
+    if path.parent != folder and path.parent.is_symlink():
+        raise damaged(folder, f"{path.parent.name} is a symbolic link")
     try:
-        with FileIO(os.open(folder / name, flags)) as file:
+        with FileIO(path, opener=lambda path, _: os.open(path, flags)) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise damaged(folder, f"{name} is not a regular file")
             yield file
@@ -102,7 +105,7 @@ def damaged(folder: Path, problem: str) -> CheckpointDamaged:
     """Return the error that says what is wrong with the checkpoint in `folder`."""
     return CheckpointDamaged(
         f"{folder} is damaged: {problem}.",
-        fix="nothing is needed to resume: the newest intact checkpoint is used. "
+        fix="resume='auto' goes on from the newest intact checkpoint. "
         "This one can be deleted; it is of no use to anyone.",
     )
 
@@ -157,13 +160,13 @@ def point(link: Path, target: Path) -> None:
 
 
 def remove(folder: Path, names: Iterable[str]) -> None:
-    """Remove the files `names` of a folder, then the folder; OSError if it holds anything else."""
-    subfolders = set()
-    for name in names:
-        os.unlink(folder / name)
-        subfolders.add((folder / name).parent)
-    for subfolder in subfolders - {folder}:
-        os.rmdir(subfolder)
+    """Remove a folder that holds `names` (those of folders end in "/"); OSError if it holds anything else."""
+    # Backwards: what a subfolder holds comes before the subfolder.
+    for name in sorted(names, reverse=True):
+        if name.endswith("/"):
+            os.rmdir(folder / name)
+        else:
+            os.unlink(folder / name)
     os.rmdir(folder)
 
 
@@ -175,13 +178,13 @@ class Lock:
     """
 
     # Closing *any* descriptor of the file frees a record lock of the whole process, so it is opened once.
-    _held: ClassVar[set[Path]] = set()
+    # With the process: what is forked from the holder inherits this set, but no lock.
+    _held: ClassVar[set[tuple[int, Path]]] = set()
 
     def __init__(self, path: Path) -> None:
-        self._path = path.resolve()
-        self._pid = os.getpid()
-        if self._path in self._held:
-            raise in_use(path, f"this process ({self._pid})")
+        self._key = (os.getpid(), path.resolve())
+        if self._key in self._held:
+            raise in_use(path, f"this process ({os.getpid()})")
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | _BINARY, 0o666)
         try:
             _take(self._fd)
@@ -191,16 +194,21 @@ class Lock:
             if exc.errno not in (errno.EACCES, errno.EAGAIN, errno.EDEADLK):
                 raise
             raise in_use(path, holder) from exc
-        self._held.add(self._path)
-        os.ftruncate(self._fd, 0)
-        os.write(self._fd, f"process {self._pid} on {socket.gethostname()}\n".encode())
+        self._held.add(self._key)
+        # Only for the message that others get: a full disk must not cost us the lock.
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._fd, 0)
+            os.write(self._fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+
+    def is_held(self) -> bool:
+        """Whether this process holds it; a forked child has a copy of this object, but not the lock."""
+        return self._key in self._held and self._key[0] == os.getpid()
 
     def release(self) -> None:
         """Let go; the file stays, since removing it would race with the next holder."""
-        # A forked child has a copy of this object, but not the lock.
-        if self._path in self._held and self._pid == os.getpid():
+        if self.is_held():
             os.close(self._fd)
-            self._held.discard(self._path)
+            self._held.discard(self._key)
 
 
 def in_use(path: Path, holder: str) -> RunInUse:

@@ -18,6 +18,9 @@ ResumableWarning (UserWarning)                 said at most once a run
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 
 class ResumableError(Exception):
     """What every error of this library is.
@@ -42,6 +45,10 @@ class ResumableError(Exception):
 
     def __str__(self) -> str:
         return f"{self.problem}\nFix: {self.fix}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Processes send each other their errors, and `args` alone cannot make this one again.
+        return partial(type(self), fix=self.fix), (self.problem,), self.__dict__
 
 
 class UsageError(ResumableError, ValueError):

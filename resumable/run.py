@@ -8,7 +8,7 @@ import os
 import re
 import secrets
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TypeVar
@@ -18,9 +18,13 @@ from .checkpoint import Checkpoint
 from .errors import (
     CheckpointDamaged,
     CheckpointNotFound,
+    FormatTooNew,
     NotARun,
+    ResumableError,
     ResumableWarning,
     RunExists,
+    SaveFailed,
+    UsageError,
 )
 
 T = TypeVar("T")
@@ -28,6 +32,7 @@ Which = str | int | os.PathLike[str]
 """A word, a save number or a checkpoint's path."""
 
 _NEWEST = ("must", "newest", "latest", "last")
+_WORDS = ("auto", "never", "best", *_NEWEST)
 
 
 class Run:
@@ -47,7 +52,7 @@ class Run:
 
     def check(self, resume: Which) -> None:
         """Raise for what can be seen to be wrong before anything is made or locked."""
-        for path in (self.path, self.folder):
+        for path in (self.folder, *self.folder.parents):
             if os.path.lexists(path) and not path.is_dir():
                 raise NotARun(
                     f"{path} is not a folder.",
@@ -61,6 +66,8 @@ class Run:
             )
         if resume in (*_NEWEST, "best") and not numbers:
             raise self._missing()
+        if resume not in _WORDS:
+            self._open_named(resume)
 
     def numbers(self) -> list[int]:
         """Return the save numbers that are there, oldest first, without opening anything."""
@@ -71,7 +78,8 @@ class Run:
         with contextlib.suppress(FileNotFoundError), os.scandir(self.folder) as entries:
             for entry in entries:
                 match = checkpoint.NAME.fullmatch(entry.name)
-                if match and os.path.lexists(Path(entry.path, manifest.NAME)):
+                # Not through a link: what it leads to is another run's, and pruning would delete it.
+                if match and entry.is_dir(follow_symlinks=False):
                     found[int(match[1])] = Path(entry.path)
         return found
 
@@ -137,10 +145,15 @@ class Run:
         )
 
     def _open_named(self, which: Which) -> Checkpoint:
+        if isinstance(which, bool) or not isinstance(which, (int, str, os.PathLike)):
+            raise UsageError(
+                f"resume={which!r} does not say what to go on from.",
+                fix="say 'auto', 'must', 'never', 'best', a save number, or a checkpoint's path.",
+            )
         if isinstance(which, int) or (isinstance(which, str) and which.isdecimal()):
             return self.open(int(which))
         path = Path(which).resolve()
-        if (path / manifest.NAME).is_file():
+        if os.path.lexists(path / manifest.NAME):
             return checkpoint.open_checkpoint(path)
         raise CheckpointNotFound(
             f"resume={os.fspath(which)!r} is neither a word that is known nor a checkpoint's folder.",
@@ -155,16 +168,17 @@ class Run:
         what = "holds no checkpoint" if self.path.is_dir() else "does not exist"
         return CheckpointNotFound(
             f"{self.path} {what}.{hint}",
-            fix="check the path, or resume='auto' to start fresh where there is nothing yet.",
+            fix="check the path. In a script, resume='auto' starts fresh where there is nothing yet.",
         )
 
     def acquire(self) -> None:
         """Become the one process that writes this run, and tidy up after the one before."""
-        if self._lock:
+        if self._lock and self._lock.is_held():
             return
-        disk.make_folder(self.path)
-        self._lock = disk.Lock(self.path / ".lock")
-        self._remove_debris()
+        with self._writing():
+            disk.make_folder(self.path)
+            self._lock = disk.Lock(self.path / ".lock")
+            self._remove_debris()
 
     def release(self) -> None:
         """Let another process write this run."""
@@ -176,15 +190,31 @@ class Run:
         """Return the run's id; the first call in its life writes it down."""
         path = self.path / "run.json"
         if os.path.lexists(path):
-            with contextlib.suppress(CheckpointDamaged, ValueError, KeyError):
+            try:
                 return str(manifest.unseal(disk.read_small(self.path, path.name))["run_id"])
-            # Nothing is lost with it: every manifest repeats the id.
-            warnings.warn(f"{path} is damaged and written anew", ResumableWarning, stacklevel=2)
+            except FormatTooNew as exc:
+                raise FormatTooNew(f"{path} cannot be read: {exc.problem}", fix=exc.fix) from exc
+            except (CheckpointDamaged, ValueError, KeyError):
+                # Nothing is lost with it: every manifest repeats the id.
+                _warn(f"{path} is damaged and written anew")
         known = [found.about.run_id for found in self.checkpoints()]
         run_id = known[-1] if known else secrets.token_hex(8)
         created = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        disk.replace(path, manifest.seal({"run_id": run_id, "created": created}))
+        with self._writing():
+            disk.replace(path, manifest.seal({"run_id": run_id, "created": created}))
         return run_id
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except ResumableError:
+            raise
+        except OSError as exc:
+            raise SaveFailed(
+                f"{self.path} cannot be written: {exc}.",
+                fix="mend the cause (room on the disk, permissions), or give another run directory.",
+            ) from exc
 
     def point(self, word: str, target: Path) -> None:
         """Let runs/exp/`word` lead to a checkpoint: for people, never trusted by us."""
@@ -194,7 +224,7 @@ class Run:
         try:
             disk.point(link, target)
         except OSError as exc:
-            _warn(f"the link {link} could not be made ({exc}); nothing depends on it")
+            _warn(f"the link {link} could not be made ({exc.strerror}); nothing depends on it")
 
     def prune(self, keep: int | None, protect: Iterable[int | None]) -> None:
         """Delete all but the newest `keep` checkpoints and the protected ones.
@@ -206,7 +236,7 @@ class Run:
             try:
                 self._remove(paths[number])
             except OSError as exc:
-                _warn(f"checkpoint {number} in {self.path} could not be pruned: {exc}")
+                _warn(f"checkpoint {number} in {self.path} could not be pruned: {exc.strerror or exc}")
 
     def _remove(self, path: Path) -> None:
         if others := checkpoint.unknown(path):
@@ -219,7 +249,7 @@ class Run:
 
     def _remove_debris(self) -> None:
         for folder, ours in ((self.path, _LINK_DEBRIS), (self.folder, checkpoint.DEBRIS)):
-            for name in os.listdir(folder) if folder.is_dir() else []:
+            for name in sorted(os.listdir(folder)) if folder.is_dir() else []:
                 if not ours.fullmatch(name):
                     continue
                 try:

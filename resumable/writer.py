@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -38,6 +40,8 @@ class PendingSave:
             self._job()
         except BaseException as exc:
             self._error = exc
+            # A script that ends without close() must not end as if all were well.
+            atexit.register(self._tell_at_exit)
         finally:
             # The job holds the host copy of the whole state.
             del self._job
@@ -47,6 +51,7 @@ class PendingSave:
         self._thread.join()
         if self._error:
             self._told = True
+            atexit.unregister(self._tell_at_exit)
             raise self._error
 
     def wait_unless_told(self) -> None:
@@ -54,6 +59,10 @@ class PendingSave:
         self._thread.join()
         if not self._told:
             self.wait()
+
+    def _tell_at_exit(self) -> None:
+        if self._error:
+            sys.excepthook(type(self._error), self._error, self._error.__traceback__)
 
 
 class Writer:

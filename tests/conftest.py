@@ -1,0 +1,25 @@
+"""What all tests share: one thread (so that sums have one order) and fixed seeds."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run directory that does not exist yet."""
+    return tmp_path / "runs" / "exp"

@@ -1,0 +1,44 @@
+"""`resumable demo`, as a new user runs it, and what it would say if the two runs were not equal."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from resumable import Run, demo
+
+
+def test_the_demo_is_killed_twice_in_mid_epoch_and_ends_with_equal_digests(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "resumable", "demo", "--dir", str(tmp_path / "demo")]
+
+    done = subprocess.run(command, capture_output=True, text=True)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, second = re.findall(r"digest ([0-9a-f]{32})", done.stdout)
+    assert first == second
+    assert done.stdout.count("killed (SIGKILL) at step") == 2
+    assert re.findall(r"resumed \S+ from checkpoint \d+: epoch \d, batch (\d+)/16", done.stdout) == ["4", "8"]
+    for name in ("straight", "killed"):
+        for found in Run(tmp_path / "demo" / name).checkpoints():
+            found.verify()
+
+
+def test_the_demo_says_so_when_the_digests_differ(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    digests = iter(["a", None, None, "b"])
+    monkeypatch.setattr(demo, "_start", lambda *_, **__: next(digests))
+
+    assert demo.main() == 1
+    assert "NOT equal" in capsys.readouterr().out
+
+
+def test_a_training_that_fails_by_itself_is_an_error_of_the_demo(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+
+    with pytest.raises(RuntimeError, match="ended with exit code 1"):
+        demo._start(tmp_path / "file")

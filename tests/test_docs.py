@@ -1,0 +1,92 @@
+"""The documentation, run: every block of code, every doctest, every link, the two set-up commands."""
+
+from __future__ import annotations
+
+import doctest
+import re
+import warnings
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader, TensorDataset
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted(path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+MODULES = sorted(path.stem for path in (ROOT / "resumable").glob("*.py") if path.stem != "__main__")
+
+
+def blocks(page: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+
+
+def readers_parts() -> dict[str, object]:
+    """What the reader of a page is taken to have."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 30),
+        "scaler": torch.amp.GradScaler("cpu"),
+        "loader": DataLoader(TensorDataset(torch.randn(4, 2), torch.randn(4)), batch_size=2),
+        "ema": AveragedModel(model),
+        "numpy_generator": np.random.default_rng(0),
+        "train": lambda images, labels: (model(images).sum().backward(), optimizer.step()),
+        "evaluate": lambda: torch.rand(()),
+    }
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)])
+def test_the_code_on_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = readers_parts()
+
+    with warnings.catch_warnings():
+        # The pages change a setting on purpose, to show how.
+        warnings.filterwarnings("ignore", "optimizer.lr was", category=UserWarning)
+        for block in blocks(page):
+            exec(compile(block, page, "exec"), names)
+
+    assert list(tmp_path.glob("runs/*/checkpoints/*/manifest.json"))
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_the_examples_in_docstrings_are_true(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = import_module(f"resumable.{module}" if module != "__init__" else "resumable")
+
+    assert doctest.testmod(found, extraglobs={"torch": torch}).failed == 0
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_files(page: str) -> None:
+    links = re.findall(r"\]\((?!https?://)([^)#]+)", (ROOT / page).read_text())
+
+    assert [link for link in links if not ((ROOT / page).parent / link).exists()] == []
+
+
+def test_the_readme_has_exactly_two_set_up_commands_and_ci_runs_the_second() -> None:
+    commands = re.findall(r"^```bash\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+
+    assert [command.count("\n") for command in commands] == [1, 1]
+    assert all(command.startswith("python3.11 -m venv .venv && ") for command in commands)
+    assert commands[0].rstrip().endswith("&& .venv/bin/resumable demo")
+    assert commands[1].rstrip().endswith("&& scripts/test")
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_a_constraint_pins_every_version() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+
+    assert all(line.startswith("#") or "==" in line for line in lines)
+    assert "torch==2.13.0" in lines

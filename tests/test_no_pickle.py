@@ -1,0 +1,72 @@
+"""Saving and loading unpickle nothing, run nothing and open nothing outside the run directory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = """
+import sys, random
+from pathlib import Path
+import numpy as np, torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from resumable import RunState
+
+run_dir = Path(sys.argv[1])
+events = []
+FORBIDDEN = ("pickle.find_class", "marshal.", "exec", "compile", "os.system", "os.exec", "os.posix_spawn",
+             "subprocess.", "ctypes.", "socket.connect", "import")
+
+def build():
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    return dict(
+        model=model, optimizer=optimizer,
+        scheduler=torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=40),
+        scaler=torch.amp.GradScaler("cpu"),
+        loader=DataLoader(TensorDataset(torch.randn(8, 2)), batch_size=2, shuffle=True),
+        extra={"noise": np.random.default_rng(0), "dice": random.Random(0), "torch": torch.Generator(),
+               "plain": {"a": (1, {2}, float("nan"), np.arange(3)), 1: b"x"}},
+    )
+
+def train(stop):
+    with RunState.load(run_dir, **parts) as state:
+        for _ in state.epochs(2):
+            for (batch,) in state.batches():
+                loss = parts["model"](batch).square().mean()
+                parts["optimizer"].zero_grad(); loss.backward()
+                parts["optimizer"].step(); parts["scheduler"].step()
+                if state.step == stop:
+                    state.save(loss=loss.item()).wait()
+                    return
+            state.save(loss=loss.item())
+
+parts = build(); train(3)          # everything that is imported once is imported now
+parts = build(); train(5)
+parts = build()
+
+def listen(event, arguments):
+    if event == "open" and isinstance(arguments[0], (str, Path)) or event.startswith(FORBIDDEN):
+        events.append((event, str(arguments[0])))
+
+sys.addaudithook(listen)
+train(None)
+for event, what in list(events):
+    inside = event == "open" and Path(what).resolve().is_relative_to(run_dir.resolve())
+    if not inside and not what.endswith((".git/HEAD",)) and "/.git/" not in what:
+        print("FORBIDDEN", event, what)
+print("seen", sum(event == "open" for event, _ in events))
+"""
+
+
+def test_saving_and_loading_unpickle_nothing_and_open_nothing_outside_the_run(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "exp")]
+
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    assert "FORBIDDEN" not in done.stdout, done.stdout
+    # The hook is on: it has seen the files of the run.
+    assert int(done.stdout.split()[-1]) > 10

@@ -1,0 +1,109 @@
+"""The public names, frozen: adding, renaming or removing one is a decision, not an accident."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import resumable
+from resumable import PendingSave, Run, RunState
+
+NAMES = [
+    "Boundary",
+    "CannotStore",
+    "Checkpoint",
+    "CheckpointDamaged",
+    "CheckpointNotFound",
+    "FormatTooNew",
+    "NotARun",
+    "PendingSave",
+    "ResumableError",
+    "ResumableWarning",
+    "Run",
+    "RunExists",
+    "RunInUse",
+    "RunState",
+    "SaveFailed",
+    "StateMismatch",
+    "Unsupported",
+    "UsageError",
+]
+
+PARTS = ["model", "optimizer", "scheduler", "scaler", "loader", "extra", "maximize", "minimize", "keep"]
+
+
+def members(kind: type) -> set[str]:
+    return {name for name in vars(kind) if not name.startswith("_")}
+
+
+def test_the_public_names_are_just_these() -> None:
+    assert sorted(resumable.__all__) == NAMES
+    assert {name for name in dir(resumable) if not name.startswith("_")} == set(NAMES)
+
+
+def test_every_public_name_is_there_and_says_what_it_is() -> None:
+    assert all(getattr(resumable, name).__doc__ for name in NAMES)
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+    assert not hasattr(resumable, "Runstate")
+
+
+def test_the_members_of_the_public_classes_are_just_these() -> None:
+    assert members(RunState) == {
+        *("load", "save", "restore", "wait", "close", "epochs", "batches", "steps"),
+        *("epoch", "batch", "step", "samples", "best"),
+    }
+    assert members(PendingSave) == {"wait", "wait_unless_told"}
+    assert members(Run) == {
+        *("check", "numbers", "open", "checkpoints", "choose", "acquire", "release"),
+        *("identity", "point", "prune"),
+    }
+
+
+def test_load_takes_what_the_constructor_takes_and_how_to_go_on() -> None:
+    made = list(inspect.signature(RunState).parameters)
+    loaded = list(inspect.signature(RunState.load).parameters)
+
+    assert made == ["run_dir", *PARTS]
+    assert loaded == [*made, "resume", "allow", "override"]
+
+
+def test_every_public_method_is_documented() -> None:
+    undocumented = [
+        f"{kind.__name__}.{name}"
+        for kind in (RunState, Run, PendingSave)
+        for name in members(kind)
+        if not inspect.getdoc(getattr(kind, name))
+    ]
+
+    assert not undocumented
+
+
+def loaded_modules(code: str) -> set[str]:
+    script = f"import sys\n{code}\nprint(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return set(done.stdout.splitlines()[-1].split())
+
+
+def test_importing_the_package_imports_neither_torch_nor_numpy() -> None:
+    assert not loaded_modules("import resumable") & {"torch", "numpy"}
+
+
+def test_the_help_and_ls_of_the_command_line_do_not_import_torch() -> None:
+    code = "from resumable.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\nmain(['ls', 'nowhere'])"
+
+    assert not loaded_modules(code) & {"torch", "numpy"}
+
+
+def test_importing_the_package_starts_no_thread_and_takes_no_signal() -> None:
+    code = """
+import signal, threading
+before = signal.getsignal(signal.SIGTERM)
+import resumable.state, resumable.cli
+assert threading.active_count() == 1
+assert signal.getsignal(signal.SIGTERM) is before
+"""
+
+    assert "resumable.state" in loaded_modules(code)
