@@ -36,10 +36,12 @@ def training(megabytes: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def flushed(write: Callable[[Path], object], path: Path) -> None:
-    """Write a file and make it durable."""
-    write(path)
-    with path.open("rb") as file:
+    """Write a file, make it durable, and put it in the place of the one before."""
+    fresh = path.with_suffix(".new")
+    write(fresh)
+    with fresh.open("rb") as file:
         os.fsync(file.fileno())
+    fresh.replace(path)
 
 
 def seconds(job: Callable[[], object]) -> float:

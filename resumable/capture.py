@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
+
 from . import codec, image, parts, rng, tensorfile
 from .codec import Encoded
 from .errors import CannotStore, StateMismatch, UsageError
@@ -21,6 +23,11 @@ from .sealed import Json
 
 Trees = dict[str, Encoded]
 """What a checkpoint holds, by the file it lies in: model, optimizer, extra, rank."""
+
+Versions = dict[tuple[str, str], tuple[torch.Tensor, int | None]]
+"""By file and name: the live tensor and the count of its changes."""
+
+_States = tuple[Mapping[str, Any], Sequence[tuple[rng.Generator, Any]]]
 
 SLOTS = ("model", "optimizer", "scheduler", "scaler", "extra")
 
@@ -69,6 +76,14 @@ class _PositionPart(Part):
         self.live.restore(saved.copy(self.stem, same_device))
 
 
+def _is_generator(part: Part) -> bool:
+    return isinstance(part, parts.GeneratorPart)
+
+
+def _has_no_generator(part: Part) -> bool:
+    return not isinstance(part, (parts.GeneratorPart, _PositionPart, _RandomPart))
+
+
 class Capture:
     """All parts of one training."""
 
@@ -87,7 +102,7 @@ class Capture:
             *made["optimizer"],  # -> scheduler: one that is loaded first would be overwritten
             *made["scheduler"],
             *made["scaler"],
-            *made["extra"],
+            *sorted(made["extra"], key=_is_generator),  # the user's generators last: the others may draw
             parts.ContainerPart("vars", variables),
             _PositionPart("position", position),  # -> random: making an iterator draws
             *(_PositionPart(name, loader) for name, loader in position.loaders.items()),
@@ -101,23 +116,14 @@ class Capture:
 
     def collect(self) -> tuple[Trees, dict[str, Json]]:
         """Return the trees of all parts, still with the live tensors, and what each part is."""
-        randomness = self._parts[-1].collect()
-        trees: Trees = {}
-        about: dict[str, Json] = {}
-        for part in self._parts:
-            collected = randomness if part.kind == "random" else part.collect()
-            shapes: dict[str, str] = {}
-            for stem, tree in collected.items():
-                encoded = codec.encode({part.name: tree}, _NAMERS.get(stem, ".".join))
-                into = trees.setdefault(stem, Encoded({}, {}, {}))
-                into.json.update(encoded.json)
-                into.tensors.update(encoded.tensors)
-                into.aliases.update(encoded.aliases)
-                shapes |= {name: shape(t) for name, t in encoded.tensors.items()}
-            about[part.name] = {"kind": part.kind, "tensors": shapes}
-        # Somebody's state_dict may draw: taking a checkpoint leaves every generator as it was.
-        rng.restore(randomness["rank"])
-        return trees, about
+        # Somebody's state_dict may draw, and taking a checkpoint leaves every generator as it was:
+        # they are read first and put back last.
+        states = self._read_generators()
+        try:
+            trees, about = _encoded(sorted(self._parts, key=_has_no_generator))
+        finally:
+            _write_generators(states)
+        return trees, {part.name: about[part.name] for part in self._parts}
 
     def check_patterns(self, override: Sequence[str]) -> None:
         """Raise UsageError for an override that names no setting of any part."""
@@ -128,22 +134,22 @@ class Capture:
                     fix=f"the settings are: {', '.join(sorted(self.settings))}.",
                 )
 
-    def changed_since(self, trees: Trees, held: Trees) -> list[str]:
-        """Return the parts that are not any more what they were when `trees` was collected and held."""
+    def changed_since(self, versions: Versions, held: Trees) -> list[str]:
+        """Return the parts that are not any more what they were when they were held."""
         now, about = self.collect()
         return [
             name
             for name in about
             if about[name]["kind"] != "position"
-            and any(_has_changed(name, stem, trees, held, now) for stem in trees)
+            and any(_has_changed(name, stem, versions, held, now) for stem in held)
         ]
 
     def changes(self, built: Mapping[str, Json]) -> list[Change]:
         """Return the settings that the script makes otherwise than the run in the checkpoint was built."""
         return [
             Change(path, codec.decode(built[path], {}), codec.decode(self.settings[path], {}))
-            for path in self.settings.keys() & built.keys()
-            if built[path] != self.settings[path] and not path.endswith(".frozen")
+            for path in self.settings
+            if path in built and built[path] != self.settings[path] and not path.endswith(".frozen")
         ]
 
     def check(
@@ -161,6 +167,16 @@ class Capture:
         unfit: dict[str, set[str]] = {}
         for difference in found:
             unfit.setdefault(difference.part, set()).add(difference.name)
+        # A weight that starts anew has no use for the moments of the one before it.
+        anew = {
+            part.name_in_optimizers(name)
+            for part in self._parts
+            if isinstance(part, ModulePart)
+            for name in unfit.get(part.name, ())
+        }
+        for part in self._parts:
+            if isinstance(part, OptimizerPart) and anew:
+                unfit.setdefault(part.name, set()).update(anew)
         return unfit
 
     def _differences(self, trees: Trees, about: Manifest) -> Iterator[Difference]:
@@ -172,7 +188,7 @@ class Capture:
             if kind is None:
                 yield Difference(name, "", "given to RunState, but not in the checkpoint")
             elif kind != part.kind:
-                yield Difference(name, "", f"a {kind} in the checkpoint, a {part.kind} in the code")
+                yield Difference(name, "", f"{kind} in the checkpoint, {part.kind} in the code")
             else:
                 built = {
                     path.removeprefix(f"{name}."): codec.decode(value, {})
@@ -198,17 +214,26 @@ class Capture:
             if "" not in unfit.get(part.name, ()) and (only is None or part.name in only)
         ]
         code_wins = self._code_wins(overridden)
-        before = held(self.collect()[0])
+        # Position and generators come last and refuse nothing, so they need no way back.
+        users = [part for part in self._parts if part.stem != "rank"]
+        states = self._read_generators()
+        before = held(_encoded(users)[0])
+        _write_generators(states)
         try:
             for part in chosen:
                 _restore(part, trees, unfit.get(part.name, set()), code_wins.get(part.name, set()))
             self._set_last_lr(code_wins)
         except BaseException:
-            for part in chosen:
+            for part in users:
                 # One that refuses even its own state must not keep the others from theirs.
                 with contextlib.suppress(StateMismatch):
                     _restore(part, before, set(), set())
+            _write_generators(states)
             raise
+
+    def _read_generators(self) -> _States:
+        own = [part.live for part in self._parts if _is_generator(part)]
+        return rng.collect(), [(generator, rng.read(generator)) for generator in own]
 
     def names(self, wanted: str) -> list[str]:
         """Return the parts that `wanted` means: one by its whole name, or all of a slot."""
@@ -242,18 +267,57 @@ class Capture:
                 scheduler.live._last_lr = [group["lr"] for group in optimizer.live.param_groups]
 
 
+def _write_generators(states: _States) -> None:
+    everywhere, own = states
+    rng.restore(everywhere)
+    for generator, state in own:
+        rng.write(generator, state)
+
+
+def _encoded(chosen: Sequence[Part]) -> tuple[Trees, dict[str, Json]]:
+    trees: Trees = {}
+    about: dict[str, Json] = {}
+    for part in chosen:
+        shapes: dict[str, str] = {}
+        for stem, tree in part.collect().items():
+            encoded = codec.encode({part.name: tree}, _NAMERS.get(stem, ".".join))
+            _merge(trees.setdefault(stem, Encoded({}, {}, {})), encoded)
+            shapes |= {name: shape(tensor) for name, tensor in encoded.tensors.items()}
+        about[part.name] = {"kind": part.kind, "tensors": shapes}
+    return trees, about
+
+
+def _merge(into: Encoded, more: Encoded) -> None:
+    into.json.update(more.json)
+    into.tensors.update(more.tensors)
+    into.aliases.update(more.aliases)
+
+
 def held(trees: Trees) -> Trees:
     """Return the trees with copies of their tensors, which the training cannot change."""
     return {stem: replace(tree, tensors=image.take(tree.tensors)) for stem, tree in trees.items()}
 
 
-def _has_changed(part: str, stem: str, trees: Trees, held: Trees, now: Trees) -> bool:
-    if trees[stem].json.get(part) != now[stem].json.get(part):
+def versions(trees: Trees) -> Versions:
+    """Return what tells, without reading it, that nobody has written to a tensor since."""
+    return {
+        (stem, name): (tensor, _version(tensor))
+        for stem, tree in trees.items()
+        for name, tensor in tree.tensors.items()
+    }
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+def _has_changed(part: str, stem: str, versions: Versions, held: Trees, now: Trees) -> bool:
+    if held[stem].json.get(part) != now[stem].json.get(part):
         return True
-    for name in codec.tensor_names(trees[stem].json.get(part)):
-        before, after = trees[stem].tensors[name], now[stem].tensors[name]
-        # The same tensor that nobody has written to; only what may differ is read.
-        is_same = before.data_ptr() == after.data_ptr() and before._version == after._version
+    for name in codec.tensor_names(held[stem].json.get(part)):
+        after = now[stem].tensors[name]
+        before, version = versions[stem, name]
+        is_same = before.data_ptr() == after.data_ptr() and version == _version(after) is not None
         if not is_same and not tensorfile.is_equal(held[stem].tensors[name], after):
             return True
     return False

@@ -89,6 +89,8 @@ def commit(folder: Path, about: Manifest, files: Mapping[str, Iterable[Any]]) ->
         # The first error is the one to report. What stays is debris; the next start removes it.
         with contextlib.suppress(OSError):
             remove(stage)
+        if isinstance(exc, SaveFailed):
+            raise
         raise _save_failed(folder, about, exc) from exc
     return Checkpoint(target, about)
 
@@ -104,8 +106,6 @@ def _write_files(stage: Path, files: Mapping[str, Iterable[Any]]) -> dict[str, F
 
 
 def _save_failed(folder: Path, about: Manifest, cause: OSError) -> SaveFailed:
-    if isinstance(cause, SaveFailed):
-        return cause
     advice = "mend the cause and call save() again"
     if cause.errno in (errno.ENOSPC, errno.EDQUOT):
         advice = f"make room on the disk of {folder} and call save() again, or keep fewer (keep=)"

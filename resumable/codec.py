@@ -12,17 +12,17 @@ import json
 import math
 import re
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
 
 from .boundary import Boundary
 from .errors import CannotStore
-from .sealed import Json, parse
-from .tensorfile import DTYPES, from_safetensors, to_safetensors
+from .sealed import Json, parse, typed
+from .tensorfile import DTYPES, as_bytes, from_safetensors, to_safetensors, viewed
 
 Path = tuple[str, ...]
 Place = Callable[[Path, str], torch.device]
@@ -37,7 +37,8 @@ _FACTORIES: dict[str, Any] = {
     "None": None,
     **{kind.__name__: kind for kind in (bool, int, float, str, list, dict, set, tuple)},
 }
-_NUMPY_DTYPE = re.compile(r"[<>|][biufcSUmM][0-9]+(\[[0-9a-zA-Z]+\])?")
+_NUMPY_DTYPE = re.compile(r"[<>|][biufcSUmM][1-9][0-9]*(\[[0-9a-zA-Z]+\])?")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _DEEPEST = 64
 
 
@@ -71,8 +72,11 @@ class _Encoder:
     def encode(self, value: Any, path: Path) -> Json:
         # Exact types: a subclass would come back as something else.
         kind = type(value)
-        if value is None or kind is bool or kind is str:
+        if value is None or kind is bool:
             return value
+        if kind is str:
+            # JSON reads two surrogates as the one character that they make.
+            return value if _is_text(value) else {"$str": value.encode("utf-8", "surrogatepass").hex()}
         if kind is int:
             # Beyond 2^53 other readers of JSON round; beyond 4300 digits Python refuses.
             return value if abs(value) <= 2**53 else {"$int": hex(value)}
@@ -80,12 +84,12 @@ class _Encoder:
             return value if math.isfinite(value) else {"$float": repr(value)}
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path)
-        if isinstance(value, np.generic):
-            return {"$numpy": [_numpy_dtype(value.dtype, path), value.tobytes().hex()]}
         if len(path) > _DEEPEST:
             raise _cannot(path, f"is nested more than {_DEEPEST} deep, or holds itself", "flatten it")
         if method := _ENCODERS.get(kind):
             return method(self, value, path)
+        if isinstance(value, np.generic) and kind.__module__ == "numpy":
+            return {"$numpy": [_numpy_dtype(value.dtype, path), value.tobytes().hex()]}
         raise _cannot(path, f"is {_described(value)}, which cannot be stored", _advice(value))
 
     def _each(self, values: Iterable[Any], path: Path) -> list[Json]:
@@ -93,12 +97,12 @@ class _Encoder:
 
     def _pairs(self, values: Mapping[Any, Any], path: Path) -> list[Json]:
         return [
-            [self.encode(key, (*path, "key")), self.encode(value, (*path, str(key)))]
+            [self.encode(key, (*path, "key")), self.encode(value, (*path, _step(key)))]
             for key, value in values.items()
         ]
 
     def _dict(self, values: dict[Any, Any], path: Path) -> Json:
-        if all(type(key) is str and not key.startswith("$") for key in values):
+        if all(type(key) is str and not key.startswith("$") and _is_text(key) for key in values):
             return {key: self.encode(value, (*path, key)) for key, value in values.items()}
         return {"$dict": self._pairs(values, path)}
 
@@ -120,25 +124,27 @@ class _Encoder:
         dtype = _numpy_dtype(value.dtype, path)
         order: Literal["C", "F"] = "F" if value.flags.fnc else "C"
         content = torch.from_numpy(np.frombuffer(bytearray(value.tobytes(order)), np.uint8))
-        return {"$ndarray": [self._store(content, path), dtype, list(value.shape), order]}
+        stored = self._store(content.view(_stored_as(value.dtype)), path)
+        return {"$ndarray": [stored, dtype, list(value.shape), order]}
 
     def _tensor(self, value: torch.Tensor, path: Path) -> Json:
         if problem := _unstorable(value):
             raise _cannot(path, f"is {problem}, which cannot be stored", "store a dense tensor")
         live = value.detach().resolve_conj().resolve_neg()
-        about: dict[str, Json] = {}
-        if live.dtype not in DTYPES:
-            about["dtype"] = str(live.dtype).removeprefix("torch.")
         # Kernels may add in another order on another layout, so the layout is state too.
-        if not live.is_contiguous() and _is_dense(live):
-            about["stride"] = list(live.stride())
-        if live.device.type != "cpu":
-            about["device"] = str(live.device)
+        is_laid_out = not live.is_contiguous() and _is_dense(live.shape, live.stride())
+        facts = {
+            "dtype": None if live.dtype in DTYPES else str(live.dtype).removeprefix("torch."),
+            "stride": list(live.stride()) if is_laid_out else None,
+            "device": None if live.device.type == "cpu" else str(live.device),
+        }
+        about = {key: fact for key, fact in facts.items() if fact is not None}
         stored = self._store(live, path)
         return {"$tensor": [stored, about] if about else stored}
 
     def _store(self, tensor: torch.Tensor, path: Path) -> str:
-        name = self._name(path)
+        # A surrogate has no UTF-8, in which other tools keep a name.
+        name = self._name(path).encode(errors="replace").decode()
         while name in self.tensors or name in self.aliases or name == "__metadata__":
             name += "~"
         place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
@@ -163,11 +169,31 @@ _ENCODERS: dict[type, Callable[[_Encoder, Any, Path], Json]] = {
     bytes: lambda _, value, __: {"$bytes": base64.b64encode(value).decode()},
     bytearray: lambda _, value, __: {"$bytearray": base64.b64encode(value).decode()},
     complex: lambda self, value, path: {"$complex": self._each((value.real, value.imag), path)},
+    # Not str(value): numpy leaves out the zeros at the end.
+    np.str_: lambda self, value, path: {"$numpy.str_": self.encode(str.__str__(value), path)},
+    np.bytes_: lambda self, value, path: {"$numpy.bytes_": self.encode(bytes(value), path)},
     Boundary: lambda _, value, __: {"$Boundary": value.value},
     torch.Size: lambda _, value, __: {"$torch.Size": list(value)},
     torch.dtype: lambda _, value, __: {"$torch.dtype": str(value).removeprefix("torch.")},
     torch.device: lambda _, value, __: {"$torch.device": str(value)},
 }
+
+
+def _is_text(value: str) -> bool:
+    return value.isascii() or not _SURROGATE.search(value)
+
+
+def _step(key: Any) -> str:
+    try:
+        return str(key)
+    except ValueError:
+        # Python refuses to write an int of more than 4300 digits.
+        return "number"
+
+
+def _stored_as(dtype: np.dtype[Any]) -> torch.dtype:
+    # Memory that nobody has set yet holds any byte; a tensor's file has only real booleans.
+    return torch.bool if dtype.kind == "b" else torch.uint8
 
 
 def _numpy_dtype(dtype: np.dtype[Any], path: Path) -> str:
@@ -182,17 +208,22 @@ def _unstorable(value: torch.Tensor) -> str | None:
         return "a parameter that has no shape yet (run one batch through the model first)"
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
         return _described(value)
-    if value.layout != torch.strided or value.is_quantized or value.is_nested:
+    if value.layout != torch.strided or value.is_nested or not _is_storable(value.dtype):
         return f"a tensor of layout {value.layout} and dtype {value.dtype}"
     if value.is_meta:
         return "a tensor on the meta device"
     return None
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
+def _is_storable(dtype: torch.dtype) -> bool:
+    # The others (quantized, int1 to uint7) cannot even be copied.
+    return dtype in DTYPES or dtype.is_floating_point or dtype.is_complex
+
+
+def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
     # Every element once, whatever the order: what empty_strided can make again.
     expected = 1
-    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+    for stride, length in sorted(zip(strides, shape, strict=True)):
         if length != 1 and stride != expected:
             return False
         expected *= length
@@ -252,15 +283,21 @@ def to_files(trees: Mapping[str, Encoded]) -> dict[str, list[Any]]:
 
 def from_files(files: Mapping[str, memoryview]) -> dict[str, Encoded]:
     """Return the trees that `to_files` was given; their tensors share the files' memory."""
-    trees = {"rank": _from_file(files, _RANK_0, parse(files[f"{_RANK_0}.json"]))}
-    for stem, tree in _checked(dict, parse(files["state.json"])).items():
-        trees[stem] = _from_file(files, stem, tree)
-    return trees
+    if missing := {"state.json", f"{_RANK_0}.json"} - files.keys():
+        raise ValueError(f"there is no {' and no '.join(sorted(missing))}")
+    trees = {stem: (stem, tree) for stem, tree in typed(dict, parse(files["state.json"])).items()}
+    if "rank" in trees:
+        raise ValueError("state.json holds what differs by rank")
+    trees["rank"] = (_RANK_0, parse(files[f"{_RANK_0}.json"]))
+    known = {"state.json", f"{_RANK_0}.json", *(f"{path}.safetensors" for path, _ in trees.values())}
+    if unknown := files.keys() - known:
+        raise ValueError(f"nothing says what {', '.join(sorted(unknown))} is")
+    return {stem: _from_file(files, path, tree) for stem, (path, tree) in trees.items()}
 
 
 def _from_file(files: Mapping[str, memoryview], path: str, tree: Json) -> Encoded:
     data = files.get(f"{path}.safetensors")
-    return Encoded(tree, from_safetensors(data) if data else {}, {})
+    return Encoded(typed(dict, tree), {} if data is None else from_safetensors(data), {})
 
 
 def _text(tree: Json) -> bytes:
@@ -286,79 +323,119 @@ class _Decoder:
 
     def decode(self, value: Json, path: Path) -> Any:
         if isinstance(value, list):
-            return [self.decode(item, (*path, str(i))) for i, item in enumerate(value)]
+            return self.each(value, path)
         if not isinstance(value, dict):
             return value
-        tag = next(iter(value), "")
-        if not tag.startswith("$"):
+        tags = [key for key in value if key.startswith("$")]
+        if not tags:
             return {key: self.decode(item, (*path, key)) for key, item in value.items()}
-        if len(value) != 1 or tag not in _DECODERS:
-            raise ValueError(f"{tag} is not a kind of value in this format")
-        return _DECODERS[tag](self, value[tag], path)
+        if len(value) != 1 or tags[0] not in _DECODERS:
+            raise ValueError(f"{', '.join(value)} is not a kind of value in this format")
+        return _DECODERS[tags[0]](self, value[tags[0]], path)
+
+    def each(self, value: Json, path: Path) -> list[Any]:
+        return [self.decode(item, (*path, str(i))) for i, item in enumerate(typed(list, value))]
+
+    def distinct(self, value: Json, path: Path) -> set[Any]:
+        return _all_of(items := self.each(value, path), set(items))
+
+    def queue(self, value: Json, path: Path) -> deque[Any]:
+        maxlen, content = typed(list, value)
+        items = self.each(content, path)
+        return _all_of(items, deque(items, None if maxlen is None else typed(int, maxlen)))
 
     def pairs(self, value: Json, path: Path) -> dict[Any, Any]:
-        items = [(self.decode(key, path), item) for key, item in value]
-        return {key: self.decode(item, (*path, str(key))) for key, item in items}
+        pairs = (typed(list, pair) for pair in typed(list, value))
+        items = [(self.decode(key, (*path, "key")), item) for key, item in pairs]
+        return _all_of(items, {key: self.decode(item, (*path, _step(key))) for key, item in items})
+
+    def defaulting(self, value: Json, path: Path) -> defaultdict[Any, Any]:
+        name, content = typed(list, value)
+        return defaultdict(_FACTORIES[name], self.pairs(content, path))
+
+    def complex_number(self, value: Json, path: Path) -> complex:
+        real, imaginary = self.each(value, path)
+        return complex(typed(float, real), typed(float, imaginary))
+
+    def numpy(self, value: Json, path: Path) -> Any:
+        name, content = typed(list, value)
+        dtype, raw = _checked_dtype(name), bytes.fromhex(content)
+        if dtype.kind in "SU" or dtype.itemsize != len(raw):
+            raise ValueError(f"{content} is no number of dtype {dtype}")
+        return np.ndarray((), dtype, raw)[()]
 
     def array(self, value: Json, path: Path) -> np.ndarray[Any, Any]:
-        name, dtype, shape, order = value
-        raw = bytearray(self._tensors[name].numpy())
-        array: np.ndarray[Any, Any] = np.ndarray(shape, _checked_dtype(dtype), raw, order=order)
+        name, text, lengths, order = typed(list, value)
+        stored, dtype = self._tensors[name], _checked_dtype(text)
+        shape = [typed(int, length) for length in typed(list, lengths)]
+        # numpy takes [-1] for whatever length fits.
+        if stored.dtype != _stored_as(dtype) or order not in ("C", "F") or min(shape, default=0) < 0:
+            raise ValueError(f"{value!r} does not describe an array")
+        raw = bytearray(as_bytes(stored))
+        array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, raw, order=order)
         if array.nbytes != len(raw):
             raise ValueError(f"an array of {array.nbytes} bytes is stored as {len(raw)}")
         return array
 
-    def numpy(self, value: Json, path: Path) -> Any:
-        dtype, content = value
-        raw = bytes.fromhex(content)
-        return np.ndarray((), _checked_dtype(dtype), raw)[()] if raw else np.zeros((), dtype)[()]
-
     def tensor(self, value: Json, path: Path) -> torch.Tensor:
-        name, about = (value, {}) if isinstance(value, str) else value
+        name, about = (value, {}) if isinstance(value, str) else typed(list, value)
         stored = self._tensors[name]
-        if "dtype" in about:
-            flat = stored.reshape(-1).view(_DTYPES_BY_NAME[about["dtype"]])
-            stored = flat.reshape(stored.shape[:-1])
+        if typed(dict, about):
+            stored = _as_described(stored, about)
         if self._place is None:
             return stored
         device = self._place(path, about.get("device", "cpu"))
         # Tied tensors stay tied.
         key = (name, device, tuple(about.get("stride", ())))
         if key not in self._made:
-            stride = about.get("stride", stored.stride())
-            fresh = torch.empty_strided(stored.shape, stride, dtype=stored.dtype, device=device)
+            kind: dict[str, Any] = {"dtype": stored.dtype, "device": device}
+            if "stride" in about:
+                fresh = torch.empty_strided(stored.shape, about["stride"], **kind)
+            else:
+                fresh = torch.empty(stored.shape, **kind)
             self._made[key] = fresh.copy_(stored)
         return self._made[key]
 
 
 _DECODERS: dict[str, Callable[[_Decoder, Any, Path], Any]] = {
     "$int": lambda _, value, __: int(value, 16),
-    "$float": lambda _, value, __: float(value),
-    "$complex": lambda self, value, path: complex(*self.decode(value, path)),
-    "$tuple": lambda self, value, path: tuple(self.decode(value, path)),
-    "$set": lambda self, value, path: set(self.decode(value, path)),
-    "$frozenset": lambda self, value, path: frozenset(self.decode(value, path)),
-    "$deque": lambda self, value, path: deque(self.decode(value[1], path), value[0]),
-    "$dict": lambda self, value, path: self.pairs(value, path),
+    "$float": lambda _, value, __: _not_finite(value),
+    "$str": lambda _, value, __: bytes.fromhex(value).decode("utf-8", "surrogatepass"),
+    "$complex": _Decoder.complex_number,
+    "$tuple": lambda self, value, path: tuple(self.each(value, path)),
+    "$set": _Decoder.distinct,
+    "$frozenset": lambda self, value, path: frozenset(self.distinct(value, path)),
+    "$deque": _Decoder.queue,
+    "$dict": _Decoder.pairs,
     "$OrderedDict": lambda self, value, path: OrderedDict(self.pairs(value, path)),
     "$Counter": lambda self, value, path: Counter(self.pairs(value, path)),
-    "$defaultdict": lambda self, value, path: defaultdict(_FACTORIES[value[0]], self.pairs(value[1], path)),
+    "$defaultdict": _Decoder.defaulting,
     "$bytes": lambda _, value, __: base64.b64decode(value, validate=True),
     "$bytearray": lambda _, value, __: bytearray(base64.b64decode(value, validate=True)),
     "$numpy": _Decoder.numpy,
+    "$numpy.str_": lambda self, value, path: np.str_(typed(str, self.decode(value, path))),
+    "$numpy.bytes_": lambda self, value, path: np.bytes_(typed(bytes, self.decode(value, path))),
     "$ndarray": _Decoder.array,
     "$tensor": _Decoder.tensor,
     "$Boundary": lambda _, value, __: Boundary(value),
-    "$torch.Size": lambda _, value, __: torch.Size(value),
+    "$torch.Size": lambda _, value, __: torch.Size(typed(int, n) for n in typed(list, value)),
     "$torch.dtype": lambda _, value, __: _DTYPES_BY_NAME[value],
-    "$torch.device": lambda _, value, __: torch.device(_checked_device(value)),
+    "$torch.device": lambda _, value, __: _checked_device(value),
 }
 
+_Content = TypeVar("_Content", bound=Sized)
 
-def _checked(kind: type, value: Json) -> Any:
-    if not isinstance(value, kind):
-        raise ValueError(f"{value!r} stands where a {kind.__name__} belongs")
-    return value
+
+def _all_of(items: Sized, made: _Content) -> _Content:
+    if len(made) != len(items):
+        raise ValueError(f"of {len(items)} items only {len(made)} have a place")
+    return made
+
+
+def _not_finite(text: Json) -> float:
+    if text not in ("nan", "inf", "-inf"):
+        raise ValueError(f"{text!r} is not a number that JSON lacks")
+    return float(text)
 
 
 def _checked_dtype(text: str) -> np.dtype[Any]:
@@ -368,7 +445,31 @@ def _checked_dtype(text: str) -> np.dtype[Any]:
     return np.dtype(text)
 
 
-def _checked_device(text: str) -> str:
-    if not re.fullmatch(r"[a-z]+(:[0-9]+)?", text):
+def _checked_device(text: str) -> torch.device:
+    # torch itself takes "cuda:300" for "cuda:44".
+    if str(device := torch.device(typed(str, text))) != text:
         raise ValueError(f"{text} is not a device")
-    return text
+    return device
+
+
+def _as_described(stored: torch.Tensor, about: Mapping[str, Json]) -> torch.Tensor:
+    if unknown := about.keys() - {"dtype", "stride", "device"}:
+        raise ValueError(f"a tensor has no {', '.join(unknown)}")
+    if "dtype" in about:
+        stored = _as_dtype(stored, _DTYPES_BY_NAME[about["dtype"]])
+    if "stride" in about:
+        stride = [typed(int, step) for step in typed(list, about["stride"])]
+        # Strides decide how much memory is reserved.
+        if not _is_dense(stored.shape, stride):
+            raise ValueError(f"a tensor of shape {list(stored.shape)} cannot have the strides {stride}")
+    _checked_device(about.get("device", "cpu"))
+    return stored
+
+
+def _as_dtype(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    # One that was never in a file still has its own dtype.
+    if stored.dtype == dtype:
+        return stored
+    if dtype in DTYPES or not _is_storable(dtype) or stored.dtype != torch.uint8:
+        raise ValueError(f"{dtype} is not stored as {stored.dtype}")
+    return viewed(stored.reshape(-1), dtype).reshape(stored.shape[:-1])

@@ -207,7 +207,9 @@ class Lock:
     def release(self) -> None:
         """Let go; the file stays, since removing it would race with the next holder."""
         if self.is_held():
-            os.close(self._fd)
+            # Even a close that fails (on a network disk) has closed it.
+            with contextlib.suppress(OSError):
+                os.close(self._fd)
             self._held.discard(self._key)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import sys
 from collections.abc import Mapping
@@ -43,16 +44,22 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return [
         f"{key} was {then[key]} and is {now[key]} now"
         for key in now
-        if key != "git" and then.get(key) and now[key] and then[key] != now[key]
+        if key != "git" and _is_known(then.get(key)) and _is_known(now[key]) and then[key] != now[key]
     ]
 
 
+def _is_known(value: Any) -> bool:
+    # False is a flag's value; None, and no GPUs, are all that a process knows that has not used any.
+    return value is not None and value != []
+
+
 def _git_commit(folder: Path) -> str | None:
-    for parent in (folder, *folder.parents):
-        if (git := parent / ".git").is_dir():
-            head = (git / "HEAD").read_text().strip()
-            if not head.startswith("ref: "):
-                return head
-            ref = git / head.removeprefix("ref: ")
-            return ref.read_text().strip() if ref.is_file() else None
+    # A note for people: an odd repository must not stop a save.
+    with contextlib.suppress(OSError, ValueError):
+        for parent in (folder, *folder.parents):
+            if (git := parent / ".git").is_dir():
+                head = (git / "HEAD").read_text().strip()
+                if not head.startswith("ref: "):
+                    return head
+                return (git / head.removeprefix("ref: ")).read_text().strip()
     return None

@@ -6,12 +6,12 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from . import sealed
 from .boundary import Boundary
 from .errors import FormatTooNew
-from .sealed import Json
+from .sealed import Json, typed
 
 FORMAT = 1
 """The version of the on-disk format that this library writes, and the newest it reads."""
@@ -110,20 +110,20 @@ def from_json(data: bytes) -> Manifest:
     return Manifest(
         number=_whole(body["number"]),
         parent=None if parent is None else _whole(parent),
-        run_id=_typed(str, body["run_id"]),
-        saved=_typed(str, body["saved"]),
+        run_id=typed(str, body["run_id"]),
+        saved=typed(str, body["saved"]),
         boundary=Boundary(body["boundary"]),
         epoch=_whole(body["epoch"]),
         batch=_whole(body["batch"]),
         step=_whole(body["step"]),
         samples=_whole(body["samples"]),
-        metrics={k: _number_in(v) for k, v in _typed(dict, body["metrics"]).items()},
+        metrics={k: _number_in(v) for k, v in typed(dict, body["metrics"]).items()},
         best=None if best is None else _best_in(best),
         world_size=_whole(body["world_size"]),
-        files={k: _file_in(k, v) for k, v in _typed(dict, body["files"]).items()},
-        parts=_typed(dict, body["parts"]),
-        built=body["built"],
-        environment=_typed(dict, body["environment"]),
+        files={k: _file_in(k, v) for k, v in typed(dict, body["files"]).items()},
+        parts={k: typed(dict, v) for k, v in typed(dict, body["parts"]).items()},
+        built=typed(dict, body["built"]),
+        environment=typed(dict, body["environment"]),
     )
 
 
@@ -140,59 +140,52 @@ def unseal(data: bytes) -> dict[str, Json]:
             f"it was written in format {found}; this version of resumable reads up to {FORMAT}.",
             fix="upgrade: pip install --upgrade torch-resumable",
         )
+    if not found:
+        raise ValueError("there is no format 0")
     return body
 
 
-_Kind = TypeVar("_Kind")
-
-
-def _typed(kind: type[_Kind], value: Json) -> _Kind:
-    if type(value) is not kind:
-        raise ValueError(f"{value!r} stands where a {kind.__name__} belongs")
-    return value
-
-
 def _whole(value: Json) -> int:
-    count = _typed(int, value)
+    count = typed(int, value)
     if count < 0:
         raise ValueError(f"{count} stands where a count belongs")
     return count
 
 
 def _number_out(value: float) -> Json:
-    return value if math.isfinite(value) else repr(value)
+    return float(value) if math.isfinite(value) else repr(float(value))
 
 
 def _number_in(value: Json) -> float:
     if value in ("nan", "inf", "-inf"):
         return float(value)
-    return value if type(value) is int else _typed(float, value)
+    return typed(float, value)
 
 
 def _best_out(best: Best) -> Json:
     return {
         "metric": best.goal.metric,
         "maximize": best.goal.maximize,
-        "value": best.value,
+        "value": float(best.value),
         "number": best.number,
     }
 
 
 def _best_in(value: Json) -> Best:
-    found = _typed(dict, value)
+    found = typed(dict, value)
     if found.keys() != {"metric", "maximize", "value", "number"}:
         raise ValueError(f"{value!r} does not say what is best")
-    goal = Goal(_typed(str, found["metric"]), _typed(bool, found["maximize"]))
-    return Best(goal, _number_in(found["value"]), _whole(found["number"]))
+    goal = Goal(typed(str, found["metric"]), typed(bool, found["maximize"]))
+    return Best(goal, typed(float, found["value"]), _whole(found["number"]))
 
 
 def _file_in(name: str, value: Json) -> FileRecord:
-    found = _typed(dict, value)
+    found = typed(dict, value)
     if not FILE_NAME.fullmatch(name) or name == NAME:
         raise ValueError(f"{name!r} cannot be the name of a file in a checkpoint")
     if found.keys() != {"size", "xxh3_128"}:
         raise ValueError(f"{value!r} does not describe a file")
-    return FileRecord(_whole(found["size"]), _typed(str, found["xxh3_128"]))
+    return FileRecord(_whole(found["size"]), typed(str, found["xxh3_128"]))
 
 
 _KEYS = {

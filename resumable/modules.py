@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .part import Difference, Part, Saved, shape
+from . import tensorfile
+from .errors import UsageError
+from .part import Difference, Part, Saved, same_device, shape
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -57,19 +59,29 @@ class ModulePart(Part):
 
     def __init__(self, name: str, live: nn.Module, stem: str = "extra") -> None:
         super().__init__(name, unwrap(live), stem)
+        self._wrapped = live
+        self._refuse_lazy()
         self.built = {"frozen": self._frozen()}
+        self._buffers_of_the_script = self._buffers().keys()
+
+    def _refuse_lazy(self) -> None:
+        for name, tensor in [*self.parameters().items(), *self._buffers().items()]:
+            if tensor is not None and nn.parameter.is_lazy(tensor):
+                raise UsageError(
+                    f"{self.name}.{name} has no shape yet.",
+                    fix="run one batch through the model before you give it to RunState.",
+                )
 
     def collect(self) -> dict[str, Any]:
         """Return the weights, which any tool can read, and apart from them what is only for us."""
         bare = bare_name(self.live)
         state = {bare(name): value for name, value in self.live.state_dict().items()}
         weights = {name: value for name, value in state.items() if _is_weight(name, value)}
-        buffers = {bare(name): buffer for name, buffer in self.live.named_buffers()}
         rest = {
             "values": {name: value for name, value in state.items() if name not in weights},
             # Not persistent does not mean constant.
-            "buffers": {name: buffer for name, buffer in buffers.items() if name not in state},
-            "eval": [name for name, module in self._modules().items() if not module.training],
+            "buffers": {name: buffer for name, buffer in self._buffers().items() if name not in state},
+            "eval": [name for name, module in dict(self._modules()).items() if not module.training],
             "frozen": self._frozen(),
         }
         if self.stem == "model":
@@ -80,9 +92,17 @@ class ModulePart(Part):
         rest = trees("extra")
         return (trees("model") if self.stem == "model" else rest["weights"]), rest
 
-    def _modules(self) -> dict[str, nn.Module]:
-        bare = bare_name(self.live)
-        return {bare(name): module for name, module in self.live.named_modules()}
+    def _modules(self) -> list[tuple[str, nn.Module]]:
+        # A wrapper has the name of what it wraps, which comes after it.
+        bare = bare_name(self._wrapped)
+        return [(bare(name), module) for name, module in self._wrapped.named_modules()]
+
+    def _buffers(self) -> dict[str, Tensor | None]:
+        return {
+            f"{name}.{leaf}" if name else leaf: buffer
+            for name, module in self._modules()
+            for leaf, buffer in module._buffers.items()
+        }
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters by their bare names; a tied one has several."""
@@ -90,59 +110,85 @@ class ModulePart(Part):
         named = self.live.named_parameters(remove_duplicate=False)
         return {bare(name): parameter for name, parameter in named}
 
+    def name_in_optimizers(self, name: str) -> str:
+        """Return the name under which an optimizer keeps the state of a parameter."""
+        prefix = self.name.partition(".")[2] if self.name.startswith("model") else self.name
+        return f"{prefix}.{name}" if prefix else name
+
     def _frozen(self) -> list[str]:
         return [name for name, value in self.parameters().items() if not value.requires_grad]
 
     def differences(self, saved: Saved, built: Mapping[str, Any]) -> Iterator[Difference]:
         """Yield the names that are missing, new, of another shape, tied or frozen otherwise."""
-        (then, _), (now, _) = self._split(saved.view), self._split(self.collect().__getitem__)
+        (then, rest_then), (now, rest_now) = self._split(saved.view), self._split(self.collect().__getitem__)
         for name in {**then, **now}:
             if text := _compared(then.get(name), now.get(name)):
                 yield Difference(self.name, name, text)
+        for name in sorted(rest_then["values"].keys() ^ rest_now["values"].keys()):
+            where = "missing" if name in rest_then["values"] else "new"
+            yield Difference(self.name, name, f"{where} in the code")
+        # Under names of their own: who allows one of these still gets the tensors.
         for names in _ties(then) ^ _ties(now):
             if names <= then.keys() & now.keys():
                 where = "checkpoint" if names in _ties(then) else "code"
-                text = f"one tensor with {', '.join(sorted(names)[1:])} only in the {where}"
-                yield Difference(self.name, min(names), text)
+                yield Difference(self.name, " = ".join(sorted(names)), f"one tensor only in the {where}")
         for name in sorted(set(built["frozen"]) ^ set(self.built["frozen"])):
             if name in then and name in now:
                 state = "frozen" if name in self.built["frozen"] else "trained"
-                yield Difference(self.name, name, f"{state} in the code now, not so before")
+                text = f"{state} in the code now, not so before"
+                yield Difference(self.name, f"{name}.requires_grad", text)
 
     def restore(self, saved: Saved, unfit: AbstractSet[str], code_wins: AbstractSet[str]) -> None:
         """Copy the weights into the live tensors, and set the flags."""
-        then, rest = self._split(saved.view)
+        rest = saved.copy("extra", same_device)
+        weights = saved.view("model") if self.stem == "model" else rest["weights"]
+        then = {**weights, **rest["values"]}
         bare = bare_name(self.live)
         state = self.live.state_dict()
         for name in list(state):
             if bare(name) in unfit:
                 del state[name]
             else:
-                state[name] = then[bare(name)] if bare(name) in then else rest["values"][bare(name)]
+                state[name] = then[bare(name)]
         if unfit:
             self.live.load_state_dict(state, strict=False)
         else:
             self.live.load_state_dict(state)
-        for name, value in rest["buffers"].items():
-            self._restore_buffer(name, value)
-        for name, module in self._modules().items():
+        self._restore_buffers(rest["buffers"], unfit)
+        self._forget_buffers(rest["buffers"].keys() | then.keys() | unfit)
+        for name, module in self._modules():
             module.training = name not in rest["eval"]
         for name, parameter in self.parameters().items():
-            if name not in unfit:
+            if name not in unfit and f"{name}.requires_grad" not in unfit:
                 parameter.requires_grad_(name not in rest["frozen"])
 
-    def _restore_buffer(self, name: str, value: Tensor) -> None:
-        owner, _, leaf = name.rpartition(".")
-        if (module := self._modules().get(owner)) is None:
-            return
-        live = module._buffers.get(leaf)
-        if live is not None and live.shape == value.shape and live.dtype == value.dtype:
-            with torch.no_grad():
-                live.copy_(value)
-        else:
-            # Made during the training, or grown since.
-            device = next((tensor.device for tensor in self.live.parameters()), value.device)
-            module.register_buffer(leaf, value.to(device, copy=True), persistent=False)
+    def _restore_buffers(self, saved: Mapping[str, Tensor | None], unfit: AbstractSet[str]) -> None:
+        modules = dict(self._modules())
+        device = next((tensor.device for tensor in self.live.parameters()), None)
+        for name, value in saved.items():
+            owner, _, leaf = name.rpartition(".")
+            if owner in modules and name not in unfit:
+                _restore_buffer(modules[owner], leaf, value, device)
+
+    def _forget_buffers(self, saved: AbstractSet[str]) -> None:
+        # What was made after the checkpoint was.
+        modules = dict(self._modules())
+        for name in self._buffers().keys() - saved - self._buffers_of_the_script:
+            owner, _, leaf = name.rpartition(".")
+            delattr(modules[owner], leaf)
+
+
+def _restore_buffer(module: nn.Module, leaf: str, value: Tensor | None, device: torch.device | None) -> None:
+    live = module._buffers.get(leaf)
+    if value is None or live is None or _compared(value, live):
+        if value is not live:
+            # Made, dropped or grown during the training.
+            fresh = value if value is None else value.to(device or value.device)
+            module.register_buffer(leaf, fresh, persistent=False)
+    elif not tensorfile.is_equal(value, live):
+        # (an expanded mask could not be written to)
+        with torch.no_grad():
+            live.copy_(value)
 
 
 def _is_weight(name: str, value: Any) -> bool:
@@ -154,7 +200,7 @@ def _compared(then: Tensor | None, now: Tensor | None) -> str | None:
         return None if now is None else f"new in the code, {shape(now)}"
     if now is None:
         return f"missing in the code, {shape(then)}"
-    if nn.parameter.is_lazy(now) or (then.shape == now.shape and then.dtype == now.dtype):
+    if then.shape == now.shape and then.dtype == now.dtype:
         return None
     return f"{shape(then)} in the checkpoint, {shape(now)} in the code"
 
@@ -162,7 +208,7 @@ def _compared(then: Tensor | None, now: Tensor | None) -> str | None:
 def _ties(tensors: Mapping[str, Tensor]) -> set[frozenset[str]]:
     places: dict[Any, set[str]] = {}
     for name, tensor in tensors.items():
-        if tensor.numel() and not nn.parameter.is_lazy(tensor):
+        if tensor.numel():
             place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.device)
             places.setdefault(place, set()).add(name)
     return {frozenset(names) for names in places.values() if len(names) > 1}

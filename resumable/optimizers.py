@@ -11,15 +11,13 @@ from torch import Tensor
 
 from .codec import Path, Place
 from .modules import ModulePart
-from .part import Difference, Part, Saved, plain, same_device
+from .part import Difference, Part, Saved, kind_of, plain, same_device
 
 Tree = dict[str, Any]
 
 
 class OptimizerPart(Part):
     """An optimizer, whose state goes by the names of the parameters, not by their order."""
-
-    kind = "optimizer"
 
     def __init__(
         self,
@@ -29,6 +27,7 @@ class OptimizerPart(Part):
         modules: Sequence[ModulePart] = (),
     ) -> None:
         super().__init__(name, live, stem)
+        self.kind = kind_of(live, "optimizer")
         self._model_parts = modules
         self.built = _settings_of_groups(live.param_groups)
 
@@ -36,9 +35,8 @@ class OptimizerPart(Part):
         """Return the names of the parameters of each group."""
         known: dict[int, str] = {}
         for part in self._model_parts:
-            prefix = part.name.partition(".")[2]
             for name, parameter in part.parameters().items():
-                known.setdefault(id(parameter), f"{prefix}.{name}" if prefix else name)
+                known.setdefault(id(parameter), part.name_in_optimizers(name))
         return [
             [
                 known.get(id(parameter)) or _own_name(group, number, index)
@@ -76,16 +74,20 @@ class OptimizerPart(Part):
 
     def differences(self, saved: Saved, built: Mapping[str, Any]) -> Iterator[Difference]:
         """Yield the parameters that are in another group, or in none."""
-        then = [set(group["params"]) for group in saved.view(self.stem)["groups"]]
-        now = [set(names) for names in self.names()]
+        then = [group["params"] for group in saved.view(self.stem)["groups"]]
+        now = self.names()
         if len(then) != len(now):
+            # Under the name "": such a change has no halves.
             text = f"{len(then)} parameter groups in the checkpoint, {len(now)} in the code"
-            yield Difference(self.name, "groups", text)
+            yield Difference(self.name, "", text)
             return
         for number, (before, after) in enumerate(zip(then, now, strict=True)):
-            for name in sorted(before ^ after):
+            for name in sorted(set(before) ^ set(after)):
                 where = "missing in the code" if name in before else "new in the code"
                 yield Difference(self.name, name, f"{where} (parameter group {number})")
+        if isinstance(self.live, torch.optim.LBFGS) and then != now and sorted(then[0]) == sorted(now[0]):
+            # Its state is of all parameters in a row.
+            yield Difference(self.name, "", "the parameters are in another order, on which LBFGS depends")
 
     def restore(self, saved: Saved, unfit: AbstractSet[str], code_wins: AbstractSet[str]) -> None:
         """Load the state by name, each tensor with its own dtype and layout."""
@@ -97,7 +99,8 @@ class OptimizerPart(Part):
         }
         tree = saved.copy(self.stem, self._placer(saved.view(self.stem)["on_host"], parameters))
         was = self.live.param_groups
-        indices = self.live.state_dict()["param_groups"]
+        now = self.live.state_dict()
+        indices = now["param_groups"]
         groups = [
             _merged_group(then, now, code_wins) | {"params": index["params"]}
             for then, now, index in zip(tree["groups"], was, indices, strict=True)
@@ -107,7 +110,10 @@ class OptimizerPart(Part):
         for index, names in zip(indices, named, strict=True):
             for position, name in zip(index["params"], names, strict=True):
                 mine = {k: v[name] for k, v in tree["state"].items() if name in v}
-                if mine and name not in unfit:
+                if name in unfit:
+                    # Some optimizers make it at construction, and only then.
+                    mine = now["state"].get(position, {})
+                if mine:
                     state[position] = by_parameter[name] = mine
         self.live.load_state_dict({**tree["rest"], "state": state, "param_groups": groups})
         self._keep_types(by_parameter, parameters)
@@ -162,8 +168,8 @@ def _merged_group(then: Tree, now: Tree, code_wins: AbstractSet[str]) -> Tree:
     merged = {**now, **then, **{key: now[key] for key in code_wins if key in now}}
     if "lr" in code_wins and then.get("initial_lr"):
         # The same point of the schedule, with the code's learning rate.
-        merged["initial_lr"] = now["initial_lr"]
-        merged["lr"] = then["lr"] / then["initial_lr"] * now["initial_lr"]
+        merged["initial_lr"] = now.get("initial_lr", now["lr"])
+        merged["lr"] = then["lr"] / then["initial_lr"] * merged["initial_lr"]
     return {key: value for key, value in merged.items() if key not in _NAMES}
 
 

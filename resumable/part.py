@@ -69,6 +69,14 @@ class Difference:
         return any(fnmatchcase(whole, pattern) for whole in wholes)
 
 
+def kind_of(live: Any, otherwise: str) -> str:
+    """Return what tells a torch object from those of other classes, whose state would not fit it."""
+    if not type(live).__module__.startswith("torch."):
+        return otherwise
+    inner = ", ".join(kind_of(scheduler, otherwise) for scheduler in getattr(live, "_schedulers", ()))
+    return type(live).__name__ + (f"({inner})" if inner else "")
+
+
 class Part:
     """One object of a training. `built` is how the script made it, before anything was restored."""
 

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from . import rng
-from .errors import UsageError
+from .errors import CannotStore, UsageError
 from .modules import ModulePart
 from .optimizers import OptimizerPart
-from .part import Difference, Part, Saved, plain, same_device
+from .part import Difference, Part, Saved, kind_of, plain, same_device
 
 Tree = dict[str, Any]
 
@@ -26,6 +26,7 @@ class StatefulPart(Part):
 
     def __init__(self, name: str, live: Any, stem: str = "extra") -> None:
         super().__init__(name, live, stem)
+        self.kind = kind_of(live, self.kind)
         if not name.startswith("extra"):
             self.built = _settings(self._state(), "")
 
@@ -65,9 +66,16 @@ def _settings(state: Any, prefix: str) -> Tree:
         if key == "_schedulers":
             for number, inner in enumerate(value):
                 found |= _settings(inner, f"{prefix}_schedulers.{number}.")
-        elif not key.startswith("_") and key not in ("last_epoch", "base_lrs"):
+        elif key not in _COUNTERS:
             found[prefix + key] = plain(value)
     return found
+
+
+# What moves by itself, and what follows from the learning rate.
+_COUNTERS = {
+    *("last_epoch", "_step_count", "_is_initial", "_get_lr_called_within_step", "_growth_tracker"),
+    *("base_lrs", "_last_lr"),
+}
 
 
 def _overlay(then: Tree, now: Tree, code_wins: AbstractSet[str], prefix: str) -> None:
@@ -109,6 +117,12 @@ class ContainerPart(Part):
         """Return the container itself."""
         return {self.stem: self.live}
 
+    def differences(self, saved: Saved, built: Mapping[str, Any]) -> Iterator[Difference]:
+        """Yield that it is a container of another kind now."""
+        then, now = type(saved.view(self.stem)), type(self.live)
+        if then is not now:
+            yield Difference(self.name, "", f"{then.__name__} in the checkpoint, {now.__name__} in the code")
+
     def restore(self, saved: Saved, unfit: AbstractSet[str], code_wins: AbstractSet[str]) -> None:
         """Empty it and fill it with what was saved."""
         then = saved.copy(self.stem, same_device)
@@ -124,26 +138,54 @@ class DataclassPart(Part):
 
     kind = "dataclass"
 
+    def __init__(self, name: str, live: Any, stem: str = "extra") -> None:
+        super().__init__(name, live, stem)
+        # One that the training puts into a field later could not be made again: no class is in the file.
+        self._nested = set(_nested_in(live, ""))
+
     def collect(self) -> dict[str, Any]:
-        """Return the fields, those of dataclasses inside it too."""
-        return {self.stem: _fields_out(self.live)}
+        """Return the fields by their paths, those of dataclasses inside it too."""
+        return {self.stem: {path: getattr(owner, name) for path, owner, name in self._fields(self.live, "")}}
+
+    def _fields(self, owner: Any, prefix: str) -> Iterator[tuple[str, Any, str]]:
+        for field in dataclasses.fields(owner):
+            path, inner = prefix + field.name, getattr(owner, field.name)
+            if path not in self._nested:
+                yield path, owner, field.name
+            elif _is_dataclass(inner):
+                yield from self._fields(inner, f"{path}.")
+            else:
+                raise CannotStore(
+                    f"{self.name}.{path} was a dataclass when RunState was made, and is {inner!r} now.",
+                    fix="leave the dataclass where it is and change its fields. Nothing was written.",
+                )
+
+    def differences(self, saved: Saved, built: Mapping[str, Any]) -> Iterator[Difference]:
+        """Yield the fields that are missing or new."""
+        then, now = saved.view(self.stem), [path for path, _, _ in self._fields(self.live, "")]
+        for path in sorted(then.keys() ^ set(now)):
+            yield Difference(self.name, path, f"{'missing' if path in then else 'new'} in the code")
 
     def restore(self, saved: Saved, unfit: AbstractSet[str], code_wins: AbstractSet[str]) -> None:
         """Set the fields."""
-        _fields_in(self.live, saved.copy(self.stem, same_device))
+        then = saved.copy(self.stem, same_device)
+        for path, owner, name in self._fields(self.live, ""):
+            if path not in unfit:
+                setattr(owner, name, then[path])
 
 
-def _fields_out(live: Any) -> Tree:
-    values = {field.name: getattr(live, field.name) for field in dataclasses.fields(live)}
-    return {name: _fields_out(v) if _is_dataclass(v) else v for name, v in values.items()}
+def _is_settable(live: Any) -> bool:
+    if live.__dataclass_params__.frozen:
+        return False
+    values = [getattr(live, field.name) for field in dataclasses.fields(live)]
+    return all(_is_settable(value) for value in values if _is_dataclass(value))
 
 
-def _fields_in(live: Any, saved: Tree) -> None:
-    for name, value in saved.items():
-        if _is_dataclass(inner := getattr(live, name)):
-            _fields_in(inner, value)
-        else:
-            setattr(live, name, value)
+def _nested_in(live: Any, prefix: str) -> Iterator[str]:
+    for field in dataclasses.fields(live):
+        if _is_dataclass(inner := getattr(live, field.name)):
+            yield prefix + field.name
+            yield from _nested_in(inner, f"{prefix}{field.name}.")
 
 
 def _is_dataclass(value: Any) -> bool:
@@ -152,17 +194,24 @@ def _is_dataclass(value: Any) -> bool:
 
 def make(name: str, live: Any, stem: str, modules: Sequence[ModulePart]) -> Part:
     """Return the part for a live object; UsageError if nothing could put it back."""
+    slot = name.partition(".")[0]
+    has_state = hasattr(live, "state_dict") and hasattr(live, "load_state_dict")
+    if slot != "extra" and (not has_state or isinstance(live, nn.Module) is not (slot == "model")):
+        raise UsageError(
+            f"{name} is a {type(live).__name__}.",
+            fix=f"give {slot} one object of its kind or a dict of named ones; all else goes into extra=.",
+        )
     if isinstance(live, nn.Module):
         return ModulePart(name, live, stem)
     if isinstance(live, torch.optim.Optimizer):
         return OptimizerPart(name, live, stem, modules)
-    if isinstance(live, rng.GENERATORS):
+    if rng.is_generator(live):
         return GeneratorPart(name, live)
-    if hasattr(live, "state_dict") and hasattr(live, "load_state_dict"):
+    if has_state:
         return StatefulPart(name, live)
     if isinstance(live, (dict, list, set, deque)):
         return ContainerPart(name, live)
-    if _is_dataclass(live) and not live.__dataclass_params__.frozen:
+    if _is_dataclass(live) and _is_settable(live):
         return DataclassPart(name, live)
     raise UsageError(
         f"{name} is a {type(live).__name__}, which cannot be put back in place.",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from . import disk, rng
 from .boundary import Boundary
@@ -19,7 +19,9 @@ Hook = Callable[[], None]
 class Position:
     """The counters of a training, and the loops that move them."""
 
-    def __init__(self, loaders: Mapping[str, DataLoader[Any]]) -> None:
+    def __init__(
+        self, loaders: Mapping[str, DataLoader[Any]], generators: Mapping[str, rng.Generator] | None = None
+    ) -> None:
         self.epoch = 0
         self.batch = 0
         self.step = 0
@@ -31,7 +33,9 @@ class Position:
         self._step_in_hand = 0
         self.restores = 0
         self._resumed_at = Boundary.OUTSIDE
-        self._randomness: Mapping[str, Any] | None = None
+        self._generators = generators or {}
+        self._held: Mapping[str, Any] | None = None
+        self._body_start: Mapping[str, Any] | None = None
 
     def settings(self) -> dict[str, Any]:
         """Return nothing: the script has no say in where it stands."""
@@ -55,6 +59,12 @@ class Position:
         return Boundary.OUTSIDE
 
     def collect(self) -> dict[str, Any]:
+        """Return where a resume is to go on."""
+        counters = self.counters()
+        in_epoch = counters["boundary"] is Boundary.BATCH
+        return {**counters, "body_start": self._body_start if in_epoch else None}
+
+    def counters(self) -> dict[str, Any]:
         """Return the counters as a resume is to find them: what is in hand counts as done."""
         boundary = self.boundary()
         in_hand = [loader for loader in self.loaders.values() if loader.in_hand]
@@ -80,40 +90,65 @@ class Position:
         """Stand where `collect` stood. Loops that are running end, and new ones go on from there."""
         self.epoch, self.batch = saved["epoch"], saved["batch"]
         self.step, self.samples = saved["step"], saved["samples"]
-        self._resumed_at = saved["boundary"]
+        self._resumed_at, self._body_start = saved["boundary"], saved["body_start"]
         self.restores += 1
 
-    def put_back_later(self, randomness: Mapping[str, Any]) -> None:
-        """Put the random generators back once more where the loops go on: draws until then do not count."""
-        self._randomness = randomness
+    def hold(self) -> None:
+        """Remember the random generators for where the loops go on: draws until then do not count."""
+        self._held = self._read_generators()
 
     def put_back(self) -> None:
-        if self._randomness is not None:
-            rng.restore(self._randomness)
-            for loader in self.loaders.values():
-                loader.put_back()
-            self._randomness = None
+        """Put the random generators back as they were held."""
+        if self._held is not None:
+            self._write_generators(self._held)
+            self._held = None
+
+    def _read_generators(self) -> dict[str, Any]:
+        return {
+            "global": rng.collect(),
+            "own": {name: rng.read(generator) for name, generator in self._generators.items()},
+            "loaders": {name: loader.read_generators() for name, loader in self.loaders.items()},
+        }
+
+    def _write_generators(self, states: Mapping[str, Any]) -> None:
+        rng.restore(states["global"])
+        for name in self._generators.keys() & states["own"].keys():
+            rng.write(self._generators[name], states["own"][name])
+        for name in self.loaders.keys() & states["loaders"].keys():
+            self.loaders[name].write_generators(states["loaders"][name])
 
     def epochs(self, total: int, body_ended: Hook) -> Iterator[int]:
         """Yield the epochs up to `total`."""
         while self.epoch < total:
-            # In mid-epoch the body's first lines run a second time; batches() puts back after them.
-            if self._resumed_at is not Boundary.BATCH:
+            if self._resumed_at is Boundary.BATCH and self._body_start:
+                # In mid-epoch the body's first lines run a second time: they draw what they drew
+                # then, and batches() puts back after them.
+                self._write_generators(self._body_start)
+            else:
                 self.put_back()
+                self._body_start = self._read_generators()
             restores, self._body = self.restores, Boundary.EPOCH
             try:
                 yield self.epoch
+            except GeneratorExit:
+                for loader in self.loaders.values():
+                    loader.stay()
+                raise
             finally:
                 self._body = None
             if restores == self.restores:
                 body_ended()
                 self._begin_epoch(self.epoch + 1)
+        self.put_back()
 
     def _begin_epoch(self, epoch: int) -> None:
-        self.epoch, self.batch = epoch, 0
-        self._resumed_at = Boundary.EPOCH
         for loader in self.loaders.values():
+            loader.leave(None)
             loader.rewind()
+        self.epoch, self.batch = epoch, 0
+        self._resumed_at, self._body_start = Boundary.EPOCH, None
+        # A body without batches() has gone on from its start, where everything was put back already.
+        self._held = None
 
     def steps(self, total: int, body_ended: Hook) -> Iterator[int]:
         """Yield the optimizer steps up to `total`."""
@@ -129,11 +164,12 @@ class Position:
                 body_ended()
                 # A body whose step was skipped (a gradient scaler does that) is still one body.
                 self.step = done
+        self.put_back()
 
     def batches(self, name: str, body_ended: Hook) -> Batches:
         """Return what is left of the epoch's batches."""
         loader = self.loaders[name]
-        if not loader.is_under_way() and loader.is_over and self._body is None:
+        if self._body is not Boundary.EPOCH and loader.is_through():
             # Used without epochs(): the loader beginning anew is the next epoch.
             self._begin_epoch(self.epoch + 1)
         return Batches(loader, body_ended)
@@ -160,7 +196,9 @@ class LoaderPosition:
     """Where one loader stands in its epoch."""
 
     def __init__(self, loader: DataLoader[Any], position: Position) -> None:
+        _refuse(loader)
         self.loader = loader
+        self._split = _split(loader.dataset)
         self.done = 0
         """Batches of this epoch that were trained."""
         self.in_hand = False
@@ -171,12 +209,13 @@ class LoaderPosition:
         self._start: Mapping[str, Any] | None = None
         self._last: str | None = None
         self._to_skip = 0
-        self._generators_then: Mapping[str, Any] = {}
         self._indices: _Tap | None = None
         self._step_then = 0
         self._over_at_resume = False
         # The exception that was being handled around the loop, once the loop has been left.
         self._left_under: tuple[BaseException | None] | None = None
+        self._stays = False
+        self._lap = 0
 
     def settings(self) -> dict[str, Any]:
         """Return how the script made the loader."""
@@ -185,15 +224,30 @@ class LoaderPosition:
             "batch_size": self.loader.batch_size,
             "drop_last": self.loader.drop_last,
             "num_workers": self.loader.num_workers,
+            "sampler": type(self.loader.sampler).__name__,
+            "batch_sampler": type(self.loader.batch_sampler).__name__,
             "dataset_length": len(dataset) if hasattr(dataset, "__len__") else None,
+            "split": self._split,
         }
 
     def is_under_way(self) -> bool:
         """Whether the epoch's batches have begun and not ended."""
-        if self._left_under and not self.is_interrupted():
+        if self._left_under and not self._stays and not self.is_interrupted():
             # By a break: the script is through with this epoch's batches.
             self._left_under, self.is_over = None, True
         return not self.is_over and (self.in_hand or self.done > 0)
+
+    def is_through(self) -> bool:
+        """Whether looping over the batches again would be another epoch."""
+        return not self.is_under_way() and self.is_over and not self._over_at_resume
+
+    def stay(self) -> None:
+        """Stay in mid-epoch: the body of epochs() was left too, so the loop was not left for good."""
+        if self.in_hand:
+            self.leave(None)
+        if self._left_under:
+            self._stays, self._to_skip = True, self.done
+            self._lap += 1
 
     def is_interrupted(self) -> bool:
         """Whether an exception that left the loop is being handled right now."""
@@ -209,12 +263,12 @@ class LoaderPosition:
             "is_over": self.is_over and self._position.boundary() is Boundary.BATCH,
             "start": self._start if under_way else None,
             "last": self._last_indices() if under_way else None,
-            "generators": self._generators(),
+            "generators": self.read_generators(),
             "settings": self.settings(),
         }
 
     def _last_indices(self) -> str | None:
-        return self._fingerprint(self._indices.last) if self._indices else self._last
+        return self._fingerprint(self._indices.last) if self.in_hand and self._indices else self._last
 
     def _inexact(self) -> Unsupported | None:
         advice = "save where an epoch ends, after the loop over its batches"
@@ -232,15 +286,16 @@ class LoaderPosition:
 
     def differences(self, saved: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         """Yield what makes a position in mid-epoch meaningless."""
-        if saved["batch"]:
-            now = self.settings()
-            for key, then in saved["settings"].items():
-                if then != now[key]:
-                    yield (
-                        key,
-                        f"{then} in the checkpoint, which is in mid-epoch, {now[key]} in the code",
-                    )
-        for path in saved["generators"].keys() ^ self._generators().keys():
+        now = self.settings()
+        changed = [
+            f"{key} {then} in the checkpoint, {now[key]} in the code"
+            for key, then in saved["settings"].items()
+            if then != now[key]
+        ]
+        if saved["batch"] and changed:
+            # The loader as a whole: left as the script made it, it begins the epoch's data anew.
+            yield "", f"{'; '.join(changed)}, and the checkpoint is in mid-epoch"
+        for path in saved["generators"].keys() ^ self.read_generators().keys():
             yield path, "a random generator in the checkpoint or in the code, but not in both"
 
     def restore(self, saved: Mapping[str, Any]) -> None:
@@ -249,45 +304,47 @@ class LoaderPosition:
         self.done = self._to_skip = saved["batch"]
         self.is_over = self._over_at_resume = saved["is_over"]
         self._start, self._last = saved["start"], saved["last"]
-        self._generators_then = saved["generators"]
-        self.put_back()
+        self.write_generators(saved["generators"])
 
     def rewind(self) -> None:
         """Stand at the beginning of an epoch."""
         self.done = self._to_skip = self.size_in_hand = 0
         self.in_hand = self.is_over = self._over_at_resume = False
         self._start = self._last = self._indices = self._left_under = None
+        self._stays = False
+        self._lap += 1
 
-    def put_back(self) -> None:
-        """Put the generators that hang off the loader where they were saved."""
-        self._write_generators(self._generators_then)
-
-    def _write_generators(self, states: Mapping[str, Any]) -> None:
+    def write_generators(self, states: Mapping[str, Any]) -> None:
+        """Put the generators that hang off the loader into these states."""
         for path, generator in rng.find(self.loader).items():
             if path in states:
                 rng.write(generator, states[path])
 
-    def _generators(self) -> dict[str, Any]:
+    def read_generators(self) -> dict[str, Any]:
+        """Return the states of the generators that hang off the loader."""
         return {path: rng.read(found) for path, found in rng.find(self.loader).items()}
 
     def iterate(self, body_ended: Hook) -> Iterator[Any]:
         """Yield the batches that are left, counting one as done when the next is asked for."""
-        if self.is_over:
+        if self.is_over or self.in_hand:
             self._refuse_to_repeat()
             return
-        restores = self._position.restores
+        lap = self._lap
         outer = sys.exc_info()[1]
+        batches = self._open()
         try:
-            for batch in self._open():
+            for batch in batches:
                 self._hand_out(batch)
                 yield batch
-                if restores != self._position.restores:
+                if lap != self._lap:
                     return
                 body_ended()
                 self._take_back()
             self.is_over = True
-        except GeneratorExit:
-            self._leave(outer)
+        except BaseException:
+            # An iterator that somebody kept may be closed when the next epoch has long begun.
+            if lap == self._lap:
+                self.leave(outer)
             raise
 
     def _refuse_to_repeat(self) -> None:
@@ -306,8 +363,9 @@ class LoaderPosition:
             self._position.put_back()
         else:
             self._position.put_back()
-            self._start = {"random": rng.collect(devices=False), "generators": self._generators()}
+            self._start = {"random": rng.collect(devices=False), "generators": self.read_generators()}
             iterator = iter(self.loader)
+        self._left_under, self._stays = None, False
         if self._inexact() is None:
             self._indices = iterator._sampler_iter = _Tap(iterator._sampler_iter)
         return iterator
@@ -315,9 +373,9 @@ class LoaderPosition:
     def _reopen(self) -> Any:
         """Draw the epoch's order again, from where it was drawn, and leave out what is done, unloaded."""
         assert self._start is not None
-        random_now, generators_now = rng.collect(devices=False), self._generators()
+        random_now, generators_now = rng.collect(devices=False), self.read_generators()
         rng.restore(self._start["random"])
-        self._write_generators(self._start["generators"])
+        self.write_generators(self._start["generators"])
         iterator: Any = iter(self.loader)
         last = None
         for number in range(self._to_skip):
@@ -326,7 +384,7 @@ class LoaderPosition:
         if self._last not in (None, self._fingerprint(last)):
             raise _other_data(f"batch {self._to_skip} is of other samples now")
         rng.restore(random_now)
-        self._write_generators(generators_now)
+        self.write_generators(generators_now)
         self._to_skip = 0
         return iterator
 
@@ -343,13 +401,15 @@ class LoaderPosition:
 
     def _take_back(self) -> None:
         self.done += 1
+        self._last = self._last_indices()
         self._position.batch = self.done
         self._position.samples += self.size_in_hand
         self.in_hand, self.size_in_hand = False, 0
 
-    def _leave(self, outer: BaseException | None) -> None:
+    def leave(self, outer: BaseException | None) -> None:
         """Note that the loop was left in the middle: for good by a break, or by an exception."""
-        if not self._position.counts_steps or self._position.step > self._step_then:
+        is_trained = not self._position.counts_steps or self._position.step > self._step_then
+        if self.in_hand and is_trained:
             self._take_back()
         self.in_hand, self.size_in_hand = False, 0
         self._left_under = (outer,)
@@ -374,16 +434,37 @@ class _Tap:
 
 
 def _size(batch: Any, loader: DataLoader[Any]) -> int:
-    if loader.batch_size is None:
+    if loader.batch_sampler is None:
         return 1
     while isinstance(batch, (Mapping, list, tuple)) and batch:
         batch = next(iter(batch.values() if isinstance(batch, Mapping) else batch))
-    return batch.shape[0] if isinstance(batch, torch.Tensor) and batch.ndim else loader.batch_size
+    return batch.shape[0] if isinstance(batch, torch.Tensor) and batch.ndim else loader.batch_size or 1
+
+
+def _split(dataset: Any) -> str | None:
+    # A split that is drawn anew at every start lets the samples to validate on into the training.
+    if isinstance(dataset, Subset):
+        return disk.digest(repr([int(index) for index in dataset.indices]).encode())[:8]
+    return None
 
 
 def _other_data(problem: str) -> StateMismatch:
     return StateMismatch(
         f"the loader does not give the batches that it gave before: {problem}.",
-        fix="give it the dataset, sampler and batch size that the run was started with, or start the "
-        "epoch's data anew with allow=['loader'].",
+        fix="give it the dataset, sampler and batch size that the run was started with, or go on from a "
+        "checkpoint that was saved where an epoch ended: resume=its number.",
     )
+
+
+def _refuse(loader: Any) -> None:
+    if not isinstance(loader, DataLoader):
+        raise UsageError(
+            f"loader is a {type(loader).__name__}, not a DataLoader.",
+            fix="pass a torch DataLoader, or a dict of named ones; loop over other data without batches().",
+        )
+    if loader.persistent_workers:
+        raise Unsupported(
+            "persistent workers keep random generators of their own from epoch to epoch, which cannot be "
+            "saved yet.",
+            fix="make the loader with persistent_workers=False.",
+        )

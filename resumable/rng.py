@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -41,6 +41,11 @@ def restore(state: Mapping[str, Any]) -> None:
         _write_devices(name, state.get(name, []))
 
 
+def is_generator(value: object) -> TypeGuard[Generator]:
+    """Whether the value is a random generator with a state; the operating system's has none."""
+    return isinstance(value, GENERATORS) and not isinstance(value, random.SystemRandom)
+
+
 def read(generator: Generator) -> Any:
     """Return the state of one generator."""
     if isinstance(generator, random.Random):
@@ -71,7 +76,7 @@ def find(root: object) -> dict[str, Generator]:
         if id(value) in seen or depth > _DEEPEST:
             return
         seen.add(id(value))
-        if isinstance(value, GENERATORS):
+        if is_generator(value):
             found[path] = value
             return
         for name, child in _children(value):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import xxhash
 
 Json = Any
 """Dicts with string keys, lists, strings, finite numbers, booleans and None."""
+
+_Kind = TypeVar("_Kind")
 
 
 def seal(body: Mapping[str, Json]) -> bytes:
@@ -36,9 +39,23 @@ def parse(data: bytes | memoryview) -> Json:
     ValueError: it has a key twice
     """
     try:
-        return json.loads(str(data, "utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+        return json.loads(
+            str(data, "utf-8"), object_pairs_hook=_unique, parse_constant=_finite, parse_float=_finite
+        )
     except RecursionError as exc:
         raise ValueError("it is nested too deeply") from exc
+
+
+def typed(kind: type[_Kind], value: Json) -> _Kind:
+    """Return `value` if it is of that very type: True is no int.
+
+    >>> typed(int, True)
+    Traceback (most recent call last):
+    ValueError: True stands where int belongs
+    """
+    if type(value) is not kind:
+        raise ValueError(f"{value!r:.200} stands where {kind.__name__} belongs")
+    return value
 
 
 def _first_line(rest: bytes) -> bytes:
@@ -52,5 +69,8 @@ def _unique(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
     return found
 
 
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
+def _finite(text: str) -> float:
+    # "1e999" is correct JSON, and infinite.
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text:.50} is not a finite number")
+    return value

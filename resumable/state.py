@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from . import arguments, capture, checkpoint, codec, disk, environment, policy
+from . import arguments, capture, checkpoint, codec, disk, environment, policy, rng
 from .capture import Capture, Change, Trees
 from .checkpoint import Checkpoint
 from .errors import ResumableWarning, StateMismatch, UsageError
@@ -81,7 +81,8 @@ class RunState:
         """Whether this training goes on from a checkpoint."""
         self.run_id: str | None = None
         """What tells this run from all others; known once it has been loaded or saved."""
-        self._position = Position(capture.named("loader", loader))
+        generators = {n: g for n, g in capture.named("extra", extra).items() if rng.is_generator(g)}
+        self._position = Position(capture.named("loader", loader), generators)
         slots = {
             "model": model,
             "optimizer": optimizer,
@@ -99,6 +100,8 @@ class RunState:
         self._writer = Writer()
         self._is_closed = False
         self._hook = self._count_steps(optimizer)
+        # One that is dropped without close() must not lock its run for the rest of the process.
+        weakref.finalize(self, self.run.release)
 
     @classmethod
     def load(
@@ -171,8 +174,11 @@ class RunState:
     def _go_on_from(self, chosen: Checkpoint, best: Best | None) -> None:
         self._best = best
         self.metrics = dict(chosen.about.metrics)
-        ours = chosen.about.run_id == self.run_id
-        self._parent = chosen.about.number if ours else None
+        self._parent = chosen.about.number if self._is_ours(chosen) else None
+        self._position.hold()
+
+    def _is_ours(self, chosen: Checkpoint) -> bool:
+        return chosen.path.resolve().parent == self.run.folder.resolve()
 
     def _checked_best(self, best: Best | None, override: Sequence[str]) -> Best | None:
         if self._goal is None or (best and best.goal == self._goal):
@@ -189,11 +195,14 @@ class RunState:
         return policy.best_of(self._goal, history)
 
     def _tell_changes(self, changes: Sequence[Change], overridden: Sequence[Change], about: Manifest) -> None:
-        kept = [change for change in changes if change not in overridden]
+        data = [change for change in changes if change.path.startswith("loader") and change not in overridden]
+        kept = [change for change in changes if change not in (*overridden, *data)]
         # What the run is built with from here on: where the checkpoint won, that is not the code's.
         self._built = {**self._built, **{change.path: about.built[change.path] for change in kept}}
         for change in overridden:
             self._warn(f"{change}; the code wins, as override= says.")
+        if data:
+            self._warn(f"{'; '.join(map(str, data))}. The code wins: the data is the script's own.")
         if kept:
             paths = [change.path for change in kept]
             self._warn(f"{'; '.join(map(str, kept))}. The checkpoint wins. For the code's: override={paths}")
@@ -276,14 +285,13 @@ class RunState:
         before = self._best, self._parent
         self._number, self._parent, self._best = about.number, about.number, about.best
         self.metrics = values
-        self._after_save = _AfterSave(about.number, self._position.body(), trees, held)
+        self._after_save = _AfterSave(about.number, self._position.body(), capture.versions(trees), held)
         path = self.run.folder / checkpoint.name(about.number, about.step)
         return self._writer.submit(about.number, path, lambda: self._commit(about, held, before))
 
     def _describe(self, metrics: Mapping[str, float], parts: Mapping[str, Json]) -> Manifest:
         assert self.run_id is not None
         number = max([self._number, *self.run.numbers()]) + 1
-        position = self._position.collect()
         return Manifest(
             number=number,
             parent=self._parent,
@@ -295,7 +303,7 @@ class RunState:
             parts=parts,
             built=self._built,
             environment=environment.describe(),
-            **position,
+            **self._position.counters(),
         )
 
     def _commit(self, about: Manifest, trees: Trees, before: tuple[Best | None, int | None]) -> None:
@@ -307,9 +315,9 @@ class RunState:
         self.run.point("newest", done.path)
         if about.best and about.best.number == about.number:
             self.run.point("best", done.path)
-        best_on_disk = self._best_on_disk()
-        protected = (best.number for best in (about.best, best_on_disk) if best)
-        self.run.prune(self._keep, protected)
+        if self._keep is not None:
+            protected = (best.number for best in (about.best, self._best_on_disk()) if best)
+            self.run.prune(self._keep, protected)
 
     def restore(self, which: str | int | os.PathLike[str], only: str | None = None) -> None:
         """Go back to a checkpoint ("best", "newest", a save number, a path) and go on from there.
@@ -321,13 +329,17 @@ class RunState:
         self._writer.wait()
         names = None if only is None else self._capture.names(only)
         found = self.run.choose("must" if which == "auto" else which, _read)
-        assert found is not None
+        if found is None:
+            raise UsageError(
+                f"restore({which!r}) names no checkpoint.",
+                fix="say 'best', 'newest', a save number or a checkpoint's path.",
+            )
         chosen, trees = found
         unfit = self._capture.check(trees, chosen.about, (), names)
         self._capture.restore(trees, unfit, only=names)
         self._after_save = None
         if names is None:
-            self._go_on_from(chosen, chosen.about.best)
+            self._go_on_from(chosen, self._checked_best(chosen.about.best, ["best"]))
         what = f"put back {only} of" if only else "went back in"
         print(self._resumed_line(what, chosen, time.perf_counter() - started), flush=True)
 
@@ -372,7 +384,7 @@ class RunState:
             self.run_id = self.run.identity()
 
     def _count_steps(self, optimizer: Any) -> Any:
-        first = next(iter(optimizer.values())) if isinstance(optimizer, dict) else optimizer
+        first: Any = next(iter(optimizer.values()), None) if isinstance(optimizer, dict) else optimizer
         if not hasattr(first, "register_step_post_hook"):
             return None
         position = self._position
@@ -407,7 +419,7 @@ class RunState:
         saved, self._after_save = self._after_save, None
         if saved is None or saved.body != self._position.body() or "lost" in self._warned:
             return
-        if changed := self._capture.changed_since(saved.trees, saved.held):
+        if changed := self._capture.changed_since(saved.versions, saved.held):
             self._warned.add("lost")
             self._warn(
                 f"{', '.join(changed)} changed after save() in the same body: a resume from checkpoint "
@@ -422,9 +434,7 @@ class RunState:
         facts.append(f"step {self.step}")
         if self._best:
             facts.append(f"best {self._best.goal.metric} {self._best.value:.4g}")
-        where = (
-            f"{self.run} from" if chosen.path.parent == self.run.folder else f"{self.run} from {chosen.path},"
-        )
+        where = f"{self.run} from" + ("" if self._is_ours(chosen) else f" {chosen.path},")
         return f"{what} {where} checkpoint {chosen.about.number}: {', '.join(facts)} ({seconds:.1f} s)"
 
     def _sized_loaders(self) -> Iterator[DataLoader[Any]]:
@@ -440,7 +450,7 @@ class _AfterSave:
 
     number: int
     body: Any
-    trees: Trees
+    versions: capture.Versions
     held: Trees
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -40,6 +41,7 @@ class PendingSave:
             self._job()
         except BaseException as exc:
             self._error = exc
+            _free_frames(exc)
             # A script that ends without close() must not end as if all were well.
             atexit.register(self._tell_at_exit)
         finally:
@@ -61,8 +63,15 @@ class PendingSave:
             self.wait()
 
     def _tell_at_exit(self) -> None:
-        if self._error:
-            sys.excepthook(type(self._error), self._error, self._error.__traceback__)
+        assert self._error is not None
+        sys.excepthook(type(self._error), self._error, self._error.__traceback__)
+
+
+def _free_frames(error: BaseException | None) -> None:
+    # What an error's traceback remembers of the job's variables is the host copy too.
+    while error:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
 
 
 class Writer:

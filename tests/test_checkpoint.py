@@ -1,0 +1,311 @@
+"""A checkpoint is committed as a whole or not at all, and every byte of it is verified."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from resumable import Boundary, CheckpointDamaged, FormatTooNew, SaveFailed, checkpoint, manifest
+from resumable.checkpoint import Checkpoint
+from resumable.manifest import Manifest
+
+FILES = {
+    "state.json": [b"{}"],
+    "model.safetensors": [b"weights of ", b"the model"],
+    "ranks/00000.json": [b"[1, 2]"],
+}
+
+
+def _about(number: int = 1, step: int = 10) -> Manifest:
+    return Manifest(
+        number=number,
+        parent=None,
+        run_id="a1b2",
+        saved="2026-01-01T00:00:00+00:00",
+        boundary=Boundary.STEP,
+        epoch=0,
+        batch=0,
+        step=step,
+        samples=0,
+        metrics={},
+        best=None,
+        files={},
+        parts={},
+        built={},
+        environment={},
+    )
+
+
+def _commit(folder: Path, number: int = 1) -> Checkpoint:
+    return checkpoint.commit(folder, _about(number), FILES)
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def _failing(error: int) -> Callable[..., Any]:
+    def fail(*_: Any) -> Any:
+        raise OSError(error, os.strerror(error))
+
+    return fail
+
+
+def test_what_was_committed_is_what_is_opened_and_read(tmp_path: Path) -> None:
+    committed = _commit(tmp_path)
+
+    found = checkpoint.open_checkpoint(tmp_path / "000001-step-00000010")
+
+    assert found == committed
+    assert {name: bytes(content) for name, content in found.read().items()} == {
+        name: b"".join(pieces) for name, pieces in FILES.items()
+    }
+    found.verify()
+
+
+def test_a_checkpoint_is_its_files_and_its_manifest_and_leaves_no_stage(tmp_path: Path) -> None:
+    _commit(tmp_path)
+
+    expected = ["manifest.json", "model.safetensors", "ranks", "ranks/00000.json", "state.json"]
+    assert os.listdir(tmp_path) == ["000001-step-00000010"]
+    assert _names(tmp_path / "000001-step-00000010") == expected
+
+
+def test_a_checkpoint_without_ranks_has_no_such_folder(tmp_path: Path) -> None:
+    found = checkpoint.commit(tmp_path, _about(), {"state.json": [b"{}"]})
+
+    assert _names(found.path) == ["manifest.json", "state.json"]
+
+
+def test_the_folder_of_the_checkpoints_is_made_where_it_is_missing(tmp_path: Path) -> None:
+    found = _commit(tmp_path / "runs" / "exp" / "checkpoints")
+
+    assert found.path.is_dir()
+    assert str(found) == f"checkpoint 1 (step 10) in {tmp_path / 'runs' / 'exp'}"
+
+
+@pytest.mark.parametrize(("umask", "file", "folder"), [(0o022, 0o644, 0o755), (0o027, 0o640, 0o750)])
+def test_the_permissions_of_all_of_a_checkpoint_follow_the_umask(
+    tmp_path: Path, umask: int, file: int, folder: int
+) -> None:
+    before = os.umask(umask)
+    try:
+        found = _commit(tmp_path)
+    finally:
+        os.umask(before)
+
+    for path in [found.path, *found.path.rglob("*")]:
+        assert stat.S_IMODE(path.stat().st_mode) == (folder if path.is_dir() else file)
+
+
+def test_everything_is_flushed_before_the_rename_and_the_manifest_last_of_the_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    real_fsync, real_rename = os.fsync, os.rename
+
+    def fsync(fd: int) -> None:
+        events.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name.partition("-")[0])
+        real_fsync(fd)
+
+    def rename(old: Path, new: Path) -> None:
+        events.append("rename")
+        real_rename(old, new)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "rename", rename)
+    _commit(tmp_path)
+
+    files = ["state.json", "model.safetensors", "00000.json"]
+    assert events == [*files, "ranks", "manifest.json", ".stage", "rename", tmp_path.name.partition("-")[0]]
+
+
+# Refusing
+
+
+@pytest.mark.parametrize("occupy", [Path.mkdir, Path.touch], ids=["empty-folder", "file"])
+def test_a_commit_refuses_an_occupied_name_and_leaves_no_stage(
+    tmp_path: Path, occupy: Callable[[Path], object]
+) -> None:
+    target = tmp_path / "000001-step-00000010"
+    occupy(target)
+
+    with pytest.raises(SaveFailed, match="already exists") as caught:
+        _commit(tmp_path)
+
+    assert caught.value.__cause__ is None
+    assert _names(tmp_path) == [target.name]
+
+
+def test_a_commit_over_a_checkpoint_leaves_that_one_intact(tmp_path: Path) -> None:
+    first = _commit(tmp_path)
+
+    with pytest.raises(SaveFailed, match="already exists"):
+        checkpoint.commit(tmp_path, _about(), {"state.json": [b"other"]})
+
+    first.verify()
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_named_with_how_to_make_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    monkeypatch.setattr(os, "write", _failing(error))
+
+    with pytest.raises(SaveFailed, match=r"checkpoint 1 \(step 10\) could not be written: ") as caught:
+        _commit(tmp_path)
+
+    assert os.strerror(error) in caught.value.problem
+    assert caught.value.fix.startswith(f"make room on the disk of {tmp_path} ")
+    assert _names(tmp_path) == []
+
+
+def test_a_broken_disk_is_named_with_the_cause_and_not_taken_for_a_full_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fsync", _failing(errno.EIO))
+
+    with pytest.raises(SaveFailed, match="Input/output error") as caught:
+        _commit(tmp_path)
+
+    assert "room" not in caught.value.fix
+    assert "untouched" in caught.value.fix
+    assert _names(tmp_path) == []
+
+
+def test_the_first_error_is_reported_when_tidying_up_fails_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fsync", _failing(errno.EIO))
+    monkeypatch.setattr(os, "unlink", _failing(errno.EROFS))
+
+    with pytest.raises(SaveFailed, match="Input/output error"):
+        _commit(tmp_path)
+
+    (stage,) = os.listdir(tmp_path)
+    assert checkpoint.DEBRIS.fullmatch(stage)
+
+
+# Damage
+
+
+def test_a_manifest_that_is_no_manifest_is_named(tmp_path: Path) -> None:
+    found = _commit(tmp_path)
+    (found.path / "manifest.json").write_text("{}")
+
+    with pytest.raises(CheckpointDamaged, match=r"000001-step-00000010 is damaged: manifest.json: its check"):
+        checkpoint.open_checkpoint(found.path)
+
+
+def test_a_manifest_of_a_newer_format_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifest, "FORMAT", 7)
+    found = _commit(tmp_path)
+    monkeypatch.undo()
+
+    with pytest.raises(
+        FormatTooNew, match=r"step-00000010 cannot be read: it was written in format 7.*\n.*upg"
+    ):
+        checkpoint.open_checkpoint(found.path)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_one_flipped_byte_of_any_file_is_found_and_named(tmp_path: Path, file: str) -> None:
+    found = _commit(tmp_path)
+    content = bytearray((found.path / file).read_bytes())
+    for position in range(len(content)):
+        content[position] ^= 1
+        (found.path / file).write_bytes(content)
+        with pytest.raises(CheckpointDamaged, match=f"{file} has the digest"):
+            found.verify()
+        content[position] ^= 1
+    (found.path / file).write_bytes(content)
+    found.verify()
+
+
+def test_every_file_is_read_as_one_that_can_be_damaged_alone(tmp_path: Path) -> None:
+    found = _commit(tmp_path)
+    (found.path / "model.safetensors").unlink()
+
+    assert found.read_file("state.json") == b"{}"
+    with pytest.raises(CheckpointDamaged, match=r"model\.safetensors is missing"):
+        found.read()
+
+
+# Names and removing
+
+
+@pytest.mark.parametrize(("number", "step"), [(0, 0), (41, 12400), (10**6, 10**8), (10**9, 10**12)])
+def test_a_name_says_its_number_however_large(number: int, step: int) -> None:
+    match = checkpoint.NAME.fullmatch(checkpoint.name(number, step))
+
+    assert match is not None
+    assert [int(group) for group in match.groups()] == [number, step]
+
+
+def test_names_sort_as_their_numbers_do() -> None:
+    names = [checkpoint.name(number, 10**8 - number) for number in (1, 9, 10, 99_999, 999_999)]
+
+    assert names == sorted(names)
+
+
+def test_a_checkpoint_is_removed_with_all_that_is_in_it(tmp_path: Path) -> None:
+    found = _commit(tmp_path)
+
+    checkpoint.remove(found.path)
+
+    assert _names(tmp_path) == []
+
+
+def test_what_a_kill_left_of_a_checkpoint_is_removed(tmp_path: Path) -> None:
+    found = _commit(tmp_path)
+    (found.path / "ranks" / "00000.json").unlink()
+    (found.path / "manifest.json").unlink()
+
+    checkpoint.remove(found.path)
+
+    assert _names(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["notes.txt", "ranks/notes.txt", ".hidden", "model.safetensors.bak", "Model.json"]
+)
+def test_a_file_that_is_not_ours_keeps_all_of_its_folder(tmp_path: Path, name: str) -> None:
+    found = _commit(tmp_path)
+    (found.path / name).write_text("mine")
+    before = _names(tmp_path)
+
+    assert checkpoint.unknown(found.path) == [name]
+    with pytest.raises(FileExistsError, match=f"holds {name}, which is not ours"):
+        checkpoint.remove(found.path)
+
+    assert _names(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["optimizer.safetensors", "ranks/00001.json", "mine"])
+def test_a_folder_is_not_ours_whatever_its_name(tmp_path: Path, name: str) -> None:
+    found = _commit(tmp_path)
+    (found.path / name).mkdir()
+    before = _names(tmp_path)
+
+    with pytest.raises(FileExistsError, match=f"holds {name}/, which is not ours"):
+        checkpoint.remove(found.path)
+
+    assert _names(tmp_path) == before
+
+
+def test_a_link_in_place_of_the_ranks_is_not_followed_to_remove(tmp_path: Path) -> None:
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "00000.json").write_text("mine")
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint" / "ranks").symlink_to("../outside")
+
+    with pytest.raises(FileExistsError, match="holds ranks, which is not ours"):
+        checkpoint.remove(tmp_path / "checkpoint")
+
+    assert (tmp_path / "outside" / "00000.json").read_text() == "mine"

@@ -1,0 +1,399 @@
+"""A save that is killed, or that the disk refuses, at every single call leaves a run that goes on exactly."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import re
+import shutil
+import signal
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from resumable import ResumableWarning, RunState, SaveFailed
+
+CALLS = (
+    "open",
+    "write",
+    "fsync",
+    "close",
+    "mkdir",
+    "rename",
+    "replace",
+    "symlink",
+    "unlink",
+    "rmdir",
+    "ftruncate",
+)
+"""Everything through which the library changes a disk."""
+
+DEBRIS = re.compile(r"(\..*)-[0-9a-f]{8}")
+
+
+class Training(NamedTuple):
+    model: torch.nn.Linear
+    optimizer: torch.optim.SGD
+    seen: list[float]
+
+    def step(self) -> None:
+        loss = self.model(torch.randn(4, 3)).square().mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.seen.append(loss.item())
+
+    def digest(self) -> bytes:
+        momenta = [state["momentum_buffer"] for state in self.optimizer.state.values()]
+        tensors = [*self.model.state_dict().values(), *momenta, torch.get_rng_state()]
+        return b"".join(t.numpy().tobytes() for t in tensors) + repr(self.seen).encode()
+
+
+def _fresh() -> Training:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    return Training(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), [])
+
+
+@pytest.fixture(scope="module")
+def uninterrupted() -> list[bytes]:
+    """What the training is after so many steps, in a loop that knows nothing of this library."""
+    training = _fresh()
+    digests = [training.digest()]
+    for _ in range(8):
+        training.step()
+        digests.append(training.digest())
+    return digests
+
+
+def _load(run_dir: Path) -> tuple[Training, RunState]:
+    training = _fresh()
+    state = RunState.load(
+        run_dir,
+        model=training.model,
+        optimizer=training.optimizer,
+        extra={"seen": training.seen},
+        minimize="loss",
+        keep=1,
+    )
+    return training, state
+
+
+def _save_next(training: Training, state: RunState, loss: float) -> None:
+    for _ in state.steps(state.step + 1):
+        training.step()
+        state.save(loss=loss).wait()
+
+
+class Wire:
+    """Tells the parent about every disk call of this process before it is made, and dies at the n-th."""
+
+    def __init__(self, pipe: int, die_at: int | None, torn: bool) -> None:
+        self._pipe, self._die_at, self._torn, self._count = pipe, die_at, torn, 0
+        self.is_tapped = False
+        self._write = os.write
+        for name in CALLS:
+            setattr(os, name, self._tap(name, getattr(os, name)))
+
+    def tell(self, line: str) -> None:
+        self._write(self._pipe, f"{line}\n".encode())
+
+    def _tap(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def tapped(*args: Any, **kwargs: Any) -> Any:
+            if not self.is_tapped:
+                return call(*args, **kwargs)
+            self._count += 1
+            target = "" if isinstance(args[0], int) else DEBRIS.sub(r"\1", Path(args[0]).name)
+            self.tell(f"{name} {target}")
+            if self._count == self._die_at:
+                if self._torn:
+                    call(args[0], args[1][: len(args[1]) // 2])
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*args, **kwargs)
+
+        return tapped
+
+
+class Scenario(NamedTuple):
+    steps: int
+    """Steps that are committed before."""
+    loss: float
+    tapped: tuple[str, ...]
+
+
+FIRST_SAVE = Scenario(0, 1.0, ("load", "save"))
+NEW_BEST = Scenario(2, 0.5, ("save",))
+OLD_BEST_STAYS = Scenario(3, 9.0, ("save",))
+CLEANING = Scenario(2, 0.5, ("load",))
+
+
+def _prepare(tmp_path: Path, steps: int) -> Path:
+    """Return a folder with the run "exp", which has made so many steps and starts."""
+    (folder := tmp_path / "runs").mkdir()
+    for loss in (1.0, 5.0, 7.0)[:steps]:
+        training, state = _load(folder / "exp")
+        with state:
+            _save_next(training, state, loss)
+    return folder
+
+
+def _copy(folder: Path, name: str) -> Path:
+    return shutil.copytree(folder, folder.parent / name / "runs", symlinks=True) / "exp"
+
+
+class Outcome(NamedTuple):
+    calls: list[str]
+    acknowledged: bool
+    was_killed: bool
+
+    @property
+    def committed(self) -> bool:
+        """Whether the rename that is the commit was made: something came after it."""
+        renames = [i for i, call in enumerate(self.calls) if call.startswith("rename .stage-")]
+        return bool(renames) and (renames[0] < len(self.calls) - 1 or not self.was_killed)
+
+
+def _save_in_child(
+    run_dir: Path, scenario: Scenario, die_at: int | None = None, torn: bool = False
+) -> Outcome:
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        # Newer Pythons warn of threads, of which the test runner may have some; this child uses none of them.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        try:
+            _child(run_dir, scenario, Wire(writer, die_at, torn))
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        said = pipe.read().splitlines()
+    status = os.waitpid(child, 0)[1]
+    was_killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+    assert was_killed or status == 0
+    return Outcome([line for line in said if line != "acknowledged"], "acknowledged" in said, was_killed)
+
+
+def _child(run_dir: Path, scenario: Scenario, wire: Wire) -> None:
+    wire.is_tapped = "load" in scenario.tapped
+    training, state = _load(run_dir)
+    wire.is_tapped = "save" in scenario.tapped
+    _save_next(training, state, scenario.loss)
+    wire.tell("acknowledged")
+    state.close()
+
+
+def _assert_goes_on(run_dir: Path, step: int, uninterrupted: list[bytes]) -> None:
+    """Resume twice in a row, each time from the newest state there is, and verify all of the run."""
+    for done in (step, step + 1):
+        training, state = _load(run_dir)
+        with state:
+            assert (state.step, training.digest()) == (done, uninterrupted[done])
+            assert _debris(run_dir) == []
+            _assert_all_verify(state)
+            _save_next(training, state, 3.0)
+            assert training.digest() == uninterrupted[done + 1]
+            _assert_all_verify(state)
+
+
+def _assert_all_verify(state: RunState) -> None:
+    found = state.run.checkpoints()
+    assert [checkpoint.about.number for checkpoint in found] == state.run.numbers()
+    for checkpoint in found:
+        checkpoint.verify()
+
+
+def _debris(run_dir: Path) -> list[Path]:
+    found = [*run_dir.glob("*"), *run_dir.glob("checkpoints/*")]
+    return sorted(path for path in found if DEBRIS.fullmatch(path.name))
+
+
+def _kill_at_every_call(
+    folder: Path, scenario: Scenario, uninterrupted: list[bytes]
+) -> Iterator[tuple[Outcome, Path]]:
+    """Yield what each kill leaves of the run in `folder`, which then has to go on."""
+    whole = _copy(folder, "whole")
+    clean = _save_in_child(whole, scenario)
+    for number, call in enumerate(clean.calls, 1):
+        for torn in (False, True)[: 1 + call.startswith("write")]:
+            run_dir = _copy(folder, f"killed-{number}-{torn}")
+            outcome = _save_in_child(run_dir, scenario, number, torn)
+            assert outcome.was_killed
+            assert outcome.calls == clean.calls[:number]
+            assert outcome.committed or not outcome.acknowledged
+            yield outcome, run_dir
+            _assert_goes_on(run_dir, scenario.steps + outcome.committed, uninterrupted)
+    assert clean.acknowledged
+    _assert_goes_on(whole, scenario.steps + 1, uninterrupted)
+
+
+@pytest.mark.parametrize(
+    "scenario", [FIRST_SAVE, NEW_BEST, OLD_BEST_STAYS], ids=["first", "new-best", "old-best-stays"]
+)
+def test_a_kill_at_any_disk_call_of_a_save_leaves_the_newest_committed_state(
+    tmp_path: Path, scenario: Scenario, uninterrupted: list[bytes]
+) -> None:
+    folder = _prepare(tmp_path, scenario.steps)
+
+    outcomes = [outcome for outcome, _ in _kill_at_every_call(folder, scenario, uninterrupted)]
+
+    assert {outcome.committed for outcome in outcomes} == {False, True}
+    assert {outcome.acknowledged for outcome in outcomes} == {False, True}
+
+
+def test_a_kill_while_a_start_removes_debris_leaves_a_run_that_the_next_start_tidies(
+    tmp_path: Path, uninterrupted: list[bytes]
+) -> None:
+    folder = _prepare(tmp_path, CLEANING.steps)
+    _litter(folder)
+
+    outcomes = [outcome for outcome, _ in _kill_at_every_call(folder, CLEANING, uninterrupted)]
+
+    removed = {call for call in outcomes[-1].calls if call.startswith(("unlink .", "rmdir ."))}
+    assert removed == {"rmdir .stage-000003", "rmdir .trash-000001", "unlink .newest", "unlink .best"}
+
+
+def _litter(folder: Path) -> None:
+    """Put into the run what kills at four places of a save leave behind."""
+    calls = _save_in_child(_copy(folder, "calls"), NEW_BEST).calls
+    for call in ("rename .stage-000003", "replace .newest", "replace .best", "rmdir ranks"):
+        killed = _copy(folder, call)
+        _save_in_child(killed, NEW_BEST, calls.index(call) + 1)
+        for path in _debris(killed):
+            path.rename(folder / "exp" / path.relative_to(killed))
+
+
+def _fail(patch: pytest.MonkeyPatch, name: str, number: int, code: int = errno.ENOSPC) -> list[Any]:
+    """Let the n-th call of one function of `os` fail, if it writes; the list then holds its argument."""
+    call, calls, failed = getattr(os, name), itertools.count(1), []
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        reads = name == "open" and not args[1] & (os.O_CREAT | os.O_DIRECTORY)
+        if reads or next(calls) != number:
+            return call(*args, **kwargs)
+        failed.append(args[0])
+        if name == "close":
+            call(*args)
+        raise OSError(code, os.strerror(code))
+
+    patch.setattr(os, name, failing)
+    return failed
+
+
+def _told(training: Training, state: RunState) -> str:
+    """Save, and return how a failure was told."""
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            _save_next(training, state, 0.5)
+        except SaveFailed:
+            return "raised"
+    assert all(issubclass(warning.category, ResumableWarning) for warning in warned)
+    return "warned" if warned else "fine"
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if name != "ftruncate"])
+def test_a_disk_call_that_fails_is_told_and_harms_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterrupted: list[bytes], name: str
+) -> None:
+    folder = _prepare(tmp_path, 2)
+    told = []
+    while "fine" not in told:
+        run_dir = _copy(folder, f"failed-{len(told)}")
+        training, state = _load(run_dir)
+        with monkeypatch.context() as patch:
+            failed = _fail(patch, name, len(told) + 1)
+            told.append(_told(training, state))
+        assert (told[-1] == "fine") == (not failed)
+        _assert_all_verify(state)
+        _save_next(training, state, 0.1)
+        state.close()
+        _assert_goes_on(run_dir, 4, uninterrupted)
+    assert len(told) > 1
+    # Until the checkpoint is durable it is an error, and only from then on a warning.
+    assert told == sorted(told, key=["raised", "warned", "fine"].index)
+
+
+def _told_of_start(run_dir: Path) -> str:
+    try:
+        _load(run_dir)[1].close()
+    except SaveFailed as error:
+        return error.problem.partition(": '")[0].rstrip(".")
+    return ""
+
+
+@pytest.mark.parametrize("name", ["open", "write", "fsync", "close", "mkdir", "replace", "ftruncate"])
+def test_a_disk_call_that_fails_at_a_start_leaves_nothing_in_the_way_of_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterrupted: list[bytes], name: str
+) -> None:
+    failed: list[Any] = [None]
+    for number in itertools.count(1):
+        run_dir = tmp_path / f"failed-{number}" / "exp"
+        with monkeypatch.context() as patch:
+            failed = _fail(patch, name, number)
+            told = _told_of_start(run_dir)
+        assert told in ("", f"{run_dir} cannot be written: [Errno 28] No space left on device")
+        _assert_goes_on(run_dir, 0, uninterrupted)
+        if not failed:
+            break
+    assert number > 1
+
+
+@pytest.mark.parametrize("next_call", [RunState.save, RunState.wait, RunState.close])
+def test_a_save_that_failed_is_raised_once_by_the_next_call(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, next_call: Callable[[RunState], object]
+) -> None:
+    _, state = _load(run_dir)
+    with monkeypatch.context() as patch:
+        failed = _fail(patch, "rename", 1, errno.EIO)
+        state.save()
+        with pytest.raises(SaveFailed, match=r"checkpoint 1 .* could not be written: .*Input/output error"):
+            next_call(state)
+    assert failed
+    state.close()
+    _assert_all_verify(_load(run_dir)[1])
+
+
+def test_a_file_whose_flush_failed_is_given_up_and_never_flushed_again(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, state = _load(run_dir)
+    opened: dict[int, str] = {}
+    flushed: list[str] = []
+    real_open, real_fsync = os.open, os.fsync
+
+    def recording_open(path: Any, *args: Any, **kwargs: Any) -> int:
+        fd = real_open(path, *args, **kwargs)
+        opened[fd] = str(path)
+        return fd
+
+    def failing_fsync(fd: int) -> None:
+        flushed.append(opened[fd])
+        if flushed[-1].endswith("model.safetensors") and flushed.count(flushed[-1]) == 1 and len(failed) < 2:
+            failed.append(flushed[-1])
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real_fsync(fd)
+
+    failed: list[str] = []
+    monkeypatch.setattr(os, "open", recording_open)
+    monkeypatch.setattr(os, "fsync", failing_fsync)
+    for _ in range(2):
+        with pytest.raises(SaveFailed):
+            _save_next(training, state, 1.0)
+    _save_next(training, state, 1.0)
+    state.close()
+
+    assert len(set(failed)) == 2
+    assert [flushed.count(path) for path in failed] == [1, 1]
+    assert not any(os.path.lexists(path) for path in failed)
+    _assert_all_verify(_load(run_dir)[1])

@@ -1,0 +1,744 @@
+"""The loops: what they count, where they go on, when they end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler
+
+from resumable import Boundary, ResumableWarning, Run, RunState, StateMismatch, Unsupported, UsageError
+
+Counters = tuple[int, int, int, int]
+
+
+class Training:
+    """A small model, its optimizer, and a state of the run; each is new."""
+
+    seen: Counters
+    fed: list[float]
+
+    def __init__(self, run_dir: Path, loader: Any = None, **more: Any) -> None:
+        self.model = nn.Linear(1, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.loader = numbers() if loader is None else loader
+        self.state = RunState.load(
+            run_dir, model=self.model, optimizer=self.optimizer, loader=self.loader, **more
+        )
+
+    def train(self, batch: Any) -> list[float]:
+        self.model(torch.ones(1)).backward()
+        self.optimizer.step()
+        return batch.flatten().tolist()
+
+    def counters(self) -> Counters:
+        return self.state.epoch, self.state.batch, self.state.step, self.state.samples
+
+    def epoch(self) -> list[list[float]]:
+        """Train what is left of one epoch, and return what was fed."""
+        return [self.train(batch) for batch in self.state.batches()]
+
+
+def numbers(length: int = 10, batch_size: int | None = 4, **more: Any) -> DataLoader[Any]:
+    return DataLoader(torch.arange(float(length)), batch_size=batch_size, **more)
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    """An iterable dataset of five numbers."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.arange(5.0))
+
+
+# What is counted.
+
+
+def test_counters_say_what_is_done_and_in_the_body_what_is_in_hand(run_dir: Path) -> None:
+    training = Training(run_dir)
+    seen = []
+
+    for _ in training.state.epochs(2):
+        for batch in training.state.batches():
+            seen.append(training.counters())
+            training.train(batch)
+        seen.append(training.counters())
+
+    assert seen[:4] == [(0, 0, 0, 0), (0, 1, 1, 4), (0, 2, 2, 8), (0, 3, 3, 10)]
+    assert seen[4:] == [(1, 0, 3, 10), (1, 1, 4, 14), (1, 2, 5, 18), (1, 3, 6, 20)]
+    assert training.counters() == (2, 0, 6, 20)
+
+
+def one_batch(run_dir: Path, loader: DataLoader[Any] | None = None) -> Training:
+    """Go on, train until one batch is done or two epochs are, save in its body, and stop."""
+    training = Training(run_dir, loader)
+    for _ in training.state.epochs(2):
+        for batch in training.state.batches():
+            training.seen = training.counters()
+            training.fed = training.train(batch)
+            training.state.save()
+            training.state.close()
+            return training
+    return training
+
+
+def test_counters_of_a_run_that_is_resumed_at_every_batch_are_those_of_one_that_never_stopped(
+    run_dir: Path,
+) -> None:
+    seen = [one_batch(run_dir).seen for _ in range(6)]
+
+    assert seen == [(0, 0, 0, 0), (0, 1, 1, 4), (0, 2, 2, 8), (1, 0, 3, 10), (1, 1, 4, 14), (1, 2, 5, 18)]
+
+
+@pytest.mark.parametrize(
+    ("loader", "samples"),
+    [
+        (numbers(10, 4), 10),
+        (numbers(10, 4, drop_last=True), 8),
+        (numbers(10, None), 10),
+        (numbers(10, batch_size=1, batch_sampler=[[0, 1, 2], [3]]), 4),
+        (numbers(10, batch_size=1, batch_sampler=[[0, 1, 2], [3]], num_workers=1), 4),
+        (numbers(10, 4, num_workers=1, collate_fn=lambda numbers: {"x": [torch.stack(numbers)]}), 10),
+        (numbers(10, 4, collate_fn=str), 10),
+        (DataLoader(Stream(), 2), 5),
+        (DataLoader(Stream(), None), 5),
+        (DataLoader(Stream(), 5, collate_fn=str), 5),
+        (DataLoader(Stream(), 5, collate_fn=lambda numbers: []), 5),
+        (numbers(3, batch_size=1, batch_sampler=[[0], [1]], num_workers=1, collate_fn=str), 2),
+    ],
+)
+def test_samples_are_counted_whatever_makes_the_batches(
+    run_dir: Path, loader: DataLoader[Any], samples: int
+) -> None:
+    state = RunState(run_dir, loader=loader)
+
+    for _ in state.batches():
+        pass
+
+    assert state.samples == samples
+
+
+@pytest.mark.parametrize("steps_in_a_body", [0, 1, 2])
+def test_a_step_is_one_of_the_optimizers_whatever_the_number_of_batches(
+    run_dir: Path, steps_in_a_body: int
+) -> None:
+    training = Training(run_dir)
+
+    for batch in training.state.batches():
+        for _ in range(steps_in_a_body):
+            training.train(batch)
+
+    assert training.state.step == 3 * steps_in_a_body
+
+
+def test_of_several_optimizers_the_first_one_is_counted(run_dir: Path) -> None:
+    models = [nn.Linear(1, 1), nn.Linear(1, 1)]
+    first, second = (torch.optim.SGD(model.parameters(), lr=0.1) for model in models)
+    state = RunState(run_dir, model={"a": models[0], "b": models[1]}, optimizer={"a": first, "b": second})
+
+    first.step(), second.step(), second.step()
+
+    assert state.step == 1
+
+
+def test_a_state_without_optimizers_counts_no_steps_of_its_own(run_dir: Path) -> None:
+    assert RunState(run_dir, optimizer={}).step == 0
+
+
+# epochs() and its total.
+
+
+def test_the_total_of_epochs_counts_those_done_before(run_dir: Path) -> None:
+    done = []
+    for total in (1, 3, 4):
+        training = Training(run_dir)
+        for epoch in training.state.epochs(total):
+            done.append(epoch)
+            training.epoch()
+            training.state.save()
+        training.state.close()
+
+    assert done == [0, 1, 2, 3]
+
+
+def test_epochs_of_a_finished_run_returns_at_once_and_says_so(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(3):
+        training = Training(run_dir)
+        capsys.readouterr()
+        for _ in training.state.epochs(2):
+            training.epoch()
+            training.state.save()
+        training.state.close()
+
+    assert capsys.readouterr().out == f"{run_dir} is complete: 2 of 2 epochs are done\n"
+    assert training.state.step == 6
+
+
+@pytest.mark.parametrize("total", [-1, 1.5, "3", True])
+def test_a_total_that_is_no_count_is_a_usage_error(run_dir: Path, total: Any) -> None:
+    state = RunState(run_dir)
+
+    for loop in (state.epochs, state.steps):
+        with pytest.raises(UsageError, match="is not a count"):
+            next(loop(total))
+
+
+def test_after_an_early_stop_a_resume_goes_on_with_the_next_epoch(run_dir: Path) -> None:
+    epochs = []
+    for _ in range(3):
+        training = Training(run_dir)
+        for epoch in training.state.epochs(10):
+            epochs.append(epoch)
+            training.epoch()
+            training.state.save()
+            break
+        training.state.close()
+
+    assert epochs == [0, 1, 2]
+
+
+def test_a_save_after_the_loop_has_been_stopped_early_still_says_that_the_epoch_is_done(
+    run_dir: Path,
+) -> None:
+    epochs = []
+    for _ in range(3):
+        training = Training(run_dir)
+        for epoch in training.state.epochs(10):
+            epochs.append(epoch)
+            training.epoch()
+            break
+        training.state.save()
+        training.state.close()
+
+    assert epochs == [0, 1, 2]
+
+
+# steps().
+
+
+def test_steps_without_an_optimizer_counts_its_bodies_over_resumes(run_dir: Path) -> None:
+    seen = []
+    for _ in range(4):
+        state = RunState.load(run_dir)
+        for step in state.steps(5):
+            seen.append((step, state.step))
+            if step % 2:
+                state.save()
+                break
+        state.close()
+
+    assert seen == [(0, 0), (1, 1), (2, 2), (3, 3), (4, 4), (4, 4)]
+
+
+def test_steps_counts_what_the_optimizer_does_and_stays_exact_over_resumes(run_dir: Path) -> None:
+    seen = []
+    for _ in range(4):
+        training = Training(run_dir, loader={})
+        for step in training.state.steps(5):
+            training.train(torch.ones(1))
+            seen.append((step, training.state.step))
+            training.state.save()
+            if step in (1, 2):
+                break
+        training.state.close()
+
+    assert seen == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]
+    assert Run(run_dir).open(5).about.step == 5
+
+
+def test_a_step_that_the_scaler_skips_is_still_one_body(run_dir: Path) -> None:
+    steps = []
+    for _ in range(3):
+        training = Training(run_dir, loader={}, scaler=(scaler := torch.amp.GradScaler("cpu")))
+        for step in training.state.steps(4):
+            steps.append(step)
+            factor = float("inf") if step == 1 else 1.0
+            scaler.scale(training.model(torch.ones(1)) * factor).sum().backward()
+            scaler.step(training.optimizer)
+            scaler.update()
+            training.optimizer.zero_grad()
+            training.state.save()
+            if step in (1, 2):
+                break
+        training.state.close()
+
+    assert steps == [0, 1, 2, 3]
+    assert training.state.step == 4
+
+
+def test_two_optimizer_steps_in_a_body_of_steps_are_two_steps(run_dir: Path) -> None:
+    training = Training(run_dir, loader={})
+    bodies = []
+
+    for step in training.state.steps(5):
+        bodies.append(step)
+        training.train(torch.ones(1)), training.train(torch.ones(1))
+
+    assert bodies == [0, 2, 4]
+
+
+def test_steps_of_a_finished_run_returns_at_once_and_says_so(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(3):
+        state = RunState.load(run_dir)
+        capsys.readouterr()
+        for _ in state.steps(3):
+            state.save()
+        state.close()
+
+    assert capsys.readouterr().out == f"{run_dir} is complete: 3 of 3 steps are done\n"
+
+
+# batches().
+
+
+def test_the_length_of_batches_is_what_is_left(run_dir: Path) -> None:
+    lengths = []
+    for _ in range(3):
+        state = Training(run_dir, numbers(10, 4, drop_last=True)).state
+        lengths.append(len(state.batches()))
+        state.close()
+        one_batch(run_dir, numbers(10, 4, drop_last=True))
+
+    assert lengths == [2, 1, 0]
+
+
+def test_batches_of_a_stream_have_no_length(run_dir: Path) -> None:
+    with pytest.raises(TypeError, match="has no len"):
+        len(RunState(run_dir, loader=DataLoader(Stream())).batches())
+
+
+def test_batches_twice_in_one_epoch_is_a_usage_error(run_dir: Path) -> None:
+    training = Training(run_dir)
+
+    for _ in training.state.epochs(1):
+        training.epoch()
+        with pytest.raises(UsageError, match="looped over already"):
+            training.epoch()
+
+
+def test_batches_inside_its_own_loop_is_a_usage_error(run_dir: Path) -> None:
+    training = Training(run_dir)
+
+    for _ in training.state.batches():
+        with pytest.raises(UsageError, match="looped over already"):
+            training.epoch()
+        break
+
+
+def test_without_epochs_the_next_loop_is_the_next_epoch(run_dir: Path) -> None:
+    seen = []
+    for _ in range(3):
+        training = Training(run_dir)
+        for _ in range(2):
+            training.epoch()
+            training.state.save()
+            seen.append((training.state.epoch, training.state.samples))
+        training.state.close()
+
+    assert seen == [(0, 10), (1, 20), (2, 30), (3, 40), (4, 50), (5, 60)]
+    assert [found.about.epoch for found in Run(run_dir).checkpoints()] == [4, 5, 6]
+
+
+def test_without_epochs_a_save_in_the_second_loader_does_not_repeat_the_first(run_dir: Path) -> None:
+    fed = []
+    for _ in range(3):
+        training = Training(run_dir, {"train": numbers(4, 2), "val": numbers(3, 1)})
+        fed += [training.train(batch) for batch in training.state.batches("train")]
+        for batch in training.state.batches("val"):
+            fed.append(batch.tolist())
+            training.state.save()
+            break
+        training.state.close()
+
+    assert fed == [[0, 1], [2, 3], [0], [1], [2]]
+
+
+@pytest.mark.parametrize("which", [None, "other", numbers()])
+def test_batches_without_the_name_of_one_loader_is_a_usage_error(run_dir: Path, which: Any) -> None:
+    state = RunState(run_dir, loader={"train": numbers(), "val": numbers()})
+
+    with pytest.raises(UsageError, match="needs one loader; RunState was given: train, val"):
+        state.batches(which)
+
+
+def test_a_loader_is_found_by_its_name_and_by_itself(run_dir: Path) -> None:
+    loaders = {"train": numbers(10), "val": numbers(3)}
+    state = RunState(run_dir, loader=loaders)
+
+    assert len(state.batches("val")) == len(state.batches(loaders["val"])) == 1
+    assert len(RunState(run_dir, loader=loaders["train"]).batches()) == 3
+
+
+def test_batches_without_any_loader_is_a_usage_error(run_dir: Path) -> None:
+    with pytest.raises(UsageError, match="was given: none"):
+        RunState(run_dir).batches()
+
+
+def test_what_is_not_a_dataloader_is_a_usage_error(run_dir: Path) -> None:
+    with pytest.raises(UsageError, match="loader is a list, not a DataLoader"):
+        RunState(run_dir, loader=[1, 2])  # type: ignore[arg-type]
+
+
+def test_persistent_workers_are_refused_since_their_randomness_would_be_lost(run_dir: Path) -> None:
+    with pytest.raises(Unsupported, match="persistent workers"):
+        RunState(run_dir, loader=numbers(num_workers=1, persistent_workers=True))
+
+
+# Leaving a loop.
+
+
+def test_after_a_break_the_epoch_is_done(run_dir: Path) -> None:
+    fed = []
+    for _ in range(3):
+        training = Training(run_dir)
+        for _ in training.state.epochs(9):
+            for batch in training.state.batches():
+                fed.append(training.train(batch))
+                if training.state.batch == 1:
+                    break
+            training.state.save()
+            break
+        training.state.close()
+
+    assert fed == [[0, 1, 2, 3], [4, 5, 6, 7]] * 3
+    assert [found.about.epoch for found in Run(run_dir).checkpoints()] == [1, 2, 3]
+
+
+def test_a_batch_that_was_not_trained_before_the_break_is_not_counted(run_dir: Path) -> None:
+    training = Training(run_dir)
+
+    for batch in training.state.batches():
+        if training.state.batch == 2:
+            break
+        training.train(batch)
+
+    assert training.counters() == (0, 2, 2, 8)
+
+
+def interrupted(training: Training, fed: list[list[float]], at: int, *, is_trained: bool = True) -> None:
+    for _ in training.state.epochs(2):
+        for batch in training.state.batches():
+            if training.state.batch == at and not is_trained:
+                raise KeyboardInterrupt
+            fed.append(training.train(batch))
+            if training.state.batch == at:
+                raise KeyboardInterrupt
+
+
+def test_a_save_while_handling_an_interrupt_warns_and_goes_on_with_the_next_batch(run_dir: Path) -> None:
+    fed: list[list[float]] = []
+    for at in range(2):
+        training = Training(run_dir)
+        try:
+            interrupted(training, fed, at)
+        except KeyboardInterrupt:
+            with pytest.warns(ResumableWarning, match="that is not a boundary"):
+                training.state.save()
+        training.state.close()
+    fed += Training(run_dir).epoch()
+
+    assert fed == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+def test_a_save_after_an_interrupt_was_handled_does_not_skip_the_rest_of_the_epoch(run_dir: Path) -> None:
+    fed: list[list[float]] = []
+    for at in range(2):
+        training = Training(run_dir)
+        with pytest.raises(KeyboardInterrupt):
+            interrupted(training, fed, at)
+        training.state.save()
+        training.state.close()
+    fed += Training(run_dir).epoch()
+
+    assert fed == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+def test_after_an_interrupt_the_same_object_goes_on_with_the_rest_of_the_epoch(run_dir: Path) -> None:
+    training = Training(run_dir)
+    fed: list[list[float]] = []
+
+    for at in (0, 1):
+        with pytest.raises(KeyboardInterrupt):
+            interrupted(training, fed, at)
+    for _ in training.state.epochs(1):
+        fed += training.epoch()
+
+    assert fed == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert training.counters() == (1, 0, 3, 10)
+
+
+def test_an_interrupt_before_the_optimizers_step_leaves_the_batch_to_be_trained(run_dir: Path) -> None:
+    fed: list[list[float]] = []
+    for at in (1, 2):
+        training = Training(run_dir)
+        with pytest.raises(KeyboardInterrupt):
+            interrupted(training, fed, at, is_trained=False)
+        training.state.save()
+        training.state.close()
+    fed += Training(run_dir).epoch()
+
+    assert fed == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert [c.about.samples for c in Run(run_dir).checkpoints()] == [4, 8]
+
+
+def test_an_iterator_that_was_kept_through_an_interrupt_does_not_disturb_what_goes_on(run_dir: Path) -> None:
+    training = Training(run_dir)
+    for _ in training.state.epochs(1):
+        kept = iter(training.state.batches())
+        training.train(next(kept))
+        break
+
+    fed = [batches for _ in training.state.epochs(1) for batches in training.epoch()]
+
+    assert fed == [[4, 5, 6, 7], [8, 9]]
+    assert next(kept, None) is None
+    assert training.counters() == (1, 0, 3, 10)
+
+
+class Failing(torch.utils.data.Dataset[torch.Tensor]):
+    """Ten numbers, one of which cannot be read."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 5:
+            raise OSError("cannot be read")
+        return torch.tensor(float(index))
+
+
+def test_a_save_while_handling_a_failed_load_of_a_batch_warns_too(run_dir: Path) -> None:
+    for _ in range(2):
+        training = Training(run_dir, DataLoader(Failing(), 4))
+        try:
+            for _ in training.state.epochs(1):
+                training.epoch()
+        except OSError:
+            with pytest.warns(ResumableWarning, match="that is not a boundary"):
+                training.state.save()
+        training.state.close()
+
+    assert [(c.about.epoch, c.about.batch) for c in Run(run_dir).checkpoints()] == [(0, 1), (0, 1)]
+
+
+def test_an_iterator_that_was_kept_does_not_disturb_the_next_epoch(run_dir: Path) -> None:
+    training = Training(run_dir)
+    seen = []
+
+    for _ in training.state.epochs(3):
+        batches = iter(training.state.batches())
+        for _ in range(2):
+            training.train(next(batches))
+        seen.append(training.state.save().wait() or training.counters())
+
+    assert seen == [(0, 1, 2, 4), (1, 1, 4, 12), (2, 1, 6, 20)]
+    assert [(c.about.epoch, c.about.batch) for c in Run(run_dir).checkpoints()] == [(0, 2), (1, 2), (2, 2)]
+
+
+def test_an_iterator_of_an_epoch_that_is_over_gives_no_more_batches(run_dir: Path) -> None:
+    training = Training(run_dir)
+    kept = []
+
+    for _ in training.state.epochs(2):
+        kept.append(iter(training.state.batches()))
+        training.train(next(kept[-1]))
+
+    assert next(kept[0], None) is None
+    assert training.counters() == (2, 0, 2, 8)
+
+
+# restore() inside the loops.
+
+
+def restoring(run_dir: Path, how: str) -> tuple[list[Counters], Training]:
+    """Go back to epoch 1 once, from the middle of epoch 2, and return what was seen in the bodies."""
+    training = Training(run_dir, minimize="loss", keep=None)
+    seen = []
+    for epoch in training.state.epochs(4):
+        for batch in training.state.batches():
+            seen.append(training.counters())
+            training.train(batch)
+            if epoch == 2 and len(seen) == 8:
+                training.state.restore("best")
+                if how == "break":
+                    break
+        if len(seen) != 8:
+            training.state.save(loss=abs(epoch - 0))
+    return seen, training
+
+
+@pytest.mark.parametrize("how", ["go on", "break"])
+def test_a_restore_inside_the_loops_ends_the_batches_and_goes_on_from_there(run_dir: Path, how: str) -> None:
+    seen, training = restoring(run_dir, how)
+
+    assert seen[6:8] == [(2, 0, 6, 20), (2, 1, 7, 24)]
+    assert seen[8:10] == [(1, 0, 3, 10), (1, 1, 4, 14)]
+    assert len(seen) == 8 + 9
+    assert training.counters() == (4, 0, 12, 40)
+
+
+def test_a_run_that_went_back_resumes_on_its_new_branch(run_dir: Path) -> None:
+    _, training = restoring(run_dir, "go on")
+    training.state.close()
+
+    for _ in range(2):
+        state = Training(run_dir, minimize="loss", keep=None).state
+        state.close()
+
+    assert (state.epoch, state.step) == (4, 12)
+    assert [c.about.parent for c in Run(run_dir).checkpoints()] == [None, 1, 1, 3, 4]
+
+
+def test_a_restore_inside_steps_goes_on_from_the_restored_step(run_dir: Path) -> None:
+    training = Training(run_dir, loader={})
+    seen = []
+
+    for step in training.state.steps(4):
+        seen.append(step)
+        training.train(torch.ones(1))
+        if len(seen) in (3, 5):
+            training.state.restore(1)
+        elif step == 0:
+            training.state.save()
+
+    assert seen == [0, 1, 2, 1, 2, 1, 2, 3]
+
+
+def test_a_restore_of_the_model_alone_leaves_the_loops_where_they_are(run_dir: Path) -> None:
+    training = Training(run_dir)
+    seen = []
+
+    for batch in training.state.batches():
+        seen.append(training.counters())
+        training.train(batch)
+        training.state.save()
+        training.state.restore("newest", only="model")
+
+    assert seen == [(0, 0, 0, 0), (0, 1, 1, 4), (0, 2, 2, 8)]
+
+
+# Where a checkpoint stands.
+
+
+def test_a_checkpoint_says_at_which_boundary_it_was_taken(run_dir: Path) -> None:
+    training = Training(run_dir, keep=None)
+    state = training.state
+
+    state.save()
+    for _ in state.epochs(1):
+        state.save()
+        for batch in state.batches():
+            training.train(batch)
+            state.save()
+            break
+        state.save()
+    for _ in state.steps(2):
+        state.save()
+    state.close()
+
+    found = [checkpoint.about.boundary for checkpoint in Run(run_dir).checkpoints()]
+    assert found == [Boundary.OUTSIDE, Boundary.BATCH, Boundary.BATCH, Boundary.EPOCH, Boundary.STEP]
+
+
+def test_a_save_in_an_epoch_over_a_loader_that_is_not_ours_says_that_the_epoch_is_done(run_dir: Path) -> None:
+    epochs = []
+    for _ in range(3):
+        training = Training(run_dir, loader={})
+        for epoch in training.state.epochs(9):
+            epochs.append(epoch)
+            training.train(torch.ones(1))
+            training.state.save()
+            break
+        training.state.close()
+
+    assert epochs == [0, 1, 2]
+
+
+# Other data than before.
+
+
+def save_in_epoch(run_dir: Path, loader: DataLoader[Any], batches: int) -> None:
+    training = Training(run_dir, loader)
+    for batch in training.state.batches():
+        training.train(batch)
+        if training.state.batch == batches - 1:
+            training.state.save()
+            break
+    training.state.close()
+
+
+CHANGED = [
+    (numbers(10, 5), "loader: batch_size 4 in the checkpoint, 5 in the code"),
+    (numbers(11, 4), "loader: dataset_length 10 in the checkpoint, 11 in the code"),
+    (numbers(10, 4, shuffle=True), "loader: sampler SequentialSampler in the checkpoint, RandomSampler in"),
+    (numbers(10, 4, drop_last=True), "loader: drop_last False in the checkpoint, True in the code"),
+    (numbers(10, 4, num_workers=1), "loader: num_workers 0 in the checkpoint, 1 in the code"),
+]
+
+
+@pytest.mark.parametrize(("loader", "text"), CHANGED)
+def test_other_data_in_mid_epoch_does_not_fit(run_dir: Path, loader: DataLoader[Any], text: str) -> None:
+    save_in_epoch(run_dir, numbers(), 1)
+    save_in_epoch(run_dir, numbers(), 2)
+
+    with pytest.raises(StateMismatch, match=text):
+        Training(run_dir, loader)
+    assert Training(run_dir).epoch() == [[8, 9]]
+
+
+def test_other_data_in_mid_epoch_can_be_allowed_and_begins_the_epoch_anew(run_dir: Path) -> None:
+    save_in_epoch(run_dir, numbers(), 1)
+    save_in_epoch(run_dir, numbers(), 2)
+
+    for _ in range(2):
+        with pytest.warns(ResumableWarning, match=r"batch_size was 4 and is 5 .* The code wins"):
+            training = Training(run_dir, numbers(10, 5), allow=["loader"])
+        assert training.epoch() == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+        training.state.close()
+
+
+def test_other_data_at_the_epochs_end_is_a_warning_once(run_dir: Path) -> None:
+    save_in_epoch(run_dir, numbers(), 3)
+    training = Training(run_dir)
+    training.epoch(), training.state.save(), training.state.close()
+
+    with pytest.warns(
+        ResumableWarning, match=r"loader\.batch_size was 4 and is 5 in the code now\. The code"
+    ):
+        changed = Training(run_dir, numbers(10, 5))
+    changed.epoch(), changed.state.save(), changed.state.close()
+    quiet = Training(run_dir, numbers(10, 5))
+
+    assert quiet.epoch() == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+
+
+def test_a_random_generator_that_only_the_code_has_does_not_fit_unless_it_is_allowed(run_dir: Path) -> None:
+    save_in_epoch(run_dir, numbers(10, 4, shuffle=True), 1)
+    save_in_epoch(run_dir, numbers(10, 4, shuffle=True), 2)
+    loader = numbers(10, 4, shuffle=True, generator=torch.Generator())
+
+    with pytest.raises(StateMismatch, match=r"loader\.\S*generator: a random generator in the checkpoint or"):
+        Training(run_dir, loader)
+    assert Training(run_dir, loader, allow=["loader.*"]).state.batch == 2
+
+
+@pytest.mark.parametrize(
+    ("indices", "text"),
+    [([1, 2, 3], "it has 1 batches now, and 2 were trained"), (range(8), "batch 2 is of other samples now")],
+)
+def test_an_order_that_cannot_be_drawn_again_is_named_when_the_batches_are_asked_for(
+    run_dir: Path, indices: Any, text: str
+) -> None:
+    save_in_epoch(run_dir, numbers(sampler=SubsetRandomSampler(range(2, 10))), 1)
+    save_in_epoch(run_dir, numbers(sampler=SubsetRandomSampler(range(2, 10))), 2)
+
+    training = Training(run_dir, numbers(sampler=SubsetRandomSampler(indices)))
+    with pytest.raises(StateMismatch, match=text):
+        training.epoch()

@@ -1,0 +1,120 @@
+"""JSON that is read strictly, and that vouches for its own bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from resumable import sealed
+
+numbers = st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+values = st.recursive(
+    st.none() | st.booleans() | numbers | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=10,
+)
+bodies = st.dictionaries(st.text().filter(lambda key: key != "checksum"), values, min_size=1, max_size=4)
+
+TEXT = sealed.seal({"number": 1, "name": "é", "list": [True, None, 0.5]})
+
+
+def vouched(rest: bytes) -> bytes:
+    """Return a text with a right checksum, whatever else is wrong with it."""
+    return f'{{"checksum": "{xxhash.xxh3_128_hexdigest(rest)}",'.encode() + rest
+
+
+@settings(deadline=None, database=None)
+@given(bodies)
+def test_what_was_sealed_is_unsealed_as_it_was(body: dict[str, Any]) -> None:
+    once = sealed.unseal(sealed.seal(body))
+    assert sealed.unseal(sealed.seal(once)) == body
+
+
+def test_a_sealed_text_is_plain_json_with_its_checksum_first() -> None:
+    assert list(sealed.parse(TEXT)) == ["checksum", "number", "name", "list"]
+
+
+@pytest.mark.parametrize("bit", range(8))
+def test_no_flipped_bit_is_accepted(bit: int) -> None:
+    for position in range(len(TEXT)):
+        damaged = bytearray(TEXT)
+        damaged[position] ^= 1 << bit
+        with pytest.raises(ValueError, match="checksum"):
+            sealed.unseal(bytes(damaged))
+
+
+def test_no_truncated_text_is_accepted() -> None:
+    for length in range(len(TEXT)):
+        with pytest.raises(ValueError, match="checksum"):
+            sealed.unseal(TEXT[:length])
+
+
+@pytest.mark.parametrize("rest", [b"\n", b" ", b"\0", b"}"])
+def test_no_byte_may_follow(rest: bytes) -> None:
+    with pytest.raises(ValueError, match="checksum"):
+        sealed.unseal(TEXT + rest)
+
+
+HOSTILE = {
+    "nothing": b"",
+    "a key twice": b'{"a": 1, "a": 1}',
+    "a key twice, deep inside": b'[{"a": {"b": 1, "\\u0062": 2}}]',
+    "NaN": b"[NaN]",
+    "Infinity": b"[Infinity]",
+    "-Infinity": b"[-Infinity]",
+    "an infinite number": b"[1e999]",
+    "a negative infinite number": b"[-1e999]",
+    "lists without a bottom": b"[" * 200_000,
+    "objects without a bottom": b'{"a":' * 200_000,
+    "nested too deeply": b"[" * 100_000 + b"]" * 100_000,
+    "a number of very many digits": b"9" * 1_000_000,
+    "no UTF-8": b'"\xff"',
+    "a surrogate in UTF-8": b'"\xed\xa0\x80"',
+    "a byte order mark": b"\xef\xbb\xbf1",
+    "two values": b"1 2",
+    "other quotes": b"{'a': 1}",
+    "a comma too many": b"[1,]",
+    "a raw line break in a string": b'"\n"',
+    "a number with a zero before it": b"01",
+    "UTF-16": '{"a": 1}'.encode("utf-16"),
+}
+
+
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
+def test_hostile_text_is_a_value_error(text: bytes) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 (many reasons, one kind)
+        sealed.parse(text)
+    with pytest.raises(ValueError):  # noqa: PT011
+        sealed.parse(memoryview(text))
+
+
+@pytest.mark.parametrize("rest", [b"", b"}", b'"checksum": 1}', b'"a": NaN}', b'"a": 1} x', b"\xff"])
+def test_a_right_checksum_does_not_excuse_what_is_no_json(rest: bytes) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011
+        sealed.unseal(vouched(rest))
+
+
+@settings(deadline=None, database=None)
+@given(st.binary() | st.text(alphabet='[]{}":,-0123456789.eE tfnu\\').map(str.encode))
+def test_parsing_never_raises_anything_but_value_errors(text: bytes) -> None:
+    try:
+        value = sealed.parse(text)
+    except ValueError:
+        return
+    assert isinstance(value, (dict, list, str, int, float, bool, type(None)))
+
+
+@pytest.mark.parametrize(("kind", "value"), [(int, True), (float, 1), (dict, []), (str, None), (bool, 0)])
+def test_typed_takes_no_other_type(kind: type, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"stands where {kind.__name__} belongs"):
+        sealed.typed(kind, value)
+
+
+def test_a_message_does_not_repeat_a_value_of_any_length() -> None:
+    with pytest.raises(ValueError, match="belongs") as caught:
+        sealed.typed(int, "x" * 1_000_000)
+    assert len(str(caught.value)) < 300

@@ -1,0 +1,293 @@
+"""Safetensors files: the same to us and to the safetensors library, and nothing else is taken for one."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from resumable import codec, tensorfile
+
+STORED = list(tensorfile.DTYPES)
+
+
+def content(tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, str] | None = None) -> bytearray:
+    """Return the bytes of a file of ours."""
+    return bytearray().join(tensorfile.to_safetensors(tensors, aliases or {}))
+
+
+def read(data: bytes) -> dict[str, torch.Tensor]:
+    """Return what we make of the bytes of a file."""
+    return tensorfile.from_safetensors(memoryview(bytearray(data)))
+
+
+def made(header: Any, body: bytes = b"") -> bytes:
+    """Return a file with a header of one's own."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + body
+
+
+def samples(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return tensors of a dtype, of every shape that is easy to get wrong."""
+    size = 6 * dtype.itemsize
+    raw = torch.arange(size, dtype=torch.uint8) if dtype != torch.bool else torch.arange(size).eq(3)
+    matrix = raw.view(torch.uint8).view(dtype).reshape(2, 3)
+    return {
+        "matrix": matrix,
+        "scalar": matrix[1, 1],
+        "empty": matrix[:0],
+        "transposed": matrix.t(),
+        "sliced": matrix[:, ::2],
+        "expanded": matrix[:1].expand(4, 3),
+        "single": matrix[:1, ::2][:, :1],
+        "deep": matrix.reshape(1, 2, 1, 3, 1),
+    }
+
+
+def equal(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
+    """Whether both hold the same names, dtypes, shapes and bits."""
+    return one.keys() == other.keys() and all(
+        one[name].dtype == other[name].dtype
+        and one[name].shape == other[name].shape
+        and torch.equal(bits(one[name]), bits(other[name]))
+        for name in one
+    )
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor."""
+    return tensor.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", STORED, ids=str)
+def test_the_safetensors_library_reads_what_we_write(dtype: torch.dtype, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(content(samples(dtype)))
+    assert equal(safetensors.torch.load_file(path), samples(dtype))
+
+
+@pytest.mark.parametrize("dtype", STORED, ids=str)
+def test_we_read_what_the_safetensors_library_writes(dtype: torch.dtype, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    written = {name: tensor.clone().contiguous() for name, tensor in samples(dtype).items()}
+    safetensors.torch.save_file(written, path, metadata={"format": "pt"})
+    assert equal(read(path.read_bytes()), written)
+
+
+@pytest.mark.parametrize("dtype", STORED, ids=str)
+def test_we_read_what_we_write(dtype: torch.dtype) -> None:
+    once = read(content(samples(dtype)))
+    twice = read(content(once))
+    assert equal(once, samples(dtype))
+    assert equal(twice, once)
+
+
+def test_no_dtype_that_safetensors_knows_is_stored_as_mere_bytes() -> None:
+    known = {dtype for code, dtype in safetensors.torch._TYPES.items() if code != "F4"}
+    assert known <= tensorfile.DTYPES.keys()
+
+
+@pytest.mark.parametrize("dtype", [torch.complex128, torch.float4_e2m1fn_x2], ids=str)
+def test_other_dtypes_are_bytes_to_the_safetensors_library(dtype: torch.dtype, tmp_path: Path) -> None:
+    tensor = torch.arange(32, dtype=torch.uint8).view(dtype)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(content({"odd": tensor}))
+    found = safetensors.torch.load_file(path)["odd"]
+    assert found.shape == (*tensor.shape, dtype.itemsize)
+    assert torch.equal(bits(found), bits(tensor))
+
+
+class _Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("count", torch.tensor(7))
+
+
+def test_a_tied_model_is_loaded_strictly_by_the_safetensors_library(tmp_path: Path) -> None:
+    model, fresh = _Tied(), _Tied()
+    path = tmp_path / "model.safetensors"
+    encoded = codec.encode(model.state_dict())
+    path.write_bytes(content(encoded.tensors, encoded.aliases))
+    assert safetensors.torch.load_model(fresh, path, strict=True) == (set(), [])
+    assert equal(fresh.state_dict(), model.state_dict())
+
+
+def test_tied_names_stand_in_the_metadata_and_cannot_replace_the_format(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(content({"weight": torch.ones(2)}, {"tied": "weight", "format": "weight"}))
+    with safetensors.safe_open(path, "pt") as file:
+        assert file.metadata() == {"tied": "weight", "format": "pt"}
+
+
+def test_every_tensor_begins_at_a_multiple_of_its_element() -> None:
+    tensors = {str(dtype): samples(dtype)["single"] for dtype in reversed(STORED)}
+    data = content({**tensors, "wide": torch.ones(1, dtype=torch.complex128)})
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    assert length % 8 == 0
+    assert all(header[str(d)]["data_offsets"][0] % d.itemsize == 0 for d in STORED)
+
+
+def test_writing_copies_no_tensor() -> None:
+    tensor = torch.zeros(4)
+    _, piece = tensorfile.to_safetensors({"weight": tensor}, {})
+    tensor.fill_(1)
+    assert bytes(piece) == np.ones(4, np.float32).tobytes()
+
+
+def test_reading_copies_no_tensor() -> None:
+    data = content({"weight": torch.zeros(4)})
+    found = tensorfile.from_safetensors(memoryview(data))["weight"]
+    found.fill_(1)
+    assert data.endswith(np.ones(4, np.float32).tobytes())
+
+
+def test_booleans_in_memory_that_nobody_has_set_can_be_read_again() -> None:
+    garbage = torch.tensor([0, 1, 7, 255], dtype=torch.uint8).view(torch.bool)
+    once = read(content({"mask": garbage}))
+    assert torch.equal(bits(once["mask"]), torch.tensor([0, 1, 1, 1], dtype=torch.uint8))
+    assert equal(read(content(once)), once)
+
+
+def test_two_tensors_are_equal_by_their_bits() -> None:
+    nan, zero = torch.tensor([float("nan")]), torch.tensor([0.0])
+    assert tensorfile.is_equal(nan, nan.clone())
+    assert tensorfile.is_equal(torch.ones(2, 3).t(), torch.ones(3, 2))
+    assert not tensorfile.is_equal(zero, -zero)
+    assert not tensorfile.is_equal(zero, torch.zeros(1, 1))
+
+
+def entry(**changes: Any) -> dict[str, Any]:
+    """Return the description of two floats at the beginning of the file, with changes."""
+    return {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **changes}
+
+
+def empty(*shape: Any) -> dict[str, Any]:
+    """Return the description of a tensor that has no bytes."""
+    return entry(shape=[*shape], data_offsets=[0, 0])
+
+
+EIGHT = b"\0" * 8
+HOSTILE = {
+    "nothing": b"",
+    "a length that is cut off": b"\0\0\0",
+    "a length alone": struct.pack("<Q", 2),
+    "a header longer than the file": struct.pack("<Q", 100) + b"{}",
+    "a header longer than any memory": struct.pack("<Q", 2**64 - 1) + b"{}",
+    "no header": struct.pack("<Q", 0),
+    "a header of NUL": made(EIGHT),
+    "a header without a bottom": made(b'{"a":' * 100_000),
+    "numbers without an end": made(b'{"a":{"dtype":"F32","shape":[' + b"9" * 10**5 + b"]}}"),
+    "a name twice": made(
+        b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},'
+        b'"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}'
+    ),
+    "bytes that belong to nothing": made({}, b"\0"),
+    "bytes before the first": made({"a": entry(data_offsets=[8, 16])}, EIGHT * 2),
+    "bytes after the last": made({"a": entry()}, EIGHT + b"\0"),
+    "bytes that are missing": made({"a": entry()}, EIGHT[1:]),
+    "bytes between two": made({"a": entry(), "b": entry(data_offsets=[9, 17])}, EIGHT * 2 + b"\0"),
+    "bytes of two": made({"a": entry(), "b": entry(data_offsets=[4, 12])}, EIGHT + b"\0" * 4),
+    "twice the same bytes": made({"a": entry(), "b": entry()}, EIGHT),
+    "an end before its begin": made({"a": entry(data_offsets=[8, 0])}, EIGHT),
+    "an empty tensor behind the end": made({"a": entry(shape=[0], data_offsets=[9, 9])}),
+    "a bool of 7": made({"a": entry(dtype="BOOL", data_offsets=[0, 2])}, b"\1\7"),
+    "more bytes than the shape has": made({"a": entry(shape=[1])}, EIGHT),
+    "fewer bytes than the shape has": made({"a": entry(shape=[3])}, EIGHT),
+    "as many dimensions as nobody has": made({"a": entry(shape=[2] + [1] * 64)}, EIGHT),
+    "a shape that overflows to 2": made({"a": entry(shape=[2**63 + 1, 2])}, EIGHT),
+    "nothing times 2**63": made({"a": empty(0, 2**63)}),
+    "nothing times 2**64": made({"a": empty(2**64, 0)}),
+    "nothing times 2**93": made({"a": empty(0, 2**31, 2**31, 2**31)}),
+    "nothing times 2**124": made({"a": empty(2**62, 2**62, 0)}),
+    **{
+        f"{key} = {value!r}": made({"a": entry(**{key: value})}, EIGHT)
+        for key, values in {
+            "dtype": ("F33", "f32", "", None, 1, [], {}, "F4", "float32"),
+            "shape": (None, 2, "2", {}, "", [-2], [-2, -1], [True, 2], [2.0], ["2"], [[2]], {"2": 2}),
+            "data_offsets": (
+                None,
+                8,
+                "08",
+                [],
+                [8],
+                [0, 8, 8],
+                [0, 8.0],
+                [False, 8],
+                {"0": 1, "8": 1},
+                [-8, 0],
+            ),
+            "extra": (1,),
+        }.items()
+        for value in values
+    },
+    **{f"header {value!r}": made(value) for value in ([], None, 1, "a", [["a", entry()]])},
+    **{f"entry {value!r}": made({"a": value}) for value in ([], None, 1, "dtype", {}, ["dtype", "shape"])},
+    **{f"metadata {value!r}": made({"__metadata__": value}) for value in ([], None, 1, "a")},
+}
+
+
+@pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE)
+def test_hostile_files_are_value_errors(data: bytes) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 (many reasons, one kind)
+        read(data)
+
+
+def test_the_corpus_is_damage_to_a_file_that_is_read() -> None:
+    found = read(made({"__metadata__": {}, "a": entry(), "b": empty(3, 0) | {"data_offsets": [8, 8]}}, EIGHT))
+    assert equal(found, {"a": torch.zeros(2), "b": torch.zeros(3, 0)})
+
+
+def test_no_truncated_file_is_read() -> None:
+    data = content({"a": torch.ones(3), "b": torch.ones(2, dtype=torch.bool), "c": torch.ones(0)})
+    for length in range(len(data)):
+        with pytest.raises(ValueError):  # noqa: PT011
+            read(data[:length])
+
+
+def test_a_flipped_bit_is_never_another_error() -> None:
+    data = content({"a": torch.ones(2), "b": torch.ones(2, dtype=torch.bool), "c": torch.ones(0, 3)})
+    for position in range(len(data)):
+        for bit in range(8):
+            data[position] ^= 1 << bit
+            readable_or_value_error(bytes(data))
+            data[position] ^= 1 << bit
+
+
+def readable_or_value_error(data: bytes) -> None:
+    """Fail unless the bytes are tensors within them, or a ValueError."""
+    try:
+        found = read(data)
+    except ValueError:
+        return
+    assert sum(tensor.nbytes for tensor in found.values()) <= len(data)
+
+
+sizes = st.sampled_from([0, 1, 2, 3, 4, 8, 16, -1, 2**31, 2**63, 2**64, True, 1.0, None, "2"])
+entries = st.fixed_dictionaries(
+    {
+        "dtype": st.sampled_from([*tensorfile.DTYPES.values(), "F4", "", None]),
+        "shape": st.lists(sizes, max_size=4),
+        "data_offsets": st.lists(sizes, min_size=2, max_size=2),
+    }
+)
+headers = st.dictionaries(st.sampled_from(["a", "b", "__metadata__"]), entries | st.none() | st.just({}))
+
+
+@settings(deadline=None, database=None)
+@given(st.binary(max_size=60) | st.builds(made, headers, st.binary(max_size=16)))
+def test_any_bytes_are_tensors_within_them_or_a_value_error(data: bytes) -> None:
+    readable_or_value_error(data)
