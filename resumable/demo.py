@@ -16,8 +16,8 @@ from . import codec, tensorfile
 from .state import RunState
 
 EPOCHS = 4
-KILL_AT = (23, 44)
-"""Steps at which the training is killed: each in mid-epoch, with work lost since the last save."""
+KILL_AT = (29, 44)
+"""Steps at which the training is killed: each in mid-epoch, some way after a save of that epoch."""
 
 
 class Shapes(Dataset[tuple[torch.Tensor, int]]):
@@ -65,9 +65,11 @@ def train(run_dir: Path) -> None:
             scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
             scaler.step(optimizer)
             scaler.update()
-            if state.step % 10 == 0:
+            if state.step % 5 == 0:
                 state.save()
             print("step", state.step, flush=True)
+            # The parent answers, or kills this process just here.
+            sys.stdin.readline()
         scheduler.step()
         state.save(loss=loss.detach())
     state.close()
@@ -86,8 +88,9 @@ def _digest(tree: object) -> str:
 def _start(run_dir: Path, kill_at: int | None = None) -> str | None:
     """Run the training in a child process; return its digest, or None if it was killed on the way."""
     command = [sys.executable, "-m", "resumable.demo", str(run_dir)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe) as child:
+        assert child.stdin and child.stdout
         for line in child.stdout:
             word, _, value = line.strip().partition(" ")
             if word == "digest":
@@ -96,7 +99,9 @@ def _start(run_dir: Path, kill_at: int | None = None) -> str | None:
                 child.kill()
                 print(f"   killed (SIGKILL) at step {value}", flush=True)
                 return None
-            if word != "step":
+            if word == "step":
+                print(file=child.stdin, flush=True)
+            else:
                 print(f"   {line}", end="", flush=True)
     raise RuntimeError(f"{' '.join(command)} ended with exit code {child.returncode}")
 

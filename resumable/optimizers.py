@@ -115,9 +115,11 @@ class OptimizerPart(Part):
                     mine = now["state"].get(position, {})
                 if mine:
                     state[position] = by_parameter[name] = mine
-        self.live.load_state_dict({**tree["rest"], "state": state, "param_groups": groups})
-        self._keep_types(by_parameter, parameters)
-        _keep_identity(was, self.live.param_groups)
+        try:
+            self.live.load_state_dict({**tree["rest"], "state": state, "param_groups": groups})
+            self._keep_types(by_parameter, parameters)
+        finally:
+            _keep_identity(was, self.live.param_groups)
 
     def _placer(self, on_host: list[str], parameters: Mapping[str, Tensor]) -> Place:
         def place(path: Path, device: str) -> torch.device:

@@ -422,9 +422,6 @@ class _Tap:
         self._inner = inner
         self.last: Any = None
 
-    def __iter__(self) -> _Tap:
-        return self
-
     def __next__(self) -> Any:
         self.last = next(self._inner)
         return self.last

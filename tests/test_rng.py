@@ -201,7 +201,9 @@ class Holder:
 
 def test_generators_are_found_where_they_hang() -> None:
     own = Own()
-    root = Holder(dataset=Holder(own=own), transforms=[{"flip": own.python}], seeds=(own.torch, "text", 3))
+    root = Holder(
+        dataset=Holder(own=own), transforms=[{"flip": own.python}], seeds=(own.torch, "text", torch.ones(3))
+    )
     root.dataset.root = root
 
     found = rng.find(root)
