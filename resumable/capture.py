@@ -27,7 +27,11 @@ Trees = dict[str, Encoded]
 Versions = dict[tuple[str, str], tuple[torch.Tensor, int | None]]
 """By file and name: the live tensor and the count of its changes."""
 
-_States = tuple[Mapping[str, Any], Sequence[tuple[rng.Generator, Any]]]
+_States = tuple[
+    Mapping[str, Any],
+    Sequence[tuple[rng.Generator, Any]],
+    Sequence[tuple[LoaderPosition, Mapping[str, Any]]],
+]
 
 SLOTS = ("model", "optimizer", "scheduler", "scaler", "extra")
 
@@ -214,7 +218,7 @@ class Capture:
             if "" not in unfit.get(part.name, ()) and (only is None or part.name in only)
         ]
         code_wins = self._code_wins(overridden)
-        # Position and generators come last and refuse nothing, so they need no way back.
+        # The counters of the position come last and refuse nothing, so they need no way back.
         users = [part for part in self._parts if part.stem != "rank"]
         states = self._read_generators()
         before = held(_encoded(users)[0])
@@ -233,7 +237,12 @@ class Capture:
 
     def _read_generators(self) -> _States:
         own = [part.live for part in self._parts if _is_generator(part)]
-        return rng.collect(), [(generator, rng.read(generator)) for generator in own]
+        loaders = [part.live for part in self._parts if isinstance(part.live, LoaderPosition)]
+        return (
+            rng.collect(),
+            [(generator, rng.read(generator)) for generator in own],
+            [(loader, loader.read_generators()) for loader in loaders],
+        )
 
     def names(self, wanted: str) -> list[str]:
         """Return the parts that `wanted` means: one by its whole name, or all of a slot."""
@@ -268,10 +277,12 @@ class Capture:
 
 
 def _write_generators(states: _States) -> None:
-    everywhere, own = states
+    everywhere, own, loaders = states
     rng.restore(everywhere)
     for generator, state in own:
         rng.write(generator, state)
+    for loader, by_path in loaders:
+        loader.write_generators(by_path)
 
 
 def _encoded(chosen: Sequence[Part]) -> tuple[Trees, dict[str, Json]]:

@@ -386,7 +386,7 @@ class _Decoder:
             return stored
         device = self._place(path, about.get("device", "cpu"))
         # Tied tensors stay tied.
-        key = (name, device, tuple(about.get("stride", ())))
+        key = (name, device)
         if key not in self._made:
             kind: dict[str, Any] = {"dtype": stored.dtype, "device": device}
             if "stride" in about:
@@ -467,9 +467,9 @@ def _as_described(stored: torch.Tensor, about: Mapping[str, Json]) -> torch.Tens
 
 
 def _as_dtype(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if dtype in DTYPES or not _is_storable(dtype) or stored.dtype not in (torch.uint8, dtype):
+        raise ValueError(f"{dtype} is not stored as {stored.dtype}")
     # One that was never in a file still has its own dtype.
     if stored.dtype == dtype:
         return stored
-    if dtype in DTYPES or not _is_storable(dtype) or stored.dtype != torch.uint8:
-        raise ValueError(f"{dtype} is not stored as {stored.dtype}")
     return viewed(stored.reshape(-1), dtype).reshape(stored.shape[:-1])

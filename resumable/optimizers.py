@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .codec import Path, Place
 from .modules import ModulePart
-from .part import Difference, Part, Saved, kind_of, plain, same_device
+from .part import Difference, Part, Saved, kind_of, plain, same_device, shape
 
 Tree = dict[str, Any]
 
@@ -33,10 +33,7 @@ class OptimizerPart(Part):
 
     def names(self) -> list[list[str]]:
         """Return the names of the parameters of each group."""
-        known: dict[int, str] = {}
-        for part in self._model_parts:
-            for name, parameter in part.parameters().items():
-                known.setdefault(id(parameter), part.name_in_optimizers(name))
+        known = self._names_in_models()
         return [
             [
                 known.get(id(parameter)) or _own_name(group, number, index)
@@ -44,6 +41,25 @@ class OptimizerPart(Part):
             ]
             for number, group in enumerate(self.live.param_groups)
         ]
+
+    def _names_in_models(self) -> dict[int, str]:
+        known: dict[int, str] = {}
+        for part in self._model_parts:
+            for name, parameter in part.parameters().items():
+                known.setdefault(id(parameter), part.name_in_optimizers(name))
+        return known
+
+    def _parameters(self) -> dict[str, Tensor]:
+        return {
+            name: parameter
+            for group, names in zip(self.live.param_groups, self.names(), strict=True)
+            for name, parameter in zip(names, group["params"], strict=True)
+        }
+
+    def _loose(self) -> dict[str, Tensor]:
+        # Trained, but in no model that we were given (a temperature, a latent): nobody else would save it.
+        known = self._names_in_models()
+        return {name: value for name, value in self._parameters().items() if id(value) not in known}
 
     def collect(self) -> dict[str, Any]:
         """Return the groups by names, and the state by what it is (exp_avg) and then by names."""
@@ -69,12 +85,17 @@ class OptimizerPart(Part):
                 "others": others,
                 "rest": rest,
                 "on_host": sorted(on_host),
+                "loose": self._loose(),
             }
         }
 
     def differences(self, saved: Saved, built: Mapping[str, Any]) -> Iterator[Difference]:
         """Yield the parameters that are in another group, or in none."""
-        then = [group["params"] for group in saved.view(self.stem)["groups"]]
+        tree, loose = saved.view(self.stem), self._loose()
+        for name in tree["loose"].keys() & loose.keys():
+            if (before := shape(tree["loose"][name])) != (after := shape(loose[name])):
+                yield Difference(self.name, name, f"{before} in the checkpoint, {after} in the code")
+        then = [group["params"] for group in tree["groups"]]
         now = self.names()
         if len(then) != len(now):
             # Under the name "": such a change has no halves.
@@ -91,12 +112,7 @@ class OptimizerPart(Part):
 
     def restore(self, saved: Saved, unfit: AbstractSet[str], code_wins: AbstractSet[str]) -> None:
         """Load the state by name, each tensor with its own dtype and layout."""
-        named = self.names()
-        parameters = {
-            name: parameter
-            for group, names in zip(self.live.param_groups, named, strict=True)
-            for name, parameter in zip(names, group["params"], strict=True)
-        }
+        named, parameters = self.names(), self._parameters()
         tree = saved.copy(self.stem, self._placer(saved.view(self.stem)["on_host"], parameters))
         was = self.live.param_groups
         now = self.live.state_dict()
@@ -120,6 +136,9 @@ class OptimizerPart(Part):
             self._keep_types(by_parameter, parameters)
         finally:
             _keep_identity(was, self.live.param_groups)
+        with torch.no_grad():
+            for name in tree["loose"].keys() & self._loose().keys() - unfit:
+                parameters[name].copy_(tree["loose"][name])
 
     def _placer(self, on_host: list[str], parameters: Mapping[str, Tensor]) -> Place:
         def place(path: Path, device: str) -> torch.device:

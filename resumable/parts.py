@@ -29,6 +29,8 @@ class StatefulPart(Part):
         self.kind = kind_of(live, self.kind)
         if not name.startswith("extra"):
             self.built = _settings(self._state(), "")
+        if isinstance(live, torch.amp.GradScaler):
+            self.built["enabled"] = live.is_enabled()
 
     def _state(self) -> Any:
         state = self.live.state_dict()
@@ -125,12 +127,29 @@ class ContainerPart(Part):
 
     def restore(self, saved: Saved, unfit: AbstractSet[str], code_wins: AbstractSet[str]) -> None:
         """Empty it and fill it with what was saved."""
-        then = saved.copy(self.stem, same_device)
+        then = _into(self.live, saved.copy(self.stem, same_device))
         self.live.clear()
         if isinstance(self.live, (list, deque)):
             self.live.extend(then)
         else:
             self.live.update(then)
+
+
+def _into(live: Any, then: Any) -> Any:
+    """Return `then`, with the live tensors (now of its content) wherever they fit: others may hold them too."""
+    if isinstance(live, torch.Tensor) and isinstance(then, torch.Tensor):
+        if (live.shape, live.dtype) != (then.shape, then.dtype):
+            return then
+        with torch.no_grad():
+            return live.copy_(then)
+    if type(live) is not type(then):
+        return then
+    if isinstance(live, dict):
+        for key in live.keys() & then.keys():
+            then[key] = _into(live[key], then[key])
+    elif type(live) is list:
+        then[: len(live)] = map(_into, live, then)
+    return then
 
 
 class DataclassPart(Part):

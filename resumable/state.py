@@ -337,8 +337,8 @@ class RunState:
         chosen, trees = found
         unfit = self._capture.check(trees, chosen.about, (), names)
         self._capture.restore(trees, unfit, only=names)
-        self._after_save = None
         if names is None:
+            self._after_save = None
             self._go_on_from(chosen, self._checked_best(chosen.about.best, ["best"]))
         what = f"put back {only} of" if only else "went back in"
         print(self._resumed_line(what, chosen, time.perf_counter() - started), flush=True)
@@ -459,6 +459,8 @@ def _read(found: Checkpoint) -> Trees:
     try:
         trees = codec.from_files(files)
         capture.check_readable(trees)
-    except (ValueError, KeyError) as exc:
+        if lacking := found.about.parts.keys() - {name for tree in trees.values() for name in tree.json}:
+            raise ValueError(f"it lacks {', '.join(sorted(lacking))}")
+    except (ValueError, KeyError, TypeError) as exc:
         raise disk.damaged(found.path, f"its content is not a checkpoint's: {exc}") from exc
     return trees

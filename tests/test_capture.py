@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,24 @@ def test_only_what_is_named_is_allowed(run_dir: Path, allow: list[str]) -> None:
         RunState.load(run_dir, model=model, optimizer=_adam(model), allow=allow)
 
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_what_is_allowed_of_the_model_is_allowed_of_its_optimizer(run_dir: Path) -> None:
+    saved = Net()
+    _save(run_dir, saved)
+    for seed in (1, 2):
+        model: Any = Net(seed)
+        model.classifier = model.head
+        del model.head
+        RunState.load(
+            run_dir,
+            model=model,
+            optimizer=(optimizer := _adam(model)),
+            allow=["model.head.*", "model.classifier.*"],
+        ).close()
+
+        assert torch.equal(model.backbone.weight, saved.backbone.weight)
+        assert len(optimizer.state) == 2
 
 
 def test_unfreezing_that_is_allowed_keeps_the_weights(run_dir: Path) -> None:
@@ -272,12 +291,13 @@ def _curve(run_dir: Path, kind: str, lrs: list[float], **options: Any) -> list[f
         scheduler = SCHEDULES[kind](optimizer)
         parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
         with RunState.load(run_dir, **parts, **options) as state:
+            if scheduler:
+                assert scheduler.get_last_lr() == [optimizer.param_groups[0]["lr"]]
             for _ in range(2):
                 curve.append(optimizer.param_groups[0]["lr"])
                 _train(model, optimizer, 1)
                 if scheduler:
                     scheduler.step()
-                    assert scheduler.get_last_lr() == [optimizer.param_groups[0]["lr"]]
             state.save()
     return curve
 
@@ -431,17 +451,17 @@ def test_an_override_that_names_no_setting_is_refused(run_dir: Path, override: s
 class Extra:
     """A part that takes its state, and then may refuse it."""
 
-    def __init__(self, value: float, error: BaseException | None = None) -> None:
+    def __init__(self, value: float) -> None:
         self.value = torch.tensor(value)
-        self.error = error
+        self.errors: Iterator[BaseException | None] = iter([])
 
     def state_dict(self) -> dict[str, Any]:
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.value = state["value"]
-        if self.error:
-            raise self.error
+        if error := next(self.errors, None):
+            raise error
 
 
 def _everything(seed: int) -> dict[str, Any]:
@@ -524,10 +544,23 @@ def _fail_once_loaded(monkeypatch: pytest.MonkeyPatch, live: Any, error: BaseExc
     monkeypatch.setattr(type(live), "load_state_dict", fail)
 
 
+def test_a_part_that_refuses_its_own_state_does_not_keep_the_others_from_theirs(run_dir: Path) -> None:
+    _save_everything(run_dir)
+    parts = _everything(1)
+    parts["extra"]["first"].errors = iter([None, ValueError("its own")])
+    parts["extra"]["last"].errors = iter([ValueError("the checkpoint's")])
+    before = _look(parts)
+
+    with pytest.raises(StateMismatch, match=r"extra\.last refused its state: ValueError: the checkpoint's"):
+        RunState.load(run_dir, **parts)
+
+    assert _look(parts) == before
+
+
 def test_a_part_that_always_refuses_does_not_keep_the_others_from_their_state(run_dir: Path) -> None:
     _save_everything(run_dir)
     parts = _everything(1)
-    parts["extra"]["first"].error = ValueError("never")
+    parts["extra"]["first"].errors = repeat(ValueError("never"))
     before = _look(parts)
 
     with pytest.raises(StateMismatch, match=r"extra\.first refused its state: ValueError: never"):
@@ -542,7 +575,7 @@ def test_going_back_that_fails_keeps_the_variables_and_the_place(run_dir: Path) 
         for _ in state.steps(2):
             state.vars["n"] = state.step
             state.save()
-        extra.error = ValueError("not this")
+        extra.errors = repeat(ValueError("not this"))
         for _ in range(2):
             with pytest.raises(StateMismatch):
                 state.restore(1)
@@ -559,6 +592,25 @@ def test_what_cannot_be_stored_is_named_by_its_path(run_dir: Path) -> None:
         state.save()
 
     assert not list((run_dir / "checkpoints").glob("*"))
+
+
+def test_a_setting_that_cannot_be_stored_is_named_at_the_first_save(run_dir: Path) -> None:
+    class Schedule:
+        """A schedule that holds a function."""
+
+        def __init__(self) -> None:
+            self.inner = lambda step: 1.0
+
+        def __call__(self, step: int) -> float:
+            return self.inner(step)
+
+    model = Net()
+    optimizer = _adam(model)
+    scheduler = lr_scheduler.LambdaLR(optimizer, Schedule())
+    state = RunState(run_dir, model=model, optimizer=optimizer, scheduler=scheduler)
+
+    with pytest.raises(CannotStore, match=r"scheduler\.lr_lambdas\.0\.inner is a function"):
+        state.save()
 
 
 def test_one_part_alone_can_be_put_back(run_dir: Path) -> None:
@@ -584,8 +636,18 @@ def test_a_part_that_does_not_exist_cannot_be_put_back(run_dir: Path) -> None:
             UsageError, match=r"there is no part 'E'\.\nFix: the parts are: model\.G, model\.D"
         ):
             state.restore("newest", only="E")
-        state.restore("newest", only="model.G")
-        state.restore("newest", only="model")
+
+
+@pytest.mark.parametrize(("only", "expected"), [("extra.a", [1, 9]), ("extra", [1, 1]), ("extra.ab", [9, 1])])
+def test_one_part_or_all_of_a_slot_can_be_put_back(run_dir: Path, only: str, expected: list[int]) -> None:
+    extra: dict[str, dict[str, int]] = {"a": {"n": 1}, "ab": {"n": 1}}
+    with RunState.load(run_dir, extra=extra) as state:
+        state.save()
+        for _ in range(2):
+            extra["a"]["n"] = extra["ab"]["n"] = 9
+            state.restore("newest", only=only)
+
+            assert [extra["a"]["n"], extra["ab"]["n"]] == expected
 
 
 def _change_buffer(parts: dict[str, Any]) -> None:

@@ -368,11 +368,13 @@ def _die(child: int) -> None:
 
 
 def test_a_lock_that_another_process_holds_is_refused_with_its_number_and_host(tmp_path: Path) -> None:
+    (tmp_path / ".lock").write_text(f"process 1 on {'a-longer-host' * 9}")
     with forked(lambda: disk.Lock(tmp_path / ".lock")) as (child, hear):
         hear()
-        holder = f"process {child} on {socket.gethostname()}"
+        holder, descriptors = f"process {child} on {socket.gethostname()}", os.listdir("/dev/fd")
         with pytest.raises(RunInUse, match=f"{tmp_path} is being written by {holder}.\nFix: wait for it"):
             disk.Lock(tmp_path / ".lock")
+        assert len(os.listdir("/dev/fd")) == len(descriptors)
 
     disk.Lock(tmp_path / ".lock").release()
 

@@ -388,6 +388,7 @@ def begins_with_an_epoch_without_batches(training: Training, state: Any, stop: C
         if epoch == 0 and not training.lrs:
             training.lrs.append(drawn)
             stop()
+        random.random(), torch.rand(1), training.noise.random()
         for batch in state.batches() if epoch else ():
             training.train(batch)
             stop()
@@ -455,7 +456,7 @@ SCRIPTS = [
 ]
 
 
-@pytest.mark.parametrize("name", ["shuffle", "a dataset with generators"])
+@pytest.mark.parametrize("name", ["shuffle", "a generator shared with the dataset"])
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 def test_a_script_stopped_at_every_save_is_the_plain_one(run_dir: Path, script: Script, name: str) -> None:
     assert stopped_everywhere(run_dir, script, IN_PROCESS[name]) == plain(script, IN_PROCESS[name])

@@ -122,6 +122,16 @@ def test_tensors_in_a_container_come_back_with_their_dtype(run_dir: Path) -> Non
         assert live["array"].tolist() == [0, 1, 2, 3]
 
 
+def test_a_tensor_in_a_container_comes_back_in_its_layout(run_dir: Path) -> None:
+    _save(run_dir, {"t": torch.arange(6.0).reshape(2, 3).t()})
+    for _ in range(2):
+        live: dict[str, Any] = {}
+        _save(run_dir, live)
+
+        assert live["t"].stride() == (1, 3)
+        assert live["t"].tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
+
+
 def test_a_restored_tensor_does_not_share_memory_with_another_part(run_dir: Path) -> None:
     one: dict[str, Any] = {"t": torch.zeros(2)}
     with RunState.load(run_dir, extra={"one": one, "other": {}}) as state:

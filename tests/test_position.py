@@ -105,6 +105,7 @@ def test_counters_of_a_run_that_is_resumed_at_every_batch_are_those_of_one_that_
         (numbers(10, 4, collate_fn=str), 10),
         (DataLoader(Stream(), 2), 5),
         (DataLoader(Stream(), None), 5),
+        (DataLoader(Stream(), None, collate_fn=lambda number: number.expand(3)), 5),
         (DataLoader(Stream(), 5, collate_fn=str), 5),
         (DataLoader(Stream(), 5, collate_fn=lambda numbers: []), 5),
         (numbers(3, batch_size=1, batch_sampler=[[0], [1]], num_workers=1, collate_fn=str), 2),
@@ -495,10 +496,13 @@ def test_an_iterator_that_was_kept_through_an_interrupt_does_not_disturb_what_go
         training.train(next(kept))
         break
 
-    fed = [batches for _ in training.state.epochs(1) for batches in training.epoch()]
+    fed = []
+    for _ in training.state.epochs(1):
+        for batch in training.state.batches():
+            fed.append(training.train(batch))
+            assert next(kept, None) is None
 
     assert fed == [[4, 5, 6, 7], [8, 9]]
-    assert next(kept, None) is None
     assert training.counters() == (1, 0, 3, 10)
 
 
@@ -549,9 +553,13 @@ def test_an_iterator_of_an_epoch_that_is_over_gives_no_more_batches(run_dir: Pat
     for _ in training.state.epochs(2):
         kept.append(iter(training.state.batches()))
         training.train(next(kept[-1]))
+    later = iter(training.state.batches())
+    training.train(next(later))
+    kept[0].close(), kept[1].close()
 
     assert next(kept[0], None) is None
-    assert training.counters() == (2, 0, 2, 8)
+    assert training.counters() == (2, 0, 3, 8)
+    assert len(list(later)) == 2
 
 
 # restore() inside the loops.
@@ -569,8 +577,7 @@ def restoring(run_dir: Path, how: str) -> tuple[list[Counters], Training]:
                 training.state.restore("best")
                 if how == "break":
                     break
-        if len(seen) != 8:
-            training.state.save(loss=abs(epoch - 0))
+        training.state.save(loss=epoch if len(seen) != 8 else 9)
     return seen, training
 
 
@@ -593,7 +600,7 @@ def test_a_run_that_went_back_resumes_on_its_new_branch(run_dir: Path) -> None:
         state.close()
 
     assert (state.epoch, state.step) == (4, 12)
-    assert [c.about.parent for c in Run(run_dir).checkpoints()] == [None, 1, 1, 3, 4]
+    assert [c.about.parent for c in Run(run_dir).checkpoints()] == [None, 1, 1, 3, 4, 5]
 
 
 def test_a_restore_inside_steps_goes_on_from_the_restored_step(run_dir: Path) -> None:

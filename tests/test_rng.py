@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 from resumable import CannotStore, RunState, StateMismatch, rng
 
@@ -137,6 +138,50 @@ def test_a_load_that_is_refused_touches_no_generator(run_dir: Path) -> None:
     _seed(5)
 
     assert found == _draw() + straight.draw()
+
+
+class Noise(Dataset[float]):
+    """Numbers from a generator of the dataset's own."""
+
+    def __init__(self, bits: type[np.random.BitGenerator]) -> None:
+        self.own = np.random.Generator(bits(0))
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> float:
+        return self.own.random()
+
+
+def _loaders(seed: int, bits: type[np.random.BitGenerator]) -> dict[str, DataLoader[float]]:
+    generator = torch.Generator().manual_seed(seed)
+    first = DataLoader(Noise(np.random.PCG64), shuffle=True, generator=generator)
+    return {"first": first, "second": DataLoader(Noise(bits))}
+
+
+def test_a_load_that_a_loader_refuses_touches_no_generator_of_another(run_dir: Path) -> None:
+    with RunState(run_dir, loader=_loaders(1, np.random.PCG64)) as state:
+        state.save()
+    loaders = _loaders(2, np.random.Philox)
+    before = loaders["first"].generator.get_state()
+
+    with pytest.raises(StateMismatch, match=r"loader\.second"):
+        RunState.load(run_dir, loader=loaders)
+
+    assert torch.equal(loaders["first"].generator.get_state(), before)
+
+
+def test_saving_touches_no_generator_of_a_loader(run_dir: Path) -> None:
+    loader = _loaders(1, np.random.PCG64)["first"]
+    own = Own()
+    own.torch = loader.generator
+    with RunState(run_dir, loader=loader, extra={"it": Drawing(own)}) as state:
+        state.save()
+    loaded = _loaders(2, np.random.PCG64)["first"]
+    RunState.load(run_dir, loader=loaded, extra={"it": Drawing(Own())}).close()
+
+    for generator in (loader.generator, loaded.generator):
+        assert torch.equal(generator.get_state(), torch.Generator().manual_seed(1).get_state())
 
 
 def test_no_device_is_started(run_dir: Path) -> None:

@@ -11,8 +11,10 @@ import re
 import resource
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ from resumable import (
     StateMismatch,
     Unsupported,
     UsageError,
+    checkpoint,
 )
 
 
@@ -212,6 +215,22 @@ def test_an_empty_environment_variable_overrides_nothing(
     five(run_dir)
 
     assert Training(run_dir, minimize="loss", resume=2).state.step == 2
+
+
+@pytest.mark.parametrize("content", [b"[]", b"{}", b'{"model": 5}', b'{"model": {"model": {"$unknown": 1}}}'])
+def test_a_checkpoint_whose_content_cannot_be_read_is_named_and_an_older_one_is_used(
+    run_dir: Path, content: bytes
+) -> None:
+    five(run_dir)
+    about = replace(Run(run_dir).open(5).about, number=6)
+    checkpoint.commit(run_dir / "checkpoints", about, {"state.json": [content], "ranks/00000.json": [b"{}"]})
+
+    for _ in range(2):
+        with pytest.warns(ResumableWarning, match=r"000006-step-00000005 is damaged: its content is not a"):
+            training = Training(run_dir, minimize="loss")
+        training.state.close()
+
+    assert torch.equal(training.weight, weight_after(5))
 
 
 # Numbers and branches.
@@ -560,6 +579,24 @@ def test_leaving_a_with_block_by_an_exception_still_makes_the_save_durable(run_d
         assert numbers(run_dir)[-1] == number
 
 
+def test_after_close_the_steps_are_not_counted_any_more(run_dir: Path) -> None:
+    training = Training(run_dir)
+    training.step(), training.state.close(), training.step()
+
+    assert training.state.step == 1
+
+
+def test_a_load_that_fails_lets_go_of_the_run_at_once(run_dir: Path) -> None:
+    five(run_dir)
+
+    for _ in range(2):
+        with pytest.raises(StateMismatch) as kept:
+            RunState.load(run_dir, model=nn.Linear(2, 2))
+        other = Run(run_dir)
+        other.acquire(), other.release()
+        assert kept.tb is not None
+
+
 def test_a_second_object_for_the_run_takes_over_from_the_first(run_dir: Path) -> None:
     first = Training(run_dir)
     first.saved()
@@ -578,7 +615,9 @@ def test_an_object_that_is_dropped_without_close_leaves_the_run_to_the_next(run_
     for number in (1, 2, 3):
         training = Training(run_dir)
         training.step()
-        assert training.state.save().number == number
+        pending = training.state.save()
+        assert pending.number == number
+        pending.wait() if number > 1 else None
         del training
 
     assert Training(run_dir).state.step == 3
@@ -692,6 +731,23 @@ def test_a_save_that_failed_is_neither_the_best_nor_a_parent(
     assert training.state.best == 3.0
     assert training.saved(loss=2.0) == 3
     about = Run(run_dir).open(3).about
+    assert (about.parent, about.best and about.best.value) == (1, 2.0)
+
+
+def test_a_save_that_is_refused_for_the_one_before_it_is_no_parent_either(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training(run_dir, minimize="loss")
+    training.saved(loss=3.0)
+    with monkeypatch.context() as patch:
+        refuse_to_rename(patch)
+        training.state.save(loss=1.0)
+        [thread.join() for thread in threading.enumerate() if thread.name == "resumable-save-2"]
+        with pytest.raises(SaveFailed):
+            training.state.save(loss=0.5)
+
+    training.saved(loss=2.0)
+    about = Run(run_dir).checkpoints()[-1].about
     assert (about.parent, about.best and about.best.value) == (1, 2.0)
 
 
@@ -870,19 +926,31 @@ def test_a_save_before_the_first_batch_is_not_blamed_for_what_the_batches_change
     assert numbers(run_dir) == [1, 2]
 
 
-def test_a_change_in_the_body_after_a_restore_is_not_warned_of(run_dir: Path) -> None:
+def test_a_body_that_runs_again_after_a_restore_is_not_blamed_for_changing_what_was_saved(
+    run_dir: Path,
+) -> None:
     training = Whole(run_dir)
+    has_gone_back = False
 
-    for step in training.state.steps(2):
+    for step in training.state.steps(3):
         training.step()
-        training.state.save()
-        if step == 1:
+        if has_gone_back:
+            torch.rand(1)
+        else:
+            training.state.save()
+        if step == 1 and not has_gone_back:
             training.state.restore(1)
-            training.state.restore("newest")
-            training.step()
-            break
+            has_gone_back = True
 
     training.state.close()
+    assert numbers(run_dir) == [1, 2]
+
+
+def test_a_model_that_is_put_back_after_the_save_in_the_same_body_is_warned_of(run_dir: Path) -> None:
+    training = Whole(run_dir)
+
+    with pytest.warns(ResumableWarning, match="model changed after save"):
+        save_in_step(training, lambda t: t.state.restore(1, only="model"))
 
 
 # The rest.

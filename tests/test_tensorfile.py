@@ -155,6 +155,15 @@ def test_reading_copies_no_tensor() -> None:
     assert data.endswith(np.ones(4, np.float32).tobytes())
 
 
+@pytest.mark.parametrize("spaces", range(8))
+def test_a_tensor_at_an_odd_address_is_moved_before_it_is_used(spaces: int) -> None:
+    # A vector instruction on it would be a segmentation fault.
+    data = made(json.dumps({"a": entry()}).encode() + b" " * spaces, np.ones(2, np.float32).tobytes())
+    found = read(data)["a"]
+    assert found.data_ptr() % 4 == 0
+    assert torch.equal(found, torch.ones(2))
+
+
 def test_booleans_in_memory_that_nobody_has_set_can_be_read_again() -> None:
     garbage = torch.tensor([0, 1, 7, 255], dtype=torch.uint8).view(torch.bool)
     once = read(content({"mask": garbage}))
@@ -207,6 +216,8 @@ HOSTILE = {
     "a bool of 7": made({"a": entry(dtype="BOOL", data_offsets=[0, 2])}, b"\1\7"),
     "more bytes than the shape has": made({"a": entry(shape=[1])}, EIGHT),
     "fewer bytes than the shape has": made({"a": entry(shape=[3])}, EIGHT),
+    "no shape, but an object": made({"a": entry(dtype="F64", shape={})}, EIGHT),
+    "no shape, but a text": made({"a": entry(dtype="F64", shape="")}, EIGHT),
     "as many dimensions as nobody has": made({"a": entry(shape=[2] + [1] * 64)}, EIGHT),
     "a shape that overflows to 2": made({"a": entry(shape=[2**63 + 1, 2])}, EIGHT),
     "nothing times 2**63": made({"a": empty(0, 2**63)}),

@@ -122,10 +122,14 @@ class Image:
         self._freed.set()
 
 
+def _write(image: Image, fails: bool) -> None:
+    if fails:
+        _fail()
+
+
 def _commit(image: Image, fails: bool) -> None:
     try:
-        if fails:
-            _fail()
+        _write(image, fails)
     except DiskError as exc:
         raise RuntimeError("the save failed") from exc
 
