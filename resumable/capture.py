@@ -43,6 +43,8 @@ class Change:
     path: str
     then: Any
     now: Any
+    is_the_codes: bool
+    """Whether the script's value wins in any case."""
 
     def matches(self, patterns: Sequence[str]) -> bool:
         """Whether one of the patterns names it: "optimizer.lr", "scheduler.*"."""
@@ -148,10 +150,17 @@ class Capture:
             and any(_has_changed(name, stem, versions, held, now) for stem in held)
         ]
 
-    def changes(self, built: Mapping[str, Json]) -> list[Change]:
-        """Return the settings that the script makes otherwise than the run in the checkpoint was built."""
+    def changes(self, built: Mapping[str, Json], unfit: Mapping[str, AbstractSet[str]]) -> list[Change]:
+        """Return the settings that the script makes otherwise than when the run was built."""
+        left_out = tuple(f"{part}." for part, names in unfit.items() if "" in names)
         return [
-            Change(path, codec.decode(built[path], {}), codec.decode(self.settings[path], {}))
+            Change(
+                path,
+                codec.decode(built[path], {}),
+                codec.decode(self.settings[path], {}),
+                # No checkpoint can say how data is loaded, whether a scaler is on, or what `allow` left out.
+                is_the_codes=path.startswith(("loader", *left_out)) or path.endswith(".enabled"),
+            )
             for path in self.settings
             if path in built and built[path] != self.settings[path] and not path.endswith(".frozen")
         ]
@@ -199,7 +208,7 @@ class Capture:
                     for path, value in about.built.items()
                     if path.startswith(f"{name}.")
                 }
-                yield from part.differences(Saved(trees, name), built)
+                yield from _told(part, Saved(trees, name), built)
 
     def restore(
         self,
@@ -304,6 +313,14 @@ def _merge(into: Encoded, more: Encoded) -> None:
     into.aliases.update(more.aliases)
 
 
+def _told(part: Part, saved: Saved, built: Mapping[str, Any]) -> Iterator[Difference]:
+    try:
+        yield from part.differences(saved, built)
+    except (KeyError, IndexError, TypeError, AttributeError) as exc:
+        # The bytes are as they were written, but it was not us who wrote them.
+        yield Difference(part.name, "", f"its state in the checkpoint is not that of a {part.kind}: {exc!r}")
+
+
 def held(trees: Trees) -> Trees:
     """Return the trees with copies of their tensors, which the training cannot change."""
     return {stem: replace(tree, tensors=image.take(tree.tensors)) for stem, tree in trees.items()}
@@ -363,10 +380,10 @@ def named(slot: str, given: Any) -> dict[str, Any]:
             )
         return {slot: given}
     for name in given:
-        if not isinstance(name, str) or not name or "." in name:
+        if not isinstance(name, str) or not name or "." in name or not name.isprintable():
             raise UsageError(
                 f"{name!r} cannot name a part of {slot}.",
-                fix="use a string without a dot, which joins the names of parts and tensors.",
+                fix="use printable text without a dot, which joins the names of parts and tensors.",
             )
     return {f"{slot}.{name}": live for name, live in given.items()}
 

@@ -90,7 +90,8 @@ def _start(run_dir: Path, kill_at: int | None = None) -> str | None:
     command = [sys.executable, "-m", "resumable.demo", str(run_dir)]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe) as child:
-        assert child.stdin and child.stdout
+        assert child.stdin
+        assert child.stdout
         for line in child.stdout:
             word, _, value = line.strip().partition(" ")
             if word == "digest":

@@ -17,7 +17,7 @@ FORMAT = 1
 """The version of the on-disk format that this library writes, and the newest it reads."""
 
 NAME = "manifest.json"
-"""The file that is written last: a folder without it is no checkpoint."""
+"""The file that is written last: a checkpoint without it is damaged."""
 
 FILE_NAME = re.compile(r"(?:[a-z]{1,32}|ranks/[0-9]{5})\.(?:json|safetensors)")
 """The only names a checkpoint's files can have; none leads out of its folder."""

@@ -93,8 +93,9 @@ class OptimizerPart(Part):
         """Yield the parameters that are in another group, or in none."""
         tree, loose = saved.view(self.stem), self._loose()
         for name in tree["loose"].keys() & loose.keys():
-            if (before := shape(tree["loose"][name])) != (after := shape(loose[name])):
-                yield Difference(self.name, name, f"{before} in the checkpoint, {after} in the code")
+            was, is_now = shape(tree["loose"][name]), shape(loose[name])
+            if was != is_now:
+                yield Difference(self.name, name, f"{was} in the checkpoint, {is_now} in the code")
         then = [group["params"] for group in tree["groups"]]
         now = self.names()
         if len(then) != len(now):

@@ -136,7 +136,7 @@ class ContainerPart(Part):
 
 
 def _into(live: Any, then: Any) -> Any:
-    """Return `then`, with the live tensors (now of its content) wherever they fit: others may hold them too."""
+    """Return `then`, in the live tensors wherever they fit: others may hold them too."""
     if isinstance(live, torch.Tensor) and isinstance(then, torch.Tensor):
         if (live.shape, live.dtype) != (then.shape, then.dtype):
             return then

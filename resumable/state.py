@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from . import arguments, capture, checkpoint, codec, disk, environment, policy, rng
 from .capture import Capture, Change, Trees
 from .checkpoint import Checkpoint
-from .errors import ResumableWarning, StateMismatch, UsageError
+from .errors import FormatTooNew, ResumableWarning, StateMismatch, Unsupported, UsageError
 from .manifest import Best, Manifest
 from .position import Batches, Position
 from .run import Run
@@ -127,8 +127,8 @@ class RunState:
         "never" (an error where there is a checkpoint), "best", a save number, or a checkpoint's path.
         `allow`: names that may be missing, new or of another shape; patterns such as "model.head.*" too.
         `override`: settings for which the script's value wins, such as "optimizer.lr"; with a scheduler
-        that scales the whole schedule. The environment variables RESUMABLE_RUN_DIR and RESUMABLE_RESUME
-        override the arguments.
+        that remembers where it started, that scales the whole schedule.
+        The environment variables RESUMABLE_RUN_DIR and RESUMABLE_RESUME override the arguments.
         """
         state = cls(
             run_dir,
@@ -163,7 +163,7 @@ class RunState:
         chosen, trees = found
         unfit = self._capture.check(trees, chosen.about, allow)
         best = self._checked_best(chosen.about.best, override)
-        changes = self._capture.changes(chosen.about.built)
+        changes = self._capture.changes(chosen.about.built, unfit)
         overridden = [change for change in changes if change.matches(override)]
         self._capture.restore(trees, unfit, overridden)
         self._go_on_from(chosen, best)
@@ -195,14 +195,14 @@ class RunState:
         return policy.best_of(self._goal, history)
 
     def _tell_changes(self, changes: Sequence[Change], overridden: Sequence[Change], about: Manifest) -> None:
-        data = [change for change in changes if change.path.startswith("loader") and change not in overridden]
-        kept = [change for change in changes if change not in (*overridden, *data)]
+        codes = [change for change in changes if change.is_the_codes and change not in overridden]
+        kept = [change for change in changes if change not in (*overridden, *codes)]
         # What the run is built with from here on: where the checkpoint won, that is not the code's.
         self._built = {**self._built, **{change.path: about.built[change.path] for change in kept}}
         for change in overridden:
             self._warn(f"{change}; the code wins, as override= says.")
-        if data:
-            self._warn(f"{'; '.join(map(str, data))}. The code wins: the data is the script's own.")
+        if codes:
+            self._warn(f"{'; '.join(map(str, codes))}. The code wins: that is the script's own to say.")
         if kept:
             paths = [change.path for change in kept]
             self._warn(f"{'; '.join(map(str, kept))}. The checkpoint wins. For the code's: override={paths}")
@@ -316,8 +316,16 @@ class RunState:
         if about.best and about.best.number == about.number:
             self.run.point("best", done.path)
         if self._keep is not None:
-            protected = (best.number for best in (about.best, self._best_on_disk()) if best)
-            self.run.prune(self._keep, protected)
+            self._prune(self._keep, about.best)
+
+    def _prune(self, keep: int, best: Best | None) -> None:
+        try:
+            protected = [found.number for found in (best, self._best_on_disk()) if found]
+        except FormatTooNew as exc:
+            # Which of them is the best cannot be told, so all of them stay.
+            self._warn(f"nothing was pruned: {exc.problem}")
+        else:
+            self.run.prune(keep, protected)
 
     def restore(self, which: str | int | os.PathLike[str], only: str | None = None) -> None:
         """Go back to a checkpoint ("best", "newest", a save number, a path) and go on from there.
@@ -455,6 +463,11 @@ class _AfterSave:
 
 
 def _read(found: Checkpoint) -> Trees:
+    if found.about.world_size != 1:
+        raise Unsupported(
+            f"{found} was made by {found.about.world_size} processes; this version knows one.",
+            fix="wait for the version that knows of ranks; the weights can be read: model.safetensors.",
+        )
     files = found.read()
     try:
         trees = codec.from_files(files)

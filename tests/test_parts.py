@@ -133,15 +133,36 @@ def test_a_tensor_in_a_container_comes_back_in_its_layout(run_dir: Path) -> None
 
 
 def test_a_restored_tensor_does_not_share_memory_with_another_part(run_dir: Path) -> None:
-    one: dict[str, Any] = {"t": torch.zeros(2)}
-    with RunState.load(run_dir, extra={"one": one, "other": {}}) as state:
-        state.vars["t"] = one["t"]
+    saved = {"t": torch.zeros(2)}
+    with RunState.load(run_dir, extra={"one": saved}) as state:
+        state.vars["t"] = saved["t"]
         state.save()
-        for _ in range(2):
-            state.restore("newest")
-            one["t"] += 1
+    for _ in range(2):
+        fresh = {"t": torch.ones(2)}
+        with RunState.load(run_dir, extra={"one": fresh}) as state:
+            fresh["t"] += 1
 
             assert state.vars["t"].tolist() == [0.0, 0.0]
+            assert fresh["t"].tolist() == [1.0, 1.0]
+
+
+def test_tensors_in_a_container_stay_the_ones_that_others_hold(run_dir: Path) -> None:
+    for expected in (0.875, 0.75, 0.625):
+        latent = nn.Parameter(torch.ones(2))
+        parts: dict[str, Any] = {
+            "a": [latent, 1],
+            "b": {"deep": latent},
+            "grown": torch.zeros(1 if expected > 0.8 else 2),
+        }
+        optimizer = torch.optim.SGD([latent], lr=0.125)
+        with RunState.load(run_dir, optimizer=optimizer, extra={"z": parts}) as state:
+            latent.sum().backward()
+            optimizer.step()
+            state.save()
+
+        assert parts["a"][0] is parts["b"]["deep"] is latent
+        assert latent.tolist() == [expected, expected]
+        assert parts["grown"].shape == (1,)
 
 
 def test_a_list_does_not_become_the_keys_of_a_dict(run_dir: Path) -> None:

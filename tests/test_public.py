@@ -92,7 +92,13 @@ def test_importing_the_package_imports_neither_torch_nor_numpy() -> None:
 
 
 def test_the_help_and_ls_of_the_command_line_do_not_import_torch() -> None:
-    code = "from resumable.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\nmain(['ls', 'nowhere'])"
+    code = """
+from resumable.cli import main
+try:
+    main(["--help"])
+except SystemExit:
+    main(["ls", "nowhere"])
+"""
 
     assert not loaded_modules(code) & {"torch", "numpy"}
 
