@@ -18,7 +18,7 @@ def describe() -> dict[str, Any]:
 
     Devices that the process has not used yet are not asked: that would create a context on them.
     """
-    started = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return {
         "torch": torch.__version__,
         "numpy": np.__version__,

@@ -122,7 +122,8 @@ def _read_devices(name: str) -> list[torch.Tensor]:
 
 def _write_devices(name: str, states: list[torch.Tensor]) -> None:
     backend = getattr(torch, name)
-    for index, state in enumerate(states[: backend.device_count()]):
+    # Without a state nothing is asked: even counting devices loads a driver.
+    for index, state in enumerate(states[: backend.device_count()] if states else ()):
         if name == "mps":
             backend.set_rng_state(state)
         else:
