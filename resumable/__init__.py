@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from .boundary import Boundary
 from .checkpoint import Checkpoint
 from .errors import (
+    CannotRead,
     CannotStore,
     CheckpointDamaged,
     CheckpointNotFound,
@@ -35,6 +36,7 @@ _LAZY = {"RunState": ".state", "PendingSave": ".writer"}
 
 __all__ = [
     "Boundary",
+    "CannotRead",
     "CannotStore",
     "Checkpoint",
     "CheckpointDamaged",

@@ -28,6 +28,13 @@ def _number(name: str, value: Any) -> float:
         ) from exc
 
 
+def patterns(name: str, given: Any) -> tuple[str, ...]:
+    """Return the patterns of `allow` or `override`; one string would be read letter by letter."""
+    if isinstance(given, str) or not all(isinstance(pattern, str) for pattern in given):
+        raise UsageError(f"{name}={given!r} is not a list of names.", fix=f"write {name}=['model.head.*'].")
+    return tuple(given)
+
+
 def goal(maximize: str | None, minimize: str | None) -> Goal | None:
     """Return the goal that one of the two names."""
     if maximize is not None and minimize is not None:
@@ -35,6 +42,12 @@ def goal(maximize: str | None, minimize: str | None) -> Goal | None:
             f"both maximize={maximize!r} and minimize={minimize!r} are given.",
             fix="one metric decides which checkpoint is the best: give one of them.",
         )
+    for metric in (maximize, minimize):
+        if metric is not None and not isinstance(metric, str):
+            raise UsageError(
+                f"{metric!r} is not the name of a metric.",
+                fix="write maximize='val_acc', and save(val_acc=...).",
+            )
     if maximize is not None:
         return Goal(maximize, True)
     return None if minimize is None else Goal(minimize, False)

@@ -48,7 +48,7 @@ class Change:
 
     def matches(self, patterns: Sequence[str]) -> bool:
         """Whether one of the patterns names it: "optimizer.lr", "scheduler.*"."""
-        return any(fnmatchcase(self.path, pattern) for pattern in patterns)
+        return self.path in patterns or any(fnmatchcase(self.path, pattern) for pattern in patterns)
 
     def __str__(self) -> str:
         return f"{self.path} was {self.then!r} and is {self.now!r} in the code now"
@@ -114,6 +114,9 @@ class Capture:
             *(_PositionPart(name, loader) for name, loader in position.loaders.items()),
             _RandomPart("random", None, "rank"),  # last: any of the above may have drawn
         ]
+        for part in self._parts:
+            if isinstance(part, OptimizerPart):
+                part.is_accumulating = position.is_accumulating
         self.settings = {
             f"{part.name}.{key}": value
             for part in self._parts
@@ -133,12 +136,21 @@ class Capture:
 
     def check_patterns(self, override: Sequence[str]) -> None:
         """Raise UsageError for an override that names no setting of any part."""
+        known = [path for path in self.settings if not path.endswith(".frozen")]
         for pattern in override:
-            if pattern != "best" and not any(fnmatchcase(path, pattern) for path in self.settings):
+            if pattern not in ("best", *known) and not any(fnmatchcase(path, pattern) for path in known):
                 raise UsageError(
                     f"override={pattern!r} names no setting.",
-                    fix=f"the settings are: {', '.join(sorted(self.settings))}.",
+                    fix=f"the settings are: {', '.join(sorted(known))}.",
                 )
+
+    def trained(self) -> list[str]:
+        """Return the parts that an optimizer's step changes."""
+        return [
+            part.name
+            for part in self._parts
+            if isinstance(part, (ModulePart, OptimizerPart)) and part.stem != "extra"
+        ]
 
     def changed_since(self, versions: Versions, held: Trees) -> list[str]:
         """Return the parts that are not any more what they were when they were held."""
@@ -255,7 +267,7 @@ class Capture:
 
     def names(self, wanted: str) -> list[str]:
         """Return the parts that `wanted` means: one by its whole name, or all of a slot."""
-        names = [part.name for part in self._parts]
+        names = [part.name for part in self._parts if part.stem != "rank"]
         found = [name for name in names if name == wanted or name.startswith(f"{wanted}.")]
         if not found:
             raise UsageError(f"there is no part {wanted!r}.", fix=f"the parts are: {', '.join(names)}.")

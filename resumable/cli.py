@@ -90,7 +90,7 @@ def _add(
 
 
 def _ls(given: argparse.Namespace) -> int:
-    rows = [_row(given.run, number) for number in _numbers(given.run)]
+    rows = [row for number in _numbers(given.run) if (row := _row(given.run, number))]
     newest = max((row["number"] for row in rows if not row["problem"]), default=None)
     best = next((row["best"] for row in reversed(rows) if not row["problem"]), None)
     for row in rows:
@@ -106,7 +106,8 @@ def _ls(given: argparse.Namespace) -> int:
 def _verify(given: argparse.Namespace) -> int:
     rows = []
     for number in _numbers(given.run):
-        row = _row(given.run, number, verify=True)
+        if not (row := _row(given.run, number, verify=True)):
+            continue
         rows.append({key: row[key] for key in ("number", "path", "size", "problem")})
         if not given.json:
             state = "damaged" if row["problem"] else f"intact   {_size(row['size'])}"
@@ -133,14 +134,16 @@ def _numbers(path: str) -> list[int]:
     return run.numbers()
 
 
-def _row(path: str, number: int, verify: bool = False) -> dict[str, Any]:
+def _row(path: str, number: int, verify: bool = False) -> dict[str, Any] | None:
     row: dict[str, Any] = {"number": number, "path": None, "problem": None, "best": None}
     try:
         found = Run(path).open(number)
         if verify:
             found.verify()
-    except (CheckpointDamaged, FormatTooNew) as exc:
-        return {**row, "size": None, "problem": exc.problem}
+    except (CheckpointDamaged, CheckpointNotFound, FormatTooNew) as exc:
+        # A training that goes on may have pruned it meanwhile.
+        is_there = Run(path).path_of(number)
+        return {**row, "size": None, "problem": exc.problem} if is_there else None
     about = found.about
     return {
         **row,

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import xxhash
 
-from .errors import CheckpointDamaged, RunInUse, SaveFailed
+from .errors import CannotRead, CheckpointDamaged, RunInUse, SaveFailed
 
 if sys.platform == "win32":
     import msvcrt
@@ -47,6 +47,9 @@ def write(path: Path, pieces: Iterable[Any]) -> tuple[int, str]:
                 rest = rest[os.write(fd, rest[:_WRITE_AT_MOST]) :]
         # A failure here is final: a second fsync would report success for bytes that are lost.
         os.fsync(fd)
+    except OSError as exc:
+        exc.filename = str(path)
+        raise
     finally:
         os.close(fd)
     return size, hasher.hexdigest()
@@ -89,8 +92,17 @@ def _opened(folder: Path, name: str) -> Iterator[FileIO]:
                 raise damaged(folder, f"{name} is not a regular file")
             yield file
     except OSError as exc:
+        if exc.errno in _NOT_ITS_FAULT:
+            raise CannotRead(
+                f"{path} cannot be read: {exc.strerror}.",
+                fix="mend the cause and start again; nothing says that the file is damaged.",
+            ) from exc
         reason = "is missing" if exc.errno == errno.ENOENT else f"cannot be read: {exc.strerror}"
         raise damaged(folder, f"{name} {reason}") from exc
+
+
+# Permissions, open files, memory: an older checkpoint would be used for no good reason.
+_NOT_ITS_FAULT = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 def _fill(file: FileIO, buffer: memoryview) -> None:
@@ -105,8 +117,7 @@ def damaged(folder: Path, problem: str) -> CheckpointDamaged:
     """Return the error that says what is wrong with the checkpoint in `folder`."""
     return CheckpointDamaged(
         f"{folder} is damaged: {problem}.",
-        fix="resume='auto' goes on from the newest intact checkpoint. "
-        "This one can be deleted; it is of no use to anyone.",
+        fix="resume='auto' goes on from the newest intact checkpoint. This one can be deleted.",
     )
 
 
@@ -203,6 +214,14 @@ class Lock:
     def is_held(self) -> bool:
         """Whether this process holds it; a forked child has a copy of this object, but not the lock."""
         return self._key in self._held and self._key[0] == os.getpid()
+
+    def renew(self) -> None:
+        """Take it again where this process has lost it: by opening and closing the file, as a copy does."""
+        try:
+            _take(self._fd)
+        except OSError as exc:
+            self.release()
+            raise in_use(self._key[1], "another process, since this one has lost its lock") from exc
 
     def release(self) -> None:
         """Let go; the file stays, since removing it would race with the next holder."""

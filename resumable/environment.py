@@ -30,9 +30,17 @@ def describe() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
-        "tf32": torch.get_float32_matmul_precision(),
+        "tf32": _tf32(),
         "git": _git_commit(Path(sys.argv[0] or ".").resolve().parent),
     }
+
+
+def _tf32() -> str | None:
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        # Where a script has used the newer settings, torch refuses to answer by the older.
+        return str(torch.backends.cuda.matmul.fp32_precision)
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

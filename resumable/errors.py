@@ -7,6 +7,7 @@ ResumableError
  ├── RunExists           (FileExistsError)    a new run was asked for where one already is
  ├── CheckpointNotFound  (FileNotFoundError)  nothing there to go on from
  ├── CheckpointDamaged   (ValueError)         the bytes are not the ones that were written
+ ├── CannotRead          (OSError)            a file is there, but this process may not or cannot read it
  ├── FormatTooNew        (ValueError)         written by a newer version of this library
  ├── StateMismatch       (ValueError)         the checkpoint and the live objects do not fit
  ├── CannotStore         (TypeError)          a value that has no place in a checkpoint
@@ -18,6 +19,8 @@ ResumableWarning (UserWarning)                 said at most once a run
 
 from __future__ import annotations
 
+import sys
+import warnings
 from functools import partial
 from typing import Any
 
@@ -75,6 +78,10 @@ class CheckpointDamaged(ResumableError, ValueError):
     """The bytes on disk are not the ones that were written."""
 
 
+class CannotRead(ResumableError, OSError):
+    """A file is there, but this process may not or cannot read it now."""
+
+
 class FormatTooNew(ResumableError, ValueError):
     """The checkpoint was written by a newer version of this library."""
 
@@ -97,3 +104,11 @@ class SaveFailed(ResumableError, OSError):
 
 class ResumableWarning(UserWarning):
     """What every warning of this library is."""
+
+
+def warn(text: str) -> None:
+    """Warn at the line of the script that called the library, not at one of ours."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__package__") == __package__:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, ResumableWarning, stacklevel=level)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -29,6 +29,8 @@ class OptimizerPart(Part):
         super().__init__(name, live, stem)
         self.kind = kind_of(live, "optimizer")
         self._model_parts = modules
+        self.is_accumulating: Callable[[], bool] = bool
+        """Whether gradients are on their way to a later step, and so are state."""
         self.built = _settings_of_groups(live.param_groups)
 
     def names(self) -> list[list[str]]:
@@ -86,8 +88,12 @@ class OptimizerPart(Part):
                 "rest": rest,
                 "on_host": sorted(on_host),
                 "loose": self._loose(),
+                "gradients": self._gradients() if self.is_accumulating() else {},
             }
         }
+
+    def _gradients(self) -> dict[str, Tensor]:
+        return {name: p.grad for name, p in self._parameters().items() if p.grad is not None}
 
     def differences(self, saved: Saved, built: Mapping[str, Any]) -> Iterator[Difference]:
         """Yield the parameters that are in another group, or in none."""
@@ -140,6 +146,8 @@ class OptimizerPart(Part):
         with torch.no_grad():
             for name in tree["loose"].keys() & self._loose().keys() - unfit:
                 parameters[name].copy_(tree["loose"][name])
+        for name in tree["gradients"].keys() & parameters.keys() - unfit:
+            parameters[name].grad = tree["gradients"][name].to(parameters[name].device)
 
     def _placer(self, on_host: list[str], parameters: Mapping[str, Tensor]) -> Place:
         def place(path: Path, device: str) -> torch.device:

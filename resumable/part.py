@@ -66,7 +66,7 @@ class Difference:
     def matches(self, pattern: str) -> bool:
         """Whether the pattern names it: model.head.*, head.*, or the whole part."""
         wholes = (self.part, f"{self.part}.{self.name}", f"model.{self.name}", self.name)
-        return any(fnmatchcase(whole, pattern) for whole in wholes)
+        return pattern in wholes or any(fnmatchcase(whole, pattern) for whole in wholes)
 
 
 def kind_of(live: Any, otherwise: str) -> str:

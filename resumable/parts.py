@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from . import rng
 from .errors import CannotStore, UsageError
@@ -27,6 +28,7 @@ class StatefulPart(Part):
     def __init__(self, name: str, live: Any, stem: str = "extra") -> None:
         super().__init__(name, live, stem)
         self.kind = kind_of(live, self.kind)
+        self._is_schedule = name.startswith("scheduler") or isinstance(live, LRScheduler)
         if not name.startswith("extra"):
             self.built = _settings(self._state(), "")
         if isinstance(live, torch.amp.GradScaler):
@@ -34,7 +36,7 @@ class StatefulPart(Part):
 
     def _state(self) -> Any:
         state = self.live.state_dict()
-        return _without_torch_functions(state) if isinstance(state, dict) else state
+        return _without_torch_functions(state) if self._is_schedule else state
 
     def collect(self) -> dict[str, Any]:
         """Return what its own `state_dict` says."""
@@ -127,29 +129,27 @@ class ContainerPart(Part):
 
     def restore(self, saved: Saved, unfit: AbstractSet[str], code_wins: AbstractSet[str]) -> None:
         """Empty it and fill it with what was saved."""
-        then = _into(self.live, saved.copy(self.stem, same_device))
-        self.live.clear()
-        if isinstance(self.live, (list, deque)):
-            self.live.extend(then)
-        else:
-            self.live.update(then)
+        _into(self.live, saved.copy(self.stem, same_device))
 
 
 def _into(live: Any, then: Any) -> Any:
-    """Return `then`, in the live tensors wherever they fit: others may hold them too."""
+    """Return `then`, in the live containers and tensors wherever they fit: the script may hold them too."""
     if isinstance(live, torch.Tensor) and isinstance(then, torch.Tensor):
         if (live.shape, live.dtype) != (then.shape, then.dtype):
             return then
         with torch.no_grad():
             return live.copy_(then)
-    if type(live) is not type(then):
+    if type(live) is not type(then) or not isinstance(live, (dict, list, set, deque)):
         return then
     if isinstance(live, dict):
-        for key in live.keys() & then.keys():
-            then[key] = _into(live[key], then[key])
-    elif type(live) is list:
-        then[: len(live)] = map(_into, live, then)
-    return then
+        content: Any = {key: _into(live.get(key), value) for key, value in then.items()}
+    elif isinstance(live, list):
+        content = [*map(_into, live, then), *then[len(live) :]]
+    else:
+        content = then
+    live.clear()
+    (live.extend if isinstance(live, (list, deque)) else live.update)(content)
+    return live
 
 
 class DataclassPart(Part):
@@ -190,7 +190,7 @@ class DataclassPart(Part):
         then = saved.copy(self.stem, same_device)
         for path, owner, name in self._fields(self.live, ""):
             if path not in unfit:
-                setattr(owner, name, then[path])
+                setattr(owner, name, _into(getattr(owner, name), then[path]))
 
 
 def _is_settable(live: Any) -> bool:

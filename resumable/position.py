@@ -31,6 +31,8 @@ class Position:
         """Whether a hook counts the optimizer's steps here."""
         self._body: Boundary | None = None
         self._step_in_hand = 0
+        self._step_at_start = 0
+        self._step_at_batch: int | None = None
         self.restores = 0
         self._resumed_at = Boundary.OUTSIDE
         self._generators = generators or {}
@@ -53,6 +55,12 @@ class Position:
             return Boundary.STEP
         if any(loader.is_over for loader in self.loaders.values()):
             return Boundary.EPOCH
+        if self._body is Boundary.EPOCH and self.loaders and self.step > self._step_at_start:
+            raise UsageError(
+                "the optimizer has made steps in this epoch, but not in a loop over state.batches().",
+                fix="loop over state.batches() instead of the loader, or do not give the loader to RunState: "
+                "then save() in the body of epochs() means that the epoch is finished.",
+            )
         if self._body is Boundary.EPOCH:
             # Before the first batch; or the batches come from a loader that we do not know.
             return Boundary.BATCH if self.loaders else Boundary.EPOCH
@@ -85,6 +93,14 @@ class Position:
         """Return what tells the body that is running from all others."""
         in_hand = [(name, at.done) for name, at in self.loaders.items() if at.in_hand]
         return self.epoch, self._step_in_hand, in_hand
+
+    def is_accumulating(self) -> bool:
+        """Whether no optimizer step was made since a batch was handed out: then gradients are state."""
+        return self.counts_steps and self.step == self._step_at_batch
+
+    def handed_out(self, batch: int) -> None:
+        """Note that a batch is in hand."""
+        self.batch, self._step_at_batch = batch, self.step
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Stand where `collect` stood. Loops that are running end, and new ones go on from there."""
@@ -127,19 +143,27 @@ class Position:
             else:
                 self.put_back()
                 self._body_start = self._read_generators()
-            restores, self._body = self.restores, Boundary.EPOCH
+            restores, outer, self._body = self.restores, self._body, Boundary.EPOCH
+            self._step_at_start = self.step
             try:
                 yield self.epoch
             except GeneratorExit:
-                for loader in self.loaders.values():
-                    loader.stay()
+                self._stay()
                 raise
             finally:
-                self._body = None
+                self._body = outer
             if restores == self.restores:
                 body_ended()
                 self._begin_epoch(self.epoch + 1)
         self.put_back()
+
+    def _stay(self) -> None:
+        # Whoever loops again goes on from here, as after a resume.
+        for loader in self.loaders.values():
+            loader.stay()
+        if any(loader.is_under_way() for loader in self.loaders.values()):
+            self._resumed_at = Boundary.BATCH
+            self.hold()
 
     def _begin_epoch(self, epoch: int) -> None:
         for loader in self.loaders.values():
@@ -154,12 +178,12 @@ class Position:
         """Yield the optimizer steps up to `total`."""
         while self.step < total:
             self.put_back()
-            restores, self._body = self.restores, Boundary.STEP
+            restores, outer, self._body = self.restores, self._body, Boundary.STEP
             self._step_in_hand = self.step
             try:
                 yield self.step
             finally:
-                done, self._body = self._steps_done(), None
+                done, self._body = self._steps_done(), outer
             if restores == self.restores:
                 body_ended()
                 # A body whose step was skipped (a gradient scaler does that) is still one body.
@@ -276,6 +300,11 @@ class LoaderPosition:
             return Unsupported(
                 "the position inside an epoch of an IterableDataset cannot be kept yet.",
                 fix=f"{advice}.",
+            )
+        if type(self.loader).__iter__ is not DataLoader.__iter__:
+            return Unsupported(
+                f"the position inside an epoch of a {type(self.loader).__name__} cannot be kept yet.",
+                fix=f"{advice}, or use a plain DataLoader.",
             )
         if self.loader.num_workers:
             return Unsupported(
@@ -397,7 +426,7 @@ class LoaderPosition:
     def _hand_out(self, batch: Any) -> None:
         self.in_hand, self._step_then = True, self._position.step
         self.size_in_hand = self._indices.size() if self._indices else _size(batch, self.loader)
-        self._position.batch = self.done
+        self._position.handed_out(self.done)
 
     def _take_back(self) -> None:
         self.done += 1

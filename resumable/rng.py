@@ -13,8 +13,10 @@ Generator = random.Random | np.random.Generator | np.random.RandomState | torch.
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 
 _BACKENDS = ("cuda", "xpu", "mps")
-_DEEPEST = 6
-_WIDEST = 64
+# Where generators are looked for: deep enough for a transform of a subset of a concatenation.
+_DEEPEST = 16
+_WIDEST = 256
+_MOST = 10_000
 
 
 def collect(devices: bool = True) -> dict[str, Any]:
@@ -73,7 +75,7 @@ def find(root: object) -> dict[str, Generator]:
     seen: set[int] = set()
 
     def walk(value: object, path: str, depth: int) -> None:
-        if id(value) in seen or depth > _DEEPEST:
+        if id(value) in seen or depth > _DEEPEST or len(seen) > _MOST:
             return
         seen.add(id(value))
         if is_generator(value):

@@ -7,7 +7,6 @@ import difflib
 import os
 import re
 import secrets
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
@@ -21,10 +20,10 @@ from .errors import (
     FormatTooNew,
     NotARun,
     ResumableError,
-    ResumableWarning,
     RunExists,
     SaveFailed,
     UsageError,
+    warn,
 )
 
 T = TypeVar("T")
@@ -43,12 +42,14 @@ class Run:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self._given = os.fspath(path)
+        # A script may change its working directory; its run stays where it was.
+        self.path = Path(path).absolute()
         self.folder = self.path / "checkpoints"
         self._lock: disk.Lock | None = None
 
     def __str__(self) -> str:
-        return str(self.path)
+        return str(self._given)
 
     def check(self, resume: Which) -> None:
         """Raise for what can be seen to be wrong before anything is made or locked."""
@@ -82,6 +83,10 @@ class Run:
                 if match and entry.is_dir(follow_symlinks=False):
                     found[int(match[1])] = Path(entry.path)
         return found
+
+    def path_of(self, number: int) -> Path | None:
+        """Return the folder of a checkpoint, if it is there."""
+        return self._paths().get(number)
 
     def open(self, number: int) -> Checkpoint:
         """Return one checkpoint by its save number."""
@@ -127,7 +132,7 @@ class Run:
                 return found, read(found)
             except CheckpointDamaged as exc:
                 # Not only the first: each one that is skipped is training that is lost.
-                _warn(f"{exc.problem} It is skipped; an older checkpoint is used.")
+                warn(f"{exc.problem} It is skipped; an older checkpoint is used.")
         if not self.numbers():
             raise self._missing()
         raise CheckpointDamaged(
@@ -174,6 +179,7 @@ class Run:
     def acquire(self) -> None:
         """Become the one process that writes this run, and tidy up after the one before."""
         if self._lock and self._lock.is_held():
+            self._lock.renew()
             return
         with self._writing():
             disk.make_folder(self.path)
@@ -194,9 +200,16 @@ class Run:
                 return str(manifest.unseal(disk.read_small(self.path, path.name))["run_id"])
             except FormatTooNew as exc:
                 raise FormatTooNew(f"{path} cannot be read: {exc.problem}", fix=exc.fix) from exc
-            except (CheckpointDamaged, ValueError, KeyError):
+            except (CheckpointDamaged, ValueError, KeyError) as exc:
+                if not self.numbers() and not disk.read_small(self.path, path.name).startswith(
+                    b'{"checksum"'
+                ):
+                    raise NotARun(
+                        f"{path} was not written by resumable.",
+                        fix="give the run a directory of its own; nothing in this one was touched.",
+                    ) from exc
                 # Nothing is lost with it: every manifest repeats the id.
-                _warn(f"{path} is damaged and written anew")
+                warn(f"{path} is damaged and written anew")
         known = [found.about.run_id for found in self.checkpoints()]
         run_id = known[-1] if known else secrets.token_hex(8)
         created = datetime.now(timezone.utc).isoformat(timespec="seconds")
@@ -216,15 +229,17 @@ class Run:
                 fix="mend the cause (room on the disk, permissions), or give another run directory.",
             ) from exc
 
-    def point(self, word: str, target: Path) -> None:
+    def point(self, word: str, target: Path | None) -> None:
         """Let runs/exp/`word` lead to a checkpoint: for people, never trusted by us."""
         link = self.path / word
-        if os.path.lexists(link) and not link.is_symlink():
+        if target is None:
+            return
+        if os.path.lexists(link) and (not link.is_symlink() or link.resolve() == target.resolve()):
             return
         try:
             disk.point(link, target)
         except OSError as exc:
-            _warn(f"the link {link} could not be made ({exc.strerror}); nothing depends on it")
+            warn(f"the link {link} could not be made ({exc.strerror}); nothing depends on it")
 
     def prune(self, keep: int | None, protect: Iterable[int | None]) -> None:
         """Delete all but the newest `keep` checkpoints and the protected ones.
@@ -236,7 +251,7 @@ class Run:
             try:
                 self._remove(paths[number])
             except OSError as exc:
-                _warn(f"checkpoint {number} in {self.path} could not be pruned: {exc.strerror or exc}")
+                warn(f"checkpoint {number} in {self.path} could not be pruned: {exc.strerror or exc}")
 
     def _remove(self, path: Path) -> None:
         if others := checkpoint.unknown(path):
@@ -258,14 +273,10 @@ class Run:
                     else:
                         os.unlink(folder / name)
                 except OSError as exc:
-                    _warn(f"what a killed save left in {folder / name} could not be removed: {exc}")
+                    warn(f"what a killed save left in {folder / name} could not be removed: {exc}")
 
 
 _LINK_DEBRIS = re.compile(r"\.(?:newest|best|run\.json)-[0-9a-f]{8}")
-
-
-def _warn(text: str) -> None:
-    warnings.warn(text, ResumableWarning, stacklevel=3)
 
 
 def _siblings(path: Path) -> list[str]:

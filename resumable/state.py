@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from torch.utils.data import DataLoader
 from . import arguments, capture, checkpoint, codec, disk, environment, policy, rng
 from .capture import Capture, Change, Trees
 from .checkpoint import Checkpoint
-from .errors import FormatTooNew, ResumableWarning, StateMismatch, Unsupported, UsageError
+from .errors import FormatTooNew, StateMismatch, Unsupported, UsageError, warn
 from .manifest import Best, Manifest
 from .position import Batches, Position
 from .run import Run
@@ -153,21 +152,26 @@ class RunState:
         self, resume: str | int | os.PathLike[str], allow: Sequence[str], override: Sequence[str]
     ) -> None:
         started = time.perf_counter()
+        allow, override = arguments.patterns("allow", allow), arguments.patterns("override", override)
         self._capture.check_patterns(override)
         self.run.check(resume)
-        self._own_run()
+        if self.run.path.exists():
+            self._own_run()
         found = self.run.choose(resume, _read)
         if found is None:
+            self._own_run()
             print(f"{self.run} is empty: starting fresh", flush=True)
             return
         chosen, trees = found
         unfit = self._capture.check(trees, chosen.about, allow)
-        best = self._checked_best(chosen.about.best, override)
+        best = self._checked_best(chosen, override)
         changes = self._capture.changes(chosen.about.built, unfit)
         overridden = [change for change in changes if change.matches(override)]
+        # Before anything is touched: where warnings are errors, this ends the load.
+        self._tell_changes(changes, overridden, chosen.about)
+        self._own_run()
         self._capture.restore(trees, unfit, overridden)
         self._go_on_from(chosen, best)
-        self._tell_changes(changes, overridden, chosen.about)
         self.resumed = True
         print(self._resumed_line("resumed", chosen, time.perf_counter() - started), flush=True)
 
@@ -180,7 +184,12 @@ class RunState:
     def _is_ours(self, chosen: Checkpoint) -> bool:
         return chosen.path.resolve().parent == self.run.folder.resolve()
 
-    def _checked_best(self, best: Best | None, override: Sequence[str]) -> Best | None:
+    def _checked_best(self, chosen: Checkpoint, override: Sequence[str]) -> Best | None:
+        # The save number of another run's best means nothing here.
+        best = chosen.about.best if self._is_ours(chosen) else None
+        if best and best.number not in self.run.numbers():
+            self._warn(f"checkpoint {best.number}, the best, is not there any more; it is forgotten.")
+            best = None
         if self._goal is None or (best and best.goal == self._goal):
             return best
         if best is None or "best" in override:
@@ -202,7 +211,7 @@ class RunState:
         for change in overridden:
             self._warn(f"{change}; the code wins, as override= says.")
         if codes:
-            self._warn(f"{'; '.join(map(str, codes))}. The code wins: that is the script's own to say.")
+            self._warn(f"{'; '.join(map(str, codes))}. The code wins.")
         if kept:
             paths = [change.path for change in kept]
             self._warn(f"{'; '.join(map(str, kept))}. The checkpoint wins. For the code's: override={paths}")
@@ -236,6 +245,7 @@ class RunState:
 
     def epochs(self, total: int) -> Iterator[int]:
         """Loop over the epochs that are left of `total`, which counts those done before."""
+        self._refuse_closed()
         if self.resumed and self.epoch >= arguments.count("total", total):
             print(f"{self.run} is complete: {self.epoch} of {total} epochs are done", flush=True)
         yield from self._position.epochs(arguments.count("total", total), self._body_ended)
@@ -243,10 +253,12 @@ class RunState:
 
     def batches(self, loader: str | DataLoader[Any] | None = None) -> Batches:
         """Loop over the batches that are left of this epoch; of several loaders, name one or pass it."""
+        self._refuse_closed()
         return self._position.batches(self._loader_name(loader), self._body_ended)
 
     def steps(self, total: int) -> Iterator[int]:
         """Loop over the steps that are left of `total`; each body is one optimizer step."""
+        self._refuse_closed()
         if self.resumed and self.step >= arguments.count("total", total):
             print(f"{self.run} is complete: {self.step} of {total} steps are done", flush=True)
         yield from self._position.steps(arguments.count("total", total), self._body_ended)
@@ -279,13 +291,16 @@ class RunState:
         self._writer.wait()
         self._own_run()
         self._warn_of_mid_body()
+        self._warn_of_no_goal(values)
         trees, parts = self._capture.collect()
         held = capture.held(trees)
         about = self._describe(values, parts)
         before = self._best, self._parent
         self._number, self._parent, self._best = about.number, about.number, about.best
         self.metrics = values
-        self._after_save = _AfterSave(about.number, self._position.body(), capture.versions(trees), held)
+        self._after_save = _AfterSave(
+            about.number, self.step, self._position.body(), capture.versions(trees), held
+        )
         path = self.run.folder / checkpoint.name(about.number, about.step)
         return self._writer.submit(about.number, path, lambda: self._commit(about, held, before))
 
@@ -310,11 +325,13 @@ class RunState:
         try:
             done = checkpoint.commit(self.run.folder, about, codec.to_files(trees))
         except BaseException:
-            self._best, self._parent = before
+            # A flush can fail after the rename: then the checkpoint is there all the same.
+            if about.number not in self.run.numbers():
+                self._best, self._parent = before
             raise
         self.run.point("newest", done.path)
-        if about.best and about.best.number == about.number:
-            self.run.point("best", done.path)
+        if about.best:
+            self.run.point("best", self.run.path_of(about.best.number))
         if self._keep is not None:
             self._prune(self._keep, about.best)
 
@@ -347,7 +364,7 @@ class RunState:
         self._capture.restore(trees, unfit, only=names)
         if names is None:
             self._after_save = None
-            self._go_on_from(chosen, self._checked_best(chosen.about.best, ["best"]))
+            self._go_on_from(chosen, self._checked_best(chosen, ["best"]))
         what = f"put back {only} of" if only else "went back in"
         print(self._resumed_line(what, chosen, time.perf_counter() - started), flush=True)
 
@@ -413,7 +430,7 @@ class RunState:
     def _warn(self, text: str) -> None:
         if text not in self._warned:
             self._warned.add(text)
-            warnings.warn(text, ResumableWarning, stacklevel=3)
+            warn(text)
 
     def _warn_of_mid_body(self) -> None:
         if any(loader.is_interrupted() for loader in self._position.loaders.values()):
@@ -422,12 +439,20 @@ class RunState:
                 "boundary, and a resume will not be bit for bit what an uninterrupted run does."
             )
 
+    def _warn_of_no_goal(self, metrics: Mapping[str, float]) -> None:
+        if metrics and self._goal and self._goal.metric not in metrics and self._best is None:
+            self._warn(
+                f"save() was given {', '.join(metrics)}, but {self._goal} says which checkpoint is the best."
+            )
+
     def _body_ended(self) -> None:
         """Look whether a part has changed since the save in this body: a resume would lose the change."""
         saved, self._after_save = self._after_save, None
         if saved is None or saved.body != self._position.body() or "lost" in self._warned:
             return
-        if changed := self._capture.changed_since(saved.versions, saved.held):
+        # A fused optimizer changes tensors without counting it, so steps are looked at too.
+        stepped = self._capture.trained() if self.step > saved.step else []
+        if changed := [*dict.fromkeys([*stepped, *self._capture.changed_since(saved.versions, saved.held)])]:
             self._warned.add("lost")
             self._warn(
                 f"{', '.join(changed)} changed after save() in the same body: a resume from checkpoint "
@@ -457,6 +482,7 @@ class _AfterSave:
     """What a save saw, to be compared with what there is when its body ends."""
 
     number: int
+    step: int
     body: Any
     versions: capture.Versions
     held: Trees

@@ -512,6 +512,7 @@ def _look(parts: dict[str, Any]) -> str:
     return repr(seen)
 
 
+@pytest.mark.filterwarnings("ignore:scaler.scale was")
 @pytest.mark.parametrize("place", ["model", "optimizer", "scheduler", "scaler", "first", "last"])
 @pytest.mark.parametrize("error", [ValueError("not this"), KeyboardInterrupt()])
 def test_a_load_that_fails_anywhere_leaves_everything_as_it_was(
@@ -544,6 +545,7 @@ def _fail_once_loaded(monkeypatch: pytest.MonkeyPatch, live: Any, error: BaseExc
     monkeypatch.setattr(type(live), "load_state_dict", fail)
 
 
+@pytest.mark.filterwarnings("ignore:scaler.scale was")
 def test_a_part_that_refuses_its_own_state_does_not_keep_the_others_from_theirs(run_dir: Path) -> None:
     _save_everything(run_dir)
     parts = _everything(1)
@@ -557,6 +559,7 @@ def test_a_part_that_refuses_its_own_state_does_not_keep_the_others_from_theirs(
     assert _look(parts) == before
 
 
+@pytest.mark.filterwarnings("ignore:scaler.scale was")
 def test_a_part_that_always_refuses_does_not_keep_the_others_from_their_state(run_dir: Path) -> None:
     _save_everything(run_dir)
     parts = _everything(1)
@@ -762,3 +765,25 @@ def test_one_metric_alone_decides_what_is_best(run_dir: Path) -> None:
 def test_a_total_has_to_be_a_count(run_dir: Path, total: Any) -> None:
     with RunState(run_dir) as state, pytest.raises(UsageError, match=f"total={total!r} is not a count"):
         next(iter(state.steps(total)))
+
+
+def test_where_warnings_are_errors_a_changed_setting_ends_the_load_before_anything_is_touched(
+    run_dir: Path,
+) -> None:
+    _save_everything(run_dir)
+    parts = _everything(1)
+    before = _look(parts)
+
+    for _ in range(2):
+        with pytest.raises(ResumableWarning, match=r"scaler\.scale was"):
+            RunState.load(run_dir, **parts)
+
+    assert _look(parts) == before
+
+
+@pytest.mark.parametrize("keyword", ["allow", "override"])
+def test_one_string_is_not_read_letter_by_letter(run_dir: Path, keyword: str) -> None:
+    with pytest.raises(UsageError, match=f"{keyword}='model.head.*' is not a list of names"):
+        RunState.load(run_dir, **{keyword: "model.head.*"})
+
+    assert not run_dir.exists()

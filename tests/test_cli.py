@@ -161,3 +161,13 @@ def test_sizes_and_ages_are_as_people_write_them() -> None:
         "9 days ago",
         "0 s ago",
     ]
+
+
+def test_a_checkpoint_that_is_pruned_meanwhile_is_left_out(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("resumable.cli._numbers", lambda _: [1, 2, 3, 9])
+
+    assert main(["verify", str(run)]) == 0
+    assert main(["ls", str(run)]) == 0
+    assert capsys.readouterr().out.count("intact") == 3

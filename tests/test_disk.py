@@ -9,6 +9,8 @@ import os
 import signal
 import socket
 import stat
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from resumable import CheckpointDamaged, RunInUse, SaveFailed, disk
+from resumable import CannotRead, CheckpointDamaged, RunInUse, SaveFailed, disk
 
 
 def _content(folder: Path) -> list[str]:
@@ -488,3 +490,44 @@ def test_a_disk_that_knows_no_locks_is_an_error_of_its_own(
 
     monkeypatch.undo()
     disk.Lock(tmp_path / ".lock").release()
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EACCES, errno.ENOMEM])
+def test_what_is_not_the_files_fault_is_not_called_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    (tmp_path / "a").write_bytes(b"x")
+
+    def refuse(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "open", refuse)
+
+    with pytest.raises(CannotRead, match="nothing says that the file is damaged"):
+        disk.read(tmp_path, "a", 1, "")
+
+
+def test_an_error_of_a_write_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", refuse)
+
+    with pytest.raises(OSError, match=r"No space left on device: '.*weights'"):
+        disk.write(tmp_path / "weights", [b"x"])
+
+
+def test_a_lock_that_was_lost_to_another_process_is_not_believed_in(tmp_path: Path) -> None:
+    lock = disk.Lock(tmp_path / "lock")
+    (tmp_path / "lock").read_bytes()
+    code = f"from resumable import disk; disk.Lock(__import__('pathlib').Path({str(tmp_path / 'lock')!r}))"
+    other = subprocess.Popen(
+        [sys.executable, "-c", f"{code}; print(flush=True); input()"], stdin=-1, stdout=-1
+    )
+    with other:
+        assert other.stdout
+        other.stdout.readline()
+        with pytest.raises(RunInUse, match="lost its lock"):
+            lock.renew()
+        assert not lock.is_held()
+        other.kill()

@@ -393,3 +393,30 @@ def test_a_device_that_is_not_here_becomes_the_cpu(device: str, expected: str) -
 
 def test_a_shape_reads_as_people_write_it() -> None:
     assert shape(torch.zeros(2, 0, dtype=torch.bfloat16)) == "bfloat16[2, 0]"
+
+
+def test_containers_in_a_container_stay_the_ones_that_the_script_holds(run_dir: Path) -> None:
+    for count in range(3):
+        losses, seen, queue = [], set(), deque([0], maxlen=2)
+        log: dict[str, Any] = {"losses": losses, "by": {"seen": seen, "queue": queue}}
+        with RunState.load(run_dir, extra={"log": log}) as state:
+            assert losses == list(range(count))
+            losses.append(count)
+            seen.add(count)
+            queue.append(count)
+            state.save()
+
+    assert log["losses"] is losses
+    assert (losses, seen, list(queue)) == ([0, 1, 2], {0, 1, 2}, [1, 2])
+
+
+def test_a_function_of_torchs_in_an_extra_is_refused_and_not_dropped(run_dir: Path) -> None:
+    class Held:
+        def state_dict(self) -> dict[str, Any]:
+            return {"activation": nn.functional.relu}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise AssertionError("nothing was saved")
+
+    with pytest.raises(CannotStore, match=r"extra\.held\.activation is a function"):
+        RunState(run_dir, extra={"held": Held()}).save()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
 
 from resumable import Boundary, ResumableWarning, Run, RunState, StateMismatch, Unsupported, UsageError
 
@@ -749,3 +749,111 @@ def test_an_order_that_cannot_be_drawn_again_is_named_when_the_batches_are_asked
     training = Training(run_dir, numbers(sampler=SubsetRandomSampler(indices)))
     with pytest.raises(StateMismatch, match=text):
         training.epoch()
+
+
+def small(loader: Any = None) -> dict[str, Any]:
+    model = torch.nn.Linear(1, 1)
+    data = DataLoader(TensorDataset(torch.arange(6.0).reshape(6, 1)), batch_size=2, shuffle=True)
+    return {
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "loader": loader or data,
+    }
+
+
+def step(parts: dict[str, Any], batch: torch.Tensor) -> None:
+    parts["optimizer"].zero_grad()
+    parts["model"](batch).sum().backward()
+    parts["optimizer"].step()
+
+
+def test_a_loader_that_is_looped_over_directly_is_told_at_the_save(run_dir: Path) -> None:
+    parts = small()
+    with RunState(run_dir, **parts) as state:
+        for _ in state.epochs(1):
+            for (batch,) in parts["loader"]:
+                step(parts, batch)
+            with pytest.raises(UsageError, match=r"not in a loop over state\.batches\(\)"):
+                state.save()
+
+    assert not Run(run_dir).numbers()
+
+
+def test_steps_inside_an_epoch_do_not_end_the_epochs_body(run_dir: Path) -> None:
+    parts = small()
+    del parts["loader"]
+    for resumed in (0, 1, 2):
+        with RunState.load(run_dir, **parts) as state:
+            assert state.epoch == resumed
+            for epoch in state.epochs(resumed + 1):
+                for _ in state.steps(3 * (epoch + 1)):
+                    step(parts, torch.ones(1))
+                state.save()
+
+    assert [c.about.boundary.value for c in Run(run_dir).checkpoints()] == ["epoch"] * 3
+
+
+def drawn(state: RunState, parts: dict[str, Any], leave_after: int) -> list[float]:
+    """Train on one epoch's batches, drawing at its top and after each; leave both loops after some."""
+    numbers = []
+    for _ in state.epochs(1):
+        torch.rand(2)
+        for (batch,) in state.batches():
+            step(parts, batch)
+            numbers.append(torch.rand(1).item())
+            if len(numbers) == leave_after:
+                break
+        if len(numbers) == leave_after:
+            break
+    return numbers
+
+
+def test_a_loop_that_is_entered_again_after_a_resume_goes_on_with_the_same_numbers(run_dir: Path) -> None:
+    torch.manual_seed(0)
+    parts = small()
+    expected = drawn(RunState(run_dir / "straight", **parts), parts, leave_after=9)
+
+    torch.manual_seed(0)
+    parts = small()
+    with RunState(run_dir / "left", **parts) as state:
+        seen = drawn(state, parts, leave_after=1)
+        state.save()
+    torch.manual_seed(7)
+    parts = small()
+    with RunState.load(run_dir / "left", **parts) as state:
+        seen += drawn(state, parts, leave_after=1)
+        torch.rand(5)
+        seen += drawn(state, parts, leave_after=9)
+
+    assert seen == expected
+
+
+class Own(DataLoader[Any]):
+    """A loader with an iterator of its own."""
+
+    def __iter__(self) -> Any:
+        return iter([torch.ones(1), torch.ones(1)])
+
+
+def test_a_loader_with_an_iterator_of_its_own_is_refused_in_mid_epoch_and_taken_at_its_end(
+    run_dir: Path,
+) -> None:
+    parts = small(Own(TensorDataset(torch.ones(2))))
+    with RunState(run_dir, **parts) as state:
+        for _ in state.epochs(2):
+            for batch in state.batches():
+                step(parts, batch)
+                with pytest.raises(Unsupported, match="inside an epoch of a Own"):
+                    state.save()
+            state.save()
+
+    assert [c.about.epoch for c in Run(run_dir).checkpoints()] == [1, 2]
+
+
+@pytest.mark.parametrize("loop", [lambda s: s.epochs(1), lambda s: s.steps(1), lambda s: s.batches()])
+def test_a_closed_state_does_not_loop(run_dir: Path, loop: Any) -> None:
+    state = RunState(run_dir, **small())
+    state.close()
+
+    with pytest.raises(UsageError, match="has been closed"):
+        list(loop(state))

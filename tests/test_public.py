@@ -11,6 +11,7 @@ from resumable import PendingSave, Run, RunState
 
 NAMES = [
     "Boundary",
+    "CannotRead",
     "CannotStore",
     "Checkpoint",
     "CheckpointDamaged",
@@ -57,7 +58,7 @@ def test_the_members_of_the_public_classes_are_just_these() -> None:
     }
     assert members(PendingSave) == {"wait", "wait_unless_told"}
     assert members(Run) == {
-        *("check", "numbers", "open", "checkpoints", "choose", "acquire", "release"),
+        *("check", "numbers", "open", "path_of", "checkpoints", "choose", "acquire", "release"),
         *("identity", "point", "prune"),
     }
 

@@ -274,11 +274,11 @@ def test_a_generator_itself_is_found_without_a_path() -> None:
 def test_what_is_too_deep_or_too_long_is_not_searched() -> None:
     generator = random.Random(0)
     deep: Any = generator
-    for _ in range(8):
+    for _ in range(17):
         deep = [deep]
 
     assert rng.find(deep) == {}
-    assert rng.find([generator, *range(100)]) == {}
+    assert rng.find([generator, *range(256)]) == {}
 
 
 def test_the_generator_of_the_operating_system_has_no_state_to_find() -> None:

@@ -9,6 +9,7 @@ import os
 import random
 import re
 import resource
+import shutil
 import subprocess
 import sys
 import threading
@@ -27,6 +28,7 @@ from torch.utils.data import DataLoader
 
 from resumable import (
     CheckpointNotFound,
+    NotARun,
     ResumableWarning,
     Run,
     RunExists,
@@ -172,7 +174,7 @@ def test_a_checkpoint_of_another_run_starts_a_run_without_a_parent(
     capsys.readouterr()
 
     training = Training(tmp_path / "new", minimize="loss", resume=path)
-    line = f"resumed {tmp_path / 'new'} from {path}, checkpoint 4: epoch 0, step 4, best loss 1"
+    line = f"resumed {tmp_path / 'new'} from {path}, checkpoint 4: epoch 0, step 4 ("
     assert capsys.readouterr().out.startswith(line)
     assert training.saved(loss=9.0) == 1
     about = Run(tmp_path / "new").open(1).about
@@ -974,3 +976,123 @@ def test_another_environment_is_warned_of_at_every_resume(run_dir: Path) -> None
                 Training(run_dir, minimize="loss").state.close()
     finally:
         torch.set_float32_matmul_precision(precision)
+
+
+def test_a_run_stays_where_it_was_when_the_script_changes_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    for number in (1, 2, 3):
+        monkeypatch.chdir(tmp_path)
+        with RunState.load("exp") as state:
+            monkeypatch.chdir(tmp_path / "elsewhere")
+            state.save()
+        assert Run(tmp_path / "exp").numbers()[-1] == number
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_run_json_of_another_tool_is_left_alone(run_dir: Path) -> None:
+    run_dir.mkdir(parents=True)
+    (run_dir / "run.json").write_text('{"id": 7}')
+
+    with pytest.raises(NotARun, match=r"run\.json was not written by resumable"):
+        RunState.load(run_dir)
+
+    assert (run_dir / "run.json").read_text() == '{"id": 7}'
+
+
+def test_a_load_that_is_refused_makes_no_run(run_dir: Path) -> None:
+    with RunState(run_dir / "old", model=torch.nn.Linear(1, 1)) as state:
+        path = state.save().path
+
+    with pytest.raises(StateMismatch):
+        RunState.load(run_dir / "new", model=torch.nn.Linear(2, 1), resume=path)
+
+    assert not (run_dir / "new").exists()
+
+
+def test_a_best_checkpoint_that_somebody_deleted_is_forgotten_loudly(run_dir: Path) -> None:
+    with RunState(run_dir, maximize="acc") as state:
+        best = state.save(acc=0.9)
+        state.save(acc=0.5)
+    shutil.rmtree(best.path)
+
+    with pytest.warns(ResumableWarning, match="checkpoint 1, the best, is not there any more"):
+        state = RunState.load(run_dir, maximize="acc")
+    with state:
+        assert state.best == 0.5
+        state.save(acc=0.6)
+    assert (run_dir / "best").resolve().name.startswith("000003")
+
+
+def test_a_metric_that_is_never_given_is_told_at_the_first_save(run_dir: Path) -> None:
+    with RunState(run_dir, maximize="acc") as state:
+        with pytest.warns(ResumableWarning, match="given accuracy, but maximize='acc' says"):
+            state.save(accuracy=0.5)
+        state.save(accuracy=0.6)
+
+
+def test_the_best_link_follows_what_is_tracked_now(run_dir: Path) -> None:
+    with RunState(run_dir, maximize="acc", keep=None) as state:
+        state.save(acc=0.9, loss=2.0)
+        state.save(acc=0.1, loss=1.0)
+    for _ in range(2):
+        with RunState.load(run_dir, minimize="loss", keep=None, override=["best"]) as state:
+            state.save(loss=3.0)
+
+    assert (run_dir / "best").resolve().name.startswith("000002")
+
+
+def test_a_step_of_a_fused_optimizer_after_save_is_told(run_dir: Path) -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    with RunState(run_dir, model=model, optimizer=optimizer) as state:
+        loop = state.steps(1)
+        next(loop)
+        model(torch.ones(1)).backward()
+        state.save()
+        optimizer.step()
+
+        with pytest.warns(ResumableWarning, match="model, optimizer changed after save"):
+            list(loop)
+
+
+def test_a_run_that_was_copied_by_its_own_process_keeps_its_lock(run_dir: Path, tmp_path: Path) -> None:
+    with RunState.load(run_dir) as state:
+        shutil.copytree(run_dir, tmp_path / "copy")
+        state.save()
+
+        code = f"from resumable import RunState; RunState.load({str(run_dir)!r})"
+        other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+    assert "RunInUse" in other.stderr
+
+
+def test_the_newer_way_to_set_tf32_does_not_stop_a_save(run_dir: Path) -> None:
+    code = f"""
+import torch
+from resumable import RunState
+torch.set_float32_matmul_precision("high")
+if hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+for _ in range(2):
+    with RunState.load({str(run_dir)!r}) as state:
+        state.save()
+"""
+
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+
+    assert Run(run_dir).numbers() == [1, 2]
+
+
+def test_a_warning_points_at_the_line_of_the_script(run_dir: Path) -> None:
+    with RunState(run_dir, maximize="acc") as state, pytest.warns(ResumableWarning) as told:
+        state.save(other=1)
+
+    assert [warning.filename for warning in told] == [__file__]
+
+
+@pytest.mark.parametrize("given", [["acc"], True])
+def test_a_goal_that_is_no_name_is_refused(run_dir: Path, given: Any) -> None:
+    with pytest.raises(UsageError, match="is not the name of a metric"):
+        RunState(run_dir, maximize=given)

@@ -1,0 +1,66 @@
+"""Gradients on their way to a later step are state too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from resumable import RunState
+
+WINDOW = 3
+
+
+def train(run_dir: Path | None, stop: int | None) -> list[torch.Tensor]:
+    """Train two epochs of eight batches, a step each three; stop after a batch."""
+    torch.manual_seed(stop or 0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+    optimizer = torch.optim.Adam(model.parameters())
+    data = torch.arange(48.0).reshape(16, 3) / 48
+    loader = DataLoader(TensorDataset(data), batch_size=2, shuffle=True)
+    if run_dir is None:
+        torch.manual_seed(1)
+        [nn.init.normal_(p) for p in model.parameters()]
+    with RunState.load(run_dir or "nowhere", model=model, optimizer=optimizer, loader=loader) as state:
+        if not state.resumed:
+            torch.manual_seed(1)
+            [nn.init.normal_(p) for p in model.parameters()]
+        for _ in state.epochs(2):
+            for (batch,) in state.batches():
+                model(batch).square().sum().backward()
+                done = state.vars["batches"] = state.vars.get("batches", 0) + 1
+                if done % WINDOW == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if done == stop:
+                    state.save()
+                    return []
+    return list(model.parameters())
+
+
+@pytest.mark.parametrize("first", range(1, 16))
+def test_a_stop_anywhere_in_the_window_is_exact(
+    run_dir: Path, first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    expected = train(None, None)
+    train(run_dir, first)
+    train(run_dir, min(first + 1, 15) if first < 15 else 16)
+
+    resumed = train(run_dir, None)
+
+    assert all(torch.equal(a, b) for a, b in zip(expected, resumed, strict=True))
+
+
+@pytest.mark.parametrize(("stop", "kept"), [(2, True), (3, False)])
+def test_gradients_are_saved_only_inside_a_window(run_dir: Path, stop: int, kept: bool) -> None:
+    train(run_dir, stop)
+
+    names = load_file(run_dir / "newest" / "optimizer.safetensors") if stop == 3 else {}
+    state = (run_dir / "newest" / "state.json").read_text()
+    assert ("gradients.0.weight" in state) is kept
+    assert not any(name.startswith("gradients") for name in names)
