@@ -67,19 +67,21 @@ class _RandomPart(Part):
 class _PositionPart(Part):
     kind = "position"
 
-    def __init__(self, name: str, live: Position | LoaderPosition) -> None:
-        super().__init__(name, live, "rank")
-        self.built = live.settings()
-
     def collect(self) -> dict[str, Any]:
         return {self.stem: self.live.collect()}
+
+    def restore(self, saved: Saved, unfit: AbstractSet[str], code_wins: AbstractSet[str]) -> None:
+        self.live.restore(saved.copy(self.stem, same_device))
+
+
+class _LoaderPart(_PositionPart):
+    def __init__(self, name: str, live: LoaderPosition) -> None:
+        super().__init__(name, live, "rank")
+        self.built = live.settings()
 
     def differences(self, saved: Saved, built: Mapping[str, Json]) -> Iterator[Difference]:
         for name, text in self.live.differences(saved.view(self.stem)):
             yield Difference(self.name, name, text)
-
-    def restore(self, saved: Saved, unfit: AbstractSet[str], code_wins: AbstractSet[str]) -> None:
-        self.live.restore(saved.copy(self.stem, same_device))
 
 
 def _is_generator(part: Part) -> bool:
@@ -110,8 +112,8 @@ class Capture:
             *made["scaler"],
             *sorted(made["extra"], key=_is_generator),  # the user's generators last: the others may draw
             parts.ContainerPart("vars", variables),
-            _PositionPart("position", position),  # -> random: making an iterator draws
-            *(_PositionPart(name, loader) for name, loader in position.loaders.items()),
+            _PositionPart("position", position, "rank"),  # -> random: making an iterator draws
+            *(_LoaderPart(name, loader) for name, loader in position.loaders.items()),
             _RandomPart("random", None, "rank"),  # last: any of the above may have drawn
         ]
         for part in self._parts:

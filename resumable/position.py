@@ -39,14 +39,6 @@ class Position:
         self._held: Mapping[str, Any] | None = None
         self._body_start: Mapping[str, Any] | None = None
 
-    def settings(self) -> dict[str, Any]:
-        """Return nothing: the script has no say in where it stands."""
-        return {}
-
-    def differences(self, saved: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-        """Yield nothing: any position can be taken."""
-        yield from ()
-
     def boundary(self) -> Boundary:
         """Return where a checkpoint taken now stands."""
         if any(loader.is_under_way() for loader in self.loaders.values()):
@@ -256,10 +248,14 @@ class LoaderPosition:
 
     def is_under_way(self) -> bool:
         """Whether the epoch's batches have begun and not ended."""
-        if self._left_under and not self._stays and not self.is_interrupted():
-            # By a break: the script is through with this epoch's batches.
-            self._left_under, self.is_over = None, True
+        self._settle()
         return not self.is_over and (self.in_hand or self.done > 0)
+
+    def _settle(self) -> None:
+        # Whether a loop was left by a break shows only later, when no exception is being handled:
+        # then the script is through with this epoch's batches.
+        if self._left_under and not self._stays and not self.is_interrupted():
+            self._left_under, self.is_over = None, True
 
     def is_through(self) -> bool:
         """Whether looping over the batches again would be another epoch."""

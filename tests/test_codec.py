@@ -240,7 +240,7 @@ def test_a_tensor_of_a_dtype_that_hardly_anyone_uses_comes_back(dtype: torch.dty
 @pytest.mark.parametrize(
     "value",
     [
-        *(np.longdouble("0.1"), np.clongdouble(1 + 2j), np.datetime64("NaT"), np.timedelta64(3, "W")),
+        *(np.longdouble("0.1"), np.clongdouble(1 + 2j), np.datetime64("NaT", "s"), np.timedelta64(3, "W")),
         *(
             np.array(["\u00e4", "longer", "\ud800"]),
             np.array([b"a", b""]),
