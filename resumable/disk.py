@@ -217,6 +217,8 @@ class Lock:
 
     def renew(self) -> None:
         """Take it again where this process has lost it: by opening and closing the file, as a copy does."""
+        if sys.platform == "win32":  # (where a lock belongs to its descriptor)
+            return
         try:
             _take(self._fd)
         except OSError as exc:

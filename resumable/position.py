@@ -179,7 +179,7 @@ class Position:
             if restores == self.restores:
                 body_ended()
                 # A body whose step was skipped (a gradient scaler does that) is still one body.
-                self.step = done
+                self.step = self._step_at_start = done
         self.put_back()
 
     def batches(self, name: str, body_ended: Hook) -> Batches:

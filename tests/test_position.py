@@ -779,9 +779,11 @@ def test_a_loader_that_is_looped_over_directly_is_told_at_the_save(run_dir: Path
     assert not Run(run_dir).numbers()
 
 
-def test_steps_inside_an_epoch_do_not_end_the_epochs_body(run_dir: Path) -> None:
+@pytest.mark.parametrize("given", [(), ("loader",)])
+def test_steps_inside_an_epoch_do_not_end_the_epochs_body(run_dir: Path, given: tuple[str, ...]) -> None:
     parts = small()
-    del parts["loader"]
+    for name in {"loader"} - {*given}:
+        del parts[name]
     for resumed in (0, 1, 2):
         with RunState.load(run_dir, **parts) as state:
             assert state.epoch == resumed
