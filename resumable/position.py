@@ -32,6 +32,7 @@ class Position:
         self._body: Boundary | None = None
         self._step_in_hand = 0
         self._step_at_start = 0
+        self._has_looped = False
         self._step_at_batch: int | None = None
         self.restores = 0
         self._resumed_at = Boundary.OUTSIDE
@@ -47,16 +48,18 @@ class Position:
             return Boundary.STEP
         if any(loader.is_over for loader in self.loaders.values()):
             return Boundary.EPOCH
-        if self._body is Boundary.EPOCH and self.loaders and self.step > self._step_at_start:
+        if self._body is not Boundary.EPOCH:
+            return Boundary.OUTSIDE
+        if self._has_looped or not self.loaders:
+            # The loop was one over steps(), or over data that we do not know.
+            return Boundary.EPOCH
+        if self.step > self._step_at_start:
             raise UsageError(
                 "the optimizer has made steps in this epoch, but not in a loop over state.batches().",
                 fix="loop over state.batches() instead of the loader, or do not give the loader to RunState: "
                 "then save() in the body of epochs() means that the epoch is finished.",
             )
-        if self._body is Boundary.EPOCH:
-            # Before the first batch; or the batches come from a loader that we do not know.
-            return Boundary.BATCH if self.loaders else Boundary.EPOCH
-        return Boundary.OUTSIDE
+        return Boundary.BATCH
 
     def collect(self) -> dict[str, Any]:
         """Return where a resume is to go on."""
@@ -136,7 +139,7 @@ class Position:
                 self.put_back()
                 self._body_start = self._read_generators()
             restores, outer, self._body = self.restores, self._body, Boundary.EPOCH
-            self._step_at_start = self.step
+            self._step_at_start, self._has_looped = self.step, False
             try:
                 yield self.epoch
             except GeneratorExit:
@@ -179,8 +182,9 @@ class Position:
             if restores == self.restores:
                 body_ended()
                 # A body whose step was skipped (a gradient scaler does that) is still one body.
-                self.step = self._step_at_start = done
+                self.step = done
         self.put_back()
+        self._has_looped = True
 
     def batches(self, name: str, body_ended: Hook) -> Batches:
         """Return what is left of the epoch's batches."""
