@@ -1096,3 +1096,31 @@ def test_a_warning_points_at_the_line_of_the_script(run_dir: Path) -> None:
 def test_a_goal_that_is_no_name_is_refused(run_dir: Path, given: Any) -> None:
     with pytest.raises(UsageError, match="is not the name of a metric"):
         RunState(run_dir, maximize=given)
+
+
+def test_a_checkpoint_whose_rename_could_not_be_flushed_still_counts_as_the_best(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename, fsync, renamed = os.rename, os.fsync, []
+
+    def note(*paths: Any) -> None:
+        renamed.append(paths)
+        rename(*paths)
+
+    def refuse(fd: int) -> None:
+        if renamed:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        fsync(fd)
+
+    with RunState(run_dir, maximize="acc") as state:
+        with monkeypatch.context() as broken:
+            broken.setattr(os, "rename", note)
+            broken.setattr(os, "fsync", refuse)
+            with pytest.raises(SaveFailed):
+                state.save(acc=0.9).wait()
+        state.save(acc=0.5)
+        assert state.best == 0.9
+
+    for _ in range(2):
+        with RunState.load(run_dir, maximize="acc") as state:
+            assert state.best == 0.9
