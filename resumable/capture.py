@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -118,7 +119,7 @@ class Capture:
         ]
         for part in self._parts:
             if isinstance(part, OptimizerPart):
-                part.is_accumulating = position.is_accumulating
+                part.is_accumulating = partial(position.is_accumulating, part.name)
         self.settings = {
             f"{part.name}.{key}": value
             for part in self._parts
@@ -145,6 +146,12 @@ class Capture:
                     f"override={pattern!r} names no setting.",
                     fix=f"the settings are: {', '.join(sorted(known))}.",
                 )
+
+    def forget_gradients(self, trees: Trees) -> None:
+        """Drop the gradients that the trees do not hold: they belong to a step that was gone back behind."""
+        for part in self._parts:
+            if isinstance(part, OptimizerPart):
+                part.forget_gradients(Saved(trees, part.name))
 
     def trained(self) -> list[str]:
         """Return the parts that an optimizer's step changes."""
@@ -327,6 +334,11 @@ def _merge(into: Encoded, more: Encoded) -> None:
     into.aliases.update(more.aliases)
 
 
+def _without_gradients(tree: Json) -> Json:
+    # zero_grad() after a save loses nothing.
+    return {**tree, "gradients": {}} if isinstance(tree, dict) and "gradients" in tree else tree
+
+
 def _told(part: Part, saved: Saved, built: Mapping[str, Any]) -> Iterator[Difference]:
     try:
         yield from part.differences(saved, built)
@@ -354,9 +366,10 @@ def _version(tensor: torch.Tensor) -> int | None:
 
 
 def _has_changed(part: str, stem: str, versions: Versions, held: Trees, now: Trees) -> bool:
-    if held[stem].json.get(part) != now[stem].json.get(part):
+    then = _without_gradients(held[stem].json.get(part))
+    if then != _without_gradients(now[stem].json.get(part)):
         return True
-    for name in codec.tensor_names(held[stem].json.get(part)):
+    for name in codec.tensor_names(then):
         after = now[stem].tensors[name]
         before, version = versions[stem, name]
         is_same = before.data_ptr() == after.data_ptr() and version == _version(after) is not None

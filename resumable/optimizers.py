@@ -92,8 +92,15 @@ class OptimizerPart(Part):
             }
         }
 
-    def _gradients(self) -> dict[str, Tensor]:
-        return {name: p.grad for name, p in self._parameters().items() if p.grad is not None}
+    def _gradients(self) -> dict[str, Any]:
+        return {name: _grad_out(p.grad) for name, p in self._parameters().items() if p.grad is not None}
+
+    def forget_gradients(self, saved: Saved) -> None:
+        """Drop the gradients that are not in the checkpoint."""
+        kept = saved.view(self.stem)["gradients"]
+        for name, parameter in self._parameters().items():
+            if name not in kept:
+                parameter.grad = None
 
     def differences(self, saved: Saved, built: Mapping[str, Any]) -> Iterator[Difference]:
         """Yield the parameters that are in another group, or in none."""
@@ -147,7 +154,7 @@ class OptimizerPart(Part):
             for name in tree["loose"].keys() & self._loose().keys() - unfit:
                 parameters[name].copy_(tree["loose"][name])
         for name in tree["gradients"].keys() & parameters.keys() - unfit:
-            parameters[name].grad = tree["gradients"][name].to(parameters[name].device)
+            parameters[name].grad = _grad_in(tree["gradients"][name]).to(parameters[name].device)
 
     def _placer(self, on_host: list[str], parameters: Mapping[str, Tensor]) -> Place:
         def place(path: Path, device: str) -> torch.device:
@@ -167,6 +174,20 @@ class OptimizerPart(Part):
             for key in then.keys() & now.keys():
                 if _device(now[key]) == _device(then[key]):
                     now[key] = then[key]
+
+
+def _grad_out(gradient: Tensor) -> Any:
+    if gradient.layout != torch.sparse_coo:
+        return gradient
+    gradient = gradient.coalesce()
+    return {"indices": gradient.indices(), "values": gradient.values(), "size": gradient.shape}
+
+
+def _grad_in(saved: Any) -> Tensor:
+    if isinstance(saved, Tensor):
+        return saved
+    content = saved["indices"], saved["values"], saved["size"]
+    return torch.sparse_coo_tensor(*content, is_coalesced=True, check_invariants=True)
 
 
 _NAMES = ("params", "param_names")

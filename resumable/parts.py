@@ -133,8 +133,9 @@ class ContainerPart(Part):
 
 
 def _into(live: Any, then: Any) -> Any:
-    """Return `then`, in the live containers and tensors wherever they fit: the script may hold them too."""
-    if isinstance(live, torch.Tensor) and isinstance(then, torch.Tensor):
+    """Return `then`, in the live containers and parameters wherever they fit: others hold them too."""
+    if isinstance(live, nn.Parameter) and isinstance(then, torch.Tensor):
+        # (another tensor may be a view of the script's data, which must not be written to)
         if (live.shape, live.dtype) != (then.shape, then.dtype):
             return then
         with torch.no_grad():

@@ -33,7 +33,8 @@ class Position:
         self._step_in_hand = 0
         self._step_at_start = 0
         self._has_looped = False
-        self._step_at_batch: int | None = None
+        self._stepped: set[str] | None = None
+        """The optimizers that have made a step since the last batch was handed out."""
         self.restores = 0
         self._resumed_at = Boundary.OUTSIDE
         self._generators = generators or {}
@@ -65,7 +66,8 @@ class Position:
         """Return where a resume is to go on."""
         counters = self.counters()
         in_epoch = counters["boundary"] is Boundary.BATCH
-        return {**counters, "body_start": self._body_start if in_epoch else None}
+        stepped = None if self._stepped is None else sorted(self._stepped)
+        return {**counters, "body_start": self._body_start if in_epoch else None, "stepped": stepped}
 
     def counters(self) -> dict[str, Any]:
         """Return the counters as a resume is to find them: what is in hand counts as done."""
@@ -89,19 +91,26 @@ class Position:
         in_hand = [(name, at.done) for name, at in self.loaders.items() if at.in_hand]
         return self.epoch, self._step_in_hand, in_hand
 
-    def is_accumulating(self) -> bool:
-        """Whether no optimizer step was made since a batch was handed out: then gradients are state."""
-        return self.counts_steps and self.step == self._step_at_batch
+    def count_step(self, optimizer: str, is_first: bool) -> None:
+        """Note that an optimizer has made a step; those of the first are counted."""
+        self.step += is_first
+        if self._stepped is not None:
+            self._stepped.add(optimizer)
+
+    def is_accumulating(self, optimizer: str) -> bool:
+        """Whether an optimizer made no step since a batch was handed out: its gradients are state then."""
+        return self._stepped is not None and optimizer not in self._stepped
 
     def handed_out(self, batch: int) -> None:
         """Note that a batch is in hand."""
-        self.batch, self._step_at_batch = batch, self.step
+        self.batch, self._stepped = batch, set()
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Stand where `collect` stood. Loops that are running end, and new ones go on from there."""
         self.epoch, self.batch = saved["epoch"], saved["batch"]
         self.step, self.samples = saved["step"], saved["samples"]
         self._resumed_at, self._body_start = saved["boundary"], saved["body_start"]
+        self._stepped = None if saved["stepped"] is None else set(saved["stepped"])
         self.restores += 1
 
     def hold(self) -> None:
@@ -130,6 +139,9 @@ class Position:
 
     def epochs(self, total: int, body_ended: Hook) -> Iterator[int]:
         """Yield the epochs up to `total`."""
+        if any(loader.is_through() for loader in self.loaders.values()):
+            # An epoch's body was left after its batches had come to their end.
+            self._begin_epoch(self.epoch + 1)
         while self.epoch < total:
             if self._resumed_at is Boundary.BATCH and self._body_start:
                 # In mid-epoch the body's first lines run a second time: they draw what they drew
@@ -140,6 +152,8 @@ class Position:
                 self._body_start = self._read_generators()
             restores, outer, self._body = self.restores, self._body, Boundary.EPOCH
             self._step_at_start, self._has_looped = self.step, False
+            if not self.loaders:
+                self._stepped = set()
             try:
                 yield self.epoch
             except GeneratorExit:

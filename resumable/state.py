@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -98,7 +99,7 @@ class RunState:
         self._warned: set[str] = set()
         self._writer = Writer()
         self._is_closed = False
-        self._hook = self._count_steps(optimizer)
+        self._hooks = self._count_steps(optimizer)
         # One that is dropped without close() must not lock its run for the rest of the process.
         weakref.finalize(self, self.run.release)
 
@@ -364,6 +365,7 @@ class RunState:
         self._capture.restore(trees, unfit, only=names)
         if names is None:
             self._after_save = None
+            self._capture.forget_gradients(trees)
             self._go_on_from(chosen, self._checked_best(chosen, ["best"]))
         what = f"put back {only} of" if only else "went back in"
         print(self._resumed_line(what, chosen, time.perf_counter() - started), flush=True)
@@ -377,8 +379,8 @@ class RunState:
         if self._is_closed:
             return
         self._is_closed = True
-        if self._hook:
-            self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         try:
             self._writer.wait()
         finally:
@@ -408,17 +410,14 @@ class RunState:
         if self.run_id is None:
             self.run_id = self.run.identity()
 
-    def _count_steps(self, optimizer: Any) -> Any:
-        first: Any = next(iter(optimizer.values()), None) if isinstance(optimizer, dict) else optimizer
-        if not hasattr(first, "register_step_post_hook"):
-            return None
-        position = self._position
-        position.counts_steps = True
-
-        def count(*_: Any) -> None:
-            position.step += 1
-
-        return first.register_step_post_hook(count)
+    def _count_steps(self, optimizer: Any) -> list[Any]:
+        hooks = []
+        for number, (name, live) in enumerate(capture.named("optimizer", optimizer).items()):
+            if hasattr(live, "register_step_post_hook"):
+                count = partial(self._position.count_step, name, number == 0)
+                hooks.append(live.register_step_post_hook(lambda *_, count=count: count()))
+                self._position.counts_steps |= number == 0
+        return hooks
 
     def _refuse_closed(self) -> None:
         if self._is_closed:

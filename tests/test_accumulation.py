@@ -64,3 +64,65 @@ def test_gradients_are_saved_only_inside_a_window(run_dir: Path, stop: int, kept
     state = (run_dir / "newest" / "state.json").read_text()
     assert ("gradients.0.weight" in state) is kept
     assert not any(name.startswith("gradients") for name in names)
+
+
+def two_rates(run_dir: Path, stop: int | None) -> list[torch.Tensor]:
+    """Train an embedding of sparse gradients each second batch, and a layer each batch."""
+    torch.manual_seed(0)
+    table, layer = nn.Embedding(6, 3, sparse=True), nn.Linear(3, 1)
+    optimizers = {
+        "layer": torch.optim.SGD(layer.parameters(), lr=0.1),
+        "table": torch.optim.SparseAdam(table.parameters(), lr=0.1),
+    }
+    loader = DataLoader(TensorDataset(torch.arange(6)), batch_size=1, shuffle=True)
+    models = {"table": table, "layer": layer}
+    with RunState.load(run_dir, model=models, optimizer=optimizers, loader=loader) as state:
+        for _ in state.epochs(2):
+            for (batch,) in state.batches():
+                layer(table(batch)).square().sum().backward()
+                optimizers["layer"].step()
+                optimizers["layer"].zero_grad()
+                if state.batch % 2:
+                    optimizers["table"].step()
+                    optimizers["table"].zero_grad()
+                if state.samples + 1 == stop:
+                    state.save()
+                    return []
+    return [*table.parameters(), *layer.parameters()]
+
+
+@pytest.mark.parametrize("first", [1, 2, 5, 6, 9])
+def test_each_optimizer_has_a_window_of_its_own_also_for_sparse_gradients(run_dir: Path, first: int) -> None:
+    expected = two_rates(run_dir / "straight", None)
+    two_rates(run_dir / "stopped", first)
+    two_rates(run_dir / "stopped", first + 1)
+
+    resumed = two_rates(run_dir / "stopped", None)
+
+    assert all(torch.equal(a, b) for a, b in zip(expected, resumed, strict=True))
+
+
+def test_going_back_leaves_no_gradient_behind(run_dir: Path) -> None:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with RunState(run_dir, model=model, optimizer=optimizer) as state:
+        state.save()
+        for _ in range(2):
+            model(torch.ones(1)).backward()
+            state.restore("newest")
+
+            assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_gradients_that_are_zeroed_after_a_save_are_no_loss(run_dir: Path) -> None:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(torch.ones(3, 1)))
+    with RunState(run_dir, model=model, optimizer=optimizer, loader=loader) as state:
+        for _ in state.epochs(1):
+            for (batch,) in state.batches():
+                model(batch).sum().backward()
+                state.save()
+                optimizer.zero_grad()
+
+    assert len(list((run_dir / "checkpoints").iterdir())) == 3

@@ -420,3 +420,16 @@ def test_a_function_of_torchs_in_an_extra_is_refused_and_not_dropped(run_dir: Pa
 
     with pytest.raises(CannotStore, match=r"extra\.held\.activation is a function"):
         RunState(run_dir, extra={"held": Held()}).save()
+
+
+def test_a_view_of_the_scripts_data_is_not_written_to(run_dir: Path) -> None:
+    data = torch.arange(8.0)
+    with RunState(run_dir) as state:
+        state.vars["next"] = data[:4]
+        state.save()
+        for _ in range(2):
+            state.vars["next"] = data[4:]
+            state.restore("newest")
+
+            assert torch.equal(state.vars["next"], torch.arange(4.0))
+            assert torch.equal(data, torch.arange(8.0))

@@ -859,3 +859,16 @@ def test_a_closed_state_does_not_loop(run_dir: Path, loop: Any) -> None:
 
     with pytest.raises(UsageError, match="has been closed"):
         list(loop(state))
+
+
+def test_epochs_that_are_left_after_the_batches_go_on_with_the_next_epoch(run_dir: Path) -> None:
+    parts = small()
+    with RunState(run_dir, **parts) as state:
+        for _ in range(2):
+            for _ in state.epochs(3):
+                for (batch,) in state.batches():
+                    step(parts, batch)
+                break
+        seen = [(epoch, len([step(parts, b) for (b,) in state.batches()])) for epoch in state.epochs(3)]
+
+    assert seen == [(2, 3)]
