@@ -15,11 +15,12 @@ import torch
 from . import codec, image, parts, rng, tensorfile
 from .codec import Encoded
 from .errors import CannotStore, StateMismatch, UsageError
+from .loader_position import LoaderPosition
 from .manifest import Manifest
 from .modules import ModulePart
 from .optimizers import OptimizerPart
 from .part import Difference, Part, Saved, same_device, shape
-from .position import LoaderPosition, Position
+from .position import Position
 from .sealed import Json
 
 Trees = dict[str, Encoded]
@@ -78,7 +79,10 @@ class _PositionPart(Part):
 class _LoaderPart(_PositionPart):
     def __init__(self, name: str, live: LoaderPosition) -> None:
         super().__init__(name, live, "rank")
-        self.built = live.settings()
+        self.built = live.source.settings()
+
+    def restore(self, saved: Saved, unfit: AbstractSet[str], code_wins: AbstractSet[str]) -> None:
+        self.live.restore(saved.copy(self.stem, same_device), unfit)
 
     def differences(self, saved: Saved, built: Mapping[str, Json]) -> Iterator[Difference]:
         for name, text in self.live.differences(saved.view(self.stem)):
@@ -97,6 +101,7 @@ class Capture:
     """All parts of one training."""
 
     def __init__(self, slots: Mapping[str, Any], variables: dict[str, Any], position: Position) -> None:
+        self._position = position
         modules: list[ModulePart] = []
         made: dict[str, list[Part]] = {}
         for slot in SLOTS:
@@ -131,6 +136,7 @@ class Capture:
         # Somebody's state_dict may draw, and taking a checkpoint leaves every generator as it was:
         # they are read first and put back last.
         states = self._read_generators()
+        self._position.show_held()
         try:
             trees, about = _encoded(sorted(self._parts, key=_has_no_generator))
         finally:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -65,8 +67,51 @@ def write(generator: Generator, state: Any) -> None:
         generator.setstate(_python_in(state))
     elif isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
-    else:
+    elif isinstance(generator, np.random.RandomState):
         generator.set_state(state)
+    else:
+        generator.set_state(torch.as_tensor(state))
+
+
+def plant(root: object, path: str, state: Any) -> Generator | None:
+    """Make a generator where an object has None yet: many make theirs at the first sample.
+
+    `state` is what `read` returned of the one that was there; return None if the place is taken.
+    """
+    *above, last = path.split(".")
+    owner: Any = root
+    for name in above:
+        owner = dict(_children(owner)).get(name)
+    if owner is None or dict(_children(owner)).get(last) is not None or isinstance(owner, (list, tuple)):
+        return None
+    made = _made_for(state)
+    if isinstance(owner, Mapping):
+        owner[last] = made  # type: ignore[index]
+    else:
+        setattr(owner, last, made)
+    return made
+
+
+def _made_for(state: Any) -> Generator:
+    if not isinstance(state, Mapping):
+        return torch.Generator()
+    if "words" in state:
+        return random.Random()
+    if "has_gauss" in state:
+        return np.random.RandomState()
+    return np.random.Generator(_BIT_GENERATORS[state["bit_generator"]]())
+
+
+_BIT_GENERATORS = {
+    kind.__name__: kind
+    for kind in (
+        np.random.MT19937,
+        np.random.PCG64,
+        np.random.PCG64DXSM,
+        np.random.Philox,
+        np.random.SFC64,
+    )
+}
 
 
 def find(root: object) -> dict[str, Generator]:
@@ -93,13 +138,26 @@ def _children(value: object) -> Iterator[tuple[str, object]]:
         items = [(str(key), item) for key, item in value.items()]
     elif isinstance(value, (list, tuple)):
         items = [(str(i), item) for i, item in enumerate(value)]
-    elif isinstance(value, (torch.Tensor, np.ndarray, type)):
+    elif isinstance(value, (torch.Tensor, np.ndarray, type, ModuleType)):
         items = []
+    elif isinstance(value, partial):
+        items = [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
+    elif isinstance(value, MethodType):
+        items = [("__self__", value.__self__)]
+    elif isinstance(value, FunctionType) and value.__closure__:
+        items = list(zip(value.__code__.co_freevars, map(_content, value.__closure__), strict=True))
     else:
         items = list(getattr(value, "__dict__", {}).items())
     # A long container is data, not configuration.
     if len(items) <= _WIDEST:
         yield from items
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # the variable has no value yet
+        return None
 
 
 def _python_out(state: tuple[Any, ...]) -> dict[str, Any]:

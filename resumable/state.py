@@ -14,16 +14,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
 from . import arguments, capture, checkpoint, codec, disk, environment, policy, rng
 from .capture import Capture, Change, Trees
 from .checkpoint import Checkpoint
 from .errors import FormatTooNew, StateMismatch, Unsupported, UsageError, warn
+from .loader_position import Through
 from .manifest import Best, Manifest
 from .position import Batches, Position
+from .prefetch import ToDevice
 from .run import Run
 from .sealed import Json
+from .sources import Source
 from .writer import PendingSave, Writer
 
 _open_runs: weakref.WeakValueDictionary[Path, RunState] = weakref.WeakValueDictionary()
@@ -62,11 +66,12 @@ class RunState:
         optimizer: Any = None,
         scheduler: Any = None,
         scaler: Any = None,
-        loader: DataLoader[Any] | dict[str, DataLoader[Any]] | None = None,
+        loader: Any = None,
         extra: dict[str, Any] | None = None,
         maximize: str | None = None,
         minimize: str | None = None,
         keep: int | None = 3,
+        sample_seeds: bool = False,
     ) -> None:
         arguments.refuse_several_processes()
         self._goal = arguments.goal(maximize, minimize)
@@ -82,7 +87,7 @@ class RunState:
         self.run_id: str | None = None
         """What tells this run from all others; known once it has been loaded or saved."""
         generators = {n: g for n, g in capture.named("extra", extra).items() if rng.is_generator(g)}
-        self._position = Position(capture.named("loader", loader), generators)
+        self._position = Position(capture.named("loader", loader), generators, sample_seeds)
         slots = {
             "model": model,
             "optimizer": optimizer,
@@ -112,11 +117,12 @@ class RunState:
         optimizer: Any = None,
         scheduler: Any = None,
         scaler: Any = None,
-        loader: DataLoader[Any] | dict[str, DataLoader[Any]] | None = None,
+        loader: Any = None,
         extra: dict[str, Any] | None = None,
         maximize: str | None = None,
         minimize: str | None = None,
         keep: int | None = 3,
+        sample_seeds: bool = False,
         resume: str | int | os.PathLike[str] = "auto",
         allow: Sequence[str] = (),
         override: Sequence[str] = (),
@@ -141,6 +147,7 @@ class RunState:
             maximize=maximize,
             minimize=minimize,
             keep=keep,
+            sample_seeds=sample_seeds,
         )
         try:
             state._load(os.environ.get("RESUMABLE_RESUME") or resume, allow, override)
@@ -252,10 +259,28 @@ class RunState:
         yield from self._position.epochs(arguments.count("total", total), self._body_ended)
         self.wait()
 
-    def batches(self, loader: str | DataLoader[Any] | None = None) -> Batches:
-        """Loop over the batches that are left of this epoch; of several loaders, name one or pass it."""
+    def batches(
+        self,
+        loader: Any = None,
+        *,
+        device: str | int | torch.device | None = None,
+        through: Through | None = None,
+    ) -> Batches:
+        """Loop over the batches that are left of this epoch; of several loaders, name one or pass it.
+
+        `loader` may also be an iterable, or a function that returns an iterator, that was not given before.
+        `device`: the batches come on this device, the next one copied while the training has this one.
+        `through`: what gets the iterator of the batches and returns an iterable of the same ones (a thread
+        that loads ahead): a batch counts when it comes out of that.
+        """
         self._refuse_closed()
-        return self._position.batches(self._loader_name(loader), self._body_ended)
+        name = self._loader_name(loader)
+        loads_ahead = through is not None
+        if device is not None:
+            ahead = self._position.at(name).source.can_load_ahead()
+            loads_ahead |= ahead
+            through = _both(through, ToDevice(device, ahead))
+        return self._position.batches(name, self._body_ended, through, loads_ahead)
 
     def steps(self, total: int) -> Iterator[int]:
         """Loop over the steps that are left of `total`; each body is one optimizer step."""
@@ -265,15 +290,17 @@ class RunState:
         yield from self._position.steps(arguments.count("total", total), self._body_ended)
         self.wait()
 
-    def _loader_name(self, loader: str | DataLoader[Any] | None) -> str:
+    def _loader_name(self, loader: Any) -> str:
         loaders = self._position.loaders
         found = [
             name
             for name, position in loaders.items()
-            if loader is None or loader is position.loader or name == f"loader.{loader}"
+            if loader is None or loader is position.source.loader or name == f"loader.{loader}"
         ]
         if len(found) == 1:
             return found[0]
+        if not isinstance(loader, (str, DataLoader, type(None))):
+            return self._position.find(loader)
         there = ", ".join(name.removeprefix("loader.") for name in loaders) or "none"
         raise UsageError(
             f"batches() needs one loader; RunState was given: {there}.",
@@ -381,6 +408,7 @@ class RunState:
         self._is_closed = True
         for hook in self._hooks:
             hook.remove()
+        self._position.close()
         try:
             self._writer.wait()
         finally:
@@ -461,7 +489,7 @@ class RunState:
     def _resumed_line(self, what: str, chosen: Checkpoint, seconds: float) -> str:
         facts = [f"epoch {self.epoch}"]
         if self.batch:
-            lengths = [len(loader) for loader in self._sized_loaders()]
+            lengths = [len(source) for source in self._sized_loaders()]
             facts.append(f"batch {self.batch}" + (f"/{lengths[0]}" if len(lengths) == 1 else ""))
         facts.append(f"step {self.step}")
         if self._best:
@@ -469,11 +497,15 @@ class RunState:
         where = f"{self.run} from" + ("" if self._is_ours(chosen) else f" {chosen.path},")
         return f"{what} {where} checkpoint {chosen.about.number}: {', '.join(facts)} ({seconds:.1f} s)"
 
-    def _sized_loaders(self) -> Iterator[DataLoader[Any]]:
+    def _sized_loaders(self) -> Iterator[Source]:
         for position in self._position.loaders.values():
             with contextlib.suppress(TypeError):
-                len(position.loader)
-                yield position.loader
+                len(position.source)
+                yield position.source
+
+
+def _both(first: Through | None, second: Through) -> Through:
+    return second if first is None else lambda batches: second(iter(first(batches)))
 
 
 @dataclass(frozen=True, slots=True)

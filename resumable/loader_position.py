@@ -1,0 +1,353 @@
+"""Where one loader stands in its epoch, and the loop over what is left of it."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from . import rng
+from .errors import UsageError, warn
+from .sources import Source
+
+Hook = Callable[[], None]
+Through = Callable[[Iterator[Any]], Any]
+"""What makes an iterable of the same batches, such as a thread that loads them ahead."""
+
+
+class Counters(Protocol):
+    """What `LoaderPosition` needs of the position as a whole."""
+
+    batch: int
+    step: int
+    samples: int
+    counts_steps: bool
+
+    def put_back(self) -> None:
+        """Put the random generators back as they were held."""
+
+    def handed_out(self, batch: int) -> None:
+        """Note that a batch is in hand."""
+
+    def is_mid_epoch(self) -> bool:
+        """Whether a checkpoint taken now stands between two batches of an epoch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A batch that was loaded: how large it is, and where the loader stands with it."""
+
+    size: int
+    mark: Any
+
+
+class LoaderPosition:
+    """Where one loader stands in its epoch."""
+
+    def __init__(self, source: Source, counters: Counters) -> None:
+        self.source = source
+        self.done = 0
+        """Batches of this epoch that were trained."""
+        self.in_hand = False
+        self.size_in_hand = 0
+        self.is_over = False
+        """Whether this epoch's batches have come to their end, or were left for good."""
+        self.lap = 0
+        """How often the loader has been put somewhere else: a loop of an earlier lap is dead."""
+        self.lock = threading.RLock()
+        self.ahead: deque[Loaded] = deque()
+        """What was loaded and has not been handed to the training."""
+        self.counts_by_steps = False
+        """Whether another thread loops over the batches: one counts when the optimizer steps."""
+        self._counters = counters
+        self._mark: Any = None
+        self._mark_before: Any = None
+        self._step_then = 0
+        self._over_at_resume = False
+        # The exception that was being handled around the loop, once the loop has been left.
+        self._left_under: tuple[BaseException | None] | None = None
+        self._stays = self._has_ended = False
+
+    def is_under_way(self) -> bool:
+        """Whether the epoch's batches have begun and not ended."""
+        self._settle()
+        return not self.is_over and (self.in_hand or self.done > 0)
+
+    def _settle(self) -> None:
+        # Whether a loop was left by a break shows only later, when no exception is being handled:
+        # then the script is through with this epoch's batches.
+        if self._left_under and not self._stays and not self.is_interrupted():
+            self._left_under, self.is_over = None, True
+
+    def is_through(self) -> bool:
+        """Whether looping over the batches again would be another epoch."""
+        return not self.is_under_way() and self.is_over and not self._over_at_resume
+
+    def stay(self) -> None:
+        """Stay in mid-epoch: the body of epochs() was left too, so the loop was not left for good."""
+        if self.in_hand:
+            self.leave(None)
+        if self._left_under:
+            with self.lock:
+                # The loop that goes on opens the loader where it stands now.
+                saved, left_under = self._collect_source(True), self._left_under
+                self._go_elsewhere()
+                self._stays, self._left_under = True, left_under
+                self.source.restore(saved, set())
+
+    def is_interrupted(self) -> bool:
+        """Whether an exception that left the loop is being handled right now."""
+        return self._left_under is not None and sys.exc_info()[1] not in (None, *self._left_under)
+
+    def collect(self) -> dict[str, Any]:
+        """Return the position as a resume is to find it."""
+        with self.lock:
+            under_way = self.is_under_way()
+            return {
+                "batch": self.done + self.in_hand if under_way else 0,
+                "is_over": self.is_over and self._counters.is_mid_epoch(),
+                "generators": self.read_generators(),
+                "settings": self.source.settings(),
+                "source": self._collect_source(under_way),
+            }
+
+    def _collect_source(self, under_way: bool) -> dict[str, Any]:
+        if self._mark is None or not under_way:
+            # What was left for good counts as far as it was loaded.
+            return self.source.collect(self.source.mark(), [], under_way)
+        return self.source.collect(self._mark, [loaded.mark for loaded in self.ahead], under_way)
+
+    def differences(self, saved: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        """Yield what makes a position in mid-epoch meaningless."""
+        now = self.source.settings()
+        for key, then in saved["settings"].items():
+            if saved["batch"] and then != now.get(key):
+                name = self.source.in_question(key, saved["source"])
+                if name is not None:
+                    text = f"{key} {then} in the checkpoint, {now.get(key)} in the code"
+                    yield name, f"{text}, and the checkpoint is in mid-epoch"
+        for path in saved["generators"].keys() ^ self.read_generators().keys():
+            yield path, "a random generator in the checkpoint or in the code, but not in both"
+
+    def restore(self, saved: Mapping[str, Any], unfit: AbstractSet[str]) -> None:
+        """Stand where `collect` stood; `unfit` settings have changed since."""
+        self.rewind()
+        self.done = saved["batch"]
+        self.is_over = self._over_at_resume = saved["is_over"]
+        self.source.restore(saved["source"], unfit & saved["settings"].keys())
+        self.write_generators(saved["generators"])
+
+    def rewind(self) -> None:
+        """Stand at the beginning of an epoch."""
+        if self.ahead and self.counts_by_steps:
+            warn(
+                f"{len(self.ahead)} batches of the epoch were loaded by another thread, and the optimizer "
+                "made no step for them: there a batch counts when the optimizer steps. Where that is not "
+                "one to one, give the thread to state.batches(through=...)."
+            )
+        self._go_elsewhere()
+        self.done = 0
+        self.is_over = self._over_at_resume = self._stays = False
+        self.source.rewind()
+
+    def _go_elsewhere(self) -> None:
+        self.size_in_hand = 0
+        self.in_hand = self.counts_by_steps = False
+        self._left_under = self._mark = self._mark_before = None
+        self.ahead.clear()
+        self.lap += 1
+
+    def write_generators(self, states: Mapping[str, Any]) -> None:
+        """Put the generators that hang off the loader into these states."""
+        for path, generator in self.source.generators().items():
+            if path in states:
+                rng.write(generator, states[path])
+
+    def read_generators(self) -> dict[str, Any]:
+        """Return the states of the generators that hang off the loader."""
+        return {path: rng.read(found) for path, found in self.source.generators().items()}
+
+    def loop(
+        self, body_ended: Hook, through: Through | None, loads_ahead: bool, is_elsewhere: bool
+    ) -> Iterator[Any]:
+        """Return the batches that are left, counting one as done when the next is asked for.
+
+        Elsewhere is another thread than the training's: there one counts when the optimizer steps.
+        """
+        if self.is_over or self.in_hand:
+            self._refuse_to_repeat()
+            return iter(())
+        self.counts_by_steps = is_elsewhere
+        batches = self._open(loads_ahead or is_elsewhere)
+        return _Elsewhere(self, batches) if is_elsewhere else _Loop(self, batches, body_ended, through)
+
+    def _refuse_to_repeat(self) -> None:
+        if not self._over_at_resume:
+            raise UsageError(
+                "this epoch's batches have been looped over already.",
+                fix="loop over state.batches() once in each body of state.epochs(); for another pass "
+                "over other data use the loader itself, or give it to RunState under a name of its own.",
+            )
+        self._over_at_resume = False
+
+    def _open(self, loads_ahead: bool) -> Iterator[Any]:
+        if not self.done:
+            self._counters.put_back()
+        self._left_under, self._stays, self._has_ended = None, False, False
+        self.source.loads_ahead = loads_ahead
+        batches = self.source.open()
+        self._mark = self._marked()
+        return batches
+
+    def load(self, batches: Iterator[Any]) -> Any:
+        """Load a batch that nobody has been handed yet."""
+        with self.lock:
+            batch = next(batches)
+            self.ahead.append(Loaded(self.source.size(batch), self._marked()))
+            return batch
+
+    def _marked(self) -> Any:
+        return self.source.mark() if self.source.has_cheap_marks or self.source.loads_ahead else None
+
+    def before_batch(self) -> None:
+        """Note that the loop asks for a batch: if one has failed, the training goes on without it."""
+        self._counters.put_back()
+        self._left_under = None
+        self.done += self.source.forgive()
+
+    def end_after_ahead(self) -> None:
+        """Note that the batches have come to their end, but for those that were loaded ahead."""
+        self._has_ended = True
+        self.is_over = not self.ahead
+
+    def hand_out(self) -> None:
+        """Note that the training has the oldest batch that was loaded."""
+        loaded = self.ahead.popleft()
+        self._mark_before, self._mark = self._mark, loaded.mark
+        self.in_hand, self.size_in_hand = True, loaded.size
+        self._step_then = self._counters.step
+        self._counters.handed_out(self.done)
+
+    def take_back(self) -> None:
+        """Note that the training is through with the batch in hand."""
+        self.done += 1
+        self._counters.batch = self.done
+        self._counters.samples += self.size_in_hand
+        self.in_hand, self.size_in_hand = False, 0
+
+    def stepped(self) -> None:
+        """Note that the optimizer has made a step."""
+        with self.lock:
+            if self.counts_by_steps and self.ahead:
+                self.hand_out()
+                self.take_back()
+                self.is_over = self._has_ended and not self.ahead
+
+    def leave(self, outer: BaseException | None) -> None:
+        """Note that the loop was left in the middle: for good by a break, or by an exception."""
+        is_trained = not self._counters.counts_steps or self._counters.step > self._step_then
+        if self.in_hand and (is_trained or self._mark is None):
+            self.take_back()
+        elif self.in_hand:
+            self.ahead.appendleft(Loaded(self.size_in_hand, self._mark))
+            self._mark = self._mark_before
+        self.in_hand, self.size_in_hand = False, 0
+        self._left_under = (outer,)
+
+
+class _Ahead:
+    """The loader's batches, which are noted as they are loaded."""
+
+    def __init__(self, at: LoaderPosition, batches: Iterator[Any]) -> None:
+        self._at = at
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return self._at.load(self._batches)
+
+
+class _Loop:
+    """One pass over what is left of an epoch, as the training sees it."""
+
+    def __init__(
+        self, at: LoaderPosition, batches: Iterator[Any], body_ended: Hook, through: Through | None
+    ) -> None:
+        self._at = at
+        self._lap = at.lap
+        self._body_ended = body_ended
+        self._outer = sys.exc_info()[1]
+        self._is_over = False
+        loading = _Loading(at, batches)
+        self._batches = iter(through(loading)) if through else loading
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        at = self._at
+        if at.in_hand and self._lap == at.lap and not self._is_over:
+            self._body_ended()
+            at.take_back()
+        if self._lap != at.lap or self._is_over:
+            raise StopIteration
+        at.before_batch()
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self._is_over = at.is_over = True
+            raise
+        except BaseException:
+            at.leave(self._outer)
+            raise
+        at.hand_out()
+        return batch
+
+    def close(self) -> None:
+        """Leave the loop."""
+        if self._lap == self._at.lap and not self._is_over:
+            self._is_over = True
+            self._at.leave(self._outer)
+
+    def __del__(self) -> None:
+        # A loop that is left drops its iterator; at the interpreter's end there is nobody to tell.
+        if not sys.is_finalizing():
+            self.close()
+
+
+class _Loading:
+    """The loader's batches, each noted as it is loaded."""
+
+    def __init__(self, at: LoaderPosition, batches: Iterator[Any]) -> None:
+        self._at = at
+        self._lap = at.lap
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        # A thread may still ask for more when the training has long gone elsewhere.
+        if self._lap != self._at.lap:
+            raise StopIteration
+        return self._at.load(self._batches)
+
+
+class _Elsewhere(_Loading):
+    """The same for a thread that nobody knows of: the training gets its batches later."""
+
+    def __next__(self) -> Any:
+        with self._at.lock:
+            self._at.before_batch()
+            try:
+                return super().__next__()
+            except StopIteration:
+                if self._lap == self._at.lap:
+                    self._at.end_after_ahead()
+                raise

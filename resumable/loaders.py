@@ -1,0 +1,410 @@
+"""The batches of a torch DataLoader, from the beginning of an epoch or from its middle."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, Subset
+
+from . import disk, rng
+from .errors import StateMismatch, UsageError
+from .iterators import Workers, in_process, stand_in
+from .order import Draws, Generators, Order, Pulled
+from .seeds import Seeded
+from .stamp import States, Watch
+from .worker import Stamp, Standing, Start, Stream, StreamEnded, Worker, freeze, is_stateful
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Where a loader stands with the batch that it gave last."""
+
+    batches: int
+    samples: int
+    turn: int
+    last: Pulled | None
+    workers: Mapping[int, Standing]
+    draws: Draws | None
+    """What the generators were before that batch was loaded, where it is loaded in this process."""
+
+
+class LoaderSource:
+    """The batches of a DataLoader of torch."""
+
+    has_cheap_marks = True
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        own: Mapping[str, rng.Generator],
+        seeds: Callable[[], tuple[int, int] | None],
+    ) -> None:
+        self.loader = loader
+        self._size = 0
+        self.loads_ahead = False
+        """Whether batches may be asked for before the training wants them."""
+        self._seeds = seeds
+        self._generators = Generators(loader, own)
+        self._is_stream = isinstance(loader.dataset, IterableDataset)
+        self._split = _split(loader.dataset)
+        self._saved: Mapping[str, Any] | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._order = Order(self.loader, self._generators, keeps_draws=not self.loader.num_workers)
+        self._pool: Workers | None = None
+        self._view: DataLoader[Any] = self.loader
+        self._stream: Stream | None = None
+        self._workers: dict[int, Standing] = {}
+        self._made: Draws | None = None
+        self._again: Mapping[str, Any] | None = None
+        self._live: Draws | None = None
+        self._length: int | None = None
+        self._stand_at_beginning()
+
+    def _stand_at_beginning(self) -> None:
+        self._order.begin()
+        self._batches = self._samples = self._turn = 0
+        self._last: Pulled | None = None
+        self._draws: Draws | None = None
+        self._began: States = {}
+        self._is_short = self._is_through = self._is_open = False
+        self._failed: deque[int | None] = deque()
+
+    def settings(self) -> dict[str, Any]:
+        """Return how the script made the loader."""
+        loader, dataset = self.loader, self.loader.dataset
+        return {
+            "batch_size": loader.batch_size,
+            "drop_last": loader.drop_last,
+            "num_workers": loader.num_workers,
+            "sampler": type(loader.sampler).__name__,
+            "batch_sampler": type(loader.batch_sampler).__name__,
+            "dataset_length": len(dataset) if hasattr(dataset, "__len__") else None,
+            "split": self._split,
+            "sample_seeds": self._seeds() is not None,
+        }
+
+    def generators(self) -> dict[str, rng.Generator]:
+        """Return the generators that hang off the loader."""
+        return rng.find(self._generators.root)
+
+    def __len__(self) -> int:
+        return len(self.loader) if self._length is None else self._length
+
+    def open(self) -> Iterator[Any]:
+        """Return the batches that are left of the epoch. Where it goes on, no generator is moved."""
+        saved, self._saved = self._saved, None
+        loaded: Sequence[Any] = ()
+        if saved is None:
+            batches = self._begin_anew()
+        elif saved["is_left"]:
+            self._go_on(saved)
+            batches = self._begin_anew()
+        elif saved["order"]:
+            batches, loaded = self._go_on(saved)
+        elif saved["workers"]:
+            batches = self._begin_from(saved)
+        else:
+            batches = self._begin_anew()
+        self._is_open = True
+        return _Reading(self, batches, loaded)
+
+    def _begin_anew(self) -> Iterator[Any]:
+        if self._pool is None:
+            self._workers = {}
+            return self._make({})
+        self._pool.begin_anew(self._view)
+        return self._pool
+
+    def _begin_from(self, saved: Mapping[str, Any]) -> Iterator[Any]:
+        """Begin an epoch with workers that stand where they stood at the end of the one before."""
+        self._live = self._generators.read()
+        self._take(saved)
+        starts = {number: Start(at, is_next_epoch=True) for number, at in self._workers.items()}
+        return self._make(starts, saved["made"])
+
+    def _go_on(self, saved: Mapping[str, Any]) -> tuple[Iterator[Any], list[Any]]:
+        """Draw the epoch's order again and leave out what is done, unloaded; move no generator."""
+        live = self._live = self._generators.read()
+        self._take(saved)
+        self._turn = saved["turn"]
+        self._again = {**saved["order"], **saved}
+        starts: dict[int, Start] = {}
+        if saved["num_workers"] == self.loader.num_workers:
+            starts = self._starts()
+        else:
+            self._workers, self._turn = {}, 0
+        try:
+            batches = self._make(starts, saved["made"])
+            self._batches, self._samples, self._is_open = saved["batches"], saved["samples"], True
+            loaded = []
+            for draws in saved["ahead"]:
+                self._generators.write(draws)
+                loaded.append(next(batches))
+        finally:
+            self._generators.write(live)
+            self._again = self._live = None
+        return batches, loaded
+
+    def _take(self, saved: Mapping[str, Any]) -> None:
+        workers = enumerate(saved["workers"])
+        self._workers = {number: Standing.restored(at) for number, at in workers if at is not None}
+
+    def _starts(self) -> dict[int, Start]:
+        most = max((at.batches for at in self._workers.values()), default=0)
+        shown = next((number for number, at in self._workers.items() if at.batches == most), None)
+        return {
+            number: Start(at, is_next_epoch=at.batches == 0, shows_progress=number == shown)
+            for number, at in self._workers.items()
+        }
+
+    def _make(self, starts: Mapping[int, Start], made: Draws | None = None) -> Iterator[Any]:
+        loader = self.loader
+        self._stream = Stream(loader) if self._is_stream else None
+        seeds = None if self._stream else self._seeds()
+        seeded = Seeded(loader.dataset, seeds[0]) if seeds else None
+        worker = Worker(loader, self._stream, self._generators.own, starts, seeded is not None)
+        self._view = stand_in(loader, self._stream or seeded or loader.dataset, self._order, worker)
+        if not loader.num_workers:
+            if self._stream:
+                self._stream.start, self._stream.root = starts.get(0), self._generators.root
+            self.order_begins()
+            return in_process(self._view)
+        # Workers are seeded, and their datasets copied, from what was there when they were made first.
+        if made is not None:
+            self._generators.write(made)
+        if self._again and not starts:
+            self._reseed(self._again)
+        self._made = self._generators.read()
+        pool = self._sent_to_workers()
+        self._pool = pool if loader.persistent_workers else None
+        return pool
+
+    def _reseed(self, again: Mapping[str, Any]) -> None:
+        # As many workers as before would have gone on from their own states. These begin with new
+        # seeds, the same at every resume: with the old ones they would draw the epoch's first numbers again.
+        text = f"{again['batches']} {self.loader.num_workers} {torch.initial_seed()}"
+        seed = int(disk.digest(text.encode())[:15], 16)
+        (self.loader.generator or torch.default_generator).manual_seed(seed)
+
+    def _sent_to_workers(self) -> Workers:
+        context = self.loader.multiprocessing_context or multiprocessing
+        try:
+            return Workers(self._view, self._order, self._turn if self._again else 0, self)
+        except Exception as exc:
+            is_of_pickling = isinstance(exc, (TypeError, AttributeError)) or "Pickl" in type(exc).__name__
+            if context.get_start_method() == "fork" or not is_of_pickling:
+                raise
+            raise _unsendable(exc) from exc
+
+    def order_begins(self) -> None:
+        """Let the order be drawn: that of a new epoch, or again that of one that is gone on with."""
+        if self._again is not None:
+            self._order.go_on(self._again, self._live if self.loader.num_workers else None)
+        else:
+            if self._live is not None:
+                self._generators.write(self._live)
+                self._live = None
+            self._stand_at_beginning()
+        seeds = None if self._is_stream else self._seeds()
+        self._order.seeded_epoch = seeds[1] if seeds else None
+
+    def batches_begin(self) -> None:
+        """Count from the beginning, now that nothing of the epoch before is to come."""
+        if self._again is None:
+            self._workers = {number: replace(at, batches=0) for number, at in self._workers.items()}
+
+    def thrown_away(self, stamp: Stamp) -> None:
+        """Note what a batch that nobody gets has made of its worker."""
+        self._workers[stamp[0]] = self._workers.get(stamp[0], Standing()).after(stamp)
+
+    def ran_out(self, worker: int) -> None:
+        """Note that a worker's stream has come to its end."""
+        self._workers[worker] = replace(self._workers.get(worker, Standing()), is_through=True)
+
+    def came_out(self, stamp: Stamp | None, number: int | None) -> None:
+        """Count a batch, and note what it has made of its worker."""
+        if stamp is None:
+            # It counts when the training goes on all the same, and not if it ends with the error.
+            self._failed.append(number)
+            return
+        worker, self._size, self._is_short, *_ = stamp
+        self._count(number)
+        if worker >= 0:
+            self._workers = {**self._workers, worker: self._workers.get(worker, Standing()).after(stamp)}
+            self._turn = (worker + 1) % self.loader.num_workers
+
+    def _count(self, number: int | None) -> None:
+        self._last = self._order.came_out(number)
+        self._batches += 1
+        self._samples += self._last.samples if self._last else 0
+
+    def can_load_ahead(self) -> bool:
+        """Whether asking for a batch early leaves all that is drawn as it is."""
+        samplers = (self.loader.sampler, self.loader.batch_sampler)
+        are_torchs = all(s is None or type(s).__module__.startswith("torch.") for s in samplers)
+        return bool(self.loader.num_workers) and are_torchs
+
+    def size(self, batch: Any) -> int:
+        """Return the samples in the batch that it gave last."""
+        return self._size
+
+    def forgive(self) -> int:
+        """Count the batches that failed, as the training goes on without them."""
+        count = len(self._failed)
+        while self._failed:
+            self._count(self._failed.popleft())
+            self._turn = (self._turn + 1) % max(1, self.loader.num_workers)
+        return count
+
+    def load(self, batches: Iterator[Any]) -> tuple[Any, Stamp]:
+        """Load a batch in this process."""
+        if self._is_stream and not self._began:
+            self._began = Watch(rng.find(self._generators.root)).states()
+        self._draws = self._generators.read() if self.loads_ahead else None
+        try:
+            batch, stamp = next(batches)
+        except StopIteration:
+            raise
+        except Exception:
+            if self._order.on_its_way:
+                self._failed.append(None)
+            raise
+        finally:
+            if self._order.kept is not None:
+                # A dataset that is seeded for each sample leaves the training's generators alone.
+                rng.restore(self._order.kept)
+        return batch, stamp
+
+    def ended(self) -> None:
+        """Note that the epoch's batches have come to their end."""
+        self._is_through = True
+        if self.loader.num_workers and self._is_stream:
+            self._workers = {number: replace(at, is_through=True) for number, at in self._workers.items()}
+
+    def mark(self) -> Mark:
+        """Return where the loader stands with the batch that it gave last."""
+        workers = self._workers
+        if not self.loader.num_workers and self._stream:
+            data = {name: freeze(state) for name, state in self._stream.state().items()}
+            at = Standing(
+                began=self._began,
+                data=data,
+                is_short=self._is_short or self._is_through,
+                is_through=self._is_through,
+                batches=self._batches,
+            )
+            workers = {0: at}
+        return Mark(self._batches, self._samples, self._turn, self._last, workers, self._draws)
+
+    def collect(self, mark: Mark, ahead: Sequence[Mark], is_under_way: bool) -> dict[str, Any]:
+        """Return what goes on after the batch of the mark. `ahead` are the marks of the batches after it."""
+        if self._saved is not None:
+            return dict(self._saved)
+        is_left = self._pool is not None and self._is_open and not is_under_way and not self._is_through
+        on_its_way = [*(at.last for at in ahead if at.last), *self._order.on_its_way]
+        # Workers that end with the epoch leave nothing behind; without any, the stream itself stays.
+        keeps_workers = is_under_way or self._pool is not None or not self.loader.num_workers
+        number = max(mark.workers, default=-1)
+        return {
+            "num_workers": self.loader.num_workers,
+            "batches": mark.batches,
+            "samples": mark.samples,
+            "turn": mark.turn,
+            "made": self._made if is_under_way or self._pool is not None else None,
+            "workers": [mark.workers[i].collect() if i in mark.workers else None for i in range(number + 1)]
+            if keeps_workers
+            else [],
+            "order": self._order.collect(mark.last, on_its_way) if is_under_way or is_left else None,
+            "is_left": is_left,
+            "is_other": False,
+            "ahead": [at.draws for at in ahead if at.draws is not None],
+            "dataset": self._dataset_state(),
+        }
+
+    def _dataset_state(self) -> Any:
+        dataset: Any = self.loader.dataset
+        return None if self._is_stream or not is_stateful(dataset) else {"state": dataset.state_dict()}
+
+    def in_question(self, setting: str, saved: Mapping[str, Any]) -> str | None:
+        """Return what a changed setting puts in question in mid-epoch: itself, everything ("") or nothing."""
+        if setting == "num_workers":
+            # What each worker reads of a stream depends on how many there are.
+            return "" if self._is_stream else None
+        has_position = any(at and at["data"] for at in saved["workers"])
+        return "" if self._is_stream and not has_position else setting
+
+    def restore(self, saved: Mapping[str, Any], other: AbstractSet[str]) -> None:
+        """Go on from what `collect` returned. Of the settings, the `other` ones have changed since."""
+        self._forget()
+        if saved["dataset"] is not None and is_stateful(self.loader.dataset):
+            self.loader.dataset.load_state_dict(saved["dataset"]["state"])  # type: ignore[attr-defined]
+        self._saved = {**saved, "is_other": bool(other)}
+        if other and not self._is_stream:
+            rest = len(self.loader.sampler) - saved["samples"]  # type: ignore[arg-type]
+            size = self.loader.batch_size or 1
+            left = rest // size if self.loader.drop_last else -(-rest // size)
+            self._length = saved["batches"] + left
+
+    def rewind(self) -> None:
+        """Stand at the beginning of an epoch."""
+        self._length = None
+        if self._saved is not None and self._saved["order"]:
+            # An epoch that was never gone on with: its workers are what is left of it.
+            self._saved = {**self._saved, "is_left": True} if self.loader.persistent_workers else None
+
+    def close(self) -> None:
+        """Let the workers go."""
+        self._pool = None
+
+
+class _Reading:
+    """The batches of one epoch, without their stamps."""
+
+    def __init__(self, source: LoaderSource, batches: Iterator[Any], loaded: Sequence[Any]) -> None:
+        self._source = source
+        self._batches = batches
+        self._loaded = deque(loaded)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        source = self._source
+        try:
+            if source.loader.num_workers:
+                return next(self._batches)
+            batch, stamp = self._loaded.popleft() if self._loaded else source.load(self._batches)
+        except StopIteration:
+            source.ended()
+            raise
+        except StreamEnded as exc:
+            raise StateMismatch(
+                f"the stream that is run again has come to its end too early: {exc}.",
+                fix="give it the data that the run was started with, or begin the epoch's data anew with "
+                "allow=['loader'].",
+            ) from exc
+        source.came_out(stamp, None)
+        return batch
+
+
+def _split(dataset: Any) -> str | None:
+    # A split that is drawn anew at every start lets the samples to validate on into the training.
+    if isinstance(dataset, Subset):
+        return disk.digest(repr([int(index) for index in dataset.indices]).encode())[:8]
+    return None
+
+
+def _unsendable(exc: Exception) -> UsageError:
+    return UsageError(
+        f"the loader cannot be sent to its workers: {exc}.",
+        fix="define its dataset, collate_fn and worker_init_fn at the top of a module (no lambda, nothing "
+        'inside a function), or let the workers be forked: multiprocessing_context="fork".',
+    )

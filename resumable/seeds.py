@@ -1,0 +1,49 @@
+"""A seed for every sample, so that what is drawn for it depends on nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+Place = tuple[int, int, Any]
+"""Epoch, position in the epoch's order, and the sample's index."""
+
+
+class Seeded(Dataset[Any]):
+    """The user's dataset, which seeds the generators of its process before each sample."""
+
+    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
+        self.dataset = dataset
+        self._seed = seed
+
+    def __getitem__(self, place: Place) -> Any:
+        epoch, position, index = place
+        self._reseed(epoch, position)
+        return self.dataset[index]
+
+    @property
+    def __getitems__(self) -> Callable[[Sequence[Place]], Any] | None:
+        # A batch that is loaded as one has the seed of its first sample.
+        load_all = getattr(self.dataset, "__getitems__", None)
+        if not load_all:
+            return None
+
+        def load(places: Sequence[Place]) -> Any:
+            self._reseed(*places[0][:2])
+            return load_all([index for _, _, index in places])
+
+        return load
+
+    def _reseed(self, epoch: int, position: int) -> None:
+        text = f"{self._seed}/{epoch}/{position}".encode()
+        words = np.frombuffer(hashlib.blake2b(text, digest_size=32).digest(), dtype="<u8").tolist()
+        random.seed(words[0])
+        np.random.seed([words[1] & 0xFFFFFFFF, words[1] >> 32])
+        # (torch.manual_seed would look at every device, for a hundred times the time)
+        torch.default_generator.manual_seed(words[2] >> 1)

@@ -1,0 +1,324 @@
+"""Where batches come from, of every kind; each goes on in mid-epoch in its own way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import DataLoader, IterDataPipe, MapDataPipe
+
+from . import rng
+from .errors import StateMismatch, UsageError, warn
+from .loaders import LoaderSource
+from .worker import freeze, is_stateful, thaw
+
+
+class Source(Protocol):
+    """What `LoaderPosition` needs of a loader."""
+
+    loader: Any
+    loads_ahead: bool
+    """Whether batches may be asked for before the training wants them."""
+    has_cheap_marks: bool
+    """Whether a mark can be made with every batch."""
+
+    def __len__(self) -> int:
+        """Return the batches of this epoch."""
+
+    def settings(self) -> dict[str, Any]:
+        """Return how the script made the loader."""
+
+    def generators(self) -> dict[str, rng.Generator]:
+        """Return the generators that hang off the loader."""
+
+    def open(self) -> Iterator[Any]:
+        """Return the batches that are left of the epoch. Where it goes on, no generator is moved."""
+
+    def can_load_ahead(self) -> bool:
+        """Whether asking for a batch early leaves all that is drawn as it is."""
+
+    def size(self, batch: Any) -> int:
+        """Return the samples in the batch that it gave last."""
+
+    def forgive(self) -> int:
+        """Count the batches that failed, as the training goes on without them."""
+
+    def mark(self) -> Any:
+        """Return where the loader stands with the batch that it gave last."""
+
+    def collect(self, mark: Any, ahead: Sequence[Any], is_under_way: bool) -> dict[str, Any]:
+        """Return what goes on after the batch of the mark. `ahead` are the marks of the batches after it."""
+
+    def in_question(self, setting: str, saved: Mapping[str, Any]) -> str | None:
+        """Return what a changed setting puts in question in mid-epoch: itself, everything ("") or nothing."""
+
+    def restore(self, saved: Mapping[str, Any], other: AbstractSet[str]) -> None:
+        """Go on from what `collect` returned. Of the settings, the `other` ones have changed since."""
+
+    def rewind(self) -> None:
+        """Stand at the beginning of an epoch."""
+
+    def close(self) -> None:
+        """Let go of what runs in the background."""
+
+
+class StatefulSource:
+    """The batches of anything that keeps its own position: it has `state_dict` and `load_state_dict`."""
+
+    has_cheap_marks = False
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        self.loads_ahead = False
+        self._saved: Mapping[str, Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def settings(self) -> dict[str, Any]:
+        """Return how the script made the loader."""
+        return {"kind": type(self.loader).__name__}
+
+    def generators(self) -> dict[str, rng.Generator]:
+        """Return the generators that hang off the loader."""
+        names = (
+            ("sampler", "batch_sampler", "generator", "dataset")
+            if isinstance(self.loader, DataLoader)
+            else ()
+        )
+        return rng.find({name: getattr(self.loader, name) for name in names})
+
+    def open(self) -> Iterator[Any]:
+        """Return the batches that are left of the epoch. Where it goes on, no generator is moved."""
+        saved, self._saved = self._saved, None
+        if saved is None:
+            return iter(self.loader)
+        live, found = rng.collect(devices=False), self.generators()
+        own = {path: rng.read(generator) for path, generator in found.items()}
+        self.loader.load_state_dict(saved["state"])
+        iterator: Iterator[Any] = iter(self.loader)
+        if not saved["is_under_way"]:
+            iterator = self._next_epoch(iterator)
+        rng.restore(live)
+        for path, state in own.items():
+            rng.write(found[path], state)
+        return iterator
+
+    def _next_epoch(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        # Some begin anew by themselves when they were at the end of an epoch, some are still at its end.
+        is_empty = True
+        for batch in iterator:
+            is_empty = False
+            yield batch
+        if is_empty:
+            yield from self.loader
+
+    def can_load_ahead(self) -> bool:
+        """Return that nobody knows what asking it early does."""
+        return False
+
+    def size(self, batch: Any) -> int:
+        """Return the samples in a batch."""
+        return size_of(batch, getattr(self.loader, "batch_size", None))
+
+    def forgive(self) -> int:
+        """Count nothing: what failed is in the loader's own position."""
+        return 0
+
+    def mark(self) -> Any:
+        """Return the loader's own state, frozen."""
+        return freeze(self.loader.state_dict())
+
+    def collect(self, mark: Any, ahead: Sequence[Any], is_under_way: bool) -> dict[str, Any]:
+        """Return the loader's own state."""
+        return dict(self._saved) if self._saved else {"state": thaw(mark), "is_under_way": is_under_way}
+
+    def in_question(self, setting: str, saved: Mapping[str, Any]) -> str | None:
+        """Return that another kind of loader cannot go on at all."""
+        return ""
+
+    def restore(self, saved: Mapping[str, Any], other: AbstractSet[str]) -> None:
+        """Give the state to the loader when it is looped over next."""
+        self._saved = saved
+
+    def rewind(self) -> None:
+        """Stand at the beginning of an epoch."""
+        if self._saved and self._saved["is_under_way"]:
+            self._saved = None
+
+    def close(self) -> None:
+        """Do nothing: the loader is the user's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """Where a plain iterable stands."""
+
+    batches: int
+    before: int
+    """Batches that the same iterator gave in epochs before this one."""
+
+
+class PlainSource:
+    """The batches of an iterable, or of a function that returns an iterator, once an epoch."""
+
+    has_cheap_marks = True
+
+    def __init__(self, loader: Any, name: str) -> None:
+        self.loader = loader
+        self.loads_ahead = False
+        self._name = name
+        self._saved: Mapping[str, Any] | None = None
+        self._used: Any = None
+        self._start: dict[str, Any] | None = None
+        self._count = Count(0, 0)
+        self._has_ended = False
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def settings(self) -> dict[str, Any]:
+        """Return how the script made the iterable."""
+        return {"kind": type(self.loader).__name__}
+
+    def generators(self) -> dict[str, rng.Generator]:
+        """Return the generators that hang off the iterable."""
+        return rng.find(self.loader)
+
+    def _is_one_shot(self) -> bool:
+        return isinstance(self.loader, Iterator)
+
+    def _begin(self) -> Iterator[Any]:
+        made: Iterable[Any] = self.loader if isinstance(self.loader, Iterable) else self.loader()
+        return iter(made)
+
+    def open(self) -> Iterator[Any]:
+        """Return the batches that are left of the epoch. Where it goes on, no generator is moved."""
+        saved, self._saved = self._saved, None
+        if saved is not None and saved["batches"] + saved["before"]:
+            return self._go_on(saved)
+        is_same = self._is_one_shot() and self._used is self.loader and not self._has_ended
+        self._count = Count(0, self._count.before + self._count.batches if is_same else 0)
+        if not is_same:
+            self._start = {"random": rng.collect(devices=False), "own": self._read()}
+        self._used, self._has_ended = self.loader, False
+        return self._reading(self._begin())
+
+    def _go_on(self, saved: Mapping[str, Any]) -> Iterator[Any]:
+        live, own = rng.collect(devices=False), self._read()
+        self._start = saved["start"]
+        rng.restore(saved["start"]["random"])
+        self._write(saved["start"]["own"])
+        self._used, self._has_ended = self.loader, False
+        batches = self._begin()
+        skipped = saved["batches"] + saved["before"]
+        self._skip(batches, skipped)
+        rng.restore(live)
+        self._write(own)
+        self._count = Count(saved["batches"], saved["before"])
+        return self._reading(batches)
+
+    def _skip(self, batches: Iterator[Any], count: int) -> None:
+        from tqdm import tqdm
+
+        warn(
+            f"{self._name} keeps no position, so {count} batches of it are loaded once more and thrown away. "
+            "A DataLoader, or anything with state_dict and load_state_dict, goes on at once."
+        )
+        for number in tqdm(range(count), desc=f"skipping what {self._name} gave before", unit=" batches"):
+            try:
+                next(batches)
+            except StopIteration:
+                raise StateMismatch(
+                    f"{self._name} has come to its end after {number} batches, and {count} were trained.",
+                    fix="give it the data that the run was started with; an iterator that is new in every "
+                    "epoch is given as the function that makes it.",
+                ) from None
+
+    def _reading(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            self._count = Count(self._count.batches + 1, self._count.before)
+            yield batch
+        self._has_ended = True
+
+    def _read(self) -> dict[str, Any]:
+        return {path: rng.read(generator) for path, generator in self.generators().items()}
+
+    def _write(self, states: Mapping[str, Any]) -> None:
+        found = self.generators()
+        for path in found.keys() & states.keys():
+            rng.write(found[path], states[path])
+
+    def can_load_ahead(self) -> bool:
+        """Return that nobody knows what asking it early does."""
+        return False
+
+    def size(self, batch: Any) -> int:
+        """Return the samples in a batch."""
+        return size_of(batch, None)
+
+    def forgive(self) -> int:
+        """Count nothing: an iterator that has raised is at its end."""
+        return 0
+
+    def mark(self) -> Count:
+        """Return how many batches it has given."""
+        return self._count
+
+    def collect(self, mark: Count, ahead: Sequence[Count], is_under_way: bool) -> dict[str, Any]:
+        """Return how many batches to leave out."""
+        if self._saved is not None:
+            return dict(self._saved)
+        goes_on = self._is_one_shot() and not self._has_ended
+        before = mark.before + (0 if is_under_way else mark.batches) if goes_on else 0
+        batches = mark.batches if is_under_way else 0
+        start = self._start if batches or before else None
+        return {"batches": batches, "before": before, "start": start}
+
+    def in_question(self, setting: str, saved: Mapping[str, Any]) -> str | None:
+        """Return that nothing depends on the kind of the iterable."""
+        return None
+
+    def restore(self, saved: Mapping[str, Any], other: AbstractSet[str]) -> None:
+        """Leave out what was given before when it is looped over next."""
+        self._saved = saved
+
+    def rewind(self) -> None:
+        """Stand at the beginning of an epoch."""
+        if self._saved and self._saved["batches"]:
+            self._saved = None
+
+    def close(self) -> None:
+        """Do nothing: the iterable is the user's."""
+
+
+def size_of(batch: Any, otherwise: int | None) -> int:
+    """Return the samples in a batch, as its first tensor has them."""
+    while isinstance(batch, (Mapping, list, tuple)) and batch:
+        batch = next(iter(batch.values() if isinstance(batch, Mapping) else batch))
+    return batch.shape[0] if isinstance(batch, torch.Tensor) and batch.ndim else otherwise or 1
+
+
+def make(
+    name: str,
+    loader: Any,
+    own: Mapping[str, rng.Generator],
+    seeds: Callable[[], tuple[int, int] | None],
+) -> Source:
+    """Return the source for what the user loops over."""
+    is_plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
+    # (torch seeds and cuts data pipes in ways of their own)
+    if is_plain and not isinstance(loader.dataset, (IterDataPipe, MapDataPipe)):
+        return LoaderSource(loader, own, seeds)
+    if is_stateful(loader) and isinstance(loader, Iterable):
+        return StatefulSource(loader)
+    if isinstance(loader, Iterable) or (callable(loader) and not isinstance(loader, torch.nn.Module)):
+        return PlainSource(loader, name.removeprefix("loader."))
+    raise UsageError(
+        f"{name} is a {type(loader).__name__}, which cannot be looped over.",
+        fix="pass a torch DataLoader, another iterable, a function that returns an iterator, or a dict of "
+        "named ones.",
+    )

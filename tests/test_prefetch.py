@@ -1,0 +1,626 @@
+"""Batches come whole, in order and on the device, and never a moment too early."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import weakref
+from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.overrides import TorchFunctionMode
+from torch.utils.data import DataLoader, TensorDataset
+
+from resumable import UsageError
+from resumable.prefetch import ToDevice
+
+ZERO = torch.zeros(1)
+Edge = namedtuple("Edge", ["source", "to"])
+
+
+class Batch(dict[str, Any]):
+    """A user's own kind of dict, with something beside its items."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+
+class Attributes(dict[str, Any]):
+    """The dict whose items are its attributes as well, as everybody has it."""
+
+    def __init__(self, **items: Any) -> None:
+        super().__init__(**items)
+        self.__dict__ = self
+
+
+class Pair(tuple[Any, ...]):
+    """A tuple of the user's own."""
+
+
+class Fresh(UserDict[str, Any]):
+    """A mapping that makes a tensor of a length at every access, until it is given one."""
+
+    def __getitem__(self, key: str) -> Tensor:
+        value = self.data[key]
+        return value if isinstance(value, Tensor) else torch.ones(value)
+
+
+@dataclasses.dataclass
+class Open:
+    x: Tensor = ZERO
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    x: Tensor
+    length: int = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "length", len(self.x))
+
+
+@dataclasses.dataclass(slots=True)
+class Unset:
+    x: Tensor
+    length: int = dataclasses.field(init=False)
+
+
+class Graph:
+    """What is not ours to look into, with a way of its own to a device."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def to(self, device: torch.device) -> Graph:
+        return Graph(self.x.to(device))
+
+
+class Image(Tensor):
+    """A tensor of a class of the user's own."""
+
+
+def named_batch(x: Tensor) -> Batch:
+    batch = Batch("first")
+    batch["x"] = x
+    return batch
+
+
+CONTAINERS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "tensor": (lambda x: x, lambda batch: batch),
+    "list": (lambda x: [1, x], lambda batch: batch[1]),
+    "tuple": (lambda x: ("a", x), lambda batch: batch[1]),
+    "named tuple": (lambda x: Edge(1, x), lambda batch: batch.to),
+    "tuple subclass": (lambda x: Pair([x]), lambda batch: batch[0]),
+    "torch's own tuple": (lambda x: torch.max(x[None], 0), lambda batch: batch.values),
+    "dict": (lambda x: {"n": 1, "x": x}, lambda batch: batch["x"]),
+    "nested": (lambda x: {"a": [({"x": x}, None)]}, lambda batch: batch["a"][0][0]["x"]),
+    "OrderedDict": (lambda x: OrderedDict(a=1, x=x, b=2), lambda batch: batch["x"]),
+    "defaultdict": (lambda x: defaultdict(list, x=x), lambda batch: batch["x"]),
+    "UserDict": (lambda x: UserDict(x=x), lambda batch: batch["x"]),
+    "read-only": (lambda x: MappingProxyType({"x": x}), lambda batch: batch["x"]),
+    "dict subclass": (named_batch, lambda batch: batch["x"]),
+    "attribute dict, item": (lambda x: Attributes(x=x), lambda batch: batch["x"]),
+    "attribute dict, attribute": (lambda x: Attributes(x=x), lambda batch: batch.x),
+    "dataclass": (Open, lambda batch: batch.x),
+    "frozen dataclass": (Frozen, lambda batch: batch.x),
+    "packed sequence": (lambda x: pack_sequence([x]), lambda batch: batch.data),
+    "object with to": (Graph, lambda batch: batch.x),
+}
+
+
+def moved(batch: Any, device: str = "meta") -> Any:
+    return next(ToDevice(device, ahead=False)(iter([batch])))
+
+
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_a_tensor_is_moved_wherever_it_is_and_its_container_stays_of_its_kind(kind: str) -> None:
+    make, look = CONTAINERS[kind]
+    batch = make(torch.ones(3))
+
+    found = moved(batch)
+
+    assert type(found) is type(batch)
+    assert look(found).is_meta
+    assert look(found).shape == (3,)
+    assert not look(batch).is_meta, "the loader's own batch was changed"
+
+
+def test_a_container_keeps_what_else_it_holds() -> None:
+    batch = named_batch(torch.ones(2))
+
+    assert moved(batch).name == "first"
+    assert list(moved(OrderedDict(a=1, x=torch.ones(2), b=2))) == ["a", "x", "b"]
+    assert moved(defaultdict(list, x=torch.ones(2)))["new"] == []
+    assert moved(Frozen(torch.ones(2))).length == 2
+
+
+def test_a_tuple_keeps_its_attributes() -> None:
+    batch = Pair([torch.ones(2)])
+    batch.name = "first"  # type: ignore[attr-defined]
+
+    assert moved(batch).name == "first"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "text",
+        b"bytes",
+        3,
+        2.5,
+        None,
+        True,
+        np.ones(3),
+        {1, 2},
+        range(3),
+        torch.Size([2]),
+        Graph,
+        Open,
+        deque(),
+    ],
+    ids=repr,
+)
+def test_what_has_no_tensor_to_move_is_left_alone(value: Any) -> None:
+    batch = {"value": value, "x": torch.ones(2)}
+
+    assert moved(batch)["value"] is value
+    assert moved([value])[0] is value
+
+
+def test_what_is_on_the_device_already_is_the_very_object_that_the_loader_gave() -> None:
+    batch = {"x": torch.ones(2), "rest": [Open(torch.ones(2))]}
+
+    assert moved(batch, "cpu") is batch
+
+
+def test_a_tensor_that_is_twice_in_a_batch_is_one_tensor_afterwards() -> None:
+    x, shared = torch.ones(2), [torch.ones(3)]
+
+    found = moved({"x": x, "same": (x, [x]), "a": shared, "b": shared})
+
+    assert found["x"] is found["same"][0] is found["same"][1][0]
+    assert found["a"] is found["b"]
+
+
+def test_tensors_that_a_mapping_makes_at_every_access_are_not_taken_for_one() -> None:
+    batch = [Fresh(x=length, y=2 * length) for length in range(50)]
+
+    found = moved(batch)
+
+    assert [(len(one["x"]), len(one["y"])) for one in found] == [(n, 2 * n) for n in range(50)]
+    assert all(one["x"].is_meta and one["y"].is_meta for one in found)
+    assert batch[3].data == {"x": 3, "y": 6}
+
+
+def test_what_a_container_lacks_or_names_by_a_number_does_not_stop_it() -> None:
+    numbered = Attributes(x=torch.ones(2))
+    numbered[1] = torch.ones(3)  # type: ignore[index]
+
+    assert moved(numbered)[1].is_meta
+    assert moved(numbered).x.is_meta
+    assert moved(Unset(torch.ones(2))).x.is_meta
+
+
+def test_a_batch_that_cannot_be_made_again_is_named() -> None:
+    class Sealed(dict[str, Any]):
+        def __setitem__(self, key: str, value: Any) -> None:
+            raise TypeError("it is sealed")
+
+    with pytest.raises(
+        UsageError, match=r"a Sealed in the batch cannot be made again.*it is sealed"
+    ) as error:
+        moved(Sealed(x=torch.ones(2)))
+
+    assert "to(device)" in error.value.fix
+
+
+@pytest.mark.parametrize("device", ["cud", "cuda:-1", None, 1.5, True, "", -1])
+def test_what_is_no_device_is_refused_when_it_is_given(device: Any) -> None:
+    with pytest.raises(UsageError, match="is no device"):
+        ToDevice(device, ahead=True)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", torch.device("cuda"), "xpu", "mps"])
+def test_a_device_that_is_not_there_is_refused_when_it_is_given(
+    device: str | torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for backend in (torch.cuda, torch.xpu, torch.mps):
+        monkeypatch.setattr(backend, "device_count", lambda: 0)
+
+    with pytest.raises(UsageError, match=r"is not there: this process sees 0 devices") as error:
+        ToDevice(device, ahead=True)
+
+    assert "torch.cuda.is_available()" in error.value.fix
+
+
+def test_another_device_leaves_cuda_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    touched: list[str] = []
+    for name in ("device_count", "is_available", "current_device", "current_stream", "Stream", "_lazy_init"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: touched.append(name))
+
+    assert len(list(ToDevice("cpu", ahead=True)(iter([torch.ones(2)] * 3)))) == 3
+    assert moved(torch.ones(2)).is_meta
+    assert touched == []
+
+
+class Broken(Exception):
+    """What goes wrong in these loaders."""
+
+
+def loader(log: list[str], count: int, error: BaseException | None = None) -> Iterator[Tensor]:
+    try:
+        for number in range(count):
+            log.append(f"load {number}")
+            yield torch.full((2,), float(number))
+        if error:
+            log.append("break")
+            raise error
+    finally:
+        log.append("closed")
+
+
+def train(batches: Iterator[Any], log: list[str]) -> None:
+    for batch in batches:
+        log.append(f"train {int(batch[0])}")
+
+
+@pytest.mark.parametrize(
+    ("ahead", "order"),
+    [
+        (False, ["load 0", "train 0", "load 1", "train 1", "load 2", "train 2", "closed"]),
+        (True, ["load 0", "load 1", "train 0", "load 2", "train 1", "closed", "train 2"]),
+    ],
+)
+def test_the_loader_is_asked_at_most_one_batch_ahead(ahead: bool, order: list[str]) -> None:
+    log: list[str] = []
+
+    train(ToDevice("cpu", ahead)(loader(log, 3)), log)
+
+    assert log == order
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_nothing_is_loaded_before_the_first_batch_is_asked_for(ahead: bool) -> None:
+    log: list[str] = []
+
+    batches = ToDevice("cpu", ahead)(loader(log, 3))
+    assert log == []
+    next(batches)
+
+    assert log[0] == "load 0"
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 7])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_every_batch_comes_once_and_in_order_and_then_the_end(ahead: bool, count: int) -> None:
+    given = list(torch.randn(count, 3))
+    batches = ToDevice("cpu", ahead)(iter(given))
+
+    found = list(batches)
+
+    assert [id(batch) for batch in found] == [id(batch) for batch in given]
+    with pytest.raises(StopIteration):
+        next(batches)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("count", [0, 1, 4])
+def test_an_error_of_the_loader_comes_when_its_batch_is_asked_for(ahead: bool, count: int) -> None:
+    log: list[str] = []
+    batches = ToDevice("cpu", ahead)(loader(log, count, Broken("here")))
+
+    found = [int(next(batches)[0]) for _ in range(count)]
+    with pytest.raises(Broken, match="here"):
+        next(batches)
+
+    assert found == list(range(count))
+    with pytest.raises(StopIteration):
+        next(batches)
+
+
+def test_an_error_in_moving_comes_when_its_batch_is_asked_for() -> None:
+    class Unmovable:
+        def to(self, device: torch.device) -> None:
+            raise Broken
+
+    batches = ToDevice("cpu", ahead=True)(iter([torch.ones(1), Unmovable()]))
+
+    assert next(batches).item() == 1.0
+    with pytest.raises(Broken):
+        next(batches)
+
+
+def test_an_interrupt_does_not_wait_for_another_step_of_the_training() -> None:
+    batches = ToDevice("cpu", ahead=True)(loader([], 1, KeyboardInterrupt()))
+
+    with pytest.raises(KeyboardInterrupt):
+        next(batches)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("error", [None, Broken()])
+def test_a_loop_that_is_left_half_way_closes_the_loader(ahead: bool, error: Broken | None) -> None:
+    log: list[str] = []
+    batches = ToDevice("cpu", ahead)(loader(log, 3, error))
+
+    for _ in range(3):
+        next(batches)
+    del batches
+
+    assert log[-1] == "closed"
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_batches_of_a_dataloader_are_those_it_gives_without(ahead: bool, workers: int) -> None:
+    data = DataLoader(TensorDataset(torch.randn(20, 3)), batch_size=3, shuffle=True, num_workers=workers)
+
+    torch.manual_seed(1)
+    plain = [[batch for (batch,) in data] for _ in range(2)]
+    torch.manual_seed(1)
+    through = [[batch for (batch,) in ToDevice("cpu", ahead)(iter(data))] for _ in range(2)]
+
+    for expected, found in zip(plain, through, strict=True):
+        assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
+        assert len(found) == 7
+
+
+class Event:
+    """A place in a stream's work."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream, self._count = stream, stream.done + len(stream.work)
+
+    def query(self) -> bool:
+        return self._stream.done >= self._count
+
+    def synchronize(self) -> None:
+        while not self.query():
+            self._stream.work.popleft()()
+            self._stream.done += 1
+
+
+class Stream:
+    """Work that is done in order, and as late as can be: when somebody waits for it."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.work: deque[Callable[[], object]] = deque()
+        self.done = 0
+        self.free: list[tuple[Tensor, list[Event]]] = []
+        """Memory that was allocated here and let go, and which work has still to come to its end."""
+
+    def record_event(self) -> Event:
+        return Event(self)
+
+    def wait_event(self, event: Event) -> None:
+        self.work.append(event.synchronize)
+
+
+class SlowGpu(TorchFunctionMode):
+    """A GPU for machines without one: with streams, pinned memory and an allocator that reuses memory.
+
+    Its streams are as late, and its allocator as quick to reuse, as the rules of CUDA allow.
+    """
+
+    _numbers = itertools.count(90)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.device = torch.device("cuda", next(self._numbers))
+        self.training = Stream()
+        self.streams = [self.training]
+        self.copies: list[Stream] = []
+        """On which stream each copy was made."""
+        self.pins = 0
+        self.waits = 0
+        """Copies from memory that is not pinned, or that were waited for."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.empty_like and kwargs.pop("pin_memory", False):
+            self.pins += 1
+            return self.pinned(func(*args, **kwargs))
+        if func is Tensor.is_pinned:
+            return hasattr(args[0], "pinned")
+        if func is Tensor.to and self.device in args:
+            return self._copied(args[0], **kwargs)
+        return func(*args, **kwargs)
+
+    def pinned(self, tensor: Tensor) -> Tensor:
+        tensor.pinned = True  # type: ignore[attr-defined]
+        return tensor
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        self.streams.append(stream)
+        yield
+        self.streams.pop()
+
+    def _copied(self, source: Tensor, non_blocking: bool = False) -> Tensor:
+        stream = self.streams[-1]
+        self.copies.append(stream)
+        if source.layout != torch.strided:
+            return source
+        memory = self._allocated(source, stream)
+        # Pinned memory is read when the copy runs, if it is still there; other memory at once.
+        staged = None if hasattr(source, "pinned") else source.clone()
+        pinned = weakref.ref(source)
+        self.waits += staged is not None or not non_blocking
+        stream.work.append(lambda: memory.copy_(_first(staged, pinned(), torch.tensor(-1))))
+        if not non_blocking:
+            stream.record_event().synchronize()
+        copied: Any = memory.detach()
+        copied.memory, copied.users = memory, []
+        weakref.finalize(copied, self._let_go, memory, stream, copied.users)
+        return copied  # type: ignore[no-any-return]
+
+    def _allocated(self, like: Tensor, stream: Stream) -> Tensor:
+        for number, (memory, events) in enumerate(stream.free):
+            if memory.shape == like.shape and all(event.query() for event in events):
+                return stream.free.pop(number)[0]
+        return torch.full_like(like, -1)
+
+    def _let_go(self, memory: Tensor, stream: Stream, users: list[Stream]) -> None:
+        stream.free.append((memory, [user.record_event() for user in users]))
+
+    def read(self, batch: Any) -> Tensor:
+        """Have the training read a batch, as a kernel does: some time later, from its memory."""
+        memory = batch.memory
+        result = torch.empty_like(memory)
+        self.streams[-1].work.append(lambda: result.copy_(memory))
+        return result
+
+    def synchronize(self) -> None:
+        self.training.record_event().synchronize()
+
+
+def _first(*found: Tensor | None) -> Tensor:
+    return next(tensor for tensor in found if tensor is not None)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowGpu]:
+    with SlowGpu() as slow:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1000)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: slow.device.index)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: slow.streams[-1])
+        monkeypatch.setattr(torch.cuda, "stream", slow.stream)
+        monkeypatch.setattr(torch.cuda, "Stream", Stream)
+        # (torch looks at the stream before it asks anybody whose tensor this is)
+        monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: tensor.users.append(stream))
+        yield slow
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("is_pinned", [False, True])
+def test_the_training_reads_what_the_loader_gave_however_late_the_gpu_is(
+    gpu: SlowGpu, ahead: bool, is_pinned: bool
+) -> None:
+    given = torch.arange(24.0).reshape(8, 3)
+    batches = (gpu.pinned(row.clone()) if is_pinned else row for row in given)
+
+    read = [gpu.read(batch) for batch in ToDevice("cuda", ahead)(batches)]
+    assert gpu.training.done == 0, "somebody has waited for the training"
+    gpu.synchronize()
+
+    assert torch.equal(torch.stack(read), given)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_loader_may_fill_its_pinned_memory_again(gpu: SlowGpu, ahead: bool) -> None:
+    def same_memory() -> Iterator[Tensor]:
+        memory = gpu.pinned(torch.empty(3))
+        for number in range(6):
+            yield memory.fill_(number)
+
+    read = [gpu.read(batch) for batch in ToDevice("cuda", ahead)(same_memory())]
+    gpu.synchronize()
+
+    assert [int(batch[0]) for batch in read] == list(range(6))
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_batch_is_whole_on_whichever_stream_the_training_has_come_to(gpu: SlowGpu, ahead: bool) -> None:
+    given, read = torch.arange(6.0).reshape(6, 1), []
+    batches = ToDevice("cuda", ahead)(iter(given))
+
+    for _ in given:
+        with gpu.stream(Stream()):
+            read.append(gpu.read(next(batches)))
+            gpu.streams[-1].record_event().synchronize()
+
+    assert torch.equal(torch.stack(read), given)
+
+
+@pytest.mark.parametrize(("ahead", "begun"), [(False, [1, 2, 3, 3]), (True, [2, 3, 3, 3])])
+def test_the_copy_of_the_next_batch_is_begun_before_this_one_is_handed_out(
+    gpu: SlowGpu, ahead: bool, begun: list[int]
+) -> None:
+    found = []
+
+    batches = ToDevice("cuda", ahead)(iter(torch.ones(3, 2)))
+    for _ in batches:
+        found.append(len(gpu.copies))
+
+    assert [*found, len(gpu.copies)] == begun
+
+
+def test_all_epochs_are_copied_on_one_stream_that_is_not_the_trainings(gpu: SlowGpu) -> None:
+    for _ in range(3):
+        for _ in ToDevice("cuda", ahead=True)(iter(torch.ones(2, 2))):
+            pass
+
+    assert len(gpu.copies) == 6
+    assert len(set(gpu.copies)) == 1
+    assert gpu.training not in gpu.copies
+
+
+@pytest.mark.parametrize(("is_pinned", "pins"), [(True, 0), (False, 3)])
+def test_a_copy_is_from_pinned_memory_and_what_is_pinned_is_not_pinned_again(
+    gpu: SlowGpu, is_pinned: bool, pins: int
+) -> None:
+    given = [gpu.pinned(torch.ones(2)) if is_pinned else torch.ones(2) for _ in range(3)]
+
+    for _ in ToDevice("cuda", ahead=True)(iter(given)):
+        pass
+
+    assert (len(gpu.copies), gpu.waits, gpu.pins) == (3, 0, pins)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Graph(torch.ones(2)),
+        pack_sequence([torch.ones(2)]),
+        torch.eye(2).to_sparse(),
+        torch.ones(2).as_subclass(Image),
+        torch.ones(2, device="meta"),
+    ],
+    ids=["object", "packed sequence", "sparse", "subclass", "other device"],
+)
+def test_what_is_no_plain_tensor_of_the_host_is_copied_on_the_trainings_stream(
+    gpu: SlowGpu, value: Graph | PackedSequence | Tensor
+) -> None:
+    for _ in ToDevice("cuda", ahead=True)(iter([{"x": value}])):
+        pass
+
+    assert set(gpu.copies) == {gpu.training}
+
+
+def test_a_tensor_that_is_twice_in_a_batch_is_copied_once(gpu: SlowGpu) -> None:
+    x = torch.ones(2)
+
+    found = next(ToDevice("cuda", ahead=True)(iter([[x, {"x": x}]])))
+
+    assert found[0] is found[1]["x"]
+    assert len(gpu.copies) == 1
+
+
+@pytest.mark.parametrize(
+    "x",
+    [torch.ones(1, 3).expand(4, 3), torch.arange(6)[::2], torch.eye(3).t(), torch.ones(0), torch.tensor(2)],
+)
+def test_a_tensor_of_any_layout_can_be_copied(gpu: SlowGpu, x: Tensor) -> None:
+    read = gpu.read(next(ToDevice("cuda", ahead=False)(iter([x]))))
+    gpu.synchronize()
+
+    assert torch.equal(read, x)
+
+
+def test_a_loop_on_the_gpu_that_is_left_half_way_closes_the_loader(gpu: SlowGpu) -> None:
+    log: list[str] = []
+
+    batches = ToDevice("cuda", ahead=True)(loader(log, 5))
+    next(batches)
+    del batches
+
+    assert log == ["load 0", "load 1", "closed"]
