@@ -47,13 +47,16 @@ class Change:
     now: Any
     is_the_codes: bool
     """Whether the script's value wins in any case."""
+    effect: str = ""
+    """What follows from that."""
 
     def matches(self, patterns: Sequence[str]) -> bool:
         """Whether one of the patterns names it: "optimizer.lr", "scheduler.*"."""
         return self.path in patterns or any(fnmatchcase(self.path, pattern) for pattern in patterns)
 
     def __str__(self) -> str:
-        return f"{self.path} was {self.then!r} and is {self.now!r} in the code now"
+        effect = f" ({self.effect})" if self.effect else ""
+        return f"{self.path} was {self.then!r} and is {self.now!r} in the code now{effect}"
 
 
 class _RandomPart(Part):
@@ -83,6 +86,13 @@ class _LoaderPart(_PositionPart):
 
     def restore(self, saved: Saved, unfit: AbstractSet[str], code_wins: AbstractSet[str]) -> None:
         self.live.restore(saved.copy(self.stem, same_device), unfit)
+
+    def effects(self, saved: Saved) -> dict[str, str]:
+        try:
+            effects: dict[str, str] = self.live.source.effects(saved.view(self.stem)["source"])
+            return effects
+        except KeyError:
+            return {}
 
     def differences(self, saved: Saved, built: Mapping[str, Json]) -> Iterator[Difference]:
         for name, text in self.live.differences(saved.view(self.stem)):
@@ -177,8 +187,16 @@ class Capture:
             and any(_has_changed(name, stem, versions, held, now) for stem in held)
         ]
 
-    def changes(self, built: Mapping[str, Json], unfit: Mapping[str, AbstractSet[str]]) -> list[Change]:
+    def changes(
+        self, built: Mapping[str, Json], unfit: Mapping[str, AbstractSet[str]], trees: Trees
+    ) -> list[Change]:
         """Return the settings that the script makes otherwise than when the run was built."""
+        effects = {
+            f"{part.name}.{setting}": effect
+            for part in self._parts
+            if isinstance(part, _LoaderPart)
+            for setting, effect in part.effects(Saved(trees, part.name)).items()
+        }
         left_out = tuple(f"{part}." for part, names in unfit.items() if "" in names)
         return [
             Change(
@@ -187,6 +205,7 @@ class Capture:
                 codec.decode(self.settings[path], {}),
                 # No checkpoint can say how data is loaded, whether a scaler is on, or what `allow` left out.
                 is_the_codes=path.startswith(("loader", *left_out)) or path.endswith(".enabled"),
+                effect=effects.get(path, ""),
             )
             for path in self.settings
             if path in built and built[path] != self.settings[path] and not path.endswith(".frozen")
@@ -205,8 +224,11 @@ class Capture:
         if refused:
             raise _mismatch(refused)
         unfit: dict[str, set[str]] = {}
+        loaders = {part.name for part in self._parts if isinstance(part, _LoaderPart)}
         for difference in found:
-            unfit.setdefault(difference.part, set()).add(difference.name)
+            # A loader that is allowed as a whole begins the epoch's data anew.
+            is_whole = difference.part in loaders & {*allow}
+            unfit.setdefault(difference.part, set()).add("" if is_whole else difference.name)
         # A weight that starts anew has no use for the moments of the one before it.
         anew = {
             part.name_in_optimizers(name)

@@ -28,10 +28,10 @@ class Told(Protocol):
     def batches_begin(self) -> None:
         """What was left of the epoch before has been thrown away."""
 
-    def came_out(self, stamp: Stamp | None, number: int | None) -> None:
+    def came_out(self, stamped: Stamp | None, number: int | None) -> None:
         """A batch is handed out; one without a stamp is an error of its worker's."""
 
-    def thrown_away(self, stamp: Stamp) -> None:
+    def thrown_away(self, stamped: Stamp) -> None:
         """A batch was made, and nobody wants it any more."""
 
     def ran_out(self, worker: int) -> None:

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
-from . import disk, rng
+from . import disk, rng, stamp
 from .errors import StateMismatch, UsageError
 from .iterators import Workers, in_process, stand_in
 from .order import Draws, Generators, Order, Pulled
 from .seeds import Seeded
-from .stamp import States, Watch
+from .stamp import States
 from .worker import Stamp, Standing, Start, Stream, StreamEnded, Worker, freeze, is_stateful
 
 
@@ -221,24 +221,24 @@ class LoaderSource:
         if self._again is None:
             self._workers = {number: replace(at, batches=0) for number, at in self._workers.items()}
 
-    def thrown_away(self, stamp: Stamp) -> None:
+    def thrown_away(self, stamped: Stamp) -> None:
         """Note what a batch that nobody gets has made of its worker."""
-        self._workers[stamp[0]] = self._workers.get(stamp[0], Standing()).after(stamp)
+        self._workers[stamped[0]] = self._workers.get(stamped[0], Standing()).after(stamped)
 
     def ran_out(self, worker: int) -> None:
         """Note that a worker's stream has come to its end."""
         self._workers[worker] = replace(self._workers.get(worker, Standing()), is_through=True)
 
-    def came_out(self, stamp: Stamp | None, number: int | None) -> None:
+    def came_out(self, stamped: Stamp | None, number: int | None) -> None:
         """Count a batch, and note what it has made of its worker."""
-        if stamp is None:
+        if stamped is None:
             # It counts when the training goes on all the same, and not if it ends with the error.
             self._failed.append(number)
             return
-        worker, self._size, self._is_short, *_ = stamp
+        worker, self._size, self._is_short, *_ = stamped
         self._count(number)
         if worker >= 0:
-            self._workers = {**self._workers, worker: self._workers.get(worker, Standing()).after(stamp)}
+            self._workers = {**self._workers, worker: self._workers.get(worker, Standing()).after(stamped)}
             self._turn = (worker + 1) % self.loader.num_workers
 
     def _count(self, number: int | None) -> None:
@@ -267,10 +267,10 @@ class LoaderSource:
     def load(self, batches: Iterator[Any]) -> tuple[Any, Stamp]:
         """Load a batch in this process."""
         if self._is_stream and not self._began:
-            self._began = Watch(rng.find(self._generators.root)).states()
+            self._began = stamp.read(rng.find(self._generators.root))
         self._draws = self._generators.read() if self.loads_ahead else None
         try:
-            batch, stamp = next(batches)
+            batch, stamped = next(batches)
         except StopIteration:
             raise
         except Exception:
@@ -281,7 +281,7 @@ class LoaderSource:
             if self._order.kept is not None:
                 # A dataset that is seeded for each sample leaves the training's generators alone.
                 rng.restore(self._order.kept)
-        return batch, stamp
+        return batch, stamped
 
     def ended(self) -> None:
         """Note that the epoch's batches have come to their end."""
@@ -341,6 +341,18 @@ class LoaderSource:
         has_position = any(at and at["data"] for at in saved["workers"])
         return "" if self._is_stream and not has_position else setting
 
+    def effects(self, saved: Mapping[str, Any]) -> dict[str, str]:
+        """Return what a change of a setting does, where that is no error."""
+        is_in_epoch = bool(saved["order"])
+        draws = any(at and at["generators"] for at in saved["workers"])
+        if self._is_stream or self._seeds():
+            return {}
+        if is_in_epoch and saved["num_workers"] and not draws:
+            return {"num_workers": "nothing was drawn at random in the workers, so the batches stay the same"}
+        return {
+            "num_workers": "the order stays; what is drawn at random while loading is not what it would be"
+        }
+
     def restore(self, saved: Mapping[str, Any], other: AbstractSet[str]) -> None:
         """Go on from what `collect` returned. Of the settings, the `other` ones have changed since."""
         self._forget()
@@ -381,7 +393,7 @@ class _Reading:
         try:
             if source.loader.num_workers:
                 return next(self._batches)
-            batch, stamp = self._loaded.popleft() if self._loaded else source.load(self._batches)
+            batch, stamped = self._loaded.popleft() if self._loaded else source.load(self._batches)
         except StopIteration:
             source.ended()
             raise
@@ -391,7 +403,7 @@ class _Reading:
                 fix="give it the data that the run was started with, or begin the epoch's data anew with "
                 "allow=['loader'].",
             ) from exc
-        source.came_out(stamp, None)
+        source.came_out(stamped, None)
         return batch
 
 

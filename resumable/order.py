@@ -11,9 +11,8 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from . import disk, rng
+from . import disk, rng, stamp
 from .errors import StateMismatch
-from .stamp import Watch
 from .worker import is_stateful
 
 Draws = dict[str, Any]
@@ -153,9 +152,9 @@ class Order:
 
     def _rest(self, inner: Iterator[Any]) -> Iterator[Any]:
         # The first batch's draws may be those of the whole order.
-        watch = Watch({})
+        before = stamp.read({})
         for indices in islice(inner, 1):
-            self._is_drawn_late |= bool(watch.changes())
+            self._is_drawn_late |= not stamp.is_same(before, stamp.read({}))
             yield from self._give([indices])
         yield from self._give(inner)
         # (a sampler may draw once more as it ends)

@@ -55,6 +55,9 @@ class Source(Protocol):
     def in_question(self, setting: str, saved: Mapping[str, Any]) -> str | None:
         """Return what a changed setting puts in question in mid-epoch: itself, everything ("") or nothing."""
 
+    def effects(self, saved: Mapping[str, Any]) -> dict[str, str]:
+        """Return what a change of a setting does, where that is no error."""
+
     def restore(self, saved: Mapping[str, Any], other: AbstractSet[str]) -> None:
         """Go on from what `collect` returned. Of the settings, the `other` ones have changed since."""
 
@@ -139,6 +142,10 @@ class StatefulSource:
     def in_question(self, setting: str, saved: Mapping[str, Any]) -> str | None:
         """Return that another kind of loader cannot go on at all."""
         return ""
+
+    def effects(self, saved: Mapping[str, Any]) -> dict[str, str]:
+        """Return that nothing is known of that."""
+        return {}
 
     def restore(self, saved: Mapping[str, Any], other: AbstractSet[str]) -> None:
         """Give the state to the loader when it is looped over next."""
@@ -281,6 +288,10 @@ class PlainSource:
     def in_question(self, setting: str, saved: Mapping[str, Any]) -> str | None:
         """Return that nothing depends on the kind of the iterable."""
         return None
+
+    def effects(self, saved: Mapping[str, Any]) -> dict[str, str]:
+        """Return that nothing is known of that."""
+        return {}
 
     def restore(self, saved: Mapping[str, Any], other: AbstractSet[str]) -> None:
         """Leave out what was given before when it is looped over next."""

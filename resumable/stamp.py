@@ -22,6 +22,12 @@ States = dict[str, Pieces]
 _WORDS = 624 * 4
 
 
+def read(own: Mapping[str, rng.Generator]) -> States:
+    """Return what the generators of this process are now."""
+    found = {"python": _Python().read(), "numpy": _read_numpy(), "torch": _read_torch()}
+    return {**found, **{f"own.{path}": _read_own(generator) for path, generator in own.items()}}
+
+
 class Watch:
     """The generators of this process: what has changed of them since it was last asked.
 
@@ -52,7 +58,7 @@ class Watch:
         found: States = {}
         for name, read in self._readers.items():
             now, seen = read(), self._seen[name]
-            changed = {piece: value for piece, value in now.items() if not _is_same(seen.get(piece), value)}
+            changed = {piece: value for piece, value in now.items() if not is_same(seen.get(piece), value)}
             if changed:
                 self._seen[name] = now
                 found[name] = changed if name in self._told else now
@@ -84,9 +90,10 @@ def restore(states: Mapping[str, Pieces], root: object) -> list[str]:
     return lost
 
 
-def _is_same(then: Any, now: Any) -> bool:
+def is_same(then: Any, now: Any) -> bool:
+    """Whether two states are equal, with arrays in them or not."""
     if isinstance(now, dict):
-        return isinstance(then, dict) and all(_is_same(then[key], now[key]) for key in now)
+        return isinstance(then, dict) and all(is_same(then[key], now[key]) for key in now)
     if isinstance(now, np.ndarray):
         return np.array_equal(then, now)
     return bool(then == now)

@@ -173,7 +173,7 @@ class RunState:
         chosen, trees = found
         unfit = self._capture.check(trees, chosen.about, allow)
         best = self._checked_best(chosen, override)
-        changes = self._capture.changes(chosen.about.built, unfit)
+        changes = self._capture.changes(chosen.about.built, unfit, trees)
         overridden = [change for change in changes if change.matches(override)]
         # Before anything is touched: where warnings are errors, this ends the load.
         self._tell_changes(changes, overridden, chosen.about)

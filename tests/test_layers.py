@@ -11,9 +11,15 @@ PACKAGE = Path(__file__).parent.parent / "resumable"
 
 LAYERS = (
     ("errors", "boundary", "sealed"),
-    ("disk", "manifest", "tensorfile", "rng", "environment"),
-    ("checkpoint", "policy", "codec", "image", "arguments"),
-    ("part", "position", "run", "writer"),
+    ("disk", "manifest", "tensorfile", "rng", "environment", "seeds", "prefetch"),
+    ("checkpoint", "policy", "codec", "image", "arguments", "stamp"),
+    ("part", "run", "writer", "worker"),
+    ("order",),
+    ("iterators",),
+    ("loaders",),
+    ("sources",),
+    ("loader_position",),
+    ("position",),
     ("modules",),
     ("optimizers",),
     ("parts",),

@@ -31,7 +31,8 @@ NAMES = [
     "UsageError",
 ]
 
-PARTS = ["model", "optimizer", "scheduler", "scaler", "loader", "extra", "maximize", "minimize", "keep"]
+PARTS = ["model", "optimizer", "scheduler", "scaler", "loader", "extra"]
+OPTIONS = ["maximize", "minimize", "keep", "sample_seeds"]
 
 
 def members(kind: type) -> set[str]:
@@ -67,7 +68,7 @@ def test_load_takes_what_the_constructor_takes_and_how_to_go_on() -> None:
     made = list(inspect.signature(RunState).parameters)
     loaded = list(inspect.signature(RunState.load).parameters)
 
-    assert made == ["run_dir", *PARTS]
+    assert made == ["run_dir", *PARTS, *OPTIONS]
     assert loaded == [*made, "resume", "allow", "override"]
 
 
