@@ -28,7 +28,7 @@ class Told(Protocol):
     def batches_begin(self) -> None:
         """What was left of the epoch before has been thrown away."""
 
-    def came_out(self, stamped: Stamp | None, number: int | None) -> None:
+    def came_out(self, stamped: Stamp | None, number: int | None, worker: int | None) -> None:
         """A batch is handed out; one without a stamp is an error of its worker's."""
 
     def thrown_away(self, stamped: Stamp) -> None:
@@ -116,12 +116,12 @@ class Workers(_MultiProcessingDataLoaderIter):
         sent = self._send_idx
         super()._try_put_index()
         if self._send_idx > sent:
-            self._given[self._task_info[sent][0]].append(self._order.on_its_way[-1].number)
+            self._given[self._task_info[sent][0]].append(self._order.sent)
 
     def _process_data(self, data: Any, *worker: int) -> Any:
         is_error = not isinstance(data, (tuple, list))
         stamp = None if is_error else data[1]
         by = stamp[0] if stamp else worker[0] if worker else None
         number = self._given[by].popleft() if by is not None else None
-        self._told.came_out(stamp, number)
+        self._told.came_out(stamp, number, by)
         return super()._process_data(data if is_error else data[0], *worker)  # type: ignore[no-untyped-call]

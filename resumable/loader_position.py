@@ -27,6 +27,9 @@ class Counters(Protocol):
     samples: int
     counts_steps: bool
 
+    def hold(self) -> None:
+        """Remember the random generators for where the loops go on."""
+
     def put_back(self) -> None:
         """Put the random generators back as they were held."""
 
@@ -128,10 +131,13 @@ class LoaderPosition:
             if saved["batch"] and then != now.get(key):
                 name = self.source.in_question(key, saved["source"])
                 if name is not None:
-                    text = f"{key} {then} in the checkpoint, {now.get(key)} in the code"
-                    yield name, f"{text}, and the checkpoint is in mid-epoch"
-        for path in saved["generators"].keys() ^ self.read_generators().keys():
-            yield path, "a random generator in the checkpoint or in the code, but not in both"
+                    text = f"{then} in the checkpoint, {now.get(key)} in the code, in mid-epoch"
+                    yield name, text if name else f"{key} {text}"
+        root = self.source.root()
+        for path in saved["generators"].keys() ^ rng.find(root).keys():
+            # Many datasets make theirs at the first sample.
+            if path not in saved["generators"] or not rng.is_free(root, path):
+                yield path, "a random generator in the checkpoint or in the code, but not in both"
 
     def restore(self, saved: Mapping[str, Any], unfit: AbstractSet[str]) -> None:
         """Stand where `collect` stood; `unfit` settings have changed since."""
@@ -163,13 +169,15 @@ class LoaderPosition:
 
     def write_generators(self, states: Mapping[str, Any]) -> None:
         """Put the generators that hang off the loader into these states."""
-        for path, generator in self.source.generators().items():
-            if path in states:
-                rng.write(generator, states[path])
+        root = self.source.root()
+        found = rng.find(root)
+        for path, state in states.items():
+            if generator := found.get(path) or rng.plant(root, path, state):
+                rng.write(generator, state)
 
     def read_generators(self) -> dict[str, Any]:
         """Return the states of the generators that hang off the loader."""
-        return {path: rng.read(found) for path, found in self.source.generators().items()}
+        return {path: rng.read(found) for path, found in rng.find(self.source.root()).items()}
 
     def loop(
         self, body_ended: Hook, through: Through | None, loads_ahead: bool, is_elsewhere: bool
@@ -195,12 +203,14 @@ class LoaderPosition:
         self._over_at_resume = False
 
     def _open(self, loads_ahead: bool) -> Iterator[Any]:
-        if not self.done:
-            self._counters.put_back()
+        self._counters.put_back()
         self._left_under, self._stays, self._has_ended = None, False, False
         self.source.loads_ahead = loads_ahead
         batches = self.source.open()
         self._mark = self._marked()
+        if self.done:
+            # What is drawn until the first batch is handed out was drawn before.
+            self._counters.hold()
         return batches
 
     def load(self, batches: Iterator[Any]) -> Any:

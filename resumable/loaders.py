@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from . import disk, rng, stamp
-from .errors import StateMismatch, UsageError
+from .errors import StateMismatch, UsageError, warn
 from .iterators import Workers, in_process, stand_in
 from .order import Draws, Generators, Order, Pulled
 from .seeds import Seeded
@@ -75,7 +75,7 @@ class LoaderSource:
         self._draws: Draws | None = None
         self._began: States = {}
         self._is_short = self._is_through = self._is_open = False
-        self._failed: deque[int | None] = deque()
+        self._failed: deque[tuple[int | None, int | None]] = deque()
 
     def settings(self) -> dict[str, Any]:
         """Return how the script made the loader."""
@@ -91,9 +91,9 @@ class LoaderSource:
             "sample_seeds": self._seeds() is not None,
         }
 
-    def generators(self) -> dict[str, rng.Generator]:
-        """Return the generators that hang off the loader."""
-        return rng.find(self._generators.root)
+    def root(self) -> object:
+        """Return what the loader's generators hang off."""
+        return self._generators.at_loader()
 
     def __len__(self) -> int:
         return len(self.loader) if self._length is None else self._length
@@ -133,25 +133,56 @@ class LoaderSource:
     def _go_on(self, saved: Mapping[str, Any]) -> tuple[Iterator[Any], list[Any]]:
         """Draw the epoch's order again and leave out what is done, unloaded; move no generator."""
         live = self._live = self._generators.read()
+        self._draws_at_save = stamp.read({})
         self._take(saved)
         self._turn = saved["turn"]
-        self._again = {**saved["order"], **saved}
+        self._again = {**saved["order"], "is_left": saved["is_left"], "batches": saved["batches"]}
         starts: dict[int, Start] = {}
         if saved["num_workers"] == self.loader.num_workers:
             starts = self._starts()
         else:
             self._workers, self._turn = {}, 0
+        has_own_order = bool(self.loader.num_workers) and not self._is_stream
         try:
             batches = self._make(starts, saved["made"])
+            if not has_own_order:
+                # (else the order has put them back, and more may have been drawn from there)
+                self._generators.write(live)
+            self._warn_of_shared_draws(starts)
             self._batches, self._samples, self._is_open = saved["batches"], saved["samples"], True
-            loaded = []
-            for draws in saved["ahead"]:
-                self._generators.write(draws)
-                loaded.append(next(batches))
-        finally:
+            loaded = [self._loaded_again(batches, draws) for draws in saved["ahead"]]
+        except BaseException:
             self._generators.write(live)
+            raise
+        finally:
             self._again = self._live = None
         return batches, loaded
+
+    def _loaded_again(self, batches: Iterator[Any], draws: Draws) -> Any:
+        live = self._generators.read()
+        self._generators.write(draws)
+        try:
+            return next(batches)
+        finally:
+            self._generators.write(live)
+
+    def _warn_of_shared_draws(self, starts: Mapping[int, Start]) -> None:
+        """Look whether a stream that was run again in this process drew where the training draws too."""
+        if self._stream is None or self.loader.num_workers or not starts or starts[0].standing.data:
+            return
+        began, now, live = starts[0].standing.began, stamp.read({}), self._draws_at_save
+        shared = [
+            name
+            for name in now
+            if not stamp.is_same(began[name], now[name]) and not stamp.is_same(live[name], now[name])
+        ]
+        if shared:
+            name = type(self.loader.dataset).__name__
+            warn(
+                f"{name} and the training draw from the same generators ({', '.join(shared)}). What the "
+                "stream keeps of its draws (a shuffle buffer) may not be what it was: let it draw from a "
+                "generator of its own, give it a state_dict, or load it in a worker."
+            )
 
     def _take(self, saved: Mapping[str, Any]) -> None:
         workers = enumerate(saved["workers"])
@@ -174,7 +205,7 @@ class LoaderSource:
         self._view = stand_in(loader, self._stream or seeded or loader.dataset, self._order, worker)
         if not loader.num_workers:
             if self._stream:
-                self._stream.start, self._stream.root = starts.get(0), self._generators.root
+                self._stream.start, self._stream.root = starts.get(0), self._generators.root()
             self.order_begins()
             return in_process(self._view)
         # Workers are seeded, and their datasets copied, from what was there when they were made first.
@@ -229,11 +260,11 @@ class LoaderSource:
         """Note that a worker's stream has come to its end."""
         self._workers[worker] = replace(self._workers.get(worker, Standing()), is_through=True)
 
-    def came_out(self, stamped: Stamp | None, number: int | None) -> None:
+    def came_out(self, stamped: Stamp | None, number: int | None, worker: int | None = None) -> None:
         """Count a batch, and note what it has made of its worker."""
         if stamped is None:
             # It counts when the training goes on all the same, and not if it ends with the error.
-            self._failed.append(number)
+            self._failed.append((number, worker))
             return
         worker, self._size, self._is_short, *_ = stamped
         self._count(number)
@@ -260,14 +291,23 @@ class LoaderSource:
         """Count the batches that failed, as the training goes on without them."""
         count = len(self._failed)
         while self._failed:
-            self._count(self._failed.popleft())
-            self._turn = (self._turn + 1) % max(1, self.loader.num_workers)
+            number, worker = self._failed.popleft()
+            self._count(number)
+            if self.loader.num_workers:
+                by = self._turn if worker is None else worker
+                at = self._workers.get(by, Standing())
+                if self._last:
+                    self._workers = {
+                        **self._workers,
+                        by: replace(at, failed=[*at.failed, self._last.indices]),
+                    }
+                self._turn = (by + 1) % self.loader.num_workers
         return count
 
     def load(self, batches: Iterator[Any]) -> tuple[Any, Stamp]:
         """Load a batch in this process."""
         if self._is_stream and not self._began:
-            self._began = stamp.read(rng.find(self._generators.root))
+            self._began = stamp.read(rng.find(self._generators.root()))
         self._draws = self._generators.read() if self.loads_ahead else None
         try:
             batch, stamped = next(batches)
@@ -275,7 +315,7 @@ class LoaderSource:
             raise
         except Exception:
             if self._order.on_its_way:
-                self._failed.append(None)
+                self._failed.append((None, None))
             raise
         finally:
             if self._order.kept is not None:
@@ -317,6 +357,7 @@ class LoaderSource:
             "num_workers": self.loader.num_workers,
             "batches": mark.batches,
             "samples": mark.samples,
+            "samplers": self._order.states(),
             "turn": mark.turn,
             "made": self._made if is_under_way or self._pool is not None else None,
             "workers": [mark.workers[i].collect() if i in mark.workers else None for i in range(number + 1)]
@@ -324,7 +365,6 @@ class LoaderSource:
             else [],
             "order": self._order.collect(mark.last, on_its_way) if is_under_way or is_left else None,
             "is_left": is_left,
-            "is_other": False,
             "ahead": [at.draws for at in ahead if at.draws is not None],
             "dataset": self._dataset_state(),
         }
@@ -358,12 +398,30 @@ class LoaderSource:
         self._forget()
         if saved["dataset"] is not None and is_stateful(self.loader.dataset):
             self.loader.dataset.load_state_dict(saved["dataset"]["state"])  # type: ignore[attr-defined]
-        self._saved = {**saved, "is_other": bool(other)}
-        if other and not self._is_stream:
-            rest = len(self.loader.sampler) - saved["samples"]  # type: ignore[arg-type]
-            size = self.loader.batch_size or 1
-            left = rest // size if self.loader.drop_last else -(-rest // size)
-            self._length = saved["batches"] + left
+        self._order.load_states(saved["samplers"])
+        self._saved = saved
+        if saved["order"] and not self._is_stream:
+            self._saved = {**saved, "order": self._with_other_batches(saved) if other else saved["order"]}
+            self._length = self._length_from(*self._saved["order"]["from"])
+
+    def _with_other_batches(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        # From here on other batches are made of the samples that are left.
+        batches = saved["batches"]
+        return {
+            **saved["order"],
+            "from": [batches, saved["samples"]],
+            "pulled": batches,
+            "on_its_way": [],
+            "has_last": False,
+            "fingerprint": None,
+        }
+
+    def _length_from(self, batches: int, samples: int) -> int | None:
+        if not samples:
+            return None
+        left = len(self.loader.sampler) - samples  # type: ignore[arg-type]
+        size = self.loader.batch_size or 1
+        return batches + (left // size if self.loader.drop_last else -(-left // size))
 
     def rewind(self) -> None:
         """Stand at the beginning of an epoch."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -13,6 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from . import disk, rng, stamp
 from .errors import StateMismatch
+from .stamp import States
 from .worker import is_stateful
 
 Draws = dict[str, Any]
@@ -29,20 +30,23 @@ class Generators:
         self._loader = loader
         self.own = own
 
-    @property
+    def at_loader(self) -> dict[str, Any]:
+        """Return what may have generators of the loader's own."""
+        return {name: getattr(self._loader, name) for name in _ROOTS}
+
     def root(self) -> dict[str, Any]:
-        """Where they hang."""
-        return {**{name: getattr(self._loader, name) for name in _ROOTS}, "extra": self.own}
+        """Return that, and the generators of the user's own."""
+        return {**self.at_loader(), "extra": self.own}
 
     def read(self) -> Draws:
         """Return the states of all."""
-        states = {path: rng.read(generator) for path, generator in rng.find(self.root).items()}
+        states = {path: rng.read(generator) for path, generator in rng.find(self.root()).items()}
         return {"random": rng.collect(devices=False), "generators": states}
 
     def write(self, draws: Mapping[str, Any]) -> None:
         """Put all into these states."""
         rng.restore(draws["random"])
-        found = rng.find(self.root)
+        found = rng.find(self.root())
         for path in found.keys() & draws["generators"].keys():
             rng.write(found[path], draws["generators"][path])
 
@@ -86,8 +90,14 @@ class Order:
         self._drawn: Draws | None = None
         self._begun: Draws | None = None
         self._states: list[Any] = []
-        self._has_ended = self._is_drawn_late = False
+        self._log: dict[int, States] = {}
+        """What the sampler drew late, at the batch of a number, from a global generator: where that stood."""
+        self._logged: States = {}
+        self._from = (0, 0)
+        """The batch and the sample from which batches of another size are made."""
+        self._has_ended = False
         self.pulled = self._samples = 0
+        self.sent = -1
         self.on_its_way.clear()
 
     def __len__(self) -> int:
@@ -99,8 +109,17 @@ class Order:
             return self._draw_again(iter(self._sampler), *again)
         if not self._is_stream:
             self._drawn = self._generators.read()
-            self._states = [sampler.state_dict() for sampler in self._stateful]
+            self._states = self.states()
         return self._draw(iter(self._sampler))
+
+    def states(self) -> list[Any]:
+        """Return the states of samplers that have one."""
+        return [sampler.state_dict() for sampler in self._stateful]
+
+    def load_states(self, states: Sequence[Any]) -> None:
+        """Put the samplers that have one into their states."""
+        for sampler, state in zip(self._stateful, states, strict=False):
+            sampler.load_state_dict(state)
 
     def came_out(self, number: int | None = None) -> Pulled | None:
         """Note that a batch has come out of the loader: the one of a number, or the oldest."""
@@ -112,22 +131,21 @@ class Order:
 
     def collect(self, last: Pulled | None, on_its_way: Sequence[Pulled]) -> dict[str, Any]:
         """Return what draws the same order again, to go on with what is on its way."""
-        # What is drawn in between the training's own draws cannot be drawn again.
-        is_late = self._is_drawn_late
         number = min((pulled.number for pulled in on_its_way), default=self.pulled)
-        is_in_order = last is not None and last.number == number - 1
+        has_last = last is not None and last.number == number - 1
         return {
             "drawn": self._drawn,
             "begun": self._begun,
             "samplers": self._states,
+            "drawn_late": self._log,
+            "from": list(self._from),
             "has_ended": self._has_ended,
             "pulled": self.pulled,
             "on_its_way": [pulled.number for pulled in on_its_way],
-            "indices": [pulled.indices for pulled in on_its_way] if is_late else None,
-            "is_in_order": is_in_order,
+            "has_last": has_last,
             "fingerprint": None
-            if is_late or self._is_stream
-            else _fingerprint(last if is_in_order else None, on_its_way),
+            if self._is_stream
+            else _fingerprint([*([last] if last and has_last else []), *on_its_way]),
         }
 
     def go_on(self, saved: Mapping[str, Any], live: Draws | None = None) -> None:
@@ -138,25 +156,20 @@ class Order:
         """
         self._again = saved, live
         self._drawn, self._begun, self._states = saved["drawn"], saved["begun"], saved["samplers"]
-        self._is_drawn_late = saved["indices"] is not None
         if self._drawn is not None:
             self._generators.write(self._drawn)
-        for sampler, state in zip(self._stateful, self._states, strict=False):
-            sampler.load_state_dict(state)
+        self.load_states(self._states)
 
     def _draw(self, inner: Iterator[Any]) -> Iterator[Any]:
         if not self._is_stream:
             self._begun = self._generators.read()
-            yield from self._give(islice(inner, 1))
         yield from self._rest(inner)
 
     def _rest(self, inner: Iterator[Any]) -> Iterator[Any]:
-        # The first batch's draws may be those of the whole order.
-        before = stamp.read({})
-        for indices in islice(inner, 1):
-            self._is_drawn_late |= not stamp.is_same(before, stamp.read({}))
-            yield from self._give([indices])
-        yield from self._give(inner)
+        while (indices := self._ask(inner)) is not _END:
+            pulled = self._numbered(indices)
+            self.on_its_way.append(pulled)
+            yield self._placed(pulled)
         # (a sampler may draw once more as it ends)
         self._has_ended = True
 
@@ -170,26 +183,44 @@ class Order:
         self._has_ended = saved["has_ended"]
         if self._has_ended:
             # Let it end here, and not once more where its draws would count.
-            ahead, inner = [*ahead, *map(self._next, inner)], iter(())
+            ahead, inner = [*ahead, *map(self._numbered, inner)], iter(())
         if live:
             self._generators.write(live)
-        for pulled in ahead:
-            yield self._sent(pulled)
+        self.on_its_way.extend(ahead)
+        yield from map(self._placed, ahead)
         if not self._has_ended and not saved["is_left"]:
             yield from self._rest(inner)
 
-    def _give(self, inner: Iterable[Any]) -> Iterator[Any]:
-        for indices in inner:
-            yield self._sent(self._next(indices))
+    def _ask(self, inner: Iterator[Any]) -> Any:
+        """Ask the sampler for a batch, and log what it draws late."""
+        # What it draws for the first batch may be the whole order; one that draws for the second draws late.
+        if self._is_stream or not (self.pulled == 1 or self._log):
+            return next(inner, _END)
+        before = stamp.read({})
+        indices = next(inner, _END)
+        drawn = [name for name, pieces in stamp.read({}).items() if not stamp.is_same(before[name], pieces)]
+        if drawn and indices is not _END:
+            now = {name: before[name] for name in drawn}
+            self._log[self.pulled] = stamp.differences(self._logged, now)
+            self._logged = stamp.merged(self._logged, now)
+        return indices
 
-    def _next(self, indices: Any) -> Pulled:
+    def _ask_again(self, inner: Iterator[Any]) -> Any:
+        """Ask the sampler for a batch, from where it drew it before."""
+        if late := self._log.get(self.pulled):
+            self._logged = stamp.merged(self._logged, late)
+            stamp.restore({name: self._logged[name] for name in late}, None)
+        return next(inner, _END)
+
+    def _numbered(self, indices: Any) -> Pulled:
         samples = len(indices) if self._is_batched else 1
         pulled = Pulled(self.pulled, self._samples, samples, indices)
         self.pulled, self._samples = self.pulled + 1, self._samples + samples
         return pulled
 
-    def _sent(self, pulled: Pulled) -> Any:
-        self.on_its_way.append(pulled)
+    def _placed(self, pulled: Pulled) -> Any:
+        """Return the indices as they are sent: each with its place in the epoch, if that seeds it."""
+        self.sent = pulled.number
         epoch, indices = self.seeded_epoch, pulled.indices
         if epoch is None:
             return indices
@@ -201,29 +232,33 @@ class Order:
 
     def _left(self, inner: Iterator[Any], saved: Mapping[str, Any]) -> tuple[list[Pulled], Iterator[Any]]:
         """Return what was on its way, and the sampler's iterator after it."""
-        if saved["is_other"] and not self._is_stream:
-            self.pulled, self._samples = saved["batches"], saved["samples"]
-            return [], self._from_there(saved["batches"], saved["samples"])
         numbers: list[int] = saved["on_its_way"]
         first = min(numbers, default=saved["pulled"])
-        last = None
         if self._is_stream:
             self.pulled = first
-        for indices in islice(inner, first - self.pulled):
-            last = self._next(indices)
-        window = [self._next(indices) for indices in islice(inner, saved["pulled"] - first)]
-        if self._is_stream:
-            return window, inner
-        if saved["indices"] is not None:
-            drawn_late = zip(numbers, saved["indices"], strict=True)
-            return [Pulled(number, 0, 0, indices) for number, indices in drawn_late], inner
+            return [self._numbered(next(inner)) for _ in range(saved["pulled"] - first)], inner
+        self._log, self._from = dict(saved["drawn_late"]), tuple(saved["from"])
+        self.pulled, self._samples = self._from
+        if self.pulled or self._samples:
+            inner = self._from_there(*self._from)
+        found = []
+        if not self._log:
+            # (a million samples: nothing more is done for each batch than to count it)
+            skipped = islice(inner, max(0, first - 1 - self.pulled))
+            sizes = list(map(len, skipped) if self._is_batched else [1 for _ in skipped])
+            self.pulled, self._samples = self.pulled + len(sizes), self._samples + sum(sizes)
+        while self.pulled < saved["pulled"] and (indices := self._ask_again(inner)) is not _END:
+            pulled = self._numbered(indices)
+            if pulled.number in numbers or (saved["has_last"] and pulled.number == first - 1):
+                found.append(pulled)
         if self.pulled < saved["pulled"]:
             raise _other_data(f"it has {self.pulled} batches now, and {saved['pulled']} were drawn")
-        on_its_way = [pulled for pulled in window if pulled.number in numbers]
-        fingerprint = _fingerprint(last if saved["is_in_order"] else None, on_its_way)
-        if saved["fingerprint"] != fingerprint:
+        if saved["fingerprint"] not in (None, _fingerprint(found)):
             raise _other_data(f"batch {first} is of other samples now, or those around it")
-        return on_its_way, inner
+        if saved["fingerprint"] is None:
+            # Batches of another size: the order is drawn with the first of them.
+            return [self._numbered(indices) for indices in islice(inner, 1)], inner
+        return [pulled for pulled in found if pulled.number in numbers], inner
 
     def _from_there(self, batches: int, samples: int) -> Iterator[Any]:
         if self._is_batched and self._loader.batch_size is None:
@@ -234,8 +269,11 @@ class Order:
         return iter(BatchSampler(rest, self._loader.batch_size, self._loader.drop_last))
 
 
-def _fingerprint(last: Pulled | None, on_its_way: Sequence[Pulled]) -> str:
-    text = repr([_plain(pulled.indices) for pulled in (last, *on_its_way) if pulled])
+_END = object()
+
+
+def _fingerprint(batches: Sequence[Pulled]) -> str:
+    text = repr([_plain(pulled.indices) for pulled in batches])
     return disk.digest(text.encode())
 
 

@@ -238,6 +238,9 @@ class Position:
             self.hold()
 
     def _begin_epoch(self, epoch: int) -> None:
+        if any(loader.is_under_way() for loader in self._all()):
+            # In mid-epoch, and the body did not loop again over what was left.
+            self.put_back()
         for loader in self._all():
             loader.leave(None)
             loader.rewind()

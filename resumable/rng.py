@@ -78,18 +78,29 @@ def plant(root: object, path: str, state: Any) -> Generator | None:
 
     `state` is what `read` returned of the one that was there; return None if the place is taken.
     """
-    *above, last = path.split(".")
-    owner: Any = root
-    for name in above:
-        owner = dict(_children(owner)).get(name)
-    if owner is None or dict(_children(owner)).get(last) is not None or isinstance(owner, (list, tuple)):
+    if not is_free(root, path):
         return None
-    made = _made_for(state)
-    if isinstance(owner, Mapping):
-        owner[last] = made  # type: ignore[index]
+    *above, last = path.split(".")
+    owner, made = _at(root, above), _made_for(state)
+    if isinstance(owner, dict):
+        owner[last] = made
     else:
         setattr(owner, last, made)
     return made
+
+
+def is_free(root: object, path: str) -> bool:
+    """Whether an object is there that has None, or nothing, where the path ends."""
+    *above, last = path.split(".")
+    owner = _at(root, above)
+    can_have = isinstance(owner, dict) or hasattr(owner, "__dict__")
+    return can_have and dict(_children(owner)).get(last) is None
+
+
+def _at(root: object, names: list[str]) -> Any:
+    for name in names:
+        root = dict(_children(root)).get(name)
+    return root
 
 
 def _made_for(state: Any) -> Generator:

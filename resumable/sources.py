@@ -31,8 +31,8 @@ class Source(Protocol):
     def settings(self) -> dict[str, Any]:
         """Return how the script made the loader."""
 
-    def generators(self) -> dict[str, rng.Generator]:
-        """Return the generators that hang off the loader."""
+    def root(self) -> object:
+        """Return what the loader's generators hang off."""
 
     def open(self) -> Iterator[Any]:
         """Return the batches that are left of the epoch. Where it goes on, no generator is moved."""
@@ -85,21 +85,21 @@ class StatefulSource:
         """Return how the script made the loader."""
         return {"kind": type(self.loader).__name__}
 
-    def generators(self) -> dict[str, rng.Generator]:
-        """Return the generators that hang off the loader."""
+    def root(self) -> object:
+        """Return what the loader's generators hang off."""
         names = (
             ("sampler", "batch_sampler", "generator", "dataset")
             if isinstance(self.loader, DataLoader)
             else ()
         )
-        return rng.find({name: getattr(self.loader, name) for name in names})
+        return {name: getattr(self.loader, name) for name in names}
 
     def open(self) -> Iterator[Any]:
         """Return the batches that are left of the epoch. Where it goes on, no generator is moved."""
         saved, self._saved = self._saved, None
         if saved is None:
             return iter(self.loader)
-        live, found = rng.collect(devices=False), self.generators()
+        live, found = rng.collect(devices=False), rng.find(self.root())
         own = {path: rng.read(generator) for path, generator in found.items()}
         self.loader.load_state_dict(saved["state"])
         iterator: Iterator[Any] = iter(self.loader)
@@ -191,9 +191,9 @@ class PlainSource:
         """Return how the script made the iterable."""
         return {"kind": type(self.loader).__name__}
 
-    def generators(self) -> dict[str, rng.Generator]:
-        """Return the generators that hang off the iterable."""
-        return rng.find(self.loader)
+    def root(self) -> object:
+        """Return the iterable: its generators hang off it."""
+        return self.loader
 
     def _is_one_shot(self) -> bool:
         return isinstance(self.loader, Iterator)
@@ -252,10 +252,10 @@ class PlainSource:
         self._has_ended = True
 
     def _read(self) -> dict[str, Any]:
-        return {path: rng.read(generator) for path, generator in self.generators().items()}
+        return {path: rng.read(generator) for path, generator in rng.find(self.loader).items()}
 
     def _write(self, states: Mapping[str, Any]) -> None:
-        found = self.generators()
+        found = rng.find(self.loader)
         for path in found.keys() & states.keys():
             rng.write(found[path], states[path])
 

@@ -71,6 +71,18 @@ def merged(states: Mapping[str, Pieces], changes: Mapping[str, Pieces]) -> State
     return {**states, **{name: {**states.get(name, {}), **pieces} for name, pieces in changes.items()}}
 
 
+def differences(then: Mapping[str, Pieces], now: Mapping[str, Pieces]) -> States:
+    """Return the pieces that are not what they were."""
+    return {
+        name: {
+            piece: value
+            for piece, value in pieces.items()
+            if piece not in then.get(name, {}) or not is_same(then[name][piece], value)
+        }
+        for name, pieces in now.items()
+    }
+
+
 def restore(states: Mapping[str, Pieces], root: object) -> list[str]:
     """Put the generators of this process, and those that hang off `root`, into these states.
 

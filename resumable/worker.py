@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import threading
 import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from multiprocessing import connection
@@ -40,6 +41,8 @@ class Standing:
     """Whether the stream has been asked for more after that."""
     batches: int = 0
     """Batches of this epoch."""
+    failed: Sequence[Any] = ()
+    """The indices that it could not load since its last stamp: trying has moved its generators too."""
 
     def after(self, stamped: Stamp) -> Standing:
         """Return where it stands with one more batch."""
@@ -61,6 +64,7 @@ class Standing:
             "is_short": self.is_short,
             "is_through": self.is_through,
             "batches": self.batches,
+            "failed": list(self.failed),
         }
 
     @classmethod
@@ -268,6 +272,8 @@ class Worker:
             if "dataset" in start.standing.data:
                 self._dataset.load_state_dict(thaw(start.standing.data["dataset"]))
             put_back(start.standing.generators, self._root())
+            for indices in start.standing.failed:
+                self._fail_again(indices)
         self._watch = Watch(rng.find(self._root()), not self._is_seeded)
         if self._stream:
             self._stream.start, self._stream.root, self._stream.watch = start, self._root(), self._watch
@@ -287,6 +293,15 @@ class Worker:
             # Many datasets make their generators at the first sample, some even later.
             self._watch.add(rng.find(self._root()), is_new=True)
         return batch, (self._number, size, is_short, self._watch.changes(), began, self._changed_data())
+
+    def _fail_again(self, indices: Any) -> None:
+        with contextlib.suppress(Exception):
+            if not self._is_batched:
+                self._collate(self._dataset[indices])
+            elif load_all := getattr(self._dataset, "__getitems__", None):
+                self._collate(load_all(indices))
+            else:
+                self._collate([self._dataset[index] for index in indices])
 
     def _root(self) -> dict[str, Any]:
         return {"dataset": self._dataset, "collate_fn": self._collate, "extra": self._own}

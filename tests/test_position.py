@@ -678,13 +678,13 @@ def save_in_epoch(run_dir: Path, loader: DataLoader[Any], batches: int) -> None:
 
 
 CHANGED = [
-    (numbers(10, 5), "loader.batch_size: batch_size 4 in the checkpoint, 5 in the code"),
-    (numbers(11, 4), "loader.dataset_length: dataset_length 10 in the checkpoint, 11 in the code"),
+    (numbers(10, 5), "loader.batch_size: 4 in the checkpoint, 5 in the code"),
+    (numbers(11, 4), "loader.dataset_length: 10 in the checkpoint, 11 in the code"),
     (
         numbers(10, 4, shuffle=True),
-        "loader.sampler: sampler SequentialSampler in the checkpoint, RandomSampler in",
+        "loader.sampler: SequentialSampler in the checkpoint, RandomSampler in",
     ),
-    (numbers(10, 4, drop_last=True), "loader.drop_last: drop_last False in the checkpoint, True in the code"),
+    (numbers(10, 4, drop_last=True), "loader.drop_last: False in the checkpoint, True in the code"),
 ]
 
 
