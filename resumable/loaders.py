@@ -150,6 +150,7 @@ class LoaderSource:
                 self._generators.write(live)
             self._warn_of_shared_draws(starts)
             self._batches, self._samples, self._is_open = saved["batches"], saved["samples"], True
+            self._began = starts[0].standing.began if self._stream and starts else {}
             loaded = [self._loaded_again(batches, draws) for draws in saved["ahead"]]
         except BaseException:
             self._generators.write(live)
