@@ -119,9 +119,9 @@ class LoaderPosition:
             }
 
     def _collect_source(self, under_way: bool) -> dict[str, Any]:
-        if self._mark is None or not under_way:
+        if not under_way:
             # What was left for good counts as far as it was loaded.
-            return self.source.collect(self.source.mark(), [], under_way)
+            return self.source.collect(None, [], under_way)
         return self.source.collect(self._mark, [loaded.mark for loaded in self.ahead], under_way)
 
     def differences(self, saved: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -251,11 +251,11 @@ class LoaderPosition:
 
     def stepped(self) -> None:
         """Note that the optimizer has made a step."""
-        with self.lock:
-            if self.counts_by_steps and self.ahead:
-                self.hand_out()
-                self.take_back()
-                self.is_over = self._has_ended and not self.ahead
+        # (without the lock: the other thread has it for as long as it waits for a batch)
+        if self.counts_by_steps and self.ahead:
+            self.hand_out()
+            self.take_back()
+            self.is_over = self._has_ended and not self.ahead
 
     def leave(self, outer: BaseException | None) -> None:
         """Note that the loop was left in the middle: for good by a break, or by an exception."""
@@ -267,20 +267,6 @@ class LoaderPosition:
             self._mark = self._mark_before
         self.in_hand, self.size_in_hand = False, 0
         self._left_under = (outer,)
-
-
-class _Ahead:
-    """The loader's batches, which are noted as they are loaded."""
-
-    def __init__(self, at: LoaderPosition, batches: Iterator[Any]) -> None:
-        self._at = at
-        self._batches = batches
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        return self._at.load(self._batches)
 
 
 class _Loop:
@@ -316,6 +302,11 @@ class _Loop:
         except BaseException:
             at.leave(self._outer)
             raise
+        if not at.ahead:
+            raise UsageError(
+                "through= has made more batches than it was given.",
+                fix="let it give each batch that it gets once, in the same order.",
+            )
         at.hand_out()
         return batch
 

@@ -345,10 +345,11 @@ class LoaderSource:
             workers = {0: at}
         return Mark(self._batches, self._samples, self._turn, self._last, workers, self._draws)
 
-    def collect(self, mark: Mark, ahead: Sequence[Mark], is_under_way: bool) -> dict[str, Any]:
-        """Return what goes on after the batch of the mark. `ahead` are the marks of the batches after it."""
+    def collect(self, mark: Mark | None, ahead: Sequence[Mark], is_under_way: bool) -> dict[str, Any]:
+        """Return what goes on after the batch of the mark (None: the last one that was given)."""
         if self._saved is not None:
             return dict(self._saved)
+        mark = mark or self.mark()
         is_left = self._pool is not None and self._is_open and not is_under_way and not self._is_through
         on_its_way = [*(at.last for at in ahead if at.last), *self._order.on_its_way]
         # Workers that end with the epoch leave nothing behind; without any, the stream itself stays.

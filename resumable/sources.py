@@ -50,7 +50,10 @@ class Source(Protocol):
         """Return where the loader stands with the batch that it gave last."""
 
     def collect(self, mark: Any, ahead: Sequence[Any], is_under_way: bool) -> dict[str, Any]:
-        """Return what goes on after the batch of the mark. `ahead` are the marks of the batches after it."""
+        """Return what goes on after the batch of the mark (None: the last one that was given).
+
+        `ahead` are the marks of batches after it that the training has not had.
+        """
 
     def in_question(self, setting: str, saved: Mapping[str, Any]) -> str | None:
         """Return what a changed setting puts in question in mid-epoch: itself, everything ("") or nothing."""
@@ -137,7 +140,9 @@ class StatefulSource:
 
     def collect(self, mark: Any, ahead: Sequence[Any], is_under_way: bool) -> dict[str, Any]:
         """Return the loader's own state."""
-        return dict(self._saved) if self._saved else {"state": thaw(mark), "is_under_way": is_under_way}
+        if self._saved:
+            return dict(self._saved)
+        return {"state": thaw(self.mark() if mark is None else mark), "is_under_way": is_under_way}
 
     def in_question(self, setting: str, saved: Mapping[str, Any]) -> str | None:
         """Return that another kind of loader cannot go on at all."""
@@ -275,10 +280,11 @@ class PlainSource:
         """Return how many batches it has given."""
         return self._count
 
-    def collect(self, mark: Count, ahead: Sequence[Count], is_under_way: bool) -> dict[str, Any]:
+    def collect(self, mark: Count | None, ahead: Sequence[Count], is_under_way: bool) -> dict[str, Any]:
         """Return how many batches to leave out."""
         if self._saved is not None:
             return dict(self._saved)
+        mark = mark or self._count
         goes_on = self._is_one_shot() and not self._has_ended
         before = mark.before + (0 if is_under_way else mark.batches) if goes_on else 0
         batches = mark.batches if is_under_way else 0
