@@ -169,6 +169,12 @@ class Capture:
             if isinstance(part, OptimizerPart):
                 part.forget_gradients(Saved(trees, part.name))
 
+    def gradients(self) -> list[tuple[int, int]]:
+        """Return what tells, without reading it, that a gradient has changed."""
+        optimizers = [part.live for part in self._parts if isinstance(part, OptimizerPart)]
+        parameters = [p for live in optimizers for group in live.param_groups for p in group["params"]]
+        return [(id(p.grad), p.grad._version) for p in parameters if p.grad is not None]
+
     def trained(self) -> list[str]:
         """Return the parts that an optimizer's step changes."""
         return [

@@ -58,12 +58,16 @@ def in_process(view: DataLoader[Any]) -> Iterator[Any]:
 class Workers(_MultiProcessingDataLoaderIter):
     """An iterator over batches from workers, which tells where each of them stands."""
 
-    def __init__(self, view: DataLoader[Any], order: Order, turn: int, told: Told) -> None:
+    def __new__(cls, *args: Any) -> Workers:
+        # Not in __init__: torch's __del__ fails on what was never made, and its traceback hides the error.
         if missing := [name for name in METHODS if not hasattr(_MultiProcessingDataLoaderIter, name)]:
             raise Unsupported(
                 f"this torch's loader has no {', '.join(missing)} any more.",
                 fix="use a version of torch that docs/tested.md names, or a newer resumable.",
             )
+        return super().__new__(cls)
+
+    def __init__(self, view: DataLoader[Any], order: Order, turn: int, told: Told) -> None:
         self._order = order
         self._turn = turn
         """The worker to give the first batch to."""

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Protocol
 
 from . import rng
@@ -26,6 +27,9 @@ class Counters(Protocol):
     step: int
     samples: int
     counts_steps: bool
+
+    def progress(self) -> object:
+        """Return what changes with every step and every gradient; None if nobody knows."""
 
     def hold(self) -> None:
         """Remember the random generators for where the loops go on."""
@@ -66,6 +70,8 @@ class LoaderPosition:
         """What was loaded and has not been handed to the training."""
         self.counts_by_steps = False
         """Whether another thread loops over the batches: one counts when the optimizer steps."""
+        self.ends_with_step = False
+        """Whether the training has the last batch, and nobody will ask for another."""
         self._counters = counters
         self._mark: Any = None
         self._mark_before: Any = None
@@ -162,7 +168,7 @@ class LoaderPosition:
 
     def _go_elsewhere(self) -> None:
         self.size_in_hand = 0
-        self.in_hand = self.counts_by_steps = False
+        self.in_hand = self.counts_by_steps = self.ends_with_step = False
         self._left_under = self._mark = self._mark_before = None
         self.ahead.clear()
         self.lap += 1
@@ -249,8 +255,15 @@ class LoaderPosition:
         self._counters.samples += self.size_in_hand
         self.in_hand, self.size_in_hand = False, 0
 
+    def progress(self) -> object:
+        """Return what changes with every step and every gradient; None if nobody knows."""
+        return self._counters.progress()
+
     def stepped(self) -> None:
         """Note that the optimizer has made a step."""
+        if self.ends_with_step and self.in_hand:
+            self.take_back()
+            self.is_over = True
         # (without the lock: the other thread has it for as long as it waits for a batch)
         if self.counts_by_steps and self.ahead:
             self.hand_out()
@@ -279,15 +292,19 @@ class _Loop:
         self._lap = at.lap
         self._body_ended = body_ended
         self._outer = sys.exc_info()[1]
-        self._is_over = False
+        self._is_over = self._is_one_ahead = False
+        self._asked_first: tuple[FrameType, object] | None = None
         loading = _Loading(at, batches)
         self._batches = iter(through(loading)) if through else loading
+        self._can_be_ahead = through is None
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
         at = self._at
+        if self._is_one_ahead or (self._can_be_ahead and self._looks_ahead(sys._getframe(1))):
+            return self._next_ahead()
         if at.in_hand and self._lap == at.lap and not self._is_over:
             self._body_ended()
             at.take_back()
@@ -309,6 +326,35 @@ class _Loop:
             )
         at.hand_out()
         return batch
+
+    def _looks_ahead(self, asked_by: FrameType) -> bool:
+        """Whether the second batch is asked for elsewhere than the first, and nothing was done in between.
+
+        That is the usual stream prefetcher, an object that is always one batch ahead.
+        """
+        progress = self._at.progress()
+        if self._asked_first is None:
+            self._asked_first = asked_by, progress
+            return False
+        (first, then), self._can_be_ahead, self._asked_first = self._asked_first, False, None
+        self._is_one_ahead = first is not asked_by and progress is not None and progress == then
+        return self._is_one_ahead
+
+    def _next_ahead(self) -> Any:
+        at = self._at
+        if self._lap != at.lap or self._is_over:
+            raise StopIteration
+        if not at.source.loads_ahead:
+            at.source.loads_ahead = True
+        elif at.ahead:
+            self._body_ended()
+            at.take_back()
+            at.hand_out()
+        try:
+            return next(self._batches)
+        except StopIteration:
+            self._is_over = at.ends_with_step = True
+            raise
 
     def close(self) -> None:
         """Leave the loop."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,11 +10,13 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+import numpy as np
+import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from . import disk, rng, stamp
 from .errors import StateMismatch
-from .stamp import States
+from .stamp import States, Watch
 from .worker import is_stateful
 
 Draws = dict[str, Any]
@@ -75,6 +78,8 @@ class Order:
         self._sampler: Any = loader.batch_sampler if self._is_batched else loader.sampler
         self._is_stream = isinstance(loader.dataset, IterableDataset)
         self._stateful: list[Any] = [s for s in (loader.sampler, loader.batch_sampler) if is_stateful(s)]
+        self._may_draw_late = not _is_torchs(self._sampler)
+        self._watch = Watch({})
         self._generators = generators
         self._again: tuple[Mapping[str, Any], Draws | None] | None = None
         self.on_its_way: deque[Pulled] = deque()
@@ -82,7 +87,8 @@ class Order:
         self.seeded_epoch: int | None = None
         """The epoch, if each index is to carry its place in it."""
         self.kept: dict[str, Any] | None = None
-        """The global generators as they were before the samples were seeded, in the training's process."""
+        """The global generators as they were before the samples of a batch were seeded, in the training's
+        process; None if there was no batch."""
         self.begin()
 
     def begin(self) -> None:
@@ -114,7 +120,8 @@ class Order:
 
     def states(self) -> list[Any]:
         """Return the states of samplers that have one."""
-        return [sampler.state_dict() for sampler in self._stateful]
+        # (a copy: many return what they go on counting in)
+        return [copy.deepcopy(sampler.state_dict()) for sampler in self._stateful]
 
     def load_states(self, states: Sequence[Any]) -> None:
         """Put the samplers that have one into their states."""
@@ -188,21 +195,24 @@ class Order:
             self._generators.write(live)
         self.on_its_way.extend(ahead)
         yield from map(self._placed, ahead)
+        self.kept = None
         if not self._has_ended and not saved["is_left"]:
             yield from self._rest(inner)
 
     def _ask(self, inner: Iterator[Any]) -> Any:
         """Ask the sampler for a batch, and log what it draws late."""
-        # What it draws for the first batch may be the whole order; one that draws for the second draws late.
-        if self._is_stream or not (self.pulled == 1 or self._log):
+        self.kept = None
+        # What it draws for the first batch may be the whole order.
+        if self._is_stream or not self.pulled or not self._may_draw_late:
             return next(inner, _END)
-        before = stamp.read({})
+        before = self._watch.states()
         indices = next(inner, _END)
-        drawn = [name for name, pieces in stamp.read({}).items() if not stamp.is_same(before[name], pieces)]
+        now = self._watch.states()
+        drawn = [name for name, pieces in now.items() if not stamp.is_same(before[name], pieces)]
         if drawn and indices is not _END:
-            now = {name: before[name] for name in drawn}
-            self._log[self.pulled] = stamp.differences(self._logged, now)
-            self._logged = stamp.merged(self._logged, now)
+            late = {name: before[name] for name in drawn}
+            self._log[self.pulled] = stamp.differences(self._logged, late)
+            self._logged = stamp.merged(self._logged, late)
         return indices
 
     def _ask_again(self, inner: Iterator[Any]) -> Any:
@@ -238,6 +248,8 @@ class Order:
             self.pulled = first
             return [self._numbered(next(inner)) for _ in range(saved["pulled"] - first)], inner
         self._log, self._from = dict(saved["drawn_late"]), tuple(saved["from"])
+        if any(number < self._from[0] for number in self._log):
+            raise _other_data("its sampler draws as it goes on, so batches of another size cannot be drawn")
         self.pulled, self._samples = self._from
         if self.pulled or self._samples:
             inner = self._from_there(*self._from)
@@ -272,6 +284,15 @@ class Order:
 _END = object()
 
 
+def _is_torchs(sampler: Any) -> bool:
+    """Whether it draws nothing late, nor does what it takes its samples from."""
+    if sampler is None:
+        return True
+    has_own = getattr(sampler, "generator", None) is not torch.default_generator
+    is_torchs = type(sampler).__module__.startswith("torch.") and has_own
+    return is_torchs and _is_torchs(getattr(sampler, "sampler", None))
+
+
 def _fingerprint(batches: Sequence[Pulled]) -> str:
     text = repr([_plain(pulled.indices) for pulled in batches])
     return disk.digest(text.encode())
@@ -279,6 +300,8 @@ def _fingerprint(batches: Sequence[Pulled]) -> str:
 
 def _plain(indices: Any) -> Any:
     # A numpy integer is written otherwise by each version of numpy.
+    if isinstance(indices, (np.ndarray, torch.Tensor)):
+        return indices.tolist()
     if isinstance(indices, (list, tuple)):
         return [_plain(index) for index in indices]
     return operator.index(indices) if hasattr(indices, "__index__") else indices

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -35,6 +35,8 @@ class Position:
         self._found_before: Mapping[str, Any] = {}
         self.counts_steps = False
         """Whether a hook counts the optimizer's steps here."""
+        self.gradients: Callable[[], object] | None = None
+        """What changes with every gradient that the optimizers have."""
         self._body: Boundary | None = None
         self._step_in_hand = 0
         self._step_at_start = 0
@@ -125,6 +127,10 @@ class Position:
     def is_accumulating(self, optimizer: str) -> bool:
         """Whether an optimizer made no step since a batch was handed out: its gradients are state then."""
         return self._stepped is not None and optimizer not in self._stepped
+
+    def progress(self) -> object:
+        """Return what changes with every step and every gradient; None if nobody knows."""
+        return (self.step, self.gradients()) if self.gradients and self.counts_steps else None
 
     def handed_out(self, batch: int) -> None:
         """Note that a batch is in hand."""

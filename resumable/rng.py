@@ -83,7 +83,9 @@ def plant(root: object, path: str, state: Any) -> Generator | None:
     *above, last = path.split(".")
     owner, made = _at(root, above), _made_for(state)
     if isinstance(owner, dict):
-        owner[last] = made
+        # (a number was a number: many have a generator for each worker)
+        key = int(last) if last.removeprefix("-").isdigit() else last
+        owner[key if last not in owner else last] = made
     else:
         setattr(owner, last, made)
     return made
@@ -93,7 +95,10 @@ def is_free(root: object, path: str) -> bool:
     """Whether an object is there that has None, or nothing, where the path ends."""
     *above, last = path.split(".")
     owner = _at(root, above)
-    can_have = isinstance(owner, dict) or hasattr(owner, "__dict__")
+    # What hangs off a function is in its variables, which are its own.
+    can_have = isinstance(owner, dict) or (
+        hasattr(owner, "__dict__") and not isinstance(owner, (FunctionType, partial))
+    )
     return can_have and dict(_children(owner)).get(last) is None
 
 
@@ -108,9 +113,8 @@ def _made_for(state: Any) -> Generator:
         return torch.Generator()
     if "words" in state:
         return random.Random()
-    if "has_gauss" in state:
-        return np.random.RandomState()
-    return np.random.Generator(_BIT_GENERATORS[state["bit_generator"]]())
+    bits = _BIT_GENERATORS[state["bit_generator"]]()
+    return np.random.RandomState(bits) if "has_gauss" in state else np.random.Generator(bits)
 
 
 _BIT_GENERATORS = {
@@ -145,6 +149,9 @@ def find(root: object) -> dict[str, Generator]:
 
 
 def _children(value: object) -> Iterator[tuple[str, object]]:
+    # A long container is data, not configuration: even to look at each of its items takes too long.
+    if isinstance(value, (Mapping, list, tuple)) and len(value) > _WIDEST:
+        return
     if isinstance(value, Mapping):
         items = [(str(key), item) for key, item in value.items()]
     elif isinstance(value, (list, tuple)):
@@ -155,11 +162,12 @@ def _children(value: object) -> Iterator[tuple[str, object]]:
         items = [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
     elif isinstance(value, MethodType):
         items = [("__self__", value.__self__)]
-    elif isinstance(value, FunctionType) and value.__closure__:
-        items = list(zip(value.__code__.co_freevars, map(_content, value.__closure__), strict=True))
+    elif isinstance(value, FunctionType):
+        cells = zip(value.__code__.co_freevars, map(_content, value.__closure__ or ()), strict=True)
+        defaults = ("__defaults__", value.__defaults__), ("__kwdefaults__", value.__kwdefaults__)
+        items = [*cells, *defaults, *vars(value).items()]
     else:
         items = list(getattr(value, "__dict__", {}).items())
-    # A long container is data, not configuration.
     if len(items) <= _WIDEST:
         yield from items
 

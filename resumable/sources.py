@@ -80,6 +80,9 @@ class StatefulSource:
         self.loader = loader
         self.loads_ahead = False
         self._saved: Mapping[str, Any] | None = None
+        self._is_used = False
+        self._first: Any = None
+        """Its state when it was looped over first, from the beginning."""
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -100,26 +103,44 @@ class StatefulSource:
     def open(self) -> Iterator[Any]:
         """Return the batches that are left of the epoch. Where it goes on, no generator is moved."""
         saved, self._saved = self._saved, None
-        if saved is None:
-            return iter(self.loader)
+        self._is_used = True
+        if saved is None or saved["state"] is None:
+            return self._begin(is_back=saved is not None)
         live, found = rng.collect(devices=False), rng.find(self.root())
         own = {path: rng.read(generator) for path, generator in found.items()}
+
+        def put_back() -> None:
+            rng.restore(live)
+            for path, state in own.items():
+                rng.write(found[path], state)
+
         self.loader.load_state_dict(saved["state"])
+        if saved["is_under_way"]:
+            iterator: Iterator[Any] = iter(self.loader)
+            put_back()
+            return iterator
+        if isinstance(self.loader, DataLoader):
+            # Torchdata's takes its state with one iterator, and begins the next epoch with another.
+            iter(self.loader)
+        put_back()
+        return self._next_epoch(iter(self.loader), put_back)
+
+    def _begin(self, is_back: bool) -> Iterator[Any]:
+        if is_back and self._first is not None:
+            self.loader.load_state_dict(thaw(self._first))
         iterator: Iterator[Any] = iter(self.loader)
-        if not saved["is_under_way"]:
-            iterator = self._next_epoch(iterator)
-        rng.restore(live)
-        for path, state in own.items():
-            rng.write(found[path], state)
+        if self._first is None:
+            self._first = self.mark()
         return iterator
 
-    def _next_epoch(self, iterator: Iterator[Any]) -> Iterator[Any]:
+    def _next_epoch(self, iterator: Iterator[Any], put_back: Callable[[], None]) -> Iterator[Any]:
         # Some begin anew by themselves when they were at the end of an epoch, some are still at its end.
         is_empty = True
         for batch in iterator:
             is_empty = False
             yield batch
         if is_empty:
+            put_back()
             yield from self.loader
 
     def can_load_ahead(self) -> bool:
@@ -142,7 +163,9 @@ class StatefulSource:
         """Return the loader's own state."""
         if self._saved:
             return dict(self._saved)
-        return {"state": thaw(self.mark() if mark is None else mark), "is_under_way": is_under_way}
+        # (to ask torchdata's for a state before it is looped over is to begin its epoch)
+        state = thaw(mark or self.mark()) if self._is_used else None
+        return {"state": state, "is_under_way": is_under_way}
 
     def in_question(self, setting: str, saved: Mapping[str, Any]) -> str | None:
         """Return that another kind of loader cannot go on at all."""

@@ -40,12 +40,14 @@ class Watch:
             self._readers = {"python": _Python().read, "numpy": _Numpy().read, "torch": _read_torch}
         self._seen = {name: read() for name, read in self._readers.items()}
         self._told: set[str] = set()
+        self._own: dict[str, rng.Generator] = {}
         self.add(own)
 
     def add(self, own: Mapping[str, rng.Generator], is_new: bool = False) -> None:
-        """Watch these too; one that is new has been drawn from."""
+        """Watch these too, and those in the place of others; one that is new has been drawn from."""
         for path, generator in own.items():
-            if (name := f"own.{path}") not in self._readers:
+            if self._own.get(path) is not generator:
+                name, self._own[path] = f"own.{path}", generator
                 self._readers[name] = partial(_read_own, generator)
                 self._seen[name] = {"state": None} if is_new else self._readers[name]()
 
@@ -105,7 +107,7 @@ def restore(states: Mapping[str, Pieces], root: object) -> list[str]:
 def is_same(then: Any, now: Any) -> bool:
     """Whether two states are equal, with arrays in them or not."""
     if isinstance(now, dict):
-        return isinstance(then, dict) and all(is_same(then[key], now[key]) for key in now)
+        return isinstance(then, dict) and all(is_same(then.get(key), now[key]) for key in now)
     if isinstance(now, np.ndarray):
         return np.array_equal(then, now)
     return bool(then == now)
@@ -118,9 +120,9 @@ class _Python:
 
     def read(self) -> Pieces:
         _, words, gauss = random.getstate()
-        # New words come all at once: while the first two stand, the others do.
-        if words[:2] != self._first:
-            self._first = words[:2]
+        # New words come all at once: while the first four stand, the others do.
+        if words[:4] != self._first:
+            self._first = words[:4]
             self._words = np.array(words[:-1], dtype=np.uint32).tobytes()
         return {"words": self._words, "place": words[-1], "gauss": gauss}
 
@@ -170,11 +172,13 @@ def _read_numpy() -> Pieces:
     if state["bit_generator"] != "MT19937":
         return {"state": state, "has_gauss": True}
     rest = {name: state[name] for name in ("has_gauss", "gauss")}
-    return {"words": state["state"]["key"].tobytes(), "place": int(state["state"]["pos"]), **rest}
+    words = state["state"]["key"].tobytes()
+    # (without a state of its kind, that of another kind before it would stand)
+    return {"state": None, "words": words, "place": int(state["state"]["pos"]), **rest}
 
 
 def _write_numpy(pieces: Mapping[str, Any]) -> None:
-    if "state" in pieces:
+    if pieces["state"] is not None:
         np.random.set_state(pieces["state"])
         return
     key = np.frombuffer(pieces["words"], dtype=np.uint32)

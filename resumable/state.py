@@ -445,6 +445,7 @@ class RunState:
                 count = partial(self._position.count_step, name, number == 0)
                 hooks.append(live.register_step_post_hook(lambda *_, count=count: count()))
                 self._position.counts_steps |= number == 0
+        self._position.gradients = self._capture.gradients
         return hooks
 
     def _refuse_closed(self) -> None:

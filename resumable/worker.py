@@ -280,7 +280,8 @@ class Worker:
 
     def __call__(self, samples: Any) -> tuple[Any, Stamp]:
         """Make a batch, and stamp it."""
-        size = len(samples) if self._is_batched else 1
+        # (what __getitems__ returns may have no length)
+        size = len(samples) if self._is_batched and hasattr(samples, "__len__") else 1
         batch = self._collate(samples)
         is_short = self._stream is not None and size < (self._batch_size or 1)
         if self._watch is None:
@@ -288,6 +289,8 @@ class Worker:
         began = None
         if self._stream:
             began, self._stream.began = self._stream.began, None
+            # A stream may make its generators anew as it begins.
+            self._batches = self._batches if began is None else 0
         self._batches += 1
         if self._batches & (self._batches - 1) == 0:
             # Many datasets make their generators at the first sample, some even later.
