@@ -302,6 +302,12 @@ class RunState:
         if not isinstance(loader, (str, DataLoader, type(None))):
             return self._position.find(loader)
         there = ", ".join(name.removeprefix("loader.") for name in loaders) or "none"
+        if isinstance(loader, DataLoader):
+            raise UsageError(
+                f"this DataLoader was not given to RunState, which was given: {there}.",
+                fix="give it to RunState (loader=...), which then keeps its position; loop over a loader to "
+                "validate with as it is.",
+            )
         raise UsageError(
             f"batches() needs one loader; RunState was given: {there}.",
             fix="give RunState the loader (loader=...), or name one of several: batches('train').",

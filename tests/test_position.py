@@ -361,12 +361,19 @@ def test_without_epochs_a_save_in_the_second_loader_does_not_repeat_the_first(ru
     assert fed == [[0, 1], [2, 3], [0], [1], [2]]
 
 
-@pytest.mark.parametrize("which", [None, "other", numbers()])
+@pytest.mark.parametrize("which", [None, "other"])
 def test_batches_without_the_name_of_one_loader_is_a_usage_error(run_dir: Path, which: Any) -> None:
     state = RunState(run_dir, loader={"train": numbers(), "val": numbers()})
 
     with pytest.raises(UsageError, match="needs one loader; RunState was given: train, val"):
         state.batches(which)
+
+
+def test_batches_of_a_dataloader_that_was_not_given_is_a_usage_error(run_dir: Path) -> None:
+    state = RunState(run_dir, loader={"train": numbers()})
+
+    with pytest.raises(UsageError, match="this DataLoader was not given to RunState, which was given: train"):
+        state.batches(numbers())
 
 
 def test_a_loader_is_found_by_its_name_and_by_itself(run_dir: Path) -> None:
