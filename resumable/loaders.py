@@ -52,6 +52,7 @@ class LoaderSource:
         self._seeds = seeds
         self._generators = Generators(loader, own)
         self._is_stream = isinstance(loader.dataset, IterableDataset)
+        self._stream = Stream(loader) if self._is_stream else None
         self._split = _split(loader.dataset)
         self._saved: Mapping[str, Any] | None = None
         self._forget()
@@ -60,7 +61,6 @@ class LoaderSource:
         self._order = Order(self.loader, self._generators, keeps_draws=not self.loader.num_workers)
         self._pool: Workers | None = None
         self._view: DataLoader[Any] = self.loader
-        self._stream: Stream | None = None
         self._workers: dict[int, Standing] = {}
         self._made: Draws | None = None
         self._again: Mapping[str, Any] | None = None
@@ -145,10 +145,10 @@ class LoaderSource:
         has_own_order = bool(self.loader.num_workers) and not self._is_stream
         try:
             batches = self._make(starts, saved["made"])
+            self._warn_of_shared_draws(starts)
             if not has_own_order:
                 # (else the order has put them back, and more may have been drawn from there)
                 self._generators.write(live)
-            self._warn_of_shared_draws(starts)
             self._batches, self._samples, self._is_open = saved["batches"], saved["samples"], True
             self._began = starts[0].standing.began if self._stream and starts else {}
             loaded = [self._loaded_again(batches, draws) for draws in saved["ahead"]]
@@ -199,7 +199,6 @@ class LoaderSource:
 
     def _make(self, starts: Mapping[int, Start], made: Draws | None = None) -> Iterator[Any]:
         loader = self.loader
-        self._stream = Stream(loader) if self._is_stream else None
         seeds = None if self._stream else self._seeds()
         seeded = Seeded(loader.dataset, seeds[0]) if seeds else None
         worker = Worker(loader, self._stream, self._generators.own, starts, seeded is not None)
@@ -333,7 +332,7 @@ class LoaderSource:
     def mark(self) -> Mark:
         """Return where the loader stands with the batch that it gave last."""
         workers = self._workers
-        if not self.loader.num_workers and self._stream:
+        if not self.loader.num_workers and self._stream and self._is_open:
             data = {name: freeze(state) for name, state in self._stream.state().items()}
             at = Standing(
                 began=self._began,

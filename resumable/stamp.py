@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import random
+import struct
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -24,7 +26,7 @@ _WORDS = 624 * 4
 
 def read(own: Mapping[str, rng.Generator]) -> States:
     """Return what the generators of this process are now."""
-    found = {"python": _Python().read(), "numpy": _read_numpy(), "torch": _read_torch()}
+    found = {"python": _read_python(), "numpy": _read_numpy(), "torch": _read_torch()}
     return {**found, **{f"own.{path}": _read_own(generator) for path, generator in own.items()}}
 
 
@@ -115,16 +117,24 @@ def is_same(then: Any, now: Any) -> bool:
 
 class _Python:
     def __init__(self) -> None:
-        self._first: tuple[int, ...] = ()
-        self._words = b""
+        # `getstate` makes a tuple of 625 numbers. CPython has them behind the object's head.
+        self._generator: Any = random.getstate.__self__  # type: ignore[attr-defined]
+        self._address = id(self._generator) + object.__basicsize__
+        has_room = type(self._generator).__basicsize__ >= object.__basicsize__ + 4 + _WORDS
+        self._is_seen = has_room and self._read_memory() == _read_python()
+
+    def _read_memory(self) -> Pieces:
+        raw = ctypes.string_at(self._address, 4 + _WORDS)
+        place = int.from_bytes(raw[:4], sys.byteorder)
+        return {"words": raw[4:], "place": place, "gauss": self._generator.gauss_next}
 
     def read(self) -> Pieces:
-        _, words, gauss = random.getstate()
-        # New words come all at once: while the first four stand, the others do.
-        if words[:4] != self._first:
-            self._first = words[:4]
-            self._words = np.array(words[:-1], dtype=np.uint32).tobytes()
-        return {"words": self._words, "place": words[-1], "gauss": gauss}
+        return self._read_memory() if self._is_seen else _read_python()
+
+
+def _read_python() -> Pieces:
+    _, words, gauss = random.getstate()
+    return {"words": np.array(words[:-1], dtype=np.uint32).tobytes(), "place": words[-1], "gauss": gauss}
 
 
 def _write_python(pieces: Mapping[str, Any]) -> None:
@@ -141,30 +151,52 @@ class _Numpy:
 
     def __init__(self) -> None:
         self._bits: Any = None
-        self._address = 0
-        self._raw = b""
-        self._state: Pieces = {}
+        self._words = self._gauss = 0
+        """Where the words, and the number that is kept for the next randn(), lie in memory; 0: unknown."""
 
     def read(self) -> Pieces:
         if _global_bits() is not self._bits:
-            self._find()
-        raw = ctypes.string_at(self._address, _WORDS + 4) if self._address else b""
-        # A number kept for the next call of randn() can go without the words moving.
-        if not raw or raw != self._raw or self._state["has_gauss"]:
-            self._raw, self._state = raw, _read_numpy()
-        return self._state
+            self._bits = _global_bits()
+            self._words, self._gauss = _find_numpy(self._bits)
+        if not self._words:
+            return _read_numpy()
+        raw = ctypes.string_at(self._words, _WORDS + 4)
+        has_gauss, gauss = struct.unpack("=i4xd", ctypes.string_at(self._gauss, 16))
+        place = int.from_bytes(raw[_WORDS:], sys.byteorder)
+        rest = {"place": place, "has_gauss": has_gauss, "gauss": gauss}
+        return {"state": None, "words": raw[:_WORDS], **rest}
 
-    def _find(self) -> None:
-        self._bits, self._address = _global_bits(), 0
-        state = self._bits.state
-        if state["bit_generator"] == "MT19937":
-            address = self._bits.ctypes.state_address
-            address = getattr(address, "value", address)
-            inside = state["state"]
-            expected = inside["key"].tobytes() + int(inside["pos"]).to_bytes(4, "little")
-            # Another layout than words and then the place: the slow way is right too.
-            if ctypes.string_at(address, _WORDS + 4) == expected:
-                self._address = address
+
+def _find_numpy(bits: Any) -> tuple[int, int]:
+    """Return where the words and the kept number lie, if a number that is put there is found there."""
+    state: Any = np.random.get_state(legacy=False)
+    if state["bit_generator"] != "MT19937":
+        return 0, 0
+    address = bits.ctypes.state_address
+    words = getattr(address, "value", address)
+    generator: Any = np.random.get_state.__self__  # type: ignore[attr-defined]
+    start, size = id(generator), type(generator).__basicsize__
+    raw = ctypes.string_at(start, size)
+    # It follows a pointer to the object itself.
+    pointers = [at for at in range(0, size - 24, 8) if start < _pointer(raw, at) < start + size]
+    try:
+        np.random.set_state({**state, "has_gauss": 1, "gauss": _SENTINEL})
+        expected = _read_numpy()
+        for at in pointers:
+            seen = struct.unpack("=i4xd", ctypes.string_at(start + at + 8, 16))
+            inside = expected["words"] + expected["place"].to_bytes(4, sys.byteorder)
+            if seen == (1, _SENTINEL) and ctypes.string_at(words, _WORDS + 4) == inside:
+                return words, start + at + 8
+    finally:
+        np.random.set_state(state)
+    return 0, 0
+
+
+_SENTINEL = 0.7310585786300049
+
+
+def _pointer(raw: bytes, at: int) -> int:
+    return int.from_bytes(raw[at : at + 8], sys.byteorder)
 
 
 def _read_numpy() -> Pieces:

@@ -418,7 +418,9 @@ class RunState:
         try:
             self._writer.wait()
         finally:
-            self.run.release()
+            # An interrupted wait leaves the writer at work: nobody else may begin until it has ended.
+            if not self._writer.is_busy():
+                self.run.release()
 
     def __enter__(self) -> RunState:
         return self

@@ -124,6 +124,9 @@ class Stream(IterableDataset[Any]):
         self._collate = loader.collate_fn
         self._batch_size = loader.batch_size
         self._drop_last = loader.drop_last
+        self._first: Any = None
+        """The dataset's state before it was put anywhere."""
+        self._is_stuck = False
 
     def __iter__(self) -> Iterator[Any]:
         start, self.start, self.began = self.start, None, None
@@ -148,27 +151,49 @@ class Stream(IterableDataset[Any]):
 
     def _fresh(self) -> Any:
         self.began = self.watch.states() if self.watch else None
+        if self._is_stuck:
+            self._load(self._first)
         return iter(self.dataset)
+
+    def _load(self, frozen: Any) -> None:
+        dataset: Any = self.dataset
+        self._first = self._first or freeze(dataset.state_dict())
+        dataset.load_state_dict(thaw(frozen))
+        # Hugging Face's begin there each time, until they are put elsewhere, and do not say so.
+        self._is_stuck = frozen is not self._first and freeze(dataset.state_dict()) != frozen
 
     def _go_on(self, at: Standing) -> Any:
         if "dataset" in at.data:
-            self.dataset.load_state_dict(thaw(at.data["dataset"]))  # type: ignore[attr-defined]
+            self._load(at.data["dataset"])
         # To iterate again after the last sample would be to begin again.
         iterator: Any = iter(()) if at.is_short else iter(self.dataset)
-        if "iterator" in at.data and is_stateful(iterator):
-            iterator.load_state_dict(thaw(at.data["iterator"]))
+        if "iterator" in at.data:
+            # (one that is its own iterator has a state though it is not iterated again)
+            owner: Any = self.dataset if at.is_short and "dataset" not in at.data else iterator
+            if is_stateful(owner):
+                owner.load_state_dict(thaw(at.data["iterator"]))
         put_back(at.generators, self.root)
         return iterator
 
     def _next_epoch(self, at: Standing) -> Any:
         if not at.data:
-            put_back(at.generators, self.root)
+            if at.is_through and self._drop_last and at.generators:
+                self._run_through(at)
+            else:
+                put_back(at.generators, self.root)
             return self._fresh()
         iterator = self._go_on(at)
         if at.is_through:
             # What it does after its last sample (a counter, a shuffle of what is left) counts.
             deque(iterator, maxlen=0)
         return _OrAnew(self, self._fresh())
+
+    def _run_through(self, at: Standing) -> None:
+        # The samples of a batch that is dropped draw too, and no stamp tells of them.
+        put_back(at.began, self.root)
+        iterator, size = iter(self.dataset), self._batch_size or 1
+        while len(samples := list(islice(iterator, size))) == size:
+            self._collate(samples)
 
     def _run_again(self, start: Start) -> Any:
         at = start.standing

@@ -34,7 +34,11 @@ class PendingSave:
         self._thread.start()
 
     def __repr__(self) -> str:
-        return f"<save {self.number}: {'on its way' if self._thread.is_alive() else 'ended'}>"
+        return f"<save {self.number}: {'on its way' if self.is_on_its_way() else 'ended'}>"
+
+    def is_on_its_way(self) -> bool:
+        """Whether it is still being written."""
+        return self._thread.is_alive()
 
     def _run(self) -> None:
         try:
@@ -85,6 +89,10 @@ class Writer:
         self.wait()
         self._pending = PendingSave(number, path, job)
         return self._pending
+
+    def is_busy(self) -> bool:
+        """Whether a save is in flight."""
+        return self._pending is not None and self._pending.is_on_its_way()
 
     def wait(self) -> None:
         """Wait for the save in flight; raise what went wrong unless somebody has been told."""

@@ -235,6 +235,8 @@ def chain(run_dir: Path, make: Make, batches: int, *, each_twice: bool = False) 
     raise AssertionError("not reached")
 
 
+# (it keeps nothing of what it draws)
+@pytest.mark.filterwarnings("ignore:Stream and the training draw from the same generators")
 @pytest.mark.parametrize("name", LOADERS)
 def test_a_training_stopped_at_every_batch_is_the_plain_one(run_dir: Path, name: str) -> None:
     stopped = chain(run_dir, LOADERS[name], batches=1)

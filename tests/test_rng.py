@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -279,7 +281,170 @@ def test_what_is_too_deep_or_too_long_is_not_searched() -> None:
 
     assert rng.find(deep) == {}
     assert rng.find([generator, *range(256)]) == {}
+    assert rng.find(Holder(own=generator, **{f"a{number}": 0 for number in range(256)})) == {}
 
 
 def test_the_generator_of_the_operating_system_has_no_state_to_find() -> None:
     assert rng.find(Holder(source=random.SystemRandom(), own=(own := random.Random(0)))) == {"own": own}
+
+
+FLIP = random.Random(1)
+
+
+def collated(samples: list[Any], flip: random.Random = FLIP, *, own: Any = None) -> list[Any]:
+    return [*samples, flip.random()]
+
+
+def closed_over(generator: Any) -> Any:
+    later: Any
+
+    def transform(value: float) -> Any:
+        return generator.random() + value or later
+
+    if generator is None:
+        later = 1
+    return transform
+
+
+class Method:
+    """An object whose method is handed on alone."""
+
+    def __init__(self) -> None:
+        self.own = random.Random(0)
+
+    def transform(self, value: float) -> float:
+        return value + self.own.random()
+
+
+def test_generators_are_found_behind_functions() -> None:
+    one, two, method = random.Random(1), np.random.default_rng(2), Method()
+    bound = partial(partial(sorted, key=one), two)
+    root = {"closure": closed_over(one), "method": method.transform, "bound": bound, "function": collated}
+
+    found = rng.find(root)
+
+    assert found == {
+        "closure.generator": one,
+        "method.__self__.own": method.own,
+        "bound.args.0": two,
+        "function.__defaults__.0": FLIP,
+    }
+
+
+def test_generators_are_found_in_keywords_and_attributes_of_functions() -> None:
+    one, two = random.Random(1), random.Random(2)
+
+    def transform(*, own: random.Random = one) -> float:
+        return own.random()
+
+    transform.other = two  # type: ignore[attr-defined]
+
+    assert rng.find(transform) == {"__kwdefaults__.own": one, "other": two}
+    assert rng.find(partial(collated, own=two)) == {
+        "func.__defaults__.0": FLIP,
+        "keywords.own": two,
+    }
+
+
+class Lazy(Mapping[str, Any]):
+    """Data that is read from a disk when it is looked at."""
+
+    def __init__(self, length: int) -> None:
+        self.length, self.read = length, 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[str]:
+        return map(str, range(self.length))
+
+    def __getitem__(self, key: str) -> bytes:
+        self.read += 1
+        return b"data"
+
+
+def test_long_data_is_not_looked_at() -> None:
+    lazy, few = Lazy(257), Lazy(2)
+
+    assert rng.find({"data": lazy, "few": few, "own": (own := random.Random(0))}) == {"own": own}
+    assert (lazy.read, few.read) == (0, 2)
+
+
+GENERATORS: list[Any] = [
+    random.Random(5),
+    np.random.RandomState(5),
+    np.random.RandomState(np.random.PCG64(5)),
+    torch.Generator().manual_seed(5),
+    *(np.random.Generator(kind(5)) for kind in rng._BIT_GENERATORS.values()),
+]
+
+
+def drawn_from(generator: Any) -> list[float]:
+    if isinstance(generator, torch.Generator):
+        return torch.randn(3, generator=generator).tolist()
+    draw = generator.gauss if isinstance(generator, random.Random) else generator.normal
+    return [draw(0, 1) for _ in range(3)]
+
+
+@pytest.mark.parametrize("generator", GENERATORS, ids=lambda generator: type(generator).__name__)
+def test_a_generator_that_is_made_anew_goes_on_as_the_one_that_was_there(generator: Any) -> None:
+    drawn_from(generator)
+    root = {"dataset": Holder(own=None)}
+    for _ in range(2):
+        state = rng.read(generator)
+        root["dataset"].own = None
+        made = rng.plant(root, "dataset.own", state)
+        assert made is not None
+        rng.write(made, state)
+
+        assert made is root["dataset"].own
+        assert drawn_from(made) == drawn_from(generator)
+
+
+STATE = rng.read(random.Random(0))
+
+
+@pytest.mark.parametrize(
+    ("held", "last", "key"),
+    [
+        ({}, "own", "own"),
+        ({"own": None}, "own", "own"),
+        ({}, "1", 1),
+        ({1: None}, "1", 1),
+        ({"1": None}, "1", "1"),
+        ({}, "-1", -1),
+    ],
+)
+def test_a_generator_is_put_under_the_very_key_where_it_was(held: Any, last: str, key: Any) -> None:
+    root = Holder(rngs=held)
+    made = rng.plant(root, f"rngs.{last}", STATE)
+
+    assert held == {key: made}
+    assert rng.find(root) == {f"rngs.{last}": made}
+
+
+@pytest.mark.parametrize(
+    ("root", "path"),
+    [
+        ({"own": "taken"}, "own"),
+        ({"own": 0}, "own"),
+        (Holder(own=[]), "own"),
+        ([None], "0"),
+        (5, "own"),
+        ({}, "nothing.own"),
+        ({"f": closed_over(None)}, "f.generator"),
+        ({"f": partial(collated)}, "f.own"),
+    ],
+)
+def test_a_place_that_is_taken_or_is_nowhere_is_left_as_it_is(root: Any, path: str) -> None:
+    before = repr(root)
+
+    assert not rng.is_free(root, path)
+    assert rng.plant(root, path, STATE) is None
+    assert repr(root) == before
+
+
+def test_a_place_that_has_nothing_yet_is_free() -> None:
+    assert rng.is_free(Holder(own=None), "own")
+    assert rng.is_free({"dataset": Holder()}, "dataset.own")
+    assert rng.is_free(partial(collated, samples=None), "keywords.own")
