@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 from . import disk, rng, stamp
 from .errors import StateMismatch, UsageError, warn
 from .iterators import Workers, in_process, stand_in
-from .order import Draws, Generators, Order, Pulled
+from .order import Draws, Generators, Order, Pulled, draws_at_once
 from .seeds import Seeded
 from .stamp import States
 from .worker import Stamp, Standing, Start, Stream, StreamEnded, Worker, freeze, is_stateful
@@ -275,13 +275,15 @@ class LoaderSource:
     def _count(self, number: int | None) -> None:
         self._last = self._order.came_out(number)
         self._batches += 1
-        self._samples += self._last.samples if self._last else 0
+        if self._last:
+            self._samples += self._last.samples
+            # What loads a batch as one may give something that has another length.
+            self._size = self._size if self._is_stream else self._last.samples
 
     def can_load_ahead(self) -> bool:
         """Whether asking for a batch early leaves all that is drawn as it is."""
         samplers = (self.loader.sampler, self.loader.batch_sampler)
-        are_torchs = all(s is None or type(s).__module__.startswith("torch.") for s in samplers)
-        return bool(self.loader.num_workers) and are_torchs
+        return bool(self.loader.num_workers) and all(map(draws_at_once, samplers))
 
     def size(self, batch: Any) -> int:
         """Return the samples in the batch that it gave last."""

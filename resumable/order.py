@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from . import disk, rng, stamp
 from .errors import StateMismatch
-from .stamp import States, Watch
+from .stamp import States
 from .worker import is_stateful
 
 Draws = dict[str, Any]
@@ -78,8 +78,7 @@ class Order:
         self._sampler: Any = loader.batch_sampler if self._is_batched else loader.sampler
         self._is_stream = isinstance(loader.dataset, IterableDataset)
         self._stateful: list[Any] = [s for s in (loader.sampler, loader.batch_sampler) if is_stateful(s)]
-        self._may_draw_late = not _is_torchs(self._sampler)
-        self._watch = Watch({})
+        self._may_draw_late = not draws_at_once(self._sampler)
         self._generators = generators
         self._again: tuple[Mapping[str, Any], Draws | None] | None = None
         self.on_its_way: deque[Pulled] = deque()
@@ -205,9 +204,9 @@ class Order:
         # What it draws for the first batch may be the whole order.
         if self._is_stream or not self.pulled or not self._may_draw_late:
             return next(inner, _END)
-        before = self._watch.states()
+        before = stamp.read({})
         indices = next(inner, _END)
-        now = self._watch.states()
+        now = stamp.read({})
         drawn = [name for name, pieces in now.items() if not stamp.is_same(before[name], pieces)]
         if drawn and indices is not _END:
             late = {name: before[name] for name in drawn}
@@ -284,13 +283,14 @@ class Order:
 _END = object()
 
 
-def _is_torchs(sampler: Any) -> bool:
-    """Whether it draws nothing late, nor does what it takes its samples from."""
+def draws_at_once(sampler: Any) -> bool:
+    """Whether a sampler, and what it takes its samples from, are torch's: those draw nothing late."""
     if sampler is None:
         return True
+    if not type(sampler).__module__.startswith("torch."):
+        return False
     has_own = getattr(sampler, "generator", None) is not torch.default_generator
-    is_torchs = type(sampler).__module__.startswith("torch.") and has_own
-    return is_torchs and _is_torchs(getattr(sampler, "sampler", None))
+    return has_own and draws_at_once(getattr(sampler, "sampler", None))
 
 
 def _fingerprint(batches: Sequence[Pulled]) -> str:

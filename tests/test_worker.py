@@ -350,8 +350,9 @@ class BeginsThere(Plain):
     start, at = 0, 0
 
     def __iter__(self) -> Iterator[Any]:
-        for self.at in range(self.start + 1, self.length + 1):
-            yield [self.at, *noise()]
+        for at in range(self.start + 1, self.length + 1):
+            self.at = at
+            yield [at, *noise()]
 
     def state_dict(self) -> dict[str, Any]:
         return {"at": self.at}

@@ -1,0 +1,282 @@
+"""What loads ahead of the training, given as through= or wrapped around the batches, keeps the position."""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from tqdm import tqdm
+
+from resumable import RunState
+
+pytestmark = [
+    # What Python says of every worker that is forked while a save, or a thread, is on its way.
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork"),
+    pytest.mark.filterwarnings("ignore:loader keeps no position"),
+]
+
+EPOCHS, SAMPLES, BATCH = 2, 23, 4
+"""Six batches an epoch, the last one short; two workers have four of them in flight."""
+
+Seen = list[Any]
+
+
+# What people put between a loader and their training.
+
+
+class Background(threading.Thread):
+    """The generator that loads in a thread, as everyone copies it; it also passes errors on."""
+
+    running: list[Background] = []
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        super().__init__(daemon=True)
+        self.queue: queue.Queue[Any] = queue.Queue(2)
+        self.batches = batches
+        self.error: BaseException | None = None
+        self.running.append(self)
+        self.start()
+
+    def run(self) -> None:
+        try:
+            for batch in self.batches:
+                self.queue.put(batch)
+        except BaseException as error:
+            self.error = error
+        self.queue.put(None)
+
+    def __iter__(self) -> Background:
+        return self
+
+    def __next__(self) -> Any:
+        batch = self.queue.get()
+        if batch is None:
+            raise self.error or StopIteration
+        return batch
+
+
+@pytest.fixture(autouse=True)
+def _threads_end() -> Iterator[None]:
+    yield
+    while Background.running:
+        thread = Background.running.pop()
+        while thread.is_alive():
+            thread.batches = ()
+            try:
+                thread.queue.get(timeout=0.01)
+            except queue.Empty:
+                thread.join(timeout=0.01)
+
+
+class Prefetcher:
+    """The prefetcher of apex: always one batch ahead, in the training's own thread."""
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self.batches = iter(batches)
+        self.preload()
+
+    def preload(self) -> None:
+        self.following = next(self.batches, None)
+
+    def next(self) -> Any:
+        batch = self.following
+        if batch is not None:
+            self.preload()
+        return batch
+
+
+def one_ahead(batches: Iterable[Any]) -> Iterator[Any]:
+    prefetcher = Prefetcher(batches)
+    while (batch := prefetcher.next()) is not None:
+        yield batch
+
+
+def plain(state: RunState) -> Iterable[Any]:
+    return state.batches()
+
+
+def counted(state: RunState) -> Iterable[Any]:
+    return (batch for _, batch in enumerate(state.batches()))
+
+
+def three_threads(batches: Iterator[Any]) -> Iterable[Any]:
+    return Background(Background(one_ahead(batches)))
+
+
+LOOPS: dict[str, Callable[[RunState], Iterable[Any]]] = {
+    "plain": plain,
+    "enumerate": counted,
+    "tqdm": lambda state: tqdm(state.batches()),
+    "one ahead": lambda state: state.batches(through=one_ahead),
+    "list": lambda state: state.batches(through=list),
+    "device": lambda state: state.batches(device="cpu"),
+    "device, one ahead": lambda state: state.batches(device="cpu", through=one_ahead),
+    "thread": lambda state: state.batches(through=Background),
+    "threads": lambda state: state.batches(through=three_threads),
+    "device, thread": lambda state: state.batches(device="cpu", through=Background),
+    "tqdm, thread": lambda state: tqdm(state.batches(through=Background)),
+    "around: one ahead": lambda state: one_ahead(state.batches()),
+    "around: thread": lambda state: Background(state.batches()),
+    "around: device, thread": lambda state: Background(state.batches(device="cpu")),
+}
+IN_THIS_THREAD = ("plain", "enumerate", "tqdm", "one ahead", "list", "device", "device, one ahead")
+
+
+# One training, which is stopped and goes on.
+
+
+class Images(Dataset[torch.Tensor]):
+    """Samples that are told by their index, augmented."""
+
+    failing = -1
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == self.failing:
+            raise OSError(f"image {index} cannot be read")
+        return torch.tensor([index, *draw()])
+
+
+def draw() -> list[float]:
+    return [random.random(), np.random.rand(), torch.rand(()).item()]
+
+
+class Training:
+    """A script: a model with dropout, an optimizer, a loader; all are new in every process."""
+
+    def __init__(self, workers: int, seed: int = 0, dataset: Any = None) -> None:
+        random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(4, 2), nn.Dropout(), nn.Linear(2, 1))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
+        self.loader = DataLoader(dataset or Images(), BATCH, shuffle=True, num_workers=workers)
+
+    def load(self, run_dir: Path, **options: Any) -> RunState:
+        return RunState.load(
+            run_dir, model=self.model, optimizer=self.optimizer, loader=self.loader, **options
+        )
+
+    def step(self, batch: torch.Tensor) -> list[Any]:
+        """Train on a batch and return what nobody could guess: it, the loss, a random number."""
+        loss = self.model(batch).square().mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return [batch.tolist(), loss.item(), *draw()]
+
+
+@cache
+def uninterrupted(workers: int) -> Seen:
+    """Return what a training sees that loops over the loader itself."""
+    training, seen = Training(workers), []
+    for epoch in range(EPOCHS):
+        seen += [[epoch, *training.step(batch)] for batch in training.loader]
+        seen.append([epoch, "end", draw()])
+    return seen
+
+
+def leg(
+    run_dir: Path, loop: Callable[[RunState], Iterable[Any]], workers: int, stop: int | str, seed: int
+) -> Seen:
+    """Go on from the newest checkpoint up to a save: after so many steps, or at the first epoch's end."""
+    training, seen = Training(workers, seed), []
+    with training.load(run_dir) as state:
+        for epoch in state.epochs(EPOCHS):
+            for batch in loop(state):
+                seen.append([epoch, *training.step(batch)])
+                if state.step == stop:
+                    state.save()
+                    return seen
+            seen.append([epoch, "end", draw()])
+            if stop == "end" and epoch == 0:
+                state.save()
+                return seen
+    return seen
+
+
+def chain(
+    run_dir: Path, loop: Callable[[RunState], Iterable[Any]], workers: int, stops: Iterable[Any]
+) -> Seen:
+    """Return what a training sees that is stopped again and again; each leg has another seed."""
+    legs = enumerate([*stops, "never"])
+    return [event for seed, stop in legs for event in leg(run_dir, loop, workers, stop, seed)]
+
+
+STOPS: list[list[int | str]] = [[1, 2, 5], [4, "end", 7, 11], ["end", 10]]
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_what_loads_ahead_changes_nothing_with_workers(run_dir: Path, name: str) -> None:
+    assert chain(run_dir, LOOPS[name], 2, []) == uninterrupted(2)
+
+
+@pytest.mark.parametrize("stops", STOPS)
+@pytest.mark.parametrize("name", LOOPS)
+def test_what_was_only_loaded_ahead_is_not_counted_with_workers(
+    run_dir: Path, name: str, stops: list[int | str]
+) -> None:
+    assert chain(run_dir, LOOPS[name], 2, stops) == uninterrupted(2)
+
+
+@pytest.mark.parametrize("name", ["one ahead", "list", "thread", "device, thread", "around: thread"])
+def test_a_training_that_saves_while_a_thread_loads_goes_on_after_every_step(
+    run_dir: Path, name: str
+) -> None:
+    stops = [*range(1, 6), *range(7, 12)]
+
+    assert chain(run_dir, LOOPS[name], 1, stops) == uninterrupted(1)
+
+
+@pytest.mark.parametrize("name", [name for name in LOOPS if not name.startswith("around")])
+def test_a_save_in_the_body_of_the_last_batch_leaves_the_rest_of_the_epochs_body_to_run(
+    run_dir: Path, name: str
+) -> None:
+    assert chain(run_dir, LOOPS[name], 2, [6, 12]) == uninterrupted(2)
+
+
+@pytest.mark.parametrize("stops", [*STOPS, [6, 12], [*range(1, 12)]])
+@pytest.mark.parametrize("name", [*IN_THIS_THREAD, "around: one ahead"])
+def test_in_process_a_batch_that_was_loaded_ahead_is_loaded_again_as_it_was(
+    run_dir: Path, tmp_path: Path, name: str, stops: list[int | str]
+) -> None:
+    # (what is loaded ahead in this process draws before the training does, with us as without us)
+    expected = chain(tmp_path / "one", LOOPS[name], 0, [])
+    if name == "around: one ahead":
+        stops = [stop for stop in stops if stop not in (6, 12)]
+
+    assert chain(run_dir, LOOPS[name], 0, stops) == expected
+
+
+@pytest.mark.parametrize("name", ["plain", "enumerate", "tqdm", "device"])
+def test_what_does_not_load_ahead_changes_nothing_in_process(run_dir: Path, name: str) -> None:
+    assert chain(run_dir, LOOPS[name], 0, []) == uninterrupted(0)
+
+
+@pytest.mark.parametrize("name", ["thread", "device, thread", "one ahead", "around: thread"])
+def test_a_restore_while_a_thread_loads_goes_back_again_and_again(run_dir: Path, name: str) -> None:
+    training, seen = Training(2), []
+    with training.load(run_dir, keep=None) as state:
+        went_back = 0
+        for epoch in state.epochs(EPOCHS):
+            for batch in LOOPS[name](state):
+                seen.append([epoch, *training.step(batch)])
+                if state.step == 3 and not went_back:
+                    state.save()
+                if state.step in (5, 8) and went_back < 2:
+                    went_back += 1
+                    del seen[3:]
+                    state.restore(1)
+            seen.append([epoch, "end", draw()])
+
+    assert seen == uninterrupted(2)
