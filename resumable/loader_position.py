@@ -79,7 +79,7 @@ class LoaderPosition:
         self._over_at_resume = False
         # The exception that was being handled around the loop, once the loop has been left.
         self._left_under: tuple[BaseException | None] | None = None
-        self._stays = self._has_ended = False
+        self._stays = self._has_ended = self.is_claimed = False
 
     def is_under_way(self) -> bool:
         """Whether the epoch's batches have begun and not ended."""
@@ -153,14 +153,17 @@ class LoaderPosition:
         self.source.restore(saved["source"], unfit & saved["settings"].keys())
         self.write_generators(saved["generators"])
 
-    def rewind(self) -> None:
-        """Stand at the beginning of an epoch."""
-        if self.ahead and self.counts_by_steps:
+    def warn_of_uncounted(self) -> None:
+        """Warn, at an epoch's end, of batches that another thread loaded and that no step was made for."""
+        if self.ahead and self._has_ended and self.counts_by_steps:
             warn(
                 f"{len(self.ahead)} batches of the epoch were loaded by another thread, and the optimizer "
                 "made no step for them: there a batch counts when the optimizer steps. Where that is not "
                 "one to one, give the thread to state.batches(through=...)."
             )
+
+    def rewind(self) -> None:
+        """Stand at the beginning of an epoch."""
         self._go_elsewhere()
         self.done = 0
         self.is_over = self._over_at_resume = self._stays = False
@@ -168,7 +171,7 @@ class LoaderPosition:
 
     def _go_elsewhere(self) -> None:
         self.size_in_hand = 0
-        self.in_hand = self.counts_by_steps = self.ends_with_step = False
+        self.in_hand = self.counts_by_steps = self.ends_with_step = self.is_claimed = False
         self._left_under = self._mark = self._mark_before = None
         self.ahead.clear()
         self.lap += 1
@@ -197,7 +200,9 @@ class LoaderPosition:
             return iter(())
         self.counts_by_steps = is_elsewhere
         batches = self._open(loads_ahead or is_elsewhere)
-        return _Elsewhere(self, batches) if is_elsewhere else _Loop(self, batches, body_ended, through)
+        if is_elsewhere:
+            return _Elsewhere(self, batches, through)
+        return _Loop(self, batches, body_ended, through)
 
     def _refuse_to_repeat(self) -> None:
         if not self._over_at_resume:
@@ -210,7 +215,8 @@ class LoaderPosition:
 
     def _open(self, loads_ahead: bool) -> Iterator[Any]:
         self._counters.put_back()
-        self._left_under, self._stays, self._has_ended = None, False, False
+        self._left_under = None
+        self._stays = self._has_ended = self.is_claimed = False
         self.source.loads_ahead = loads_ahead
         batches = self.source.open()
         self._mark = self._marked()
@@ -293,7 +299,7 @@ class _Loop:
         self._body_ended = body_ended
         self._outer = sys.exc_info()[1]
         self._is_over = self._is_one_ahead = False
-        self._asked_first: tuple[FrameType, object] | None = None
+        self._asked_first: tuple[object, object] | None = None
         loading = _Loading(at, batches)
         self._batches = iter(through(loading)) if through else loading
         self._can_be_ahead = through is None
@@ -333,11 +339,13 @@ class _Loop:
         That is the usual stream prefetcher, an object that is always one batch ahead.
         """
         progress = self._at.progress()
+        # What tells the calls apart, and not the frame: that would keep the loop, and its workers, alive.
+        call = id(asked_by), asked_by.f_code, asked_by.f_back and asked_by.f_back.f_code
         if self._asked_first is None:
-            self._asked_first = asked_by, progress
+            self._asked_first = call, progress
             return False
         (first, then), self._can_be_ahead, self._asked_first = self._asked_first, False, None
-        self._is_one_ahead = first is not asked_by and progress is not None and progress == then
+        self._is_one_ahead = first != call and progress is not None and progress == then
         return self._is_one_ahead
 
     def _next_ahead(self) -> Any:
@@ -386,14 +394,23 @@ class _Loading:
         return self._at.load(self._batches)
 
 
-class _Elsewhere(_Loading):
+class _Elsewhere:
     """The same for a thread that nobody knows of: the training gets its batches later."""
+
+    def __init__(self, at: LoaderPosition, batches: Iterator[Any], through: Through | None) -> None:
+        self._at = at
+        self._lap = at.lap
+        loading = _Loading(at, batches)
+        self._batches = iter(through(loading)) if through else loading
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
 
     def __next__(self) -> Any:
         with self._at.lock:
             self._at.before_batch()
             try:
-                return super().__next__()
+                return next(self._batches)
             except StopIteration:
                 if self._lap == self._at.lap:
                     self._at.end_after_ahead()

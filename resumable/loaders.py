@@ -72,7 +72,7 @@ class LoaderSource:
         self._order.begin()
         self._batches = self._samples = self._turn = 0
         self._last: Pulled | None = None
-        self._draws: Draws | None = None
+        self.draws: Draws | None = None
         self._began: States = {}
         self._is_short = self._is_through = self._is_open = False
         self._failed: deque[tuple[int | None, int | None]] = deque()
@@ -151,7 +151,7 @@ class LoaderSource:
                 self._generators.write(live)
             self._batches, self._samples, self._is_open = saved["batches"], saved["samples"], True
             self._began = starts[0].standing.began if self._stream and starts else {}
-            loaded = [self._loaded_again(batches, draws) for draws in saved["ahead"]]
+            loaded = [(draws, self._loaded_again(batches, draws)) for draws in saved["ahead"]]
         except BaseException:
             self._generators.write(live)
             raise
@@ -310,7 +310,7 @@ class LoaderSource:
         """Load a batch in this process."""
         if self._is_stream and not self._began:
             self._began = stamp.read(rng.find(self._generators.root()))
-        self._draws = self._generators.read() if self.loads_ahead else None
+        self.draws = self._generators.read() if self.loads_ahead else None
         try:
             batch, stamped = next(batches)
         except StopIteration:
@@ -344,7 +344,7 @@ class LoaderSource:
                 batches=self._batches,
             )
             workers = {0: at}
-        return Mark(self._batches, self._samples, self._turn, self._last, workers, self._draws)
+        return Mark(self._batches, self._samples, self._turn, self._last, workers, self.draws)
 
     def collect(self, mark: Mark | None, ahead: Sequence[Mark], is_under_way: bool) -> dict[str, Any]:
         """Return what goes on after the batch of the mark (None: the last one that was given)."""
@@ -454,7 +454,7 @@ class _Reading:
         try:
             if source.loader.num_workers:
                 return next(self._batches)
-            batch, stamped = self._loaded.popleft() if self._loaded else source.load(self._batches)
+            batch, stamped = self._next()
         except StopIteration:
             source.ended()
             raise
@@ -466,6 +466,13 @@ class _Reading:
             ) from exc
         source.came_out(stamped, None)
         return batch
+
+    def _next(self) -> Any:
+        if not self._loaded:
+            return self._source.load(self._batches)
+        # It may be ahead again when the next checkpoint is taken.
+        self._source.draws, loaded = self._loaded.popleft()
+        return loaded
 
 
 def _split(dataset: Any) -> str | None:

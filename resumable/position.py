@@ -168,11 +168,13 @@ class Position:
             self._found[name] = self._stands(name, iterable)
             if name in self._found_before:
                 self._found[name].restore(self._found_before[name], set())
+        self._found[name].is_claimed = True
         return name
 
     def _can_be(self, at: LoaderPosition, iterable: Any) -> bool:
         # The same one, or what a script makes anew in every epoch.
-        return at.source.loader is iterable or not at.in_hand
+        is_over = at.is_over and self._body is Boundary.EPOCH
+        return at.source.loader is iterable or not (at.in_hand or at.is_claimed or is_over)
 
     def hold(self) -> None:
         """Remember the random generators for where the loops go on: draws until then do not count."""
@@ -248,6 +250,7 @@ class Position:
             # In mid-epoch, and the body did not loop again over what was left.
             self.put_back()
         for loader in self._all():
+            loader.warn_of_uncounted()
             loader.leave(None)
             loader.rewind()
         self.epoch, self.batch = epoch, 0
@@ -304,5 +307,5 @@ class Batches:
         return max(0, len(self._loader.source) - self._loader.done)
 
     def __iter__(self) -> Iterator[Any]:
-        is_elsewhere = self._through is None and threading.get_ident() != self._thread
+        is_elsewhere = threading.get_ident() != self._thread
         return self._loader.loop(self._body_ended, self._through, self._loads_ahead, is_elsewhere)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -76,13 +77,15 @@ class StatefulSource:
 
     has_cheap_marks = False
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, own: Mapping[str, rng.Generator]) -> None:
         self.loader = loader
         self.loads_ahead = False
+        self._own = own
         self._saved: Mapping[str, Any] | None = None
-        self._is_used = False
+        self._is_used = self._is_stuck = False
         self._first: Any = None
-        """Its state when it was looped over first, from the beginning."""
+        """Its state before it was looped over."""
+        self._given = 0
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -100,48 +103,70 @@ class StatefulSource:
         )
         return {name: getattr(self.loader, name) for name in names}
 
+    def _all(self) -> dict[str, Any]:
+        return {"loader": self.root(), "extra": self._own}
+
     def open(self) -> Iterator[Any]:
         """Return the batches that are left of the epoch. Where it goes on, no generator is moved."""
         saved, self._saved = self._saved, None
-        self._is_used = True
+        if not self._is_used and not isinstance(self.loader, DataLoader):
+            # (to ask torchdata's for its state is to begin its epoch)
+            self._first = _state_of(self.loader)
+        self._is_used, self._given = True, 0
         if saved is None or saved["state"] is None:
-            return self._begin(is_back=saved is not None)
-        live, found = rng.collect(devices=False), rng.find(self.root())
-        own = {path: rng.read(generator) for path, generator in found.items()}
-
-        def put_back() -> None:
-            rng.restore(live)
-            for path, state in own.items():
-                rng.write(found[path], state)
-
-        self.loader.load_state_dict(saved["state"])
+            if self._is_stuck:
+                self._unstick()
+            return self._reading(iter(self.loader))
+        held = _read(self._all())
+        iterator = self._go_on(saved, held)
         if saved["is_under_way"]:
-            iterator: Iterator[Any] = iter(self.loader)
-            put_back()
-            return iterator
+            _write(self._all(), held)
+        return self._reading(iterator)
+
+    def _go_on(self, saved: Mapping[str, Any], held: Mapping[str, Any]) -> Iterator[Any]:
+        if saved["is_under_way"] and saved["given"] == self._length():
+            # Some begin anew when they are asked for more after their last batch.
+            self._saved = {**saved, "is_under_way": False}
+            return iter(())
+        self.loader.load_state_dict(saved["state"])
+        self._is_stuck = self._first is not None and _state_of(self.loader) != freeze(saved["state"])
+        self._given = saved["given"]
+        if saved["is_under_way"]:
+            return iter(self.loader)
+        self._given = 0
         if isinstance(self.loader, DataLoader):
             # Torchdata's takes its state with one iterator, and begins the next epoch with another.
             iter(self.loader)
-        put_back()
-        return self._next_epoch(iter(self.loader), put_back)
+        elif self._is_stuck:
+            self._unstick()
+        _write(self._all(), held)
+        return self._next_epoch(iter(self.loader), held)
 
-    def _begin(self, is_back: bool) -> Iterator[Any]:
-        if is_back and self._first is not None:
-            self.loader.load_state_dict(thaw(self._first))
-        iterator: Iterator[Any] = iter(self.loader)
-        if self._first is None:
-            self._first = self.mark()
-        return iterator
+    def _unstick(self) -> None:
+        # Hugging Face's begin where they were put until they are put elsewhere.
+        self.loader.load_state_dict(thaw(self._first))
+        self._is_stuck = False
 
-    def _next_epoch(self, iterator: Iterator[Any], put_back: Callable[[], None]) -> Iterator[Any]:
+    def _next_epoch(self, iterator: Iterator[Any], held: Mapping[str, Any]) -> Iterator[Any]:
         # Some begin anew by themselves when they were at the end of an epoch, some are still at its end.
         is_empty = True
         for batch in iterator:
             is_empty = False
             yield batch
         if is_empty:
-            put_back()
+            _write(self._all(), held)
             yield from self.loader
+
+    def _reading(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            self._given += 1
+            yield batch
+
+    def _length(self) -> int | None:
+        try:
+            return len(self.loader)
+        except TypeError:
+            return None
 
     def can_load_ahead(self) -> bool:
         """Return that nobody knows what asking it early does."""
@@ -155,17 +180,20 @@ class StatefulSource:
         """Count nothing: what failed is in the loader's own position."""
         return 0
 
-    def mark(self) -> Any:
-        """Return the loader's own state, frozen."""
-        return freeze(self.loader.state_dict())
+    def mark(self) -> tuple[int, Any]:
+        """Return the batches it gave in this epoch, and the loader's own state, frozen."""
+        return self._given, freeze(self.loader.state_dict())
 
-    def collect(self, mark: Any, ahead: Sequence[Any], is_under_way: bool) -> dict[str, Any]:
+    def collect(
+        self, mark: tuple[int, Any] | None, ahead: Sequence[Any], is_under_way: bool
+    ) -> dict[str, Any]:
         """Return the loader's own state."""
         if self._saved:
             return dict(self._saved)
-        # (to ask torchdata's for a state before it is looped over is to begin its epoch)
-        state = thaw(mark or self.mark()) if self._is_used else None
-        return {"state": state, "is_under_way": is_under_way}
+        if not self._is_used and isinstance(self.loader, DataLoader):
+            return {"state": None, "given": 0, "is_under_way": is_under_way}
+        given, state = mark or self.mark()
+        return {"state": thaw(state), "given": given, "is_under_way": is_under_way}
 
     def in_question(self, setting: str, saved: Mapping[str, Any]) -> str | None:
         """Return that another kind of loader cannot go on at all."""
@@ -177,7 +205,8 @@ class StatefulSource:
 
     def restore(self, saved: Mapping[str, Any], other: AbstractSet[str]) -> None:
         """Give the state to the loader when it is looped over next."""
-        self._saved = saved
+        # (at an epoch's end another kind of loader may take the place of this one)
+        self._saved = saved if "state" in saved else None
 
     def rewind(self) -> None:
         """Stand at the beginning of an epoch."""
@@ -196,16 +225,21 @@ class Count:
     before: int
     """Batches that the same iterator gave in epochs before this one."""
 
+    def all(self) -> int:
+        """Return the batches of all epochs."""
+        return self.batches + self.before
+
 
 class PlainSource:
     """The batches of an iterable, or of a function that returns an iterator, once an epoch."""
 
     has_cheap_marks = True
 
-    def __init__(self, loader: Any, name: str) -> None:
+    def __init__(self, loader: Any, name: str, own: Mapping[str, rng.Generator]) -> None:
         self.loader = loader
         self.loads_ahead = False
         self._name = name
+        self._own = own
         self._saved: Mapping[str, Any] | None = None
         self._used: Any = None
         self._start: dict[str, Any] | None = None
@@ -233,28 +267,38 @@ class PlainSource:
     def open(self) -> Iterator[Any]:
         """Return the batches that are left of the epoch. Where it goes on, no generator is moved."""
         saved, self._saved = self._saved, None
+        if saved is not None and self._is_one_shot() and self._used is self.loader:
+            self._stay_at(Count(saved["batches"], saved["before"]))
+            return self._reading(self.loader)
         if saved is not None and saved["batches"] + saved["before"]:
             return self._go_on(saved)
         is_same = self._is_one_shot() and self._used is self.loader and not self._has_ended
         self._count = Count(0, self._count.before + self._count.batches if is_same else 0)
         if not is_same:
-            self._start = {"random": rng.collect(devices=False), "own": self._read()}
+            self._start = _read(self._all())
         self._used, self._has_ended = self.loader, False
         return self._reading(self._begin())
 
     def _go_on(self, saved: Mapping[str, Any]) -> Iterator[Any]:
-        live, own = rng.collect(devices=False), self._read()
+        live = _read(self._all())
         self._start = saved["start"]
-        rng.restore(saved["start"]["random"])
-        self._write(saved["start"]["own"])
+        _write(self._all(), saved["start"])
         self._used, self._has_ended = self.loader, False
         batches = self._begin()
-        skipped = saved["batches"] + saved["before"]
-        self._skip(batches, skipped)
-        rng.restore(live)
-        self._write(own)
         self._count = Count(saved["batches"], saved["before"])
+        self._skip(batches, self._count.all())
+        _write(self._all(), live)
         return self._reading(batches)
+
+    def _stay_at(self, place: Count) -> None:
+        if place.all() != self._count.all():
+            raise StateMismatch(
+                f"{self._name} is an iterator, which cannot go back: it has given {self._count.all()} "
+                f"batches, and {place.all()} were trained where the run goes on.",
+                fix="give the function that makes the iterator, without calling it, or an iterable that can "
+                "begin again.",
+            )
+        self._count = place
 
     def _skip(self, batches: Iterator[Any], count: int) -> None:
         from tqdm import tqdm
@@ -279,13 +323,8 @@ class PlainSource:
             yield batch
         self._has_ended = True
 
-    def _read(self) -> dict[str, Any]:
-        return {path: rng.read(generator) for path, generator in rng.find(self.loader).items()}
-
-    def _write(self, states: Mapping[str, Any]) -> None:
-        found = rng.find(self.loader)
-        for path in found.keys() & states.keys():
-            rng.write(found[path], states[path])
+    def _all(self) -> dict[str, Any]:
+        return {"loader": self.loader, "extra": self._own}
 
     def can_load_ahead(self) -> bool:
         """Return that nobody knows what asking it early does."""
@@ -315,8 +354,8 @@ class PlainSource:
         return {"batches": batches, "before": before, "start": start}
 
     def in_question(self, setting: str, saved: Mapping[str, Any]) -> str | None:
-        """Return that nothing depends on the kind of the iterable."""
-        return None
+        """Return everything, where it was no iterable of any kind."""
+        return None if "before" in saved else ""
 
     def effects(self, saved: Mapping[str, Any]) -> dict[str, str]:
         """Return that nothing is known of that."""
@@ -324,7 +363,7 @@ class PlainSource:
 
     def restore(self, saved: Mapping[str, Any], other: AbstractSet[str]) -> None:
         """Leave out what was given before when it is looped over next."""
-        self._saved = saved
+        self._saved = saved if "before" in saved else None
 
     def rewind(self) -> None:
         """Stand at the beginning of an epoch."""
@@ -333,6 +372,25 @@ class PlainSource:
 
     def close(self) -> None:
         """Do nothing: the iterable is the user's."""
+
+
+def _state_of(loader: Any) -> Any:
+    # Asked for before the first batch, some have none yet.
+    with contextlib.suppress(Exception):
+        return freeze(loader.state_dict())
+    return None
+
+
+def _read(root: object) -> dict[str, Any]:
+    states = {path: rng.read(generator) for path, generator in rng.find(root).items()}
+    return {"random": rng.collect(devices=False), "generators": states}
+
+
+def _write(root: object, states: Mapping[str, Any]) -> None:
+    rng.restore(states["random"])
+    found = rng.find(root)
+    for path in found.keys() & states["generators"].keys():
+        rng.write(found[path], states["generators"][path])
 
 
 def size_of(batch: Any, otherwise: int | None) -> int:
@@ -354,9 +412,9 @@ def make(
     if is_plain and not isinstance(loader.dataset, (IterDataPipe, MapDataPipe)):
         return LoaderSource(loader, own, seeds)
     if is_stateful(loader) and isinstance(loader, Iterable):
-        return StatefulSource(loader)
+        return StatefulSource(loader, own)
     if isinstance(loader, Iterable) or (callable(loader) and not isinstance(loader, torch.nn.Module)):
-        return PlainSource(loader, name.removeprefix("loader."))
+        return PlainSource(loader, name.removeprefix("loader."), own)
     raise UsageError(
         f"{name} is a {type(loader).__name__}, which cannot be looped over.",
         fix="pass a torch DataLoader, another iterable, a function that returns an iterator, or a dict of "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import multiprocessing
 import os
 import threading
@@ -96,7 +97,15 @@ def thaw(frozen: Any) -> Any:
 
 def is_stateful(value: object) -> bool:
     """Whether it can say where it stands, and be put there."""
-    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+    if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+        return False
+    # MosaicML's datasets want to be told how many samples were trained: only their loader knows.
+    with contextlib.suppress(ValueError):
+        try:
+            inspect.signature(value.state_dict).bind()
+        except TypeError:
+            return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)

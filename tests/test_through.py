@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from resumable import RunState
+from resumable import ResumableWarning, RunState, UsageError
 
 pytestmark = [
     # What Python says of every worker that is forked while a save, or a thread, is on its way.
@@ -37,7 +37,7 @@ Seen = list[Any]
 class Background(threading.Thread):
     """The generator that loads in a thread, as everyone copies it; it also passes errors on."""
 
-    running: list[Background] = []
+    running: ClassVar[list[Background]] = []
 
     def __init__(self, batches: Iterable[Any]) -> None:
         super().__init__(daemon=True)
@@ -175,6 +175,10 @@ class Training:
         self.optimizer.step()
         return [batch.tolist(), loss.item(), *draw()]
 
+    def epoch(self, batches: Iterable[Any]) -> None:
+        for batch in batches:
+            self.step(batch)
+
 
 @cache
 def uninterrupted(workers: int) -> Seen:
@@ -221,8 +225,15 @@ def test_what_loads_ahead_changes_nothing_with_workers(run_dir: Path, name: str)
     assert chain(run_dir, LOOPS[name], 2, []) == uninterrupted(2)
 
 
-@pytest.mark.parametrize("stops", STOPS)
-@pytest.mark.parametrize("name", LOOPS)
+QUICK = ("device", "one ahead", "thread", "device, thread", "around: one ahead", "around: thread")
+WITH_WORKERS = [
+    pytest.param(name, stops, marks=() if name in QUICK or stops is STOPS[1] else pytest.mark.heavy)
+    for name in LOOPS
+    for stops in STOPS
+]
+
+
+@pytest.mark.parametrize(("name", "stops"), WITH_WORKERS)
 def test_what_was_only_loaded_ahead_is_not_counted_with_workers(
     run_dir: Path, name: str, stops: list[int | str]
 ) -> None:
@@ -265,18 +276,114 @@ def test_what_does_not_load_ahead_changes_nothing_in_process(run_dir: Path, name
 
 @pytest.mark.parametrize("name", ["thread", "device, thread", "one ahead", "around: thread"])
 def test_a_restore_while_a_thread_loads_goes_back_again_and_again(run_dir: Path, name: str) -> None:
-    training, seen = Training(2), []
+    training, seen, backs = Training(2), [], 0
     with training.load(run_dir, keep=None) as state:
-        went_back = 0
         for epoch in state.epochs(EPOCHS):
             for batch in LOOPS[name](state):
                 seen.append([epoch, *training.step(batch)])
-                if state.step == 3 and not went_back:
+                if state.step == 3 and not backs:
                     state.save()
-                if state.step in (5, 8) and went_back < 2:
-                    went_back += 1
-                    del seen[3:]
+                if state.step == (5, 4, 8, 99)[backs]:
+                    backs += 1
                     state.restore(1)
-            seen.append([epoch, "end", draw()])
+                    del seen[3:]
+                    if name == "around: thread":
+                        break  # its queue still has batches from before
+            if len(seen) > 3:
+                seen.append([epoch, "end", draw()])
 
     assert seen == uninterrupted(2)
+    assert backs == 3
+
+
+@pytest.mark.parametrize("name", ["thread", "device, thread", "one ahead", "around: one ahead"])
+def test_an_epoch_that_is_left_early_is_left_for_good_whatever_was_loaded_ahead(
+    run_dir: Path, name: str
+) -> None:
+    def leg(loop: Callable[[Any], Iterable[Any]], path: Path, stop: int | None, seed: int) -> Iterator[Any]:
+        training = Training(2, seed)
+        with training.load(path) as state:
+            for epoch in state.epochs(4):
+                for number, batch in enumerate(loop(state)):
+                    yield [epoch, *training.step(batch)]
+                    if number == 2:
+                        break
+                if epoch == stop:
+                    state.save()
+                    return
+
+    seen = [
+        event for seed, stop in enumerate([0, 1, None]) for event in leg(LOOPS[name], run_dir, stop, seed)
+    ]
+
+    assert [event[0] for event in seen] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+    assert seen == [*leg(plain, run_dir.parent / "one", None, 0)]
+
+
+@pytest.mark.parametrize("name", ["plain", "one ahead", "thread", "device, thread", "around: thread"])
+def test_a_sample_that_cannot_be_loaded_ends_the_training_where_a_resume_goes_on(
+    run_dir: Path, name: str
+) -> None:
+    broken = Images()
+    broken.failing = int(uninterrupted(1)[3][1][0][0])
+    seen = leg(run_dir, LOOPS[name], 1, 2, 0)
+
+    for seed in 1, 2:
+        training = Training(1, seed, broken)
+        with training.load(run_dir) as state, pytest.raises(OSError, match="cannot be read"):
+            training.epoch(LOOPS[name](state))
+    seen += leg(run_dir, LOOPS[name], 1, "never", 3)
+
+    assert seen == uninterrupted(1)
+
+
+def test_the_counters_are_those_of_what_was_handed_out(run_dir: Path) -> None:
+    counters = []
+    training = Training(2)
+    with training.load(run_dir) as state:
+        for _ in state.epochs(1):
+            for batch in state.batches(through=list):
+                counters.append((state.batch, state.step, state.samples))
+                training.step(batch)
+
+    assert counters == [(n, n, n * BATCH) for n in range(6)]
+    assert (state.batch, state.step, state.samples) == (0, 6, SAMPLES)
+
+
+def test_the_length_of_batches_is_what_is_left_whatever_loads_them(run_dir: Path) -> None:
+    leg(run_dir, plain, 2, 2, 0)
+
+    with Training(2).load(run_dir) as state:
+        assert len(state.batches(through=Background)) == len(state.batches(device="cpu")) == 4
+
+
+def repeated(batches: Iterator[Any]) -> Iterator[Any]:
+    for batch in batches:
+        yield from (batch, batch)
+
+
+def test_more_batches_than_were_loaded_are_a_usage_error(run_dir: Path) -> None:
+    with (
+        Training(0).load(run_dir) as state,
+        pytest.raises(UsageError, match="more batches than it was given"),
+    ):
+        for _ in state.batches(through=repeated):
+            pass
+
+
+def test_a_thread_without_a_step_for_every_batch_is_told_of_at_the_epochs_end(run_dir: Path) -> None:
+    training = Training(1)
+    with training.load(run_dir) as state:
+        epochs = state.epochs(1)
+        next(epochs)
+        training.epoch([*Background(state.batches())][::2])
+        with pytest.warns(ResumableWarning, match="3 batches of the epoch were loaded by another thread"):
+            next(epochs, None)
+
+
+def test_a_device_that_is_not_there_is_a_usage_error_before_anything_is_loaded(run_dir: Path) -> None:
+    with Training(0).load(run_dir) as state:
+        with pytest.raises(UsageError, match=r"this process sees \d+ devices"):
+            state.batches(device="cuda:99")
+
+        assert [len(batch) for batch in state.batches()] == [4, 4, 4, 4, 4, 3]
