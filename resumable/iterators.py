@@ -50,6 +50,12 @@ def stand_in(loader: DataLoader[Any], dataset: Dataset[Any], order: Order, worke
     return view
 
 
+def iterates_as_torch_does(loader: DataLoader[Any]) -> bool:
+    """Whether the loader's class leaves it to torch to make its iterators."""
+    kind = type(loader)
+    return kind.__iter__ is DataLoader.__iter__ and kind._get_iterator is DataLoader._get_iterator
+
+
 def in_process(view: DataLoader[Any]) -> Iterator[Any]:
     """Return an iterator over stamped batches that are loaded in this process."""
     return DataLoader.__iter__(view)

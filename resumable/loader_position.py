@@ -79,7 +79,7 @@ class LoaderPosition:
         self._over_at_resume = False
         # The exception that was being handled around the loop, once the loop has been left.
         self._left_under: tuple[BaseException | None] | None = None
-        self._stays = self._has_ended = self.is_claimed = False
+        self._stays = self._has_ended = self.is_claimed = self.is_open = False
 
     def is_under_way(self) -> bool:
         """Whether the epoch's batches have begun and not ended."""
@@ -172,6 +172,7 @@ class LoaderPosition:
     def _go_elsewhere(self) -> None:
         self.size_in_hand = 0
         self.in_hand = self.counts_by_steps = self.ends_with_step = self.is_claimed = False
+        self.is_open = False
         self._left_under = self._mark = self._mark_before = None
         self.ahead.clear()
         self.lap += 1
@@ -198,6 +199,12 @@ class LoaderPosition:
         if self.is_over or self.in_hand:
             self._refuse_to_repeat()
             return iter(())
+        if self.is_open:
+            raise UsageError(
+                "two loops over this loader's batches would be on the way at once.",
+                fix="give RunState a loader of its own for each: loader={'a': ..., 'b': ...}.",
+            )
+        self.is_open = not is_elsewhere
         self.counts_by_steps = is_elsewhere
         batches = self._open(loads_ahead or is_elsewhere)
         if is_elsewhere:
@@ -321,6 +328,12 @@ class _Loop:
             batch = next(self._batches)
         except StopIteration:
             self._is_over = at.is_over = True
+            at.is_open = False
+            if at.ahead:
+                raise UsageError(
+                    f"through= has kept {len(at.ahead)} of the batches that it was given.",
+                    fix="let it give each batch that it gets once, in the same order.",
+                ) from None
             raise
         except BaseException:
             at.leave(self._outer)
@@ -367,7 +380,7 @@ class _Loop:
     def close(self) -> None:
         """Leave the loop."""
         if self._lap == self._at.lap and not self._is_over:
-            self._is_over = True
+            self._is_over, self._at.is_open = True, False
             self._at.leave(self._outer)
 
     def __del__(self) -> None:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 from . import disk, rng, stamp
 from .errors import StateMismatch, UsageError, warn
 from .iterators import Workers, in_process, stand_in
-from .order import Draws, Generators, Order, Pulled, draws_at_once
+from .order import Draws, Generators, Order, Pulled, draws_at_once, plain
 from .seeds import Seeded
 from .stamp import States
 from .worker import Stamp, Standing, Start, Stream, StreamEnded, Worker, freeze, is_stateful
@@ -86,7 +86,7 @@ class LoaderSource:
             "num_workers": loader.num_workers,
             "sampler": type(loader.sampler).__name__,
             "batch_sampler": type(loader.batch_sampler).__name__,
-            "dataset_length": len(dataset) if hasattr(dataset, "__len__") else None,
+            "dataset_length": _length(dataset),
             "split": self._split,
             "sample_seeds": self._seeds() is not None,
         }
@@ -475,10 +475,17 @@ class _Reading:
         return loaded
 
 
+def _length(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):
+        return None
+
+
 def _split(dataset: Any) -> str | None:
     # A split that is drawn anew at every start lets the samples to validate on into the training.
     if isinstance(dataset, Subset):
-        return disk.digest(repr([int(index) for index in dataset.indices]).encode())[:8]
+        return disk.digest(repr(plain(list(dataset.indices))).encode())[:8]
     return None
 
 

@@ -23,7 +23,7 @@ Draws = dict[str, Any]
 """The states of all generators that an order can be drawn from."""
 
 
-_ROOTS = ("dataset", "sampler", "batch_sampler", "generator", "collate_fn", "worker_init_fn")
+_ROOTS = ("generator", "sampler", "batch_sampler", "collate_fn", "worker_init_fn", "dataset")
 
 
 class Generators:
@@ -222,6 +222,8 @@ class Order:
         return next(inner, _END)
 
     def _numbered(self, indices: Any) -> Pulled:
+        if self._is_batched and not hasattr(indices, "__len__"):
+            indices = list(indices)
         samples = len(indices) if self._is_batched else 1
         pulled = Pulled(self.pulled, self._samples, samples, indices)
         self.pulled, self._samples = self.pulled + 1, self._samples + samples
@@ -294,16 +296,17 @@ def draws_at_once(sampler: Any) -> bool:
 
 
 def _fingerprint(batches: Sequence[Pulled]) -> str:
-    text = repr([_plain(pulled.indices) for pulled in batches])
+    text = repr([plain(pulled.indices) for pulled in batches])
     return disk.digest(text.encode())
 
 
-def _plain(indices: Any) -> Any:
+def plain(indices: Any) -> Any:
+    """Return indices as numbers and lists, which are written alike everywhere."""
     # A numpy integer is written otherwise by each version of numpy.
     if isinstance(indices, (np.ndarray, torch.Tensor)):
         return indices.tolist()
     if isinstance(indices, (list, tuple)):
-        return [_plain(index) for index in indices]
+        return [plain(index) for index in indices]
     return operator.index(indices) if hasattr(indices, "__index__") else indices
 
 

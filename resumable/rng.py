@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Iterator, Mapping
 from functools import partial
-from types import FunctionType, MethodType, ModuleType
+from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -19,6 +20,7 @@ _BACKENDS = ("cuda", "xpu", "mps")
 _DEEPEST = 16
 _WIDEST = 256
 _MOST = 10_000
+_PLAIN = (str, bytes, int, float, complex, type(None))
 
 
 def collect(devices: bool = True) -> dict[str, Any]:
@@ -133,41 +135,44 @@ def find(root: object) -> dict[str, Generator]:
     """Return the generators that hang off an object, by their path from it."""
     found: dict[str, Generator] = {}
     seen: set[int] = set()
-
-    def walk(value: object, path: str, depth: int) -> None:
-        if id(value) in seen or depth > _DEEPEST or len(seen) > _MOST:
-            return
+    # Breadth first: where there is too much to look at, what is near is found all the same.
+    waiting = deque([(root, "", 0)])
+    while waiting and len(seen) < _MOST:
+        value, path, depth = waiting.popleft()
+        if id(value) in seen:
+            continue
         seen.add(id(value))
         if is_generator(value):
             found[path] = value
-            return
-        for name, child in _children(value):
-            walk(child, f"{path}.{name}" if path else name, depth + 1)
-
-    walk(root, "", 0)
+        elif depth < _DEEPEST:
+            children = (child for child in _children(value) if not isinstance(child[1], _PLAIN))
+            waiting.extend((child, f"{path}.{name}" if path else name, depth + 1) for name, child in children)
     return found
 
 
 def _children(value: object) -> Iterator[tuple[str, object]]:
     # A long container is data, not configuration: even to look at each of its items takes too long.
-    if isinstance(value, (Mapping, list, tuple)) and len(value) > _WIDEST:
+    if isinstance(value, (dict, list, tuple, deque)) and len(value) > _WIDEST:
         return
-    if isinstance(value, Mapping):
-        items = [(str(key), item) for key, item in value.items()]
-    elif isinstance(value, (list, tuple)):
+    if isinstance(value, dict):
+        # (and no other mapping: one that loads its items would load them, and draw)
+        items = [(str(key), item) for key, item in dict.items(value)]
+    elif isinstance(value, (list, tuple, deque)):
         items = [(str(i), item) for i, item in enumerate(value)]
     elif isinstance(value, (torch.Tensor, np.ndarray, type, ModuleType)):
         items = []
     elif isinstance(value, partial):
         items = [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
-    elif isinstance(value, MethodType):
+    elif isinstance(value, (MethodType, BuiltinMethodType)):
         items = [("__self__", value.__self__)]
     elif isinstance(value, FunctionType):
         cells = zip(value.__code__.co_freevars, map(_content, value.__closure__ or ()), strict=True)
         defaults = ("__defaults__", value.__defaults__), ("__kwdefaults__", value.__kwdefaults__)
         items = [*cells, *defaults, *vars(value).items()]
     else:
-        items = list(getattr(value, "__dict__", {}).items())
+        slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+        in_slots = [(name, getattr(value, name)) for name in slots if hasattr(value, name)]
+        items = [*getattr(value, "__dict__", {}).items(), *in_slots]
     if len(items) <= _WIDEST:
         yield from items
 

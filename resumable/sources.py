@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterDataPipe, MapDataPipe
 
 from . import rng
 from .errors import StateMismatch, UsageError, warn
+from .iterators import iterates_as_torch_does
 from .loaders import LoaderSource
 from .worker import freeze, is_stateful, thaw
 
@@ -407,7 +408,7 @@ def make(
     seeds: Callable[[], tuple[int, int] | None],
 ) -> Source:
     """Return the source for what the user loops over."""
-    is_plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
+    is_plain = isinstance(loader, DataLoader) and iterates_as_torch_does(loader)
     # (torch seeds and cuts data pipes in ways of their own)
     if is_plain and not isinstance(loader.dataset, (IterDataPipe, MapDataPipe)):
         return LoaderSource(loader, own, seeds)

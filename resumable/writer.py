@@ -34,9 +34,9 @@ class PendingSave:
         self._thread.start()
 
     def __repr__(self) -> str:
-        return f"<save {self.number}: {'on its way' if self.is_on_its_way() else 'ended'}>"
+        return f"<save {self.number}: {'on its way' if self._is_on_its_way() else 'ended'}>"
 
-    def is_on_its_way(self) -> bool:
+    def _is_on_its_way(self) -> bool:
         """Whether it is still being written."""
         return self._thread.is_alive()
 
@@ -92,7 +92,7 @@ class Writer:
 
     def is_busy(self) -> bool:
         """Whether a save is in flight."""
-        return self._pending is not None and self._pending.is_on_its_way()
+        return self._pending is not None and self._pending._is_on_its_way()
 
     def wait(self) -> None:
         """Wait for the save in flight; raise what went wrong unless somebody has been told."""

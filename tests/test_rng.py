@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -259,7 +260,7 @@ def test_generators_are_found_where_they_hang() -> None:
         "dataset.own.python": own.python,
         "dataset.own.numpy": own.numpy,
         "dataset.own.legacy": own.legacy,
-        "dataset.own.torch": own.torch,
+        "seeds.0": own.torch,
     }
 
 
@@ -363,11 +364,29 @@ class Lazy(Mapping[str, Any]):
         return b"data"
 
 
-def test_long_data_is_not_looked_at() -> None:
-    lazy, few = Lazy(257), Lazy(2)
+def test_data_that_is_read_when_it_is_looked_at_is_not() -> None:
+    lazy = Lazy(2)
 
-    assert rng.find({"data": lazy, "few": few, "own": (own := random.Random(0))}) == {"own": own}
-    assert (lazy.read, few.read) == (0, 2)
+    assert rng.find({"data": lazy, "own": (own := random.Random(0))}) == {"own": own}
+    assert lazy.read == 0
+
+
+def test_where_there_is_too_much_to_look_at_what_is_near_is_found() -> None:
+    many = [[[i, object(), object()] for i in range(250)] for _ in range(50)]
+
+    assert rng.find({"many": many, "last": {"own": (own := random.Random(0))}}) == {"last.own": own}
+
+
+def test_generators_in_slots_queues_and_behind_methods_are_found() -> None:
+    class Slotted:
+        __slots__ = ("rng", "unset")
+
+    slotted, own = Slotted(), [random.Random(i) for i in range(3)]
+    slotted.rng = own[0]
+
+    found = rng.find([slotted, deque([own[1]]), own[2].random])
+
+    assert found == {"0.rng": own[0], "1.0": own[1], "2.__self__": own[2]}
 
 
 GENERATORS: list[Any] = [

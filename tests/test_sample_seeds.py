@@ -169,11 +169,10 @@ def test_in_process_the_trainings_own_generators_stay_where_they_were(run_dir: P
     assert seen == [draw() for _ in range(6)]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_the_order_is_the_one_without_seeds(tmp_path: Path, workers: int) -> None:
-    with_seeds = leg(tmp_path / "with", workers)
+def test_the_order_is_the_one_without_seeds(tmp_path: Path) -> None:
+    with_seeds = leg(tmp_path / "with", 2)
 
-    without = leg(tmp_path / "without", workers, sample_seeds=False)
+    without = leg(tmp_path / "without", 2, sample_seeds=False)
 
     assert [sample[0] for _, sample in with_seeds] == [sample[0] for _, sample in without]
     assert [sample[1] for _, sample in with_seeds] != [sample[1] for _, sample in without]
