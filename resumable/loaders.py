@@ -388,8 +388,10 @@ class LoaderSource:
         """Return what a change of a setting does, where that is no error."""
         is_in_epoch = bool(saved["order"])
         draws = any(at and at["generators"] for at in saved["workers"])
-        if self._is_stream or self._seeds():
+        if self._is_stream:
             return {}
+        if self._seeds():
+            return {"num_workers": "each sample has its seed, so the batches stay the same"}
         if is_in_epoch and saved["num_workers"] and not draws:
             return {"num_workers": "nothing was drawn at random in the workers, so the batches stay the same"}
         return {
@@ -412,6 +414,7 @@ class LoaderSource:
         batches = saved["batches"]
         return {
             **saved["order"],
+            "has_ended": saved["order"]["has_ended"] or saved["order"]["is_short"],
             "from": [batches, saved["samples"]],
             "pulled": batches,
             "on_its_way": [],

@@ -100,7 +100,7 @@ class Order:
         self._logged: States = {}
         self._from = (0, 0)
         """The batch and the sample from which batches of another size are made."""
-        self._has_ended = False
+        self._has_ended = self._is_short = False
         self.pulled = self._samples = 0
         self.sent = -1
         self.on_its_way.clear()
@@ -146,6 +146,7 @@ class Order:
             "drawn_late": self._log,
             "from": list(self._from),
             "has_ended": self._has_ended,
+            "is_short": self._is_short,
             "pulled": self.pulled,
             "on_its_way": [pulled.number for pulled in on_its_way],
             "has_last": has_last,
@@ -226,6 +227,8 @@ class Order:
             indices = list(indices)
         samples = len(indices) if self._is_batched else 1
         pulled = Pulled(self.pulled, self._samples, samples, indices)
+        # For a short batch the sampler itself has come to its end.
+        self._is_short = self._is_batched and samples < (self._loader.batch_size or 0)
         self.pulled, self._samples = self.pulled + 1, self._samples + samples
         return pulled
 
@@ -268,15 +271,13 @@ class Order:
             raise _other_data(f"it has {self.pulled} batches now, and {saved['pulled']} were drawn")
         if saved["fingerprint"] not in (None, _fingerprint(found)):
             raise _other_data(f"batch {first} is of other samples now, or those around it")
-        if saved["fingerprint"] is None:
-            # Batches of another size: the order is drawn with the first of them.
-            return [self._numbered(indices) for indices in islice(inner, 1)], inner
         return [pulled for pulled in found if pulled.number in numbers], inner
 
     def _from_there(self, batches: int, samples: int) -> Iterator[Any]:
-        if self._is_batched and self._loader.batch_size is None:
-            return islice(iter(self._sampler), batches, None)
-        rest = islice(iter(self._loader.sampler), samples, None)
+        has_own_batches = self._is_batched and self._loader.batch_size is None
+        rest = iter(self._sampler if has_own_batches else self._loader.sampler)
+        # (at once: the order is drawn with the first of them)
+        deque(islice(rest, batches if has_own_batches else samples), maxlen=0)
         if self._loader.batch_size is None:
             return rest
         return iter(BatchSampler(rest, self._loader.batch_size, self._loader.drop_last))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -714,6 +715,35 @@ def test_other_data_in_mid_epoch_can_be_allowed_and_begins_the_epoch_anew(run_di
             training = Training(run_dir, numbers(10, 5), allow=["loader"])
         assert training.epoch() == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
         training.state.close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("stop", [2, 5])
+def test_after_batches_of_another_size_the_next_epoch_has_the_order_that_it_would_have_had(
+    run_dir: Path, workers: int, stop: int
+) -> None:
+    def shuffled(size: int) -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(3)
+        return numbers(22, size, shuffle=True, generator=generator, num_workers=workers)
+
+    plain = shuffled(4)
+    expected = [[value for batch in plain for value in batch.tolist()] for _ in range(2)]
+    seen: list[list[float]] = [[], []]
+    for size, batches in ((4, stop), (3, 1), (3, 99)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResumableWarning)
+            training = Training(run_dir, shuffled(size), allow=["loader.batch_size"])
+        for epoch in training.state.epochs(2):
+            for batch in training.state.batches():
+                seen[epoch] += training.train(batch)
+                batches -= 1
+                if not batches:
+                    break
+            if not batches:
+                break
+        training.state.save(), training.state.close()
+
+    assert seen == expected
 
 
 def test_other_data_at_the_epochs_end_is_a_warning_once(run_dir: Path) -> None:

@@ -144,6 +144,10 @@ class Shuffled:
         batch, self.order = self.order[:BATCH], self.order[BATCH:]
         return torch.tensor(batch) + torch.rand(len(batch))
 
+    def rest(self) -> Iterator[torch.Tensor]:
+        while self.order:
+            yield self.take()
+
     def state_dict(self) -> dict[str, Any]:
         return {"order": self.order}
 
@@ -157,8 +161,7 @@ class BeginsAnew(Shuffled):
     def __iter__(self) -> Iterator[torch.Tensor]:
         if not self.order:
             self.order = torch.randperm(self.length).tolist()
-        while self.order:
-            yield self.take()
+        yield from self.rest()
 
 
 class BeginsAtOnce(Shuffled):
@@ -172,10 +175,6 @@ class BeginsAtOnce(Shuffled):
             self.order = [self.epoch, *torch.randperm(self.length - 1).tolist()]
         return self.rest()
 
-    def rest(self) -> Iterator[torch.Tensor]:
-        while self.order:
-            yield self.take()
-
     def state_dict(self) -> dict[str, Any]:
         return {"order": self.order, "epoch": self.epoch}
 
@@ -184,16 +183,16 @@ class BeginsAtOnce(Shuffled):
 
 
 class StaysAtItsEnd(Shuffled):
-    """Once it was put somewhere, it goes on from there, at its end too: Hugging Face's datasets do so."""
+    """Once it was put somewhere, it goes on from there, at its end too; it draws at every beginning."""
 
     is_put = False
 
     def __iter__(self) -> Iterator[torch.Tensor]:
+        torch.rand(())
         if not self.is_put:
             self.order = torch.randperm(self.length).tolist()
         self.is_put = False
-        while self.order:
-            yield self.take()
+        return self.rest()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
@@ -613,6 +612,20 @@ def test_an_iterable_that_was_never_given_goes_on(run_dir: Path, name: str, stop
     seen = [event for seed, stop in legs for event in unregistered(run_dir, NEVER_GIVEN[name], stop, seed)]
 
     assert seen == uninterrupted(NEVER_GIVEN[name.replace("a new generator every epoch", "function")])
+
+
+@pytest.mark.filterwarnings("ignore:.* keeps no position")
+def test_two_iterables_of_one_kind_that_were_never_given_both_go_on(run_dir: Path) -> None:
+    def leg(stop: int | None) -> Iterator[tuple[int, int]]:
+        with RunState.load(run_dir) as state:
+            both = state.batches([*range(6)]), state.batches([*range(10, 16)])
+            for number, pair in enumerate(zip(*both, strict=True), 1):
+                yield pair
+                if number == stop:
+                    state.save()
+                    return
+
+    assert [*leg(2), *leg(1), *leg(None)] == [(number, number + 10) for number in range(6)]
 
 
 # Another kind of loader than before.
