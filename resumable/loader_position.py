@@ -66,6 +66,7 @@ class LoaderPosition:
         self.lap = 0
         """How often the loader has been put somewhere else: a loop of an earlier lap is dead."""
         self.lock = threading.RLock()
+        self._moving = threading.Lock()
         self.ahead: deque[Loaded] = deque()
         """What was loaded and has not been handed to the training."""
         self.counts_by_steps = False
@@ -174,8 +175,9 @@ class LoaderPosition:
         self.in_hand = self.counts_by_steps = self.ends_with_step = self.is_claimed = False
         self.is_open = False
         self._left_under = self._mark = self._mark_before = None
-        self.ahead.clear()
-        self.lap += 1
+        with self._moving:
+            self.ahead.clear()
+            self.lap += 1
 
     def write_generators(self, states: Mapping[str, Any]) -> None:
         """Put the generators that hang off the loader into these states."""
@@ -232,11 +234,16 @@ class LoaderPosition:
             self._counters.hold()
         return batches
 
-    def load(self, batches: Iterator[Any]) -> Any:
+    def load(self, batches: Iterator[Any], lap: int) -> Any:
         """Load a batch that nobody has been handed yet."""
         with self.lock:
             batch = next(batches)
-            self.ahead.append(Loaded(self.source.size(batch), self._marked()))
+            loaded = Loaded(self.source.size(batch), self._marked())
+            with self._moving:
+                # A thread may have waited for it while the training went elsewhere.
+                if lap != self.lap:
+                    raise StopIteration
+                self.ahead.append(loaded)
             return batch
 
     def _marked(self) -> Any:
@@ -404,7 +411,7 @@ class _Loading:
         # A thread may still ask for more when the training has long gone elsewhere.
         if self._lap != self._at.lap:
             raise StopIteration
-        return self._at.load(self._batches)
+        return self._at.load(self._batches, self._lap)
 
 
 class _Elsewhere:
