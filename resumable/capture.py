@@ -15,19 +15,21 @@ import torch
 from . import codec, image, parts, rng, tensorfile
 from .codec import Encoded
 from .errors import CannotStore, StateMismatch, UsageError
+from .image import Taken
 from .loader_position import LoaderPosition
+from .loading import Reading
 from .manifest import Manifest
 from .modules import ModulePart
 from .optimizers import OptimizerPart
-from .part import Difference, Part, Saved, same_device, shape
+from .part import Difference, Part, Saved, same_device
 from .position import Position
 from .sealed import Json
 
 Trees = dict[str, Encoded]
 """What a checkpoint holds, by the file it lies in: model, optimizer, extra, rank."""
 
-Versions = dict[tuple[str, str], tuple[torch.Tensor, int | None]]
-"""By file and name: the live tensor and the count of its changes."""
+Versions = dict[str, dict[str, tuple[torch.Tensor, int | None]]]
+"""By tree and name: the live tensor and the count of its changes."""
 
 _States = tuple[
     Mapping[str, Any],
@@ -135,6 +137,7 @@ class Capture:
         for part in self._parts:
             if isinstance(part, OptimizerPart):
                 part.is_accumulating = partial(position.is_accumulating, part.name)
+        self._memos: dict[tuple[str, str], codec.Memo] = {}
         self.settings = {
             f"{part.name}.{key}": value
             for part in self._parts
@@ -148,10 +151,47 @@ class Capture:
         states = self._read_generators()
         self._position.show_held()
         try:
-            trees, about = _encoded(sorted(self._parts, key=_has_no_generator))
+            trees = self._encoded(sorted(self._parts, key=_has_no_generator))
         finally:
             _write_generators(states)
-        return trees, {part.name: about[part.name] for part in self._parts}
+        self._set_apart_what_is_frozen(trees)
+        return trees, {part.name: {"kind": part.kind} for part in self._parts}
+
+    def _encoded(self, chosen: Sequence[Part]) -> Trees:
+        trees: Trees = {}
+        for part in chosen:
+            for stem, tree in part.collect().items():
+                memo = self._memos.setdefault((part.name, stem), {})
+                encoded = codec.encode({part.name: tree}, _NAMERS.get(stem, ".".join), memo)
+                _merge(trees.setdefault(stem, Encoded({}, {}, {})), encoded)
+        return trees
+
+    def _set_apart_what_is_frozen(self, trees: Trees) -> None:
+        frozen = {
+            part.name_in_optimizers(name)
+            for part in self._parts
+            if isinstance(part, ModulePart) and part.stem == "model"
+            for name in trees["extra"].json[part.name]["frozen"]
+        }
+        if frozen and (there := trees["model"].tensors.keys()) - frozen:
+            trees["model"].frozen = frozenset(frozen & there)
+
+    def live(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return the tensors that a checkpoint's can be read into, by tree and name in the file."""
+        chosen = [
+            part
+            for part in self._parts
+            if isinstance(part, (ModulePart, OptimizerPart)) and part.is_filled_in_place()
+        ]
+        return {stem: tree.tensors for stem, tree in self._encoded(chosen).items()}
+
+    def size(self) -> int:
+        """Return about how many bytes the tensors of a checkpoint take, without asking every part."""
+        return sum(part.size() for part in self._parts if isinstance(part, (ModulePart, OptimizerPart)))
+
+    def optimizers(self) -> list[Any]:
+        """Return the live optimizers."""
+        return [part.live for part in self._parts if isinstance(part, OptimizerPart)]
 
     def check_patterns(self, override: Sequence[str]) -> None:
         """Raise UsageError for an override that names no setting of any part."""
@@ -183,14 +223,14 @@ class Capture:
             if isinstance(part, (ModulePart, OptimizerPart)) and part.stem != "extra"
         ]
 
-    def changed_since(self, versions: Versions, held: Trees) -> list[str]:
+    def changed_since(self, versions: Versions, held: Held) -> list[str]:
         """Return the parts that are not any more what they were when they were held."""
         now, about = self.collect()
         return [
             name
             for name in about
             if about[name]["kind"] != "position"
-            and any(_has_changed(name, stem, versions, held, now) for stem in held)
+            and any(_has_changed(name, stem, versions, held, now) for stem in held.trees)
         ]
 
     def changes(
@@ -267,15 +307,16 @@ class Capture:
 
     def restore(
         self,
-        trees: Trees,
+        reading: Reading,
         unfit: Mapping[str, AbstractSet[str]],
         overridden: Sequence[Change] = (),
         only: Collection[str] | None = None,
     ) -> None:
-        """Put the trees into the live objects: all of them, or none if one of them refuses.
+        """Put what was read into the live objects: all of them, or none if one of them refuses.
 
         `unfit` names stay as they are; for the `overridden` settings the script's value stays.
         """
+        trees = reading.trees
         chosen = [
             part
             for part in self._parts
@@ -284,11 +325,19 @@ class Capture:
         code_wins = self._code_wins(overridden)
         # The counters of the position come last and refuse nothing, so they need no way back.
         users = [part for part in self._parts if part.stem != "rank"]
+        for part in chosen:
+            if unfit.get(part.name):
+                reading.apart(part.name)
+        # Its code may look at the weights, and it may refuse: so they have to be there, and a way back too.
+        is_early = any(not part.is_torchs_own() for part in chosen)
         states = self._read_generators()
-        before = held(_encoded(users)[0])
+        before = _copied(self._encoded(users), reading, is_early)
         _write_generators(states)
         try:
-            for part in chosen:
+            for number, part in enumerate(chosen):
+                if is_early and not isinstance(part, (ModulePart, OptimizerPart)):
+                    reading.fill([part.name for part in chosen[:number]])
+                    is_early = False
                 _restore(part, trees, unfit.get(part.name, set()), code_wins.get(part.name, set()))
             self._set_last_lr(code_wins)
         except BaseException:
@@ -298,6 +347,7 @@ class Capture:
                     _restore(part, before, set(), set())
             _write_generators(states)
             raise
+        reading.fill([part.name for part in chosen])
 
     def _read_generators(self) -> _States:
         own = [part.live for part in self._parts if _is_generator(part)]
@@ -349,23 +399,11 @@ def _write_generators(states: _States) -> None:
         loader.write_generators(by_path)
 
 
-def _encoded(chosen: Sequence[Part]) -> tuple[Trees, dict[str, Json]]:
-    trees: Trees = {}
-    about: dict[str, Json] = {}
-    for part in chosen:
-        shapes: dict[str, str] = {}
-        for stem, tree in part.collect().items():
-            encoded = codec.encode({part.name: tree}, _NAMERS.get(stem, ".".join))
-            _merge(trees.setdefault(stem, Encoded({}, {}, {})), encoded)
-            shapes |= {name: shape(tensor) for name, tensor in encoded.tensors.items()}
-        about[part.name] = {"kind": part.kind, "tensors": shapes}
-    return trees, about
-
-
 def _merge(into: Encoded, more: Encoded) -> None:
     into.json.update(more.json)
     into.tensors.update(more.tensors)
     into.aliases.update(more.aliases)
+    into.key += more.key
 
 
 def _without_gradients(tree: Json) -> Json:
@@ -381,33 +419,59 @@ def _told(part: Part, saved: Saved, built: Mapping[str, Any]) -> Iterator[Differ
         yield Difference(part.name, "", f"its state in the checkpoint is not that of a {part.kind}: {exc!r}")
 
 
-def held(trees: Trees) -> Trees:
-    """Return the trees with copies of their tensors, which the training cannot change."""
-    return {stem: replace(tree, tensors=image.take(tree.tensors)) for stem, tree in trees.items()}
+class Held:
+    """What a save saw: the trees, and the image of their tensors."""
+
+    def __init__(self, trees: Trees, taken: Taken) -> None:
+        self.trees = trees
+        self._taken = taken
+        self._tensors: dict[str, dict[str, torch.Tensor]] = {}
+
+    def tensor(self, stem: str, name: str) -> torch.Tensor:
+        """Return a tensor as it was taken."""
+        if stem not in self._tensors:
+            paths = [path for path in self._taken.paths() if codec.stem_of(path) == stem]
+            self._tensors[stem] = {n: t for path in paths for n, t in self._taken.tensors(path).items()}
+        return self._tensors[stem][name]
+
+
+def _copied(trees: Trees, reading: Reading, is_all: bool) -> Trees:
+    """Return the trees as a way back: with copies, but of what is filled when nobody can refuse any more."""
+    copied = {}
+    for stem, tree in trees.items():
+        left = set() if is_all else tree.tensors.keys() & reading.names_in_place(stem)
+        own = {name: tensor for name, tensor in tree.tensors.items() if name not in left}
+        tensors = {**image.clones(own), **{name: tree.tensors[name] for name in left}}
+        copied[stem] = replace(tree, tensors=tensors, kept=frozenset(left))
+    return copied
 
 
 def versions(trees: Trees) -> Versions:
     """Return what tells, without reading it, that nobody has written to a tensor since."""
-    return {
-        (stem, name): (tensor, _version(tensor))
-        for stem, tree in trees.items()
-        for name, tensor in tree.tensors.items()
-    }
+    found: Versions = {}
+    for stem, tree in trees.items():
+        tensors = tree.tensors.values()
+        try:
+            counts: list[int | None] = [tensor._version for tensor in tensors]
+        except RuntimeError:
+            counts = [*map(_version, tensors)]
+        found[stem] = dict(zip(tree.tensors, zip(tensors, counts, strict=True), strict=True))
+    return found
 
 
 def _version(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def _has_changed(part: str, stem: str, versions: Versions, held: Trees, now: Trees) -> bool:
-    then = _without_gradients(held[stem].json.get(part))
+def _has_changed(part: str, stem: str, versions: Versions, held: Held, now: Trees) -> bool:
+    then = _without_gradients(held.trees[stem].json.get(part))
     if then != _without_gradients(now[stem].json.get(part)):
         return True
     for name in codec.tensor_names(then):
         after = now[stem].tensors[name]
-        before, version = versions[stem, name]
+        before, version = versions[stem][name]
         is_same = before.data_ptr() == after.data_ptr() and version == _version(after) is not None
-        if not is_same and not tensorfile.is_equal(held[stem].tensors[name], after):
+        if not is_same and not tensorfile.is_equal(held.tensor(stem, name), after):
             return True
     return False
 

@@ -7,12 +7,12 @@ import errno
 import os
 import re
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from . import disk, manifest
+from . import blocks, disk, manifest
+from .blocks import Content, Way, Written
 from .errors import FormatTooNew, SaveFailed
 from .manifest import FILE_NAME, FileRecord, Manifest
 
@@ -50,13 +50,12 @@ class Checkpoint:
 
     def read_file(self, file: str) -> memoryview:
         """Return the content of one file, verified."""
-        size, digest = self.about.files[file]
-        return disk.read(self.path, file, size, digest)
+        return blocks.read(self.path, file, *self.about.files[file])
 
     def verify(self) -> None:
         """Raise CheckpointDamaged unless every byte is the one that was written."""
-        for file in self.about.files:
-            self.read_file(file)
+        for file, record in self.about.files.items():
+            blocks.scan(self.path, file, *record)
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -70,7 +69,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise disk.damaged(path, f"{manifest.NAME}: {exc}") from exc
 
 
-def commit(folder: Path, about: Manifest, files: Mapping[str, Iterable[Any]]) -> Checkpoint:
+def commit(
+    folder: Path, about: Manifest, files: Mapping[str, Content], way: Way = "paced"
+) -> tuple[Checkpoint, dict[str, Written]]:
     """Write the files and the manifest, flushed, and make them visible in `folder` as one checkpoint.
 
     Until the rename there is only a stage, which nobody reads: a crash at any
@@ -81,8 +82,9 @@ def commit(folder: Path, about: Manifest, files: Mapping[str, Iterable[Any]]) ->
     try:
         disk.make_folder(folder)
         os.mkdir(stage)
-        about = replace(about, files=_write_files(stage, files))
-        disk.write(stage / manifest.NAME, [manifest.to_json(about)])
+        written = _write_files(stage, files, way)
+        about = replace(about, files={file: FileRecord(w.size, w.digest) for file, w in written.items()})
+        disk.write(stage / manifest.NAME, manifest.to_json(about))
         disk.flush_folder(stage)
         disk.publish(stage, target)
     except OSError as exc:
@@ -92,17 +94,17 @@ def commit(folder: Path, about: Manifest, files: Mapping[str, Iterable[Any]]) ->
         if isinstance(exc, SaveFailed):
             raise
         raise _save_failed(folder, about, exc) from exc
-    return Checkpoint(target, about)
+    return Checkpoint(target, about), {file: w._replace(path=target / file) for file, w in written.items()}
 
 
-def _write_files(stage: Path, files: Mapping[str, Iterable[Any]]) -> dict[str, FileRecord]:
+def _write_files(stage: Path, files: Mapping[str, Content], way: Way) -> dict[str, Written]:
     subfolders = {(stage / file).parent for file in files} - {stage}
     for subfolder in subfolders:
         os.mkdir(subfolder)
-    records = {file: FileRecord(*disk.write(stage / file, pieces)) for file, pieces in files.items()}
+    written = {file: blocks.put(stage / file, content, way) for file, content in files.items()}
     for subfolder in subfolders:
         disk.flush_folder(subfolder)
-    return records
+    return written
 
 
 def _save_failed(folder: Path, about: Manifest, cause: OSError) -> SaveFailed:

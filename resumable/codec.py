@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -50,24 +50,82 @@ class Encoded:
     tensors: dict[str, torch.Tensor]
     aliases: dict[str, str]
     """Tied tensors: the name each would have had, and the name of the one that is stored."""
+    key: tuple[Any, ...] = ()
+    """Equal for two encodings whose tensors have the same names, dtypes, shapes and devices."""
+    frozen: frozenset[str] = frozenset()
+    """The tensors that are not trained, which lie in a file of their own."""
+    kept: frozenset[str] = frozenset()
+    """The tensors that nobody else has, or that are the live ones: to be used as they are, not copied."""
 
 
-def encode(tree: Any, name: Callable[[Path], str] = ".".join) -> Encoded:
+Memo = dict[Path, "_Group"]
+"""What the last encoding of a tree found, by path; an encoding reads it and writes it."""
+
+
+def encode(tree: Any, name: Callable[[Path], str] = ".".join, memo: Memo | None = None) -> Encoded:
     """Return the tree as JSON and tensors; `name` gives a tensor its name in the file.
 
     >>> encode({"lr": 0.1, "betas": (0.9, float("inf"))}).json
     {'lr': 0.1, 'betas': {'$tuple': [0.9, {'$float': 'inf'}]}}
     """
-    encoder = _Encoder(name)
-    return Encoded(encoder.encode(tree, ()), encoder.tensors, encoder.aliases)
+    encoder = _Encoder(name, memo)
+    try:
+        json = encoder.encode(tree, ())
+    except _MemoStale:
+        assert memo is not None
+        memo.clear()
+        encoder = _Encoder(name, memo)
+        json = encoder.encode(tree, ())
+    return Encoded(json, encoder.tensors, encoder.aliases, tuple(encoder.key))
+
+
+class _MemoStale(Exception):
+    """A tensor shares its place or its name with one of a group that was taken as it was."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Group:
+    """A dict of nothing but tensors, as it was encoded: it is encoded so again until one of them moves.
+
+    Ten thousand tensors, one by one, would keep the training waiting for a tenth of a second.
+    """
+
+    facts: tuple[list[Any], ...]
+    json: dict[str, Json]
+    stored: dict[str, str]
+    """By the name in the file: the key in the dict."""
+    aliases: dict[str, str]
+    places: frozenset[int]
+
+
+def _facts(values: Mapping[str, torch.Tensor]) -> tuple[list[Any], ...] | None:
+    """Return all that the encoding of plain tensors depends on, each for all of them in one call."""
+    tensors = values.values()
+    if not values or not {*map(type, tensors)} <= _PLAIN:
+        return None
+    dtypes = [tensor.dtype for tensor in tensors]
+    if any(dtype.is_complex for dtype in {*dtypes}) or any(map(torch.Tensor.is_neg, tensors)):
+        return None
+    try:
+        methods = (torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride)
+        return [*values], dtypes, *([*map(method, tensors)] for method in methods)
+    except RuntimeError:
+        # (sparse and nested ones have no place)
+        return None
+
+
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 
 class _Encoder:
-    def __init__(self, name: Callable[[Path], str]) -> None:
+    def __init__(self, name: Callable[[Path], str], memo: Memo | None) -> None:
         self._name = name
+        self._memo = memo
         self._seen: dict[Any, str] = {}
+        self._places_in_groups: set[int] = set()
         self.tensors: dict[str, torch.Tensor] = {}
         self.aliases: dict[str, str] = {}
+        self.key: list[Any] = []
 
     def encode(self, value: Any, path: Path) -> Json:
         # Exact types: a subclass would come back as something else.
@@ -102,9 +160,46 @@ class _Encoder:
         ]
 
     def _dict(self, values: dict[Any, Any], path: Path) -> Json:
-        if all(type(key) is str and not key.startswith("$") and _is_text(key) for key in values):
+        if not all(type(key) is str and not key.startswith("$") and _is_text(key) for key in values):
+            return {"$dict": self._pairs(values, path)}
+        facts = None if self._memo is None else _facts(values)
+        if facts is None:
             return {key: self.encode(value, (*path, key)) for key, value in values.items()}
-        return {"$dict": self._pairs(values, path)}
+        assert self._memo is not None
+        group = self._memo.get(path)
+        if group is None or group.facts != facts:
+            return self._new_group(values, path, facts)
+        return self._same_group(values, group)
+
+    def _new_group(self, values: dict[str, torch.Tensor], path: Path, facts: tuple[list[Any], ...]) -> Json:
+        assert self._memo is not None
+        key, tensors, aliases = len(self.key), len(self.tensors), len(self.aliases)
+        json = {key: self.encode(value, (*path, key)) for key, value in values.items()}
+        fresh = {*[*self.tensors][tensors:]}
+        tied = dict([*self.aliases.items()][aliases:])
+        self._memo.pop(path, None)
+        # One that is tied to a tensor elsewhere cannot be taken without looking there.
+        if fresh.issuperset(tied.values()):
+            stored: dict[str, str] = {}
+            for member, item in json.items():
+                for name in fresh.intersection(tensor_names(item)):
+                    stored.setdefault(name, member)
+            places = frozenset(place for place in facts[2] if place)
+            group = self._memo[path] = _Group(facts, json, stored, tied, places)
+            self.key[key:] = [group]
+        return json
+
+    def _same_group(self, values: dict[str, torch.Tensor], group: _Group) -> Json:
+        taken = self.tensors.keys() | self.aliases.keys()
+        places = {place[0] for place in self._seen} | self._places_in_groups
+        names = group.stored.keys() | group.aliases.keys()
+        if not taken.isdisjoint(names) or not places.isdisjoint(group.places):
+            raise _MemoStale
+        self._places_in_groups |= group.places
+        self.tensors.update(zip(group.stored, map(values.__getitem__, group.stored.values()), strict=True))
+        self.aliases.update(group.aliases)
+        self.key.append(group)
+        return group.json
 
     def _defaultdict(self, values: defaultdict[Any, Any], path: Path) -> Json:
         for name, factory in _FACTORIES.items():
@@ -147,11 +242,15 @@ class _Encoder:
         name = self._name(path).encode(errors="replace").decode()
         while name in self.tensors or name in self.aliases or name == "__metadata__":
             name += "~"
+        if tensor.data_ptr() in self._places_in_groups:
+            raise _MemoStale
         place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
         if tensor.numel() and (first := self._seen.setdefault(place, name)) != name:
             self.aliases[name] = first
+            self.key.append((name, first))
             return first
         self.tensors[name] = tensor
+        self.key.append((name, tensor.dtype, tensor.shape, tensor.device))
         return name
 
 
@@ -262,63 +361,155 @@ def tensor_names(tree: Json) -> Iterator[str]:
                 yield from tensor_names(item)
 
 
+def tensor_facts(tree: Json) -> dict[str, dict[str, Json]]:
+    """Return the dtypes, strides and devices that a tree's JSON says of its tensors, by their names."""
+    found: dict[str, dict[str, Json]] = {}
+    waiting = [tree]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, list):
+            waiting += item
+        elif isinstance(item, dict):
+            match item.get("$tensor"):
+                case [str(name), dict(about)]:
+                    found[name] = about
+                case _:
+                    waiting += item.values()
+    return found
+
+
 _RANK_0 = "ranks/00000"
 
 
-def to_files(trees: Mapping[str, Encoded]) -> dict[str, list[Any]]:
-    """Return the content of every file of a checkpoint, in pieces.
-
-    The tree "rank" is what differs by process; all others share state.json.
-    """
+def to_texts(trees: Mapping[str, Encoded]) -> dict[str, bytes]:
+    """Return the JSON files of a checkpoint. The tree "rank" is what differs by process."""
     shared = {stem: tree.json for stem, tree in trees.items() if stem != "rank"}
-    files: dict[str, list[Any]] = {"state.json": [_text(shared)]}
+    texts = {"state.json": _text(shared)}
+    if "rank" in trees:
+        texts[f"{_RANK_0}.json"] = _text(trees["rank"].json)
+    return texts
+
+
+def to_groups(trees: Mapping[str, Encoded]) -> dict[str, Encoded]:
+    """Return the tensors of each safetensors file: what is not trained lies apart, since it stays."""
+    groups = {}
     for stem, tree in trees.items():
         path = _RANK_0 if stem == "rank" else stem
-        if stem == "rank":
-            files[f"{path}.json"] = [_text(tree.json)]
-        if tree.tensors:
-            files[f"{path}.safetensors"] = to_safetensors(tree.tensors, tree.aliases)
-    return files
+        for suffix, group in _by_change(tree):
+            if group.tensors:
+                groups[f"{path}{suffix}.safetensors"] = group
+    return groups
+
+
+def _by_change(tree: Encoded) -> Iterator[tuple[str, Encoded]]:
+    if not tree.frozen:
+        yield "", tree
+        return
+    for suffix, is_frozen in (("", False), (_FROZEN, True)):
+        tensors = {name: value for name, value in tree.tensors.items() if (name in tree.frozen) is is_frozen}
+        aliases = {name: first for name, first in tree.aliases.items() if first in tensors}
+        yield suffix, Encoded({}, tensors, aliases, (*tree.key, tree.frozen))
+
+
+_FROZEN = "-frozen"
+
+
+def to_files(trees: Mapping[str, Encoded]) -> dict[str, bytes | bytearray]:
+    """Return the content of every file of a checkpoint."""
+    groups = to_groups(trees).items()
+    return {**to_texts(trees), **{path: to_safetensors(g.tensors, g.aliases) for path, g in groups}}
 
 
 def from_files(files: Mapping[str, memoryview]) -> dict[str, Encoded]:
     """Return the trees that `to_files` was given; their tensors share the files' memory."""
-    if missing := {"state.json", f"{_RANK_0}.json"} - files.keys():
+    tensors = {path: from_safetensors(data) for path, data in files.items() if is_tensor_file(path)}
+    return from_parts({path: data for path, data in files.items() if path not in tensors}, tensors)
+
+
+def is_tensor_file(path: str) -> bool:
+    """Whether a file of a checkpoint holds tensors; the others are JSON."""
+    return path.endswith(".safetensors")
+
+
+def is_frozen(path: str) -> bool:
+    """Whether a file of a checkpoint holds what is not trained."""
+    return path.endswith(f"{_FROZEN}.safetensors")
+
+
+def tree_of(texts: Mapping[str, bytes | memoryview], stem: str) -> Json:
+    """Return the JSON of one tree; None where the files have none."""
+    if stem == "rank":
+        return parse(texts[f"{_RANK_0}.json"]) if f"{_RANK_0}.json" in texts else None
+    return typed(dict, parse(texts["state.json"])).get(stem) if "state.json" in texts else None
+
+
+def from_parts(
+    texts: Mapping[str, bytes | memoryview], tensors: Mapping[str, Mapping[str, torch.Tensor]]
+) -> dict[str, Encoded]:
+    """Return the trees of a checkpoint, from its JSON files and the tensors of its other files."""
+    if missing := {"state.json", f"{_RANK_0}.json"} - texts.keys():
         raise ValueError(f"there is no {' and no '.join(sorted(missing))}")
-    trees = {stem: (stem, tree) for stem, tree in typed(dict, parse(files["state.json"])).items()}
+    trees = {stem: (stem, tree) for stem, tree in typed(dict, parse(texts["state.json"])).items()}
     if "rank" in trees:
         raise ValueError("state.json holds what differs by rank")
-    trees["rank"] = (_RANK_0, parse(files[f"{_RANK_0}.json"]))
-    known = {"state.json", f"{_RANK_0}.json", *(f"{path}.safetensors" for path, _ in trees.values())}
-    if unknown := files.keys() - known:
+    trees["rank"] = (_RANK_0, parse(texts[f"{_RANK_0}.json"]))
+    known = {
+        "state.json",
+        f"{_RANK_0}.json",
+        *(file for path, _ in trees.values() for file in _files_of(path)),
+    }
+    if unknown := (texts.keys() | tensors.keys()) - known:
         raise ValueError(f"nothing says what {', '.join(sorted(unknown))} is")
-    return {stem: _from_file(files, path, tree) for stem, (path, tree) in trees.items()}
+    return {stem: _from_parts(tensors, path, tree) for stem, (path, tree) in trees.items()}
 
 
-def _from_file(files: Mapping[str, memoryview], path: str, tree: Json) -> Encoded:
-    data = files.get(f"{path}.safetensors")
-    return Encoded(typed(dict, tree), {} if data is None else from_safetensors(data), {})
+def _files_of(path: str) -> tuple[str, str]:
+    return f"{path}.safetensors", f"{path}{_FROZEN}.safetensors"
+
+
+def stem_of(path: str) -> str:
+    """Return the tree whose tensors a file holds."""
+    stem = path.removesuffix(".safetensors").removesuffix(_FROZEN)
+    return "rank" if stem == _RANK_0 else stem
+
+
+def _from_parts(tensors: Mapping[str, Mapping[str, torch.Tensor]], path: str, tree: Json) -> Encoded:
+    found: dict[str, torch.Tensor] = {}
+    for file in _files_of(path):
+        if twice := found.keys() & tensors.get(file, {}).keys():
+            raise ValueError(f"{', '.join(sorted(twice))} is in two files")
+        found |= tensors.get(file, {})
+    return Encoded(typed(dict, tree), found, {})
 
 
 def _text(tree: Json) -> bytes:
     return json.dumps(tree, allow_nan=False, separators=(",", ":")).encode()
 
 
-def decode(tree: Json, tensors: Mapping[str, torch.Tensor], place: Place | None = None) -> Any:
+def decode(
+    tree: Json,
+    tensors: Mapping[str, torch.Tensor],
+    place: Place | None = None,
+    kept: Collection[str] = (),
+) -> Any:
     """Return what was encoded; ValueError if `tree` is not something that `encode` returns.
 
-    Without `place` the tensors share the memory of `tensors`; with it they are new ones.
+    Without `place` the tensors share the memory of `tensors`; with it they are new ones, but for
+    those that are `kept` and lie well.
     """
     try:
-        return _Decoder(tensors, place).decode(tree, ())
+        return _Decoder(tensors, place, kept).decode(tree, ())
     except (KeyError, TypeError, OverflowError, RuntimeError, RecursionError) as exc:
         raise ValueError(f"it holds something that is no value: {exc!r}") from exc
 
 
 class _Decoder:
-    def __init__(self, tensors: Mapping[str, torch.Tensor], place: Place | None) -> None:
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], place: Place | None, kept: Collection[str]
+    ) -> None:
         self._tensors = tensors
         self._place = place
+        self._kept = kept
         self._made: dict[Any, torch.Tensor] = {}
 
     def decode(self, value: Json, path: Path) -> Any:
@@ -385,6 +576,8 @@ class _Decoder:
         if self._place is None:
             return stored
         device = self._place(path, about.get("device", "cpu"))
+        if name in self._kept and stored.device == device and "stride" not in about:
+            return stored
         # Tied tensors stay tied.
         key = (name, device)
         if key not in self._made:

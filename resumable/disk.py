@@ -1,4 +1,4 @@
-"""Make bytes durable: stage a folder, flush, rename, hash, lock."""
+"""Make names and small files durable: stage a folder, flush, rename."""
 
 from __future__ import annotations
 
@@ -6,45 +6,24 @@ import contextlib
 import errno
 import os
 import secrets
-import socket
 import stat
 import sys
 from collections.abc import Iterable, Iterator
 from io import FileIO
 from pathlib import Path
-from typing import Any, ClassVar
 
-import xxhash
-
-from .errors import CannotRead, CheckpointDamaged, RunInUse, SaveFailed
-
-if sys.platform == "win32":
-    import msvcrt
-else:
-    import fcntl
+from .errors import CannotRead, CheckpointDamaged, SaveFailed
 
 _BINARY = getattr(os, "O_BINARY", 0)
-_WRITE_AT_MOST = 64 << 20
 
 
-def digest(data: Any) -> str:
-    """Return the xxh3-128 of a buffer."""
-    return xxhash.xxh3_128(data).hexdigest()
-
-
-def write(path: Path, pieces: Iterable[Any]) -> tuple[int, str]:
-    """Create the file, write the buffers, flush, and return its size and digest."""
-    hasher = xxhash.xxh3_128()
-    size = 0
+@contextlib.contextmanager
+def created(path: Path) -> Iterator[int]:
+    """Create a file, and flush it when all has been written to the descriptor."""
     # EXCL: what is committed is never written again. 0o666 under the umask: colleagues can read it.
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _BINARY, 0o666)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _BINARY, 0o666)
     try:
-        for piece in pieces:
-            rest = memoryview(piece)
-            hasher.update(rest)
-            size += rest.nbytes
-            while rest.nbytes:
-                rest = rest[os.write(fd, rest[:_WRITE_AT_MOST]) :]
+        yield fd
         # A failure here is final: a second fsync would report success for bytes that are lost.
         os.fsync(fd)
     except OSError as exc:
@@ -52,25 +31,19 @@ def write(path: Path, pieces: Iterable[Any]) -> tuple[int, str]:
         raise
     finally:
         os.close(fd)
-    return size, hasher.hexdigest()
 
 
-def read(folder: Path, name: str, size: int, expected: str) -> memoryview:
-    """Return the bytes of a file, verified in the private memory that the caller goes on to use."""
-    with _opened(folder, name) as file:
-        found = os.fstat(file.fileno()).st_size
-        if found != size:
-            raise damaged(folder, f"{name} has {found:,} bytes, its manifest says {size:,}")
-        buffer = memoryview(bytearray(size))
-        _fill(file, buffer)
-    if (actual := digest(buffer)) != expected:
-        raise damaged(folder, f"{name} has the digest {actual}, its manifest says {expected}")
-    return buffer
+def write(path: Path, data: bytes) -> None:
+    """Create a small file, write the bytes, and flush."""
+    with created(path) as fd:
+        rest = memoryview(data)
+        while rest.nbytes:
+            rest = rest[os.write(fd, rest) :]
 
 
 def read_small(folder: Path, name: str, limit: int = 64 << 20) -> bytes:
     """Return the bytes of a file for whose size nobody vouches."""
-    with _opened(folder, name) as file:
+    with opened(folder, name) as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
             raise damaged(folder, f"{name} has {size:,} bytes; at most {limit:,} make sense")
@@ -80,7 +53,8 @@ def read_small(folder: Path, name: str, limit: int = 64 << 20) -> bytes:
 
 
 @contextlib.contextmanager
-def _opened(folder: Path, name: str) -> Iterator[FileIO]:
+def opened(folder: Path, name: str) -> Iterator[FileIO]:
+    """Open a regular file in a folder of ours; what goes wrong while it is read is told apart."""
     # NOFOLLOW: a link must not lead outside the folder. NONBLOCK: a pipe must not hang the load.
     flags = os.O_RDONLY | _BINARY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     path = folder / name
@@ -146,7 +120,7 @@ def make_folder(path: Path) -> None:
 def replace(path: Path, data: bytes) -> None:
     """Put a small file in place as a whole: readers see the old content or the new one."""
     fresh = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
-    write(fresh, [data])
+    write(fresh, data)
     os.replace(fresh, path)
     flush_folder(path.parent)
 
@@ -179,75 +153,3 @@ def remove(folder: Path, names: Iterable[str]) -> None:
         else:
             os.unlink(folder / name)
     os.rmdir(folder)
-
-
-class Lock:
-    """The right to write one folder, held by one process until it lets go or dies.
-
-    A POSIX record lock: the kernel frees it with its process, and what was forked from
-    the holder (loader workers) does not keep it alive when the holder is killed.
-    """
-
-    # Closing *any* descriptor of the file frees a record lock of the whole process, so it is opened once.
-    # With the process: what is forked from the holder inherits this set, but no lock.
-    _held: ClassVar[set[tuple[int, Path]]] = set()
-
-    def __init__(self, path: Path) -> None:
-        self._key = (os.getpid(), path.resolve())
-        if self._key in self._held:
-            raise in_use(path, f"this process ({os.getpid()})")
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | _BINARY, 0o666)
-        try:
-            _take(self._fd)
-        except OSError as exc:
-            holder = os.read(self._fd, 4096).decode(errors="replace").strip() or "another process"
-            os.close(self._fd)
-            if exc.errno not in (errno.EACCES, errno.EAGAIN, errno.EDEADLK):
-                raise
-            raise in_use(path, holder) from exc
-        self._held.add(self._key)
-        # Only for the message that others get: a full disk must not cost us the lock.
-        with contextlib.suppress(OSError):
-            os.ftruncate(self._fd, 0)
-            os.write(self._fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-
-    def is_held(self) -> bool:
-        """Whether this process holds it; a forked child has a copy of this object, but not the lock."""
-        return self._key in self._held and self._key[0] == os.getpid()
-
-    def renew(self) -> None:
-        """Take it again where this process has lost it: by opening and closing the file, as a copy does."""
-        if sys.platform == "win32":  # (where a lock belongs to its descriptor)
-            return
-        try:
-            _take(self._fd)
-        except OSError as exc:
-            self.release()
-            raise in_use(self._key[1], "another process, since this one has lost its lock") from exc
-
-    def release(self) -> None:
-        """Let go; the file stays, since removing it would race with the next holder."""
-        if self.is_held():
-            # Even a close that fails (on a network disk) has closed it.
-            with contextlib.suppress(OSError):
-                os.close(self._fd)
-            self._held.discard(self._key)
-
-
-def in_use(path: Path, holder: str) -> RunInUse:
-    """Return the error that says who else is writing the run of the lock file `path`."""
-    return RunInUse(
-        f"{path.parent} is being written by {holder}.",
-        fix="wait for it or stop it, or give this training a run directory of its own. "
-        "A lock never outlives its process: there is no file to delete.",
-    )
-
-
-def _take(fd: int) -> None:
-    if sys.platform == "win32":
-        # Windows locks are mandatory: lock a byte far behind the text that others read.
-        os.lseek(fd, 1 << 20, os.SEEK_SET)
-        msvcrt.locking(fd, msvcrt.LK_NBLCK, 1)
-        os.lseek(fd, 0, os.SEEK_SET)
-    else:
-        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,22 +1,334 @@
-"""The host copy of the tensors, which the training cannot change any more."""
+"""The host copy of the tensors, taken behind a fence without stopping the training."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import bisect
+import mmap
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
+
+from . import codec, fingerprint, tensorfile
+from .blocks import Content, Written
+from .codec import Encoded
+from .errors import SaveFailed
+from .fence import Fence
+from .memory import HostMemory
+from .tensorfile import Layout
+from .threads import yield_to_training
+from .transfers import Copy, Transfer
+
+_WORTH_A_FENCE = 64 << 20
+"""Fewer bytes in host memory are copied at once: that takes some milliseconds, and needs no trust."""
+
+_SMALL = 64 << 10
+_AT_A_TIME = 32 << 20
+_LENT = 32 << 20
 
 
-def take(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def clones(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return copies in host memory, made before this function returns.
 
     >>> live = {"weight": torch.zeros(2)}
-    >>> copy = take(live)
+    >>> copy = clones(live)
     >>> _ = live["weight"].add_(1)
     >>> copy["weight"]
     tensor([0., 0.])
     """
     return {
-        name: tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+        name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         for name, tensor in tensors.items()
     }
+
+
+class _File:
+    """One file of the image: where it lies, and how it was planned."""
+
+    def __init__(self, path: str, group: Encoded) -> None:
+        self.path = path
+        self.key = group.key
+        self.layout = tensorfile.layout(group.tensors, group.aliases)
+        self.names = [slot.name for slot in self.layout.slots]
+        tensors = [group.tensors[name] for name in self.names]
+        is_small = [0 < t.nbytes < _SMALL and t.is_cpu and t.dtype != torch.bool for t in tensors]
+        # One by one, ten thousand would keep the training waiting.
+        self.together = [number for number, is_one in enumerate(is_small) if is_one]
+        self.apart = [number for number, is_one in enumerate(is_small) if not is_one]
+        self.begin = 0
+        self.views: list[Tensor] = []
+        self.fingerprint: Any = None
+        """What tells that tensors which nobody trains still are what lies here."""
+
+
+class Image:
+    """One buffer of host memory, laid out as the files, into which every save is taken."""
+
+    def __init__(self, optimizers: Sequence[Any] = (), worth_a_fence: int = _WORTH_A_FENCE) -> None:
+        self._fence = Fence(optimizers)
+        self._worth_a_fence = worth_a_fence
+        self._files: dict[str, _File] = {}
+        self._memory: HostMemory | None = None
+        self._owner = os.getpid()
+        self._reserving: threading.Thread | None = None
+
+    def reserve(self, size: int, then: Callable[[memoryview], None]) -> None:
+        """Get memory for an image of about so many bytes in the background, and lend `then` some of it."""
+        self._settle()
+        if self._memory is None or self._memory.size < size:
+            self._reserving = threading.Thread(target=self._reserve, args=(size, then), daemon=True)
+            self._reserving.start()
+
+    def _reserve(self, size: int, then: Callable[[memoryview], None]) -> None:
+        yield_to_training()
+        self._allocate(size)
+        assert self._memory
+        then(self._memory.bytes[:_LENT])
+
+    def _settle(self) -> None:
+        if self._owner != os.getpid():
+            # The memory of the process that this one was forked from did not come along.
+            self._owner, self._memory, self._files, self._reserving = os.getpid(), None, {}, None
+        if self._reserving:
+            self._reserving.join()
+            self._reserving = None
+
+    def _allocate(self, size: int) -> None:
+        self._release()
+        memory = HostMemory(_in_pages(size))
+        memory.touch()
+        self._memory = memory
+
+    def _release(self) -> None:
+        for file in self._files.values():
+            file.views, file.fingerprint = [], None
+        if self._memory:
+            self._memory.free()
+        self._memory = None
+
+    def close(self) -> None:
+        """Let go of the memory and of the optimizers; what was taken stays until nobody needs it."""
+        self._settle()
+        self._files = {}
+        self._release()
+        self._fence.remove()
+
+    @torch.no_grad()
+    def take(self, groups: Mapping[str, Encoded]) -> Taken:
+        """Take the tensors of each file as they are now; what is guarded is copied behind the fence."""
+        self._settle()
+        self._plan(groups)
+        taken = Taken(self._fence)
+        for path, group in groups.items():
+            file = self._files[path]
+            sources = [group.tensors[name] for name in file.names]
+            taken.add(path, self._bytes(file), file.layout)
+            if codec.is_frozen(path) and _is_still(file, sources):
+                continue
+            if file.together:
+                torch._foreach_copy_(
+                    [file.views[number] for number in file.together],
+                    [sources[number] for number in file.together],
+                )
+            taken.copy(file, sources)
+        taken.start(self._worth_a_fence)
+        return taken
+
+    def _bytes(self, file: _File) -> memoryview:
+        assert self._memory
+        return self._memory.bytes[file.begin : file.begin + file.layout.size]
+
+    def _plan(self, groups: Mapping[str, Encoded]) -> None:
+        files = {path: self._planned(path, group) for path, group in groups.items()}
+        size = sum(_in_pages(file.layout.size) for file in files.values())
+        if files == self._files and self._memory and all(f is self._files[p] for p, f in files.items()):
+            return
+        self._files = files
+        if self._memory is None or self._memory.size < size:
+            self._allocate(size)
+        assert self._memory
+        begin = 0
+        for file in files.values():
+            file.begin, file.fingerprint = begin, None
+            begin += _in_pages(file.layout.size)
+            self._bytes(file)[: len(file.layout.header)] = file.layout.header
+            file.views = file.layout.views(self._memory.tensor[file.begin : file.begin + file.layout.size])
+
+    def _planned(self, path: str, group: Encoded) -> _File:
+        known = self._files.get(path)
+        if known and known.views and known.key == group.key:
+            return known
+        return _File(path, group)
+
+
+class Taken:
+    """An image, from the moment when it is begun; what goes wrong is raised to whoever reads it."""
+
+    def __init__(self, fence: Fence) -> None:
+        self._fence = fence
+        self._data: dict[str, memoryview] = {}
+        self._layouts: dict[str, Layout] = {}
+        self._copies: list[Copy] = []
+        self._later: list[Copy] = []
+        self._transfers: list[Transfer] = []
+        self._progress = threading.Condition()
+        self._done = 0
+        self._places: dict[str, list[tuple[int, int]]] = {}
+        self._on_device = False
+        self._is_complete = False
+        self._has_passed = False
+        self._error: BaseException | None = None
+
+    def add(self, path: str, data: memoryview, layout: Layout) -> None:
+        """Announce a file, whose header is in place."""
+        self._data[path] = data
+        self._layouts[path] = layout
+
+    def copy(self, file: _File, sources: Sequence[Tensor]) -> None:
+        """Announce that those tensors of a file are to be copied that were not copied together."""
+        for number in file.apart:
+            if sources[number].numel():
+                slot = file.layout.slots[number]
+                self._copies.append(
+                    Copy(file.path, slot.name, slot.begin, file.views[number], sources[number])
+                )
+
+    def start(self, worth_a_fence: int) -> None:
+        """Copy what may change at any moment, and begin with the rest."""
+        by_device: dict[torch.device, list[Copy]] = {}
+        at_once: list[Copy] = []
+        for copy in self._copies:
+            (by_device.setdefault(copy.source.device, []) if copy.source.is_cuda else at_once).append(copy)
+        self._copies.clear()
+        is_worth_it = sum(copy.view.nbytes for copy in at_once) >= worth_a_fence
+        guarded = self._fence.guarded(is_worth_it or bool(by_device))
+        if is_worth_it:
+            self._later = [copy.put_off() for copy in at_once if copy.is_guarded(guarded)]
+            at_once = [copy for copy in at_once if not copy.is_guarded(guarded)]
+        self._transfers = [Transfer(device, copies, guarded) for device, copies in by_device.items()]
+        self._on_device = bool(self._transfers)
+        for number, copy in enumerate(self._later, 1):
+            self._places.setdefault(copy.path, []).append((copy.begin, number))
+        if self._later or self._transfers:
+            self._fence.shut(self._hold_back)
+            threading.Thread(target=self._run, name="resumable-image", daemon=True).start()
+        else:
+            self._is_complete = True
+        _copy(at_once)
+
+    def _run(self) -> None:
+        try:
+            with torch.no_grad():
+                for transfer in self._transfers:
+                    transfer.queue()
+                self._copy_later()
+                for transfer in self._transfers:
+                    transfer.wait()
+                self._refuse_changed(self._is_another)
+        except BaseException as exc:
+            self._error = exc
+        finally:
+            self._fence.open()
+            with self._progress:
+                # The references kept what was copied alive, wherever its tensors have gone since.
+                self._later, self._transfers = [], []
+                self._is_complete = True
+                self._progress.notify_all()
+
+    def _copy_later(self) -> None:
+        rest = self._later
+        while rest:
+            some = _first_of(rest)
+            _copy(some)
+            rest = rest[len(some) :]
+            with self._progress:
+                self._done += len(some)
+                self._progress.notify_all()
+
+    def _guarded(self) -> list[Copy]:
+        return [*self._later, *(copy for transfer in self._transfers for copy in transfer.guarded)]
+
+    def _is_another(self, copy: Copy) -> bool:
+        # After a step has passed, its writes are no news.
+        return copy.has_another_content() or (not self._has_passed and copy.has_another_version())
+
+    def _refuse_changed(self, is_changed: Callable[[Copy], bool]) -> None:
+        for copy in self._guarded():
+            if is_changed(copy):
+                self._fence.distrust()
+                raise SaveFailed(
+                    f"{copy.name} was written to, but not by a step of its optimizer, before it was copied.",
+                    fix="nothing has to be done: from now on all is copied before save() returns. To keep "
+                    "saving fast, write to parameters (an average, a clamp) before save(), not after it.",
+                )
+
+    def _hold_back(self) -> None:
+        """Let a step wait that comes before the image is complete."""
+        with self._progress:
+            if not self._is_complete and not self._has_passed:
+                self._has_passed = True
+                try:
+                    self._refuse_changed(Copy.has_another_version)
+                except SaveFailed as exc:
+                    self._error = exc
+            self._progress.wait_for(lambda: self._is_complete or self._done == len(self._later))
+            transfers = self._transfers
+        for transfer in transfers:
+            transfer.hold_back()
+
+    def wait(self, path: str, end: int) -> None:
+        """Wait until the first `end` bytes of a file are there; raise what went wrong."""
+        places = self._places.get(path, [])
+        count = bisect.bisect_left(places, (end, 0))
+        needed = places[count - 1][1] if count else 0
+        # What is wrong with a copy is known when all is copied: no file is complete before.
+        is_last = end >= len(self._data[path]) or self._on_device
+        with self._progress:
+            self._progress.wait_for(lambda: self._is_complete or (self._done >= needed and not is_last))
+        if self._error:
+            raise self._error
+
+    def paths(self) -> list[str]:
+        """Return the names of the files."""
+        return [*self._data]
+
+    def contents(self, before: Mapping[str, Written]) -> dict[str, Content]:
+        """Return what is to become each file, of which the last save wrote `before`."""
+        return {
+            path: Content(data, partial(self.wait, path), before.get(path))
+            for path, data in self._data.items()
+        }
+
+    def tensors(self, path: str) -> dict[str, Tensor]:
+        """Return the tensors of a file as they were taken."""
+        layout, data = self._layouts[path], self._data[path]
+        self.wait(path, len(data))
+        views = layout.views(torch.frombuffer(data, dtype=torch.uint8))
+        return {slot.name: view for slot, view in zip(layout.slots, views, strict=True)}
+
+
+def _copy(copies: Sequence[Copy]) -> None:
+    if copies:
+        torch._foreach_copy_([copy.view for copy in copies], [copy.source for copy in copies])
+
+
+def _first_of(copies: Sequence[Copy]) -> Sequence[Copy]:
+    count = size = 0
+    while count < len(copies) and size < _AT_A_TIME:
+        size += copies[count].view.nbytes
+        count += 1
+    return copies[:count]
+
+
+def _in_pages(size: int) -> int:
+    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _is_still(file: _File, sources: Sequence[Tensor]) -> bool:
+    """Whether what nobody trains is what lies in the image already."""
+    before, file.fingerprint = file.fingerprint, fingerprint.of(sources)
+    return before is not None and fingerprint.is_same(before, file.fingerprint)

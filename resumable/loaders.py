@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
-from . import disk, rng, stamp
+from . import blocks, rng, stamp
 from .errors import StateMismatch, UsageError, warn
 from .iterators import Workers, in_process, stand_in
 from .order import Draws, Generators, Order, Pulled, draws_at_once, plain
@@ -222,7 +222,7 @@ class LoaderSource:
         # As many workers as before would have gone on from their own states. These begin with new
         # seeds, the same at every resume: with the old ones they would draw the epoch's first numbers again.
         text = f"{again['batches']} {self.loader.num_workers} {torch.initial_seed()}"
-        seed = int(disk.digest(text.encode())[:15], 16)
+        seed = int(blocks.digest(text.encode())[:15], 16)
         (self.loader.generator or torch.default_generator).manual_seed(seed)
 
     def _sent_to_workers(self) -> Workers:
@@ -488,7 +488,7 @@ def _length(dataset: Any) -> int | None:
 def _split(dataset: Any) -> str | None:
     # A split that is drawn anew at every start lets the samples to validate on into the training.
     if isinstance(dataset, Subset):
-        return disk.digest(repr(plain(list(dataset.indices))).encode())[:8]
+        return blocks.digest(repr(plain(list(dataset.indices))).encode())[:8]
     return None
 
 

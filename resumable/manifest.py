@@ -19,7 +19,7 @@ FORMAT = 1
 NAME = "manifest.json"
 """The file that is written last: a checkpoint without it is damaged."""
 
-FILE_NAME = re.compile(r"(?:[a-z]{1,32}|ranks/[0-9]{5})\.(?:json|safetensors)")
+FILE_NAME = re.compile(r"(?:[a-z]{1,32}(?:-frozen)?|ranks/[0-9]{5})\.(?:json|safetensors)")
 """The only names a checkpoint's files can have; none leads out of its folder."""
 
 

@@ -64,6 +64,20 @@ class ModulePart(Part):
         self.built = {"frozen": self._frozen()}
         self._buffers_of_the_script = self._buffers().keys()
 
+    def is_torchs_own(self) -> bool:
+        """Whether no module in it has a way of its own to save or to load."""
+        return all(map(_is_torchs_own, self.live.modules()))
+
+    def is_filled_in_place(self) -> bool:
+        """Whether its state_dict names the very tensors that it uses."""
+        tensors = self.live.state_dict(keep_vars=True).values() if self.is_torchs_own() else ()
+        plain = (type(value) in (Tensor, nn.Parameter) and not value.is_neg() for value in tensors)
+        return self.is_torchs_own() and all(plain)
+
+    def size(self) -> int:
+        """Return the bytes of its parameters and buffers."""
+        return sum(tensor.nbytes for tensor in (*self.live.parameters(), *self.live.buffers()))
+
     def _refuse_lazy(self) -> None:
         for name, tensor in [*self.parameters().items(), *self._buffers().items()]:
             if tensor is not None and nn.parameter.is_lazy(tensor):
@@ -75,10 +89,13 @@ class ModulePart(Part):
     def collect(self) -> dict[str, Any]:
         """Return the weights, which any tool can read, and apart from them what is only for us."""
         bare = bare_name(self.live)
-        state = {bare(name): value for name, value in self.live.state_dict().items()}
-        weights = {name: value for name, value in state.items() if _is_weight(name, value)}
+        state = {bare(name): value for name, value in self._state().items()}
+        weights: dict[str, Tensor] = {}
+        values: dict[str, Any] = {}
+        for name, value in state.items():
+            (weights if _is_weight(name, value) else values)[name] = value
         rest = {
-            "values": {name: value for name, value in state.items() if name not in weights},
+            "values": values,
             # Not persistent does not mean constant.
             "buffers": {name: buffer for name, buffer in self._buffers().items() if name not in state},
             "eval": [name for name, module in dict(self._modules()).items() if not module.training],
@@ -115,8 +132,20 @@ class ModulePart(Part):
         prefix = self.name.partition(".")[2] if self.name.startswith("model") else self.name
         return f"{prefix}.{name}" if prefix else name
 
+    def _state(self) -> dict[str, Any]:
+        is_own = type(self.live).state_dict is nn.Module.state_dict and "state_dict" not in vars(self.live)
+        # The parameters themselves: a view of each would have to be made, ten thousand times.
+        state: dict[str, Any] = self.live.state_dict(keep_vars=True) if is_own else self.live.state_dict()
+        return state
+
     def _frozen(self) -> list[str]:
-        return [name for name, value in self.parameters().items() if not value.requires_grad]
+        bare = bare_name(self.live)
+        return [
+            bare(f"{path}.{leaf}" if path else leaf)
+            for path, module in self.live.named_modules(remove_duplicate=False)
+            for leaf, parameter in module._parameters.items()
+            if parameter is not None and not parameter.requires_grad
+        ]
 
     def differences(self, saved: Saved, built: Mapping[str, Any]) -> Iterator[Difference]:
         """Yield the names that are missing, new, of another shape, tied or frozen otherwise."""
@@ -145,15 +174,17 @@ class ModulePart(Part):
         then = {**weights, **rest["values"]}
         bare = bare_name(self.live)
         state = self.live.state_dict()
+        size = len(state)
         for name in list(state):
-            if bare(name) in unfit:
+            # What is the live tensor itself is filled later.
+            if bare(name) in unfit or _is_same(then[bare(name)], state[name]):
                 del state[name]
             else:
                 state[name] = then[bare(name)]
-        if unfit:
-            self.live.load_state_dict(state, strict=False)
-        else:
+        if len(state) == size:
             self.live.load_state_dict(state)
+        elif state:
+            self.live.load_state_dict(state, strict=False)
         self._restore_buffers(rest["buffers"], unfit)
         self._forget_buffers(rest["buffers"].keys() | then.keys() | unfit)
         for name, module in self._modules():
@@ -189,6 +220,35 @@ def _restore_buffer(module: nn.Module, leaf: str, value: Tensor | None, device: 
         # (an expanded mask could not be written to)
         with torch.no_grad():
             live.copy_(value)
+
+
+_OWN = (
+    *("state_dict", "_save_to_state_dict", "load_state_dict", "_load_from_state_dict"),
+    *("get_extra_state", "set_extra_state"),
+)
+_HOOKS = (
+    *("_state_dict_hooks", "_state_dict_pre_hooks"),
+    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
+
+
+def _is_torchs_own(module: nn.Module) -> bool:
+    if vars(module).keys() & {*_OWN}:
+        return False
+    methods = (getattr(type(module), name) for name in _OWN)
+    return all(method.__module__.startswith("torch.nn.") for method in methods) and not any(
+        getattr(module, hooks, None) for hooks in _HOOKS
+    )
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return (
+        isinstance(one, Tensor)
+        and isinstance(other, Tensor)
+        and (one.data_ptr(), one.shape, one.dtype, one.device)
+        == (other.data_ptr(), other.shape, other.dtype, other.device)
+        and one.numel() > 0
+    )
 
 
 def _is_weight(name: str, value: Any) -> bool:

@@ -33,6 +33,22 @@ class OptimizerPart(Part):
         """Whether gradients are on their way to a later step, and so are state."""
         self.built = _settings_of_groups(live.param_groups)
 
+    def is_torchs_own(self) -> bool:
+        """Whether it is of a class of torch's, and nobody has hooked into its state."""
+        hooks = ("_optimizer_state_dict", "_optimizer_load_state_dict")
+        is_hooked = any(getattr(self.live, f"{hook}_{when}_hooks", None) for hook in hooks for when in _WHEN)
+        is_own = type(self.live).__module__.startswith("torch.optim.")
+        return is_own and not is_hooked and "load_state_dict" not in vars(self.live)
+
+    def is_filled_in_place(self) -> bool:
+        """Whether what its state_dict names are the very tensors that it uses."""
+        return self.is_torchs_own()
+
+    def size(self) -> int:
+        """Return the bytes of its state."""
+        values = [value for state in self.live.state.values() for value in state.values()]
+        return sum(value.nbytes for value in values if isinstance(value, Tensor))
+
     def names(self) -> list[list[str]]:
         """Return the names of the parameters of each group."""
         known = self._names_in_models()
@@ -191,6 +207,7 @@ def _grad_in(saved: Any) -> Tensor:
 
 
 _NAMES = ("params", "param_names")
+_WHEN = ("pre", "post")
 
 
 def _own_name(group: Tree, number: int, index: int) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from . import disk, rng, stamp
+from . import blocks, rng, stamp
 from .errors import StateMismatch
 from .stamp import States
 from .worker import is_stateful
@@ -298,7 +298,7 @@ def draws_at_once(sampler: Any) -> bool:
 
 def _fingerprint(batches: Sequence[Pulled]) -> str:
     text = repr([plain(pulled.indices) for pulled in batches])
-    return disk.digest(text.encode())
+    return blocks.digest(text.encode())
 
 
 def plain(indices: Any) -> Any:

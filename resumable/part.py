@@ -27,9 +27,9 @@ class Saved:
         return codec.decode(tree.json[self._part], tree.tensors)
 
     def copy(self, stem: str, place: Place) -> Any:
-        """Return the tree with tensors of its own, on the devices that `place` names."""
+        """Return the tree with tensors that nobody else changes, on the devices that `place` names."""
         tree = self._trees[stem]
-        return codec.decode(tree.json[self._part], tree.tensors, place)
+        return codec.decode(tree.json[self._part], tree.tensors, place, tree.kept)
 
 
 def same_device(_: codec.Path, device: str) -> torch.device:
@@ -91,6 +91,10 @@ class Part:
     def collect(self) -> dict[str, Any]:
         """Return its trees, by the file that they belong to."""
         raise NotImplementedError
+
+    def is_torchs_own(self) -> bool:
+        """Whether only torch's code, or ours, is called to restore it."""
+        return True
 
     def differences(self, saved: Saved, built: Mapping[str, Any]) -> Iterator[Difference]:
         """Yield why `saved` could not be put into the live object."""

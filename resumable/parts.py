@@ -38,6 +38,10 @@ class StatefulPart(Part):
         state = self.live.state_dict()
         return _without_torch_functions(state) if self._is_schedule else state
 
+    def is_torchs_own(self) -> bool:
+        """Whether it is of a class of torch's."""
+        return type(self.live).__module__.startswith("torch.")
+
     def collect(self) -> dict[str, Any]:
         """Return what its own `state_dict` says."""
         return {self.stem: self._state()}

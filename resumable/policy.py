@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from .manifest import Best, Goal
 
@@ -38,14 +38,13 @@ def best_of(goal: Goal | None, history: Iterable[tuple[int, Mapping[str, float]]
     return best
 
 
-def to_prune(numbers: Iterable[int], keep: int | None, protect: Iterable[int | None]) -> list[int]:
-    """Return the save numbers that may go: all but the newest `keep` and the protected ones.
+def to_prune(numbers: Sequence[int], keep: int | None, protect: Iterable[int | None]) -> list[int]:
+    """Return which of the save numbers, oldest first, may go: not the newest `keep` and the protected ones.
 
     >>> to_prune([1, 2, 3, 4], keep=2, protect=[1])
     [2]
     """
     if keep is None:
         return []
-    ordered = sorted(numbers)
-    stay = set(ordered[-keep:]) | set(protect)
-    return [number for number in ordered if number not in stay]
+    stay = set(protect)
+    return [number for number in numbers[:-keep] if number not in stay]

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import difflib
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
-from . import checkpoint, disk, manifest, policy
+from . import checkpoint, disk, lock, manifest, policy
 from .checkpoint import Checkpoint
 from .errors import (
     CheckpointDamaged,
@@ -25,6 +28,7 @@ from .errors import (
     UsageError,
     warn,
 )
+from .manifest import Best, Goal, Manifest
 
 T = TypeVar("T")
 Which = str | int | os.PathLike[str]
@@ -46,7 +50,12 @@ class Run:
         # A script may change its working directory; its run stays where it was.
         self.path = Path(path).absolute()
         self.folder = self.path / "checkpoints"
-        self._lock: disk.Lock | None = None
+        self._lock: lock.Lock | None = None
+        # A save looks at the run in the background, while the script may do so too.
+        self._guard = threading.RLock()
+        self._kept: _Listing | None = None
+        # Not the manifests: those of a big model are megabytes.
+        self._metrics: dict[str, tuple[_Stamp | None, Mapping[str, float]]] = {}
 
     def __str__(self) -> str:
         return str(self._given)
@@ -59,46 +68,55 @@ class Run:
                     f"{path} is not a folder.",
                     fix="give the run a directory: a new one, an empty one, or one of an earlier run.",
                 )
-        numbers = self.numbers()
-        if resume == "never" and numbers:
+        is_empty = self.highest() is None
+        if resume == "never" and not is_empty:
             raise RunExists(
-                f"{self.path} holds {len(numbers)} checkpoints, and resume='never'.",
+                f"{self.path} holds {len(self.numbers())} checkpoints, and resume='never'.",
                 fix="give the new run another directory, or move this one away.",
             )
-        if resume in (*_NEWEST, "best") and not numbers:
+        if resume in (*_NEWEST, "best") and is_empty:
             raise self._missing()
         if resume not in _WORDS:
             self._open_named(resume)
 
     def numbers(self) -> list[int]:
         """Return the save numbers that are there, oldest first, without opening anything."""
-        return sorted(self._paths())
+        with self._guard:
+            return [*self._look().parsed().numbers]
 
-    def _paths(self) -> dict[int, Path]:
-        found = {}
-        with contextlib.suppress(FileNotFoundError), os.scandir(self.folder) as entries:
-            for entry in entries:
-                match = checkpoint.NAME.fullmatch(entry.name)
-                # Not through a link: what it leads to is another run's, and pruning would delete it.
-                if match and entry.is_dir(follow_symlinks=False):
-                    found[int(match[1])] = Path(entry.path)
-        return found
+    def highest(self) -> int | None:
+        """Return the highest save number that is there."""
+        with self._guard:
+            newest = self._look().newest()
+        return None if newest is None else _number(newest)
+
+    def holds_more_than(self, count: int) -> bool:
+        """Whether there are more checkpoints than that."""
+        with self._guard:
+            return len(self._look().parsed().numbers) > count
+
+    def _look(self) -> _Listing:
+        kept = self._kept
+        if kept and kept.is_current():
+            return kept
+        self._kept = fresh = _Listing(self.folder)
+        # What another did to the folder can be another checkpoint under a name that is known.
+        if kept and not kept.is_sure and kept.leaders and kept.names == fresh.parsed().names:
+            fresh.leaders = kept.leaders
+        return fresh
 
     def path_of(self, number: int) -> Path | None:
         """Return the folder of a checkpoint, if it is there."""
-        return self._paths().get(number)
+        with self._guard:
+            name = self._look().parsed().names.get(number)
+        return None if name is None else self.folder / name
 
     def open(self, number: int) -> Checkpoint:
         """Return one checkpoint by its save number."""
-        try:
-            path = self._paths()[number]
-        except KeyError:
-            raise self._no_such(number) from None
-        found = checkpoint.open_checkpoint(path)
-        if path.name != checkpoint.name(found.about.number, found.about.step):
-            other = checkpoint.name(found.about.number, found.about.step)
-            raise disk.damaged(path, f"{manifest.NAME} is the one of {other}")
-        return found
+        path = self.path_of(number)
+        if path is None:
+            raise self._no_such(number)
+        return _opened(path)
 
     def _no_such(self, number: int) -> CheckpointNotFound:
         there = ", ".join(map(str, self.numbers())) or "none"
@@ -109,15 +127,28 @@ class Run:
 
     def checkpoints(self) -> list[Checkpoint]:
         """Return the checkpoints whose manifests are intact, oldest first."""
-        found = []
-        for number in self.numbers():
+        return [*reversed([*self._intact()])]
+
+    def _intact(self) -> Iterator[Checkpoint]:
+        for path in self._newest_first():
             with contextlib.suppress(CheckpointDamaged):
-                found.append(self.open(number))
-        return found
+                yield _opened(path)
+
+    def _newest_first(self) -> Iterator[Path]:
+        with self._guard:
+            newest = self._look().newest()
+        if newest is None:
+            return
+        yield self.folder / newest
+        # Only now: it is nearly always the newest, and putting thousands of others in order takes its time.
+        for number in reversed(self.numbers()):
+            path = self.path_of(number)
+            if path and path.name != newest:
+                yield path
 
     def choose(self, which: Which, read: Callable[[Checkpoint], T]) -> tuple[Checkpoint, T] | None:
         """Return the checkpoint that `which` means and what `read` returned for it; None to start fresh."""
-        if which == "never" or (which == "auto" and not self.numbers()):
+        if which == "never" or (which == "auto" and self.highest() is None):
             return None
         if which == "auto" or which in _NEWEST:
             return self._newest_intact(read)
@@ -126,14 +157,14 @@ class Run:
 
     def _newest_intact(self, read: Callable[[Checkpoint], T]) -> tuple[Checkpoint, T]:
         # Newest is the highest save number: after going back, the highest step is of an abandoned branch.
-        for number in reversed(self.numbers()):
+        for path in self._newest_first():
             try:
-                found = self.open(number)
+                found = _opened(path)
                 return found, read(found)
             except CheckpointDamaged as exc:
                 # Not only the first: each one that is skipped is training that is lost.
                 warn(f"{exc.problem} It is skipped; an older checkpoint is used.")
-        if not self.numbers():
+        if self.highest() is None:
             raise self._missing()
         raise CheckpointDamaged(
             f"none of the {len(self.numbers())} checkpoints in {self.path} is intact.",
@@ -141,7 +172,7 @@ class Run:
         )
 
     def _best_number(self) -> int:
-        for found in reversed(self.checkpoints()):
+        for found in self._intact():
             if found.about.best:
                 return found.about.best.number
         raise CheckpointNotFound(
@@ -183,7 +214,7 @@ class Run:
             return
         with self._writing():
             disk.make_folder(self.path)
-            self._lock = disk.Lock(self.path / ".lock")
+            self._lock = lock.Lock(self.path / ".lock")
             self._remove_debris()
 
     def release(self) -> None:
@@ -201,7 +232,7 @@ class Run:
             except FormatTooNew as exc:
                 raise FormatTooNew(f"{path} cannot be read: {exc.problem}", fix=exc.fix) from exc
             except (CheckpointDamaged, ValueError, KeyError) as exc:
-                if not self.numbers() and not disk.read_small(self.path, path.name).startswith(
+                if self.highest() is None and not disk.read_small(self.path, path.name).startswith(
                     b'{"checksum"'
                 ):
                     raise NotARun(
@@ -210,8 +241,8 @@ class Run:
                     ) from exc
                 # Nothing is lost with it: every manifest repeats the id.
                 warn(f"{path} is damaged and written anew")
-        known = [found.about.run_id for found in self.checkpoints()]
-        run_id = known[-1] if known else secrets.token_hex(8)
+        known = (found.about.run_id for found in self._intact())
+        run_id = next(known, None) or secrets.token_hex(8)
         created = datetime.now(timezone.utc).isoformat(timespec="seconds")
         with self._writing():
             disk.replace(path, manifest.seal({"run_id": run_id, "created": created}))
@@ -241,19 +272,86 @@ class Run:
         except OSError as exc:
             warn(f"the link {link} could not be made ({exc.strerror}); nothing depends on it")
 
+    def best(self, goal: Goal | None) -> Best | None:
+        """Return the best of the checkpoints that are intact; only what is new is opened."""
+        with self._guard:
+            listing = self._look().parsed()
+            if goal in listing.leaders and self._is_as_it_was(listing, listing.leaders[goal]):
+                return listing.leaders[goal]
+            history = ((number, self._metrics_of(name)) for number, name in listing.names.items())
+            listing.leaders[goal] = leader = policy.best_of(goal, history)
+            return leader
+
+    def _is_as_it_was(self, listing: _Listing, leader: Best | None) -> bool:
+        if leader is None:
+            return True
+        name = listing.names[leader.number]
+        return self._metrics[name][0] == _stamp(self.folder / name / manifest.NAME)
+
+    def _metrics_of(self, name: str) -> Mapping[str, float]:
+        stamp = _stamp(self.folder / name / manifest.NAME)
+        known = self._metrics.get(name)
+        if known and known[0] == stamp:
+            return known[1]
+        metrics: Mapping[str, float] = {}
+        with contextlib.suppress(CheckpointDamaged):
+            metrics = _opened(self.folder / name).about.metrics
+        self._metrics[name] = stamp, metrics
+        return metrics
+
+    @contextlib.contextmanager
+    def adding(self, about: Manifest) -> Iterator[None]:
+        """Commit a checkpoint in the body of this, and what is there already is not listed again."""
+        name = checkpoint.name(about.number, about.step)
+        with self._changing() as changes:
+            yield
+            changes.added.append(name)
+        with self._guard:
+            self._metrics[name] = _stamp(self.folder / name / manifest.NAME), about.metrics
+            # Here, where nobody waits: the next one to look is the training.
+            leaders = self._look().leaders
+            for goal, leader in leaders.items():
+                leaders[goal] = policy.update_best(leader, goal, about.metrics, about.number)
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[_Changes]:
+        with self._guard:
+            listing = self._look().parsed()
+        changes, started = _Changes([], []), time.perf_counter()
+        try:
+            yield changes
+        finally:
+            with self._guard:
+                listing.follow(changes, time.perf_counter() - started)
+                for name in changes.removed:
+                    self._metrics.pop(name, None)
+                # One that was made in the meantime has seen the folder half changed.
+                if self._kept is not listing:
+                    self._kept = None
+
     def prune(self, keep: int | None, protect: Iterable[int | None]) -> None:
         """Delete all but the newest `keep` checkpoints and the protected ones.
 
         To be called when the newest one is durable: until then an older one may be the last intact one.
         """
-        paths = self._paths()
-        for number in policy.to_prune(paths, keep, protect):
-            try:
-                self._remove(paths[number])
-            except OSError as exc:
-                warn(f"checkpoint {number} in {self.path} could not be pruned: {exc.strerror or exc}")
+        with self._guard:
+            listing = self._look().parsed()
+            going = [listing.names[number] for number in policy.to_prune(listing.numbers, keep, protect)]
+        if not going:
+            return
+        with self._changing() as changes:
+            for name in going:
+                try:
+                    self._remove(self.folder / name)
+                    changes.removed.append(name)
+                except OSError as exc:
+                    what = f"checkpoint {_number(name)} in {self.path}"
+                    warn(f"{what} could not be pruned: {exc.strerror or exc}")
 
     def _remove(self, path: Path) -> None:
+        # It was a folder when it was listed. What a link leads to is not ours to delete.
+        if path.is_symlink():
+            raise OSError("it is a symbolic link")
         if others := checkpoint.unknown(path):
             raise OSError(f"it holds {', '.join(others)}, which resumable did not write")
         # Renamed first: a crash in between must not leave half a checkpoint under a checkpoint's name.
@@ -263,19 +361,119 @@ class Run:
         checkpoint.remove(trash)
 
     def _remove_debris(self) -> None:
-        for folder, ours in ((self.path, _LINK_DEBRIS), (self.folder, checkpoint.DEBRIS)):
-            for name in sorted(os.listdir(folder)) if folder.is_dir() else []:
-                if not ours.fullmatch(name):
-                    continue
-                try:
-                    if (folder / name).is_dir() and not (folder / name).is_symlink():
-                        checkpoint.remove(folder / name)
-                    else:
-                        os.unlink(folder / name)
-                except OSError as exc:
-                    warn(f"what a killed save left in {folder / name} could not be removed: {exc}")
+        with self._guard:
+            left = [self.folder / name for name in self._look().debris]
+        left += [self.path / name for name in os.listdir(self.path) if _LINK_DEBRIS.fullmatch(name)]
+        for path in sorted(left):
+            try:
+                if path.is_dir() and not path.is_symlink():
+                    checkpoint.remove(path)
+                else:
+                    os.unlink(path)
+            except OSError as exc:
+                warn(f"what a killed save left in {path} could not be removed: {exc}")
 
 
+class _Stamp(NamedTuple):
+    """What tells that a folder or a file is not as it was."""
+
+    device: int
+    inode: int
+    links: int
+    size: int
+    modified: int
+    changed: int
+
+
+class _Changes(NamedTuple):
+    """The names that this process has added to a folder and removed from it."""
+
+    added: list[str]
+    removed: list[str]
+
+
+class _Listing:
+    """What the folder of the checkpoints holds, for as long as that is sure to be so."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        started, now = time.perf_counter(), time.time_ns()
+        # Before the names: what changes while they are read has to show.
+        self.stamp = _stamp(folder)
+        self.folders, others = _scan(folder)
+        # One text and one pattern: a call for each of thousands takes longer than to read them from the disk.
+        self._text = f"/{'/'.join(self.folders)}/"
+        self.debris: list[str] = _DEBRIS.findall(f"{self._text}/{'/'.join(others)}/")
+        # A folder that has only just changed can change again without a new time. Most file systems
+        # also count the folders in a folder.
+        self.is_counted = self.stamp is not None and self.stamp.links == 2 + len(self.folders)
+        self.is_sure = self.is_counted or self.stamp is None or now - self.stamp.changed > _COARSEST_TIME
+        self.seconds = time.perf_counter() - started
+        self.seconds_blind = 0.0
+        self.numbers: list[int] = []
+        self.names: dict[int, str] = {}
+        self.leaders: dict[Goal | None, Best | None] = {}
+        self._newest: str | None = None
+
+    def is_current(self) -> bool:
+        """Whether nothing has changed since."""
+        return self.is_sure and _stamp(self.folder) == self.stamp
+
+    def newest(self) -> str | None:
+        """Return the name with the highest save number."""
+        if not self.numbers and not self._newest:
+            top = max(self.folders, default="")
+            # Where all numbers have six digits, the order of the names is theirs.
+            is_plain = checkpoint.NAME.fullmatch(top) and not _WIDE.search(self._text)
+            self._newest = top if is_plain else None
+        if self._newest:
+            return self._newest
+        return self.names[self.numbers[-1]] if self.parsed().numbers else None
+
+    def parsed(self) -> _Listing:
+        """Return this, with its `numbers` and `names`, oldest first."""
+        if self._text:
+            started = time.perf_counter()
+            found = _OURS.findall(self._text)
+            self.names = dict(sorted((int(number), name) for name, number, _ in found))
+            self.numbers = [*self.names]
+            self._text, self.folders, self._newest = "", [], None
+            self.seconds += time.perf_counter() - started
+        return self
+
+    def follow(self, changes: _Changes, seconds: float) -> None:
+        """Take in what this process has changed in so many seconds, in which others were not seen."""
+        before, self.stamp = self.stamp, _stamp(self.folder)
+        for name in changes.removed:
+            self._forget(_number(name))
+        for name in changes.added:
+            self.is_sure &= not self.numbers or _number(name) > self.numbers[-1]
+            self.numbers.append(_number(name))
+            self.names[_number(name)] = name
+        self.seconds_blind += seconds
+        self.is_sure &= (
+            self.is_counted
+            and before is not None
+            and self.stamp is not None
+            and self.stamp[:2] == before[:2]
+            and self.stamp.links - before.links == len(changes.added) - len(changes.removed)
+            and self.seconds_blind < _PATIENCE * self.seconds
+        )
+
+    def _forget(self, number: int) -> None:
+        if self.names.pop(number, None):
+            del self.numbers[bisect.bisect_left(self.numbers, number)]
+        self.leaders = {g: best for g, best in self.leaders.items() if not best or best.number != number}
+
+
+# The coarsest file systems count the time in two seconds.
+_COARSEST_TIME = 3_000_000_000
+# A renaming by hand in the middle of a save is in no count: so often the folder is looked at all the same.
+_PATIENCE = 200
+
+_OURS = re.compile(rf"/({checkpoint.NAME.pattern})(?=/)")
+_DEBRIS = re.compile(rf"/({checkpoint.DEBRIS.pattern})(?=/)")
+_WIDE = re.compile("/[0-9]{7}")
 _LINK_DEBRIS = re.compile(r"\.(?:newest|best|run\.json)-[0-9a-f]{8}")
 
 
@@ -283,3 +481,50 @@ def _siblings(path: Path) -> list[str]:
     with contextlib.suppress(OSError):
         return [entry.name for entry in path.parent.iterdir() if (entry / "run.json").exists()]
     return []
+
+
+def _scan(folder: Path) -> tuple[list[str], list[str]]:
+    folders: list[str] = []
+    others: list[str] = []
+    with contextlib.suppress(FileNotFoundError), _open_folder(folder) as place, os.scandir(place) as entries:
+        for entry in entries:
+            # Not through a link: what it leads to is another run's, and pruning would delete it.
+            (folders if entry.is_dir(follow_symlinks=False) else others).append(entry.name)
+    return folders, others
+
+
+@contextlib.contextmanager
+def _open_folder(folder: Path) -> Iterator[int | Path]:
+    if os.scandir not in os.supports_fd:
+        yield folder
+        return
+    # Without it, each of thousands of entries gets the path of the folder before its name.
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _number(name: str) -> int:
+    return int(name.partition("-")[0])
+
+
+def _stamp(path: Path) -> _Stamp | None:
+    with contextlib.suppress(OSError):
+        found = os.stat(path)
+        return _Stamp(
+            found.st_dev, found.st_ino, found.st_nlink, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+        )
+    return None
+
+
+def _opened(path: Path) -> Checkpoint:
+    # It was a folder when it was listed.
+    if path.is_symlink():
+        raise disk.damaged(path, "it is a symbolic link")
+    found = checkpoint.open_checkpoint(path)
+    name = checkpoint.name(found.about.number, found.about.step)
+    if path.name != name:
+        raise disk.damaged(path, f"{manifest.NAME} is the one of {name}")
+    return found

@@ -17,11 +17,13 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from . import arguments, capture, checkpoint, codec, disk, environment, policy, rng
-from .capture import Capture, Change, Trees
+from . import arguments, blocks, capture, checkpoint, codec, disk, environment, policy, rng
+from .capture import Capture, Change, Held, Trees
 from .checkpoint import Checkpoint
-from .errors import FormatTooNew, StateMismatch, Unsupported, UsageError, warn
+from .errors import FormatTooNew, ResumableError, StateMismatch, Unsupported, UsageError, warn
+from .image import Image, Taken
 from .loader_position import Through
+from .loading import Reading
 from .manifest import Best, Manifest
 from .position import Batches, Position
 from .prefetch import ToDevice
@@ -103,6 +105,10 @@ class RunState:
         self._after_save: _AfterSave | None = None
         self._warned: set[str] = set()
         self._writer = Writer()
+        self._image = Image(self._capture.optimizers())
+        self._is_prepared = False
+        self._way: blocks.Way = "paced"
+        self._written: Mapping[str, blocks.Written] = {}
         self._is_closed = False
         self._hooks = self._count_steps(optimizer)
         # One that is dropped without close() must not lock its run for the rest of the process.
@@ -165,28 +171,48 @@ class RunState:
         self.run.check(resume)
         if self.run.path.exists():
             self._own_run()
-        found = self.run.choose(resume, _read)
+        found = self.run.choose(resume, self._read)
         if found is None:
             self._own_run()
             print(f"{self.run} is empty: starting fresh", flush=True)
             return
-        chosen, trees = found
-        unfit = self._capture.check(trees, chosen.about, allow)
+        chosen, reading = found
+        unfit = self._capture.check(reading.trees, chosen.about, allow)
         best = self._checked_best(chosen, override)
-        changes = self._capture.changes(chosen.about.built, unfit, trees)
+        changes = self._capture.changes(chosen.about.built, unfit, reading.trees)
         overridden = [change for change in changes if change.matches(override)]
         # Before anything is touched: where warnings are errors, this ends the load.
         self._tell_changes(changes, overridden, chosen.about)
         self._own_run()
-        self._capture.restore(trees, unfit, overridden)
-        self._go_on_from(chosen, best)
+        self._capture.restore(reading, unfit, overridden)
+        self._go_on_from(chosen, best, reading)
         self.resumed = True
+        self._prepare()
         print(self._resumed_line("resumed", chosen, time.perf_counter() - started), flush=True)
 
-    def _go_on_from(self, chosen: Checkpoint, best: Best | None) -> None:
+    def _read(self, found: Checkpoint) -> Reading:
+        if found.about.world_size != 1:
+            raise Unsupported(
+                f"{found} was made by {found.about.world_size} processes; this version knows one.",
+                fix="wait for the version that knows of ranks; the weights can be read: model.safetensors.",
+            )
+        try:
+            reading = Reading(found, self._capture.live())
+            capture.check_readable(reading.trees)
+            held = {name for tree in reading.trees.values() for name in tree.json}
+            if lacking := found.about.parts.keys() - held:
+                raise ValueError(f"it lacks {', '.join(sorted(lacking))}")
+        except (ValueError, KeyError, TypeError) as exc:
+            if isinstance(exc, ResumableError):
+                raise
+            raise disk.damaged(found.path, f"its content is not a checkpoint's: {exc}") from exc
+        return reading
+
+    def _go_on_from(self, chosen: Checkpoint, best: Best | None, reading: Reading) -> None:
         self._best = best
         self.metrics = dict(chosen.about.metrics)
         self._parent = chosen.about.number if self._is_ours(chosen) else None
+        self._written = reading.written() if self._is_ours(chosen) else {}
         self._position.hold()
 
     def _is_ours(self, chosen: Checkpoint) -> bool:
@@ -322,21 +348,43 @@ class RunState:
         """
         self._refuse_closed()
         values = arguments.numbers(metrics)
-        self._writer.wait()
+        self._wait_for_the_one_before()
         self._own_run()
         self._warn_of_mid_body()
         self._warn_of_no_goal(values)
+        # What the last one saw is in the memory that this one takes.
+        self._after_save = None
         trees, parts = self._capture.collect()
-        held = capture.held(trees)
+        taken = self._image.take(codec.to_groups(trees))
         about = self._describe(values, parts)
         before = self._best, self._parent
         self._number, self._parent, self._best = about.number, about.number, about.best
         self.metrics = values
         self._after_save = _AfterSave(
-            about.number, self.step, self._position.body(), capture.versions(trees), held
+            about.number, self.step, self._position.body(), capture.versions(trees), Held(trees, taken)
         )
         path = self.run.folder / checkpoint.name(about.number, about.step)
-        return self._writer.submit(about.number, path, lambda: self._commit(about, held, before))
+        return self._writer.submit(about.number, path, lambda: self._commit(about, trees, taken, before))
+
+    def _wait_for_the_one_before(self) -> None:
+        started = time.perf_counter()
+        self._writer.wait()
+        waited = time.perf_counter() - started
+        if waited > _A_LONG_WAIT and "waited" not in self._warned:
+            self._warned.add("waited")
+            warn(
+                f"save() has waited {waited:.1f} s for the save before it, and so will the next ones: "
+                f"{self.run} is written more slowly than saves follow each other."
+            )
+
+    def _prepare(self) -> None:
+        """Get the memory for the first save, and try the disk, before they are needed."""
+        if (size := self._capture.size()) >= _WORTH_PREPARING and not self._is_closed:
+            self._image.reserve(size + size // 1000, self._try_disk)
+
+    def _try_disk(self, scratch: memoryview) -> None:
+        if self.run.path.is_dir():
+            self._way = blocks.fastest_way(self.run.path, scratch)
 
     def _describe(self, metrics: Mapping[str, float], parts: Mapping[str, Json]) -> Manifest:
         assert self.run_id is not None
@@ -355,9 +403,13 @@ class RunState:
             **self._position.counters(),
         )
 
-    def _commit(self, about: Manifest, trees: Trees, before: tuple[Best | None, int | None]) -> None:
+    def _commit(
+        self, about: Manifest, trees: Trees, taken: Taken, before: tuple[Best | None, int | None]
+    ) -> None:
+        texts = {path: blocks.Content(text) for path, text in codec.to_texts(trees).items()}
+        files = {**taken.contents(self._written), **texts}
         try:
-            done = checkpoint.commit(self.run.folder, about, codec.to_files(trees))
+            done, self._written = checkpoint.commit(self.run.folder, about, files, self._way)
         except BaseException:
             # A flush can fail after the rename: then the checkpoint is there all the same.
             if about.number not in self.run.numbers():
@@ -387,19 +439,19 @@ class RunState:
         started = time.perf_counter()
         self._writer.wait()
         names = None if only is None else self._capture.names(only)
-        found = self.run.choose("must" if which == "auto" else which, _read)
+        found = self.run.choose("must" if which == "auto" else which, self._read)
         if found is None:
             raise UsageError(
                 f"restore({which!r}) names no checkpoint.",
                 fix="say 'best', 'newest', a save number or a checkpoint's path.",
             )
-        chosen, trees = found
-        unfit = self._capture.check(trees, chosen.about, (), names)
-        self._capture.restore(trees, unfit, only=names)
+        chosen, reading = found
+        unfit = self._capture.check(reading.trees, chosen.about, (), names)
+        self._capture.restore(reading, unfit, only=names)
         if names is None:
             self._after_save = None
-            self._capture.forget_gradients(trees)
-            self._go_on_from(chosen, self._checked_best(chosen, ["best"]))
+            self._capture.forget_gradients(reading.trees)
+            self._go_on_from(chosen, self._checked_best(chosen, ["best"]), reading)
         what = f"put back {only} of" if only else "went back in"
         print(self._resumed_line(what, chosen, time.perf_counter() - started), flush=True)
 
@@ -420,6 +472,8 @@ class RunState:
         finally:
             # An interrupted wait leaves the writer at work: nobody else may begin until it has ended.
             if not self._writer.is_busy():
+                self._after_save = None
+                self._image.close()
                 self.run.release()
 
     def __enter__(self) -> RunState:
@@ -450,11 +504,18 @@ class RunState:
         hooks = []
         for number, (name, live) in enumerate(capture.named("optimizer", optimizer).items()):
             if hasattr(live, "register_step_post_hook"):
-                count = partial(self._position.count_step, name, number == 0)
-                hooks.append(live.register_step_post_hook(lambda *_, count=count: count()))
+                stepped = partial(self._stepped, name, number == 0)
+                hooks.append(live.register_step_post_hook(lambda *_, stepped=stepped: stepped()))
                 self._position.counts_steps |= number == 0
         self._position.gradients = self._capture.gradients
         return hooks
+
+    def _stepped(self, name: str, is_first: bool) -> None:
+        self._position.count_step(name, is_first)
+        if not self._is_prepared:
+            # Before its first step most optimizers have no state.
+            self._is_prepared = True
+            self._prepare()
 
     def _refuse_closed(self) -> None:
         if self._is_closed:
@@ -525,21 +586,8 @@ class _AfterSave:
     step: int
     body: Any
     versions: capture.Versions
-    held: Trees
+    held: Held
 
 
-def _read(found: Checkpoint) -> Trees:
-    if found.about.world_size != 1:
-        raise Unsupported(
-            f"{found} was made by {found.about.world_size} processes; this version knows one.",
-            fix="wait for the version that knows of ranks; the weights can be read: model.safetensors.",
-        )
-    files = found.read()
-    try:
-        trees = codec.from_files(files)
-        capture.check_readable(trees)
-        if lacking := found.about.parts.keys() - {name for tree in trees.values() for name in tree.json}:
-            raise ValueError(f"it lacks {', '.join(sorted(lacking))}")
-    except (ValueError, KeyError, TypeError) as exc:
-        raise disk.damaged(found.path, f"its content is not a checkpoint's: {exc}") from exc
-    return trees
+_A_LONG_WAIT = 0.5
+_WORTH_PREPARING = 64 << 20

@@ -6,7 +6,8 @@ import json
 import math
 import struct
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,33 +43,72 @@ _MOST_DIMENSIONS = 64
 _ALIGNMENT = 16  # what the widest dtype, complex128, needs
 
 
-def to_safetensors(tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, str]) -> list[memoryview]:
-    """Return the content of a safetensors file, in pieces that share the tensors' memory.
+class Slot(NamedTuple):
+    """Where a tensor lies in its file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A safetensors file without its data: everything that stays until a tensor has another shape."""
+
+    header: bytes
+    slots: tuple[Slot, ...]
+    size: int
+
+    def views(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tensors of a file that lies in `memory`, as views of it."""
+        return [
+            memory[slot.begin : slot.end].view(slot.dtype).view(slot.shape)
+            if slot.end > slot.begin
+            else torch.empty(slot.shape, dtype=slot.dtype)
+            for slot in self.slots
+        ]
+
+
+def layout(tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, str]) -> Layout:
+    """Return how the tensors lie in a safetensors file.
 
     Tied names stand in the metadata, as `safetensors.torch.load_model` expects them.
     """
     # The widest first: every tensor then begins at a multiple of its element's size.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     header: dict[str, Json] = {"__metadata__": {**aliases, "format": "pt"}}
-    pieces = []
+    places = []
     position = 0
     for name, tensor in ordered:
-        raw = as_bytes(tensor)
         code = DTYPES.get(tensor.dtype)
         shape = [*tensor.shape] if code else [*tensor.shape, tensor.element_size()]
-        offsets = [position, position + raw.nbytes]
-        header[name] = {"dtype": code or "U8", "shape": shape, "data_offsets": offsets}
-        pieces.append(raw)
-        position += raw.nbytes
+        end = position + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": code or "U8", "shape": shape, "data_offsets": [position, end]}
+        places.append((name, tensor.dtype, tuple(tensor.shape), position, end))
+        position = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
-    return [memoryview(struct.pack("<Q", len(text)) + text), *pieces]
+    start = 8 + len(text)
+    slots = tuple(Slot(n, kind, shape, start + begin, start + end) for n, kind, shape, begin, end in places)
+    return Layout(struct.pack("<Q", len(text)) + text, slots, start + position)
+
+
+def to_safetensors(tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, str]) -> bytearray:
+    """Return the content of a safetensors file, in memory of its own."""
+    planned = layout(tensors, aliases)
+    content = bytearray(planned.size)
+    content[: len(planned.header)] = planned.header
+    for slot in planned.slots:
+        content[slot.begin : slot.end] = as_bytes(tensors[slot.name])
+    return content
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a tensor in host memory, one row after the other."""
     # Not reshape: what counts as contiguous can have any stride where its length is 1.
-    flat = tensor.contiguous().as_strided([tensor.numel()], [1]).view(torch.uint8)
+    flat = tensor.detach().contiguous().as_strided([tensor.numel()], [1]).view(torch.uint8)
     if tensor.dtype == torch.bool:
         # Memory that nobody has set yet holds any byte, and readers refuse all but 0 and 1.
         flat = flat.ne(0).view(torch.uint8)
@@ -76,28 +116,40 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(array)
 
 
+def header_size(start: bytes | memoryview, size: int) -> int:
+    """Return where the data of a file of `size` bytes begins, by its first eight."""
+    if len(start) < 8 or size < (length := 8 + int.from_bytes(start[:8], "little")):
+        raise ValueError("the header is longer than the file")
+    return length
+
+
+def read_header(header: bytes | memoryview, size: int) -> list[Slot]:
+    """Return where the tensors of a file of `size` bytes lie; ValueError if that is no safetensors file."""
+    start = len(header)
+    entries = typed(dict, parse(header[8:]))
+    typed(dict, entries.pop("__metadata__", {}))
+    slots = [Slot(name, *_entry(entry, start)) for name, entry in entries.items()]
+    position = start
+    slots.sort(key=lambda slot: (slot.begin, slot.end))
+    for slot in slots:
+        if slot.begin != position or slot.end > size:
+            raise ValueError(f"{slot.name} does not begin where the tensor before it ends")
+        position = slot.end
+    if position != size:
+        raise ValueError("there are bytes that belong to no tensor")
+    return slots
+
+
 def from_safetensors(data: memoryview) -> dict[str, torch.Tensor]:
     """Return the tensors of a safetensors file as views of `data`; ValueError if it is not one."""
-    length = int.from_bytes(data[:8], "little")
-    if len(data) < 8 + length:
-        raise ValueError("the header is longer than the file")
-    header = typed(dict, parse(data[8 : 8 + length]))
-    body = data[8 + length :]
-    typed(dict, header.pop("__metadata__", {}))
-    entries = [(name, _entry(entry)) for name, entry in header.items()]
-    found = {}
-    position = 0
-    for name, (dtype, shape, begin, end) in sorted(entries, key=lambda item: item[1][2:]):
-        if begin != position or end > len(body):
-            raise ValueError(f"{name} does not begin where the tensor before it ends")
-        found[name] = _from_bytes(body[begin:end], dtype, shape)
-        position = end
-    if position != len(body):
-        raise ValueError("there are bytes that belong to no tensor")
-    return found
+    start = header_size(data[:8], len(data))
+    return {
+        slot.name: from_bytes(data[slot.begin : slot.end], slot)
+        for slot in read_header(data[:start], len(data))
+    }
 
 
-def _entry(entry: Json) -> tuple[torch.dtype, list[int], int, int]:
+def _entry(entry: Json, start: int) -> tuple[torch.dtype, tuple[int, ...], int, int]:
     try:
         dtype, shape, (begin, end) = (entry[k] for k in _ENTRY)
         sizes = [*typed(list, shape), begin, end]
@@ -109,16 +161,22 @@ def _entry(entry: Json) -> tuple[torch.dtype, list[int], int, int]:
             raise ValueError("size")
     except (KeyError, TypeError, ValueError) as exc:
         raise ValueError(f"{entry!r} does not describe a tensor") from exc
-    return _DTYPES_BY_CODE[dtype], shape, begin, end
+    return _DTYPES_BY_CODE[dtype], tuple(shape), start + begin, start + end
 
 
-def _from_bytes(raw: memoryview, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
+def from_bytes(raw: memoryview, slot: Slot) -> torch.Tensor:
+    """Return the tensor whose bytes are `raw`, which it shares if they lie well."""
     if not len(raw):
-        return _empty(dtype, shape)
+        return empty(slot)
     flat = torch.frombuffer(raw, dtype=torch.uint8)
-    if dtype == torch.bool and bool((flat > 1).any()):
+    refuse_no_booleans(flat, slot)
+    return viewed(flat, slot.dtype).reshape(slot.shape)
+
+
+def refuse_no_booleans(flat: torch.Tensor, slot: Slot) -> None:
+    """Raise ValueError if bytes that are said to be booleans are not."""
+    if slot.dtype == torch.bool and bool((flat > 1).any()):
         raise ValueError("a boolean is neither 0 nor 1")
-    return viewed(flat, dtype).reshape(shape)
 
 
 def viewed(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -128,12 +186,13 @@ def viewed(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return aligned.view(dtype)
 
 
-def _empty(dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
+def empty(slot: Slot, device: torch.device | None = None) -> torch.Tensor:
+    """Return a tensor for the slot, with nothing in it yet."""
     try:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(slot.shape, dtype=slot.dtype, device=device)
     except (RuntimeError, TypeError) as exc:
         # Nothing times 2**63 is nothing, but torch cannot count to it.
-        raise ValueError(f"no tensor has the shape {shape}") from exc
+        raise ValueError(f"no tensor has the shape {list(slot.shape)}") from exc
 
 
 def is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:

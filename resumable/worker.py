@@ -83,7 +83,7 @@ def freeze(state: Any) -> Any:
         files = codec.to_files({"rank": codec.encode({"state": state})})
     except CannotStore as exc:
         return exc
-    return {name: b"".join(map(bytes, chunks)) for name, chunks in files.items()}
+    return {name: bytes(content) for name, content in files.items()}
 
 
 def thaw(frozen: Any) -> Any:

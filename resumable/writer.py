@@ -9,6 +9,8 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+from .threads import yield_to_training
+
 
 class PendingSave:
     """A save on its way to the disk.
@@ -42,6 +44,7 @@ class PendingSave:
 
     def _run(self) -> None:
         try:
+            yield_to_training()
             self._job()
         except BaseException as exc:
             self._error = exc

@@ -30,7 +30,7 @@ PLACES = [None, lambda path, device: CPU]
 def files_of(tree: Any) -> dict[str, bytes]:
     """Return the files of a checkpoint that holds `tree`, both shared and by rank."""
     trees = {"extra": codec.encode({"value": tree}), "rank": codec.encode({"value": tree})}
-    return {name: b"".join(pieces) for name, pieces in codec.to_files(trees).items()}
+    return {name: bytes(content) for name, content in codec.to_files(trees).items()}
 
 
 def read(files: dict[str, bytes], place: codec.Place | None = None) -> Any:

@@ -10,11 +10,11 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "resumable"
 
 LAYERS = (
-    ("errors", "boundary", "sealed"),
-    ("disk", "manifest", "tensorfile", "rng", "environment", "seeds", "prefetch"),
-    ("checkpoint", "policy", "codec", "image", "arguments", "stamp"),
-    ("part", "run", "writer", "worker"),
-    ("order",),
+    ("errors", "boundary", "sealed", "threads"),
+    ("disk", "lock", "manifest", "tensorfile", "rng", "environment", "seeds", "prefetch", "memory", "fence"),
+    ("blocks", "policy", "codec", "arguments", "stamp", "transfers", "fingerprint"),
+    ("checkpoint", "image", "part", "worker", "writer"),
+    ("run", "loading", "order"),
     ("iterators",),
     ("loaders",),
     ("sources",),
@@ -34,7 +34,10 @@ WITHOUT_TORCH = (
     "errors",
     "boundary",
     "sealed",
+    "threads",
     "disk",
+    "lock",
+    "blocks",
     "manifest",
     "checkpoint",
     "policy",

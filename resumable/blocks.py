@@ -1,0 +1,374 @@
+"""Large files: hashed on the way, written as the disk likes it, read by several threads."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import errno
+import math
+import mmap
+import os
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from io import FileIO
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import xxhash
+
+from . import disk
+
+if sys.platform != "win32":
+    import fcntl
+
+BLOCK = 16 << 20
+"""A longer file is hashed in blocks of so many bytes, so that several threads can share the work."""
+
+_PIECE = 1 << 20  # what stays in a processor's cache from the read to the hash
+_PREALLOCATE = 1 << 20
+
+Way = Literal["paced", "direct", "plain"]
+"""How large files are written: flushed block by block, past the page cache, or all flushed at the end."""
+
+
+def digest(data: Any) -> str:
+    """Return the xxh3-128 of a buffer; of one longer than a block, that of its blocks' digests."""
+    view = memoryview(data)
+    return fold([xxhash.xxh3_128_digest(view[at : at + BLOCK]) for at in _blocks(view.nbytes)])
+
+
+def fold(digests: Sequence[bytes]) -> str:
+    """Return the digest of a file from those of its blocks."""
+    return (digests[0] if len(digests) == 1 else xxhash.xxh3_128_digest(b"".join(digests))).hex()
+
+
+def _blocks(size: int) -> range:
+    return range(0, max(size, 1), BLOCK)
+
+
+def _in_threads(job: Callable[[int], bytes], size: int, threads: int) -> list[bytes]:
+    """Return what `job` returns for each block; the first error ends the others' work too."""
+    blocks = _blocks(size)
+    if threads == 1 or len(blocks) == 1:
+        return [job(at) for at in blocks]
+    failed = threading.Event()
+
+    def unless_failed(at: int) -> bytes:
+        if failed.is_set():
+            return b""
+        try:
+            return job(at)
+        except BaseException:
+            failed.set()
+            raise
+
+    with ThreadPoolExecutor(min(threads, len(blocks))) as pool:
+        return list(pool.map(unless_failed, blocks))
+
+
+class Content:
+    """What is to become a file: bytes in memory, perhaps not all of them there yet.
+
+    `ready(end)` returns when the first `end` bytes are. `before` is what the last save made of
+    the same file: where nothing has changed since, there is nothing to write.
+    """
+
+    def __init__(
+        self, data: Any, ready: Callable[[int], object] | None = None, before: Written | None = None
+    ) -> None:
+        self.data = memoryview(data)
+        self._ready = ready
+        self._before = before
+
+    def block(self, at: int) -> memoryview:
+        """Return the bytes of a block, when they are there."""
+        part = self.data[at : at + BLOCK]
+        if self._ready:
+            self._ready(at + part.nbytes)
+        return part
+
+    def unchanged(self) -> Written | None:
+        """Return what the last save wrote, if this is the same to the last bit."""
+        before = self._before
+        if before is None or before.size != self.data.nbytes:
+            return None
+        for at, digest in zip(_blocks(before.size), before.blocks, strict=True):
+            if xxhash.xxh3_128_digest(self.block(at)) != digest:
+                return None
+        return before
+
+
+class Written(NamedTuple):
+    """A file as it was written."""
+
+    path: Path
+    size: int
+    blocks: list[bytes]
+
+    @property
+    def digest(self) -> str:
+        """The digest of the whole."""
+        return fold(self.blocks)
+
+
+def put(path: Path, content: Content, way: Way = "paced") -> Written:
+    """Create the file, flushed: written, or as a hard link to the last save's if nothing has changed."""
+    before = content.unchanged()
+    if before:
+        # Where that one is gone, or there are no hard links, there still is the content.
+        with contextlib.suppress(OSError):
+            os.link(before.path, path)
+            return before._replace(path=path)
+    return write(path, content, way)
+
+
+def write(path: Path, content: Content, way: Way = "paced") -> Written:
+    """Create the file, write the content, and flush."""
+    size = content.data.nbytes
+    with disk.created(path) as fd:
+        _preallocate(fd, size)
+        if way == "direct":
+            digests = _write_directly(fd, content)
+        else:
+            digests = _write_blocks(fd, content, is_paced=way == "paced")
+    return Written(path, size, digests)
+
+
+def _preallocate(fd: int, size: int) -> None:
+    if size < _PREALLOCATE or not hasattr(os, "posix_fallocate"):
+        return
+    try:
+        # A full disk says so before the work, and the flush need not move the file's end.
+        os.posix_fallocate(fd, 0, size)
+    except OSError as exc:
+        if exc.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            raise
+
+
+def _write_blocks(fd: int, content: Content, is_paced: bool) -> list[bytes]:
+    def job(at: int) -> bytes:
+        block = content.block(at)
+        found = xxhash.xxh3_128_digest(block)
+        _write_at(fd, block, at)
+        if is_paced:
+            # Left to itself the kernel begins only at the flush, and the disk has idled until then.
+            _begin_flush(fd, at, block.nbytes)
+        return found
+
+    return _in_threads(job, content.data.nbytes, _WRITERS)
+
+
+def _write_directly(fd: int, content: Content) -> list[bytes]:
+    whole = content.data.nbytes // mmap.PAGESIZE * mmap.PAGESIZE
+
+    def job(at: int) -> bytes:
+        block = content.block(at)
+        found = xxhash.xxh3_128_digest(block)
+        _write_at(fd, block[: max(0, whole - at)], at)
+        return found
+
+    _set_direct(fd, True)
+    digests = _in_threads(job, content.data.nbytes, _WRITERS)
+    _set_direct(fd, False)
+    _write_at(fd, content.data[whole:], whole)
+    return digests
+
+
+def _write_at(fd: int, rest: memoryview, at: int) -> None:
+    while rest.nbytes:
+        count = _pwrite(fd, rest, at)
+        rest, at = rest[count:], at + count
+
+
+if sys.platform != "win32":
+    _pwrite = os.pwrite
+    _WRITERS = 2  # more of them slow a training down more than they hasten the disk
+else:
+
+    def _pwrite(fd: int, data: memoryview, at: int) -> int:
+        os.lseek(fd, at, os.SEEK_SET)
+        return os.write(fd, data)
+
+    _WRITERS = 1
+
+
+def _set_direct(fd: int, is_on: bool) -> None:
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if is_on else flags & ~os.O_DIRECT)
+
+
+def _begin_flush(fd: int, at: int, size: int) -> None:
+    if hasattr(os, "posix_fadvise"):
+        # Linux begins to write what it is told will not be needed; nothing is dropped before that is done.
+        os.posix_fadvise(fd, at, size, os.POSIX_FADV_DONTNEED)
+
+
+def fastest_way(folder: Path, scratch: memoryview) -> Way:
+    """Return how this disk takes large files fastest; `scratch` (page-aligned) is written to try it."""
+    taken: dict[Way, float] = {}
+    for way in ("paced", "direct", "plain") * 2:
+        probe = folder / f".probe-{secrets.token_hex(4)}"
+        try:
+            start = time.perf_counter()
+            write(probe, Content(scratch), way)
+            seconds = time.perf_counter() - start
+        except OSError:
+            # (not every disk can be written past the page cache)
+            continue
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(probe)
+        # The first way that is not clearly slower than another: a disk is never quite quiet.
+        taken[way] = min(seconds, taken.get(way, math.inf))
+    quickest = min(taken.values(), default=0.0)
+    return next((way for way, seconds in taken.items() if seconds <= 1.15 * quickest), "paced")
+
+
+class Lane:
+    """Memory through which one thread reads what has none of its own to go to."""
+
+    def __init__(self) -> None:
+        self._memory = memoryview(bytearray(_PIECE))
+
+    def room(self) -> memoryview:
+        """Return memory to read a piece into."""
+        return self._memory
+
+
+class Target(NamedTuple):
+    """Where a range of a file belongs: in host memory, or behind a function that takes it piece by piece."""
+
+    begin: int
+    end: int
+    memory: memoryview | None
+    take: Callable[[Lane, int, memoryview], None] | None = None
+
+
+def scan(
+    folder: Path,
+    name: str,
+    size: int,
+    expected: str,
+    targets: Sequence[Target] = (),
+    lane: Callable[[], Lane] = Lane,
+) -> list[bytes]:
+    """Read a file, verified in the memory that it is read into; return its blocks' digests.
+
+    What no target wants is verified all the same.
+    """
+    with _of_size(folder, name, size) as fd:
+        digests = _in_threads(_Scan(fd, size, targets, lane).block, size, _READERS)
+    if (actual := fold(digests)) != expected:
+        raise disk.damaged(folder, f"{name} has the digest {actual}, its manifest says {expected}")
+    return digests
+
+
+def read_start(folder: Path, name: str, size: int, count: int) -> memoryview:
+    """Return the first `count` bytes of a file of `size`, not verified."""
+    with _of_size(folder, name, size) as fd:
+        start = memoryview(bytearray(min(count, size)))
+        _read_at(fd, start, 0)
+    return start
+
+
+def scan_again(
+    folder: Path,
+    name: str,
+    size: int,
+    digests: Sequence[bytes],
+    targets: Sequence[Target],
+    lane: Callable[[], Lane] = Lane,
+) -> None:
+    """Read what the targets want of a file whose blocks were verified before, and verify those again."""
+    wanted = {
+        at for target in targets for at in range(target.begin // BLOCK * BLOCK, max(target.end, 1), BLOCK)
+    }
+    with _of_size(folder, name, size) as fd:
+        scanned = _Scan(fd, size, targets, lane)
+
+        def job(at: int) -> bytes:
+            return scanned.block(at) if at in wanted else digests[at // BLOCK]
+
+        if _in_threads(job, size, _READERS) != list(digests):
+            raise disk.damaged(folder, f"{name} has changed since it was verified, a moment ago")
+
+
+@contextlib.contextmanager
+def _of_size(folder: Path, name: str, size: int) -> Iterator[int]:
+    with disk.opened(folder, name) as file:
+        found = os.fstat(file.fileno()).st_size
+        if found != size:
+            raise disk.damaged(folder, f"{name} has {found:,} bytes, its manifest says {size:,}")
+        yield file.fileno()
+
+
+class _Scan:
+    def __init__(self, fd: int, size: int, targets: Sequence[Target], lane: Callable[[], Lane]) -> None:
+        self._fd = fd
+        self._size = size
+        self._targets = targets
+        self._ends = [target.end for target in targets]
+        self._make_lane = lane
+        self._lanes = threading.local()
+
+    def _lane(self) -> Lane:
+        if not hasattr(self._lanes, "own"):
+            self._lanes.own = self._make_lane()
+        own: Lane = self._lanes.own
+        return own
+
+    def block(self, at: int) -> bytes:
+        hasher = xxhash.xxh3_128()
+        end = min(at + BLOCK, self._size)
+        number = bisect.bisect_right(self._ends, at)
+        while at < end:
+            target = self._targets[number] if number < len(self._targets) else None
+            if target is None or at < target.begin:
+                at = self._piece(hasher, at, min(end, target.begin) if target else end, None)
+            else:
+                at = self._piece(hasher, at, min(end, target.end), target)
+                number += at == target.end
+        return hasher.digest()
+
+    def _piece(self, hasher: xxhash.xxh3_128, at: int, end: int, target: Target | None) -> int:
+        if target and target.memory is not None:
+            piece = target.memory[at - target.begin : min(end, at + _PIECE) - target.begin]
+        else:
+            piece = self._lane().room()[: end - at]
+        _read_at(self._fd, piece, at)
+        hasher.update(piece)
+        if target and target.take:
+            target.take(self._lane(), at - target.begin, piece)
+        return at + piece.nbytes
+
+
+def _read_at(fd: int, rest: memoryview, at: int) -> None:
+    while rest.nbytes:
+        count = _preadv(fd, [rest], at)
+        if not count:
+            raise OSError(errno.EIO, f"the file ended {rest.nbytes:,} bytes early")
+        rest, at = rest[count:], at + count
+
+
+if sys.platform != "win32":
+    _preadv = os.preadv
+    _READERS = min(8, os.cpu_count() or 1)
+else:
+
+    def _preadv(fd: int, buffers: list[memoryview], at: int) -> int:
+        os.lseek(fd, at, os.SEEK_SET)
+        with FileIO(fd, closefd=False) as file:
+            return file.readinto(buffers[0]) or 0
+
+    _READERS = 1
+
+
+def read(folder: Path, name: str, size: int, expected: str) -> memoryview:
+    """Return the bytes of a file, verified in the private memory that the caller goes on to use."""
+    buffer = memoryview(bytearray(size))
+    scan(folder, name, size, expected, [Target(0, size, buffer)])
+    return buffer

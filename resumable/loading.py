@@ -1,0 +1,267 @@
+"""The tensors of a checkpoint, verified, each to where it belongs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import blocks, codec, disk, tensorfile
+from .blocks import Lane, Target
+from .checkpoint import Checkpoint
+from .codec import Encoded
+from .part import same_device
+from .tensorfile import Slot
+
+Live = Mapping[str, Mapping[str, Tensor]]
+"""By tree and name in the file: the tensors of the training that a checkpoint's can be read into."""
+
+
+class _Wanted(NamedTuple):
+    slot: Slot
+    device: torch.device
+    live: Tensor | None = None
+
+
+_cuda: Any = torch.cuda
+_HOST = torch.device("cpu")
+_SMALL = 64 << 10  # tensors of fewer bytes are read together
+_ROOM = 4 << 20
+
+
+@dataclass(slots=True)
+class _File:
+    path: str
+    size: int
+    blocks: list[bytes] = field(default_factory=list)
+    in_place: dict[str, tuple[Slot, Tensor]] = field(default_factory=dict)
+
+
+class Reading:
+    """A checkpoint that is verified. What belongs into live tensors is not there before `fill`.
+
+    Twice reading what a live tensor is to hold is the price for leaving all of them alone until it is
+    certain that every byte is intact and every part has taken its state.
+    """
+
+    def __init__(self, found: Checkpoint, live: Live) -> None:
+        self._folder = found.path
+        self._live = live
+        self._files: dict[str, _File] = {}
+        self._kept: set[str] = set()
+        records = found.about.files
+        texts = {path: found.read_file(path) for path in records if not codec.is_tensor_file(path)}
+        tensors = {}
+        for path, (size, digest) in records.items():
+            if codec.is_tensor_file(path):
+                tensors[path] = self._read(path, size, digest, texts)
+        self.trees: dict[str, Encoded] = codec.from_parts(texts, tensors)
+        """What the checkpoint holds; a tensor that is to be filled is the live one."""
+        for tree in self.trees.values():
+            tree.kept = frozenset(tree.tensors.keys() & self._kept)
+
+    def _read(self, path: str, size: int, digest: str, texts: Mapping[str, Any]) -> dict[str, Tensor]:
+        file = self._files[path] = _File(path, size)
+        header = _header(self._folder, path, size)
+        try:
+            slots = tensorfile.read_header(header, size)
+        except ValueError:
+            # Most likely because its bytes are not the ones that were written.
+            blocks.scan(self._folder, path, size, digest)
+            raise
+        live = self._live.get(codec.stem_of(path), {})
+        facts = codec.tensor_facts(codec.tree_of(texts, codec.stem_of(path)))
+        fresh = []
+        for slot in slots:
+            about = facts.get(slot.name, {})
+            device = same_device((), str(about.get("device", "cpu")))
+            if about.keys() <= {"device"} and _fits(slot, device, live.get(slot.name)):
+                file.in_place[slot.name] = slot, live[slot.name]
+            else:
+                fresh.append(_Wanted(slot, device))
+        places = _Places(fresh)
+        again = memoryview(bytearray(len(header)))
+        targets = [Target(0, len(header), again), *places.targets]
+        file.blocks = _on_lanes(
+            places.devices,
+            lambda lane: blocks.scan(self._folder, path, size, digest, targets, lane),
+        )
+        if again != header:
+            raise disk.damaged(self._folder, f"{path} has changed while it was read")
+        self._kept |= places.large_names() | file.in_place.keys()
+        return places.tensors() | {name: tensor for name, (_, tensor) in file.in_place.items()}
+
+    def written(self) -> dict[str, blocks.Written]:
+        """Return what the checkpoint's tensor files were written as."""
+        return {
+            file.path: blocks.Written(self._folder / file.path, file.size, file.blocks)
+            for file in self._files.values()
+        }
+
+    def names_in_place(self, stem: str) -> set[str]:
+        """Return the tensors of a tree that are to be filled."""
+        files = (file for path, file in self._files.items() if codec.stem_of(path) == stem)
+        return {name for file in files for name in file.in_place}
+
+    def apart(self, part: str) -> None:
+        """Read the tensors of a part into memory of their own instead of into the live ones."""
+        for file, names in self._of_parts([part]):
+            slots = [file.in_place.pop(name)[0] for name in names]
+            places = _Places([_Wanted(slot, _HOST) for slot in slots])
+            self._read_again(file, places)
+            tree = self.trees[codec.stem_of(file.path)]
+            tree.tensors.update(places.tensors())
+            tree.kept -= {*names}
+
+    def fill(self, parts: Collection[str]) -> None:
+        """Read the tensors of some parts into the live ones."""
+        for file, names in self._of_parts(parts):
+            chosen = [file.in_place.pop(name) for name in names]
+            places = _Places([_Wanted(slot, live.device, live) for slot, live in chosen])
+            self._read_again(file, places)
+            places.move()
+
+    def _of_parts(self, parts: Collection[str]) -> Iterator[tuple[_File, list[str]]]:
+        for file in self._files.values():
+            json = self.trees[codec.stem_of(file.path)].json
+            names = {name for part in parts if part in json for name in codec.tensor_names(json[part])}
+            if there := [name for name in file.in_place if name in names]:
+                yield file, there
+
+    def _read_again(self, file: _File, places: _Places) -> None:
+        _on_lanes(
+            places.devices,
+            lambda lane: blocks.scan_again(
+                self._folder, file.path, file.size, file.blocks, places.targets, lane
+            ),
+        )
+
+
+def _header(folder: Path, path: str, size: int) -> memoryview:
+    start = blocks.read_start(folder, path, size, 8)
+    try:
+        return blocks.read_start(folder, path, size, tensorfile.header_size(start, size))
+    except ValueError:
+        return start
+
+
+def _fits(slot: Slot, device: torch.device, live: Tensor | None) -> bool:
+    return (
+        live is not None
+        and live.device == device
+        and (live.dtype, tuple(live.shape)) == (slot.dtype, slot.shape)
+        and live.is_contiguous()
+        and live.numel() > 0
+        and live.device.type in ("cpu", "cuda")
+        # (not every byte is a boolean, and a complex tensor may stand for its conjugate)
+        and live.dtype != torch.bool
+        and not live.is_complex()
+        and not live.is_inference()
+    )
+
+
+class _Places:
+    """Where tensors of one file are read to: a large one to its own memory, small ones together."""
+
+    def __init__(self, wanted: Sequence[_Wanted]) -> None:
+        self.devices = {want.device for want in wanted if want.device.type == "cuda"}
+        self._large: list[tuple[Slot, Tensor]] = []
+        self._small: list[tuple[_Wanted, memoryview]] = []
+        self.targets: list[Target] = []
+        row: list[_Wanted] = []
+        for want in sorted(wanted, key=lambda want: want.slot.begin):
+            is_large = want.slot.end - want.slot.begin >= _SMALL and want.device.type in ("cpu", "cuda")
+            if row and (is_large or row[-1].slot.end != want.slot.begin):
+                self._add_row(row)
+                row = []
+            if is_large:
+                self._add_large(want)
+            else:
+                row.append(want)
+        if row:
+            self._add_row(row)
+
+    def _add_row(self, row: Sequence[_Wanted]) -> None:
+        begin, end = row[0].slot.begin, row[-1].slot.end
+        memory = memoryview(bytearray(end - begin))
+        self.targets.append(Target(begin, end, memory))
+        self._small += [(want, memory[want.slot.begin - begin : want.slot.end - begin]) for want in row]
+
+    def _add_large(self, want: _Wanted) -> None:
+        slot = want.slot
+        tensor = tensorfile.empty(slot, want.device) if want.live is None else want.live
+        flat = tensor.detach().view(-1).view(torch.uint8)
+        self._large.append((slot, tensor))
+        if tensor.is_cpu:
+            array: Any = flat.numpy()
+            self.targets.append(Target(slot.begin, slot.end, memoryview(array)))
+        else:
+            self.targets.append(Target(slot.begin, slot.end, None, partial(_send, flat)))
+
+    def large_names(self) -> set[str]:
+        """Return the tensors that have memory of their own."""
+        return {slot.name for slot, _ in self._large}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors by name, when they have been read."""
+        for slot, tensor in self._large:
+            tensorfile.refuse_no_booleans(tensor, slot)
+        small = {
+            want.slot.name: tensorfile.from_bytes(memory, want.slot).to(want.device)
+            for want, memory in self._small
+        }
+        return small | {slot.name: tensor for slot, tensor in self._large}
+
+    @torch.no_grad()
+    def move(self) -> None:
+        """Copy what was read together into the live tensors."""
+        lives = [want.live for want, _ in self._small if want.live is not None]
+        found = [tensorfile.from_bytes(memory, want.slot) for want, memory in self._small]
+        torch._foreach_copy_(lives, found)
+
+
+def _send(to: Tensor, lane: Lane, at: int, piece: memoryview) -> None:
+    assert isinstance(lane, _DeviceLane)
+    lane.send(to[at : at + piece.nbytes])
+
+
+class _DeviceLane(Lane):
+    """Two pinned buffers: while one crosses the bus, the other is read into."""
+
+    def __init__(self) -> None:
+        self._buffers = [torch.empty(_ROOM, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._sent: list[torch.cuda.Event | None] = [None, None]
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._turn = 0
+
+    def room(self) -> memoryview:
+        self._turn = 1 - self._turn
+        if sent := self._sent[self._turn]:
+            sent.synchronize()
+        array: Any = self._buffers[self._turn].numpy()
+        return memoryview(array)
+
+    def send(self, to: Tensor) -> None:
+        """Begin to copy what was read into the room to its place."""
+        if to.device not in self._streams:
+            self._streams[to.device] = _cuda.Stream(to.device)
+        stream = self._streams[to.device]
+        with torch.cuda.stream(stream):
+            to.copy_(self._buffers[self._turn][: to.numel()], non_blocking=True)
+            sent = self._sent[self._turn] = _cuda.Event()
+            sent.record(stream)
+
+
+def _on_lanes(devices: Collection[torch.device], scan: Callable[[Callable[[], Lane]], Any]) -> Any:
+    # The streams of the lanes know nothing of what the training's have still to do, nor these of them.
+    for device in devices:
+        torch.cuda.synchronize(device)
+    found = scan(_DeviceLane if devices else Lane)
+    for device in devices:
+        torch.cuda.synchronize(device)
+    return found
