@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import ctypes
 import errno
 import math
 import mmap
@@ -30,6 +31,7 @@ BLOCK = 16 << 20
 
 _PIECE = 1 << 20  # what stays in a processor's cache from the read to the hash
 _PREALLOCATE = 1 << 20
+_WORTH_A_LINK = 1 << 20  # what is damaged in a file is damaged in all checkpoints that share it
 
 Way = Literal["paced", "direct", "plain"]
 """How large files are written: flushed block by block, past the page cache, or all flushed at the end."""
@@ -94,7 +96,7 @@ class Content:
     def unchanged(self) -> Written | None:
         """Return what the last save wrote, if this is the same to the last bit."""
         before = self._before
-        if before is None or before.size != self.data.nbytes:
+        if before is None or before.size != self.data.nbytes or before.size < _WORTH_A_LINK:
             return None
         for at, digest in zip(_blocks(before.size), before.blocks, strict=True):
             if xxhash.xxh3_128_digest(self.block(at)) != digest:
@@ -131,7 +133,7 @@ def write(path: Path, content: Content, way: Way = "paced") -> Written:
     size = content.data.nbytes
     with disk.created(path) as fd:
         _preallocate(fd, size)
-        if way == "direct":
+        if way == "direct" and _begins_a_page(content.data):
             digests = _write_directly(fd, content)
         else:
             digests = _write_blocks(fd, content, is_paced=way == "paced")
@@ -162,6 +164,12 @@ def _write_blocks(fd: int, content: Content, is_paced: bool) -> list[bytes]:
     return _in_threads(job, content.data.nbytes, _WRITERS)
 
 
+def _begins_a_page(data: memoryview) -> bool:
+    # Past the page cache a disk takes nothing else; a `bytes` object never does.
+    is_one = data.nbytes >= mmap.PAGESIZE and not data.readonly
+    return is_one and ctypes.addressof(ctypes.c_char.from_buffer(data)) % mmap.PAGESIZE == 0
+
+
 def _write_directly(fd: int, content: Content) -> list[bytes]:
     whole = content.data.nbytes // mmap.PAGESIZE * mmap.PAGESIZE
 
@@ -184,16 +192,16 @@ def _write_at(fd: int, rest: memoryview, at: int) -> None:
         rest, at = rest[count:], at + count
 
 
-if sys.platform != "win32":
-    _pwrite = os.pwrite
-    _WRITERS = 2  # more of them slow a training down more than they hasten the disk
-else:
+if sys.platform == "win32":
 
     def _pwrite(fd: int, data: memoryview, at: int) -> int:
         os.lseek(fd, at, os.SEEK_SET)
         return os.write(fd, data)
 
     _WRITERS = 1
+else:
+    _pwrite = os.pwrite
+    _WRITERS = 2  # more of them slow a training down more than they hasten the disk
 
 
 def _set_direct(fd: int, is_on: bool) -> None:
@@ -204,13 +212,17 @@ def _set_direct(fd: int, is_on: bool) -> None:
 def _begin_flush(fd: int, at: int, size: int) -> None:
     if hasattr(os, "posix_fadvise"):
         # Linux begins to write what it is told will not be needed; nothing is dropped before that is done.
-        os.posix_fadvise(fd, at, size, os.POSIX_FADV_DONTNEED)
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(fd, at, size, os.POSIX_FADV_DONTNEED)
+
+
+_WAYS: tuple[Way, ...] = ("paced", "direct", "plain") if hasattr(os, "O_DIRECT") else ("paced", "plain")
 
 
 def fastest_way(folder: Path, scratch: memoryview) -> Way:
     """Return how this disk takes large files fastest; `scratch` (page-aligned) is written to try it."""
     taken: dict[Way, float] = {}
-    for way in ("paced", "direct", "plain") * 2:
+    for way in _WAYS * 2:
         probe = folder / f".probe-{secrets.token_hex(4)}"
         try:
             start = time.perf_counter()
@@ -354,10 +366,7 @@ def _read_at(fd: int, rest: memoryview, at: int) -> None:
         rest, at = rest[count:], at + count
 
 
-if sys.platform != "win32":
-    _preadv = os.preadv
-    _READERS = min(8, os.cpu_count() or 1)
-else:
+if sys.platform == "win32":
 
     def _preadv(fd: int, buffers: list[memoryview], at: int) -> int:
         os.lseek(fd, at, os.SEEK_SET)
@@ -365,10 +374,15 @@ else:
             return file.readinto(buffers[0]) or 0
 
     _READERS = 1
+else:
+    _preadv = os.preadv
+    _READERS = min(8, os.cpu_count() or 1)
 
 
 def read(folder: Path, name: str, size: int, expected: str) -> memoryview:
     """Return the bytes of a file, verified in the private memory that the caller goes on to use."""
-    buffer = memoryview(bytearray(size))
+    # The file is looked at first: a manifest can claim any size.
+    with _of_size(folder, name, size):
+        buffer = memoryview(bytearray(size))
     scan(folder, name, size, expected, [Target(0, size, buffer)])
     return buffer

@@ -24,12 +24,13 @@ from .optimizers import OptimizerPart
 from .part import Difference, Part, Saved, same_device
 from .position import Position
 from .sealed import Json
+from .threads import no_garbage_collection
 
 Trees = dict[str, Encoded]
 """What a checkpoint holds, by the file it lies in: model, optimizer, extra, rank."""
 
-Versions = dict[str, dict[str, tuple[torch.Tensor, int | None]]]
-"""By tree and name: the live tensor and the count of its changes."""
+Versions = dict[str, tuple[Mapping[str, torch.Tensor], Mapping[str, int | None]]]
+"""By tree: the live tensors, and the counts of their changes, by name."""
 
 _States = tuple[
     Mapping[str, Any],
@@ -223,14 +224,16 @@ class Capture:
             if isinstance(part, (ModulePart, OptimizerPart)) and part.stem != "extra"
         ]
 
+    @no_garbage_collection()
     def changed_since(self, versions: Versions, held: Held) -> list[str]:
         """Return the parts that are not any more what they were when they were held."""
         now, about = self.collect()
+        still = {stem for stem, seen in versions.items() if _is_untouched(*seen, now[stem])}
         return [
             name
             for name in about
             if about[name]["kind"] != "position"
-            and any(_has_changed(name, stem, versions, held, now) for stem in held.trees)
+            and any(_has_changed(name, stem, versions, held, now, stem in still) for stem in held.trees)
         ]
 
     def changes(
@@ -257,6 +260,7 @@ class Capture:
             if path in built and built[path] != self.settings[path] and not path.endswith(".frozen")
         ]
 
+    @no_garbage_collection()
     def check(
         self,
         trees: Trees,
@@ -305,6 +309,7 @@ class Capture:
                 }
                 yield from _told(part, Saved(trees, name), built)
 
+    @no_garbage_collection()
     def restore(
         self,
         reading: Reading,
@@ -448,29 +453,42 @@ def _copied(trees: Trees, reading: Reading, is_all: bool) -> Trees:
 
 def versions(trees: Trees) -> Versions:
     """Return what tells, without reading it, that nobody has written to a tensor since."""
-    found: Versions = {}
-    for stem, tree in trees.items():
-        tensors = tree.tensors.values()
-        try:
-            counts: list[int | None] = [tensor._version for tensor in tensors]
-        except RuntimeError:
-            counts = [*map(_version, tensors)]
-        found[stem] = dict(zip(tree.tensors, zip(tensors, counts, strict=True), strict=True))
-    return found
+    return {stem: (tree.tensors, _counts(tree.tensors)) for stem, tree in trees.items()}
+
+
+def _counts(tensors: Mapping[str, torch.Tensor]) -> dict[str, int | None]:
+    try:
+        return {name: tensor._version for name, tensor in tensors.items()}
+    except RuntimeError:
+        return {name: _version(tensor) for name, tensor in tensors.items()}
 
 
 def _version(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def _has_changed(part: str, stem: str, versions: Versions, held: Held, now: Trees) -> bool:
+def _is_untouched(before: Mapping[str, torch.Tensor], counts: Mapping[str, int | None], now: Encoded) -> bool:
+    """Whether no tensor of a whole tree has been written to or replaced."""
+    places = [[*map(torch.Tensor.data_ptr, tensors.values())] for tensors in (before, now.tensors)]
+    versions = _counts(now.tensors)
+    return (
+        [*before] == [*now.tensors]
+        and places[0] == places[1]
+        and counts == versions
+        and None not in counts.values()
+    )
+
+
+def _has_changed(
+    part: str, stem: str, versions: Versions, held: Held, now: Trees, is_untouched: bool
+) -> bool:
     then = _without_gradients(held.trees[stem].json.get(part))
     if then != _without_gradients(now[stem].json.get(part)):
         return True
-    for name in codec.tensor_names(then):
+    for name in () if is_untouched else codec.tensor_names(then):
         after = now[stem].tensors[name]
-        before, version = versions[stem][name]
-        is_same = before.data_ptr() == after.data_ptr() and version == _version(after) is not None
+        tensors, counts = versions[stem]
+        is_same = tensors[name].data_ptr() == after.data_ptr() and counts[name] == _version(after) is not None
         if not is_same and not tensorfile.is_equal(held.tensor(stem, name), after):
             return True
     return False

@@ -160,16 +160,15 @@ class _Encoder:
         ]
 
     def _dict(self, values: dict[Any, Any], path: Path) -> Json:
+        group = self._memo.get(path) if self._memo else None
+        facts = None if self._memo is None else _facts(values)
+        if group and group.facts == facts:
+            return self._same_group(values, group)
         if not all(type(key) is str and not key.startswith("$") and _is_text(key) for key in values):
             return {"$dict": self._pairs(values, path)}
-        facts = None if self._memo is None else _facts(values)
-        if facts is None:
-            return {key: self.encode(value, (*path, key)) for key, value in values.items()}
-        assert self._memo is not None
-        group = self._memo.get(path)
-        if group is None or group.facts != facts:
+        if facts:
             return self._new_group(values, path, facts)
-        return self._same_group(values, group)
+        return {key: self.encode(value, (*path, key)) for key, value in values.items()}
 
     def _new_group(self, values: dict[str, torch.Tensor], path: Path, facts: tuple[list[Any], ...]) -> Json:
         assert self._memo is not None
@@ -190,10 +189,10 @@ class _Encoder:
         return json
 
     def _same_group(self, values: dict[str, torch.Tensor], group: _Group) -> Json:
-        taken = self.tensors.keys() | self.aliases.keys()
+        names = (self.tensors.keys(), self.aliases.keys())
+        is_apart = all(mine.isdisjoint(theirs) for mine in names for theirs in (group.stored, group.aliases))
         places = {place[0] for place in self._seen} | self._places_in_groups
-        names = group.stored.keys() | group.aliases.keys()
-        if not taken.isdisjoint(names) or not places.isdisjoint(group.places):
+        if not is_apart or not places.isdisjoint(group.places):
             raise _MemoStale
         self._places_in_groups |= group.places
         self.tensors.update(zip(group.stored, map(values.__getitem__, group.stored.values()), strict=True))
@@ -423,7 +422,7 @@ def to_files(trees: Mapping[str, Encoded]) -> dict[str, bytes | bytearray]:
 def from_files(files: Mapping[str, memoryview]) -> dict[str, Encoded]:
     """Return the trees that `to_files` was given; their tensors share the files' memory."""
     tensors = {path: from_safetensors(data) for path, data in files.items() if is_tensor_file(path)}
-    return from_parts({path: data for path, data in files.items() if path not in tensors}, tensors)
+    return from_parts(to_trees({p: data for p, data in files.items() if p not in tensors}), tensors)
 
 
 def is_tensor_file(path: str) -> bool:
@@ -436,50 +435,44 @@ def is_frozen(path: str) -> bool:
     return path.endswith(f"{_FROZEN}.safetensors")
 
 
-def tree_of(texts: Mapping[str, bytes | memoryview], stem: str) -> Json:
-    """Return the JSON of one tree; None where the files have none."""
-    if stem == "rank":
-        return parse(texts[f"{_RANK_0}.json"]) if f"{_RANK_0}.json" in texts else None
-    return typed(dict, parse(texts["state.json"])).get(stem) if "state.json" in texts else None
+def to_trees(texts: Mapping[str, bytes | memoryview]) -> dict[str, dict[str, Json]]:
+    """Return the trees' JSON, from the files of a checkpoint that hold it."""
+    if missing := {"state.json", f"{_RANK_0}.json"} - texts.keys():
+        raise ValueError(f"there is no {' and no '.join(sorted(missing))}")
+    if unknown := texts.keys() - {"state.json", f"{_RANK_0}.json"}:
+        raise ValueError(f"nothing says what {', '.join(sorted(unknown))} is")
+    trees = typed(dict, parse(texts["state.json"]))
+    if "rank" in trees:
+        raise ValueError("state.json holds what differs by rank")
+    trees["rank"] = parse(texts[f"{_RANK_0}.json"])
+    return {stem: typed(dict, tree) for stem, tree in trees.items()}
 
 
 def from_parts(
-    texts: Mapping[str, bytes | memoryview], tensors: Mapping[str, Mapping[str, torch.Tensor]]
+    trees: Mapping[str, dict[str, Json]], tensors: Mapping[str, Mapping[str, torch.Tensor]]
 ) -> dict[str, Encoded]:
-    """Return the trees of a checkpoint, from its JSON files and the tensors of its other files."""
-    if missing := {"state.json", f"{_RANK_0}.json"} - texts.keys():
-        raise ValueError(f"there is no {' and no '.join(sorted(missing))}")
-    trees = {stem: (stem, tree) for stem, tree in typed(dict, parse(texts["state.json"])).items()}
-    if "rank" in trees:
-        raise ValueError("state.json holds what differs by rank")
-    trees["rank"] = (_RANK_0, parse(texts[f"{_RANK_0}.json"]))
-    known = {
-        "state.json",
-        f"{_RANK_0}.json",
-        *(file for path, _ in trees.values() for file in _files_of(path)),
-    }
-    if unknown := (texts.keys() | tensors.keys()) - known:
+    """Return the trees of a checkpoint, from their JSON and the tensors of its other files."""
+    if unknown := {path for path in tensors if stem_of(path) not in trees}:
         raise ValueError(f"nothing says what {', '.join(sorted(unknown))} is")
-    return {stem: _from_parts(tensors, path, tree) for stem, (path, tree) in trees.items()}
-
-
-def _files_of(path: str) -> tuple[str, str]:
-    return f"{path}.safetensors", f"{path}{_FROZEN}.safetensors"
+    return {stem: _from_parts(tensors, stem, tree) for stem, tree in trees.items()}
 
 
 def stem_of(path: str) -> str:
     """Return the tree whose tensors a file holds."""
     stem = path.removesuffix(".safetensors").removesuffix(_FROZEN)
-    return "rank" if stem == _RANK_0 else stem
+    return {_RANK_0: "rank", "rank": ""}.get(stem, stem)
 
 
-def _from_parts(tensors: Mapping[str, Mapping[str, torch.Tensor]], path: str, tree: Json) -> Encoded:
+def _from_parts(
+    tensors: Mapping[str, Mapping[str, torch.Tensor]], stem: str, tree: dict[str, Json]
+) -> Encoded:
     found: dict[str, torch.Tensor] = {}
-    for file in _files_of(path):
-        if twice := found.keys() & tensors.get(file, {}).keys():
-            raise ValueError(f"{', '.join(sorted(twice))} is in two files")
-        found |= tensors.get(file, {})
-    return Encoded(typed(dict, tree), found, {})
+    for path, there in tensors.items():
+        if stem_of(path) == stem:
+            if twice := found.keys() & there.keys():
+                raise ValueError(f"{', '.join(sorted(twice))} is in two files")
+            found |= there
+    return Encoded(tree, found, {})
 
 
 def _text(tree: Json) -> bytes:

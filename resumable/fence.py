@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -19,6 +20,7 @@ class Fence:
     def __init__(self, optimizers: Iterable[Any]) -> None:
         self._gates = [_Gate(live, self._pass) for live in optimizers]
         self._wait: Callable[[], None] | None = None
+        self._owner = os.getpid()
 
     def guarded(self, is_wanted: bool = True) -> set[int]:
         """Return the addresses of the tensors that nobody changes but a step that waits here, if wanted.
@@ -33,7 +35,7 @@ class Fence:
 
     def shut(self, wait: Callable[[], None]) -> None:
         """Let every step call `wait` first, until `open`."""
-        self._wait = wait
+        self._wait, self._owner = wait, os.getpid()
 
     def open(self) -> None:
         """Let the steps pass."""
@@ -45,7 +47,8 @@ class Fence:
             gate.is_blind = True
 
     def _pass(self) -> None:
-        if wait := self._wait:
+        # The thread that opens it did not come along into a process that was forked meanwhile.
+        if (wait := self._wait) and self._owner == os.getpid():
             wait()
 
     def remove(self) -> None:

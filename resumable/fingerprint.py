@@ -57,10 +57,12 @@ def on_device(tensor: Tensor) -> Tensor:
     flat = tensor.detach().view(-1).view(torch.uint8)
     words = flat[: flat.numel() // 4 * 4].view(torch.int32) if flat.data_ptr() % 4 == 0 else flat
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for numbers in (words, flat[words.nbytes :]):
+    # (no two numbers have the same weight, else one could move to the other's place unseen)
+    for first, numbers in ((0, words), (words.numel(), flat[words.nbytes :])):
         for begin in range(0, numbers.numel(), _AT_A_TIME):
             part = numbers[begin : begin + _AT_A_TIME]
-            weights = _mixed(torch.arange(begin, begin + part.numel(), device=tensor.device))
+            at = first + begin
+            weights = _mixed(torch.arange(at, at + part.numel(), device=tensor.device))
             # Odd weights, modulo 2^64: a change of one number is never lost.
             total += (part.to(torch.int64) * weights).sum()
     return total

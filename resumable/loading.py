@@ -16,6 +16,7 @@ from .blocks import Lane, Target
 from .checkpoint import Checkpoint
 from .codec import Encoded
 from .part import same_device
+from .sealed import Json
 from .tensorfile import Slot
 
 Live = Mapping[str, Mapping[str, Tensor]]
@@ -56,16 +57,17 @@ class Reading:
         self._kept: set[str] = set()
         records = found.about.files
         texts = {path: found.read_file(path) for path in records if not codec.is_tensor_file(path)}
+        trees = codec.to_trees(texts)
         tensors = {}
         for path, (size, digest) in records.items():
             if codec.is_tensor_file(path):
-                tensors[path] = self._read(path, size, digest, texts)
-        self.trees: dict[str, Encoded] = codec.from_parts(texts, tensors)
+                tensors[path] = self._read(path, size, digest, trees.get(codec.stem_of(path)))
+        self.trees: dict[str, Encoded] = codec.from_parts(trees, tensors)
         """What the checkpoint holds; a tensor that is to be filled is the live one."""
         for tree in self.trees.values():
             tree.kept = frozenset(tree.tensors.keys() & self._kept)
 
-    def _read(self, path: str, size: int, digest: str, texts: Mapping[str, Any]) -> dict[str, Tensor]:
+    def _read(self, path: str, size: int, digest: str, tree: Json) -> dict[str, Tensor]:
         file = self._files[path] = _File(path, size)
         header = _header(self._folder, path, size)
         try:
@@ -75,11 +77,11 @@ class Reading:
             blocks.scan(self._folder, path, size, digest)
             raise
         live = self._live.get(codec.stem_of(path), {})
-        facts = codec.tensor_facts(codec.tree_of(texts, codec.stem_of(path)))
+        facts = codec.tensor_facts(tree)
         fresh = []
         for slot in slots:
             about = facts.get(slot.name, {})
-            device = same_device((), str(about.get("device", "cpu")))
+            device = same_device((), str(about["device"])) if "device" in about else _HOST
             if about.keys() <= {"device"} and _fits(slot, device, live.get(slot.name)):
                 file.in_place[slot.name] = slot, live[slot.name]
             else:
@@ -171,7 +173,7 @@ class _Places:
     def __init__(self, wanted: Sequence[_Wanted]) -> None:
         self.devices = {want.device for want in wanted if want.device.type == "cuda"}
         self._large: list[tuple[Slot, Tensor]] = []
-        self._small: list[tuple[_Wanted, memoryview]] = []
+        self._rows: list[tuple[Sequence[_Wanted], memoryview]] = []
         self.targets: list[Target] = []
         row: list[_Wanted] = []
         for want in sorted(wanted, key=lambda want: want.slot.begin):
@@ -190,7 +192,7 @@ class _Places:
         begin, end = row[0].slot.begin, row[-1].slot.end
         memory = memoryview(bytearray(end - begin))
         self.targets.append(Target(begin, end, memory))
-        self._small += [(want, memory[want.slot.begin - begin : want.slot.end - begin]) for want in row]
+        self._rows.append((row, memory))
 
     def _add_large(self, want: _Wanted) -> None:
         slot = want.slot
@@ -210,19 +212,23 @@ class _Places:
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors by name, when they have been read."""
         for slot, tensor in self._large:
-            tensorfile.refuse_no_booleans(tensor, slot)
-        small = {
-            want.slot.name: tensorfile.from_bytes(memory, want.slot).to(want.device)
-            for want, memory in self._small
-        }
-        return small | {slot.name: tensor for slot, tensor in self._large}
+            tensorfile.refuse_no_booleans(tensor.view(-1).view(torch.uint8), slot.dtype)
+        found = {slot.name: tensor for slot, tensor in self._large}
+        for row, memory in self._rows:
+            for want, tensor in zip(row, _in_row(row, memory), strict=True):
+                found[want.slot.name] = tensor if want.device == _HOST else tensor.to(want.device)
+        return found
 
     @torch.no_grad()
     def move(self) -> None:
         """Copy what was read together into the live tensors."""
-        lives = [want.live for want, _ in self._small if want.live is not None]
-        found = [tensorfile.from_bytes(memory, want.slot) for want, memory in self._small]
-        torch._foreach_copy_(lives, found)
+        for row, memory in self._rows:
+            lives = [want.live for want in row if want.live is not None]
+            torch._foreach_copy_(lives, _in_row(row, memory))
+
+
+def _in_row(row: Sequence[_Wanted], memory: memoryview) -> list[Tensor]:
+    return tensorfile.from_row(memory, [want.slot for want in row])
 
 
 def _send(to: Tensor, lane: Lane, at: int, piece: memoryview) -> None:

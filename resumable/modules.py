@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
@@ -90,10 +91,10 @@ class ModulePart(Part):
         """Return the weights, which any tool can read, and apart from them what is only for us."""
         bare = bare_name(self.live)
         state = {bare(name): value for name, value in self._state().items()}
-        weights: dict[str, Tensor] = {}
         values: dict[str, Any] = {}
-        for name, value in state.items():
-            (weights if _is_weight(name, value) else values)[name] = value
+        if not {*map(type, state.values())} <= {Tensor, nn.Parameter} or _EXTRA in "".join(state):
+            values = {name: value for name, value in state.items() if not _is_weight(name, value)}
+        weights = {name: value for name, value in state.items() if name not in values} if values else state
         rest = {
             "values": values,
             # Not persistent does not mean constant.
@@ -150,6 +151,10 @@ class ModulePart(Part):
     def differences(self, saved: Saved, built: Mapping[str, Any]) -> Iterator[Difference]:
         """Yield the names that are missing, new, of another shape, tied or frozen otherwise."""
         (then, rest_then), (now, rest_now) = self._split(saved.view), self._split(self.collect().__getitem__)
+        weights_then, weights_now = then, now
+        if [*then] == [*now] and all(map(operator.is_, then.values(), now.values())):
+            # What is to be filled is what there is; ten thousand comparisons would find nothing.
+            then = now = {}
         for name in {**then, **now}:
             if text := _compared(then.get(name), now.get(name)):
                 yield Difference(self.name, name, text)
@@ -162,7 +167,7 @@ class ModulePart(Part):
                 where = "checkpoint" if names in _ties(then) else "code"
                 yield Difference(self.name, " = ".join(sorted(names)), f"one tensor only in the {where}")
         for name in sorted(set(built["frozen"]) ^ set(self.built["frozen"])):
-            if name in then and name in now:
+            if name in weights_then and name in weights_now:
                 state = "frozen" if name in self.built["frozen"] else "trained"
                 text = f"{state} in the code now, not so before"
                 yield Difference(self.name, f"{name}.requires_grad", text)
@@ -173,11 +178,11 @@ class ModulePart(Part):
         weights = saved.view("model") if self.stem == "model" else rest["weights"]
         then = {**weights, **rest["values"]}
         bare = bare_name(self.live)
-        state = self.live.state_dict()
+        state = self._state()
         size = len(state)
         for name in list(state):
             # What is the live tensor itself is filled later.
-            if bare(name) in unfit or _is_same(then[bare(name)], state[name]):
+            if bare(name) in unfit or then[bare(name)] is state[name]:
                 del state[name]
             else:
                 state[name] = then[bare(name)]
@@ -222,6 +227,7 @@ def _restore_buffer(module: nn.Module, leaf: str, value: Tensor | None, device: 
             live.copy_(value)
 
 
+_EXTRA = "_extra_state"
 _OWN = (
     *("state_dict", "_save_to_state_dict", "load_state_dict", "_load_from_state_dict"),
     *("get_extra_state", "set_extra_state"),
@@ -241,18 +247,8 @@ def _is_torchs_own(module: nn.Module) -> bool:
     )
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    return (
-        isinstance(one, Tensor)
-        and isinstance(other, Tensor)
-        and (one.data_ptr(), one.shape, one.dtype, one.device)
-        == (other.data_ptr(), other.shape, other.dtype, other.device)
-        and one.numel() > 0
-    )
-
-
 def _is_weight(name: str, value: Any) -> bool:
-    return isinstance(value, Tensor) and not name.endswith("_extra_state")
+    return isinstance(value, Tensor) and not name.endswith(_EXTRA)
 
 
 def _compared(then: Tensor | None, now: Tensor | None) -> str | None:

@@ -42,7 +42,8 @@ def restore(state: Mapping[str, Any]) -> None:
     """Put back what `collect` returned. A device that is not here any more is left out."""
     random.setstate(_python_in(state["python"]))
     np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
+    # torch reads from where the memory of a view begins, which is not where the view does.
+    torch.set_rng_state(state["torch"].clone())
     for name in _BACKENDS:
         _write_devices(name, state.get(name, []))
 
@@ -72,7 +73,7 @@ def write(generator: Generator, state: Any) -> None:
     elif isinstance(generator, np.random.RandomState):
         generator.set_state(state)
     else:
-        generator.set_state(torch.as_tensor(state))
+        generator.set_state(torch.as_tensor(state).clone())
 
 
 def plant(root: object, path: str, state: Any) -> Generator | None:
@@ -209,6 +210,6 @@ def _write_devices(name: str, states: list[torch.Tensor]) -> None:
     # Without a state nothing is asked: even counting devices loads a driver.
     for index, state in enumerate(states[: backend.device_count()] if states else ()):
         if name == "mps":
-            backend.set_rng_state(state)
+            backend.set_rng_state(state.clone())
         else:
-            backend.set_rng_state(state, index)
+            backend.set_rng_state(state.clone(), index)

@@ -343,10 +343,12 @@ class Run:
             for name in going:
                 try:
                     self._remove(self.folder / name)
-                    changes.removed.append(name)
                 except OSError as exc:
                     what = f"checkpoint {_number(name)} in {self.path}"
                     warn(f"{what} could not be pruned: {exc.strerror or exc}")
+                # What could not be removed to the end has its name no more.
+                if not os.path.lexists(self.folder / name):
+                    changes.removed.append(name)
 
     def _remove(self, path: Path) -> None:
         # It was a folder when it was listed. What a link leads to is not ours to delete.
@@ -503,7 +505,9 @@ def _open_folder(folder: Path) -> Iterator[int | Path]:
     try:
         yield fd
     finally:
-        os.close(fd)
+        # Nothing was written through it, so there is nothing that can be lost.
+        with contextlib.suppress(OSError):
+            os.close(fd)
 
 
 def _number(name: str) -> int:

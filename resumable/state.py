@@ -30,6 +30,7 @@ from .prefetch import ToDevice
 from .run import Run
 from .sealed import Json
 from .sources import Source
+from .threads import no_garbage_collection
 from .writer import PendingSave, Writer
 
 _open_runs: weakref.WeakValueDictionary[Path, RunState] = weakref.WeakValueDictionary()
@@ -190,6 +191,7 @@ class RunState:
         self._prepare()
         print(self._resumed_line("resumed", chosen, time.perf_counter() - started), flush=True)
 
+    @no_garbage_collection()
     def _read(self, found: Checkpoint) -> Reading:
         if found.about.world_size != 1:
             raise Unsupported(
@@ -354,8 +356,9 @@ class RunState:
         self._warn_of_no_goal(values)
         # What the last one saw is in the memory that this one takes.
         self._after_save = None
-        trees, parts = self._capture.collect()
-        taken = self._image.take(codec.to_groups(trees))
+        with no_garbage_collection():
+            trees, parts = self._capture.collect()
+            taken = self._image.take(codec.to_groups(trees))
         about = self._describe(values, parts)
         before = self._best, self._parent
         self._number, self._parent, self._best = about.number, about.number, about.best

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -38,7 +39,6 @@ DTYPES = {
 """Other dtypes are stored as their bytes (U8), and the JSON beside them says what they are."""
 
 _DTYPES_BY_CODE = {code: dtype for dtype, code in DTYPES.items()}
-_ENTRY = ("dtype", "shape", "data_offsets")
 _MOST_DIMENSIONS = 64
 _ALIGNMENT = 16  # what the widest dtype, complex128, needs
 
@@ -143,39 +143,48 @@ def read_header(header: bytes | memoryview, size: int) -> list[Slot]:
 def from_safetensors(data: memoryview) -> dict[str, torch.Tensor]:
     """Return the tensors of a safetensors file as views of `data`; ValueError if it is not one."""
     start = header_size(data[:8], len(data))
-    return {
-        slot.name: from_bytes(data[slot.begin : slot.end], slot)
-        for slot in read_header(data[:start], len(data))
-    }
+    slots = read_header(data[:start], len(data))
+    return dict(zip((slot.name for slot in slots), from_row(data[start:], slots), strict=True))
 
 
 def _entry(entry: Json, start: int) -> tuple[torch.dtype, tuple[int, ...], int, int]:
     try:
-        dtype, shape, (begin, end) = (entry[k] for k in _ENTRY)
-        sizes = [*typed(list, shape), begin, end]
-        if len(entry) != len(_ENTRY):
+        shape, (begin, end) = typed(list, entry["shape"]), entry["data_offsets"]
+        dtype = _DTYPES_BY_CODE[entry["dtype"]]
+        if len(entry) != 3 or not {*map(type, shape), type(begin), type(end)} <= {int}:
             raise ValueError("unknown")
-        if any(type(n) is not int or n < 0 for n in sizes) or len(shape) > _MOST_DIMENSIONS:
+        if min(begin, end, *shape) < 0 or len(shape) > _MOST_DIMENSIONS:
             raise ValueError("negative")
-        if end - begin != math.prod(shape) * _DTYPES_BY_CODE[dtype].itemsize:
+        if end - begin != math.prod(shape) * dtype.itemsize:
             raise ValueError("size")
     except (KeyError, TypeError, ValueError) as exc:
         raise ValueError(f"{entry!r} does not describe a tensor") from exc
-    return _DTYPES_BY_CODE[dtype], tuple(shape), start + begin, start + end
+    return dtype, tuple(shape), start + begin, start + end
 
 
-def from_bytes(raw: memoryview, slot: Slot) -> torch.Tensor:
-    """Return the tensor whose bytes are `raw`, which it shares if they lie well."""
-    if not len(raw):
-        return empty(slot)
-    flat = torch.frombuffer(raw, dtype=torch.uint8)
-    refuse_no_booleans(flat, slot)
-    return viewed(flat, slot.dtype).reshape(slot.shape)
+def from_row(raw: memoryview, slots: Sequence[Slot]) -> list[torch.Tensor]:
+    """Return the tensors whose bytes follow each other in `raw`, which they share if they lie well."""
+    found: list[torch.Tensor] = []
+    for dtype, same in itertools.groupby(slots, key=lambda slot: slot.dtype):
+        row = [*same]
+        content = raw[row[0].begin - slots[0].begin : row[-1].end - slots[0].begin]
+        if not content.nbytes:
+            found += [empty(slot) for slot in row]
+            continue
+        flat = torch.frombuffer(content, dtype=torch.uint8)
+        refuse_no_booleans(flat, dtype)
+        counts = [(slot.end - slot.begin) // dtype.itemsize for slot in row]
+        parts = torch.split(viewed(flat, dtype), counts)
+        found += [
+            empty(slot) if not count else part if len(slot.shape) == 1 else part.view(slot.shape)
+            for slot, part, count in zip(row, parts, counts, strict=True)
+        ]
+    return found
 
 
-def refuse_no_booleans(flat: torch.Tensor, slot: Slot) -> None:
+def refuse_no_booleans(flat: torch.Tensor, dtype: torch.dtype) -> None:
     """Raise ValueError if bytes that are said to be booleans are not."""
-    if slot.dtype == torch.bool and bool((flat > 1).any()):
+    if dtype == torch.bool and bool((flat > 1).any()):
         raise ValueError("a boolean is neither 0 nor 1")
 
 
