@@ -14,7 +14,7 @@ import torch
 
 from . import codec, image, parts, rng, tensorfile
 from .codec import Encoded
-from .errors import CannotStore, StateMismatch, UsageError
+from .errors import CannotRead, CannotStore, ResumableError, StateMismatch, UsageError
 from .image import Taken
 from .loader_position import LoaderPosition
 from .loading import Reading
@@ -184,7 +184,12 @@ class Capture:
             for part in self._parts
             if isinstance(part, (ModulePart, OptimizerPart)) and part.is_filled_in_place()
         ]
-        return {stem: tree.tensors for stem, tree in self._encoded(chosen).items()}
+        trees = self._encoded(chosen)
+        for part in chosen:
+            tree = trees[part.stem if isinstance(part, OptimizerPart) else "extra"]
+            for name in _not_filled(part, tree):
+                tree.tensors.pop(name, None)
+        return {stem: tree.tensors for stem, tree in trees.items()}
 
     def size(self) -> int:
         """Return about how many bytes the tensors of a checkpoint take, without asking every part."""
@@ -340,9 +345,8 @@ class Capture:
         _write_generators(states)
         try:
             for number, part in enumerate(chosen):
-                if is_early and not isinstance(part, (ModulePart, OptimizerPart)):
+                if not part.is_torchs_own():
                     reading.fill([part.name for part in chosen[:number]])
-                    is_early = False
                 _restore(part, trees, unfit.get(part.name, set()), code_wins.get(part.name, set()))
             self._set_last_lr(code_wins)
         except BaseException:
@@ -352,7 +356,10 @@ class Capture:
                     _restore(part, before, set(), set())
             _write_generators(states)
             raise
-        reading.fill([part.name for part in chosen])
+        try:
+            reading.fill([part.name for part in chosen])
+        except (Exception, KeyboardInterrupt) as exc:
+            raise _half_filled(exc) from exc
 
     def _read_generators(self) -> _States:
         own = [part.live for part in self._parts if _is_generator(part)]
@@ -440,6 +447,18 @@ class Held:
         return self._tensors[stem][name]
 
 
+def _not_filled(part: Part, tree: Encoded) -> set[str]:
+    json = tree.json[part.name]
+    # load_state_dict copies what is in the groups; a buffer that is not saved with a model may be read-only.
+    others = [json.get(key) for key in ("groups", "others", "rest", "buffers")]
+    found = {*codec.tensor_names(others)}
+    if isinstance(part, OptimizerPart) and part.is_on_device():
+        # Whether it is to stay in host memory depends on more than where it is now.
+        names = codec.tensor_names(json["state"])
+        found |= {name for name in names if name in tree.tensors and tree.tensors[name].is_cpu}
+    return found
+
+
 def _copied(trees: Trees, reading: Reading, is_all: bool) -> Trees:
     """Return the trees as a way back: with copies, but of what is filled when nobody can refuse any more."""
     copied = {}
@@ -509,6 +528,19 @@ def _restore(part: Part, trees: Trees, unfit: AbstractSet[str], code_wins: Abstr
             fix=f"make {part.name} as it was made when the run was started, or leave it as it is in "
             f"the script with allow=[{part.name!r}]. Every object is as it was before the load.",
         ) from exc
+
+
+def _half_filled(cause: BaseException) -> BaseException:
+    text = "The objects in the script now hold a mixture of what they held and of the checkpoint."
+    if not isinstance(cause, Exception):
+        return type(cause)(text)
+    kind = type(cause) if isinstance(cause, ResumableError) else CannotRead
+    problem = cause.problem if isinstance(cause, ResumableError) else f"{type(cause).__name__}: {cause}."
+    return kind(
+        f"{problem} {text}",
+        fix="train and save nothing with these objects: start the script again, and resume='auto' goes on "
+        "from the newest intact checkpoint.",
+    )
 
 
 def named(slot: str, given: Any) -> dict[str, Any]:

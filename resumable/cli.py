@@ -90,7 +90,8 @@ def _add(
 
 
 def _ls(given: argparse.Namespace) -> int:
-    rows = [row for number in _numbers(given.run) if (row := _row(given.run, number))]
+    run = _run(given.run)
+    rows = [row for number in run.numbers() if (row := _row(run, number))]
     newest = max((row["number"] for row in rows if not row["problem"]), default=None)
     best = next((row["best"] for row in reversed(rows) if not row["problem"]), None)
     for row in rows:
@@ -105,8 +106,9 @@ def _ls(given: argparse.Namespace) -> int:
 
 def _verify(given: argparse.Namespace) -> int:
     rows = []
-    for number in _numbers(given.run):
-        if not (row := _row(given.run, number, verify=True)):
+    run = _run(given.run)
+    for number in run.numbers():
+        if not (row := _row(run, number, verify=True)):
             continue
         rows.append({key: row[key] for key in ("number", "path", "size", "problem")})
         if not given.json:
@@ -128,21 +130,21 @@ def _demo(given: argparse.Namespace) -> int:
     return demo.main(given.dir)
 
 
-def _numbers(path: str) -> list[int]:
+def _run(path: str) -> Run:
     run = Run(path)
     run.check("must")
-    return run.numbers()
+    return run
 
 
-def _row(path: str, number: int, verify: bool = False) -> dict[str, Any] | None:
+def _row(run: Run, number: int, verify: bool = False) -> dict[str, Any] | None:
     row: dict[str, Any] = {"number": number, "path": None, "problem": None, "best": None}
     try:
-        found = Run(path).open(number)
+        found = run.open(number)
         if verify:
             found.verify()
     except (CheckpointDamaged, CheckpointNotFound, FormatTooNew) as exc:
         # A training that goes on may have pruned it meanwhile.
-        is_there = Run(path).path_of(number)
+        is_there = run.path_of(number)
         return {**row, "size": None, "problem": exc.problem} if is_there else None
     about = found.about
     return {

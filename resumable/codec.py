@@ -14,6 +14,7 @@ import re
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -51,7 +52,7 @@ class Encoded:
     aliases: dict[str, str]
     """Tied tensors: the name each would have had, and the name of the one that is stored."""
     key: tuple[Any, ...] = ()
-    """Equal for two encodings whose tensors have the same names, dtypes, shapes and devices."""
+    """Equal for two encodings only if their tensors have the same names, dtypes, shapes and devices."""
     frozen: frozenset[str] = frozenset()
     """The tensors that are not trained, which lie in a file of their own."""
     kept: frozenset[str] = frozenset()
@@ -74,7 +75,8 @@ def encode(tree: Any, name: Callable[[Path], str] = ".".join, memo: Memo | None 
     except _MemoStale:
         assert memo is not None
         memo.clear()
-        encoder = _Encoder(name, memo)
+        # Without it: two dicts can have one path, and would find each other there again.
+        encoder = _Encoder(name, None)
         json = encoder.encode(tree, ())
     return Encoded(json, encoder.tensors, encoder.aliases, tuple(encoder.key))
 
@@ -108,7 +110,10 @@ def _facts(values: Mapping[str, torch.Tensor]) -> tuple[list[Any], ...] | None:
         return None
     try:
         methods = (torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride)
-        return [*values], dtypes, *([*map(method, tensors)] for method in methods)
+        places, *shapes = ([*map(method, tensors)] for method in methods)
+        # What has no bytes has no place, which else tells on which device it is.
+        devices = [tensor.device for tensor in tensors] if 0 in places else []
+        return [*values], dtypes, places, *shapes, devices
     except RuntimeError:
         # (sparse and nested ones have no place)
         return None
@@ -122,6 +127,7 @@ class _Encoder:
         self._name = name
         self._memo = memo
         self._seen: dict[Any, str] = {}
+        self._places: set[int] = set()
         self._places_in_groups: set[int] = set()
         self.tensors: dict[str, torch.Tensor] = {}
         self.aliases: dict[str, str] = {}
@@ -174,11 +180,12 @@ class _Encoder:
         assert self._memo is not None
         key, tensors, aliases = len(self.key), len(self.tensors), len(self.aliases)
         json = {key: self.encode(value, (*path, key)) for key, value in values.items()}
-        fresh = {*[*self.tensors][tensors:]}
-        tied = dict([*self.aliases.items()][aliases:])
+        fresh = {*islice(reversed(self.tensors), len(self.tensors) - tensors)}
+        tied = dict(islice(reversed(self.aliases.items()), len(self.aliases) - aliases))
         self._memo.pop(path, None)
-        # One that is tied to a tensor elsewhere cannot be taken without looking there.
-        if fresh.issuperset(tied.values()):
+        # One that is tied to a tensor elsewhere, or whose name was taken there, depends on what is there.
+        is_apart = fresh.issuperset(tied.values())
+        if is_apart and not any(name.endswith("~") for name in (*fresh, *tied)):
             stored: dict[str, str] = {}
             for member, item in json.items():
                 for name in fresh.intersection(tensor_names(item)):
@@ -191,8 +198,7 @@ class _Encoder:
     def _same_group(self, values: dict[str, torch.Tensor], group: _Group) -> Json:
         names = (self.tensors.keys(), self.aliases.keys())
         is_apart = all(mine.isdisjoint(theirs) for mine in names for theirs in (group.stored, group.aliases))
-        places = {place[0] for place in self._seen} | self._places_in_groups
-        if not is_apart or not places.isdisjoint(group.places):
+        if not is_apart or not all(map(group.places.isdisjoint, (self._places, self._places_in_groups))):
             raise _MemoStale
         self._places_in_groups |= group.places
         self.tensors.update(zip(group.stored, map(values.__getitem__, group.stored.values()), strict=True))
@@ -224,7 +230,8 @@ class _Encoder:
     def _tensor(self, value: torch.Tensor, path: Path) -> Json:
         if problem := _unstorable(value):
             raise _cannot(path, f"is {problem}, which cannot be stored", "store a dense tensor")
-        live = value.detach().resolve_conj().resolve_neg()
+        # Itself wherever it can be: what is read into it later has to be what the training has.
+        live = value.detach().resolve_conj().resolve_neg() if value.is_conj() or value.is_neg() else value
         # Kernels may add in another order on another layout, so the layout is state too.
         is_laid_out = not live.is_contiguous() and _is_dense(live.shape, live.stride())
         facts = {
@@ -243,6 +250,7 @@ class _Encoder:
             name += "~"
         if tensor.data_ptr() in self._places_in_groups:
             raise _MemoStale
+        self._places.add(tensor.data_ptr())
         place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
         if tensor.numel() and (first := self._seen.setdefault(place, name)) != name:
             self.aliases[name] = first
@@ -351,17 +359,18 @@ def tensor_names(tree: Json) -> Iterator[str]:
     """Yield the names of the tensors that a tree's JSON mentions."""
     if isinstance(tree, list):
         for item in tree:
-            yield from tensor_names(item)
+            if isinstance(item, (list, dict)):
+                yield from tensor_names(item)
     elif isinstance(tree, dict):
         for key, item in tree.items():
             if key in ("$tensor", "$ndarray"):
                 yield item if isinstance(item, str) else item[0]
-            else:
+            elif isinstance(item, (list, dict)):
                 yield from tensor_names(item)
 
 
 def tensor_facts(tree: Json) -> dict[str, dict[str, Json]]:
-    """Return the dtypes, strides and devices that a tree's JSON says of its tensors, by their names."""
+    """Return what a tree's JSON says of its tensors beyond their names: dtypes, strides, devices, arrays."""
     found: dict[str, dict[str, Json]] = {}
     waiting = [tree]
     while waiting:
@@ -369,9 +378,12 @@ def tensor_facts(tree: Json) -> dict[str, dict[str, Json]]:
         if isinstance(item, list):
             waiting += item
         elif isinstance(item, dict):
-            match item.get("$tensor"):
-                case [str(name), dict(about)]:
+            match item:
+                case {"$tensor": [str(name), dict(about)]}:
+                    _checked_device(about.get("device", "cpu"))
                     found[name] = about
+                case {"$ndarray": [str(name), *_]}:
+                    found[name] = {"array": True}
                 case _:
                     waiting += item.values()
     return found
@@ -632,8 +644,12 @@ def _checked_dtype(text: str) -> np.dtype[Any]:
 
 
 def _checked_device(text: str) -> torch.device:
+    try:
+        device = torch.device(typed(str, text))
+    except RuntimeError as exc:
+        raise ValueError(f"{text} is not a device") from exc
     # torch itself takes "cuda:300" for "cuda:44".
-    if str(device := torch.device(typed(str, text))) != text:
+    if str(device) != text:
         raise ValueError(f"{text} is not a device")
     return device
 

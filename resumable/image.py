@@ -75,6 +75,7 @@ class Image:
         self._memory: HostMemory | None = None
         self._owner = os.getpid()
         self._reserving: threading.Thread | None = None
+        self._last: Taken | None = None
 
     def reserve(self, size: int, then: Callable[[memoryview], None]) -> None:
         """Get memory for an image of about so many bytes in the background, and lend `then` some of it."""
@@ -92,10 +93,19 @@ class Image:
     def _settle(self) -> None:
         if self._owner != os.getpid():
             # The memory of the process that this one was forked from did not come along.
-            self._owner, self._memory, self._files, self._reserving = os.getpid(), None, {}, None
+            self._owner, self._memory, self._files = os.getpid(), None, {}
+            self._reserving = self._last = None
         if self._reserving:
             self._reserving.join()
             self._reserving = None
+        # It may still be copied although its save has failed, and into the memory of the next one.
+        if self._last and self._last.has_failed():
+            self._forget_what_is_there()
+        self._last = None
+
+    def _forget_what_is_there(self) -> None:
+        for file in self._files.values():
+            file.fingerprint = None
 
     def _allocate(self, size: int) -> None:
         self._release()
@@ -122,21 +132,28 @@ class Image:
         """Take the tensors of each file as they are now; what is guarded is copied behind the fence."""
         self._settle()
         self._plan(groups)
-        taken = Taken(self._fence)
-        for path, group in groups.items():
-            file = self._files[path]
-            sources = [group.tensors[name] for name in file.names]
-            taken.add(path, self._bytes(file), file.layout)
-            if codec.is_frozen(path) and _is_still(file, sources):
-                continue
-            if file.together:
-                torch._foreach_copy_(
-                    [file.views[number] for number in file.together],
-                    [sources[number] for number in file.together],
-                )
-            taken.copy(file, sources)
-        taken.start(self._worth_a_fence)
+        taken = self._last = Taken(self._fence)
+        try:
+            for path, group in groups.items():
+                self._begin(taken, path, group)
+            taken.start(self._worth_a_fence)
+        except BaseException:
+            self._forget_what_is_there()
+            raise
         return taken
+
+    def _begin(self, taken: Taken, path: str, group: Encoded) -> None:
+        file = self._files[path]
+        sources = [group.tensors[name] for name in file.names]
+        taken.add(path, self._bytes(file), file.layout)
+        if codec.is_frozen(path) and _is_still(file, sources):
+            return
+        if file.together:
+            torch._foreach_copy_(
+                [file.views[number] for number in file.together],
+                [sources[number] for number in file.together],
+            )
+        taken.copy(file, sources)
 
     def _bytes(self, file: _File) -> memoryview:
         assert self._memory
@@ -179,7 +196,7 @@ class Taken:
         self._done = 0
         self._places: dict[str, list[tuple[int, int]]] = {}
         self._on_device = False
-        self._is_complete = False
+        self._is_complete = True
         self._has_passed = False
         self._error: BaseException | None = None
 
@@ -214,10 +231,15 @@ class Taken:
         for number, copy in enumerate(self._later, 1):
             self._places.setdefault(copy.path, []).append((copy.begin, number))
         if self._later or self._transfers:
+            self._is_complete = False
             self._fence.shut(self._hold_back)
-            threading.Thread(target=self._run, name="resumable-image", daemon=True).start()
-        else:
-            self._is_complete = True
+            try:
+                threading.Thread(target=self._run, name="resumable-image", daemon=True).start()
+            except BaseException:
+                # (a system may refuse another thread) Nobody else would open it.
+                self._is_complete = True
+                self._fence.open()
+                raise
         _copy(at_once)
 
     def _run(self) -> None:
@@ -233,6 +255,8 @@ class Taken:
             self._error = exc
         finally:
             self._fence.open()
+            for transfer in self._transfers:
+                transfer.end()
             with self._progress:
                 # The references kept what was copied alive, wherever its tensors have gone since.
                 self._later, self._transfers = [], []
@@ -291,6 +315,12 @@ class Taken:
             self._progress.wait_for(lambda: self._is_complete or (self._done >= needed and not is_last))
         if self._error:
             raise self._error
+
+    def has_failed(self) -> bool:
+        """Wait until nothing is copied any more, and tell whether that went wrong."""
+        with self._progress:
+            self._progress.wait_for(lambda: self._is_complete)
+        return self._error is not None
 
     def paths(self) -> list[str]:
         """Return the names of the files."""

@@ -197,6 +197,9 @@ class _Places:
     def _add_large(self, want: _Wanted) -> None:
         slot = want.slot
         tensor = tensorfile.empty(slot, want.device) if want.live is None else want.live
+        if want.live is not None:
+            # Else neither autograd nor a save on its way would know that it is written to.
+            torch.autograd.graph.increment_version(tensor)
         flat = tensor.detach().view(-1).view(torch.uint8)
         self._large.append((slot, tensor))
         if tensor.is_cpu:
@@ -267,7 +270,9 @@ def _on_lanes(devices: Collection[torch.device], scan: Callable[[Callable[[], La
     # The streams of the lanes know nothing of what the training's have still to do, nor these of them.
     for device in devices:
         torch.cuda.synchronize(device)
-    found = scan(_DeviceLane if devices else Lane)
-    for device in devices:
-        torch.cuda.synchronize(device)
-    return found
+    try:
+        return scan(_DeviceLane if devices else Lane)
+    finally:
+        # After a failure too: what is still on its way would overwrite what is put back.
+        for device in devices:
+            torch.cuda.synchronize(device)

@@ -38,11 +38,15 @@ class OptimizerPart(Part):
         hooks = ("_optimizer_state_dict", "_optimizer_load_state_dict")
         is_hooked = any(getattr(self.live, f"{hook}_{when}_hooks", None) for hook in hooks for when in _WHEN)
         is_own = type(self.live).__module__.startswith("torch.optim.")
-        return is_own and not is_hooked and "load_state_dict" not in vars(self.live)
+        return is_own and not is_hooked and vars(self.live).keys().isdisjoint(_STATE)
 
     def is_filled_in_place(self) -> bool:
         """Whether what its state_dict names are the very tensors that it uses."""
         return self.is_torchs_own()
+
+    def is_on_device(self) -> bool:
+        """Whether some of its parameters are not in host memory."""
+        return any(not p.is_cpu for group in self.live.param_groups for p in group["params"])
 
     def size(self) -> int:
         """Return the bytes of its state."""
@@ -177,7 +181,7 @@ class OptimizerPart(Part):
             if path[0] != "state" or path[2] not in parameters:
                 return same_device(path, device)
             # `step` stays on the CPU unless the optimizer itself wants it elsewhere.
-            if path[1] in on_host or (path[1] == "step" and device == "cpu"):
+            if device == "cpu" and (path[1] in on_host or path[1] == "step"):
                 return torch.device("cpu")
             return parameters[path[2]].device
 
@@ -208,6 +212,7 @@ def _grad_in(saved: Any) -> Tensor:
 
 _NAMES = ("params", "param_names")
 _WHEN = ("pre", "post")
+_STATE = ("state_dict", "load_state_dict")
 
 
 def _own_name(group: Tree, number: int, index: int) -> str:

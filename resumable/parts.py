@@ -40,7 +40,7 @@ class StatefulPart(Part):
 
     def is_torchs_own(self) -> bool:
         """Whether it is of a class of torch's."""
-        return type(self.live).__module__.startswith("torch.")
+        return type(self.live).__module__.startswith("torch.") and "load_state_dict" not in vars(self.live)
 
     def collect(self) -> dict[str, Any]:
         """Return what its own `state_dict` says."""

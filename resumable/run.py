@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import difflib
 import os
@@ -13,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from . import checkpoint, disk, lock, manifest, policy
 from .checkpoint import Checkpoint
@@ -28,6 +27,7 @@ from .errors import (
     UsageError,
     warn,
 )
+from .listing import Changes, Listing, Stamp, number_of, stamp
 from .manifest import Best, Goal, Manifest
 
 T = TypeVar("T")
@@ -53,9 +53,9 @@ class Run:
         self._lock: lock.Lock | None = None
         # A save looks at the run in the background, while the script may do so too.
         self._guard = threading.RLock()
-        self._kept: _Listing | None = None
+        self._kept: Listing | None = None
         # Not the manifests: those of a big model are megabytes.
-        self._metrics: dict[str, tuple[_Stamp | None, Mapping[str, float]]] = {}
+        self._metrics: dict[str, tuple[Stamp | None, Mapping[str, float]]] = {}
 
     def __str__(self) -> str:
         return str(self._given)
@@ -88,18 +88,18 @@ class Run:
         """Return the highest save number that is there."""
         with self._guard:
             newest = self._look().newest()
-        return None if newest is None else _number(newest)
+        return None if newest is None else number_of(newest)
 
     def holds_more_than(self, count: int) -> bool:
         """Whether there are more checkpoints than that."""
         with self._guard:
             return len(self._look().parsed().numbers) > count
 
-    def _look(self) -> _Listing:
+    def _look(self) -> Listing:
         kept = self._kept
         if kept and kept.is_current():
             return kept
-        self._kept = fresh = _Listing(self.folder)
+        self._kept = fresh = Listing(self.folder)
         # What another did to the folder can be another checkpoint under a name that is known.
         if kept and not kept.is_sure and kept.leaders and kept.names == fresh.parsed().names:
             fresh.leaders = kept.leaders
@@ -282,21 +282,21 @@ class Run:
             listing.leaders[goal] = leader = policy.best_of(goal, history)
             return leader
 
-    def _is_as_it_was(self, listing: _Listing, leader: Best | None) -> bool:
+    def _is_as_it_was(self, listing: Listing, leader: Best | None) -> bool:
         if leader is None:
             return True
         name = listing.names[leader.number]
-        return self._metrics[name][0] == _stamp(self.folder / name / manifest.NAME)
+        return self._metrics[name][0] == stamp(self.folder / name / manifest.NAME)
 
     def _metrics_of(self, name: str) -> Mapping[str, float]:
-        stamp = _stamp(self.folder / name / manifest.NAME)
+        seen = stamp(self.folder / name / manifest.NAME)
         known = self._metrics.get(name)
-        if known and known[0] == stamp:
+        if known and known[0] == seen:
             return known[1]
         metrics: Mapping[str, float] = {}
         with contextlib.suppress(CheckpointDamaged):
             metrics = _opened(self.folder / name).about.metrics
-        self._metrics[name] = stamp, metrics
+        self._metrics[name] = seen, metrics
         return metrics
 
     @contextlib.contextmanager
@@ -307,17 +307,17 @@ class Run:
             yield
             changes.added.append(name)
         with self._guard:
-            self._metrics[name] = _stamp(self.folder / name / manifest.NAME), about.metrics
+            self._metrics[name] = stamp(self.folder / name / manifest.NAME), about.metrics
             # Here, where nobody waits: the next one to look is the training.
             leaders = self._look().leaders
             for goal, leader in leaders.items():
                 leaders[goal] = policy.update_best(leader, goal, about.metrics, about.number)
 
     @contextlib.contextmanager
-    def _changing(self) -> Iterator[_Changes]:
+    def _changing(self) -> Iterator[Changes]:
         with self._guard:
             listing = self._look().parsed()
-        changes, started = _Changes([], []), time.perf_counter()
+        changes, started = Changes([], []), time.perf_counter()
         try:
             yield changes
         finally:
@@ -344,7 +344,7 @@ class Run:
                 try:
                     self._remove(self.folder / name)
                 except OSError as exc:
-                    what = f"checkpoint {_number(name)} in {self.path}"
+                    what = f"checkpoint {number_of(name)} in {self.path}"
                     warn(f"{what} could not be pruned: {exc.strerror or exc}")
                 # What could not be removed to the end has its name no more.
                 if not os.path.lexists(self.folder / name):
@@ -376,151 +376,13 @@ class Run:
                 warn(f"what a killed save left in {path} could not be removed: {exc}")
 
 
-class _Stamp(NamedTuple):
-    """What tells that a folder or a file is not as it was."""
-
-    device: int
-    inode: int
-    links: int
-    size: int
-    modified: int
-    changed: int
-
-
-class _Changes(NamedTuple):
-    """The names that this process has added to a folder and removed from it."""
-
-    added: list[str]
-    removed: list[str]
-
-
-class _Listing:
-    """What the folder of the checkpoints holds, for as long as that is sure to be so."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        started, now = time.perf_counter(), time.time_ns()
-        # Before the names: what changes while they are read has to show.
-        self.stamp = _stamp(folder)
-        self.folders, others = _scan(folder)
-        # One text and one pattern: a call for each of thousands takes longer than to read them from the disk.
-        self._text = f"/{'/'.join(self.folders)}/"
-        self.debris: list[str] = _DEBRIS.findall(f"{self._text}/{'/'.join(others)}/")
-        # A folder that has only just changed can change again without a new time. Most file systems
-        # also count the folders in a folder.
-        self.is_counted = self.stamp is not None and self.stamp.links == 2 + len(self.folders)
-        self.is_sure = self.is_counted or self.stamp is None or now - self.stamp.changed > _COARSEST_TIME
-        self.seconds = time.perf_counter() - started
-        self.seconds_blind = 0.0
-        self.numbers: list[int] = []
-        self.names: dict[int, str] = {}
-        self.leaders: dict[Goal | None, Best | None] = {}
-        self._newest: str | None = None
-
-    def is_current(self) -> bool:
-        """Whether nothing has changed since."""
-        return self.is_sure and _stamp(self.folder) == self.stamp
-
-    def newest(self) -> str | None:
-        """Return the name with the highest save number."""
-        if not self.numbers and not self._newest:
-            top = max(self.folders, default="")
-            # Where all numbers have six digits, the order of the names is theirs.
-            is_plain = checkpoint.NAME.fullmatch(top) and not _WIDE.search(self._text)
-            self._newest = top if is_plain else None
-        if self._newest:
-            return self._newest
-        return self.names[self.numbers[-1]] if self.parsed().numbers else None
-
-    def parsed(self) -> _Listing:
-        """Return this, with its `numbers` and `names`, oldest first."""
-        if self._text:
-            started = time.perf_counter()
-            found = _OURS.findall(self._text)
-            self.names = dict(sorted((int(number), name) for name, number, _ in found))
-            self.numbers = [*self.names]
-            self._text, self.folders, self._newest = "", [], None
-            self.seconds += time.perf_counter() - started
-        return self
-
-    def follow(self, changes: _Changes, seconds: float) -> None:
-        """Take in what this process has changed in so many seconds, in which others were not seen."""
-        before, self.stamp = self.stamp, _stamp(self.folder)
-        for name in changes.removed:
-            self._forget(_number(name))
-        for name in changes.added:
-            self.is_sure &= not self.numbers or _number(name) > self.numbers[-1]
-            self.numbers.append(_number(name))
-            self.names[_number(name)] = name
-        self.seconds_blind += seconds
-        self.is_sure &= (
-            self.is_counted
-            and before is not None
-            and self.stamp is not None
-            and self.stamp[:2] == before[:2]
-            and self.stamp.links - before.links == len(changes.added) - len(changes.removed)
-            and self.seconds_blind < _PATIENCE * self.seconds
-        )
-
-    def _forget(self, number: int) -> None:
-        if self.names.pop(number, None):
-            del self.numbers[bisect.bisect_left(self.numbers, number)]
-        self.leaders = {g: best for g, best in self.leaders.items() if not best or best.number != number}
-
-
-# The coarsest file systems count the time in two seconds.
-_COARSEST_TIME = 3_000_000_000
-# A renaming by hand in the middle of a save is in no count: so often the folder is looked at all the same.
-_PATIENCE = 200
-
-_OURS = re.compile(rf"/({checkpoint.NAME.pattern})(?=/)")
-_DEBRIS = re.compile(rf"/({checkpoint.DEBRIS.pattern})(?=/)")
-_WIDE = re.compile("/[0-9]{7}")
-_LINK_DEBRIS = re.compile(r"\.(?:newest|best|run\.json)-[0-9a-f]{8}")
+_LINK_DEBRIS = re.compile(r"\.(?:newest|best|run\.json|probe)-[0-9a-f]{8}")
 
 
 def _siblings(path: Path) -> list[str]:
     with contextlib.suppress(OSError):
         return [entry.name for entry in path.parent.iterdir() if (entry / "run.json").exists()]
     return []
-
-
-def _scan(folder: Path) -> tuple[list[str], list[str]]:
-    folders: list[str] = []
-    others: list[str] = []
-    with contextlib.suppress(FileNotFoundError), _open_folder(folder) as place, os.scandir(place) as entries:
-        for entry in entries:
-            # Not through a link: what it leads to is another run's, and pruning would delete it.
-            (folders if entry.is_dir(follow_symlinks=False) else others).append(entry.name)
-    return folders, others
-
-
-@contextlib.contextmanager
-def _open_folder(folder: Path) -> Iterator[int | Path]:
-    if os.scandir not in os.supports_fd:
-        yield folder
-        return
-    # Without it, each of thousands of entries gets the path of the folder before its name.
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        yield fd
-    finally:
-        # Nothing was written through it, so there is nothing that can be lost.
-        with contextlib.suppress(OSError):
-            os.close(fd)
-
-
-def _number(name: str) -> int:
-    return int(name.partition("-")[0])
-
-
-def _stamp(path: Path) -> _Stamp | None:
-    with contextlib.suppress(OSError):
-        found = os.stat(path)
-        return _Stamp(
-            found.st_dev, found.st_ino, found.st_nlink, found.st_size, found.st_mtime_ns, found.st_ctime_ns
-        )
-    return None
 
 
 def _opened(path: Path) -> Checkpoint:

@@ -229,15 +229,11 @@ class RunState:
         if self._goal is None or (best and best.goal == self._goal):
             return best
         if best is None or "best" in override:
-            return self._best_on_disk()
+            return self.run.best(self._goal)
         raise StateMismatch(
             f"this run has been tracking {best.goal}, the code says {self._goal}.",
             fix=f"say {best.goal} again, or start to track the new one with override=['best'].",
         )
-
-    def _best_on_disk(self) -> Best | None:
-        history = ((c.about.number, c.about.metrics) for c in self.run.checkpoints())
-        return policy.best_of(self._goal, history)
 
     def _tell_changes(self, changes: Sequence[Change], overridden: Sequence[Change], about: Manifest) -> None:
         codes = [change for change in changes if change.is_the_codes and change not in overridden]
@@ -391,7 +387,7 @@ class RunState:
 
     def _describe(self, metrics: Mapping[str, float], parts: Mapping[str, Json]) -> Manifest:
         assert self.run_id is not None
-        number = max([self._number, *self.run.numbers()]) + 1
+        number = max(self._number, self.run.highest() or 0) + 1
         return Manifest(
             number=number,
             parent=self._parent,
@@ -412,7 +408,8 @@ class RunState:
         texts = {path: blocks.Content(text) for path, text in codec.to_texts(trees).items()}
         files = {**taken.contents(self._written), **texts}
         try:
-            done, self._written = checkpoint.commit(self.run.folder, about, files, self._way)
+            with self.run.adding(about):
+                done, self._written = checkpoint.commit(self.run.folder, about, files, self._way)
         except BaseException:
             # A flush can fail after the rename: then the checkpoint is there all the same.
             if about.number not in self.run.numbers():
@@ -421,12 +418,12 @@ class RunState:
         self.run.point("newest", done.path)
         if about.best:
             self.run.point("best", self.run.path_of(about.best.number))
-        if self._keep is not None:
+        if self._keep is not None and self.run.holds_more_than(self._keep):
             self._prune(self._keep, about.best)
 
     def _prune(self, keep: int, best: Best | None) -> None:
         try:
-            protected = [found.number for found in (best, self._best_on_disk()) if found]
+            protected = [found.number for found in (best, self.run.best(self._goal)) if found]
         except FormatTooNew as exc:
             # Which of them is the best cannot be told, so all of them stay.
             self._warn(f"nothing was pruned: {exc.problem}")

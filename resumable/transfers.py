@@ -64,7 +64,8 @@ def _sample(tensor: Tensor) -> Tensor:
     """Return elements from all over a contiguous tensor: only a small write is seen in none of them."""
     last = tensor.numel() - 1
     step = max(1, last // (_SAMPLES - 1))
-    return tensor.as_strided([last // step + 1], [step])
+    # The last one is among them: a write that overtakes the copy is seen at the end at the latest.
+    return tensor.as_strided([last // step + 1], [step], tensor.storage_offset() + last % step)
 
 
 class Transfer:
@@ -113,6 +114,10 @@ class Transfer:
         self._is_queued.wait()
         with torch.cuda.device(self._device):
             torch.cuda.current_stream().wait_event(self._copied)
+
+    def end(self) -> None:
+        """Let nobody wait for copies that will not be queued any more."""
+        self._is_queued.set()
 
     def wait(self) -> None:
         """Wait until all is in host memory."""

@@ -166,7 +166,7 @@ def test_sizes_and_ages_are_as_people_write_them() -> None:
 def test_a_checkpoint_that_is_pruned_meanwhile_is_left_out(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("resumable.cli._numbers", lambda _: [1, 2, 3, 9])
+    monkeypatch.setattr("resumable.cli.Run.numbers", lambda _: [1, 2, 3, 9])
 
     assert main(["verify", str(run)]) == 0
     assert main(["ls", str(run)]) == 0

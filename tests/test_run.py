@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
 import socket
+import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +30,7 @@ from resumable import (
     checkpoint,
     manifest,
 )
+from resumable.blocks import Content
 from resumable.checkpoint import Checkpoint
 from resumable.manifest import Best, Goal, Manifest
 from resumable.run import Run
@@ -34,8 +38,8 @@ from resumable.run import Run
 GOAL = Goal("loss", maximize=False)
 
 
-def _commit(run: Run, number: int, best: int | None = None, step: int | None = None) -> Checkpoint:
-    about = Manifest(
+def _about(number: int, best: int | None = None, step: int | None = None, **metrics: float) -> Manifest:
+    return Manifest(
         number=number,
         parent=None,
         run_id="a1b2",
@@ -45,15 +49,19 @@ def _commit(run: Run, number: int, best: int | None = None, step: int | None = N
         batch=0,
         step=number * 10 if step is None else step,
         samples=0,
-        metrics={},
+        metrics=metrics,
         best=None if best is None else Best(GOAL, 0.5, best),
         files={},
         parts={},
         built={},
         environment={},
     )
-    files = {"model.safetensors": [b"weights %d" % number], "ranks/00000.json": [b"rank %d" % number]}
-    return checkpoint.commit(run.folder, about, files)
+
+
+def _commit(run: Run, number: int, *args: Any, **metrics: float) -> Checkpoint:
+    contents = {"model.safetensors": b"weights %d" % number, "ranks/00000.json": b"rank %d" % number}
+    files = {name: Content(content) for name, content in contents.items()}
+    return checkpoint.commit(run.folder, _about(number, *args, **metrics), files)[0]
 
 
 @pytest.fixture
@@ -250,6 +258,285 @@ def test_best_without_a_metric_says_how_to_have_one(run_dir: Path) -> None:
 
     with pytest.raises(CheckpointNotFound, match=r"is known to be the best.\nFix: say which metric decides"):
         _choose(run, "best")
+
+
+# Very many
+
+
+@pytest.fixture
+def many(run_dir: Path) -> Iterator[Run]:
+    """A run with the checkpoints 1 to 50, which it has listed; the loss is best at 20."""
+    run = Run(run_dir)
+    run.acquire()
+    for number in range(1, 51):
+        _commit(run, number, loss=abs(number - 20) / 2)
+    assert run.best(GOAL) == Best(GOAL, 0.0, 20)
+    yield run
+    run.release()
+
+
+def _count(monkeypatch: pytest.MonkeyPatch, name: str, of: str) -> list[str]:
+    """Return a list that grows with each call of a function of `os` about a path that ends in `of`."""
+    calls: list[str] = []
+    call = getattr(os, name)
+
+    def counted(path: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(path, (str, os.PathLike)) and os.fspath(path).endswith(of):
+            calls.append(os.fspath(path))
+        return call(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, name, counted)
+    return calls
+
+
+def _save(run: Run, keep: int | None = None, **metrics: float) -> int:
+    number = (run.highest() or 0) + 1
+    with run.adding(_about(number, **metrics)):
+        _commit(run, number, **metrics)
+    best = run.best(GOAL)
+    run.prune(keep, [best and best.number])
+    return number
+
+
+def _patient(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let time alone never be the reason to list a folder again."""
+    monkeypatch.setattr("resumable.listing._PATIENCE", 1e9)
+
+
+def test_the_newest_of_many_is_found_with_one_listing_and_one_manifest(
+    many: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many.identity()
+    many.release()
+    listed = _count(monkeypatch, "open", "checkpoints")
+    opened = _count(monkeypatch, "open", "manifest.json")
+    run = Run(many.path)
+
+    run.check("auto")
+    run.acquire()
+    run.identity()
+    found = run.choose("auto", lambda found: found.about.number)
+    run.release()
+
+    assert found
+    assert (found[1], len(listed), len(opened)) == (50, 1, 1)
+
+
+def test_the_best_of_many_is_chosen_with_one_manifest_more(
+    many: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _commit(many, 51, 20)
+    opened = _count(monkeypatch, "open", "manifest.json")
+
+    assert _choose(many, "best") == (20, b"weights 20")
+    assert [path[-34:-14] for path in opened] == ["000051-step-00000510", "000020-step-00000200"]
+
+
+def test_a_save_among_many_lists_nothing_and_opens_no_manifest(
+    many: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _patient(many, monkeypatch)
+    listed = _count(monkeypatch, "open", "checkpoints")
+    opened = _count(monkeypatch, "open", "manifest.json")
+    # What commit() and prune() flush is opened too: once each, and once for the one that is pruned.
+    flushes = 2 * 3
+
+    numbers = [_save(many, 50, loss=30.0) for _ in range(3)]
+
+    assert numbers == [51, 52, 53]
+    assert len(listed) == flushes
+    assert not [path for path in opened if ".stage" not in path]
+    monkeypatch.undo()
+    assert many.numbers() == Run(many.path).numbers() == [*range(4, 54)]
+    assert many.best(GOAL) == Run(many.path).best(GOAL) == Best(GOAL, 0.0, 20)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda at: shutil.rmtree(at(50)), [*range(1, 50)]),
+        (lambda at: shutil.rmtree(at(1)), [*range(2, 51)]),
+        (lambda at: shutil.copytree(at(50), at(60)), [*range(1, 51), 60]),
+        (lambda at: at(50).rename(at(60)), [*range(1, 50), 60]),
+        (lambda at: at(50).rename(at(50).parent / "mine"), [*range(1, 50)]),
+        (lambda at: shutil.rmtree(at(50).parent), []),
+    ],
+    ids=["the newest goes", "the oldest goes", "one comes", "one is renamed", "one is put aside", "all go"],
+)
+@pytest.mark.parametrize("when", ["before a save", "in a save", "after a save"])
+def test_what_is_done_by_hand_is_seen(
+    many: Run, when: str, change: Callable[[Callable[[int], Path]], object], expected: list[int]
+) -> None:
+    def at(number: int) -> Path:
+        return many.folder / checkpoint.name(number, number * 10)
+
+    def by_hand(now: str) -> None:
+        if when == now:
+            change(at)
+            # As long as it takes until a look is due in any case.
+            time.sleep(0.1)
+
+    assert many.numbers() == [*range(1, 51)]
+    by_hand("before a save")
+    with many.adding(_about(70)):
+        by_hand("in a save")
+        _commit(many, 70)
+    by_hand("after a save")
+
+    last = [] if when == "after a save" and not expected else [70]
+    assert many.numbers() == [*expected, *last] == Run(many.path).numbers()
+    assert many.highest() == max([*expected, *last], default=None)
+
+
+def _coarse(monkeypatch: pytest.MonkeyPatch, seconds_ago: int = 0, **fixed: int) -> None:
+    """Let the clock of the disk stand still, which it does for up to two seconds."""
+    call = os.stat
+    clock = (int(time.time()) - seconds_ago) * 10**9
+
+    def stat(*args: Any, **kwargs: Any) -> Any:
+        found = call(*args, **kwargs)
+        fields = {name: getattr(found, name) for name in dir(found) if name.startswith("st_")}
+        return SimpleNamespace(**{**fields, "st_mtime_ns": clock, "st_ctime_ns": clock, **fixed})
+
+    monkeypatch.setattr(os, "stat", stat)
+
+
+def test_a_change_in_the_same_tick_of_the_clock_is_seen(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    _coarse(monkeypatch, st_nlink=1, st_size=0)
+    assert run.numbers() == [1, 2, 3]
+
+    run.open(3).path.rename(run.folder / "mine")
+    assert run.numbers() == [1, 2]
+    (run.folder / "mine").rename(run.folder / "000003-step-00000030")
+    assert run.numbers() == [1, 2, 3]
+    assert [_save(run, 3), _save(run, 3)] == [4, 5]
+    assert run.numbers() == [3, 4, 5]
+
+
+def test_a_change_of_the_count_in_the_same_tick_is_seen(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    _coarse(monkeypatch, st_size=0)
+    assert run.numbers() == [1, 2, 3]
+
+    shutil.copytree(run.open(3).path, run.folder / "000004-step-00000040")
+    assert run.numbers() == [1, 2, 3, 4]
+    shutil.rmtree(run.open(1).path)
+    assert run.numbers() == [2, 3, 4]
+
+
+def test_a_listing_that_is_stale_leads_through_no_link(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = run.open(1).path
+    before = os.stat(run.folder)
+    path.rename(tmp_path / "mine")
+    path.symlink_to(tmp_path / "mine")
+    call = os.stat
+    monkeypatch.setattr(os, "stat", lambda at, **k: before if at == run.folder else call(at, **k))
+
+    with pytest.raises(CheckpointDamaged, match="000001-step-00000010 is damaged: it is a symbolic link"):
+        run.open(1)
+    with pytest.warns(ResumableWarning, match="checkpoint 1 in .* could not be pruned: it is a symbolic"):
+        run.prune(1, [2])
+
+    assert (tmp_path / "mine" / "model.safetensors").read_bytes() == b"weights 1"
+
+
+def test_a_file_or_a_link_with_the_name_of_a_checkpoint_is_none(run: Run) -> None:
+    (run.folder / "000008-step-00000080").touch()
+    (run.folder / "000009-step-00000090").symlink_to(run.open(1).path)
+    (run.folder / "1000000-step-10000000").symlink_to("nowhere")
+    (run.folder / "mine\n000010-step-00000100").mkdir()
+    (run.folder / "zzz").mkdir()
+
+    assert (run.numbers(), run.highest(), run.path_of(9)) == ([1, 2, 3], 3, None)
+    assert [run.holds_more_than(count) for count in (2, 3)] == [True, False]
+    assert _choose(run, "auto") == (3, b"weights 3")
+
+
+def test_the_newest_is_known_by_its_number_and_not_by_its_name(run: Run) -> None:
+    _commit(run, 999_999)
+    _commit(run, 1_000_000)
+
+    assert Run(run.path).highest() == 1_000_000
+    assert _choose(Run(run.path), "auto") == (1_000_000, b"weights 1000000")
+
+
+def test_the_best_is_opened_again_once_its_manifest_has_changed(many: Run) -> None:
+    _flip(many.open(20).path / "manifest.json")
+    assert many.best(GOAL) == Best(GOAL, 0.5, 19)
+
+    shutil.rmtree(many.folder / "000019-step-00000190")
+    assert many.best(GOAL) == Best(GOAL, 0.5, 21)
+
+
+def test_a_better_one_that_is_put_in_place_by_hand_is_the_best(many: Run, tmp_path: Path) -> None:
+    other = Run(tmp_path / "other")
+    path = _commit(other, 30, loss=-1.0).path
+    shutil.rmtree(many.open(30).path)
+    shutil.copytree(path, many.folder / path.name)
+
+    assert many.best(GOAL) == Best(GOAL, -1.0, 30)
+
+
+def test_the_best_follows_what_is_saved_and_what_is_pruned(many: Run) -> None:
+    _save(many, loss=-2.0)
+    _save(many, loss=-2.0)
+    assert many.best(GOAL) == Best(GOAL, -2.0, 51)
+
+    many.prune(1, [])
+    assert many.best(GOAL) == Best(GOAL, -2.0, 52)
+    assert many.best(Goal("loss", maximize=True)) == Best(Goal("loss", maximize=True), -2.0, 52)
+    assert many.best(None) is None
+
+
+def test_the_best_is_not_known_where_a_manifest_is_of_a_newer_format(
+    many: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifest, "FORMAT", manifest.FORMAT + 1)
+    _commit(many, 51)
+    monkeypatch.undo()
+
+    for goal in (GOAL, GOAL, None):
+        with pytest.raises(FormatTooNew, match="000051-step-00000510 cannot be read"):
+            many.best(goal)
+
+
+def test_a_save_that_fails_leaves_a_listing_that_is_true(many: Run) -> None:
+    def fail(number: int) -> None:
+        with many.adding(_about(number)):
+            _commit(many, number)
+            raise OSError(errno.EIO, "the last flush")
+
+    with pytest.raises(OSError, match="the last flush"):
+        fail(51)
+
+    assert many.numbers() == [*range(1, 52)]
+    assert many.best(GOAL) == Best(GOAL, 0.0, 20)
+
+
+def test_a_save_that_fails_where_folders_are_not_counted_leaves_a_listing_that_is_true(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _coarse(monkeypatch, seconds_ago=60, st_nlink=1, st_size=0)
+
+    with contextlib.suppress(KeyboardInterrupt), run.adding(_about(4)):
+        _commit(run, 4)
+        raise KeyboardInterrupt
+
+    assert run.numbers() == [1, 2, 3, 4]
+
+
+def test_who_lists_in_the_middle_of_a_save_hides_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    _coarse(monkeypatch, st_size=0)
+
+    with run.adding(_about(4)):
+        (run.folder / "stage").mkdir()
+        assert run.numbers() == [1, 2, 3]
+        (run.folder / "stage").rmdir()
+        _commit(run, 4)
+
+    assert run.numbers() == [1, 2, 3, 4]
+    assert _save(run) == 5
 
 
 # Damage

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from typing import Any
 
 import pytest
@@ -32,6 +34,42 @@ def vouched(rest: bytes) -> bytes:
 def test_what_was_sealed_is_unsealed_as_it_was(body: dict[str, Any]) -> None:
     once = sealed.unseal(sealed.seal(body))
     assert sealed.unseal(sealed.seal(once)) == body
+
+
+def test_a_sealed_text_has_a_line_for_each_key() -> None:
+    assert TEXT.decode().splitlines()[1:] == [
+        ' "number": 1,',
+        ' "name": "\\u00e9",',
+        ' "list": [true, null, 0.5]',
+        "}",
+    ]
+
+
+def test_a_text_with_other_spaces_is_read_too() -> None:
+    body = {"number": 1, "files": {"a": [1, 2]}}
+    for rest in (
+        json.dumps(body, indent=1).encode()[1:],
+        json.dumps(body, separators=(",", ":")).encode()[1:],
+    ):
+        assert sealed.unseal(vouched(rest)) == body
+
+
+def _endless() -> list[Any]:
+    inner: list[Any] = []
+    inner.append(inner)
+    return inner
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, [math.nan], {"a": -math.inf}, _endless()])
+def test_what_could_not_be_read_again_is_not_sealed(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"JSON compliant|Circular"):
+        sealed.seal({"a": 1, "b": value})
+
+
+@pytest.mark.parametrize("body", [{"a": {1}}, {"a": b"b"}, {(1,): 1}])
+def test_what_json_does_not_have_is_not_sealed(body: Any) -> None:
+    with pytest.raises(TypeError):
+        sealed.seal(body)
 
 
 def test_a_sealed_text_is_plain_json_with_its_checksum_first() -> None:

@@ -40,6 +40,7 @@ from resumable import (
     UsageError,
     checkpoint,
 )
+from resumable.blocks import Content
 
 
 class Training:
@@ -225,7 +226,8 @@ def test_a_checkpoint_whose_content_cannot_be_read_is_named_and_an_older_one_is_
 ) -> None:
     five(run_dir)
     about = replace(Run(run_dir).open(5).about, number=6)
-    checkpoint.commit(run_dir / "checkpoints", about, {"state.json": [content], "ranks/00000.json": [b"{}"]})
+    files = {"state.json": Content(content), "ranks/00000.json": Content(b"{}")}
+    checkpoint.commit(run_dir / "checkpoints", about, files)
 
     for _ in range(2):
         with pytest.warns(ResumableWarning, match=r"000006-step-00000005 is damaged: its content is not a"):
@@ -765,10 +767,12 @@ def files_at_most(size: int) -> Iterator[None]:
 
 
 def test_a_full_disk_keeps_the_old_checkpoints_and_the_next_save_works(run_dir: Path) -> None:
-    training = Training(run_dir, keep=1, extra={"ballast": {"tensor": torch.zeros(10_000)}})
+    ballast = {"tensor": torch.zeros(10_000)}
+    training = Training(run_dir, keep=1, extra={"ballast": ballast})
     training.saved()
 
     for _ in range(2):
+        ballast["tensor"] += 1
         with pytest.raises(SaveFailed, match="File too large"), files_at_most(20_000):
             training.state.save().wait()
         assert numbers(run_dir) == [1]

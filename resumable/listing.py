@@ -1,0 +1,157 @@
+"""What the folder of the checkpoints holds, kept for as long as that is sure to be so."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import os
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from . import checkpoint
+from .manifest import Best, Goal
+
+
+class Stamp(NamedTuple):
+    """What tells that a folder or a file is not as it was."""
+
+    device: int
+    inode: int
+    links: int
+    size: int
+    modified: int
+    changed: int
+
+
+class Changes(NamedTuple):
+    """The names that this process has added to a folder and removed from it."""
+
+    added: list[str]
+    removed: list[str]
+
+
+class Listing:
+    """What the folder of the checkpoints holds, for as long as that is sure to be so."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        started, now = time.perf_counter(), time.time_ns()
+        # Before the names: what changes while they are read has to show.
+        self.stamp = stamp(folder)
+        self.folders, others = _scan(folder)
+        # One text and one pattern: a call for each of thousands takes longer than to read them from the disk.
+        self._text = f"/{'/'.join(self.folders)}/"
+        self.debris: list[str] = _DEBRIS.findall(f"{self._text}/{'/'.join(others)}/")
+        # A folder that has only just changed can change again without a new time. Most file systems
+        # also count the folders in a folder.
+        self.is_counted = self.stamp is not None and self.stamp.links == 2 + len(self.folders)
+        self.is_sure = self.is_counted or self.stamp is None or now - self.stamp.changed > _COARSEST_TIME
+        self.seconds = time.perf_counter() - started
+        self.seconds_blind = 0.0
+        self.numbers: list[int] = []
+        self.names: dict[int, str] = {}
+        self.leaders: dict[Goal | None, Best | None] = {}
+        self._newest: str | None = None
+
+    def is_current(self) -> bool:
+        """Whether nothing has changed since."""
+        return self.is_sure and stamp(self.folder) == self.stamp
+
+    def newest(self) -> str | None:
+        """Return the name with the highest save number."""
+        if not self.numbers and not self._newest:
+            top = max(self.folders, default="")
+            # Where all numbers have six digits, the order of the names is theirs.
+            is_plain = checkpoint.NAME.fullmatch(top) and not _WIDE.search(self._text)
+            self._newest = top if is_plain else None
+        if self._newest:
+            return self._newest
+        return self.names[self.numbers[-1]] if self.parsed().numbers else None
+
+    def parsed(self) -> Listing:
+        """Return this, with its `numbers` and `names`, oldest first."""
+        if self._text:
+            started = time.perf_counter()
+            found = _OURS.findall(self._text)
+            self.names = dict(sorted((int(number), name) for name, number, _ in found))
+            self.numbers = [*self.names]
+            self._text, self.folders, self._newest = "", [], None
+            self.seconds += time.perf_counter() - started
+        return self
+
+    def follow(self, changes: Changes, seconds: float) -> None:
+        """Take in what this process has changed in so many seconds, in which others were not seen."""
+        before, self.stamp = self.stamp, stamp(self.folder)
+        for name in changes.removed:
+            self._forget(number_of(name))
+        for name in changes.added:
+            self.is_sure &= not self.numbers or number_of(name) > self.numbers[-1]
+            self.numbers.append(number_of(name))
+            self.names[number_of(name)] = name
+        self.seconds_blind += seconds
+        self.is_sure &= (
+            self.is_counted
+            and before is not None
+            and self.stamp is not None
+            and self.stamp[:2] == before[:2]
+            and self.stamp.links - before.links == len(changes.added) - len(changes.removed)
+            and self.seconds_blind < _PATIENCE * self.seconds
+        )
+
+    def _forget(self, number: int) -> None:
+        if self.names.pop(number, None):
+            del self.numbers[bisect.bisect_left(self.numbers, number)]
+        self.leaders = {g: best for g, best in self.leaders.items() if not best or best.number != number}
+
+
+# The coarsest file systems count the time in two seconds.
+_COARSEST_TIME = 3_000_000_000
+# A renaming by hand in the middle of a save is in no count: so often the folder is looked at all the same.
+_PATIENCE = 200
+
+_OURS = re.compile(rf"/({checkpoint.NAME.pattern})(?=/)")
+_DEBRIS = re.compile(rf"/({checkpoint.DEBRIS.pattern})(?=/)")
+_WIDE = re.compile("/[0-9]{7}")
+
+
+def _scan(folder: Path) -> tuple[list[str], list[str]]:
+    folders: list[str] = []
+    others: list[str] = []
+    with contextlib.suppress(FileNotFoundError), _open_folder(folder) as place, os.scandir(place) as entries:
+        for entry in entries:
+            # Not through a link: what it leads to is another run's, and pruning would delete it.
+            (folders if entry.is_dir(follow_symlinks=False) else others).append(entry.name)
+    return folders, others
+
+
+@contextlib.contextmanager
+def _open_folder(folder: Path) -> Iterator[int | Path]:
+    if os.scandir not in os.supports_fd:
+        yield folder
+        return
+    # Without it, each of thousands of entries gets the path of the folder before its name.
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        yield fd
+    finally:
+        # Nothing was written through it, so there is nothing that can be lost.
+        with contextlib.suppress(OSError):
+            os.close(fd)
+
+
+def number_of(name: str) -> int:
+    """Return the save number in a checkpoint's name."""
+    return int(name.partition("-")[0])
+
+
+def stamp(path: Path) -> Stamp | None:
+    """Return what tells whether a folder or a file changes; None if it is not there."""
+    with contextlib.suppress(OSError):
+        found = os.stat(path)
+        return Stamp(
+            found.st_dev, found.st_ino, found.st_nlink, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+        )
+    return None
