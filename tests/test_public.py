@@ -60,7 +60,7 @@ def test_the_members_of_the_public_classes_are_just_these() -> None:
     assert members(PendingSave) == {"wait", "wait_unless_told"}
     assert members(Run) == {
         *("check", "numbers", "open", "path_of", "checkpoints", "choose", "acquire", "release"),
-        *("identity", "point", "prune"),
+        *("identity", "point", "prune", "adding", "best", "highest", "holds_more_than"),
     }
 
 
