@@ -195,6 +195,12 @@ class Capture:
         """Return about how many bytes the tensors of a checkpoint take, without asking every part."""
         return sum(part.size() for part in self._parts if isinstance(part, (ModulePart, OptimizerPart)))
 
+    def written_in_forward(self) -> set[int]:
+        """Return the addresses of the parameters that a forward pass writes to."""
+        modules = [part.live for part in self._parts if isinstance(part, ModulePart)]
+        limited = (m for live in modules for m in live.modules() if getattr(m, "max_norm", None) is not None)
+        return {parameter.data_ptr() for module in limited for parameter in module.parameters(recurse=False)}
+
     def optimizers(self) -> list[Any]:
         """Return the live optimizers."""
         return [part.live for part in self._parts if isinstance(part, OptimizerPart)]

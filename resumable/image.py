@@ -6,7 +6,7 @@ import bisect
 import mmap
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -68,8 +68,14 @@ class _File:
 class Image:
     """One buffer of host memory, laid out as the files, into which every save is taken."""
 
-    def __init__(self, optimizers: Sequence[Any] = (), worth_a_fence: int = _WORTH_A_FENCE) -> None:
+    def __init__(
+        self,
+        optimizers: Sequence[Any] = (),
+        written_elsewhere: Callable[[], Collection[int]] = frozenset,
+        worth_a_fence: int = _WORTH_A_FENCE,
+    ) -> None:
         self._fence = Fence(optimizers)
+        self._written_elsewhere = written_elsewhere
         self._worth_a_fence = worth_a_fence
         self._files: dict[str, _File] = {}
         self._memory: HostMemory | None = None
@@ -79,7 +85,7 @@ class Image:
 
     def reserve(self, size: int, then: Callable[[memoryview], None]) -> None:
         """Get memory for an image of about so many bytes in the background, and lend `then` some of it."""
-        self._settle()
+        self.settle()
         if self._memory is None or self._memory.size < size:
             self._reserving = threading.Thread(target=self._reserve, args=(size, then), daemon=True)
             self._reserving.start()
@@ -90,7 +96,8 @@ class Image:
         assert self._memory
         then(self._memory.bytes[:_LENT])
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
+        """Wait until nothing is at work in the background."""
         if self._owner != os.getpid():
             # The memory of the process that this one was forked from did not come along.
             self._owner, self._memory, self._files = os.getpid(), None, {}
@@ -122,7 +129,7 @@ class Image:
 
     def close(self) -> None:
         """Let go of the memory and of the optimizers; what was taken stays until nobody needs it."""
-        self._settle()
+        self.settle()
         self._files = {}
         self._release()
         self._fence.remove()
@@ -130,13 +137,13 @@ class Image:
     @torch.no_grad()
     def take(self, groups: Mapping[str, Encoded]) -> Taken:
         """Take the tensors of each file as they are now; what is guarded is copied behind the fence."""
-        self._settle()
+        self.settle()
         self._plan(groups)
         taken = self._last = Taken(self._fence)
         try:
             for path, group in groups.items():
                 self._begin(taken, path, group)
-            taken.start(self._worth_a_fence)
+            taken.start(self._worth_a_fence, self._written_elsewhere)
         except BaseException:
             self._forget_what_is_there()
             raise
@@ -214,7 +221,7 @@ class Taken:
                     Copy(file.path, slot.name, slot.begin, file.views[number], sources[number])
                 )
 
-    def start(self, worth_a_fence: int) -> None:
+    def start(self, worth_a_fence: int, written_elsewhere: Callable[[], Collection[int]]) -> None:
         """Copy what may change at any moment, and begin with the rest."""
         by_device: dict[torch.device, list[Copy]] = {}
         at_once: list[Copy] = []
@@ -223,6 +230,8 @@ class Taken:
         self._copies.clear()
         is_worth_it = sum(copy.view.nbytes for copy in at_once) >= worth_a_fence
         guarded = self._fence.guarded(is_worth_it or bool(by_device))
+        if guarded:
+            guarded -= {*written_elsewhere()}
         if is_worth_it:
             self._later = [copy.put_off() for copy in at_once if copy.is_guarded(guarded)]
             at_once = [copy for copy in at_once if not copy.is_guarded(guarded)]

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from . import arguments, blocks, capture, checkpoint, codec, disk, environment, policy, rng
 from .capture import Capture, Change, Held, Trees
 from .checkpoint import Checkpoint
-from .errors import FormatTooNew, ResumableError, StateMismatch, Unsupported, UsageError, warn
+from .errors import FormatTooNew, ResumableError, SaveFailed, StateMismatch, Unsupported, UsageError, warn
 from .image import Image, Taken
 from .loader_position import Through
 from .loading import Reading
@@ -106,7 +106,7 @@ class RunState:
         self._after_save: _AfterSave | None = None
         self._warned: set[str] = set()
         self._writer = Writer()
-        self._image = Image(self._capture.optimizers())
+        self._image = Image(self._capture.optimizers(), self._capture.written_in_forward)
         self._is_prepared = False
         self._way: blocks.Way = "paced"
         self._written: Mapping[str, blocks.Written] = {}
@@ -438,6 +438,7 @@ class RunState:
         self._refuse_closed()
         started = time.perf_counter()
         self._writer.wait()
+        self._image.settle()
         names = None if only is None else self._capture.names(only)
         found = self.run.choose("must" if which == "auto" else which, self._read)
         if found is None:
@@ -549,7 +550,11 @@ class RunState:
             return
         # A fused optimizer changes tensors without counting it, so steps are looked at too.
         stepped = self._capture.trained() if self.step > saved.step else []
-        if changed := [*dict.fromkeys([*stepped, *self._capture.changed_since(saved.versions, saved.held)])]:
+        # (what went wrong with the image the writer tells)
+        changed = []
+        with contextlib.suppress(SaveFailed):
+            changed = self._capture.changed_since(saved.versions, saved.held)
+        if changed := [*dict.fromkeys([*stepped, *changed])]:
             self._warned.add("lost")
             self._warn(
                 f"{', '.join(changed)} changed after save() in the same body: a resume from checkpoint "

@@ -20,7 +20,7 @@ _SAMPLES = 64
 class Copy:
     """A tensor, and its place in the image."""
 
-    __slots__ = ("_sample", "_version", "begin", "name", "path", "source", "view")
+    __slots__ = ("_version", "begin", "name", "path", "sample", "source", "view")
 
     def __init__(self, path: str, name: str, begin: int, view: Tensor, source: Tensor) -> None:
         self.path = path
@@ -32,7 +32,7 @@ class Copy:
             # Memory that nobody has set yet holds any byte, and readers refuse all but 0 and 1.
             self.source = source.view(torch.uint8).ne(0)
         self._version: int | None = None
-        self._sample: Tensor | None = None
+        self.sample: Tensor | None = None
 
     def is_guarded(self, places: Collection[int]) -> bool:
         """Whether it lies at one of the places, as a whole."""
@@ -43,7 +43,7 @@ class Copy:
         # Where `.data` is set to another tensor meanwhile, the old one is what is to be saved.
         self.source = self.source.detach()
         self._version = _version(self.source)
-        self._sample = _sample(self.source).clone()
+        self.sample = _sample(self.source).clone()
         return self
 
     def has_another_version(self) -> bool:
@@ -52,8 +52,8 @@ class Copy:
 
     def has_another_content(self) -> bool:
         """Whether the copy is not of the tensor as it was."""
-        assert self._sample is not None
-        return not tensorfile.is_equal(_sample(self.view), self._sample)
+        assert self.sample is not None
+        return not tensorfile.is_equal(_sample(self.view), self.sample)
 
 
 def _version(tensor: Tensor) -> int | None:
@@ -86,11 +86,27 @@ class Transfer:
                     self.guarded.append(copy.put_off())
                     self._pairs.append((copy.view, copy.source))
                 else:
-                    self._pairs.append((copy.view, copy.source.clone()))
+                    self._copy_at_once(copy)
+            self._add_samples()
             self._begun = _cuda.Event()
             self._begun.record()
         self._copied = _cuda.Event()
         self._is_queued = threading.Event()
+
+    def _add_samples(self) -> None:
+        # On the way with the rest: asked for one by one, each would wait for all that the training has queued.
+        rows = [copy.sample.view(torch.uint8) for copy in self.guarded if copy.sample is not None]
+        if rows:
+            flat = torch.cat(rows)
+            self._samples = torch.empty(flat.numel(), dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+            self._pairs.append((self._samples, flat))
+
+    def _copy_at_once(self, copy: Copy) -> None:
+        try:
+            self._pairs.append((copy.view, copy.source.clone()))
+        except torch.OutOfMemoryError:
+            # There is no room for a second one on the device, so the training has to wait.
+            copy.view.copy_(copy.source)
 
     def queue(self) -> None:
         """Hand all copies to the device; to be called in a thread of its own."""
@@ -123,6 +139,12 @@ class Transfer:
         """Wait until all is in host memory."""
         self._copied.synchronize()
         self._pairs.clear()
+        at = 0
+        for copy in self.guarded:
+            assert copy.sample is not None
+            end = at + copy.sample.nbytes
+            copy.sample = self._samples[at:end].view(copy.sample.dtype)
+            at = end
 
 
 def _packed(copies: Sequence[Copy], device: torch.device) -> list[tuple[Tensor, Tensor]]:
