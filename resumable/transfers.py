@@ -94,7 +94,7 @@ class Transfer:
         self._is_queued = threading.Event()
 
     def _add_samples(self) -> None:
-        # On the way with the rest: asked for one by one, each would wait for all that the training has queued.
+        # With the rest: asked for one by one, each would wait for all that the training has queued.
         rows = [copy.sample.view(torch.uint8) for copy in self.guarded if copy.sample is not None]
         if rows:
             flat = torch.cat(rows)
@@ -143,7 +143,7 @@ class Transfer:
         for copy in self.guarded:
             assert copy.sample is not None
             end = at + copy.sample.nbytes
-            copy.sample = self._samples[at:end].view(copy.sample.dtype)
+            copy.sample = self._samples[at:end].clone().view(copy.sample.dtype)
             at = end
 
 

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from resumable import Boundary, CheckpointDamaged, FormatTooNew, SaveFailed, checkpoint, manifest
+from resumable import Boundary, CheckpointDamaged, FormatTooNew, SaveFailed, blocks, checkpoint, manifest
+from resumable.blocks import Content, Way, Written
 from resumable.checkpoint import Checkpoint
 from resumable.manifest import Manifest
 
 FILES = {
-    "state.json": [b"{}"],
-    "model.safetensors": [b"weights of ", b"the model"],
-    "ranks/00000.json": [b"[1, 2]"],
+    "state.json": b"{}",
+    "model.safetensors": b"weights of the model",
+    "model-frozen.safetensors": b"weights that nobody trains",
+    "ranks/00000.json": b"[1, 2]",
 }
 
 
@@ -42,8 +46,12 @@ def _about(number: int = 1, step: int = 10) -> Manifest:
     )
 
 
-def _commit(folder: Path, number: int = 1) -> Checkpoint:
-    return checkpoint.commit(folder, _about(number), FILES)
+def _commit(folder: Path, number: int = 1, way: Way = "paced") -> Checkpoint:
+    return checkpoint.commit(folder, _about(number), _contents(FILES), way)[0]
+
+
+def _contents(files: Mapping[str, bytes], before: Mapping[str, Written] | None = None) -> dict[str, Content]:
+    return {name: Content(data, None, (before or {}).get(name)) for name, data in files.items()}
 
 
 def _names(folder: Path) -> list[str]:
@@ -57,28 +65,26 @@ def _failing(error: int) -> Callable[..., Any]:
     return fail
 
 
-def test_what_was_committed_is_what_is_opened_and_read(tmp_path: Path) -> None:
-    committed = _commit(tmp_path)
+@pytest.mark.parametrize("way", ["paced", "plain", "direct"])
+def test_what_was_committed_is_what_is_opened_and_read(tmp_path: Path, way: Way) -> None:
+    committed = _commit(tmp_path, way=way)
 
     found = checkpoint.open_checkpoint(tmp_path / "000001-step-00000010")
 
     assert found == committed
-    assert {name: bytes(content) for name, content in found.read().items()} == {
-        name: b"".join(pieces) for name, pieces in FILES.items()
-    }
+    assert found.read() == FILES
     found.verify()
 
 
 def test_a_checkpoint_is_its_files_and_its_manifest_and_leaves_no_stage(tmp_path: Path) -> None:
     _commit(tmp_path)
 
-    expected = ["manifest.json", "model.safetensors", "ranks", "ranks/00000.json", "state.json"]
     assert os.listdir(tmp_path) == ["000001-step-00000010"]
-    assert _names(tmp_path / "000001-step-00000010") == expected
+    assert _names(tmp_path / "000001-step-00000010") == sorted([*FILES, "manifest.json", "ranks"])
 
 
 def test_a_checkpoint_without_ranks_has_no_such_folder(tmp_path: Path) -> None:
-    found = checkpoint.commit(tmp_path, _about(), {"state.json": [b"{}"]})
+    found, _ = checkpoint.commit(tmp_path, _about(), _contents({"state.json": b"{}"}))
 
     assert _names(found.path) == ["manifest.json", "state.json"]
 
@@ -122,8 +128,86 @@ def test_everything_is_flushed_before_the_rename_and_the_manifest_last_of_the_fi
     monkeypatch.setattr(os, "rename", rename)
     _commit(tmp_path)
 
-    files = ["state.json", "model.safetensors", "00000.json"]
+    files = [Path(name).name.partition("-")[0] for name in FILES]
     assert events == [*files, "ranks", "manifest.json", ".stage", "rename", tmp_path.name.partition("-")[0]]
+
+
+# What has not changed
+
+
+def _in_a_row(folder: Path, count: int) -> list[Checkpoint]:
+    """Return checkpoints of the same content, each one told what the one before it wrote."""
+    found, written = [], {}
+    for number in range(1, count + 1):
+        done, written = checkpoint.commit(folder, _about(number), _contents(FILES, written))
+        found.append(done)
+    return found
+
+
+@pytest.fixture
+def links(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let files of any size be shared."""
+    monkeypatch.setattr(blocks, "_WORTH_A_LINK", 0)
+
+
+@pytest.mark.usefixtures("links")
+def test_what_was_written_is_said_with_its_place_in_the_checkpoint(tmp_path: Path) -> None:
+    found, written = checkpoint.commit(tmp_path, _about(), _contents(FILES))
+
+    assert {name: w.path for name, w in written.items()} == {name: found.path / name for name in FILES}
+    assert {name: (w.size, w.digest) for name, w in written.items()} == found.about.files
+
+
+@pytest.mark.usefixtures("links")
+def test_a_file_that_has_not_changed_is_the_same_file_in_every_checkpoint(tmp_path: Path) -> None:
+    found = _in_a_row(tmp_path, 3)
+
+    for name in FILES:
+        assert len({(one.path / name).stat().st_ino for one in found}) == 1
+    assert len({(one.path / "manifest.json").stat().st_ino for one in found}) == 3
+    assert len({str(one.about.files) for one in found}) == 1
+
+
+@pytest.mark.usefixtures("links")
+@pytest.mark.parametrize(
+    "pruned", [s for n in range(5) for s in itertools.combinations(range(4), n)], ids=str
+)
+def test_pruning_any_of_the_checkpoints_leaves_the_others_whole(
+    tmp_path: Path, pruned: Sequence[int]
+) -> None:
+    found = _in_a_row(tmp_path, 4)
+    for number in pruned:
+        checkpoint.remove(found[number].path)
+
+    fifth, _ = checkpoint.commit(tmp_path, _about(5), _contents(FILES, _written(found[3])))
+
+    for one in (*(one for number, one in enumerate(found) if number not in pruned), fifth):
+        assert one.read() == FILES
+        one.verify()
+
+
+def _written(found: Checkpoint) -> dict[str, Written]:
+    return {
+        name: Written(found.path / name, record.size, [bytes.fromhex(record.xxh3_128)])
+        for name, record in found.about.files.items()
+    }
+
+
+@pytest.mark.usefixtures("links")
+def test_a_failed_save_between_two_that_share_files_harms_neither(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, written = checkpoint.commit(tmp_path, _about(1), _contents(FILES))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", _failing(errno.EIO))
+        with pytest.raises(SaveFailed):
+            checkpoint.commit(tmp_path, _about(2), _contents(FILES, written))
+
+    third, _ = checkpoint.commit(tmp_path, _about(3), _contents(FILES, written))
+
+    assert sorted(os.listdir(tmp_path)) == [first.path.name, third.path.name]
+    first.verify()
+    third.verify()
 
 
 # Refusing
@@ -147,16 +231,17 @@ def test_a_commit_over_a_checkpoint_leaves_that_one_intact(tmp_path: Path) -> No
     first = _commit(tmp_path)
 
     with pytest.raises(SaveFailed, match="already exists"):
-        checkpoint.commit(tmp_path, _about(), {"state.json": [b"other"]})
+        checkpoint.commit(tmp_path, _about(), _contents({"state.json": b"other"}))
 
     first.verify()
 
 
+@pytest.mark.parametrize("name", ["_pwrite", "write"])
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_is_named_with_how_to_make_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int, name: str
 ) -> None:
-    monkeypatch.setattr(os, "write", _failing(error))
+    monkeypatch.setattr(os if name == "write" else blocks, name, _failing(error))
 
     with pytest.raises(SaveFailed, match=r"checkpoint 1 \(step 10\) could not be written: ") as caught:
         _commit(tmp_path)
@@ -235,6 +320,17 @@ def test_every_file_is_read_as_one_that_can_be_damaged_alone(tmp_path: Path) -> 
     assert found.read_file("state.json") == b"{}"
     with pytest.raises(CheckpointDamaged, match=r"model\.safetensors is missing"):
         found.read()
+
+
+@pytest.mark.parametrize("size", [0, 1, 2**40, 2**62])
+def test_a_size_that_a_manifest_only_claims_takes_no_memory(tmp_path: Path, size: int) -> None:
+    found = _commit(tmp_path)
+    claimed = {name: record._replace(size=size) for name, record in found.about.files.items()}
+    lying = Checkpoint(found.path, replace(found.about, files=claimed))
+
+    for look in (lying.read, lying.verify):
+        with pytest.raises(CheckpointDamaged, match=rf"state\.json has 2 bytes, its manifest says {size:,}"):
+            look()
 
 
 # Names and removing

@@ -19,7 +19,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from resumable import codec
+from resumable import codec, tensorfile
 from resumable.boundary import Boundary
 from resumable.errors import CannotStore
 
@@ -780,3 +780,335 @@ def test_a_flipped_bit_in_a_file_is_never_another_error(name: str) -> None:
                     codec.decode(tree.json, tree.tensors)
             except ValueError:
                 continue
+
+
+# What the last encoding found
+
+
+def full_picture(encoded: codec.Encoded) -> Any:
+    """Return all of an encoding but its key, and what its files are."""
+    tensors = [(name, picture(tensor.data), layout(tensor)) for name, tensor in encoded.tensors.items()]
+    return (
+        encoded.json,
+        [(name, facts[1:], strides) for name, facts, strides in tensors],
+        encoded.aliases,
+        {path: bytes(data) for path, data in codec.to_files({"extra": encoded}).items()},
+    )
+
+
+def layouts(encoded: codec.Encoded) -> list[tensorfile.Layout]:
+    """Return how the tensors lie in their files."""
+    groups = codec.to_groups({"extra": encoded}).values()
+    return [tensorfile.layout(group.tensors, group.aliases) for group in groups]
+
+
+class Remembering:
+    """Encodes again and again with one memo, and compares each time with an encoding that has none."""
+
+    def __init__(self) -> None:
+        self.memo: codec.Memo = {}
+        self.last: codec.Encoded | None = None
+
+    def encode(self, tree: Any, frozen: Callable[[str], bool] = lambda name: False) -> codec.Encoded:
+        plain, found = codec.encode(tree), codec.encode(tree, memo=self.memo)
+        for encoded in (plain, found):
+            encoded.frozen = frozenset(filter(frozen, encoded.tensors))
+        assert full_picture(found) == full_picture(plain)
+        assert layouts(found) == layouts(plain)
+        assert codec.encode(tree).key == plain.key
+        if self.last and self.last.key == found.key and self.last.frozen == found.frozen:
+            assert layouts(found) == layouts(self.last)
+        self.last = found
+        return found
+
+
+class Changing:
+    """A tree of dicts of tensors, and all that can happen to one of them between two saves."""
+
+    def __init__(self) -> None:
+        groups = {f"g{i}": {k: torch.randn(2, 2) for k in "abc"} for i in range(3)}
+        self.tree: dict[str, Any] = {"number": 1, **groups, "list": [torch.randn(3)]}
+
+    def change(self, kind: str, group: int, key: int, is_before: bool) -> None:
+        self.name = f"g{group}"
+        self.group: dict[str, torch.Tensor] = self.tree[self.name]
+        tensors = [name for name, value in self.group.items() if isinstance(value, torch.Tensor)]
+        self.key = tensors[key % len(tensors)]
+        self.other: dict[str, torch.Tensor] = self.tree[f"g{(group + 1) % 3}"]
+        self.is_before = is_before
+        getattr(self, kind)()
+
+    def _put(self, name: str, value: Any) -> None:
+        """Put something at the beginning of the tree or at its end."""
+        self.tree.pop(name, None)
+        rest = self.tree
+        self.tree = {name: value, **rest} if self.is_before else {**rest, name: value}
+
+    def nothing(self) -> None: ...
+
+    def other_values(self) -> None:
+        if self.group[self.key].is_floating_point():
+            self.group[self.key].data.add_(1)
+
+    def another_tensor(self) -> None:
+        self.group[self.key] = torch.randn(2, 2)
+
+    def another_place(self) -> None:
+        self.group[self.key].data = self.group[self.key].data.clone()
+
+    def another_shape(self) -> None:
+        self.group[self.key].data = torch.ones(3, 2, dtype=self.group[self.key].dtype)
+
+    def flat_in_place(self) -> None:
+        self.group[self.key].data = self.group[self.key].data.reshape(-1)
+
+    def transposed_in_place(self) -> None:
+        self.group[self.key].data = self.group[self.key].data.t()
+
+    def another_dtype(self) -> None:
+        self.group[self.key] = torch.zeros(2, 2, dtype=torch.int16)
+
+    def same_bytes_as_numbers(self) -> None:
+        if self.group[self.key].dtype == torch.float32 and not self.group[self.key].is_neg():
+            self.group[self.key] = self.group[self.key].data.view(torch.int32)
+
+    def a_new_key(self) -> None:
+        self.group[f"new{len(self.group)}"] = torch.randn(1)
+
+    def a_key_renamed(self) -> None:
+        self.tree[self.name] = {("r" if k == self.key else "") + k: v for k, v in self.group.items()}
+
+    def another_order(self) -> None:
+        self.group[self.key] = self.group.pop(self.key)
+
+    def a_key_less(self) -> None:
+        if len(self.group) > 3:
+            del self.group[self.key]
+
+    def a_key_with_a_dollar(self) -> None:
+        self.group["$"] = torch.randn(1)
+
+    def a_name_that_is_taken(self) -> None:
+        self.group["__metadata__"] = torch.randn(1)
+
+    def tied_within(self) -> None:
+        self.group["tied"] = self.group[self.key]
+
+    def untied(self) -> None:
+        if "tied" in self.group:
+            self.group["tied"] = self.group["tied"].detach().clone()
+
+    def tied_across(self) -> None:
+        self.other["across"] = self.group[self.key]
+
+    def a_view_across(self) -> None:
+        self.other["view"] = self.group[self.key].detach().reshape(-1)
+
+    def slow_at_its_place(self) -> None:
+        self._put("slow", [self.group[self.key]])
+
+    def slow_at_its_place_in_another_shape(self) -> None:
+        self._put("view", [self.group[self.key].detach().reshape(-1)[:1]])
+
+    def slow_with_its_name(self) -> None:
+        self._put(f"{self.name}.{self.key}", torch.randn(1))
+
+    def slow_with_its_name_no_more(self) -> None:
+        self.tree = {name: value for name, value in self.tree.items() if "." not in name}
+
+    def a_boolean(self) -> None:
+        self.group[self.key] = torch.tensor([True, False])
+
+    def empty(self) -> None:
+        self.group[self.key] = torch.empty(0, 2)
+
+    def a_part_that_is_empty(self) -> None:
+        self.group["none"] = self.group[self.key].detach()[:0]
+
+    def complex(self) -> None:
+        self.group[self.key] = torch.randn(2, dtype=torch.complex64)
+
+    def conjugate(self) -> None:
+        self.group[self.key] = torch.randn(2, dtype=torch.complex64).conj()
+
+    def negative(self) -> None:
+        if self.group[self.key].dtype == torch.float32:
+            self.group[self.key] = torch._neg_view(self.group[self.key].detach())
+
+    def a_parameter(self) -> None:
+        if self.group[self.key].is_floating_point():
+            self.group[self.key] = torch.nn.Parameter(self.group[self.key].detach())
+
+    def a_number(self) -> None:
+        self.group["number"] = 7  # type: ignore[assignment]
+
+    def no_number(self) -> None:
+        self.group.pop("number", None)
+
+    def twice_at_one_path(self) -> None:
+        self._put("twice", {1: self.group, "1": self.group})
+
+    def once_at_one_path(self) -> None:
+        self._put("twice", {1: self.group, "1": {"a": torch.randn(1)}})
+
+    def not_twice(self) -> None:
+        self.tree.pop("twice", None)
+
+
+CHANGES = [name for name in vars(Changing) if not name.startswith("_") and name != "change"]
+changes = st.tuples(st.sampled_from(CHANGES), st.integers(0, 2), st.integers(0, 4), st.booleans())
+
+
+@settings(deadline=None, database=None, max_examples=300)
+@given(st.lists(st.lists(changes, max_size=3), min_size=1, max_size=4), st.sampled_from(["", "g1", "a"]))
+def test_what_is_remembered_changes_nothing_whatever_happens_in_between(
+    rounds: list[list[tuple[str, int, int, bool]]], frozen: str
+) -> None:
+    changing, remembering = Changing(), Remembering()
+    for changed in ([], [], *rounds, []):
+        for kind, group, key, is_before in changed:
+            changing.change(kind, group, key, is_before)
+        remembering.encode(changing.tree, lambda name: bool(frozen) and frozen in name)
+
+
+@pytest.mark.parametrize("is_before", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize(
+    "second", ["nothing", "slow_with_its_name", "not_twice", "untied", "transposed_in_place"]
+)
+@pytest.mark.parametrize("first", CHANGES)
+def test_no_single_change_is_overlooked(first: str, second: str, is_before: bool) -> None:
+    changing, remembering = Changing(), Remembering()
+    remembering.encode(changing.tree)
+    for kind in (first, "nothing", second, "nothing", "slow_with_its_name_no_more"):
+        changing.change(kind, 1, 1, is_before)
+        remembering.encode(changing.tree)
+
+
+@settings(deadline=None, database=None, max_examples=200)
+@given(st.lists(trees, min_size=1, max_size=3))
+@example([{"a": {"b": torch.ones(1)}}, {"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}])
+def test_any_trees_are_encoded_with_a_memo_as_without_one(drawn: list[Any]) -> None:
+    memo: codec.Memo = {}
+    for tree in (*drawn, *drawn, drawn[-1]):
+        plain, found = codec.encode({"value": tree}), codec.encode({"value": tree}, memo=memo)
+        assert full_picture(found) == full_picture(plain)
+        assert picture(codec.decode(found.json, found.tensors)) == picture({"value": tree})
+
+
+def test_a_tree_that_stays_keeps_its_key_and_is_not_looked_at_tensor_by_tensor() -> None:
+    named: list[codec.Path] = []
+
+    def name(path: codec.Path) -> str:
+        named.append(path)
+        return ".".join(path)
+
+    weight = torch.randn(2, 2)
+    tree = {"g": {"a": weight, "b": torch.nn.Parameter(torch.randn(2)), "tied": weight}, "n": [torch.ones(1)]}
+    memo: codec.Memo = {}
+    first = codec.encode(tree, name, memo)
+    assert named == [("g", "a"), ("g", "b"), ("g", "tied"), ("n", "0")]
+    for _ in range(3):
+        named.clear()
+        weight.add_(1)
+        again = codec.encode(tree, name, memo)
+        assert again.key == first.key
+        assert again.tensors["g.a"] is weight
+        assert named == [("n", "0")]
+
+    tree["g"]["b"].data = torch.randn(3)
+    assert codec.encode(tree, name, memo).key != first.key
+
+
+@pytest.mark.filterwarnings("ignore:.*prototype", "ignore:.*quantized", "ignore:Sparse")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.eye(2).to_sparse(),
+        lambda: torch.eye(2).to_sparse_csr(),
+        lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
+        lambda: torch.ones(2, 2, device="meta"),
+        lambda: torch.ones(0, device="meta"),
+        lambda: torch.quantize_per_tensor(torch.ones(2, 2), 0.1, 0, torch.qint8),
+        lambda: torch.nn.LazyLinear(1).weight,
+        lambda: torch.ones(2, 2).as_subclass(_Tensor),
+        lambda: torch.ones(2, 2).to_mkldnn(),
+    ],
+    ids=["sparse", "csr", "nested", "meta", "empty-meta", "quantized", "lazy", "subclass", "mkldnn"],
+)
+def test_what_cannot_be_stored_is_not_remembered_away(make: Callable[[], Any]) -> None:
+    for before in (torch.ones(2, 2), torch.ones(0)):
+        memo: codec.Memo = {}
+        group = {"a": before, "b": torch.ones(1)}
+        codec.encode({"g": group}, memo=memo)
+        group["a"] = make()
+        for _ in range(2):
+            with pytest.raises(CannotStore, match=r"^g\.a is "):
+                codec.encode({"g": group}, memo=memo)
+        group["a"] = before
+        assert full_picture(codec.encode({"g": group}, memo=memo)) == full_picture(codec.encode({"g": group}))
+
+
+# What is not trained
+
+
+def test_what_is_not_trained_has_a_file_of_its_own_and_all_comes_back() -> None:
+    body, head = torch.ones(2), torch.zeros(3)
+    encoded = codec.encode({"body": body, "again": body, "head": head, "twice": head})
+    encoded.frozen = frozenset({"body"})
+    rank = codec.encode({})
+
+    files = codec.to_files({"model": encoded, "rank": rank})
+
+    assert [*files] == [
+        "state.json",
+        "ranks/00000.json",
+        "model.safetensors",
+        "model-frozen.safetensors",
+    ]
+    groups = codec.to_groups({"model": encoded})
+    assert {path: ([*group.tensors], group.aliases) for path, group in groups.items()} == {
+        "model.safetensors": (["head"], {"twice": "head"}),
+        "model-frozen.safetensors": (["body"], {"again": "body"}),
+    }
+    assert [codec.is_frozen(path) for path in groups] == [False, True]
+    found = codec.from_files({name: memoryview(bytearray(data)) for name, data in files.items()})["model"]
+    assert picture(codec.decode(found.json, found.tensors)) == picture(
+        {"body": body, "again": body, "head": head, "twice": head}
+    )
+
+
+@pytest.mark.parametrize("frozen", ["", "a", "ab"])
+def test_a_file_without_tensors_is_not_made(frozen: str) -> None:
+    encoded = codec.encode({"a": torch.ones(1), "b": torch.ones(2)})
+    encoded.frozen = frozenset(frozen)
+
+    names = [*codec.to_groups({"model": encoded, "extra": codec.encode({"n": 1})})]
+
+    assert names == [
+        *(["model.safetensors"] if frozen != "ab" else []),
+        *(["model-frozen.safetensors"] if frozen else []),
+    ]
+
+
+def test_another_tensor_that_is_frozen_is_another_layout() -> None:
+    encoded = codec.encode({"a": torch.ones(1), "b": torch.ones(1)})
+    keys = set()
+    for frozen in ("", "a", "b"):
+        encoded.frozen = frozenset(frozen)
+        keys |= {group.key for group in codec.to_groups({"model": encoded}).values()}
+    assert len(keys) == 3
+
+
+def test_a_tensor_that_two_files_hold_is_a_value_error() -> None:
+    files = {**FILES, "extra-frozen.safetensors": FILES["extra.safetensors"]}
+    with pytest.raises(ValueError, match=r"value\.a, value\.c is in two files"):
+        read(files)
+
+
+@pytest.mark.parametrize(
+    "name", ["model-frozen.safetensors", "-frozen.safetensors", "rank-frozen.safetensors"]
+)
+def test_a_frozen_file_that_nothing_speaks_of_is_a_value_error(name: str) -> None:
+    empty = bytes(tensorfile.to_safetensors({}, {}))
+    with pytest.raises(ValueError, match="nothing says what"):
+        read({**FILES, name: empty})

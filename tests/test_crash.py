@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import itertools
+import mmap
 import os
 import re
 import shutil
 import signal
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from resumable import ResumableWarning, RunState, SaveFailed
+from resumable import ResumableWarning, RunState, SaveFailed, blocks
+from resumable.blocks import Way
 
 CALLS = (
     "open",
     "write",
+    "pwrite",
+    "posix_fallocate",
+    "link",
     "fsync",
     "close",
     "mkdir",
@@ -35,10 +41,46 @@ CALLS = (
 """Everything through which the library changes a disk."""
 
 DEBRIS = re.compile(r"(\..*)-[0-9a-f]{8}")
+HARMLESS = ("link", "posix_fadvise")
+"""What a save can do without."""
+
+
+def _only_reads(name: str, args: Sequence[Any]) -> bool:
+    if name == "open":
+        return not args[1] & (os.O_CREAT | os.O_DIRECTORY)
+    # (of what was only read, nothing can be lost)
+    return name == "close" and not fcntl.fcntl(args[0], fcntl.F_GETFL) & (os.O_RDWR | os.O_DIRECTORY)
+
+
+def _set(patch: pytest.MonkeyPatch, name: str, call: Callable[..., Any]) -> None:
+    """Have the library make a call of `os` through this function."""
+    patch.setattr(os, name, call)
+    if name == "pwrite":
+        patch.setattr(blocks, "_pwrite", call)
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the files of a small model have several blocks, room that is reserved, and links."""
+    monkeypatch.setattr(blocks, "BLOCK", 4096)
+    monkeypatch.setattr(blocks, "_PREALLOCATE", 1)
+    monkeypatch.setattr(blocks, "_WORTH_A_LINK", 0)
+    # (in more threads the calls would come in another order each time)
+    monkeypatch.setattr(blocks, "_WRITERS", 1)
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = torch.nn.Linear(3, 350).requires_grad_(False)
+        self.head = torch.nn.Linear(350, 2)
+
+    def forward(self, batch: torch.Tensor) -> Any:
+        return self.head(self.body(batch))
 
 
 class Training(NamedTuple):
-    model: torch.nn.Linear
+    model: Model
     optimizer: torch.optim.SGD
     seen: list[float]
 
@@ -57,8 +99,8 @@ class Training(NamedTuple):
 
 def _fresh() -> Training:
     torch.manual_seed(0)
-    model = torch.nn.Linear(3, 2)
-    return Training(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), [])
+    model = Model()
+    return Training(model, torch.optim.SGD(model.head.parameters(), lr=0.01, momentum=0.9), [])
 
 
 @pytest.fixture(scope="module")
@@ -95,25 +137,25 @@ class Wire:
     """Tells the parent about every disk call of this process before it is made, and dies at the n-th."""
 
     def __init__(self, pipe: int, die_at: int | None, torn: bool) -> None:
-        self._pipe, self._die_at, self._torn, self._count = pipe, die_at, torn, 0
+        self._pipe, self._die_at, self._torn, self._count = pipe, die_at, torn, itertools.count(1)
         self.is_tapped = False
         self._write = os.write
         for name in CALLS:
-            setattr(os, name, self._tap(name, getattr(os, name)))
+            _set(pytest.MonkeyPatch(), name, self._tap(name, getattr(os, name)))
 
     def tell(self, line: str) -> None:
         self._write(self._pipe, f"{line}\n".encode())
 
     def _tap(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def tapped(*args: Any, **kwargs: Any) -> Any:
-            if not self.is_tapped:
+            if not self.is_tapped or _only_reads(name, args):
                 return call(*args, **kwargs)
-            self._count += 1
+            number = next(self._count)
             target = "" if isinstance(args[0], int) else DEBRIS.sub(r"\1", Path(args[0]).name)
             self.tell(f"{name} {target}")
-            if self._count == self._die_at:
+            if number == self._die_at:
                 if self._torn:
-                    call(args[0], args[1][: len(args[1]) // 2])
+                    call(args[0], args[1][: len(args[1]) // 2], *args[2:])
                 os.kill(os.getpid(), signal.SIGKILL)
             return call(*args, **kwargs)
 
@@ -125,12 +167,14 @@ class Scenario(NamedTuple):
     """Steps that are committed before."""
     loss: float
     tapped: tuple[str, ...]
+    way: Way = "paced"
 
 
 FIRST_SAVE = Scenario(0, 1.0, ("load", "save"))
 NEW_BEST = Scenario(2, 0.5, ("save",))
-OLD_BEST_STAYS = Scenario(3, 9.0, ("save",))
+OLD_BEST_STAYS = Scenario(3, 9.0, ("save",), "direct")
 CLEANING = Scenario(2, 0.5, ("load",))
+TRYING = Scenario(1, 0.5, ("try",))
 
 
 def _prepare(tmp_path: Path, steps: int) -> Path:
@@ -156,7 +200,7 @@ class Outcome(NamedTuple):
     def committed(self) -> bool:
         """Whether the rename that is the commit was made: something came after it."""
         renames = [i for i, call in enumerate(self.calls) if call.startswith("rename .stage-")]
-        return bool(renames) and (renames[0] < len(self.calls) - 1 or not self.was_killed)
+        return self.acknowledged or (bool(renames) and renames[0] < len(self.calls) - 1)
 
 
 def _save_in_child(
@@ -187,6 +231,10 @@ def _save_in_child(
 def _child(run_dir: Path, scenario: Scenario, wire: Wire) -> None:
     wire.is_tapped = "load" in scenario.tapped
     training, state = _load(run_dir)
+    state._way = scenario.way
+    wire.is_tapped = "try" in scenario.tapped
+    if wire.is_tapped:
+        blocks.fastest_way(run_dir, memoryview(mmap.mmap(-1, 5000)))
     wire.is_tapped = "save" in scenario.tapped
     _save_next(training, state, scenario.loss)
     wire.tell("acknowledged")
@@ -223,7 +271,7 @@ def _kill_at_every_call(
     whole = _copy(folder, "whole")
     clean = _save_in_child(whole, scenario)
     for number, call in enumerate(clean.calls, 1):
-        for torn in (False, True)[: 1 + call.startswith("write")]:
+        for torn in (False, True)[: 1 + call.startswith(("write", "pwrite"))]:
             run_dir = _copy(folder, f"killed-{number}-{torn}")
             outcome = _save_in_child(run_dir, scenario, number, torn)
             assert outcome.was_killed
@@ -236,7 +284,9 @@ def _kill_at_every_call(
 
 
 @pytest.mark.parametrize(
-    "scenario", [FIRST_SAVE, NEW_BEST, OLD_BEST_STAYS], ids=["first", "new-best", "old-best-stays"]
+    "scenario",
+    [FIRST_SAVE, NEW_BEST, OLD_BEST_STAYS],
+    ids=["first", "new-best", "old-best-stays-direct"],
 )
 def test_a_kill_at_any_disk_call_of_a_save_leaves_the_newest_committed_state(
     tmp_path: Path, scenario: Scenario, uninterrupted: list[bytes]
@@ -247,6 +297,40 @@ def test_a_kill_at_any_disk_call_of_a_save_leaves_the_newest_committed_state(
 
     assert {outcome.committed for outcome in outcomes} == {False, True}
     assert {outcome.acknowledged for outcome in outcomes} == {False, True}
+    made = {call.partition(" ")[0] for call in outcomes[-1].calls}
+    assert made >= {"pwrite", "posix_fallocate", "fsync", "rename"}
+    assert ("link" in made) == (scenario.steps > 0)
+
+
+def test_a_kill_while_threads_write_leaves_the_newest_committed_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterrupted: list[bytes]
+) -> None:
+    monkeypatch.setattr(blocks, "_WRITERS", 3)
+    monkeypatch.setattr(blocks, "BLOCK", 512)
+    folder = _prepare(tmp_path, 1)
+    scenario = Scenario(1, 0.5, ("save",))
+    calls = _save_in_child(_copy(folder, "whole"), scenario).calls
+    assert sum(call.startswith("pwrite") for call in calls) > 20
+
+    for number in range(2, len(calls), 7):
+        run_dir = _copy(folder, f"killed-{number}")
+        outcome = _save_in_child(run_dir, scenario, number)
+        assert outcome.was_killed
+        _assert_goes_on(run_dir, 1 + outcome.committed, uninterrupted)
+
+
+def test_a_kill_while_the_disk_is_tried_leaves_a_run_that_the_next_start_tidies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterrupted: list[bytes]
+) -> None:
+    monkeypatch.setattr(blocks, "_WAYS", ("direct",))
+    folder = _prepare(tmp_path, TRYING.steps)
+
+    outcomes = [outcome for outcome, _ in _kill_at_every_call(folder, TRYING, uninterrupted)]
+
+    assert {call for call in outcomes[-1].calls if call.endswith(".probe")} == {
+        "open .probe",
+        "unlink .probe",
+    }
 
 
 def test_a_kill_while_a_start_removes_debris_leaves_a_run_that_the_next_start_tidies(
@@ -276,15 +360,14 @@ def _fail(patch: pytest.MonkeyPatch, name: str, number: int, code: int = errno.E
     call, calls, failed = getattr(os, name), itertools.count(1), []
 
     def failing(*args: Any, **kwargs: Any) -> Any:
-        reads = name == "open" and not args[1] & (os.O_CREAT | os.O_DIRECTORY)
-        if reads or next(calls) != number:
+        if _only_reads(name, args) or next(calls) != number:
             return call(*args, **kwargs)
         failed.append(args[0])
         if name == "close":
             call(*args)
         raise OSError(code, os.strerror(code))
 
-    patch.setattr(os, name, failing)
+    _set(patch, name, failing)
     return failed
 
 
@@ -300,7 +383,7 @@ def _told(training: Training, state: RunState) -> str:
     return "warned" if warned else "fine"
 
 
-@pytest.mark.parametrize("name", [name for name in CALLS if name != "ftruncate"])
+@pytest.mark.parametrize("name", [name for name in CALLS if name not in ("ftruncate", *HARMLESS)])
 def test_a_disk_call_that_fails_is_told_and_harms_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterrupted: list[bytes], name: str
 ) -> None:
@@ -320,6 +403,37 @@ def test_a_disk_call_that_fails_is_told_and_harms_no_checkpoint(
     assert len(told) > 1
     # Until the checkpoint is durable it is an error, and only from then on a warning.
     assert told == sorted(told, key=["raised", "warned", "fine"].index)
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_a_disk_call_that_a_save_can_do_without_fails_and_nothing_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterrupted: list[bytes], name: str
+) -> None:
+    folder = _prepare(tmp_path, 2)
+    for number in itertools.count(1):
+        run_dir = _copy(folder, f"failed-{number}")
+        training, state = _load(run_dir)
+        with monkeypatch.context() as patch:
+            failed = _fail(patch, name, number)
+            assert _told(training, state) == "fine"
+        state.close()
+        _assert_goes_on(run_dir, 3, uninterrupted)
+        if not failed:
+            break
+    assert number > 1
+
+
+def test_what_is_not_trained_is_one_file_in_all_checkpoints_and_pruning_leaves_it_whole(
+    tmp_path: Path, uninterrupted: list[bytes]
+) -> None:
+    folder = _prepare(tmp_path, 2) / "exp"
+    (newest, best) = sorted((folder / "checkpoints").glob("*/model-frozen.safetensors"))
+    assert newest.stat().st_ino == best.stat().st_ino
+
+    _assert_goes_on(folder, 2, uninterrupted)
+
+    assert not newest.exists() or not best.exists()
+    assert len({path.stat().st_ino for path in (folder / "checkpoints").glob("*/model-frozen*")}) == 1
 
 
 def _told_of_start(run_dir: Path) -> str:

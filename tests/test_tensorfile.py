@@ -23,7 +23,7 @@ STORED = list(tensorfile.DTYPES)
 
 def content(tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, str] | None = None) -> bytearray:
     """Return the bytes of a file of ours."""
-    return bytearray().join(tensorfile.to_safetensors(tensors, aliases or {}))
+    return tensorfile.to_safetensors(tensors, aliases or {})
 
 
 def read(data: bytes) -> dict[str, torch.Tensor]:
@@ -145,11 +145,50 @@ def test_every_tensor_begins_at_a_multiple_of_its_element() -> None:
     assert all(header[str(d)]["data_offsets"][0] % d.itemsize == 0 for d in STORED)
 
 
-def test_writing_copies_no_tensor() -> None:
+@pytest.mark.parametrize("dtype", [*STORED, torch.complex128, *PACKED_DTYPES], ids=str)
+def test_what_is_copied_into_the_views_of_a_layout_is_the_file(dtype: torch.dtype) -> None:
+    tensors = samples(dtype)
+    planned = tensorfile.layout(tensors, {"tied": "matrix"})
+    memory = torch.zeros(planned.size, dtype=torch.uint8)
+    memory.numpy()[: len(planned.header)] = bytearray(planned.header)
+
+    views = planned.views(memory)
+    for slot, view in zip(planned.slots, views, strict=True):
+        view.copy_(tensors[slot.name])
+
+    assert memory.numpy().tobytes() == content(tensors, {"tied": "matrix"})
+    assert equal({slot.name: view for slot, view in zip(planned.slots, views, strict=True)}, tensors)
+    assert all(view.data_ptr() == memory.data_ptr() + slot.begin for slot, view in filled(planned, views))
+
+
+def filled(
+    planned: tensorfile.Layout, views: list[torch.Tensor]
+) -> list[tuple[tensorfile.Slot, torch.Tensor]]:
+    """Return the slots that have bytes, with their views."""
+    return [(slot, view) for slot, view in zip(planned.slots, views, strict=True) if view.numel()]
+
+
+def test_a_layout_is_the_same_for_other_values_and_another_for_another_shape_or_name() -> None:
+    one = tensorfile.layout({"a": torch.zeros(2), "b": torch.zeros(3)}, {})
+    assert tensorfile.layout({"a": torch.ones(2), "b": torch.ones(3)}, {}) == one
+    for other in (
+        tensorfile.layout({"a": torch.zeros(1, 2), "b": torch.zeros(3)}, {}),
+        tensorfile.layout({"a": torch.zeros(2).int(), "b": torch.zeros(3)}, {}),
+        tensorfile.layout({"a": torch.zeros(2), "c": torch.zeros(3)}, {}),
+        tensorfile.layout({"a": torch.zeros(2), "b": torch.zeros(3)}, {"c": "a"}),
+    ):
+        assert other != one
+
+
+def test_what_was_written_does_not_follow_the_tensor() -> None:
     tensor = torch.zeros(4)
-    _, piece = tensorfile.to_safetensors({"weight": tensor}, {})
+    data = content({"weight": tensor})
     tensor.fill_(1)
-    assert bytes(piece) == np.ones(4, np.float32).tobytes()
+    assert data.endswith(bytes(16))
+
+
+def test_the_parameters_of_a_model_are_written_as_what_they_hold() -> None:
+    assert content({"weight": nn.Parameter(torch.ones(2))}) == content({"weight": torch.ones(2)})
 
 
 def test_reading_copies_no_tensor() -> None:
@@ -157,6 +196,71 @@ def test_reading_copies_no_tensor() -> None:
     found = tensorfile.from_safetensors(memoryview(data))["weight"]
     found.fill_(1)
     assert data.endswith(np.ones(4, np.float32).tobytes())
+
+
+def test_the_tensors_of_a_row_share_its_memory_and_end_where_their_own_bytes_do() -> None:
+    tensors = {
+        "wide": torch.arange(4.0).reshape(2, 2),
+        "scalar": torch.tensor(7.0),
+        "none": torch.zeros(0, 3),
+        "whole": torch.arange(3, dtype=torch.int32),
+        "mask": torch.tensor([True, False]),
+        "last": torch.zeros(2, 0, dtype=torch.bool),
+        "bytes": torch.arange(3, dtype=torch.uint8),
+    }
+    planned, data = tensorfile.layout(tensors, {}), content(tensors)
+    slots = [slot for slot in planned.slots if slot.name != "wide"]
+
+    row = tensorfile.from_row(memoryview(data)[slots[0].begin :], slots)
+
+    found = {slot.name: tensor for slot, tensor in zip(slots, row, strict=True)}
+    assert equal(found, {name: tensor for name, tensor in tensors.items() if name != "wide"})
+    found["whole"].fill_(-1)
+    assert equal(read(data), {**tensors, "whole": torch.full((3,), -1, dtype=torch.int32)})
+
+
+def test_a_row_of_nothing_is_nothing() -> None:
+    assert tensorfile.from_row(memoryview(b""), []) == []
+
+
+def test_where_the_tensors_lie_can_be_told_by_the_header_alone() -> None:
+    tensors = samples(torch.float64) | {"mask": torch.ones(3, dtype=torch.bool)}
+    data = content(tensors, {"tied": "matrix"})
+    start = tensorfile.header_size(data[:8], len(data))
+
+    slots = tensorfile.read_header(memoryview(data)[:start], len(data))
+
+    assert slots == [*tensorfile.layout(tensors, {"tied": "matrix"}).slots]
+    assert {slot.name: slot[1:3] for slot in slots} == {n: (t.dtype, t.shape) for n, t in tensors.items()}
+    for slot in slots:
+        assert data[slot.begin : slot.end] == bytes(tensorfile.as_bytes(tensors[slot.name]))
+
+
+@pytest.mark.parametrize("length", range(8))
+def test_a_header_whose_size_is_cut_off_has_none(length: int) -> None:
+    with pytest.raises(ValueError, match="the header is longer than the file"):
+        tensorfile.header_size(bytes(8)[:length], 100)
+
+
+@pytest.mark.parametrize(("claimed", "size"), [(93, 100), (2**64 - 1, 100), (1, 8), (2**63, 2**62)])
+def test_a_header_is_never_larger_than_its_file(claimed: int, size: int) -> None:
+    with pytest.raises(ValueError, match="the header is longer than the file"):
+        tensorfile.header_size(struct.pack("<Q", claimed) + b"{}", size)
+    assert tensorfile.header_size(struct.pack("<Q", size - 8), size) == size
+
+
+@pytest.mark.parametrize("size", [0, 7, 9, 2**62])
+def test_a_file_of_another_size_than_its_header_says_is_refused(size: int) -> None:
+    header = made({"a": entry()})
+    assert tensorfile.read_header(header, len(header) + 8)
+    with pytest.raises(ValueError, match=r"does not begin where|belong to no tensor"):
+        tensorfile.read_header(header, len(header) + size)
+
+
+def test_a_tensor_of_a_slot_is_made_where_it_is_wanted() -> None:
+    slot = tensorfile.Slot("a", torch.int16, (2, 3), 0, 12)
+    assert (tensorfile.empty(slot).shape, tensorfile.empty(slot).dtype) == ((2, 3), torch.int16)
+    assert tensorfile.empty(slot, torch.device("meta")).is_meta
 
 
 @pytest.mark.parametrize("spaces", range(8))
