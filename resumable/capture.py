@@ -321,6 +321,7 @@ class Capture:
                 yield from _told(part, Saved(trees, name), built)
 
     @no_garbage_collection()
+    @torch.inference_mode(False)  # (what is made there cannot be trained on)
     def restore(
         self,
         reading: Reading,
@@ -347,6 +348,7 @@ class Capture:
         # Its code may look at the weights, and it may refuse: so they have to be there, and a way back too.
         is_early = any(not part.is_torchs_own() for part in chosen)
         states = self._read_generators()
+        held = [part.hold() for part in chosen if isinstance(part, OptimizerPart)]
         before = _copied(self._encoded(users), reading, is_early)
         _write_generators(states)
         try:
@@ -356,6 +358,8 @@ class Capture:
                 _restore(part, trees, unfit.get(part.name, set()), code_wins.get(part.name, set()))
             self._set_last_lr(code_wins)
         except BaseException:
+            for put_back in held:
+                put_back()
             for part in users:
                 # One that refuses even its own state must not keep the others from theirs.
                 with contextlib.suppress(StateMismatch):

@@ -122,6 +122,20 @@ class OptimizerPart(Part):
             if name not in kept:
                 parameter.grad = None
 
+    def hold(self) -> Callable[[], None]:
+        """Return what puts back the gradients, and which settings there are, as they are now."""
+        groups = [(group, {*group}) for group in self.live.param_groups]
+        gradients = [(p, p.grad) for group, _ in groups for p in group["params"]]
+
+        def put_back() -> None:
+            for group, (_, keys) in zip(self.live.param_groups, groups, strict=True):
+                for key in group.keys() - keys:
+                    del group[key]
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+
+        return put_back
+
     def differences(self, saved: Saved, built: Mapping[str, Any]) -> Iterator[Difference]:
         """Yield the parameters that are in another group, or in none."""
         tree, loose = saved.view(self.stem), self._loose()

@@ -192,6 +192,7 @@ class RunState:
         print(self._resumed_line("resumed", chosen, time.perf_counter() - started), flush=True)
 
     @no_garbage_collection()
+    @torch.inference_mode(False)
     def _read(self, found: Checkpoint) -> Reading:
         if found.about.world_size != 1:
             raise Unsupported(
@@ -352,7 +353,8 @@ class RunState:
         self._warn_of_no_goal(values)
         # What the last one saw is in the memory that this one takes.
         self._after_save = None
-        with no_garbage_collection():
+        # (save() may be called where a model is evaluated)
+        with no_garbage_collection(), torch.inference_mode(False):
             trees, parts = self._capture.collect()
             taken = self._image.take(codec.to_groups(trees))
         about = self._describe(values, parts)

@@ -237,6 +237,26 @@ def test_a_checkpoint_whose_content_cannot_be_read_is_named_and_an_older_one_is_
     assert torch.equal(training.weight, weight_after(5))
 
 
+def test_a_run_that_is_saved_and_restored_where_nothing_is_trained_can_be_trained_on(run_dir: Path) -> None:
+    for _ in range(2):
+        model = nn.Linear(20, 20)
+        optimizer = torch.optim.Adam(model.parameters())
+        with torch.inference_mode():
+            state = RunState.load(run_dir, model=model, optimizer=optimizer)
+        for _ in range(2):
+            model(torch.ones(1, 20)).sum().backward()
+            optimizer.step()
+            with torch.inference_mode():
+                state.save().wait()
+            state.save().wait()
+            expected = model.weight.detach().clone()
+            with torch.inference_mode():
+                state.restore("newest")
+
+            assert torch.equal(model.weight, expected)
+        state.close()
+
+
 # Numbers and branches.
 
 
