@@ -1,0 +1,125 @@
+"""The raw limit: the best of several ways to write, read and copy the same bytes, in the same process."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from .files import CHUNK, flush, warm
+
+RWF_DONTCACHE = 0x80
+SYNC_FILE_RANGE_WRITE = 2
+_sync_file_range = ctypes.CDLL(None, use_errno=True).sync_file_range
+
+
+class Limits:
+    """So many bytes, and a file for them; each way is a function that returns its seconds."""
+
+    def __init__(self, size: int, folder: Path, device: str) -> None:
+        folder.mkdir(parents=True)
+        self.path, self.size, self.device = folder / "raw", size, device
+        # Whole chunks, page-aligned, as O_DIRECT asks; touched, as a buffer that is used again is.
+        self._map = mmap.mmap(-1, -(-size // CHUNK) * CHUNK)
+        self._bytes = memoryview(self._map)
+        self._tensor = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._tensor.random_()
+        self.ways: dict[str, Callable[[], float]] = {
+            "write: buffered": partial(self._write, _buffered),
+            "write: paced": partial(self._write, _paced),
+            "write: uncached": partial(self._write, _uncached),
+            "write: O_DIRECT": partial(self._write, _direct, os.O_DIRECT),
+            "write: O_DIRECT, 4 threads": partial(self._write, partial(_direct, threads=4), os.O_DIRECT),
+            "read: 1 thread": partial(self._read, 1),
+            "read: 2 threads": partial(self._read, 2),
+            "read: 4 threads": partial(self._read, 4),
+            "copy: in memory": self._copy,
+        }
+        if device == "cuda":
+            self.ways["copy: from the GPU"] = partial(self._copy_over, to_device=False)
+            self.ways["copy: to the GPU"] = partial(self._copy_over, to_device=True)
+
+    def _write(self, way: Callable[[int, memoryview], None], flags: int = 0) -> float:
+        self.path.unlink(missing_ok=True)
+        os.sync()
+        start = time.perf_counter()
+        descriptor = os.open(self.path, os.O_CREAT | os.O_WRONLY | flags)
+        try:
+            os.posix_fallocate(descriptor, 0, len(self._bytes))
+            way(descriptor, self._bytes)
+            os.ftruncate(descriptor, self.size)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        flush(self.path)
+        return time.perf_counter() - start
+
+    def _read(self, threads: int) -> float:
+        if not self.path.exists():
+            self._write(_buffered)
+        warm(self.path)
+        start = time.perf_counter()
+        descriptor = os.open(self.path, os.O_RDONLY)
+
+        def read(offset: int) -> None:
+            os.preadv(descriptor, [self._bytes[offset : offset + CHUNK]], offset)
+
+        _spread(read, len(self._bytes), threads)
+        os.close(descriptor)
+        return time.perf_counter() - start
+
+    def _copy(self) -> float:
+        return _copied(torch.zeros_like(self._tensor), self._tensor)
+
+    def _copy_over(self, to_device: bool) -> float:
+        pinned = self._tensor[: self.size].pin_memory()
+        there = torch.zeros_like(pinned, device=self.device)
+        return _copied(there, pinned) if to_device else _copied(pinned, there)
+
+    def close(self) -> None:
+        """Remove the file."""
+        self.path.unlink(missing_ok=True)
+
+
+def _copied(target: torch.Tensor, source: torch.Tensor) -> float:
+    start = time.perf_counter()
+    target.copy_(source)
+    if target.is_cuda or source.is_cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def _spread(job: Callable[[int], None], size: int, threads: int) -> None:
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(job, range(0, size, CHUNK)))
+
+
+def _buffered(descriptor: int, data: memoryview) -> None:
+    for offset in range(0, len(data), CHUNK):
+        os.pwrite(descriptor, data[offset : offset + CHUNK], offset)
+
+
+def _paced(descriptor: int, data: memoryview) -> None:
+    for offset in range(0, len(data), CHUNK):
+        os.pwrite(descriptor, data[offset : offset + CHUNK], offset)
+        position, length = ctypes.c_int64(offset), ctypes.c_int64(CHUNK)
+        _sync_file_range(descriptor, position, length, SYNC_FILE_RANGE_WRITE)
+
+
+def _uncached(descriptor: int, data: memoryview) -> None:
+    for offset in range(0, len(data), CHUNK):
+        os.pwritev(descriptor, [data[offset : offset + CHUNK]], offset, RWF_DONTCACHE)
+
+
+def _direct(descriptor: int, data: memoryview, threads: int = 1) -> None:
+    def write(offset: int) -> None:
+        os.pwrite(descriptor, data[offset : offset + CHUNK], offset)
+
+    _spread(write, len(data), threads)

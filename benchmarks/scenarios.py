@@ -1,0 +1,200 @@
+"""The scenarios: which training, which contenders, how often; each adds its figures to the result."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from . import alone, listing, measures
+from .apart import SMALL, SmallApart
+from .contenders import CONTENDERS, Contender, missing
+from .limits import Limits
+from .rounds import Figures, Values, in_turns, reason_of, tell
+from .training import Training, bytes_of, gpt, layers, tensors_of
+
+ALL = "everything"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How much is measured."""
+
+    size: float
+    """Megabytes of weights and moments."""
+    device: str
+    rounds: int
+    budget: float
+    """Seconds after which a contender is not repeated in a scenario."""
+    small: int
+    """How many small tensors."""
+    checkpoints: int
+    """How many checkpoints in a run."""
+    contenders: tuple[str, ...]
+
+
+@dataclass
+class Result:
+    """What was measured, as it is stored."""
+
+    settings: dict[str, Any]
+    machine: dict[str, str] = field(default_factory=dict)
+    state: dict[str, float] = field(default_factory=dict)
+    contenders: dict[str, Values] = field(default_factory=dict)
+    limits: dict[str, list[float]] = field(default_factory=dict)
+    listing: Values = field(default_factory=dict)
+    errors: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Of each contender, what could not be measured and why."""
+    seconds: float = 0.0
+
+    def add(self, values: Mapping[str, Values]) -> None:
+        """Add what the contenders' rounds gave."""
+        for name, columns in values.items():
+            self.contenders.setdefault(name, {}).update(columns)
+
+
+def measure(settings: Settings, folder: Path) -> Result:
+    """Measure everything."""
+    result = Result({**asdict(settings), "contenders": list(settings.contenders)})
+    for name in settings.contenders:
+        if reason := missing(name):
+            result.errors[name] = {ALL: reason}
+    # First, while this process is small: what it holds would be in the way of the others.
+    _alone(settings, folder, result)
+    for scenario in (_big, _frozen, _small, _listing):
+        scenario(settings, folder, result)
+    return result
+
+
+def _names(result: Result) -> list[str]:
+    # What fails or hangs in a process of its own must not do it among the others.
+    return [name for name in result.settings["contenders"] if ALL not in result.errors.get(name, {})]
+
+
+@contextlib.contextmanager
+def _made(
+    training: Callable[[], Training], folder: Path, result: Result
+) -> Iterator[tuple[Training, dict[str, Contender]]]:
+    """Make a training and its contenders; close them and remove what they saved."""
+    made: dict[str, Contender] = {}
+    it = training()
+    for name in _names(result):
+        try:
+            made[name] = CONTENDERS[name](it.parts, folder / name, it.device)
+        except Exception as exc:
+            result.errors.setdefault(name, {})[folder.name] = reason_of(exc)
+    try:
+        yield it, made
+    finally:
+        for contender in made.values():
+            with contextlib.suppress(Exception):
+                contender.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _turn(
+    measured: Callable[..., Figures], training: Training, contender: Contender, numbered: bool = False
+) -> Callable[[int], Figures]:
+    """Return what `in_turns` calls with the number of the round."""
+
+    def turn(number: int) -> Figures:
+        try:
+            return measured(training, contender, **({"number": number} if numbered else {}))
+        except Exception:
+            # It holds what the others need: files open by the ten thousand, a hook on the optimizer.
+            with contextlib.suppress(Exception):
+                contender.close()
+            raise
+
+    return turn
+
+
+def _alone(settings: Settings, folder: Path, result: Result) -> None:
+    for name in _names(result):
+        tell(f"in a process of its own: {name}")
+        place = folder / "alone" / name
+        try:
+            figures = alone.measure(name, settings.size, settings.device, place, limit=600.0)
+            result.add({name: {column: [value] for column, value in figures.items()}})
+        except Exception as exc:
+            result.errors[name] = {ALL: reason_of(exc)}
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
+
+
+def _big(settings: Settings, folder: Path, result: Result) -> None:
+    make = partial(gpt, settings.size, settings.device)
+    with _made(make, folder / "big", result) as (training, contenders):
+        size = bytes_of(training.parts)
+        result.state = {
+            "bytes": size,
+            "tensors": len(tensors_of(training.parts)),
+            "step_seconds": training.step_seconds,
+        }
+        limits = Limits(size, folder / "limits", settings.device)
+        turn = partial(in_turns, rounds=settings.rounds, budget=settings.budget)
+        jobs = {name: _turn(measures.save_and_load, training, c) for name, c in contenders.items()}
+        ways = {name: lambda number, w=way: {"seconds": w()} for name, way in limits.ways.items()}
+        taken = turn("save and load", jobs | ways, errors=result.errors)
+        limits.close()
+        result.limits = {name: taken.pop(name)["seconds"] for name in ways if name in taken}
+        result.add(taken)
+        steps = {
+            name: measures.steps_for(training, {k: statistics.median(v) for k, v in values.items()})
+            for name, values in taken.items()
+        }
+        result.add({name: {"steps": [float(count)]} for name, count in steps.items()})
+        jobs = {
+            name: _turn(partial(measures.lost, steps=count), training, contenders[name], numbered=True)
+            for name, count in steps.items()
+        }
+        result.add(turn("training time", jobs, errors=result.errors))
+        jobs = {name: _turn(measures.pause, training, contenders[name]) for name in steps}
+        result.add(turn("pauses", jobs, errors=result.errors))
+
+
+def _frozen(settings: Settings, folder: Path, result: Result) -> None:
+    megabytes = min(settings.size, 400.0)
+    whole = partial(layers, megabytes, settings.device, 10)
+    part = partial(layers, megabytes, settings.device, 1)
+    with (
+        _made(whole, folder / "whole", result) as (training, wholes),
+        _made(part, folder / "part", result) as (other, parts),
+    ):
+        jobs = {
+            name: lambda number, n=name: measures.frozen((training, wholes[n]), (other, parts[n]), number)
+            for name in wholes.keys() & parts.keys()
+        }
+        rounds = settings.rounds
+        result.add(in_turns("90 % frozen", jobs, rounds, settings.budget, result.errors))
+
+
+def _small(settings: Settings, folder: Path, result: Result) -> None:
+    for kind in SMALL:
+        where = folder / kind
+        with contextlib.ExitStack() as processes:
+            jobs = {
+                name: processes.enter_context(
+                    SmallApart(kind, name, settings.small, settings.device, where / name)
+                )
+                for name in _names(result)
+            }
+            # They take milliseconds, of which the median wants more than a few.
+            rounds = 3 * settings.rounds
+            taken = in_turns(f"{settings.small} {kind}", jobs, rounds, settings.budget / 3, result.errors)
+        shutil.rmtree(where, ignore_errors=True)
+        for values in taken.values():
+            values.pop("call")
+            for column in list(values):
+                values[f"{kind}_{column}"] = values.pop(column)
+        result.add(taken)
+
+
+def _listing(settings: Settings, folder: Path, result: Result) -> None:
+    if "resumable" in _names(result):
+        result.listing = listing.measure(settings.checkpoints, folder / "listing")
