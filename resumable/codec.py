@@ -370,7 +370,7 @@ def tensor_names(tree: Json) -> Iterator[str]:
 
 
 def tensor_facts(tree: Json) -> dict[str, dict[str, Json]]:
-    """Return what a tree's JSON says of its tensors beyond their names: dtypes, strides, devices, arrays."""
+    """Return the dtypes, strides and devices that a tree's JSON says of its tensors, by their names."""
     found: dict[str, dict[str, Json]] = {}
     waiting = [tree]
     while waiting:
@@ -382,8 +382,6 @@ def tensor_facts(tree: Json) -> dict[str, dict[str, Json]]:
                 case {"$tensor": [str(name), dict(about)]}:
                     _checked_device(about.get("device", "cpu"))
                     found[name] = about
-                case {"$ndarray": [str(name), *_]}:
-                    found[name] = {"array": True}
                 case _:
                     waiting += item.values()
     return found
@@ -586,12 +584,11 @@ class _Decoder:
         # Tied tensors stay tied.
         key = (name, device)
         if key not in self._made:
-            kind: dict[str, Any] = {"dtype": stored.dtype, "device": device}
             if "stride" in about:
-                fresh = torch.empty_strided(stored.shape, about["stride"], **kind)
+                fresh = torch.empty_strided(stored.shape, about["stride"], dtype=stored.dtype, device=device)
+                self._made[key] = fresh.copy_(stored)
             else:
-                fresh = torch.empty(stored.shape, **kind)
-            self._made[key] = fresh.copy_(stored)
+                self._made[key] = stored.to(device, copy=True)
         return self._made[key]
 
 

@@ -54,7 +54,7 @@ class Reading:
         self._folder = found.path
         self._live = live
         self._files: dict[str, _File] = {}
-        self._kept: set[str] = set()
+        self._kept: dict[str, set[str]] = {}
         records = found.about.files
         texts = {path: found.read_file(path) for path in records if not codec.is_tensor_file(path)}
         trees = codec.to_trees(texts)
@@ -64,8 +64,8 @@ class Reading:
                 tensors[path] = self._read(path, size, digest, trees.get(codec.stem_of(path)))
         self.trees: dict[str, Encoded] = codec.from_parts(trees, tensors)
         """What the checkpoint holds; a tensor that is to be filled is the live one."""
-        for tree in self.trees.values():
-            tree.kept = frozenset(tree.tensors.keys() & self._kept)
+        for stem, tree in self.trees.items():
+            tree.kept = frozenset(self._kept.get(stem, ()))
 
     def _read(self, path: str, size: int, digest: str, tree: Json) -> dict[str, Tensor]:
         file = self._files[path] = _File(path, size)
@@ -95,7 +95,7 @@ class Reading:
         )
         if again != header:
             raise disk.damaged(self._folder, f"{path} has changed while it was read")
-        self._kept |= places.large_names() | file.in_place.keys()
+        self._kept.setdefault(codec.stem_of(path), set()).update(places.large_names(), file.in_place)
         return places.tensors() | {name: tensor for name, (_, tensor) in file.in_place.items()}
 
     def written(self) -> dict[str, blocks.Written]:

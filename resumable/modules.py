@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -35,9 +35,13 @@ def _wrapper_attribute(module: nn.Module) -> str | None:
 
 def bare_name(root: nn.Module) -> Callable[[str], str]:
     """Return the function that takes the wrappers inside `root` out of a name."""
+    return _bare_name(root.named_modules(remove_duplicate=False))
+
+
+def _bare_name(walked: Iterable[tuple[str, nn.Module]]) -> Callable[[str], str]:
     wrapped = [
         f"{name}.{attribute}." if name else f"{attribute}."
-        for name, module in root.named_modules(remove_duplicate=False)
+        for name, module in walked
         if (attribute := _wrapper_attribute(module))
     ]
     # The innermost first: the prefixes of the others are then still as they were.
@@ -124,9 +128,16 @@ class ModulePart(Part):
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters by their bare names; a tied one has several."""
-        bare = bare_name(self.live)
-        named = self.live.named_parameters(remove_duplicate=False)
-        return {bare(name): parameter for name, parameter in named}
+        return dict(self._named_parameters())
+
+    def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        # In one walk: torch's own takes a new one for every question, and each takes longer than the answer.
+        walked = [*self.live.named_modules(remove_duplicate=False)]
+        bare = _bare_name(walked)
+        for path, module in walked:
+            for leaf, parameter in module._parameters.items():
+                if parameter is not None:
+                    yield bare(f"{path}.{leaf}" if path else leaf), parameter
 
     def name_in_optimizers(self, name: str) -> str:
         """Return the name under which an optimizer keeps the state of a parameter."""
@@ -140,13 +151,7 @@ class ModulePart(Part):
         return state
 
     def _frozen(self) -> list[str]:
-        bare = bare_name(self.live)
-        return [
-            bare(f"{path}.{leaf}" if path else leaf)
-            for path, module in self.live.named_modules(remove_duplicate=False)
-            for leaf, parameter in module._parameters.items()
-            if parameter is not None and not parameter.requires_grad
-        ]
+        return [name for name, parameter in self._named_parameters() if not parameter.requires_grad]
 
     def differences(self, saved: Saved, built: Mapping[str, Any]) -> Iterator[Difference]:
         """Yield the names that are missing, new, of another shape, tied or frozen otherwise."""
@@ -241,8 +246,9 @@ _HOOKS = (
 def _is_torchs_own(module: nn.Module) -> bool:
     if vars(module).keys() & {*_OWN}:
         return False
-    methods = (getattr(type(module), name) for name in _OWN)
-    return all(method.__module__.startswith("torch.nn.") for method in methods) and not any(
+    # (not __module__: functools.wraps gives a method that of the one it replaces)
+    scopes = (getattr(getattr(type(module), name), "__globals__", {}) for name in _OWN)
+    return all(scope.get("__name__", "").startswith("torch.nn.") for scope in scopes) and not any(
         getattr(module, hooks, None) for hooks in _HOOKS
     )
 

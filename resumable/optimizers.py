@@ -55,7 +55,9 @@ class OptimizerPart(Part):
 
     def names(self) -> list[list[str]]:
         """Return the names of the parameters of each group."""
-        known = self._names_in_models()
+        return self._names(self._names_in_models())
+
+    def _names(self, known: Mapping[int, str]) -> list[list[str]]:
         return [
             [
                 known.get(id(parameter)) or _own_name(group, number, index)
@@ -71,17 +73,19 @@ class OptimizerPart(Part):
                 known.setdefault(id(parameter), part.name_in_optimizers(name))
         return known
 
-    def _parameters(self) -> dict[str, Tensor]:
+    def _parameters(self, names_of_groups: Sequence[Sequence[str]] | None = None) -> dict[str, Tensor]:
+        named = self.names() if names_of_groups is None else names_of_groups
         return {
             name: parameter
-            for group, names in zip(self.live.param_groups, self.names(), strict=True)
+            for group, names in zip(self.live.param_groups, named, strict=True)
             for name, parameter in zip(names, group["params"], strict=True)
         }
 
-    def _loose(self) -> dict[str, Tensor]:
+    def _loose(self, known: Mapping[int, str] | None = None) -> dict[str, Tensor]:
         # Trained, but in no model that we were given (a temperature, a latent): nobody else would save it.
-        known = self._names_in_models()
-        return {name: value for name, value in self._parameters().items() if id(value) not in known}
+        known = self._names_in_models() if known is None else known
+        parameters = self._parameters(self._names(known))
+        return {name: value for name, value in parameters.items() if id(value) not in known}
 
     def collect(self) -> dict[str, Any]:
         """Return the groups by names, and the state by what it is (exp_avg) and then by names."""
@@ -90,8 +94,9 @@ class OptimizerPart(Part):
         state_by_key: dict[str, dict[str, Any]] = {}
         on_host = set()
         others = dict(state["state"])
+        known = self._names_in_models()
         for group, live, names in zip(
-            state["param_groups"], self.live.param_groups, self.names(), strict=True
+            state["param_groups"], self.live.param_groups, self._names(known), strict=True
         ):
             groups.append({"params": names} | {k: v for k, v in group.items() if k not in _NAMES})
             for index, parameter, name in zip(group["params"], live["params"], names, strict=True):
@@ -107,7 +112,7 @@ class OptimizerPart(Part):
                 "others": others,
                 "rest": rest,
                 "on_host": sorted(on_host),
-                "loose": self._loose(),
+                "loose": self._loose(known),
                 "gradients": self._gradients() if self.is_accumulating() else {},
             }
         }
@@ -138,13 +143,14 @@ class OptimizerPart(Part):
 
     def differences(self, saved: Saved, built: Mapping[str, Any]) -> Iterator[Difference]:
         """Yield the parameters that are in another group, or in none."""
-        tree, loose = saved.view(self.stem), self._loose()
+        known = self._names_in_models()
+        tree, loose = saved.view(self.stem), self._loose(known)
         for name in tree["loose"].keys() & loose.keys():
             was, is_now = shape(tree["loose"][name]), shape(loose[name])
             if was != is_now:
                 yield Difference(self.name, name, f"{was} in the checkpoint, {is_now} in the code")
         then = [group["params"] for group in tree["groups"]]
-        now = self.names()
+        now = self._names(known)
         if len(then) != len(now):
             # Under the name "": such a change has no halves.
             text = f"{len(then)} parameter groups in the checkpoint, {len(now)} in the code"
@@ -160,7 +166,9 @@ class OptimizerPart(Part):
 
     def restore(self, saved: Saved, unfit: AbstractSet[str], code_wins: AbstractSet[str]) -> None:
         """Load the state by name, each tensor with its own dtype and layout."""
-        named, parameters = self.names(), self._parameters()
+        known = self._names_in_models()
+        named = self._names(known)
+        parameters = self._parameters(named)
         tree = saved.copy(self.stem, self._placer(saved.view(self.stem)["on_host"], parameters))
         was = self.live.param_groups
         now = self.live.state_dict()
@@ -185,7 +193,7 @@ class OptimizerPart(Part):
         finally:
             _keep_identity(was, self.live.param_groups)
         with torch.no_grad():
-            for name in tree["loose"].keys() & self._loose().keys() - unfit:
+            for name in tree["loose"].keys() & self._loose(known).keys() - unfit:
                 parameters[name].copy_(tree["loose"][name])
         for name in tree["gradients"].keys() & parameters.keys() - unfit:
             parameters[name].grad = _grad_in(tree["gradients"][name]).to(parameters[name].device)
