@@ -219,10 +219,15 @@ def _begin_flush(fd: int, at: int, size: int) -> None:
 _WAYS: tuple[Way, ...] = ("paced", "direct", "plain") if hasattr(os, "O_DIRECT") else ("paced", "plain")
 
 
-def fastest_way(folder: Path, scratch: memoryview) -> Way:
-    """Return how this disk takes large files fastest; `scratch` (page-aligned) is written to try it."""
+def fastest_way(folder: Path, scratch: memoryview, is_wanted: Callable[[], bool] = lambda: True) -> Way:
+    """Return how this disk takes large files fastest; `scratch` (page-aligned) is written to try it.
+
+    When it is not wanted any more, what is known by then has to do.
+    """
     taken: dict[Way, float] = {}
     for way in _WAYS * 2:
+        if not is_wanted():
+            break
         probe = folder / f".probe-{secrets.token_hex(4)}"
         try:
             start = time.perf_counter()

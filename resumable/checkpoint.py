@@ -87,13 +87,13 @@ def commit(
         disk.write(stage / manifest.NAME, manifest.to_json(about))
         disk.flush_folder(stage)
         disk.publish(stage, target)
-    except OSError as exc:
+    except BaseException as exc:
         # The first error is the one to report. What stays is debris; the next start removes it.
         with contextlib.suppress(OSError):
             remove(stage)
-        if isinstance(exc, SaveFailed):
-            raise
-        raise _save_failed(folder, about, exc) from exc
+        if isinstance(exc, OSError) and not isinstance(exc, SaveFailed):
+            raise _save_failed(folder, about, exc) from exc
+        raise
     return Checkpoint(target, about), {file: w._replace(path=target / file) for file, w in written.items()}
 
 

@@ -81,20 +81,26 @@ class Image:
         self._memory: HostMemory | None = None
         self._owner = os.getpid()
         self._reserving: threading.Thread | None = None
+        self._is_reserved = threading.Event()
         self._last: Taken | None = None
 
     def reserve(self, size: int, then: Callable[[memoryview], None]) -> None:
         """Get memory for an image of about so many bytes in the background, and lend `then` some of it."""
         self.settle()
         if self._memory is None or self._memory.size < size:
+            self._is_reserved.clear()
             self._reserving = threading.Thread(target=self._reserve, args=(size, then), daemon=True)
             self._reserving.start()
 
     def _reserve(self, size: int, then: Callable[[memoryview], None]) -> None:
         yield_to_training()
-        self._allocate(size)
-        assert self._memory
-        then(self._memory.bytes[:_LENT])
+        try:
+            self._allocate(size)
+            assert self._memory
+            lent = self._memory.bytes[:_LENT]
+        finally:
+            self._is_reserved.set()
+        then(lent)
 
     def settle(self) -> None:
         """Wait until nothing is at work in the background."""
@@ -103,8 +109,7 @@ class Image:
             self._owner, self._memory, self._files = os.getpid(), None, {}
             self._reserving = self._last = None
         if self._reserving:
-            self._reserving.join()
-            self._reserving = None
+            self._is_reserved.wait()
         # It may still be copied although its save has failed, and into the memory of the next one.
         if self._last and self._last.has_failed():
             self._forget_what_is_there()
@@ -130,6 +135,8 @@ class Image:
     def close(self) -> None:
         """Let go of the memory and of the optimizers; what was taken stays until nobody needs it."""
         self.settle()
+        if self._reserving:
+            self._reserving.join()
         self._files = {}
         self._release()
         self._fence.remove()

@@ -385,7 +385,8 @@ class RunState:
 
     def _try_disk(self, scratch: memoryview) -> None:
         if self.run.path.is_dir():
-            self._way = blocks.fastest_way(self.run.path, scratch)
+            # (a save has more use for the disk)
+            self._way = blocks.fastest_way(self.run.path, scratch, lambda: not self._number)
 
     def _describe(self, metrics: Mapping[str, float], parts: Mapping[str, Json]) -> Manifest:
         assert self.run_id is not None

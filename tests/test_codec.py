@@ -377,6 +377,40 @@ def test_the_names_of_tensors_are_found_in_the_json() -> None:
     dense = torch.ones(2, 2).t()
     encoded = codec.encode({"one": torch.ones(1), "two": [np.ones(2), {1: dense}], "text": ["$tensor", 1]})
     assert list(codec.tensor_names(encoded.json)) == list(encoded.tensors) == ["one", "two.0", "two.1.1"]
+    assert [*codec.tensor_names("$tensor"), *codec.tensor_names({"a": 1, "b": [None]})] == []
+
+
+def test_what_the_json_says_of_its_tensors_is_found_by_their_names() -> None:
+    tree = {
+        "plain": torch.ones(1),
+        "laid out": [torch.ones(2, 3).t(), 1, None, "text"],
+        "wide": {1: torch.ones(2, dtype=torch.complex128)},
+    }
+    assert codec.tensor_facts(codec.encode(tree).json) == {
+        "laid out.0": {"stride": [1, 3]},
+        "wide.1": {"dtype": "complex128"},
+    }
+    assert codec.tensor_facts({"$tensor": ["a", {"device": "cuda:1"}]}) == {"a": {"device": "cuda:1"}}
+
+
+@pytest.mark.parametrize(
+    "tree", [None, 1, "$tensor", [], {}, {"$tensor": "a"}, {"$tensor": [[], {}]}, [{"$ndarray": []}]]
+)
+def test_of_what_is_no_tensor_there_is_nothing_to_say(tree: Any) -> None:
+    assert codec.tensor_facts(tree) == {}
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:300", "", "nowhere:1"])
+def test_a_device_that_cannot_be_one_is_a_value_error(device: str) -> None:
+    with pytest.raises(ValueError, match="is not a device"):
+        codec.tensor_facts([{"$tensor": ["a", {"device": device}]}])
+
+
+def test_tensors_that_are_kept_are_handed_over_as_they_are_and_the_others_copied() -> None:
+    encoded = codec.encode({"a": torch.ones(2), "b": torch.ones(2), "c": torch.ones(2, 3).t()})
+    for place, is_kept in ((PLACES[1], True), (lambda path, device: torch.device("meta"), False)):
+        found = codec.decode(encoded.json, encoded.tensors, place, {"a", "c"})
+        assert [found[name] is encoded.tensors[name] for name in "abc"] == [is_kept, False, False]
 
 
 def test_a_factory_still_works_after_the_trip() -> None:
@@ -807,7 +841,8 @@ class Remembering:
 
     def __init__(self) -> None:
         self.memo: codec.Memo = {}
-        self.last: codec.Encoded | None = None
+        # (the tensors of the last one may have another shape by now)
+        self.layouts: dict[Any, list[tensorfile.Layout]] = {}
 
     def encode(self, tree: Any, frozen: Callable[[str], bool] = lambda name: False) -> codec.Encoded:
         plain, found = codec.encode(tree), codec.encode(tree, memo=self.memo)
@@ -816,9 +851,7 @@ class Remembering:
         assert full_picture(found) == full_picture(plain)
         assert layouts(found) == layouts(plain)
         assert codec.encode(tree).key == plain.key
-        if self.last and self.last.key == found.key and self.last.frozen == found.frozen:
-            assert layouts(found) == layouts(self.last)
-        self.last = found
+        assert self.layouts.setdefault((found.key, found.frozen), layouts(found)) == layouts(found)
         return found
 
 
@@ -858,6 +891,9 @@ class Changing:
 
     def another_shape(self) -> None:
         self.group[self.key].data = torch.ones(3, 2, dtype=self.group[self.key].dtype)
+
+    def shorter_in_place(self) -> None:
+        self.group[self.key].data = self.group[self.key].data[:1]
 
     def flat_in_place(self) -> None:
         self.group[self.key].data = self.group[self.key].data.reshape(-1)
@@ -993,6 +1029,28 @@ def test_any_trees_are_encoded_with_a_memo_as_without_one(drawn: list[Any]) -> N
         plain, found = codec.encode({"value": tree}), codec.encode({"value": tree}, memo=memo)
         assert full_picture(found) == full_picture(plain)
         assert picture(codec.decode(found.json, found.tensors)) == picture({"value": tree})
+
+
+def test_a_key_tells_names_dtypes_shapes_devices_and_ties_and_nothing_else() -> None:
+    weight = torch.ones(4)
+    trees: list[dict[str, torch.Tensor]] = [
+        {"a": weight, "b": torch.ones(1)},
+        {"a": weight, "c": torch.ones(1)},
+        {"a": weight, "b": weight},
+        {"a": weight.int(), "b": torch.ones(1)},
+        {"a": weight.reshape(2, 2), "b": torch.ones(1)},
+        {"a": torch.ones(3), "b": torch.ones(1)},
+    ]
+    assert len({codec.encode(tree).key for tree in trees}) == len(trees)
+    assert codec.encode(trees[0]).key == codec.encode({"a": torch.zeros(4), "b": torch.zeros(1)}).key
+
+
+def test_two_dicts_that_were_alone_with_a_tensor_are_tied_when_they_meet() -> None:
+    one, other = {"a": torch.ones(2)}, {"b": torch.ones(3)}
+    other["a"] = one["a"]
+    remembering = Remembering()
+    for tree in ({"g": one}, {"h": other}, {"g": one, "h": other}, {"h": other, "g": one}, {"g": one}):
+        remembering.encode(tree)
 
 
 def test_a_tree_that_stays_keeps_its_key_and_is_not_looked_at_tensor_by_tensor() -> None:

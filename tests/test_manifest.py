@@ -156,6 +156,7 @@ NAMES = (
     "manifest.json|../state.json|/etc/passwd.json|ranks/../state.json|./state.json|state.json/|state.json\n"
     "|\nstate.json|state.json\0|ranks\\00000.json|ranks//00000.json|ranks/0.json|ranks/000000.json"
     "|ranks/00000.json/x.json|Ranks/00000.json|ranks/\u0660\u0660\u0660\u0660\u0660.json|.|..|json|.json|state"
+    "|-frozen.json|model-.json|model-frozen|model-frozen-frozen.json|ranks/00000-frozen.safetensors|a-b.json"
     "|state.pkl|state.JSON|C:state.json|~/state.json|state.json:x.json|%2e%2e/state.json|\u017ftate.json|"
 )
 
@@ -164,6 +165,12 @@ NAMES = (
 def test_no_file_name_leads_out_of_the_folder(name: str) -> None:
     with pytest.raises(ValueError, match="cannot be the name of a file"):
         manifest.from_json(manifest.seal({**BODY, "files": {name: FILE}}))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model-frozen.safetensors", "ranks/00000.safetensors"])
+def test_a_file_is_named_by_what_it_holds_and_whether_that_is_trained(name: str) -> None:
+    text = manifest.seal({**BODY, "files": {name: FILE}})
+    assert manifest.from_json(text).files == {name: FileRecord(1, "a")}
 
 
 def test_a_manifest_nested_without_a_bottom_is_refused() -> None:

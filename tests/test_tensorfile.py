@@ -329,6 +329,9 @@ HOSTILE = {
     "as many dimensions as nobody has": made({"a": entry(shape=[2] + [1] * 64)}, EIGHT),
     "a shape that overflows to 2": made({"a": entry(shape=[2**63 + 1, 2])}, EIGHT),
     "nothing times 2**63": made({"a": empty(0, 2**63)}),
+    "nothing times 2**63 after something": made(
+        {"a": entry(), "b": entry(shape=[0, 2**63], data_offsets=[8, 8])}, EIGHT
+    ),
     "nothing times 2**64": made({"a": empty(2**64, 0)}),
     "nothing times 2**93": made({"a": empty(0, 2**31, 2**31, 2**31)}),
     "nothing times 2**124": made({"a": empty(2**62, 2**62, 0)}),

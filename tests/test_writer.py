@@ -48,6 +48,17 @@ def test_a_save_knows_its_number_and_its_place_and_whether_it_is_on_its_way() ->
     assert repr(saved) == "<save 41: ended>"
 
 
+def test_a_writer_is_busy_until_its_save_has_ended() -> None:
+    writer, go = Writer(), threading.Event()
+    assert not writer.is_busy()
+
+    saved = _submit(writer, go.wait)
+    assert writer.is_busy()
+    go.set()
+    saved.wait()
+    assert not writer.is_busy()
+
+
 def test_a_second_save_begins_only_when_the_first_has_ended() -> None:
     writer, second_began, overlapped = Writer(), threading.Event(), []
 

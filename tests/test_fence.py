@@ -1,0 +1,246 @@
+"""The fence guards what only hooked steps change, and holds those steps back."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from resumable.fence import Fence
+
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a fork")
+
+
+class Own(torch.optim.SGD):
+    """A user's own optimizer, which may write wherever it likes."""
+
+
+def weights(*shapes: tuple[int, ...]) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(shape)) for shape in shapes or [(3,), (2, 2)]]
+
+
+def step(optimizer: Any, parameters: list[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+def is_guarded(fence: Fence, tensors: list[Any]) -> bool:
+    """Whether all of them are guarded; it is the same for all."""
+    guarded = fence.guarded()
+    answers = {tensor.data_ptr() in guarded for tensor in tensors}
+    assert len(answers) == 1
+    return answers.pop()
+
+
+def test_what_a_hooked_step_changes_is_guarded() -> None:
+    parameters = weights()
+    optimizer = torch.optim.Adam(parameters)
+    fence = Fence([optimizer])
+    step(optimizer, parameters)
+
+    moments = [state["exp_avg"] for state in optimizer.state.values()]
+    assert is_guarded(fence, [*parameters, *moments])
+
+
+def test_what_else_there_is_is_not_guarded() -> None:
+    parameters, others = weights(), [torch.ones(3), torch.zeros(0), nn.Parameter(torch.ones(2))]
+    optimizer = torch.optim.SGD(parameters)
+    fence = Fence([optimizer])
+    step(optimizer, parameters)
+
+    assert not is_guarded(fence, others)
+
+
+def test_nothing_is_guarded_before_a_step_has_passed() -> None:
+    parameters = weights()
+    fence = Fence([torch.optim.SGD(parameters)])
+
+    assert not is_guarded(fence, parameters)
+
+
+@pytest.mark.parametrize("is_wanted", [True, False])
+def test_nothing_is_guarded_if_no_step_has_passed_since_it_was_asked_last(is_wanted: bool) -> None:
+    parameters = weights()
+    optimizer = torch.optim.SGD(parameters)
+    fence = Fence([optimizer])
+    step(optimizer, parameters)
+    fence.guarded(is_wanted)
+
+    assert not is_guarded(fence, parameters)
+    step(optimizer, parameters)
+    assert is_guarded(fence, parameters)
+
+
+def test_a_step_without_the_hook_is_no_step() -> None:
+    parameters = weights()
+    optimizer = torch.optim.SGD(parameters)
+    fence = Fence([optimizer])
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    torch.optim.SGD.step.__wrapped__(optimizer)
+
+    assert not is_guarded(fence, parameters)
+
+
+def test_a_users_own_optimizer_is_not_trusted() -> None:
+    parameters = weights()
+    optimizer = Own(parameters)
+    fence = Fence([optimizer])
+    step(optimizer, parameters)
+
+    assert not is_guarded(fence, parameters)
+
+
+@pytest.mark.parametrize("method", ["train", "eval"])
+def test_an_optimizer_that_switches_its_parameters_is_not_trusted(method: str) -> None:
+    parameters = weights()
+    optimizer = torch.optim.SGD(parameters)
+    setattr(optimizer, method, lambda: None)
+    fence = Fence([optimizer])
+    step(optimizer, parameters)
+
+    assert not is_guarded(fence, parameters)
+
+
+@pytest.mark.parametrize("kind", [Own, torch.optim.SGD])
+def test_what_is_also_anothers_who_has_not_stepped_here_is_not_guarded(kind: Any) -> None:
+    alone, shared = weights((3,)), weights((2,))
+    first, second = torch.optim.SGD([*alone, *shared]), kind(shared)
+    fence = Fence([first, second])
+    step(first, [*alone, *shared])
+
+    guarded = fence.guarded()
+    assert alone[0].data_ptr() in guarded
+    assert shared[0].data_ptr() not in guarded
+
+
+def test_what_two_hooked_optimizers_change_is_guarded() -> None:
+    shared = weights()
+    optimizers = [torch.optim.SGD(shared), torch.optim.Adam(shared)]
+    fence = Fence(optimizers)
+    for optimizer in optimizers:
+        step(optimizer, shared)
+
+    assert is_guarded(fence, shared)
+
+
+def test_a_graph_that_is_captured_ends_the_trust_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters = weights()
+    optimizer = torch.optim.SGD(parameters)
+    fence = Fence([optimizer])
+    waited: list[int] = []
+    fence.shut(lambda: waited.append(1))
+    with monkeypatch.context() as capturing:
+        capturing.setattr(torch.cuda, "is_available", lambda: True)
+        capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        step(optimizer, parameters)
+
+    assert waited == [], "waiting ends the capture"
+    assert not is_guarded(fence, parameters)
+    step(optimizer, parameters)
+    assert not is_guarded(fence, parameters)
+
+
+def test_whom_is_distrusted_once_is_never_trusted_again() -> None:
+    parameters = weights()
+    optimizer = torch.optim.SGD(parameters)
+    fence = Fence([optimizer])
+    fence.distrust()
+    for _ in range(2):
+        step(optimizer, parameters)
+        assert not is_guarded(fence, parameters)
+
+
+def test_parameters_that_are_added_later_are_guarded_too() -> None:
+    first, later = weights((3,)), weights((2,))
+    optimizer = torch.optim.SGD(first)
+    fence = Fence([optimizer])
+    optimizer.add_param_group({"params": later})
+    step(optimizer, [*first, *later])
+
+    assert is_guarded(fence, [*first, *later])
+
+
+def test_state_without_a_place_is_passed_over() -> None:
+    parameters = weights()
+    optimizer = torch.optim.SGD(parameters)
+    optimizer.state["odd"] = 3  # type: ignore[index, assignment]
+    optimizer.state[parameters[0]] = {"sparse": torch.eye(2).to_sparse(), "name": "x", "none": None}
+    fence = Fence([optimizer])
+    step(optimizer, parameters)
+
+    assert is_guarded(fence, parameters)
+
+
+@pytest.mark.parametrize("with_closure", [False, True])
+def test_a_step_waits_before_it_writes_and_before_its_closure(with_closure: bool) -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    fence = Fence([optimizer])
+    seen: list[Any] = []
+    fence.shut(lambda: seen.append(parameter.tolist()))
+
+    def closure() -> float:
+        seen.append("closure")
+        parameter.grad = torch.ones(2)
+        return 0.0
+
+    parameter.grad = torch.ones(2)
+    optimizer.step(closure if with_closure else None)  # type: ignore[arg-type]
+
+    assert seen == [[1.0, 1.0], "closure"][: 1 + with_closure]
+    assert parameter.tolist() == [0.0, 0.0]
+
+
+def test_an_open_fence_lets_a_step_pass() -> None:
+    parameters = weights()
+    optimizer = torch.optim.SGD(parameters)
+    fence = Fence([optimizer])
+    waited: list[int] = []
+    fence.shut(lambda: waited.append(1))
+    fence.open()
+    step(optimizer, parameters)
+
+    assert waited == []
+
+
+def test_a_fence_that_was_removed_has_left_no_hooks() -> None:
+    parameters = weights()
+    optimizer = torch.optim.SGD(parameters)
+    fence = Fence([optimizer, Own(parameters)])
+    waited: list[int] = []
+    fence.shut(lambda: waited.append(1))
+    fence.remove()
+    step(optimizer, parameters)
+
+    assert waited == []
+    assert not optimizer._optimizer_step_pre_hooks
+
+
+@needs_fork
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_child_does_not_wait_for_an_image_of_its_parent() -> None:
+    parameters = weights()
+    optimizer = torch.optim.SGD(parameters)
+    fence = Fence([optimizer])
+    fence.shut(lambda: os._exit(1))
+
+    child = os.fork()
+    if child == 0:
+        signal.alarm(10)
+        step(optimizer, parameters)
+        os._exit(0)
+
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_an_optimizer_that_has_no_parameters_or_state_of_its_own_guards_nothing() -> None:
+    class Bare:
+        """An optimizer as a wrapper may be: it has a step, and that is all."""
+
+    assert Fence([Bare()]).guarded() == set()
