@@ -621,6 +621,7 @@ def test_memory_that_was_reserved_is_the_images() -> None:
     assert len(lent) == 1, "there was memory enough"
 
 
+@pytest.mark.usefixtures("_alone")
 def test_an_image_waits_for_the_memory_that_is_being_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
     image, state, go = Image(), {"a": torch.ones(9)}, threading.Event()
     touch = memory.HostMemory.touch

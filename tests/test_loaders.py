@@ -1044,7 +1044,10 @@ def swallowing(state: Any, loaders: Loaders, log: Log) -> None:
         log((epoch, "end"), [])
 
 
-@pytest.mark.parametrize(("workers", "persists"), [(0, False), (2, False), (2, True)])
+@pytest.mark.parametrize(
+    ("workers", "persists"),
+    [(0, False), pytest.param(2, False, marks=pytest.mark.heavy), HEAVY_PERSISTENT],
+)
 def test_a_loop_that_swallows_what_a_worker_raises_goes_on_as_the_plain_one_does(
     run_dir: Path, workers: int, persists: bool
 ) -> None:

@@ -320,7 +320,14 @@ def test_an_epoch_that_is_left_early_is_left_for_good_whatever_was_loaded_ahead(
     assert seen == [*leg(plain, run_dir.parent / "one", None, 0)]
 
 
-@pytest.mark.parametrize("name", ["plain", "one ahead", "thread", "device, thread", "around: thread"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("plain", "thread", "device, thread"),
+        pytest.param("one ahead", marks=pytest.mark.heavy),
+        pytest.param("around: thread", marks=pytest.mark.heavy),
+    ],
+)
 def test_a_sample_that_cannot_be_loaded_ends_the_training_where_a_resume_goes_on(
     run_dir: Path, name: str
 ) -> None:
