@@ -33,8 +33,12 @@ _PIECE = 1 << 20  # what stays in a processor's cache from the read to the hash
 _PREALLOCATE = 1 << 20
 _WORTH_A_LINK = 1 << 20  # what is damaged in a file is damaged in all checkpoints that share it
 
-Way = Literal["paced", "direct", "plain"]
-"""How large files are written: flushed block by block, past the page cache, or all flushed at the end."""
+Way = Literal["uncached", "paced", "direct", "plain"]
+"""How large files are written.
+
+"uncached": what is on the disk is dropped from the page cache, which holds other people's data, at once.
+"paced": each block is handed to the disk at once. "direct": past the page cache. "plain": all at the end.
+"""
 
 
 def digest(data: Any) -> str:
@@ -136,7 +140,7 @@ def write(path: Path, content: Content, way: Way = "paced") -> Written:
         if way == "direct" and _begins_a_page(content.data):
             digests = _write_directly(fd, content)
         else:
-            digests = _write_blocks(fd, content, is_paced=way == "paced")
+            digests = _write_blocks(fd, content, way)
     return Written(path, size, digests)
 
 
@@ -151,12 +155,12 @@ def _preallocate(fd: int, size: int) -> None:
             raise
 
 
-def _write_blocks(fd: int, content: Content, is_paced: bool) -> list[bytes]:
+def _write_blocks(fd: int, content: Content, way: Way) -> list[bytes]:
     def job(at: int) -> bytes:
         block = content.block(at)
         found = xxhash.xxh3_128_digest(block)
-        _write_at(fd, block, at)
-        if is_paced:
+        _write_at(fd, block, at, _pwrite_uncached if way == "uncached" else _pwrite)
+        if way == "paced":
             # Left to itself the kernel begins only at the flush, and the disk has idled until then.
             _begin_flush(fd, at, block.nbytes)
         return found
@@ -186,10 +190,19 @@ def _write_directly(fd: int, content: Content) -> list[bytes]:
     return digests
 
 
-def _write_at(fd: int, rest: memoryview, at: int) -> None:
+def _write_at(
+    fd: int, rest: memoryview, at: int, write: Callable[[int, memoryview, int], int] | None = None
+) -> None:
     while rest.nbytes:
-        count = _pwrite(fd, rest, at)
+        count = (write or _pwrite)(fd, rest, at)
         rest, at = rest[count:], at + count
+
+
+def _pwrite_uncached(fd: int, data: memoryview, at: int) -> int:
+    return os.pwritev(fd, [data], at, _RWF_DONTCACHE)
+
+
+_RWF_DONTCACHE = 0x80  # (Linux since 6.14, some file systems)
 
 
 if sys.platform == "win32":
@@ -216,7 +229,9 @@ def _begin_flush(fd: int, at: int, size: int) -> None:
             os.posix_fadvise(fd, at, size, os.POSIX_FADV_DONTNEED)
 
 
-_WAYS: tuple[Way, ...] = ("paced", "direct", "plain") if hasattr(os, "O_DIRECT") else ("paced", "plain")
+_WAYS: tuple[Way, ...] = (
+    ("uncached", "paced", "direct", "plain") if sys.platform == "linux" else ("paced", "plain")
+)
 
 
 def fastest_way(folder: Path, scratch: memoryview, is_wanted: Callable[[], bool] = lambda: True) -> Way:

@@ -28,7 +28,7 @@ from resumable import CannotRead, CheckpointDamaged, SaveFailed, blocks, disk
 from resumable.blocks import Content, Lane, Target, Way, Written
 
 PAGE = mmap.PAGESIZE
-WAYS: list[Way] = ["paced", "direct", "plain"]
+WAYS: list[Way] = ["uncached", "paced", "direct", "plain"]
 DATA = bytes(range(256)) * 40 + b"the end"
 """Several blocks and many pieces, as `small` has them, and a last one that is not whole."""
 
@@ -188,8 +188,9 @@ def test_a_file_is_flushed_once_after_its_last_byte(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: Way
 ) -> None:
     events: list[str] = []
-    write, fsync = blocks._pwrite, os.fsync
+    write, uncached, fsync = blocks._pwrite, blocks._pwrite_uncached, os.fsync
     monkeypatch.setattr(blocks, "_pwrite", lambda *a: (write(*a), events.append("write"))[0])
+    monkeypatch.setattr(blocks, "_pwrite_uncached", lambda *a: (uncached(*a), events.append("write"))[0])
     monkeypatch.setattr(os, "fsync", lambda fd: (fsync(fd), events.append("fsync"))[0])
 
     blocks.write(tmp_path / "file", Content(DATA), way)
@@ -369,7 +370,7 @@ def test_a_disk_that_takes_no_advice_is_written_all_the_same(
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize(("way", "count"), [("paced", 11), ("plain", 0), ("direct", 0)])
+@pytest.mark.parametrize(("way", "count"), [("paced", 11), ("plain", 0), ("direct", 0), ("uncached", 0)])
 def test_only_a_paced_file_is_begun_to_be_flushed_block_by_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: Way, count: int
 ) -> None:
@@ -493,14 +494,15 @@ def test_a_small_file_is_not_shared_since_damage_would_be_too(
 @pytest.mark.parametrize(
     ("seconds", "expected"),
     [
-        ([1.0, 1.0, 1.0], "paced"),
-        ([1.1, 1.0, 1.0], "paced"),
-        ([1.2, 1.0, 0.95], "direct"),
-        ([2.0, 2.0, 1.0], "plain"),
-        ([0.0, 0.0, 0.0], "paced"),
-        ([2.0, math.inf, 1.0], "plain"),
-        ([math.inf, 1.0, 1.0], "direct"),
-        ([math.inf, math.inf, math.inf], "paced"),
+        ([1.0, 1.0, 1.0, 1.0], "uncached"),
+        ([1.2, 1.1, 1.0, 1.0], "paced"),
+        ([2.0, 1.2, 1.0, 0.95], "direct"),
+        ([2.0, 2.0, 2.0, 1.0], "plain"),
+        ([0.0, 0.0, 0.0, 0.0], "uncached"),
+        ([2.0, 2.0, math.inf, 1.0], "plain"),
+        ([math.inf, 1.0, 1.0, 1.0], "paced"),
+        ([math.inf, math.inf, 1.0, 1.0], "direct"),
+        ([math.inf, math.inf, math.inf, math.inf], "paced"),
     ],
 )
 def test_the_fastest_way_is_the_first_that_is_not_clearly_slower(
@@ -532,6 +534,7 @@ def test_trying_the_disk_leaves_nothing_behind(tmp_path: Path) -> None:
     [
         *((os, name) for name in ("open", "fsync", "close", "unlink", "posix_fallocate", "posix_fadvise")),
         (blocks, "_pwrite"),
+        (blocks, "_pwrite_uncached"),
         (fcntl, "fcntl"),
     ],
 )
