@@ -65,7 +65,7 @@ def _failing(error: int) -> Callable[..., Any]:
     return fail
 
 
-@pytest.mark.parametrize("way", ["paced", "plain", "direct", "uncached"])
+@pytest.mark.parametrize("way", ["paced", "plain", "direct"])
 def test_what_was_committed_is_what_is_opened_and_read(tmp_path: Path, way: Way) -> None:
     committed = _commit(tmp_path, way=way)
 
