@@ -21,6 +21,10 @@ from .training import Training, bytes_of, gpt, layers, tensors_of
 ALL = "everything"
 
 
+_PATIENCE = 6.0
+"""Seconds for one contender's small tensors: some take that long for one save."""
+
+
 @dataclass(frozen=True)
 class Settings:
     """How much is measured."""
@@ -186,7 +190,9 @@ def _small(settings: Settings, folder: Path, result: Result) -> None:
             }
             # They take milliseconds, of which the median wants more than a few.
             rounds = 3 * settings.rounds
-            taken = in_turns(f"{settings.small} {kind}", jobs, rounds, settings.budget / 3, result.errors)
+            taken = in_turns(
+                f"{settings.small} {kind}", jobs, rounds, min(settings.budget / 3, _PATIENCE), result.errors
+            )
         shutil.rmtree(where, ignore_errors=True)
         for values in taken.values():
             values.pop("call")
