@@ -114,6 +114,8 @@ class Written(NamedTuple):
     path: Path
     size: int
     blocks: list[bytes]
+    identity: tuple[int, ...] = ()
+    """What tells that nobody has touched the file since."""
 
     @property
     def digest(self) -> str:
@@ -125,10 +127,11 @@ def put(path: Path, content: Content, way: Way = "paced") -> Written:
     """Create the file, flushed: written, or as a hard link to the last save's if nothing has changed."""
     before = content.unchanged()
     if before:
-        # Where that one is gone, or there are no hard links, there still is the content.
+        # Where that one is gone or was touched, or there are no hard links, there still is the content.
         with contextlib.suppress(OSError):
-            os.link(before.path, path)
-            return before._replace(path=path)
+            if identity(os.stat(before.path)) == before.identity:
+                os.link(before.path, path)
+                return before._replace(path=path)
     return write(path, content, way)
 
 
@@ -141,7 +144,13 @@ def write(path: Path, content: Content, way: Way = "paced") -> Written:
             digests = _write_directly(fd, content)
         else:
             digests = _write_blocks(fd, content, way)
-    return Written(path, size, digests)
+        seen = identity(os.fstat(fd))
+    return Written(path, size, digests, seen)
+
+
+def identity(found: os.stat_result) -> tuple[int, ...]:
+    """Return what tells that a file has been replaced or written to."""
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _preallocate(fd: int, size: int) -> None:

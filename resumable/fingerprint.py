@@ -49,7 +49,10 @@ def _digest(tensor: Tensor) -> bytes:
 
 
 def _sum(tensor: Tensor) -> Tensor | None:
-    return on_device(tensor) if tensor.is_contiguous() else None
+    try:
+        return on_device(tensor) if tensor.is_contiguous() else None
+    except torch.OutOfMemoryError:
+        return None
 
 
 def on_device(tensor: Tensor) -> Tensor:

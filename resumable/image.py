@@ -18,7 +18,7 @@ from .blocks import Content, Written
 from .codec import Encoded
 from .errors import SaveFailed
 from .fence import Fence
-from .memory import HostMemory
+from .memory import HostMemory, current_gpu
 from .tensorfile import Layout
 from .threads import yield_to_training
 from .transfers import Copy, Transfer
@@ -44,6 +44,10 @@ def clones(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         for name, tensor in tensors.items()
     }
+
+
+class WrittenAround(SaveFailed):
+    """Somebody wrote to what only a step may change; later images do not rely on that any more."""
 
 
 class _File:
@@ -89,15 +93,19 @@ class Image:
         self.settle()
         if self._memory is None or self._memory.size < size:
             self._is_reserved.clear()
-            self._reserving = threading.Thread(target=self._reserve, args=(size, then), daemon=True)
-            self._reserving.start()
+            reserving = threading.Thread(target=self._reserve, args=(size, then, current_gpu()))
+            reserving.start()
+            self._reserving = reserving
 
-    def _reserve(self, size: int, then: Callable[[memoryview], None]) -> None:
-        yield_to_training()
+    def _reserve(self, size: int, then: Callable[[memoryview], None], gpu: int | None) -> None:
         try:
-            self._allocate(size)
+            yield_to_training()
+            self._allocate(size, gpu)
             assert self._memory
             lent = self._memory.bytes[:_LENT]
+        except (MemoryError, OSError):
+            # The save will meet it too, and tells it.
+            return
         finally:
             self._is_reserved.set()
         then(lent)
@@ -119,10 +127,11 @@ class Image:
         for file in self._files.values():
             file.fingerprint = None
 
-    def _allocate(self, size: int) -> None:
+    def _allocate(self, size: int, gpu: int | None) -> None:
         self._release()
         memory = HostMemory(_in_pages(size))
         memory.touch()
+        memory.register(gpu)
         self._memory = memory
 
     def _release(self) -> None:
@@ -176,11 +185,11 @@ class Image:
     def _plan(self, groups: Mapping[str, Encoded]) -> None:
         files = {path: self._planned(path, group) for path, group in groups.items()}
         size = sum(_in_pages(file.layout.size) for file in files.values())
-        if files == self._files and self._memory and all(f is self._files[p] for p, f in files.items()):
+        if files == self._files and self._memory:
             return
         self._files = files
         if self._memory is None or self._memory.size < size:
-            self._allocate(size)
+            self._allocate(size, current_gpu())
         assert self._memory
         begin = 0
         for file in files.values():
@@ -209,10 +218,10 @@ class Taken:
         self._progress = threading.Condition()
         self._done = 0
         self._places: dict[str, list[tuple[int, int]]] = {}
-        self._on_device = False
+        self._on_devices: set[str] = set()
         self._is_complete = True
         self._has_passed = False
-        self._error: BaseException | None = None
+        self._error: SaveFailed | None = None
 
     def add(self, path: str, data: memoryview, layout: Layout) -> None:
         """Announce a file, whose header is in place."""
@@ -243,14 +252,14 @@ class Taken:
             self._later = [copy.put_off() for copy in at_once if copy.is_guarded(guarded)]
             at_once = [copy for copy in at_once if not copy.is_guarded(guarded)]
         self._transfers = [Transfer(device, copies, guarded) for device, copies in by_device.items()]
-        self._on_device = bool(self._transfers)
+        self._on_devices = {copy.path for copies in by_device.values() for copy in copies}
         for number, copy in enumerate(self._later, 1):
             self._places.setdefault(copy.path, []).append((copy.begin, number))
         if self._later or self._transfers:
             self._is_complete = False
             self._fence.shut(self._hold_back)
             try:
-                threading.Thread(target=self._run, name="resumable-image", daemon=True).start()
+                threading.Thread(target=self._run, name="resumable-image").start()
             except BaseException:
                 # (a system may refuse another thread) Nobody else would open it.
                 self._is_complete = True
@@ -267,8 +276,14 @@ class Taken:
                 for transfer in self._transfers:
                     transfer.wait()
                 self._refuse_changed(self._is_another)
-        except BaseException as exc:
+        except SaveFailed as exc:
             self._error = exc
+        except BaseException as exc:
+            self._error = SaveFailed(
+                f"the tensors could not be copied to host memory: {exc!r}.",
+                fix="mend the cause and call save() again. The checkpoints before it are untouched.",
+            )
+            self._error.__cause__ = exc
         finally:
             self._fence.open()
             for transfer in self._transfers:
@@ -294,16 +309,17 @@ class Taken:
 
     def _is_another(self, copy: Copy) -> bool:
         # After a step has passed, its writes are no news.
-        return copy.has_another_content() or (not self._has_passed and copy.has_another_version())
+        return copy.has_another_content() or (copy.has_another_version() and not self._has_passed)
 
     def _refuse_changed(self, is_changed: Callable[[Copy], bool]) -> None:
         for copy in self._guarded():
             if is_changed(copy):
                 self._fence.distrust()
-                raise SaveFailed(
-                    f"{copy.name} was written to, but not by a step of its optimizer, before it was copied.",
-                    fix="nothing has to be done: from now on all is copied before save() returns. To keep "
-                    "saving fast, write to parameters (an average, a clamp) before save(), not after it.",
+                raise WrittenAround(
+                    f"{copy.name} was written to after save(), but not by a step of its optimizer, before it "
+                    "was copied: that checkpoint is not made.",
+                    fix="write to parameters (an average, a clamp) before save(), or after the next step. "
+                    "Until this process ends, all is copied before save() returns, which takes longer.",
                 )
 
     def _hold_back(self) -> None:
@@ -326,7 +342,7 @@ class Taken:
         count = bisect.bisect_left(places, (end, 0))
         needed = places[count - 1][1] if count else 0
         # What is wrong with a copy is known when all is copied: no file is complete before.
-        is_last = end >= len(self._data[path]) or self._on_device
+        is_last = end >= len(self._data[path]) or path in self._on_devices
         with self._progress:
             self._progress.wait_for(lambda: self._is_complete or (self._done >= needed and not is_last))
         if self._error:
@@ -352,7 +368,8 @@ class Taken:
     def tensors(self, path: str) -> dict[str, Tensor]:
         """Return the tensors of a file as they were taken."""
         layout, data = self._layouts[path], self._data[path]
-        self.wait(path, len(data))
+        if path in self._places or path in self._on_devices:
+            self.wait(path, len(data))
         views = layout.views(torch.frombuffer(data, dtype=torch.uint8))
         return {slot.name: view for slot, view in zip(layout.slots, views, strict=True)}
 

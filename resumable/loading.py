@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,6 +17,7 @@ from . import blocks, codec, disk, tensorfile
 from .blocks import Lane, Target
 from .checkpoint import Checkpoint
 from .codec import Encoded
+from .errors import CannotRead
 from .part import same_device
 from .sealed import Json
 from .tensorfile import Slot
@@ -40,6 +43,7 @@ class _File:
     path: str
     size: int
     blocks: list[bytes] = field(default_factory=list)
+    identity: tuple[int, ...] = ()
     in_place: dict[str, tuple[Slot, Tensor]] = field(default_factory=dict)
 
 
@@ -69,6 +73,8 @@ class Reading:
 
     def _read(self, path: str, size: int, digest: str, tree: Json) -> dict[str, Tensor]:
         file = self._files[path] = _File(path, size)
+        with contextlib.suppress(OSError):
+            file.identity = blocks.identity(os.stat(self._folder / path))
         header = _header(self._folder, path, size)
         try:
             slots = tensorfile.read_header(header, size)
@@ -77,6 +83,8 @@ class Reading:
             blocks.scan(self._folder, path, size, digest)
             raise
         live = self._live.get(codec.stem_of(path), {})
+        # (a device that this training does not use may be somebody else's)
+        used = {tensor.device for tree in self._live.values() for tensor in tree.values()}
         facts = codec.tensor_facts(tree)
         fresh = []
         for slot in slots:
@@ -85,7 +93,7 @@ class Reading:
             if about.keys() <= {"device"} and _fits(slot, device, live.get(slot.name)):
                 file.in_place[slot.name] = slot, live[slot.name]
             else:
-                fresh.append(_Wanted(slot, device))
+                fresh.append(_Wanted(slot, device if device in used else _HOST))
         places = _Places(fresh)
         again = memoryview(bytearray(len(header)))
         targets = [Target(0, len(header), again), *places.targets]
@@ -101,7 +109,7 @@ class Reading:
     def written(self) -> dict[str, blocks.Written]:
         """Return what the checkpoint's tensor files were written as."""
         return {
-            file.path: blocks.Written(self._folder / file.path, file.size, file.blocks)
+            file.path: blocks.Written(self._folder / file.path, file.size, file.blocks, file.identity)
             for file in self._files.values()
         }
 
@@ -196,7 +204,7 @@ class _Places:
 
     def _add_large(self, want: _Wanted) -> None:
         slot = want.slot
-        tensor = tensorfile.empty(slot, want.device) if want.live is None else want.live
+        tensor = _room_for(want) if want.live is None else want.live
         if want.live is not None:
             # Else neither autograd nor a save on its way would know that it is written to.
             torch.autograd.graph.increment_version(tensor)
@@ -230,6 +238,19 @@ class _Places:
             torch._foreach_copy_(lives, _in_row(row, memory))
 
 
+def _room_for(want: _Wanted) -> Tensor:
+    try:
+        return tensorfile.empty(want.slot, want.device)
+    except RuntimeError as exc:
+        # (torch tells so of no room, in host memory and on a device)
+        raise CannotRead(
+            f"there is no room on {want.device} for the {want.slot.end - want.slot.begin:,} bytes of "
+            f"{want.slot.name}.",
+            fix="see what else uses that memory (a training that still runs?), and start again; nothing says "
+            "that the checkpoint is damaged.",
+        ) from exc
+
+
 def _in_row(row: Sequence[_Wanted], memory: memoryview) -> list[Tensor]:
     return tensorfile.from_row(memory, [want.slot for want in row])
 
@@ -260,7 +281,7 @@ class _DeviceLane(Lane):
         if to.device not in self._streams:
             self._streams[to.device] = _cuda.Stream(to.device)
         stream = self._streams[to.device]
-        with torch.cuda.stream(stream):
+        with torch.cuda.device(to.device), torch.cuda.stream(stream):
             to.copy_(self._buffers[self._turn][: to.numel()], non_blocking=True)
             sent = self._sent[self._turn] = _cuda.Event()
             sent.record(stream)

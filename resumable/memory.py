@@ -6,6 +6,7 @@ import functools
 import mmap
 import os
 import sys
+import threading
 import weakref
 from typing import Any
 
@@ -34,25 +35,45 @@ class HostMemory:
             _keep_in_children()
         self.bytes = memoryview(self._map)
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._is_registered = False
+        self._unregister: weakref.finalize[..., HostMemory] | None = None
 
     def touch(self) -> None:
         """Let the kernel give the pages now: on first use that takes many times as long as a copy."""
         for at in range(0, self.size, _PIECE):
-            self.tensor[at : at + _PIECE].zero_()
-        self._register()
+            # At the end of the script nobody needs it any more.
+            if threading.main_thread().is_alive():
+                self.tensor[at : at + _PIECE].zero_()
 
-    def _register(self) -> None:
-        if torch.cuda.is_available() and _cuda.is_initialized():
+    def register(self, gpu: int | None) -> None:
+        """Let GPUs copy to it without a detour; where that is refused, they take the detour."""
+        if gpu is None:
+            return
+        # In a thread of its own: an error would stay behind in this one, for its next kernel to raise.
+        registering = threading.Thread(target=self._register, args=(gpu,))
+        registering.start()
+        registering.join()
+
+    def _register(self, gpu: int) -> None:
+        with torch.cuda.device(gpu):
             code = _cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), self.size, 0)
-            self._is_registered = int(code) == 0
+        if int(code) == 0:
+            self._unregister = weakref.finalize(
+                self, _cuda.cudart().cudaHostUnregister, self.tensor.data_ptr()
+            )
+            self._unregister.atexit = False
 
     def free(self) -> None:
         """Give the memory back, as soon as nobody looks at it."""
-        if self._is_registered:
-            _cuda.cudart().cudaHostUnregister(self.tensor.data_ptr())
-            self._is_registered = False
+        if self._unregister:
+            self._unregister()
         del self.bytes, self.tensor
+
+
+def current_gpu() -> int | None:
+    """Return the GPU that this thread works with, if it works with one already."""
+    if torch.cuda.is_available() and _cuda.is_initialized():
+        return int(torch.cuda.current_device())
+    return None
 
 
 _maps: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()

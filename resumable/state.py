@@ -21,7 +21,7 @@ from . import arguments, blocks, capture, checkpoint, codec, disk, environment, 
 from .capture import Capture, Change, Held, Trees
 from .checkpoint import Checkpoint
 from .errors import FormatTooNew, ResumableError, SaveFailed, StateMismatch, Unsupported, UsageError, warn
-from .image import Image, Taken
+from .image import Image, Taken, WrittenAround
 from .loader_position import Through
 from .loading import Reading
 from .manifest import Best, Manifest
@@ -187,7 +187,7 @@ class RunState:
         self._own_run()
         self._capture.restore(reading, unfit, overridden)
         self._go_on_from(chosen, best, reading)
-        self.resumed = True
+        self.resumed = self._is_prepared = True
         self._prepare()
         print(self._resumed_line("resumed", chosen, time.perf_counter() - started), flush=True)
 
@@ -369,13 +369,17 @@ class RunState:
 
     def _wait_for_the_one_before(self) -> None:
         started = time.perf_counter()
-        self._writer.wait()
+        try:
+            self._writer.wait()
+        except WrittenAround as exc:
+            # It cannot happen again in this process, and would end each start at the same save.
+            self._warn(str(exc))
         waited = time.perf_counter() - started
         if waited > _A_LONG_WAIT and "waited" not in self._warned:
             self._warned.add("waited")
             warn(
-                f"save() has waited {waited:.1f} s for the save before it, and so will the next ones: "
-                f"{self.run} is written more slowly than saves follow each other."
+                f"save() has waited {waited:.1f} s for the save before it: {self.run} is written more "
+                "slowly than saves follow each other. Save less often, or to a faster disk."
             )
 
     def _prepare(self) -> None:
@@ -386,7 +390,9 @@ class RunState:
     def _try_disk(self, scratch: memoryview) -> None:
         if self.run.path.is_dir():
             # (a save has more use for the disk)
-            self._way = blocks.fastest_way(self.run.path, scratch, lambda: not self._number)
+            self._way = blocks.fastest_way(
+                self.run.path, scratch, lambda: not self._number and not self._is_closed
+            )
 
     def _describe(self, metrics: Mapping[str, float], parts: Mapping[str, Json]) -> Manifest:
         assert self.run_id is not None

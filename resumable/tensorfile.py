@@ -198,10 +198,11 @@ def viewed(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def empty(slot: Slot, device: torch.device | None = None) -> torch.Tensor:
     """Return a tensor for the slot, with nothing in it yet."""
     try:
-        return torch.empty(slot.shape, dtype=slot.dtype, device=device)
+        torch.empty(slot.shape, dtype=slot.dtype, device="meta")
     except (RuntimeError, TypeError) as exc:
         # Nothing times 2**63 is nothing, but torch cannot count to it.
         raise ValueError(f"no tensor has the shape {list(slot.shape)}") from exc
+    return torch.empty(slot.shape, dtype=slot.dtype, device=device)
 
 
 def is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:

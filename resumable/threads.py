@@ -13,7 +13,9 @@ from collections.abc import Iterator
 def yield_to_training() -> None:
     """Let this thread, and those that it starts, run when the training leaves a processor idle."""
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)
+        # (a sandbox may forbid it)
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import mmap
 import os
@@ -165,6 +166,11 @@ class Driver:
     def __init__(self, code: int = 0) -> None:
         self.code = code
         self.known: list[tuple[int, int]] = []
+        self.gpus: list[int] = []
+
+    def at(self, gpu: int) -> contextlib.AbstractContextManager[None]:
+        self.gpus.append(gpu)
+        return contextlib.nullcontext()
 
     def cudaHostRegister(self, place: int, size: int, flags: int) -> int:  # noqa: N802
         self.known.append((place, size))
@@ -179,6 +185,8 @@ def with_driver(monkeypatch: pytest.MonkeyPatch, driver: Any, is_initialized: bo
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: is_initialized)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device", driver.at)
 
 
 def test_a_gpu_is_told_of_the_memory_and_of_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,10 +194,22 @@ def test_a_gpu_is_told_of_the_memory_and_of_its_end(monkeypatch: pytest.MonkeyPa
     with_driver(monkeypatch, driver)
     found = HostMemory(5000)
     place = found.tensor.data_ptr()
-    found.touch()
+    found.register(memory.current_gpu())
     assert driver.known == [(place, 5000)]
 
+    assert driver.gpus == [1]
     found.free()
+    assert driver.known == []
+
+
+def test_memory_that_is_dropped_is_unregistered_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver()
+    with_driver(monkeypatch, driver)
+    found = HostMemory(5000)
+    found.register(memory.current_gpu())
+    del found
+    gc.collect()
+
     assert driver.known == []
 
 
@@ -197,7 +217,7 @@ def test_memory_that_a_gpu_refuses_is_used_all_the_same(monkeypatch: pytest.Monk
     driver = Driver(code=2)
     with_driver(monkeypatch, driver)
     found = HostMemory(5000)
-    found.touch()
+    found.register(memory.current_gpu())
     found.free()
 
     assert len(driver.known) == 1, "what was not registered was unregistered"
@@ -207,6 +227,6 @@ def test_a_driver_that_nobody_uses_is_not_started(monkeypatch: pytest.MonkeyPatc
     driver = Driver()
     with_driver(monkeypatch, driver, is_initialized=False)
     found = HostMemory(5000)
-    found.touch()
+    found.register(memory.current_gpu())
 
     assert driver.known == []

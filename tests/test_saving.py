@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from resumable import RunState, SaveFailed, codec, memory, tensorfile
+from resumable import ResumableWarning, RunState, SaveFailed, codec, memory, tensorfile
 from resumable import image as image_module
 from resumable.image import Image
 
@@ -463,8 +463,8 @@ def test_a_write_around_the_fence_is_told_by_the_next_save_and_later_ones_are_ri
     small.model.weight.data.fill_(7)
     held.may_go_on.set()
 
-    with pytest.raises(SaveFailed, match="weight was written to, but not by a step"):
-        small.state.save()
+    with pytest.warns(ResumableWarning, match=r"weight was written to after save\(\), but not by a step"):
+        small.state.save().wait()
 
     for number in range(2):
         small.step()
@@ -475,7 +475,35 @@ def test_a_write_around_the_fence_is_told_by_the_next_save_and_later_ones_are_ri
         saved.wait()
         small.assert_holds(saved.path, before)
     small.state.close()
-    assert len(small.state.run.numbers()) == 2
+    assert [*small.state.run.numbers()] == [2, 3, 4]
+
+
+def test_a_write_around_the_fence_is_told_by_its_own_handle_and_by_close(run_dir: Path, held: Held) -> None:
+    for told in (lambda small, saved: saved.wait(), lambda small, saved: small.state.close()):
+        small = Small(run_dir)
+        small.step()
+        saved = small.state.save()
+        small.model.weight.data.fill_(7)
+        held.may_go_on.set()
+        with pytest.raises(SaveFailed, match="that checkpoint is not made"):
+            told(small, saved)
+        small.state.close()
+        held.may_go_on.clear()
+
+
+def test_the_end_of_a_body_does_not_wait_for_the_image(run_dir: Path, held: Held) -> None:
+    small = Small(run_dir)
+    for number in small.state.steps(3):
+        held.may_go_on.set()
+        small.step()
+        small.state.wait()
+        held.may_go_on.clear()
+        held.has_begun.clear()
+        small.state.save()
+        assert held.has_begun.wait(20)
+        if number == 2:
+            held.may_go_on.set()
+    small.state.close()
 
 
 def test_an_error_of_the_copy_is_told_once_and_the_training_goes_on(run_dir: Path, held: Held) -> None:
@@ -485,8 +513,9 @@ def test_an_error_of_the_copy_is_told_once_and_the_training_goes_on(run_dir: Pat
     held.may_go_on.set()
     saved = small.state.save()
     small.step()
-    with pytest.raises(RuntimeError, match="lost"):
+    with pytest.raises(SaveFailed, match=r"could not be copied to host memory: RuntimeError.*lost") as told:
         saved.wait()
+    assert told.value.__cause__ is held.error
 
     held.error = None
     before = small.model.weight.detach().clone()
