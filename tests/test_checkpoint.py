@@ -188,8 +188,9 @@ def test_pruning_any_of_the_checkpoints_leaves_the_others_whole(
 
 def _written(found: Checkpoint) -> dict[str, Written]:
     return {
-        name: Written(found.path / name, record.size, [bytes.fromhex(record.xxh3_128)])
+        name: Written(path, record.size, [bytes.fromhex(record.xxh3_128)], blocks.identity(path.stat()))
         for name, record in found.about.files.items()
+        if (path := found.path / name).exists()
     }
 
 
