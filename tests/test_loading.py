@@ -1149,8 +1149,9 @@ class _Counting:
     def _counting(self, make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def made(*args: Any, **options: Any) -> Tensor:
             tensor = make(*args, **options)
-            self.made += tensor.nbytes
-            self.places.add(tensor.data_ptr())
+            if not tensor.is_meta:
+                self.made += tensor.nbytes
+                self.places.add(tensor.data_ptr())
             return tensor
 
         return made

@@ -511,5 +511,5 @@ def test_no_step_waits_for_a_device_that_the_copies_never_came_to(
     taken = training.take()
     training.step()
 
-    with pytest.raises(RuntimeError, match="the device is gone"):
+    with pytest.raises(SaveFailed, match="the device is gone"):
         taken.tensors("file")
