@@ -382,13 +382,15 @@ class _Interrupter:
 
     def run(self, job: Callable[[], None]) -> BaseException | None:
         """Do the job, and return how it ended."""
+        # (the coverage of the tests after this one is measured by such a function)
+        before = sys.gettrace()
         sys.settrace(self)
         try:
             job()
         except KeyboardInterrupt as exc:
             return exc
         finally:
-            sys.settrace(None)
+            sys.settrace(before)
         return None
 
 
