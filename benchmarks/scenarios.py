@@ -95,9 +95,11 @@ def _made(
     try:
         yield it, made
     finally:
-        for contender in made.values():
-            with contextlib.suppress(Exception):
+        for name, contender in made.items():
+            try:
                 contender.close()
+            except Exception as exc:
+                result.errors.setdefault(name, {}).setdefault(folder.name, reason_of(exc))
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -548,6 +548,18 @@ def test_the_fastest_way_is_the_first_that_is_not_clearly_slower(
     assert blocks.fastest_way(tmp_path, memoryview(b"")) == expected
 
 
+def test_trying_the_disk_ends_when_somebody_needs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = recorded(monkeypatch, blocks, "write")
+    answers = iter([True, True, False])
+
+    found = blocks.fastest_way(tmp_path, in_pages(bytes(PAGE)), lambda: next(answers))
+
+    assert len(tried) == 2
+    assert found in WAYS[:2]
+    assert blocks.fastest_way(tmp_path, in_pages(bytes(PAGE)), lambda: False) == "paced"
+    assert os.listdir(tmp_path) == []
+
+
 def test_trying_the_disk_leaves_nothing_behind(tmp_path: Path) -> None:
     assert blocks.fastest_way(tmp_path, in_pages(bytes(8 * PAGE))) in WAYS
     assert blocks.fastest_way(tmp_path, memoryview(bytes(100))) in WAYS

@@ -25,6 +25,7 @@ from torch.optim import lr_scheduler, swa_utils
 from torch.utils.data import DataLoader
 
 from resumable import (
+    CannotRead,
     CheckpointDamaged,
     Run,
     RunState,
@@ -1416,3 +1417,34 @@ def test_a_tensor_that_two_files_have_is_refused(run_dir: Path, saved: list[Any]
         RunState.load(run_dir, **live.parts, resume=2)
 
     assert live.look() == before
+
+
+@pytest.mark.parametrize("error", [RuntimeError("can't allocate memory"), torch.OutOfMemoryError("full")])
+def test_a_lack_of_memory_is_no_damage_and_no_older_checkpoint_is_used(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def trained() -> tuple[nn.Module, Any]:
+        model = nn.Linear(200, 200)
+        return model, torch.optim.Adam(model.parameters())
+
+    model, optimizer = trained()
+    with RunState.load(run_dir, model=model, optimizer=optimizer) as state:
+        for _ in range(2):
+            model(torch.ones(200)).sum().backward()
+            optimizer.step()
+            state.save().wait()
+
+    def full(*_: object) -> Tensor:
+        raise error
+
+    model, optimizer = trained()
+    before = model.weight.detach().clone()
+    with monkeypatch.context() as patch:
+        patch.setattr(tensorfile, "empty", full)
+        for _ in range(2):
+            with pytest.raises(CannotRead, match=r"no room on cpu for the 160,000 bytes of exp_avg") as told:
+                RunState.load(run_dir, model=model, optimizer=optimizer)
+            assert "damaged" in told.value.fix
+    assert torch.equal(model.weight, before)
+    with RunState.load(run_dir, model=model, optimizer=optimizer) as state:
+        assert state.step == 2

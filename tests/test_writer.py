@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -197,3 +198,27 @@ def test_an_error_that_was_told_is_not_told_again_at_the_interpreters_end() -> N
     )
 
     assert ended.stderr == ""
+
+
+def test_a_save_gives_way_to_the_training_and_the_training_to_nobody() -> None:
+    seen: list[int] = []
+    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    def job() -> None:
+        seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+    _submit(Writer(), job).wait()
+
+    assert seen == [min(19, max(before, 5))]
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
+
+
+def test_a_sandbox_that_forbids_to_give_way_costs_no_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_: object) -> None:
+        raise PermissionError("not here")
+
+    monkeypatch.setattr(os, "setpriority", forbidden)
+    done: list[bool] = []
+    _submit(Writer(), lambda: done.append(True)).wait()
+
+    assert done == [True]
