@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
-
-from .errors import Unsupported, UsageError
+from .errors import UsageError
 from .manifest import Goal
 
 
@@ -70,11 +69,29 @@ def count(name: str, value: Any) -> int:
     raise UsageError(f"{name}={value!r} is not a count.", fix=f"give {name} as a whole number.")
 
 
-def refuse_several_processes() -> None:
-    """Raise Unsupported in a training of several processes."""
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        raise Unsupported(
-            f"this training has {distributed.get_world_size()} processes; this version saves one.",
-            fix="train in one process, or wait for the version that knows of ranks.",
+def seconds(name: str, value: Any) -> float:
+    """Return a time that is more than none."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf:
+        return float(value)
+    raise UsageError(f"{name}={value!r} is not a time.", fix=f"give {name} in seconds, as {name}=60.")
+
+
+def write(value: Any) -> bool:
+    """Return whether all processes write what all of them share."""
+    if value in ("one", "all"):
+        return bool(value == "all")
+    raise UsageError(
+        f"write={value!r} does not say who writes what all processes share.",
+        fix="give 'one', or 'all': each process writes its share.",
+    )
+
+
+def per_rank(given: Any, names: Iterable[str]) -> set[str]:
+    """Return the extra parts that each process has for itself, by their whole names."""
+    found = {f"extra.{name}" for name in patterns("per_rank", given)}
+    if unknown := found - {*names}:
+        raise UsageError(
+            f"per_rank names {', '.join(sorted(unknown))}, which was not given to RunState.",
+            fix="name parts of extra={...}: per_rank=['name'].",
         )
+    return found

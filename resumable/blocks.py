@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple
 import xxhash
 
 from . import disk
+from .errors import SaveFailed
 
 if sys.platform != "win32":
     import fcntl
@@ -80,15 +81,36 @@ class Content:
     """What is to become a file: bytes in memory, perhaps not all of them there yet.
 
     `ready(end)` returns when the first `end` bytes are. `before` is what the last save made of
-    the same file: where nothing has changed since, there is nothing to write.
+    the same file: where nothing has changed since, there is nothing to write. What is only a share
+    of a file of `size` bytes, from `begin` on, consists of whole blocks of it.
     """
 
     def __init__(
-        self, data: Any, ready: Callable[[int], object] | None = None, before: Written | None = None
+        self,
+        data: Any,
+        ready: Callable[[int], object] | None = None,
+        before: Written | None = None,
+        *,
+        begin: int = 0,
+        size: int | None = None,
     ) -> None:
         self.data = memoryview(data)
+        self.begin = begin
+        self.size = self.data.nbytes if size is None else size
         self._ready = ready
         self._before = before
+        if self.is_share() and not self._is_of_whole_blocks():
+            # Its digests would be those of other blocks than the ones that are read one day.
+            raise ValueError(f"{self.data.nbytes} bytes from {begin} on are no whole blocks of {self.size}")
+
+    def is_share(self) -> bool:
+        """Whether there is more to the file than this."""
+        return (self.begin, self.data.nbytes) != (0, self.size)
+
+    def _is_of_whole_blocks(self) -> bool:
+        begin, end = self.begin, self.begin + self.data.nbytes
+        ends_well = end == self.size or (end < self.size and end % BLOCK == 0)
+        return 0 <= begin < end and begin % BLOCK == 0 and ends_well
 
     def block(self, at: int) -> memoryview:
         """Return the bytes of a block, when they are there."""
@@ -97,10 +119,16 @@ class Content:
             self._ready(at + part.nbytes)
         return part
 
+    def whole(self) -> memoryview:
+        """Return all bytes, when they are there."""
+        if self._ready:
+            self._ready(self.data.nbytes)
+        return self.data
+
     def unchanged(self) -> Written | None:
         """Return what the last save wrote, if this is the same to the last bit."""
         before = self._before
-        if before is None or before.size != self.data.nbytes or before.size < _WORTH_A_LINK:
+        if before is None or before.size != self.size or before.size < _WORTH_A_LINK:
             return None
         # What has changed at all has mostly changed at its beginning.
         if self._digest(0) != before.blocks[0]:
@@ -140,15 +168,48 @@ def put(path: Path, content: Content, way: Way = "paced") -> Written:
 
 def write(path: Path, content: Content, way: Way = "paced") -> Written:
     """Create the file, write the content, and flush."""
-    size = content.data.nbytes
+    if content.is_share():
+        raise ValueError(f"others write to {path} too: create() it, and write_share()")
+    with disk.created(path) as fd:
+        _preallocate(fd, content.size)
+        digests = _write(fd, content, way)
+        seen = identity(os.fstat(fd))
+    return Written(path, content.size, digests, seen)
+
+
+def create(path: Path, size: int) -> None:
+    """Create a file for several processes to write, each its share."""
     with disk.created(path) as fd:
         _preallocate(fd, size)
-        if way == "direct" and _begins_a_page(content.data):
-            digests = _write_directly(fd, content)
-        else:
-            digests = _write_blocks(fd, content, way)
-        seen = identity(os.fstat(fd))
-    return Written(path, size, digests, seen)
+        os.ftruncate(fd, size)
+
+
+def write_share(path: Path, content: Content, way: Way = "paced") -> list[bytes]:
+    """Write a share of a file that was created for several, flush, and return its blocks' digests."""
+    fd = os.open(path, os.O_WRONLY | getattr(os, "O_BINARY", 0))
+    try:
+        if (found := os.fstat(fd).st_size) != content.size:
+            raise SaveFailed(
+                f"{path} has {found:,} bytes, but this process has a share of {content.size:,}: "
+                "its model or its optimizer is not that of the others.",
+                fix="make the same model and the same optimizer in every process. "
+                "The checkpoints before it are untouched.",
+            )
+        digests = _write(fd, content, way)
+        # A flush by another process says nothing about what is written after it.
+        os.fsync(fd)
+    except OSError as exc:
+        exc.filename = str(path)
+        raise
+    finally:
+        os.close(fd)
+    return digests
+
+
+def _write(fd: int, content: Content, way: Way) -> list[bytes]:
+    if way == "direct" and _begins_a_page(content.data):
+        return _write_directly(fd, content)
+    return _write_blocks(fd, content, way)
 
 
 def identity(found: os.stat_result) -> tuple[int, ...]:
@@ -171,10 +232,11 @@ def _write_blocks(fd: int, content: Content, way: Way) -> list[bytes]:
     def job(at: int) -> bytes:
         block = content.block(at)
         found = xxhash.xxh3_128_digest(block)
-        _write_at(fd, block, at, _pwrite_uncached if way == "uncached" else _pwrite)
+        place = content.begin + at
+        _write_at(fd, block, place, _pwrite_uncached if way == "uncached" else _pwrite)
         if way == "paced":
             # Left to itself the kernel begins only at the flush, and the disk has idled until then.
-            _begin_flush(fd, at, block.nbytes)
+            _begin_flush(fd, place, block.nbytes)
         return found
 
     return _in_threads(job, content.data.nbytes, _WRITERS)
@@ -192,13 +254,13 @@ def _write_directly(fd: int, content: Content) -> list[bytes]:
     def job(at: int) -> bytes:
         block = content.block(at)
         found = xxhash.xxh3_128_digest(block)
-        _write_at(fd, block[: max(0, whole - at)], at)
+        _write_at(fd, block[: max(0, whole - at)], content.begin + at)
         return found
 
     _set_direct(fd, True)
     digests = _in_threads(job, content.data.nbytes, _WRITERS)
     _set_direct(fd, False)
-    _write_at(fd, content.data[whole:], whole)
+    _write_at(fd, content.data[whole:], content.begin + whole)
     return digests
 
 

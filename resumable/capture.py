@@ -113,14 +113,25 @@ def _has_no_generator(part: Part) -> bool:
 class Capture:
     """All parts of one training."""
 
-    def __init__(self, slots: Mapping[str, Any], variables: dict[str, Any], position: Position) -> None:
+    def __init__(
+        self,
+        slots: Mapping[str, Any],
+        variables: dict[str, Any],
+        position: Position,
+        per_rank: AbstractSet[str] = frozenset(),
+        rank: int | None = None,
+    ) -> None:
         self._position = position
+        self._rank = rank
+        self.saves_all = True
+        """Whether this process saves what all processes share; its own it saves in any case."""
         modules: list[ModulePart] = []
         made: dict[str, list[Part]] = {}
         for slot in SLOTS:
             stem = slot if slot in ("model", "optimizer") else "extra"
             made[slot] = [
-                parts.make(name, live, stem, modules) for name, live in named(slot, slots[slot]).items()
+                parts.make(name, live, "rank" if _is_of_rank(name, live, per_rank) else stem, modules)
+                for name, live in named(slot, slots[slot]).items()
             ]
             modules += [part for part in made[slot] if isinstance(part, ModulePart)]
         # The order of the restore; every arrow is a bug that somebody had.
@@ -130,7 +141,7 @@ class Capture:
             *made["scheduler"],
             *made["scaler"],
             *sorted(made["extra"], key=_is_generator),  # the user's generators last: the others may draw
-            parts.ContainerPart("vars", variables),
+            parts.ContainerPart("vars", variables, "rank"),
             _PositionPart("position", position, "rank"),  # -> random: making an iterator draws
             *(_LoaderPart(name, loader) for name, loader in position.loaders.items()),
             _RandomPart("random", None, "rank"),  # last: any of the above may have drawn
@@ -138,6 +149,8 @@ class Capture:
         for part in self._parts:
             if isinstance(part, OptimizerPart):
                 part.is_accumulating = partial(position.is_accumulating, part.name)
+            if part.stem != "rank":
+                part.rank = rank
         self._memos: dict[tuple[str, str], codec.Memo] = {}
         self.settings = {
             f"{part.name}.{key}": value
@@ -152,16 +165,17 @@ class Capture:
         states = self._read_generators()
         self._position.show_held()
         try:
-            trees = self._encoded(sorted(self._parts, key=_has_no_generator))
+            trees = self._encoded(sorted(self._parts, key=_has_no_generator), self.saves_all)
         finally:
             _write_generators(states)
-        self._set_apart_what_is_frozen(trees)
-        return trees, {part.name: {"kind": part.kind} for part in self._parts}
+        if self.saves_all:
+            self._set_apart_what_is_frozen(trees)
+        return trees, {name: {"kind": kind} for name, kind in self.kinds().items()}
 
-    def _encoded(self, chosen: Sequence[Part]) -> Trees:
+    def _encoded(self, chosen: Sequence[Part], is_all: bool = True) -> Trees:
         trees: Trees = {}
         for part in chosen:
-            for stem, tree in part.collect().items():
+            for stem, tree in (part.collect() if is_all else part.collect_of_rank()).items():
                 memo = self._memos.setdefault((part.name, stem), {})
                 encoded = codec.encode({part.name: tree}, _NAMERS.get(stem, ".".join), memo)
                 _merge(trees.setdefault(stem, Encoded({}, {}, {})), encoded)
@@ -186,7 +200,7 @@ class Capture:
         ]
         trees = self._encoded(chosen)
         for part in chosen:
-            tree = trees[part.stem if isinstance(part, OptimizerPart) else "extra"]
+            tree = trees[part.rest_stem if isinstance(part, ModulePart) else part.stem]
             for name in _not_filled(part, tree):
                 tree.tensors.pop(name, None)
         return {stem: tree.tensors for stem, tree in trees.items()}
@@ -200,6 +214,10 @@ class Capture:
         modules = [part.live for part in self._parts if isinstance(part, ModulePart)]
         limited = (m for live in modules for m in live.modules() if getattr(m, "max_norm", None) is not None)
         return {parameter.data_ptr() for module in limited for parameter in module.parameters(recurse=False)}
+
+    def kinds(self) -> dict[str, str]:
+        """Return what kind of object each part is."""
+        return {part.name: part.kind for part in self._parts}
 
     def optimizers(self) -> list[Any]:
         """Return the live optimizers."""
@@ -312,6 +330,9 @@ class Capture:
                 yield Difference(name, "", "given to RunState, but not in the checkpoint")
             elif kind != part.kind:
                 yield Difference(name, "", f"{kind} in the checkpoint, {part.kind} in the code")
+            elif stem := _lacks(part, trees):
+                there, here = ("for each rank", "once") if stem != "rank" else ("once", "for each rank")
+                yield Difference(name, "", f"saved {there} in the checkpoint, {here} in the code (per_rank=)")
             else:
                 built = {
                     path.removeprefix(f"{name}."): codec.decode(value, {})
@@ -341,7 +362,7 @@ class Capture:
         ]
         code_wins = self._code_wins(overridden)
         # The counters of the position come last and refuse nothing, so they need no way back.
-        users = [part for part in self._parts if part.stem != "rank"]
+        users = [part for part in self._parts if not isinstance(part, (_PositionPart, _RandomPart))]
         for part in chosen:
             if unfit.get(part.name):
                 reading.apart(part.name)
@@ -366,10 +387,21 @@ class Capture:
                     _restore(part, before, set(), set())
             _write_generators(states)
             raise
+        if reading.is_heir and only is None:
+            self._begin_own_streams()
         try:
             reading.fill([part.name for part in chosen])
         except (Exception, KeyboardInterrupt) as exc:
             raise _half_filled(exc) from exc
+
+    def _begin_own_streams(self) -> None:
+        """Draw what rank 0 does not draw, in a process that has no state of its own in the checkpoint."""
+        seed = f"{torch.initial_seed()}/{self._rank}/{self._position.step}"
+        rng.begin_anew(seed)
+        for part in self._parts:
+            if isinstance(part, parts.GeneratorPart):
+                rng.begin_own(part.live, f"{seed}/{part.name}")
+        self._position.begin_own_streams(seed)
 
     def _read_generators(self) -> _States:
         own = [part.live for part in self._parts if _is_generator(part)]
@@ -382,7 +414,7 @@ class Capture:
 
     def names(self, wanted: str) -> list[str]:
         """Return the parts that `wanted` means: one by its whole name, or all of a slot."""
-        names = [part.name for part in self._parts if part.stem != "rank"]
+        names = [part.name for part in self._parts if not isinstance(part, (_PositionPart, _RandomPart))]
         found = [name for name in names if name == wanted or name.startswith(f"{wanted}.")]
         if not found:
             raise UsageError(f"there is no part {wanted!r}.", fix=f"the parts are: {', '.join(names)}.")
@@ -449,12 +481,23 @@ class Held:
         self._taken = taken
         self._tensors: dict[str, dict[str, torch.Tensor]] = {}
 
-    def tensor(self, stem: str, name: str) -> torch.Tensor:
-        """Return a tensor as it was taken."""
+    def tensor(self, stem: str, name: str) -> torch.Tensor | None:
+        """Return a tensor as it was taken; None where other processes have it, or a part of it."""
         if stem not in self._tensors:
             paths = [path for path in self._taken.paths() if codec.stem_of(path) == stem]
             self._tensors[stem] = {n: t for path in paths for n, t in self._taken.tensors(path).items()}
-        return self._tensors[stem][name]
+        return self._tensors[stem].get(name)
+
+
+def _is_of_rank(name: str, live: Any, per_rank: AbstractSet[str]) -> bool:
+    # What each rank draws is its own, even where all of them were seeded alike.
+    return name in per_rank or (name.startswith("extra.") and rng.is_generator(live))
+
+
+def _lacks(part: Part, trees: Trees) -> str | None:
+    """Return the tree that should have the part and has not, if so."""
+    stem = part.rest_stem if isinstance(part, ModulePart) else part.stem
+    return None if stem in trees and part.name in trees[stem].json else stem
 
 
 def _not_filled(part: Part, tree: Encoded) -> set[str]:
@@ -518,7 +561,8 @@ def _has_changed(
         after = now[stem].tensors[name]
         tensors, counts = versions[stem]
         is_same = tensors[name].data_ptr() == after.data_ptr() and counts[name] == _version(after) is not None
-        if not is_same and not tensorfile.is_equal(held.tensor(stem, name), after):
+        then_tensor = None if is_same else held.tensor(stem, name)
+        if then_tensor is not None and not tensorfile.is_equal(then_tensor, after):
             return True
     return False
 

@@ -7,13 +7,13 @@ import errno
 import os
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from . import blocks, disk, manifest
 from .blocks import Content, Way, Written
-from .errors import FormatTooNew, SaveFailed
+from .errors import FormatTooNew, ResumableError, SaveFailed
 from .manifest import FILE_NAME, FileRecord, Manifest
 
 NAME = re.compile(r"([0-9]{6,})-step-([0-9]{8,})")
@@ -22,7 +22,8 @@ NAME = re.compile(r"([0-9]{6,})-step-([0-9]{8,})")
 DEBRIS = re.compile(r"\.(?:stage|trash)-[0-9]{6,}-[0-9a-f]{8}")
 """What a killed save or a killed prune leaves behind."""
 
-_RANKS = "ranks/"
+RANKS = "ranks/"
+"""The folder in a checkpoint for what differs by process."""
 
 
 def name(number: int, step: int) -> str:
@@ -72,49 +73,83 @@ def open_checkpoint(path: Path) -> Checkpoint:
 def commit(
     folder: Path, about: Manifest, files: Mapping[str, Content], way: Way = "paced"
 ) -> tuple[Checkpoint, dict[str, Written]]:
-    """Write the files and the manifest, flushed, and make them visible in `folder` as one checkpoint.
+    """Write the files and the manifest, flushed, and make them visible in `folder` as one checkpoint."""
+    stage = Stage(folder, about.number, about.step)
+    with stage.making():
+        written = stage.write(files, way)
+        about = stage.close(about, {file: FileRecord(w.size, w.digest) for file, w in written.items()})
+        return stage.publish(about), stage.published(written)
 
-    Until the rename there is only a stage, which nobody reads: a crash at any
-    moment leaves the checkpoint as a whole or not at all.
+
+class Stage:
+    """A checkpoint that is being made, by one process or by several: nobody reads it before it is published.
+
+    A crash at any moment leaves the checkpoint as a whole or not at all.
     """
-    stage = folder / f".stage-{about.number:06}-{secrets.token_hex(4)}"
-    target = folder / name(about.number, about.step)
-    try:
-        disk.make_folder(folder)
-        os.mkdir(stage)
-        written = _write_files(stage, files, way)
-        about = replace(about, files={file: FileRecord(w.size, w.digest) for file, w in written.items()})
-        disk.write(stage / manifest.NAME, manifest.to_json(about))
-        disk.flush_folder(stage)
-        disk.publish(stage, target)
-    except BaseException as exc:
-        # The first error is the one to report. What stays is debris; the next start removes it.
-        with contextlib.suppress(OSError):
-            remove(stage)
-        if isinstance(exc, OSError) and not isinstance(exc, SaveFailed):
-            raise _save_failed(folder, about, exc) from exc
-        raise
-    return Checkpoint(target, about), {file: w._replace(path=target / file) for file, w in written.items()}
 
+    def __init__(self, folder: Path, number: int, step: int, token: str | None = None) -> None:
+        self._folder = folder
+        self._number, self._step = number, step
+        self.path = folder / f".stage-{number:06}-{token or secrets.token_hex(4)}"
+        self.target = folder / name(number, step)
 
-def _write_files(stage: Path, files: Mapping[str, Content], way: Way) -> dict[str, Written]:
-    subfolders = {(stage / file).parent for file in files} - {stage}
-    for subfolder in subfolders:
-        os.mkdir(subfolder)
-    written = {file: blocks.put(stage / file, content, way) for file, content in files.items()}
-    for subfolder in subfolders:
-        disk.flush_folder(subfolder)
-    return written
+    @contextlib.contextmanager
+    def making(self, shared: Mapping[str, int] | None = None) -> Iterator[None]:
+        """Make the folder, and remove it if the body fails; `shared` are the sizes of files that several write."""
+        try:
+            disk.make_folder(self._folder)
+            os.mkdir(self.path)
+            os.mkdir(self.path / RANKS)
+            for file, size in (shared or {}).items():
+                blocks.create(self.path / file, size)
+            yield
+        except BaseException as exc:
+            # The first error is the one to report. What stays is debris; the next start removes it.
+            with contextlib.suppress(OSError):
+                remove(self.path)
+            if isinstance(exc, OSError) and not isinstance(exc, ResumableError):
+                raise self.failed(exc) from exc
+            raise
 
+    def failed(self, cause: OSError) -> SaveFailed:
+        """Return what the user is told of an error of the disk."""
+        advice = "mend the cause and call save() again"
+        if cause.errno in (errno.ENOSPC, errno.EDQUOT):
+            advice = f"make room on the disk of {self._folder} and call save() again, or keep fewer (keep=)"
+        return SaveFailed(
+            f"checkpoint {self._number} (step {self._step}) could not be written: {cause}.",
+            fix=f"{advice}. The checkpoints before it are untouched.",
+        )
 
-def _save_failed(folder: Path, about: Manifest, cause: OSError) -> SaveFailed:
-    advice = "mend the cause and call save() again"
-    if cause.errno in (errno.ENOSPC, errno.EDQUOT):
-        advice = f"make room on the disk of {folder} and call save() again, or keep fewer (keep=)"
-    return SaveFailed(
-        f"checkpoint {about.number} (step {about.step}) could not be written: {cause}.",
-        fix=f"{advice}. The checkpoints before it are untouched.",
-    )
+    def write(self, files: Mapping[str, Content], way: Way = "paced") -> dict[str, Written]:
+        """Write files, or links to the last save's, flushed."""
+        return {file: self._write(file, content, way) for file, content in files.items()}
+
+    def _write(self, file: str, content: Content, way: Way) -> Written:
+        if content.is_share():
+            return Written(self.path / file, content.size, blocks.write_share(self.path / file, content, way))
+        return blocks.put(self.path / file, content, way)
+
+    def flush(self) -> None:
+        """Make the names of the files durable."""
+        disk.flush_folder(self.path / RANKS)
+        disk.flush_folder(self.path)
+
+    def close(self, about: Manifest, records: Mapping[str, FileRecord]) -> Manifest:
+        """Write the manifest, when all files are there and flushed."""
+        about = replace(about, files=dict(records))
+        disk.write(self.path / manifest.NAME, manifest.to_json(about))
+        self.flush()
+        return about
+
+    def publish(self, about: Manifest) -> Checkpoint:
+        """Give it its name. This is the commit."""
+        disk.publish(self.path, self.target)
+        return Checkpoint(self.target, about)
+
+    def published(self, written: Mapping[str, Written]) -> dict[str, Written]:
+        """Return where what was written lies now."""
+        return {file: one._replace(path=self.target / file) for file, one in written.items()}
 
 
 def remove(folder: Path) -> None:
@@ -126,12 +161,12 @@ def remove(folder: Path) -> None:
 
 def unknown(folder: Path) -> list[str]:
     """Return the names in a checkpoint's folder that this library did not write."""
-    return [n for n in _entries(folder) if n != _RANKS and not FILE_NAME.fullmatch(n)]
+    return [n for n in _entries(folder) if n != RANKS and not FILE_NAME.fullmatch(n)]
 
 
 def _entries(folder: Path) -> list[str]:
     found = sorted(_names(folder))
-    return [*found, *(f"{_RANKS}{name}" for name in _names(folder / _RANKS))] if _RANKS in found else found
+    return [*found, *(f"{RANKS}{name}" for name in _names(folder / RANKS))] if RANKS in found else found
 
 
 def _names(folder: Path) -> list[str]:

@@ -387,23 +387,33 @@ def tensor_facts(tree: Json) -> dict[str, dict[str, Json]]:
     return found
 
 
-_RANK_0 = "ranks/00000"
+_OF_RANK = re.compile(r"ranks/([0-9]{5})\.(?:json|safetensors)")
 
 
-def to_texts(trees: Mapping[str, Encoded]) -> dict[str, bytes]:
+def _rank_path(rank: int) -> str:
+    return f"ranks/{rank:05}"
+
+
+def rank_of(path: str) -> int | None:
+    """Return the rank that alone has the file; None for what all ranks share."""
+    found = _OF_RANK.fullmatch(path)
+    return int(found[1]) if found else None
+
+
+def to_texts(trees: Mapping[str, Encoded], rank: int = 0) -> dict[str, bytes]:
     """Return the JSON files of a checkpoint. The tree "rank" is what differs by process."""
     shared = {stem: tree.json for stem, tree in trees.items() if stem != "rank"}
-    texts = {"state.json": _text(shared)}
+    texts = {"state.json": _text(shared)} if shared else {}
     if "rank" in trees:
-        texts[f"{_RANK_0}.json"] = _text(trees["rank"].json)
+        texts[f"{_rank_path(rank)}.json"] = _text(trees["rank"].json)
     return texts
 
 
-def to_groups(trees: Mapping[str, Encoded]) -> dict[str, Encoded]:
+def to_groups(trees: Mapping[str, Encoded], rank: int = 0) -> dict[str, Encoded]:
     """Return the tensors of each safetensors file: what is not trained lies apart, since it stays."""
     groups = {}
     for stem, tree in trees.items():
-        path = _RANK_0 if stem == "rank" else stem
+        path = _rank_path(rank) if stem == "rank" else stem
         for suffix, group in _by_change(tree):
             if group.tensors:
                 groups[f"{path}{suffix}.safetensors"] = group
@@ -445,16 +455,16 @@ def is_frozen(path: str) -> bool:
     return path.endswith(f"{_FROZEN}.safetensors")
 
 
-def to_trees(texts: Mapping[str, bytes | memoryview]) -> dict[str, dict[str, Json]]:
+def to_trees(texts: Mapping[str, bytes | memoryview], rank: int = 0) -> dict[str, dict[str, Json]]:
     """Return the trees' JSON, from the files of a checkpoint that hold it."""
-    if missing := {"state.json", f"{_RANK_0}.json"} - texts.keys():
+    if missing := {"state.json", f"{_rank_path(rank)}.json"} - texts.keys():
         raise ValueError(f"there is no {' and no '.join(sorted(missing))}")
-    if unknown := texts.keys() - {"state.json", f"{_RANK_0}.json"}:
+    if unknown := texts.keys() - {"state.json", f"{_rank_path(rank)}.json"}:
         raise ValueError(f"nothing says what {', '.join(sorted(unknown))} is")
     trees = typed(dict, parse(texts["state.json"]))
     if "rank" in trees:
         raise ValueError("state.json holds what differs by rank")
-    trees["rank"] = parse(texts[f"{_RANK_0}.json"])
+    trees["rank"] = parse(texts[f"{_rank_path(rank)}.json"])
     return {stem: typed(dict, tree) for stem, tree in trees.items()}
 
 
@@ -469,8 +479,10 @@ def from_parts(
 
 def stem_of(path: str) -> str:
     """Return the tree whose tensors a file holds."""
+    if rank_of(path) is not None:
+        return "rank"
     stem = path.removesuffix(".safetensors").removesuffix(_FROZEN)
-    return {_RANK_0: "rank", "rank": ""}.get(stem, stem)
+    return "" if stem == "rank" else stem
 
 
 def _from_parts(

@@ -12,6 +12,8 @@ ResumableError
  ├── StateMismatch       (ValueError)         the checkpoint and the live objects do not fit
  ├── CannotStore         (TypeError)          a value that has no place in a checkpoint
  ├── Unsupported         (NotImplementedError) something that would silently be inexact
+ ├── RanksDiffer         (ValueError)         the processes of a training do not agree
+ ├── RankLost            (TimeoutError)       one of the processes has ended, is stopped or late
  └── SaveFailed          (OSError)            a checkpoint could not be written
 
 ResumableWarning (UserWarning)                 said at most once a run
@@ -98,8 +100,39 @@ class Unsupported(ResumableError, NotImplementedError):
     """Something that this version could only do inexactly, so it refuses."""
 
 
+class RanksDiffer(ResumableError, ValueError):
+    """The processes of one training stand at different places, or were made differently."""
+
+
+class RankLost(ResumableError, TimeoutError):
+    """One of the processes of a training has ended, is stopped, or did not come in time."""
+
+
 class SaveFailed(ResumableError, OSError):
     """A checkpoint could not be written; the ones before it are untouched."""
+
+
+def to_json(error: ResumableError) -> dict[str, str]:
+    """Return what makes the same error again in another process.
+
+    >>> from_json(to_json(SaveFailed("the disk is full.", fix="make room")))
+    SaveFailed('the disk is full.\\nFix: make room')
+    """
+    kinds = _kinds(ResumableError)
+    kind = next(kind.__name__ for kind in type(error).mro() if kind.__name__ in kinds)
+    return {"kind": kind, "problem": error.problem, "fix": error.fix}
+
+
+def from_json(told: dict[str, str]) -> ResumableError:
+    """Return the error that another process met."""
+    return _kinds(ResumableError)[told["kind"]](told["problem"], fix=told["fix"])
+
+
+def _kinds(kind: type[ResumableError]) -> dict[str, type[ResumableError]]:
+    found = {kind.__name__: kind}
+    for narrower in kind.__subclasses__():
+        found |= _kinds(narrower)
+    return found
 
 
 class ResumableWarning(UserWarning):

@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ from .codec import Encoded
 from .errors import SaveFailed
 from .fence import Fence
 from .memory import HostMemory, current_gpu
-from .tensorfile import Layout
+from .shares import Range
+from .tensorfile import Layout, Slot
 from .threads import yield_to_training
 from .transfers import Copy, Transfer
 
@@ -50,20 +51,59 @@ class WrittenAround(SaveFailed):
     """Somebody wrote to what only a step may change; later images do not rely on that any more."""
 
 
+class _Share(NamedTuple):
+    """What is staged of a file: all of it, or some bytes from `begin` on."""
+
+    layout: Layout
+    """How the tensors lie in those bytes, counted from the first of them."""
+    begin: int
+    size: int
+    """How large the whole file is."""
+    parts: Mapping[int, tuple[int, int]]
+    """Which numbers there are of a tensor that is not there as a whole, by the number of its slot."""
+
+    def range(self) -> Range:
+        """Return where the bytes begin and end."""
+        return self.begin, self.begin + self.layout.size
+
+
+def _share(layout: Layout, begin: int, end: int) -> _Share:
+    if (begin, end) == (0, layout.size):
+        return _Share(layout, 0, layout.size, {})
+    slots: list[Slot] = []
+    parts = {}
+    for slot in layout.slots:
+        first, last = max(slot.begin, begin), min(slot.end, end)
+        if first > last or (first == last and slot.begin < slot.end):
+            continue
+        shape = slot.shape
+        if (first, last) != (slot.begin, slot.end):
+            # (a block begins between two numbers, since both lie at multiples of the widest one)
+            width = slot.dtype.itemsize
+            parts[len(slots)] = ((first - slot.begin) // width, (last - slot.begin) // width)
+            shape = ((last - first) // width,)
+        slots.append(Slot(slot.name, slot.dtype, shape, first - begin, last - begin))
+    return _Share(Layout(layout.header[begin:end], tuple(slots), end - begin), begin, layout.size, parts)
+
+
 class _File:
     """One file of the image: where it lies, and how it was planned."""
 
-    def __init__(self, path: str, group: Encoded) -> None:
+    def __init__(self, path: str, group: Encoded, whole: Layout, share: _Share) -> None:
         self.path = path
-        self.key = group.key
-        self.layout = tensorfile.layout(group.tensors, group.aliases)
+        self.whole = whole
+        self.share = share
+        self.layout = share.layout
         self.names = [slot.name for slot in self.layout.slots]
         tensors = [group.tensors[name] for name in self.names]
         is_small = [0 < t.nbytes < _SMALL and t.is_cpu and t.dtype != torch.bool for t in tensors]
+        for number in share.parts:
+            is_small[number] = False
         # One by one, ten thousand would keep the training waiting.
         self.together = [number for number, is_one in enumerate(is_small) if is_one]
         self.apart = [number for number, is_one in enumerate(is_small) if not is_one]
         self.begin = 0
+        self.is_placed = False
         self.views: list[Tensor] = []
         self.fingerprint: Any = None
         """What tells that tensors which nobody trains still are what lies here."""
@@ -81,6 +121,7 @@ class Image:
         self._fence = Fence(optimizers)
         self._written_elsewhere = written_elsewhere
         self._worth_a_fence = worth_a_fence
+        self._plans: dict[str, tuple[tuple[Any, ...], Layout]] = {}
         self._files: dict[str, _File] = {}
         self._memory: HostMemory | None = None
         self._owner = os.getpid()
@@ -127,6 +168,17 @@ class Image:
         for file in self._files.values():
             file.fingerprint = None
 
+    def sizes(self, groups: Mapping[str, Encoded]) -> dict[str, int]:
+        """Return how large each file is, which is planned once until a tensor has another shape."""
+        self._plans = {path: (group.key, self._layout(path, group)) for path, group in groups.items()}
+        return {path: layout.size for path, (_, layout) in self._plans.items()}
+
+    def _layout(self, path: str, group: Encoded) -> Layout:
+        key, layout = self._plans.get(path, (None, None))
+        if layout is None or key != group.key:
+            layout = tensorfile.layout(group.tensors, group.aliases)
+        return layout
+
     def _allocate(self, size: int, gpu: int | None) -> None:
         self._release()
         memory = HostMemory(_in_pages(size))
@@ -136,7 +188,7 @@ class Image:
 
     def _release(self) -> None:
         for file in self._files.values():
-            file.views, file.fingerprint = [], None
+            file.is_placed, file.views, file.fingerprint = False, [], None
         if self._memory:
             self._memory.free()
         self._memory = None
@@ -151,14 +203,18 @@ class Image:
         self._fence.remove()
 
     @torch.no_grad()
-    def take(self, groups: Mapping[str, Encoded]) -> Taken:
-        """Take the tensors of each file as they are now; what is guarded is copied behind the fence."""
+    def take(self, groups: Mapping[str, Encoded], mine: Mapping[str, Range] | None = None) -> Taken:
+        """Take the tensors of each file as they are now; what is guarded is copied behind the fence.
+
+        Where other processes save the same, only the bytes that are `mine` are taken, by file.
+        """
         self.settle()
-        self._plan(groups)
+        self._plan(groups, mine)
         taken = self._last = Taken(self._fence)
         try:
             for path, group in groups.items():
-                self._begin(taken, path, group)
+                if path in self._files:
+                    self._begin(taken, path, group)
             taken.start(self._worth_a_fence, self._written_elsewhere)
         except BaseException:
             self._forget_what_is_there()
@@ -168,7 +224,7 @@ class Image:
     def _begin(self, taken: Taken, path: str, group: Encoded) -> None:
         file = self._files[path]
         sources = [group.tensors[name] for name in file.names]
-        taken.add(path, self._bytes(file), file.layout)
+        taken.add(path, self._bytes(file), file.share)
         if codec.is_frozen(path) and _is_still(file, sources):
             return
         if file.together:
@@ -182,8 +238,10 @@ class Image:
         assert self._memory
         return self._memory.bytes[file.begin : file.begin + file.layout.size]
 
-    def _plan(self, groups: Mapping[str, Encoded]) -> None:
-        files = {path: self._planned(path, group) for path, group in groups.items()}
+    def _plan(self, groups: Mapping[str, Encoded], mine: Mapping[str, Range] | None) -> None:
+        sizes = self.sizes(groups)
+        ranges = {path: (0, size) for path, size in sizes.items()} if mine is None else mine
+        files = {path: self._planned(path, groups[path], part) for path, part in ranges.items()}
         size = sum(_in_pages(file.layout.size) for file in files.values())
         if files == self._files and self._memory:
             return
@@ -193,16 +251,17 @@ class Image:
         assert self._memory
         begin = 0
         for file in files.values():
-            file.begin, file.fingerprint = begin, None
+            file.begin, file.is_placed, file.fingerprint = begin, True, None
             begin += _in_pages(file.layout.size)
             self._bytes(file)[: len(file.layout.header)] = file.layout.header
             file.views = file.layout.views(self._memory.tensor[file.begin : file.begin + file.layout.size])
 
-    def _planned(self, path: str, group: Encoded) -> _File:
+    def _planned(self, path: str, group: Encoded, mine: Range) -> _File:
+        _, layout = self._plans[path]
         known = self._files.get(path)
-        if known and known.views and known.key == group.key:
+        if known and known.is_placed and known.whole is layout and known.share.range() == mine:
             return known
-        return _File(path, group)
+        return _File(path, group, layout, _share(layout, *mine))
 
 
 class Taken:
@@ -211,7 +270,7 @@ class Taken:
     def __init__(self, fence: Fence) -> None:
         self._fence = fence
         self._data: dict[str, memoryview] = {}
-        self._layouts: dict[str, Layout] = {}
+        self._shares: dict[str, _Share] = {}
         self._copies: list[Copy] = []
         self._later: list[Copy] = []
         self._transfers: list[Transfer] = []
@@ -223,18 +282,18 @@ class Taken:
         self._has_passed = False
         self._error: SaveFailed | None = None
 
-    def add(self, path: str, data: memoryview, layout: Layout) -> None:
+    def add(self, path: str, data: memoryview, share: _Share) -> None:
         """Announce a file, whose header is in place."""
         self._data[path] = data
-        self._layouts[path] = layout
+        self._shares[path] = share
 
     def copy(self, file: _File, sources: Sequence[Tensor]) -> None:
         """Announce that those tensors of a file are to be copied that were not copied together."""
         for number in file.apart:
             if sources[number].numel():
-                slot = file.layout.slots[number]
+                slot, part = file.layout.slots[number], file.share.parts.get(number)
                 self._copies.append(
-                    Copy(file.path, slot.name, slot.begin, file.views[number], sources[number])
+                    Copy(file.path, slot.name, slot.begin, file.views[number], sources[number], part=part)
                 )
 
     def start(self, worth_a_fence: int, written_elsewhere: Callable[[], Collection[int]]) -> None:
@@ -360,18 +419,20 @@ class Taken:
 
     def contents(self, before: Mapping[str, Written]) -> dict[str, Content]:
         """Return what is to become each file, of which the last save wrote `before`."""
-        return {
-            path: Content(data, partial(self.wait, path), before.get(path))
-            for path, data in self._data.items()
-        }
+        found = {}
+        for path, data in self._data.items():
+            share, ready = self._shares[path], partial(self.wait, path)
+            found[path] = Content(data, ready, before.get(path), begin=share.begin, size=share.size)
+        return found
 
     def tensors(self, path: str) -> dict[str, Tensor]:
-        """Return the tensors of a file as they were taken."""
-        layout, data = self._layouts[path], self._data[path]
+        """Return the tensors of a file as they were taken, those that are there as a whole."""
+        share, data = self._shares[path], self._data[path]
         if path in self._places or path in self._on_devices:
             self.wait(path, len(data))
-        views = layout.views(torch.frombuffer(data, dtype=torch.uint8))
-        return {slot.name: view for slot, view in zip(layout.slots, views, strict=True)}
+        views = share.layout.views(torch.frombuffer(data, dtype=torch.uint8))
+        slots = enumerate(share.layout.slots)
+        return {slot.name: views[number] for number, slot in slots if number not in share.parts}
 
 
 def _copy(copies: Sequence[Copy]) -> None:

@@ -27,6 +27,7 @@ class Counters(Protocol):
     step: int
     samples: int
     counts_steps: bool
+    processes: int
 
     def progress(self) -> object:
         """Return what changes with every step and every gradient; None if nobody knows."""
@@ -135,13 +136,18 @@ class LoaderPosition:
         """Yield what makes a position in mid-epoch meaningless."""
         now = self.source.settings()
         for key, then in saved["settings"].items():
-            if saved["batch"] and then != now.get(key):
-                name = self.source.in_question(key, saved["source"])
-                if name is not None:
-                    text = f"{then} in the checkpoint, {now.get(key)} in the code, in mid-epoch"
-                    yield name, text if name else f"{key} {text}"
+            if not saved["batch"] or then == now.get(key):
+                continue
+            if question := self.source.in_question(key, saved["source"]):
+                name, why = question
+                text = f"{then} in the checkpoint, {now.get(key)} in the code, in mid-epoch"
+                text = f"{text}: {why}" if why else text
+                yield name, text if name else f"{key} {text}"
         root = self.source.root()
+        is_other_sampler = saved["settings"].get("sampler") != now.get("sampler")
         for path in saved["generators"].keys() ^ rng.find(root).keys():
+            if is_other_sampler and path.startswith("sampler."):
+                continue
             # Many datasets make theirs at the first sample.
             if path not in saved["generators"] or not rng.is_free(root, path):
                 yield path, "a random generator in the checkpoint or in the code, but not in both"
@@ -153,6 +159,7 @@ class LoaderPosition:
         self.is_over = self._over_at_resume = saved["is_over"]
         self.source.restore(saved["source"], unfit & saved["settings"].keys())
         self.write_generators(saved["generators"])
+        self.source.diverge(saved["source"])
 
     def warn_of_uncounted(self) -> None:
         """Warn, at an epoch's end, of batches that another thread loaded and that no step was made for."""
@@ -186,6 +193,11 @@ class LoaderPosition:
         for path, state in states.items():
             if generator := found.get(path) or rng.plant(root, path, state):
                 rng.write(generator, state)
+
+    def begin_own_streams(self, seed: str) -> None:
+        """Begin streams of their own for the generators that hang off the loader."""
+        for path, generator in rng.find(self.source.root()).items():
+            rng.begin_own(generator, f"{seed}/{path}")
 
     def read_generators(self) -> dict[str, Any]:
         """Return the states of the generators that hang off the loader."""
@@ -272,7 +284,7 @@ class LoaderPosition:
         """Note that the training is through with the batch in hand."""
         self.done += 1
         self._counters.batch = self.done
-        self._counters.samples += self.size_in_hand
+        self._counters.samples += self.size_in_hand * self._counters.processes
         self.in_hand, self.size_in_hand = False, 0
 
     def progress(self) -> object:

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
-from . import blocks, rng, stamp
+from . import blocks, rng, shards, stamp
 from .errors import StateMismatch, UsageError, warn
 from .iterators import Workers, in_process, stand_in
-from .order import Draws, Generators, Order, Pulled, draws_at_once, plain
+from .order import Draws, Generators, Order, Pulled, draws_at_once, other_data, plain
 from .seeds import Seeded
 from .stamp import States
 from .worker import Stamp, Standing, Start, Stream, StreamEnded, Worker, freeze, is_stateful
@@ -27,6 +27,7 @@ class Mark:
 
     batches: int
     samples: int
+    """The samples of the epoch's order that all ranks together have had: each as many as this one."""
     turn: int
     last: Pulled | None
     workers: Mapping[int, Standing]
@@ -84,12 +85,16 @@ class LoaderSource:
             "batch_size": loader.batch_size,
             "drop_last": loader.drop_last,
             "num_workers": loader.num_workers,
-            "sampler": type(loader.sampler).__name__,
+            **self._dealt(),
             "batch_sampler": type(loader.batch_sampler).__name__,
             "dataset_length": _length(dataset),
             "split": self._split,
             "sample_seeds": self._seeds() is not None,
         }
+
+    def _dealt(self) -> dict[str, Any]:
+        """Return by whom the samples are dealt out, and to how many ranks."""
+        return {"sampler": type(self.loader.sampler).__name__, "shards": shards.count(self.loader)}
 
     def root(self) -> object:
         """Return what the loader's generators hang off."""
@@ -136,15 +141,16 @@ class LoaderSource:
         self._draws_at_save = stamp.read({})
         self._take(saved)
         self._turn = saved["turn"]
-        self._again = {**saved["order"], "is_left": saved["is_left"], "batches": saved["batches"]}
+        self._again = {**saved["order"], "is_left": saved["is_left"], "samples": saved["samples"]}
         starts: dict[int, Start] = {}
+        made = saved["made"]
         if saved["num_workers"] == self.loader.num_workers:
             starts = self._starts()
         else:
-            self._workers, self._turn = {}, 0
+            self._workers, self._turn, made = {}, 0, None
         has_own_order = bool(self.loader.num_workers) and not self._is_stream
         try:
-            batches = self._make(starts, saved["made"])
+            batches = self._make(starts, made)
             self._warn_of_shared_draws(starts)
             if not has_own_order:
                 # (else the order has put them back, and more may have been drawn from there)
@@ -211,7 +217,7 @@ class LoaderSource:
         # Workers are seeded, and their datasets copied, from what was there when they were made first.
         if made is not None:
             self._generators.write(made)
-        if self._again and not starts:
+        elif self._again:
             self._reseed(self._again)
         self._made = self._generators.read()
         pool = self._sent_to_workers()
@@ -219,9 +225,9 @@ class LoaderSource:
         return pool
 
     def _reseed(self, again: Mapping[str, Any]) -> None:
-        # As many workers as before would have gone on from their own states. These begin with new
+        # As many workers, on as many ranks, would have gone on from their own states. These begin with new
         # seeds, the same at every resume: with the old ones they would draw the epoch's first numbers again.
-        text = f"{again['batches']} {self.loader.num_workers} {torch.initial_seed()}"
+        text = f"{torch.initial_seed()} {again['samples']} {self._order.deal.rank} {self.loader.num_workers}"
         seed = int(blocks.digest(text.encode())[:15], 16)
         (self.loader.generator or torch.default_generator).manual_seed(seed)
 
@@ -276,7 +282,7 @@ class LoaderSource:
         self._last = self._order.came_out(number)
         self._batches += 1
         if self._last:
-            self._samples += self._last.samples
+            self._samples += self._last.samples * self._order.deal.shards
             # What loads a batch as one may give something that has another length.
             self._size = self._size if self._is_stream else self._last.samples
 
@@ -358,6 +364,7 @@ class LoaderSource:
         number = max(mark.workers, default=-1)
         return {
             "num_workers": self.loader.num_workers,
+            "dealt": self._dealt(),
             "batches": mark.batches,
             "samples": mark.samples,
             "samplers": self._order.states(),
@@ -376,13 +383,33 @@ class LoaderSource:
         dataset: Any = self.loader.dataset
         return None if self._is_stream or not is_stateful(dataset) else {"state": dataset.state_dict()}
 
-    def in_question(self, setting: str, saved: Mapping[str, Any]) -> str | None:
-        """Return what a changed setting puts in question in mid-epoch: itself, everything ("") or nothing."""
+    def in_question(self, setting: str, saved: Mapping[str, Any]) -> tuple[str, str] | None:
+        """Return what a changed setting puts in question in mid-epoch: itself or everything (""), and why."""
         if setting == "num_workers":
             # What each worker reads of a stream depends on how many there are.
-            return "" if self._is_stream else None
+            return ("", "") if self._is_stream else None
+        if setting in ("shards", "sampler", "batch_size") and not self._is_stream:
+            return self._dealt_in_question(setting, saved)
         has_position = any(at and at["data"] for at in saved["workers"])
-        return "" if self._is_stream and not has_position else setting
+        return ("" if self._is_stream and not has_position else setting, "")
+
+    def _dealt_in_question(self, setting: str, saved: Mapping[str, Any]) -> tuple[str, str] | None:
+        obstacle, has_other_shards = self._obstacle(saved), self._has_other_shards(saved)
+        if obstacle and setting == "shards":
+            return "", f"{obstacle}; if that is allowed, the epoch's data begins anew"
+        if has_other_shards or (not obstacle and setting == "sampler"):
+            # What is left is dealt out anew; if it cannot be, that is told of the shards.
+            return None
+        return setting, ""
+
+    def _has_other_shards(self, saved: Mapping[str, Any]) -> bool:
+        return bool(saved["dealt"]["shards"] != shards.count(self.loader))
+
+    def _obstacle(self, saved: Mapping[str, Any]) -> str | None:
+        """Return why the samples that are left of an epoch cannot be dealt out anew."""
+        if not saved["order"]["is_in_order"] or _has_gaps(saved):
+            return _ANY_ORDER
+        return shards.obstacle(saved["order"]["base"], self.loader)
 
     def effects(self, saved: Mapping[str, Any]) -> dict[str, str]:
         """Return what a change of a setting does, where that is no error."""
@@ -390,13 +417,20 @@ class LoaderSource:
         draws = any(at and at["generators"] for at in saved["workers"])
         if self._is_stream:
             return {}
-        if self._seeds():
-            return {"num_workers": "each sample has its seed, so the batches stay the same"}
-        if is_in_epoch and saved["num_workers"] and not draws:
-            return {"num_workers": "nothing was drawn at random in the workers, so the batches stay the same"}
-        return {
-            "num_workers": "the order stays; what is drawn at random while loading is not what it would be"
+        lost = "what is drawn at random while loading is not what it would be"
+        # (a batch that is loaded as one has one seed)
+        is_seeded = self._seeds() and not hasattr(self.loader.dataset, "__getitems__")
+        anew = f"{'what is left of the epoch' if is_in_epoch else 'every epoch'} is dealt out anew"
+        effects = {
+            "shards": anew if is_seeded else f"{anew}; {lost}",
+            "num_workers": f"the order stays; {lost}",
         }
+        if self._seeds():
+            effects["num_workers"] = "each sample has its seed, so the batches stay the same"
+        elif is_in_epoch and saved["num_workers"] and not draws:
+            nothing = "nothing was drawn at random in the workers, so the batches stay the same"
+            effects |= {"num_workers": nothing, "shards": anew}
+        return effects
 
     def restore(self, saved: Mapping[str, Any], other: AbstractSet[str]) -> None:
         """Go on from what `collect` returned. Of the settings, the `other` ones have changed since."""
@@ -404,30 +438,68 @@ class LoaderSource:
         if saved["dataset"] is not None and is_stateful(self.loader.dataset):
             self.loader.dataset.load_state_dict(saved["dataset"]["state"])  # type: ignore[attr-defined]
         self._order.load_states(saved["samplers"])
-        self._saved = saved
-        if saved["order"] and not self._is_stream:
-            self._saved = {**saved, "order": self._with_other_batches(saved) if other else saved["order"]}
-            self._length = self._length_from(*self._saved["order"]["from"])
+        self._saved = saved if self._is_stream else self._dealt_anew(saved, other)
+        if self._saved["order"] and not self._is_stream:
+            self._length = self._length_from(self._saved["order"])
+
+    def _dealt_anew(self, saved: Mapping[str, Any], other: AbstractSet[str]) -> Mapping[str, Any]:
+        is_dealt_otherwise = saved["dealt"] != self._dealt()
+        is_in_epoch = bool(saved["order"]) and not saved["is_left"]
+        if self._has_other_shards(saved):
+            # Those of another number of ranks have had other samples; what was loaded is of no use.
+            saved = {**saved, "workers": [], "made": None, "turn": 0, "ahead": []}
+        if is_dealt_otherwise:
+            saved = {**saved, "dealt": self._dealt()}
+        if is_in_epoch and (is_dealt_otherwise or other):
+            return self._with_other_batches(saved)
+        # Nobody wants what is left of an epoch that was left, if not for workers that stand there.
+        return {**saved, "order": None, "is_left": False} if is_dealt_otherwise else saved
 
     def _with_other_batches(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         # From here on other batches are made of the samples that are left.
-        batches = saved["batches"]
-        return {
-            **saved["order"],
-            "has_ended": saved["order"]["has_ended"] or saved["order"]["is_short"],
-            "from": [batches, saved["samples"]],
+        if _has_gaps(saved):
+            raise other_data(f"{_ANY_ORDER}, and other batches cannot be made of what is left of them")
+        batches, order = saved["batches"], saved["order"]
+        obstacle = shards.obstacle(order["base"], self.loader)
+        # (at the end of an epoch some samples come a second time)
+        samples = saved["samples"] if obstacle else min(saved["samples"], order["base"]["samples"])
+        order = {
+            **order,
+            "base": obstacle or order["base"],
+            "has_ended": order["has_ended"] or order["is_short"],
+            "from": [batches, samples],
             "pulled": batches,
             "on_its_way": [],
             "has_last": False,
             "fingerprint": None,
         }
+        return {**saved, "samples": samples, "order": order}
 
-    def _length_from(self, batches: int, samples: int) -> int | None:
+    def _length_from(self, order: Mapping[str, Any]) -> int | None:
+        batches, samples = order["from"]
         if not samples:
             return None
-        left = len(self.loader.sampler) - samples  # type: ignore[arg-type]
+        if isinstance(order["base"], str):
+            left = len(self.loader.sampler) - samples // self._order.deal.shards  # type: ignore[arg-type]
+        else:
+            left = self._order.deal.each(order["base"]["samples"] - samples)
         size = self.loader.batch_size or 1
-        return batches + (left // size if self.loader.drop_last else -(-left // size))
+        return int(batches + (left // size if self.loader.drop_last else -(-left // size)))
+
+    def diverge(self, saved: Mapping[str, Any]) -> None:
+        """Let generators that would give numbers again, of this rank or of another, give others."""
+        rank = self._order.deal.rank
+        if self._is_stream or not self._has_other_shards(saved):
+            return
+        # New workers begin with copies that have not drawn yet, and a new rank was given those of another;
+        # but a sampler's decides what the order is, and that is one for all ranks.
+        of_loading = {"dataset", "collate_fn"} if saved["order"] and self.loader.num_workers else set()
+        is_new = rank >= saved["dealt"]["shards"]
+        others = {"generator", "dataset", "collate_fn", "worker_init_fn"} if is_new else of_loading
+        for path, generator in rng.find(self.root()).items():
+            if path.partition(".")[0] in others:
+                state = blocks.digest(repr(freeze(rng.read(generator))).encode())
+                rng.begin_own(generator, f"{state} {saved['samples']} {rank}")
 
     def rewind(self) -> None:
         """Stand at the beginning of an epoch."""
@@ -476,6 +548,14 @@ class _Reading:
         # It may be ahead again when the next checkpoint is taken.
         self._source.draws, loaded = self._loaded.popleft()
         return loaded
+
+
+_ANY_ORDER = "its batches came in any order (in_order=False)"
+
+
+def _has_gaps(saved: Mapping[str, Any]) -> bool:
+    """Whether batches have come out before others that were asked for earlier."""
+    return bool(min(saved["order"]["on_its_way"], default=saved["batches"]) < saved["batches"])
 
 
 def _length(dataset: Any) -> int | None:

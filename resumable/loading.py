@@ -54,14 +54,18 @@ class Reading:
     certain that every byte is intact and every part has taken its state.
     """
 
-    def __init__(self, found: Checkpoint, live: Live) -> None:
+    def __init__(self, found: Checkpoint, live: Live, rank: int = 0) -> None:
         self._folder = found.path
         self._live = live
         self._files: dict[str, _File] = {}
         self._kept: dict[str, set[str]] = {}
-        records = found.about.files
+        self.is_heir = rank >= found.about.world_size
+        """Whether there was no such rank: what only one rank has is that of rank 0."""
+        rank = 0 if self.is_heir else rank
+        others = {path for path in found.about.files if codec.rank_of(path) not in (None, rank)}
+        records = {path: record for path, record in found.about.files.items() if path not in others}
         texts = {path: found.read_file(path) for path in records if not codec.is_tensor_file(path)}
-        trees = codec.to_trees(texts)
+        trees = codec.to_trees(texts, rank)
         tensors = {}
         for path, (size, digest) in records.items():
             if codec.is_tensor_file(path):
@@ -70,6 +74,9 @@ class Reading:
         """What the checkpoint holds; a tensor that is to be filled is the live one."""
         for stem, tree in self.trees.items():
             tree.kept = frozenset(self._kept.get(stem, ()))
+        # Each rank looks at its own; those of ranks that are no more nobody else would.
+        for path in sorted(others) if rank == 0 else ():
+            blocks.scan(self._folder, path, *found.about.files[path])
 
     def _read(self, path: str, size: int, digest: str, tree: Json) -> dict[str, Tensor]:
         file = self._files[path] = _File(path, size)

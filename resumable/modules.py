@@ -6,13 +6,14 @@ import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from . import tensorfile
-from .errors import UsageError
+from . import buckets, tensorfile
+from .errors import Unsupported, UsageError, warn
 from .part import Difference, Part, Saved, same_device, shape
 
 
@@ -65,6 +66,7 @@ class ModulePart(Part):
     def __init__(self, name: str, live: nn.Module, stem: str = "extra") -> None:
         super().__init__(name, unwrap(live), stem)
         self._wrapped = live
+        self._refuse_split()
         self._refuse_lazy()
         self.built = {"frozen": self._frozen()}
         self._buffers_of_the_script = self._buffers().keys()
@@ -82,6 +84,11 @@ class ModulePart(Part):
     def size(self) -> int:
         """Return the bytes of its parameters and buffers."""
         return sum(tensor.nbytes for tensor in (*self.live.parameters(), *self.live.buffers()))
+
+    def _refuse_split(self) -> None:
+        walked = [self._wrapped.named_modules(), self.live.named_parameters(), self.live.named_buffers()]
+        for path, value in chain(*walked):
+            refuse_split(f"{self.name}.{path}" if path else self.name, value)
 
     def _refuse_lazy(self) -> None:
         for name, tensor in [*self.parameters().items(), *self._buffers().items()]:
@@ -106,12 +113,25 @@ class ModulePart(Part):
             "eval": [name for name, module in dict(self._modules()).items() if not module.training],
             "frozen": self._frozen(),
         }
+        if found := self._orders():
+            rest["buckets"] = found
         if self.stem == "model":
-            return {"model": weights, "extra": rest}
+            return {"model": weights, "extra": rest, **self.differing()}
         return {self.stem: {"weights": weights, **rest}}
 
+    @property
+    def rest_stem(self) -> str:
+        """The tree for what is not a weight."""
+        return "extra" if self.stem == "model" else self.stem
+
+    def differing(self) -> dict[str, Any]:
+        """Return the statistics that each rank makes of its own batches."""
+        # (rank 0's lie with the weights)
+        statistics = _statistics_of_batches(self.live) if self.rank else {}
+        return {"rank": {"statistics": statistics}} if statistics else {}
+
     def _split(self, trees: Callable[[str], Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        rest = trees("extra")
+        rest = trees(self.rest_stem)
         return (trees("model") if self.stem == "model" else rest["weights"]), rest
 
     def _modules(self) -> list[tuple[str, nn.Module]]:
@@ -125,6 +145,17 @@ class ModulePart(Part):
             for name, module in self._modules()
             for leaf, buffer in module._buffers.items()
         }
+
+    def _replicas(self) -> dict[str, nn.Module]:
+        wrapper = nn.parallel.DistributedDataParallel
+        return {name: module for name, module in self._modules() if isinstance(module, wrapper)}
+
+    def _orders(self) -> dict[str, list[str]]:
+        orders = {path: buckets.layout(replica) for path, replica in self._replicas().items()}
+        if not any(orders.values()):
+            return {}
+        names = {id(parameter): name for name, parameter in self._named_parameters()}
+        return {path: [names[id(tensor)] for tensor in order] for path, order in orders.items() if order}
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters by their bare names; a tied one has several."""
@@ -179,7 +210,7 @@ class ModulePart(Part):
 
     def restore(self, saved: Saved, unfit: AbstractSet[str], code_wins: AbstractSet[str]) -> None:
         """Copy the weights into the live tensors, and set the flags."""
-        rest = saved.copy("extra", same_device)
+        rest = saved.copy(self.rest_stem, same_device)
         weights = saved.view("model") if self.stem == "model" else rest["weights"]
         then = {**weights, **rest["values"]}
         bare = bare_name(self.live)
@@ -197,11 +228,27 @@ class ModulePart(Part):
             self.live.load_state_dict(state, strict=False)
         self._restore_buffers(rest["buffers"], unfit)
         self._forget_buffers(rest["buffers"].keys() | then.keys() | unfit)
+        if self.stem == "model":
+            self._restore_buffers(saved.of_rank().get("statistics", {}), unfit)
         for name, module in self._modules():
             module.training = name not in rest["eval"]
         for name, parameter in self.parameters().items():
             if name not in unfit and f"{name}.requires_grad" not in unfit:
                 parameter.requires_grad_(name not in rest["frozen"])
+        if not unfit:
+            self._restore_orders(rest.get("buckets", {}))
+
+    def _restore_orders(self, saved: Mapping[str, list[str]]) -> None:
+        for path, replica in self._replicas().items():
+            parameters = self.parameters()
+            order = [parameters[name] for name in saved[path]] if path in saved else None
+            if not buckets.restore(replica, order):
+                warn(
+                    f"{self.name}: DistributedDataParallel is made otherwise than when the checkpoint was, or "
+                    f"torch {torch.__version__} does not let it sum the gradients in the order that it had "
+                    "then: with three or more processes, results may differ from an uninterrupted run's in "
+                    "their last bits."
+                )
 
     def _restore_buffers(self, saved: Mapping[str, Tensor | None], unfit: AbstractSet[str]) -> None:
         modules = dict(self._modules())
@@ -219,6 +266,20 @@ class ModulePart(Part):
             delattr(modules[owner], leaf)
 
 
+def _statistics_of_batches(root: nn.Module) -> dict[str, Tensor]:
+    # DistributedDataParallel makes them rank 0's before the next forward pass in training, but an
+    # evaluation may come first.
+    kinds = nn.modules.batchnorm._NormBase
+    bare = bare_name(root)
+    return {
+        bare(f"{name}.{leaf}" if name else leaf): buffer
+        for name, module in root.named_modules()
+        if isinstance(module, kinds) and not isinstance(module, nn.SyncBatchNorm)
+        for leaf, buffer in module._buffers.items()
+        if buffer is not None
+    }
+
+
 def _restore_buffer(module: nn.Module, leaf: str, value: Tensor | None, device: torch.device | None) -> None:
     live = module._buffers.get(leaf)
     if value is None or live is None or _compared(value, live):
@@ -231,6 +292,33 @@ def _restore_buffer(module: nn.Module, leaf: str, value: Tensor | None, device: 
         with torch.no_grad():
             live.copy_(value)
 
+
+def refuse_split(name: str, value: Any) -> None:
+    """Raise Unsupported for what each process holds only a share of."""
+    # By name: who has one of these has imported it, and nobody else should have to.
+    modules = [kind.__module__ for kind in type(value).__mro__]
+    found = [by for start, by in _SPLITTERS.items() for module in modules if f"{module}.".startswith(start)]
+    found += [by for mark, by in _SPLIT_MARKS.items() if getattr(value, mark, None) not in (None, False)]
+    if found:
+        tool = "the engine's own save_checkpoint" if found[0] == "DeepSpeed" else "torch.distributed.checkpoint"
+        raise Unsupported(
+            f"{name} is split over the processes ({found[0]}); this version knows only what each of them "
+            "holds whole.",
+            fix=f"use DistributedDataParallel where the model fits on each device, or save with {tool}.",
+        )
+
+
+_SPLITTERS = {
+    "torch.distributed.fsdp.": "FSDP",
+    "torch.distributed.tensor.": "DTensor",
+    "torch.distributed._shard.": "ShardedTensor",
+    "torch.distributed.optim.zero_redundancy_optimizer.": "ZeroRedundancyOptimizer",
+    # (its kernels and optimizers for one device are in deepspeed.ops)
+    "deepspeed.runtime.": "DeepSpeed",
+    "deepspeed.inference.": "DeepSpeed",
+    "deepspeed.moe.": "DeepSpeed",
+}
+_SPLIT_MARKS = {"_is_fsdp_managed_module": "FSDP", "_is_flat_param": "FSDP", "ds_id": "DeepSpeed"}
 
 _EXTRA = "_extra_state"
 _OWN = (

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .codec import Path, Place
-from .modules import ModulePart
+from .modules import ModulePart, refuse_split
 from .part import Difference, Part, Saved, kind_of, plain, same_device, shape
 
 Tree = dict[str, Any]
@@ -29,9 +29,15 @@ class OptimizerPart(Part):
         super().__init__(name, live, stem)
         self.kind = kind_of(live, "optimizer")
         self._model_parts = modules
+        self._refuse_split()
         self.is_accumulating: Callable[[], bool] = bool
         """Whether gradients are on their way to a later step, and so are state."""
         self.built = _settings_of_groups(live.param_groups)
+
+    def _refuse_split(self) -> None:
+        refuse_split(self.name, self.live)
+        for name, parameter in self._parameters().items():
+            refuse_split(f"{self.name}: {name}", parameter)
 
     def is_torchs_own(self) -> bool:
         """Whether it is of a class of torch's, and nobody has hooked into its state."""
@@ -105,7 +111,9 @@ class OptimizerPart(Part):
                     if isinstance(value, Tensor) and value.is_cpu and not parameter.is_cpu:
                         on_host.add(key)
         rest = {k: v for k, v in state.items() if k not in ("state", "param_groups")}
+        gradients = self._gradients() if self.rank is None and self.is_accumulating() else {}
         return {
+            **self.differing(),
             self.stem: {
                 "groups": groups,
                 "state": state_by_key,
@@ -113,16 +121,26 @@ class OptimizerPart(Part):
                 "rest": rest,
                 "on_host": sorted(on_host),
                 "loose": self._loose(known),
-                "gradients": self._gradients() if self.is_accumulating() else {},
-            }
+                "gradients": gradients,
+            },
         }
+
+    def differing(self) -> dict[str, Any]:
+        """Return the gradients of this rank, which the others get only with the next step."""
+        if self.rank is None or not self.is_accumulating():
+            return {}
+        return {"rank": {"gradients": self._gradients()}}
 
     def _gradients(self) -> dict[str, Any]:
         return {name: _grad_out(p.grad) for name, p in self._parameters().items() if p.grad is not None}
 
+    def _saved_gradients(self, saved: Saved) -> dict[str, Any]:
+        of_rank = {} if self.stem == "rank" else saved.of_rank().get("gradients", {})
+        return {**saved.view(self.stem)["gradients"], **of_rank}
+
     def forget_gradients(self, saved: Saved) -> None:
         """Drop the gradients that are not in the checkpoint."""
-        kept = saved.view(self.stem)["gradients"]
+        kept = self._saved_gradients(saved)
         for name, parameter in self._parameters().items():
             if name not in kept:
                 parameter.grad = None
@@ -195,8 +213,9 @@ class OptimizerPart(Part):
         with torch.no_grad():
             for name in tree["loose"].keys() & self._loose(known).keys() - unfit:
                 parameters[name].copy_(tree["loose"][name])
-        for name in tree["gradients"].keys() & parameters.keys() - unfit:
-            parameters[name].grad = _grad_in(tree["gradients"][name]).to(parameters[name].device)
+        gradients = self._saved_gradients(saved)
+        for name in gradients.keys() & parameters.keys() - unfit:
+            parameters[name].grad = _grad_in(gradients[name]).to(parameters[name].device, copy=True)
 
     def _placer(self, on_host: list[str], parameters: Mapping[str, Tensor]) -> Place:
         def place(path: Path, device: str) -> torch.device:

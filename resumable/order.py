@@ -7,14 +7,20 @@ import operator
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, count, islice
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+)
 
-from . import blocks, rng, stamp
+from . import blocks, rng, shards, stamp
 from .errors import StateMismatch
 from .stamp import States
 from .worker import is_stateful
@@ -60,7 +66,7 @@ class Pulled:
 
     number: int
     first: int
-    """The place of its first sample in the epoch."""
+    """The place of its first sample in the epoch, as all ranks together have it."""
     samples: int
     indices: Any
 
@@ -80,6 +86,9 @@ class Order:
         self._stateful: list[Any] = [s for s in (loader.sampler, loader.batch_sampler) if is_stateful(s)]
         self._may_draw_late = not draws_at_once(self._sampler)
         self._generators = generators
+        self.deal = shards.deal(loader)
+        # (with in_order=False a batch may come before one that was asked for earlier)
+        self._is_in_order = not loader.num_workers or getattr(loader, "in_order", True)
         self._again: tuple[Mapping[str, Any], Draws | None] | None = None
         self.on_its_way: deque[Pulled] = deque()
         """What was pulled and has not come out of the loader, the oldest first."""
@@ -95,11 +104,13 @@ class Order:
         self._drawn: Draws | None = None
         self._begun: Draws | None = None
         self._states: list[Any] = []
+        self._base: shards.Base | str = "its dataset is a stream"
+        """What the order that all ranks have together was drawn from, or why nobody can tell."""
         self._log: dict[int, States] = {}
         """What the sampler drew late, at the batch of a number, from a global generator: where that stood."""
         self._logged: States = {}
         self._from = (0, 0)
-        """The batch and the sample from which batches of another size are made."""
+        """The batch and the place from which other batches are made of what is left."""
         self._has_ended = self._is_short = False
         self.pulled = self._samples = 0
         self.sent = -1
@@ -142,6 +153,8 @@ class Order:
         return {
             "drawn": self._drawn,
             "begun": self._begun,
+            "base": self._base,
+            "is_in_order": self._is_in_order,
             "samplers": self._states,
             "drawn_late": self._log,
             "from": list(self._from),
@@ -163,6 +176,7 @@ class Order:
         """
         self._again = saved, live
         self._drawn, self._begun, self._states = saved["drawn"], saved["begun"], saved["samplers"]
+        self._base = saved["base"]
         if self._drawn is not None:
             self._generators.write(self._drawn)
         self.load_states(self._states)
@@ -170,7 +184,16 @@ class Order:
     def _draw(self, inner: Iterator[Any]) -> Iterator[Any]:
         if not self._is_stream:
             self._begun = self._generators.read()
+            self._base = self._drawn_from()
         yield from self._rest(inner)
+
+    def _drawn_from(self) -> shards.Base | str:
+        base, own = shards.base(self._loader), getattr(self._loader.sampler, "generator", None)
+        if isinstance(base, str) or own is None or type(self._loader.sampler) is not RandomSampler:
+            return base
+        found = rng.find(self._generators.root())
+        path = next((path for path, generator in found.items() if generator is own), None)
+        return "its sampler's generator was not found" if path is None else {**base, "generator": path}
 
     def _rest(self, inner: Iterator[Any]) -> Iterator[Any]:
         while (indices := self._ask(inner)) is not _END:
@@ -226,10 +249,10 @@ class Order:
         if self._is_batched and not hasattr(indices, "__len__"):
             indices = list(indices)
         samples = len(indices) if self._is_batched else 1
-        pulled = Pulled(self.pulled, self._samples, samples, indices)
+        pulled = Pulled(self.pulled, self._samples + self.deal.rank, samples, indices)
         # For a short batch the sampler itself has come to its end.
         self._is_short = self._is_batched and samples < (self._loader.batch_size or 0)
-        self.pulled, self._samples = self.pulled + 1, self._samples + samples
+        self.pulled, self._samples = self.pulled + 1, self._samples + samples * self.deal.shards
         return pulled
 
     def _placed(self, pulled: Pulled) -> Any:
@@ -241,7 +264,8 @@ class Order:
         if self._keeps_draws:
             self.kept = rng.collect(devices=False)
         if self._is_batched:
-            return [(epoch, place, index) for place, index in enumerate(indices, pulled.first)]
+            places = count(pulled.first, self.deal.shards)
+            return [(epoch, place, index) for place, index in zip(places, indices, strict=False)]
         return epoch, pulled.first, indices
 
     def _left(self, inner: Iterator[Any], saved: Mapping[str, Any]) -> tuple[list[Pulled], Iterator[Any]]:
@@ -252,8 +276,10 @@ class Order:
             self.pulled = first
             return [self._numbered(next(inner)) for _ in range(saved["pulled"] - first)], inner
         self._log, self._from = dict(saved["drawn_late"]), tuple(saved["from"])
+        if any(self._from) and not isinstance(self._base, str):
+            self._log = {}
         if any(number < self._from[0] for number in self._log):
-            raise _other_data("its sampler draws as it goes on, so batches of another size cannot be drawn")
+            raise other_data("its sampler draws as it goes on, so batches of another size cannot be drawn")
         self.pulled, self._samples = self._from
         if self.pulled or self._samples:
             inner = self._from_there(*self._from)
@@ -262,25 +288,58 @@ class Order:
             # (a million samples: nothing more is done for each batch than to count it)
             skipped = islice(inner, max(0, first - 1 - self.pulled))
             sizes = list(map(len, skipped) if self._is_batched else [1 for _ in skipped])
-            self.pulled, self._samples = self.pulled + len(sizes), self._samples + sum(sizes)
+            self.pulled += len(sizes)
+            self._samples += sum(sizes) * self.deal.shards
         while self.pulled < saved["pulled"] and (indices := self._ask_again(inner)) is not _END:
             pulled = self._numbered(indices)
             if pulled.number in numbers or (saved["has_last"] and pulled.number == first - 1):
                 found.append(pulled)
         if self.pulled < saved["pulled"]:
-            raise _other_data(f"it has {self.pulled} batches now, and {saved['pulled']} were drawn")
+            raise other_data(f"it has {self.pulled} batches now, and {saved['pulled']} were drawn")
         if saved["fingerprint"] not in (None, _fingerprint(found)):
-            raise _other_data(f"batch {first} is of other samples now, or those around it")
+            raise other_data(f"batch {first} is of other samples now, or those around it")
         return [pulled for pulled in found if pulled.number in numbers], inner
 
     def _from_there(self, batches: int, samples: int) -> Iterator[Any]:
-        has_own_batches = self._is_batched and self._loader.batch_size is None
-        rest = iter(self._sampler if has_own_batches else self._loader.sampler)
-        # (at once: the order is drawn with the first of them)
-        deque(islice(rest, batches if has_own_batches else samples), maxlen=0)
+        if not isinstance(self._base, str):
+            rest = self._dealt_anew(self._base, samples)
+        else:
+            has_own_batches = self._is_batched and self._loader.batch_size is None
+            rest = iter(self._sampler if has_own_batches else self._loader.sampler)
+            # (at once: the order is drawn with the first of them)
+            ours = samples // self.deal.shards
+            deque(islice(rest, batches if has_own_batches else ours), maxlen=0)
         if self._loader.batch_size is None:
             return rest
         return iter(BatchSampler(rest, self._loader.batch_size, self._loader.drop_last))
+
+    def _dealt_anew(self, base: shards.Base, start: int) -> Iterator[int]:
+        """Return what this rank has of the epoch's order from a place on."""
+        problem = shards.obstacle(base, self._loader) or shards.other_draw(base, self._loader)
+        if problem:
+            raise other_data(problem)
+        return chain(self.deal.ours(self._whole(base), start), self._end(base))
+
+    def _whole(self, base: shards.Base) -> list[int]:
+        """Return the order that all ranks have together; the generators stand where it was drawn from."""
+        samples: Any = range(base["samples"])
+        if base["sampler"] == DistributedSampler.__name__:
+            dealt_to_one = DistributedSampler[int](samples, 1, 0, base["shuffle"], base["seed"])
+            dealt_to_one.set_epoch(base["epoch"])
+            return list(dealt_to_one)
+        if base["sampler"] == RandomSampler.__name__:
+            own = None
+            if "generator" in base and self._begun:
+                rng.write(own := torch.Generator(), self._begun["generators"][base["generator"]])
+            return list(RandomSampler(samples, generator=own))
+        return list(samples)
+
+    def _end(self, base: shards.Base) -> Iterator[int]:
+        sampler = self._loader.sampler
+        if type(sampler) is RandomSampler and sampler.generator is not None:
+            # It does so itself when it ends: what the next epoch's order is drawn from depends on it.
+            torch.randperm(base["samples"], generator=sampler.generator)
+        yield from ()
 
 
 _END = object()
@@ -311,7 +370,8 @@ def plain(indices: Any) -> Any:
     return operator.index(indices) if hasattr(indices, "__index__") else indices
 
 
-def _other_data(problem: str) -> StateMismatch:
+def other_data(problem: str) -> StateMismatch:
+    """Return the error for a loader that gives other samples than it gave before."""
     return StateMismatch(
         f"the loader does not give the batches that it gave before: {problem}.",
         fix="give it the dataset, sampler and batch size that the run was started with, or begin the "

@@ -26,6 +26,11 @@ class Saved:
         tree = self._trees[stem]
         return codec.decode(tree.json[self._part], tree.tensors)
 
+    def of_rank(self) -> Any:
+        """Return what only this process has of a part that all share."""
+        tree = self._trees.get("rank")
+        return codec.decode(tree.json[self._part], tree.tensors) if tree and self._part in tree.json else {}
+
     def copy(self, stem: str, place: Place) -> Any:
         """Return the tree with tensors that nobody else changes, on the devices that `place` names."""
         tree = self._trees[stem]
@@ -87,6 +92,16 @@ class Part:
         self.live = live
         self.stem = stem
         self.built: dict[str, Any] = {}
+        self.rank: int | None = None
+        """This process's rank, where others have the same part."""
+
+    def collect_of_rank(self) -> dict[str, Any]:
+        """Return what no other process can save: all of it, or what differs by rank."""
+        return self.collect() if self.stem == "rank" else self.differing()
+
+    def differing(self) -> dict[str, Any]:
+        """Return what this process alone has of a part that all share."""
+        return {}
 
     def collect(self) -> dict[str, Any]:
         """Return its trees, by the file that they belong to."""

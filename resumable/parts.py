@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from . import rng
 from .errors import CannotStore, UsageError
-from .modules import ModulePart
+from .modules import ModulePart, refuse_split
 from .optimizers import OptimizerPart
 from .part import Difference, Part, Saved, kind_of, plain, same_device
 
@@ -220,6 +220,9 @@ def make(name: str, live: Any, stem: str, modules: Sequence[ModulePart]) -> Part
     """Return the part for a live object; UsageError if nothing could put it back."""
     slot = name.partition(".")[0]
     has_state = hasattr(live, "state_dict") and hasattr(live, "load_state_dict")
+    if hasattr(live, "param_groups"):
+        # (not every optimizer is one of torch's)
+        refuse_split(name, live)
     if slot != "extra" and (not has_state or isinstance(live, nn.Module) is not (slot == "model")):
         raise UsageError(
             f"{name} is a {type(live).__name__}.",
@@ -230,13 +233,13 @@ def make(name: str, live: Any, stem: str, modules: Sequence[ModulePart]) -> Part
     if isinstance(live, torch.optim.Optimizer):
         return OptimizerPart(name, live, stem, modules)
     if rng.is_generator(live):
-        return GeneratorPart(name, live)
+        return GeneratorPart(name, live, stem)
     if has_state:
-        return StatefulPart(name, live)
+        return StatefulPart(name, live, stem)
     if isinstance(live, (dict, list, set, deque)):
-        return ContainerPart(name, live)
+        return ContainerPart(name, live, stem)
     if _is_dataclass(live) and _is_settable(live):
-        return DataclassPart(name, live)
+        return DataclassPart(name, live, stem)
     raise UsageError(
         f"{name} is a {type(live).__name__}, which cannot be put back in place.",
         fix="pass an object with state_dict and load_state_dict, a random generator, a dict or a "

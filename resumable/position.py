@@ -22,7 +22,9 @@ class Position:
         loaders: Mapping[str, Any],
         generators: Mapping[str, rng.Generator] | None = None,
         sample_seeds: bool = False,
+        processes: int = 1,
     ) -> None:
+        self.processes = processes
         self.epoch = 0
         self.batch = 0
         self.step = 0
@@ -104,7 +106,7 @@ class Position:
             "epoch": self.epoch + (boundary is Boundary.EPOCH),
             "batch": batches[-1] if boundary is Boundary.BATCH else 0,
             "step": self._steps_done(),
-            "samples": self.samples + sum(loader.size_in_hand for loader in in_hand),
+            "samples": self.samples + self.processes * sum(loader.size_in_hand for loader in in_hand),
         }
 
     def _steps_done(self) -> int:
@@ -149,6 +151,16 @@ class Position:
             if name in self._found_before:
                 at.restore(self._found_before[name], set())
         self.restores += 1
+
+    def begin_own_streams(self, seed: str) -> None:
+        """Begin streams of their own for all generators of the loaders: those restored are another rank's."""
+        self._body_start = None
+        for name, loader in self.loaders.items():
+            loader.begin_own_streams(f"{seed}/{name}")
+
+    def stands_at(self) -> tuple[int, int, int]:
+        """Return what people find the place by: epoch, batch and step."""
+        return self.epoch, self.batch, self.step
 
     def close(self) -> None:
         """Let go of what loads in the background."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -46,6 +47,31 @@ def restore(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["torch"].clone())
     for name in _BACKENDS:
         _write_devices(name, state.get(name, []))
+
+
+def begin_anew(seed: str) -> None:
+    """Begin a stream of their own for all global generators, on all devices."""
+    number = _seed(seed)
+    random.seed(number)
+    np.random.seed(number % 2**32)
+    torch.manual_seed(number)
+
+
+def begin_own(generator: Generator, seed: str) -> None:
+    """Begin a stream of its own for one generator."""
+    number = _seed(seed)
+    if isinstance(generator, random.Random):
+        generator.seed(number)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = type(generator.bit_generator)(number).state
+    elif isinstance(generator, np.random.RandomState):
+        generator.seed(number % 2**32)
+    else:
+        generator.manual_seed(number)
+
+
+def _seed(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def is_generator(value: object) -> TypeGuard[Generator]:

@@ -223,8 +223,8 @@ class Run:
             self._lock.release()
             self._lock = None
 
-    def identity(self) -> str:
-        """Return the run's id; the first call in its life writes it down."""
+    def identity(self, known: str | None = None) -> str:
+        """Return the run's id; the first call in its life writes it down, the `known` one if there is one."""
         path = self.path / "run.json"
         if os.path.lexists(path):
             try:
@@ -241,8 +241,8 @@ class Run:
                     ) from exc
                 # Nothing is lost with it: every manifest repeats the id.
                 warn(f"{path} is damaged and written anew")
-        known = (found.about.run_id for found in self._intact())
-        run_id = next(known, None) or secrets.token_hex(8)
+        told = (found.about.run_id for found in self._intact())
+        run_id = known or next(told, None) or secrets.token_hex(8)
         created = datetime.now(timezone.utc).isoformat(timespec="seconds")
         with self._writing():
             disk.replace(path, manifest.seal({"run_id": run_id, "created": created}))

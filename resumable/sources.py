@@ -57,14 +57,17 @@ class Source(Protocol):
         `ahead` are the marks of batches after it that the training has not had.
         """
 
-    def in_question(self, setting: str, saved: Mapping[str, Any]) -> str | None:
-        """Return what a changed setting puts in question in mid-epoch: itself, everything ("") or nothing."""
+    def in_question(self, setting: str, saved: Mapping[str, Any]) -> tuple[str, str] | None:
+        """Return what a changed setting puts in question in mid-epoch: itself or everything (""), and why."""
 
     def effects(self, saved: Mapping[str, Any]) -> dict[str, str]:
         """Return what a change of a setting does, where that is no error."""
 
     def restore(self, saved: Mapping[str, Any], other: AbstractSet[str]) -> None:
         """Go on from what `collect` returned. Of the settings, the `other` ones have changed since."""
+
+    def diverge(self, saved: Mapping[str, Any]) -> None:
+        """Let generators that would give numbers again, of this rank or of another, give others."""
 
     def rewind(self) -> None:
         """Stand at the beginning of an epoch."""
@@ -196,9 +199,9 @@ class StatefulSource:
         given, state = mark or self.mark()
         return {"state": thaw(state), "given": given, "is_under_way": is_under_way}
 
-    def in_question(self, setting: str, saved: Mapping[str, Any]) -> str | None:
+    def in_question(self, setting: str, saved: Mapping[str, Any]) -> tuple[str, str] | None:
         """Return that another kind of loader cannot go on at all."""
-        return ""
+        return "", ""
 
     def effects(self, saved: Mapping[str, Any]) -> dict[str, str]:
         """Return that nothing is known of that."""
@@ -208,6 +211,9 @@ class StatefulSource:
         """Give the state to the loader when it is looped over next."""
         # (at an epoch's end another kind of loader may take the place of this one)
         self._saved = saved if "state" in saved else None
+
+    def diverge(self, saved: Mapping[str, Any]) -> None:
+        """Do nothing: no sampler tells of ranks."""
 
     def rewind(self) -> None:
         """Stand at the beginning of an epoch."""
@@ -354,9 +360,9 @@ class PlainSource:
         start = self._start if batches or before else None
         return {"batches": batches, "before": before, "start": start}
 
-    def in_question(self, setting: str, saved: Mapping[str, Any]) -> str | None:
+    def in_question(self, setting: str, saved: Mapping[str, Any]) -> tuple[str, str] | None:
         """Return everything, where it was no iterable of any kind."""
-        return None if "before" in saved else ""
+        return None if "before" in saved else ("", "")
 
     def effects(self, saved: Mapping[str, Any]) -> dict[str, str]:
         """Return that nothing is known of that."""
@@ -365,6 +371,9 @@ class PlainSource:
     def restore(self, saved: Mapping[str, Any], other: AbstractSet[str]) -> None:
         """Leave out what was given before when it is looped over next."""
         self._saved = saved if "before" in saved else None
+
+    def diverge(self, saved: Mapping[str, Any]) -> None:
+        """Do nothing: no sampler tells of ranks."""
 
     def rewind(self) -> None:
         """Stand at the beginning of an epoch."""

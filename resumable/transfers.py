@@ -18,25 +18,35 @@ _SAMPLES = 64
 
 
 class Copy:
-    """A tensor, and its place in the image."""
+    """A tensor, or some of its numbers in a row, and its place in the image."""
 
-    __slots__ = ("_version", "begin", "name", "path", "sample", "source", "view")
+    __slots__ = ("_offset", "_version", "begin", "name", "path", "sample", "source", "view")
 
-    def __init__(self, path: str, name: str, begin: int, view: Tensor, source: Tensor) -> None:
+    def __init__(
+        self,
+        path: str,
+        name: str,
+        begin: int,
+        view: Tensor,
+        source: Tensor,
+        *,
+        part: tuple[int, int] | None = None,
+    ) -> None:
         self.path = path
         self.name = name
         self.begin = begin
         self.view = view
-        self.source = source
+        self.source = _row_of(source, *part) if part else source
+        self._offset = part[0] * source.element_size() if part else 0
         if source.dtype == torch.bool:
             # Memory that nobody has set yet holds any byte, and readers refuse all but 0 and 1.
-            self.source = source.view(torch.uint8).ne(0)
+            self.source = self.source.view(torch.uint8).ne(0)
         self._version: int | None = None
         self.sample: Tensor | None = None
 
     def is_guarded(self, places: Collection[int]) -> bool:
-        """Whether it lies at one of the places, as a whole."""
-        return self.source.is_contiguous() and self.source.data_ptr() in places
+        """Whether its tensor lies at one of the places, as a whole."""
+        return self.source.is_contiguous() and self.source.data_ptr() - self._offset in places
 
     def put_off(self) -> Copy:
         """Remember what tells whether the tensor is still the same when it is copied."""
@@ -54,6 +64,22 @@ class Copy:
         """Whether the copy is not of the tensor as it was."""
         assert self.sample is not None
         return not tensorfile.is_equal(_sample(self.view), self.sample)
+
+
+def _row_of(tensor: Tensor, begin: int, end: int) -> Tensor:
+    """Return some numbers of a tensor: where they lie if they lie in a row, else a copy of them."""
+    tensor = tensor.detach()
+    if tensor.is_contiguous():
+        return tensor.as_strided([end - begin], [1], tensor.storage_offset() + begin)
+    count = tensor[0].numel()
+    first = begin // count
+    some = tensor[first : -(-end // count)]
+    try:
+        some = some.clone(memory_format=torch.contiguous_format)
+    except torch.OutOfMemoryError:
+        # There is no room for a second one on the device, so the training has to wait.
+        some = some.cpu().contiguous()
+    return some.view(-1)[begin - first * count : end - first * count]
 
 
 def _version(tensor: Tensor) -> int | None:

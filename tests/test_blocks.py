@@ -395,6 +395,197 @@ def test_only_a_paced_file_is_begun_to_be_flushed_block_by_block(
     assert sorted((at, size) for _, at, size, _ in advised) == expected
 
 
+# What several write
+
+
+def shared(data: bytes, *edges: int) -> list[Content]:
+    """Return the shares of a file that begin or end at some blocks."""
+    cuts = [edge * blocks.BLOCK for edge in (0, *edges)] + [len(data)]
+    return [
+        Content(in_pages(data[begin:end]), begin=begin, size=len(data))
+        for begin, end in itertools.pairwise(cuts)
+    ]
+
+
+@pytest.mark.parametrize("way", WAYS_HERE)
+@pytest.mark.parametrize("edges", [(), (1,), (2, 3), (1, 2, 3)])
+@pytest.mark.parametrize("size", [7 * PAGE, 7 * PAGE + 11, 8 * PAGE])
+def test_a_file_that_is_written_in_shares_is_the_file_that_is_written_at_once(
+    tmp_path: Path, way: Way, edges: tuple[int, ...], size: int
+) -> None:
+    data = secrets.token_bytes(size)
+    with sized(Sizes(block=2 * PAGE)):
+        blocks.create(tmp_path / "file", size)
+        shares = shared(data, *edges)
+        found = [blocks.write_share(tmp_path / "file", share, way) for share in reversed(shares)]
+
+        assert (tmp_path / "file").read_bytes() == data
+        expected = blocks.write(tmp_path / "one", Content(data)).blocks
+    assert [*itertools.chain(*reversed(found))] == expected
+
+
+def test_several_write_their_shares_at_the_same_time_each_in_its_own_way(tmp_path: Path) -> None:
+    data = secrets.token_bytes(300 * PAGE + 5)
+    with sized(Sizes(block=2 * PAGE)):
+        blocks.create(tmp_path / "file", len(data))
+        jobs = zip(shared(data, 30, 70, 110), itertools.cycle(WAYS_HERE), strict=False)
+        writers = [
+            threading.Thread(target=blocks.write_share, args=(tmp_path / "file", share, way))
+            for share, way in jobs
+        ]
+        for writer in writers:
+            writer.start()
+        for writer in writers:
+            writer.join(20)
+
+    assert (tmp_path / "file").read_bytes() == data
+
+
+@pytest.mark.parametrize("size", [0, 1, 5000, 1 << 20])
+def test_a_file_that_is_created_has_its_size_its_room_and_its_permissions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    asked = recorded(monkeypatch, os, "posix_fallocate")
+    before = os.umask(0o027)
+    try:
+        blocks.create(tmp_path / "file", size)
+    finally:
+        os.umask(before)
+
+    found = (tmp_path / "file").stat()
+    assert (found.st_size, stat.S_IMODE(found.st_mode)) == (size, 0o640)
+    assert [(begin, end) for _, begin, end in asked] == [(0, size)] * (size >= 1 << 20)
+    with pytest.raises(FileExistsError):
+        blocks.create(tmp_path / "file", size)
+
+
+def test_a_full_disk_says_so_when_the_file_is_created(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "posix_fallocate", failing(errno.ENOSPC))
+
+    with pytest.raises(OSError, match=r"No space left on device: '.*weights'"):
+        blocks.create(tmp_path / "weights", 1 << 20)
+
+
+@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS], ids=errno.errorcode.get)
+def test_a_file_of_which_the_disk_reserves_nothing_has_its_size_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    monkeypatch.setattr(os, "posix_fallocate", failing(code))
+
+    blocks.create(tmp_path / "file", 1 << 20)
+
+    assert (tmp_path / "file").stat().st_size == 1 << 20
+
+
+@pytest.mark.parametrize("way", WAYS_HERE)
+@pytest.mark.usefixtures("small")
+def test_a_share_is_flushed_once_after_its_last_byte_and_reserves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: Way
+) -> None:
+    blocks.create(tmp_path / "file", len(DATA))
+    share = shared(DATA, 2, 5)[1]
+    events: list[str] = []
+    write, uncached, fsync = blocks._pwrite, blocks._pwrite_uncached, os.fsync
+    monkeypatch.setattr(blocks, "_pwrite", lambda *a: (write(*a), events.append("write"))[0])
+    monkeypatch.setattr(blocks, "_pwrite_uncached", lambda *a: (uncached(*a), events.append("write"))[0])
+    monkeypatch.setattr(os, "fsync", lambda fd: (fsync(fd), events.append("fsync"))[0])
+    # (where a disk cannot, the C library writes to every page, which another may be writing just now)
+    monkeypatch.setattr(os, "posix_fallocate", failing(errno.EIO))
+
+    blocks.write_share(tmp_path / "file", share, way)
+
+    assert events == ["write"] * 3 + ["fsync"]
+
+
+@pytest.mark.usefixtures("small")
+def test_only_the_bytes_of_a_share_are_written_and_handed_to_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_bytes(b"x" * len(DATA))
+    advised = recorded(monkeypatch, os, "posix_fadvise")
+
+    blocks.write_share(tmp_path / "file", shared(DATA, 2, 4)[1], "paced")
+
+    assert sorted((at, size) for _, at, size, _ in advised) == [(2000, 1000), (3000, 1000)]
+    expected = b"x" * 2000 + DATA[2000:4000] + b"x" * (len(DATA) - 4000)
+    assert (tmp_path / "file").read_bytes() == expected
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_share_is_waited_for_from_its_own_first_byte_on(tmp_path: Path, threads: int) -> None:
+    filling = Filling(secrets.token_bytes(5 * PAGE))
+    with sized(Sizes(block=2 * PAGE, threads=threads)):
+        share = Content(filling.memory, filling.ready, begin=4 * PAGE, size=9 * PAGE)
+        blocks.create(tmp_path / "file", 9 * PAGE)
+        blocks.write_share(tmp_path / "file", share)
+
+    assert sorted(filling.ends) == [2 * PAGE, 4 * PAGE, 5 * PAGE]
+    assert (tmp_path / "file").read_bytes() == bytes(4 * PAGE) + filling.memory
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.usefixtures("small")
+def test_an_error_of_a_share_is_raised_and_nothing_is_flushed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    def ready(end: int) -> None:
+        raise error
+
+    blocks.create(tmp_path / "weights", 3000)
+    flushed, descriptors = recorded(monkeypatch, os, "fsync"), os.listdir("/dev/fd")
+    with pytest.raises(type(error)) as caught:
+        blocks.write_share(tmp_path / "weights", Content(bytes(2000), ready, begin=1000, size=3000))
+
+    assert caught.value is error
+    assert not isinstance(error, OSError) or error.filename == str(tmp_path / "weights")
+    assert flushed == []
+    assert len(os.listdir("/dev/fd")) == len(descriptors)
+
+
+@pytest.mark.usefixtures("small")
+def test_a_share_of_another_file_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    blocks.create(tmp_path / "file", 3000)
+
+    with pytest.raises(SaveFailed, match="3,000 bytes, but this process has a share of 4,000") as told:
+        blocks.write_share(tmp_path / "file", Content(b"x" * 1000, begin=1000, size=4000))
+
+    assert "in every process" in told.value.fix
+    assert (tmp_path / "file").read_bytes() == bytes(3000)
+    with pytest.raises(FileNotFoundError):
+        blocks.write_share(tmp_path / "missing", Content(b"x"))
+
+
+@pytest.mark.parametrize(
+    ("begin", "count", "size"),
+    [
+        (500, 500, 2000),
+        (0, 500, 2000),
+        (1000, 1001, 2000),
+        (2000, 0, 2000),
+        (-1000, 1000, 2000),
+        (1000, 1000, 1000),
+    ],
+)
+@pytest.mark.usefixtures("small")
+def test_only_whole_blocks_can_be_shared(begin: int, count: int, size: int) -> None:
+    with pytest.raises(ValueError, match="no whole blocks"):
+        Content(bytes(count), begin=begin, size=size)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("put", [blocks.write, blocks.put])
+def test_a_share_is_never_taken_for_a_file(tmp_path: Path, put: Callable[[Path, Content], object]) -> None:
+    before = blocks.write(tmp_path / "parent", Content(DATA[:1000]))
+
+    for share in (Content(DATA[:1000], None, before, size=2000), Content(bytes(1000), begin=1000, size=2000)):
+        with pytest.raises(ValueError, match="others write"):
+            put(tmp_path / "file", share)
+
+    assert not (tmp_path / "file").exists()
+
+
 # What has not changed
 
 

@@ -808,6 +808,21 @@ def test_what_is_frozen_is_copied_again_after_a_copy_that_failed(copier: Copier)
     assert image.take(mine).tensors(FROZEN)["frozen"].tolist() == frozen.tolist()
 
 
+def test_what_is_frozen_is_copied_again_after_an_image_of_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    freezer, other = Freezer(monkeypatch), torch.ones(3)
+    freezer.take(other=other)
+    frozen = groups({"small": freezer.small, "large": freezer.large}, FROZEN, freezer.memos[0])
+    both = {**groups({"other": other}, memo=freezer.memos[1]), **frozen}
+
+    taken = freezer.image.take(both, {"file": (0, freezer.image.sizes(both)["file"])})
+
+    assert taken.paths() == ["file"]
+    freezer.small.add_(1)
+    for _ in range(2):
+        assert freezer.take(other=other.add_(1)) == freezer.values()
+    assert freezer.copies == 2
+
+
 def test_what_changes_right_after_save_is_not_in_the_file(run_dir: Path) -> None:
     for resume in range(3):
         model = nn.Linear(50, 50)

@@ -1,0 +1,128 @@
+"""The order in which DistributedDataParallel sums the gradients: it decides how the sums are rounded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+_known: WeakKeyDictionary[nn.Module, list[Tensor]] = WeakKeyDictionary()
+"""The order never changes again once there is one."""
+
+
+def layout(ddp: nn.Module) -> list[Tensor] | None:
+    """Return the parameters in the order of DDP's buckets; None while, or if, these are as they were made.
+
+    DDP fills them anew after the first backward, in the order in which the gradients of the first process
+    became ready. Where a gradient lies decides in which order three or more processes sum it.
+    With static_graph that is after the second, and nothing tells the order before: who goes on from the very
+    first step has the buckets as they are made for one step more than a training that was not stopped.
+    """
+    if ddp in _known:
+        return _known[ddp]
+    order, stays = _read(ddp)
+    if order and stays:
+        _known[ddp] = order
+    return order or None
+
+
+def restore(ddp: nn.Module, order: Sequence[Tensor] | None) -> bool:
+    """Let DDP use this order from the next backward on, or begin as it was made; False if it cannot.
+
+    Every process has to be told the same order; none waits for another here.
+    """
+    if _ids(order) == _ids(layout(ddp)):
+        return True
+    before = {**vars(ddp)}
+    try:
+        is_sparse = _parameters(ddp)
+        chosen = [*(is_sparse if order is None else order)]
+        if {*_ids(chosen)} != {*_ids([*is_sparse])} or not _can_begin_anew(ddp):
+            return False
+        _begin_anew(ddp, chosen, [is_sparse[parameter] for parameter in chosen])
+        if order is not None:
+            # As if the gradients had become ready in this order: the next forward, in which all processes
+            # take part, makes the buckets from that, and they are never made again.
+            ddp.reducer._push_all_rebuilt_params()  # type: ignore[operator, union-attr]
+        before["reducer"]._remove_autograd_hooks()
+    except (AttributeError, TypeError, RuntimeError):
+        # A torch in which something of this is called otherwise.
+        vars(ddp).update(before)
+        return False
+    _known.pop(ddp, None)
+    if order is not None:
+        _known[ddp] = chosen
+    return True
+
+
+def _ids(tensors: Sequence[Tensor] | None) -> list[int]:
+    return [*map(id, tensors or ())]
+
+
+def _read(ddp: Any) -> tuple[list[Tensor], bool]:
+    """Return the order, and whether the buckets have it already."""
+    try:
+        if ddp.find_unused_parameters and not ddp.static_graph:
+            return [], False
+        # By itself it notes only in the next forward what the last backward was like.
+        ddp.logger.set_runtime_stats_and_log()
+        noted = ddp._get_ddp_logging_data()
+        parameters = [*_parameters(ddp)]
+        stays = bool(noted.get("has_rebuilt_buckets"))
+        text = noted.get(_BUCKETS if stays else _READY, "")
+        buckets = [[int(index) for index in bucket.split()] for bucket in text.split(",")]
+    except (AttributeError, TypeError, ValueError):
+        return [], False
+    if stays and os.environ.get("DDP_SET_LAST_BUCKET_CAP") == "1":
+        # They are filled from the end then.
+        buckets = [bucket[::-1] for bucket in buckets]
+    indices = [*chain(*buckets)]
+    if not indices or noted.get("num_parameter_tensors") != len(parameters):
+        # Some were frozen or unfrozen since: the indices are of others.
+        return [], False
+    # With static_graph, those that have no gradient come last.
+    indices += sorted({*range(len(parameters))} - {*indices})
+    return [parameters[index] for index in indices], stays
+
+
+_BUCKETS, _READY = "rebuilt_per_bucket_param_indices", "prev_iteration_grad_ready_order_indices"
+
+
+def _parameters(ddp: Any) -> dict[Tensor, bool]:
+    """Return the parameters, each with whether its gradient is sparse."""
+    before = {**vars(ddp)}
+    try:
+        return dict(zip(*ddp._build_params_for_reducer(), strict=True))
+    finally:
+        # It also chooses anew which buffers are broadcast, which would change the training.
+        vars(ddp).update(before)
+
+
+def _can_begin_anew(ddp: Any) -> bool:
+    # What would be lost with the reducer that has it.
+    lost = ("mixed_precision", "_use_python_reducer", "_require_manual_backward_finalization")
+    in_backward = any(hasattr(parameter, "_in_backward_optimizers") for parameter in ddp.parameters())
+    is_fixed = ddp.find_unused_parameters and not ddp.static_graph
+    return not (is_fixed or in_backward or any(getattr(ddp, name, None) for name in lost))
+
+
+def _begin_anew(ddp: Any, parameters: list[Tensor], sparse: list[bool]) -> None:
+    distributed: Any = torch.distributed
+    hook = ddp._get_ddp_logging_data().get("comm_hook")
+    names = ddp._build_debug_param_to_name_mapping(parameters)
+    ddp._ddp_init_helper(parameters, sparse, names, ddp.static_graph)
+    ddp._has_rebuilt_buckets = False
+    if ddp.static_graph:
+        ddp.reducer._set_static_graph()
+        ddp.logger._set_static_graph()
+        ddp._static_graph_delay_allreduce_enqueued = False
+    for function, state in ddp._comm_hooks:
+        ddp.logger._set_comm_hook_name(hook)
+        distributed._register_comm_hook(ddp.reducer, state, function)
+    if hook and not ddp._comm_hooks:
+        ddp._register_builtin_comm_hook(getattr(distributed.BuiltinCommHookType, hook.rpartition(".")[2]))

@@ -1,0 +1,158 @@
+"""One thread's talk to the store of torch.distributed: a store that is silent holds nobody up for ever."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NoAnswer
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+
+from .errors import RankLost, Unsupported
+
+T = TypeVar("T")
+Store = Any
+Question = Callable[[Store], Any]
+
+_PAUSE = 0.02
+
+
+def shared_store() -> Store:
+    """Return the store by which the processes of this training found each other."""
+    from torch.distributed import distributed_c10d
+
+    store = distributed_c10d._get_default_store()
+    if store is None:
+        raise Unsupported(
+            "the processes of this training have no store in common (the backend is MPI).",
+            fix="initialise torch.distributed with gloo or nccl.",
+        )
+    return store
+
+
+def _own_connection(store: Store, timeout: float) -> Store:
+    # The client of the training is locked for as long as it waits: neither is to hold up the other.
+    distributed: Any = torch.distributed
+    while isinstance(store, distributed.PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, distributed.TCPStore):
+        wait = timedelta(seconds=timeout)
+        return distributed.TCPStore(store.host, store.port, None, False, wait, wait_for_workers=False)
+    return store
+
+
+class Line:
+    """A thread that asks the store, one question after the other, and does `beat` in between."""
+
+    def __init__(self, timeout: float, name: str, offered: str | None, every: float, beat: Question) -> None:
+        self._timeout = timeout
+        self._every = every
+        self._beat = beat
+        self._questions: queue.SimpleQueue[tuple[Question, Future[Any]] | None] = queue.SimpleQueue()
+        self._open: Future[Store] = Future()
+        # A daemon: the interpreter must not wait at its end for a store that does not answer.
+        self._thread = threading.Thread(
+            target=self._run, args=(name, offered), name="resumable-ranks", daemon=True
+        )
+        self._thread.start()
+
+    def _run(self, name: str, offered: str | None) -> None:
+        try:
+            store = self._connected(name, offered)
+        except BaseException as exc:
+            self._open.set_exception(exc)
+            return
+        self._open.set_result(store)
+        due = 0.0
+        while True:
+            if time.monotonic() >= due:
+                due = time.monotonic() + self._every
+                try:
+                    self._beat(store)
+                except Exception:
+                    # Whoever asks next is told; a training that needs nothing more may end in peace.
+                    due += self._timeout
+            try:
+                asked = self._questions.get(timeout=max(0.0, due - time.monotonic()))
+            except queue.Empty:
+                continue
+            if asked is None:
+                return
+            question, answer = asked
+            try:
+                answer.set_result(question(store))
+            except BaseException as exc:
+                answer.set_exception(exc)
+
+    def _connected(self, name: str, offered: str | None) -> Store:
+        shared = shared_store()
+        end = time.monotonic() + self._timeout
+        if offered is None:
+            # (not get(), which would hold the training's own client for as long as it waits)
+            while not shared.check([name]):
+                if time.monotonic() > end:
+                    raise NoAnswer
+                time.sleep(_PAUSE)
+            offered = shared.get(name).decode()
+            return self._prefixed(shared, offered)
+        store = self._prefixed(shared, offered)
+        # What all may read is there before any of the others is.
+        for key in ("trouble", "news"):
+            store.set(key, "")
+        shared.set(name, offered)
+        return store
+
+    def _prefixed(self, shared: Store, token: str) -> Store:
+        distributed: Any = torch.distributed
+        return distributed.PrefixStore(f"resumable/{token}", _own_connection(shared, self._timeout))
+
+    def wait_open(self) -> bool:
+        """Whether the session is open, at the latest when the time is up."""
+        try:
+            self._open.result(self._timeout + _GRACE)
+        except NoAnswer:
+            return False
+        except Exception as exc:
+            raise _gone(exc) from exc
+        return True
+
+    def ask(self, question: Callable[[Store], T]) -> T:
+        """Return what the store answers; RankLost if it does not."""
+        answer: Future[T] = Future()
+        self._questions.put((question, answer))
+        try:
+            return answer.result(self._timeout)
+        except NoAnswer as exc:
+            raise RankLost(
+                f"the store of torch.distributed has not answered for {self._timeout:g} s: the process that "
+                "keeps it (torchrun's agent, or else rank 0) has ended or is stopped.",
+                fix=START_AGAIN,
+            ) from exc
+        except Exception as exc:
+            raise _gone(exc) from exc
+
+    def close(self) -> None:
+        """Ask nothing any more."""
+        self._questions.put(None)
+        self._thread.join(_GRACE)
+
+
+def _gone(cause: Exception) -> RankLost:
+    what = str(cause).partition("\n")[0].rstrip(".")
+    return RankLost(
+        f"the store of torch.distributed cannot be reached any more ({what}): the process that keeps it "
+        "(torchrun's agent, or else rank 0) has ended.",
+        fix=START_AGAIN,
+    )
+
+
+_GRACE = 0.5
+START_AGAIN = (
+    "see what the other processes said last, and start the training again: nothing on disk was harmed, and "
+    "the run goes on from its newest checkpoint."
+)
