@@ -49,7 +49,6 @@ def restore(ddp: nn.Module, order: Sequence[Tensor] | None) -> bool:
             # As if the gradients had become ready in this order: the next forward, in which all processes
             # take part, makes the buckets from that, and they are never made again.
             ddp.reducer._push_all_rebuilt_params()  # type: ignore[operator, union-attr]
-        before["reducer"]._remove_autograd_hooks()
     except (AttributeError, TypeError, RuntimeError):
         # A torch in which something of this is called otherwise.
         vars(ddp).update(before)

@@ -95,11 +95,10 @@ class Stage:
 
     @contextlib.contextmanager
     def making(self, shared: Mapping[str, int] | None = None) -> Iterator[None]:
-        """Make the folder, and remove it if the body fails; `shared` are the sizes of files that several write."""
+        """Make the folder, and remove it if the body fails; `shared` files, of these sizes, have many writers."""
         try:
             disk.make_folder(self._folder)
             os.mkdir(self.path)
-            os.mkdir(self.path / RANKS)
             for file, size in (shared or {}).items():
                 blocks.create(self.path / file, size)
             yield
@@ -126,20 +125,22 @@ class Stage:
         return {file: self._write(file, content, way) for file, content in files.items()}
 
     def _write(self, file: str, content: Content, way: Way) -> Written:
+        (self.path / file).parent.mkdir(exist_ok=True)
         if content.is_share():
             return Written(self.path / file, content.size, blocks.write_share(self.path / file, content, way))
         return blocks.put(self.path / file, content, way)
 
     def flush(self) -> None:
-        """Make the names of the files durable."""
-        disk.flush_folder(self.path / RANKS)
-        disk.flush_folder(self.path)
+        """Make the names of what is in the folders of the stage durable."""
+        if (self.path / RANKS).is_dir():
+            disk.flush_folder(self.path / RANKS)
 
     def close(self, about: Manifest, records: Mapping[str, FileRecord]) -> Manifest:
         """Write the manifest, when all files are there and flushed."""
         about = replace(about, files=dict(records))
-        disk.write(self.path / manifest.NAME, manifest.to_json(about))
         self.flush()
+        disk.write(self.path / manifest.NAME, manifest.to_json(about))
+        disk.flush_folder(self.path)
         return about
 
     def publish(self, about: Manifest) -> Checkpoint:

@@ -403,7 +403,7 @@ def rank_of(path: str) -> int | None:
 def to_texts(trees: Mapping[str, Encoded], rank: int = 0) -> dict[str, bytes]:
     """Return the JSON files of a checkpoint. The tree "rank" is what differs by process."""
     shared = {stem: tree.json for stem, tree in trees.items() if stem != "rank"}
-    texts = {"state.json": _text(shared)} if shared else {}
+    texts = {"state.json": _text(shared)}
     if "rank" in trees:
         texts[f"{_rank_path(rank)}.json"] = _text(trees["rank"].json)
     return texts

@@ -146,7 +146,7 @@ class LoaderPosition:
         root = self.source.root()
         is_other_sampler = saved["settings"].get("sampler") != now.get("sampler")
         for path in saved["generators"].keys() ^ rng.find(root).keys():
-            if is_other_sampler and path.startswith("sampler."):
+            if is_other_sampler and (path == "generator" or path.startswith("sampler.")):
                 continue
             # Many datasets make theirs at the first sample.
             if path not in saved["generators"] or not rng.is_free(root, path):
@@ -159,7 +159,6 @@ class LoaderPosition:
         self.is_over = self._over_at_resume = saved["is_over"]
         self.source.restore(saved["source"], unfit & saved["settings"].keys())
         self.write_generators(saved["generators"])
-        self.source.diverge(saved["source"])
 
     def warn_of_uncounted(self) -> None:
         """Warn, at an epoch's end, of batches that another thread loaded and that no step was made for."""

@@ -230,6 +230,8 @@ class LoaderSource:
         text = f"{torch.initial_seed()} {again['samples']} {self._order.deal.rank} {self.loader.num_workers}"
         seed = int(blocks.digest(text.encode())[:15], 16)
         (self.loader.generator or torch.default_generator).manual_seed(seed)
+        for path, generator in rng.find([self.loader.dataset, self.loader.collate_fn]).items():
+            rng.begin_own(generator, f"{text} {path}")
 
     def _sent_to_workers(self) -> Workers:
         context = self.loader.multiprocessing_context or multiprocessing
@@ -400,7 +402,7 @@ class LoaderSource:
         if has_other_shards or (not obstacle and setting == "sampler"):
             # What is left is dealt out anew; if it cannot be, that is told of the shards.
             return None
-        return setting, ""
+        return setting, obstacle if obstacle and setting == "sampler" else ""
 
     def _has_other_shards(self, saved: Mapping[str, Any]) -> bool:
         return bool(saved["dealt"]["shards"] != shards.count(self.loader))
@@ -485,21 +487,6 @@ class LoaderSource:
             left = self._order.deal.each(order["base"]["samples"] - samples)
         size = self.loader.batch_size or 1
         return int(batches + (left // size if self.loader.drop_last else -(-left // size)))
-
-    def diverge(self, saved: Mapping[str, Any]) -> None:
-        """Let generators that would give numbers again, of this rank or of another, give others."""
-        rank = self._order.deal.rank
-        if self._is_stream or not self._has_other_shards(saved):
-            return
-        # New workers begin with copies that have not drawn yet, and a new rank was given those of another;
-        # but a sampler's decides what the order is, and that is one for all ranks.
-        of_loading = {"dataset", "collate_fn"} if saved["order"] and self.loader.num_workers else set()
-        is_new = rank >= saved["dealt"]["shards"]
-        others = {"generator", "dataset", "collate_fn", "worker_init_fn"} if is_new else of_loading
-        for path, generator in rng.find(self.root()).items():
-            if path.partition(".")[0] in others:
-                state = blocks.digest(repr(freeze(rng.read(generator))).encode())
-                rng.begin_own(generator, f"{state} {saved['samples']} {rank}")
 
     def rewind(self) -> None:
         """Stand at the beginning of an epoch."""

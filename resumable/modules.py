@@ -244,10 +244,10 @@ class ModulePart(Part):
             order = [parameters[name] for name in saved[path]] if path in saved else None
             if not buckets.restore(replica, order):
                 warn(
-                    f"{self.name}: DistributedDataParallel is made otherwise than when the checkpoint was, or "
-                    f"torch {torch.__version__} does not let it sum the gradients in the order that it had "
-                    "then: with three or more processes, results may differ from an uninterrupted run's in "
-                    "their last bits."
+                    f"{self.name}: DistributedDataParallel is made otherwise than it was, or this torch "
+                    f"({torch.__version__}) cannot let it sum the gradients in the order that it had then: "
+                    "with three or more processes, results may differ from an uninterrupted run's in their "
+                    "last bits."
                 )
 
     def _restore_buffers(self, saved: Mapping[str, Tensor | None], unfit: AbstractSet[str]) -> None:
@@ -298,9 +298,11 @@ def refuse_split(name: str, value: Any) -> None:
     # By name: who has one of these has imported it, and nobody else should have to.
     modules = [kind.__module__ for kind in type(value).__mro__]
     found = [by for start, by in _SPLITTERS.items() for module in modules if f"{module}.".startswith(start)]
-    found += [by for mark, by in _SPLIT_MARKS.items() if getattr(value, mark, None) not in (None, False)]
+    marks = _MARKS_OF_TENSORS if isinstance(value, Tensor) else _MARKS
+    found += [by for mark, by in marks.items() if getattr(value, mark, False) is not False]
     if found:
-        tool = "the engine's own save_checkpoint" if found[0] == "DeepSpeed" else "torch.distributed.checkpoint"
+        is_engine = found[0] == "DeepSpeed"
+        tool = "the engine's own save_checkpoint" if is_engine else "torch.distributed.checkpoint"
         raise Unsupported(
             f"{name} is split over the processes ({found[0]}); this version knows only what each of them "
             "holds whole.",
@@ -318,7 +320,8 @@ _SPLITTERS = {
     "deepspeed.inference.": "DeepSpeed",
     "deepspeed.moe.": "DeepSpeed",
 }
-_SPLIT_MARKS = {"_is_fsdp_managed_module": "FSDP", "_is_flat_param": "FSDP", "ds_id": "DeepSpeed"}
+_MARKS = {"_is_fsdp_managed_module": "FSDP"}
+_MARKS_OF_TENSORS = {"_is_flat_param": "FSDP", "ds_id": "DeepSpeed"}
 
 _EXTRA = "_extra_state"
 _OWN = (

@@ -63,7 +63,7 @@ def base(loader: DataLoader[Any]) -> Base | str:
         return f"its sampler is a {kind.__name__}"
     try:
         samples = len(sampler.dataset if kind is DistributedSampler else sampler.data_source)
-    except TypeError:
+    except (TypeError, NotImplementedError):
         return "its samples have no number"
     if kind is RandomSampler and sampler.num_samples != samples:
         return f"its sampler draws {sampler.num_samples} samples of {samples}"

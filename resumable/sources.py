@@ -66,9 +66,6 @@ class Source(Protocol):
     def restore(self, saved: Mapping[str, Any], other: AbstractSet[str]) -> None:
         """Go on from what `collect` returned. Of the settings, the `other` ones have changed since."""
 
-    def diverge(self, saved: Mapping[str, Any]) -> None:
-        """Let generators that would give numbers again, of this rank or of another, give others."""
-
     def rewind(self) -> None:
         """Stand at the beginning of an epoch."""
 
@@ -211,9 +208,6 @@ class StatefulSource:
         """Give the state to the loader when it is looped over next."""
         # (at an epoch's end another kind of loader may take the place of this one)
         self._saved = saved if "state" in saved else None
-
-    def diverge(self, saved: Mapping[str, Any]) -> None:
-        """Do nothing: no sampler tells of ranks."""
 
     def rewind(self) -> None:
         """Stand at the beginning of an epoch."""
@@ -371,9 +365,6 @@ class PlainSource:
     def restore(self, saved: Mapping[str, Any], other: AbstractSet[str]) -> None:
         """Leave out what was given before when it is looped over next."""
         self._saved = saved if "before" in saved else None
-
-    def diverge(self, saved: Mapping[str, Any]) -> None:
-        """Do nothing: no sampler tells of ranks."""
 
     def rewind(self) -> None:
         """Stand at the beginning of an epoch."""

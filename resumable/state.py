@@ -25,16 +25,14 @@ from . import (
     codec,
     disk,
     environment,
-    manifest,
     policy,
     rng,
-    shares,
 )
 from .capture import Capture, Change, Held, Trees
 from .checkpoint import Checkpoint
+from .crew import Crew
 from .errors import (
     CannotStore,
-    CheckpointDamaged,
     FormatTooNew,
     RankLost,
     RanksDiffer,
@@ -50,12 +48,10 @@ from .loading import Reading
 from .manifest import Best, Manifest
 from .position import Batches, Position
 from .prefetch import ToDevice
-from .ranks import Ranks, by_disk, versions
 from .run import Run
 from .sealed import Json
 from .sources import Source
 from .threads import no_garbage_collection
-from .together import Group, Said, Together
 from .writer import PendingSave, Writer
 
 _open_runs: weakref.WeakValueDictionary[Path, RunState] = weakref.WeakValueDictionary()
@@ -115,13 +111,16 @@ class RunState:
         self._metrics: dict[str, float] = {}
         self.resumed = False
         """Whether this training goes on from a checkpoint."""
-        self.run_id: str | None = None
-        """What tells this run from all others; known once it has been loaded or saved."""
         generators = {n: g for n, g in capture.named("extra", extra).items() if rng.is_generator(g)}
-        timeout = arguments.seconds("timeout", timeout)
-        self._ranks = Ranks(timeout, lambda: self._position.stands_at())
+        self._crew = Crew(
+            self.run,
+            arguments.seconds("timeout", timeout),
+            lambda: self._position.stands_at(),
+            is_shared=shared,
+            all_write=arguments.write(write),
+        )
         loaders = capture.named("loader", loader)
-        self._position = Position(loaders, generators, sample_seeds, self._ranks.size)
+        self._position = Position(loaders, generators, sample_seeds, self._crew.ranks.size)
         slots = {
             "model": model,
             "optimizer": optimizer,
@@ -130,23 +129,11 @@ class RunState:
             "extra": extra,
         }
         own = arguments.per_rank(per_rank, capture.named("extra", extra))
-        rank = None if self._ranks.is_alone else self._ranks.rank
-        self._capture = Capture(slots, self.vars, self._position, own, rank)
-        self._is_elastic, self._is_shared = elastic, shared
-        self._facts: dict[str, Json] = {
-            "the goal": str(self._goal),
-            "keep": self._keep,
-            "write": write,
-            "shared": shared,
-            "the run directory": str(self.run) if shared else None,
-        }
-        self._shared_files: Mapping[str, int] = {}
-        self._reason = "it has closed its RunState"
-        self._all_write = arguments.write(write)
-        self._together: Together | None = None
-        self._highest_at_start = 0
+        self._capture = Capture(slots, self.vars, self._position, own, self._crew.rank)
+        self._is_elastic = elastic
         self._unheard: int | None = None
         """The save of which this process has not heard yet what rank 0 gave as metrics."""
+        self._reason = "it has closed its RunState"
         self._built = self._capture.settings
         self._best: Best | None = None
         self._parent: int | None = None
@@ -196,24 +183,10 @@ class RunState:
         that remembers where it started, that scales the whole schedule.
         The environment variables RESUMABLE_RUN_DIR and RESUMABLE_RESUME override the arguments.
         """
-        state = cls(
-            run_dir,
-            model=model,
-            optimizer=optimizer,
-            scheduler=scheduler,
-            scaler=scaler,
-            loader=loader,
-            extra=extra,
-            maximize=maximize,
-            minimize=minimize,
-            keep=keep,
-            sample_seeds=sample_seeds,
-            per_rank=per_rank,
-            timeout=timeout,
-            elastic=elastic,
-            shared=shared,
-            write=write,
-        )
+        parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+        data = {"loader": loader, "extra": extra, "sample_seeds": sample_seeds, "per_rank": per_rank}
+        saves = {"maximize": maximize, "minimize": minimize, "keep": keep, "write": write, "shared": shared}
+        state = cls(run_dir, timeout=timeout, elastic=elastic, **parts, **data, **saves)  # type: ignore[arg-type]
         try:
             state._load(os.environ.get("RESUMABLE_RESUME") or resume, allow, override)
         except BaseException:
@@ -227,20 +200,21 @@ class RunState:
         started = time.perf_counter()
         allow, override = arguments.patterns("allow", allow), arguments.patterns("override", override)
         self._meet({"resume": str(resume), "allow": [*allow], "override": [*override]})
-        ranks = self._ranks
+        ranks = self._crew.ranks
         ranks.each("the arguments", lambda: self._check_arguments(resume, override))
         if ranks.first("the run", self.run.path.exists):
-            self._own_run_together()
-        found = self._choose(resume)
+            self._own_run()
+        found = self._crew.choose(resume, self._read)
         if found is None:
-            self._own_run_together()
+            self._own_run()
             self._print(f"{self.run} is empty: starting fresh")
             return
         chosen, reading = found
         fit = ranks.each("what does not fit", lambda: self._fit(chosen, reading, allow, override))
         # Before anything is touched: where warnings are errors, this ends the load.
-        ranks.each("what has changed", lambda: self._tell_changes(fit, chosen.about))
-        self._own_run_together()
+        texts = ranks.agree("what has changed", lambda: self._changed(fit, chosen.about))
+        ranks.each("telling it", lambda: self._tell(texts))
+        self._own_run()
         ranks.each("the restore", lambda: self._capture.restore(reading, fit.unfit, fit.overridden))
         self._go_on_from(chosen, fit.best, reading)
         self.resumed = self._is_prepared = True
@@ -250,7 +224,7 @@ class RunState:
 
     def _check_arguments(self, resume: str | int | os.PathLike[str], override: Sequence[str]) -> None:
         self._capture.check_patterns(override)
-        if self._leads():
+        if self._crew.leads:
             self.run.check(resume)
 
     def _fit(
@@ -262,51 +236,17 @@ class RunState:
         overridden = [change for change in changes if change.matches(override)]
         return _Fit(unfit, best, changes, overridden)
 
-    def _choose(self, resume: str | int | os.PathLike[str]) -> tuple[Checkpoint, Reading] | None:
-        """Return the checkpoint that `resume` means, read; None to start fresh."""
-        if self._ranks.is_alone:
-            return self.run.choose(resume, self._read)
-        if not self._ranks.is_first:
-            return self._follow_the_choice()
-        try:
-            found = self.run.choose(resume, self._propose)
-        except ResumableError as exc:
-            # What all have met in a proposal they have been told; this ends the choosing.
-            self._ranks.first("the choice", partial(_raise, exc))
-            raise
-        if found is None:
-            self._ranks.first("the choice", lambda: None)
-        return found
-
-    def _propose(self, found: Checkpoint) -> Reading:
-        path = found.path.name if self._is_ours(found) else str(found.path)
-        self._ranks.first("the choice", lambda: path)
-        return self._ranks.each("reading the checkpoint", lambda: self._read(found))
-
-    def _follow_the_choice(self) -> tuple[Checkpoint, Reading] | None:
-        while (path := self._ranks.first("the choice", lambda: "")) is not None:
-            # (a path that is absolute stays one)
-            with contextlib.suppress(CheckpointDamaged):
-                return self._ranks.each(
-                    "reading the checkpoint", partial(self._opened_and_read, self.run.folder / path)
-                )
-        return None
-
-    def _opened_and_read(self, path: Path) -> tuple[Checkpoint, Reading]:
-        found = checkpoint.open_checkpoint(path)
-        return found, self._read(found)
-
     @no_garbage_collection()
     @torch.inference_mode(False)
     def _read(self, found: Checkpoint) -> Reading:
-        then, now = found.about.world_size, self._ranks.size
+        then, now = found.about.world_size, self._crew.ranks.size
         if then != now and not self._is_elastic:
             raise StateMismatch(
                 f"{found} was made by {then} processes; there are {now} now, and elastic=False.",
                 fix=f"start {then} processes, or let the number change: elastic=True.",
             )
         try:
-            reading = Reading(found, self._capture.live(), self._ranks.rank)
+            reading = Reading(found, self._capture.live(), self._crew.ranks.rank)
             capture.check_readable(reading.trees)
             held = {name for tree in reading.trees.values() for name in tree.json}
             if lacking := found.about.parts.keys() - held:
@@ -342,7 +282,7 @@ class RunState:
             fix=f"say {best.goal} again, or start to track the new one with override=['best'].",
         )
 
-    def _tell_changes(self, fit: _Fit, about: Manifest) -> None:
+    def _changed(self, fit: _Fit, about: Manifest) -> list[str]:
         overridden = fit.overridden
         codes = [change for change in fit.changes if change.is_the_codes and change not in overridden]
         kept = [change for change in fit.changes if change not in (*overridden, *codes)]
@@ -358,14 +298,16 @@ class RunState:
             )
         if drift := environment.differences(about.environment, environment.describe()):
             texts.append(f"{'; '.join(drift)}: results may differ from an uninterrupted run's.")
+        return texts
+
+    def _tell(self, texts: Sequence[Sequence[str]]) -> None:
         # Once for all processes, but what only some of them meet is theirs to tell.
-        of_first = self._ranks.first("what has changed on rank 0", lambda: texts)
-        for text in texts:
-            if self._ranks.is_first or text not in of_first:
+        for text in texts[self._crew.ranks.rank]:
+            if self._crew.is_first or text not in texts[0]:
                 self._warn(text)
 
     def _resized(self, about: Manifest) -> str:
-        then, now = about.world_size, self._ranks.size
+        then, now = about.world_size, self._crew.ranks.size
         if then == now:
             return ""
         new = ", ".join(map(str, range(then, now)))
@@ -373,7 +315,7 @@ class RunState:
         return f"; {now} processes instead of {then}: what is left of the epoch is divided anew{streams}"
 
     def _print(self, line: str) -> None:
-        if self._ranks.is_first:
+        if self._crew.is_first:
             print(line, flush=True)
 
     @property
@@ -481,19 +423,15 @@ class RunState:
         values = arguments.numbers(metrics)
         self._wait_for_the_one_before()
         self._meet({})
-        number = self._next_number()
-        if self._together is None:
-            return self._save(number, values)
-        self._number = self._ranks.saves_begun = number
+        number = self._crew.next_number(self._number)
         try:
             return self._save(number, values)
         except BaseException as exc:
-            # The others would wait for this process until their time is up.
-            self._together.fail(number, exc)
+            self._crew.fail(number, exc)
             raise
 
     def _save(self, number: int, values: dict[str, float]) -> PendingSave:
-        self._own_run(self.run_id)
+        self._own_run()
         self._warn_of_mid_body()
         self._warn_of_no_goal(values)
         # What the last one saw is in the memory that this one takes.
@@ -501,12 +439,12 @@ class RunState:
         # (save() may be called where a model is evaluated)
         with no_garbage_collection(), torch.inference_mode(False):
             trees, parts = self._capture.collect()
-            groups = codec.to_groups(trees, self._ranks.rank)
-            taken = self._image.take(groups, self._share(groups))
+            groups = codec.to_groups(trees, self._crew.ranks.rank)
+            taken = self._image.take(groups, self._crew.share(self._image.sizes(groups)))
         about = self._describe(number, values, parts)
         before = self._best, self._parent
         self._number = self._parent = number
-        if self._ranks.is_first:
+        if self._crew.is_first:
             self._best, self._metrics = about.best, values
         else:
             self._unheard = number
@@ -533,9 +471,7 @@ class RunState:
 
     def _prepare(self) -> None:
         """Get the memory for the first save, and try the disk, before they are needed."""
-        size = self._capture.size() if self._capture.saves_all else 0
-        if self._together and self._all_write:
-            size //= len(self._together.group.members)
+        size = self._capture.size() // self._crew.writers if self._capture.saves_all else 0
         if size >= _WORTH_PREPARING and not self._is_closed:
             self._image.reserve(size + size // 1000, self._try_disk)
 
@@ -545,11 +481,6 @@ class RunState:
             self._way = blocks.fastest_way(
                 self.run.path, scratch, lambda: not self._number and not self._is_closed
             )
-
-    def _next_number(self) -> int:
-        # Several processes count each for itself, from what they agreed on when they met.
-        highest = (self.run.highest() or 0) if self._ranks.is_alone else self._highest_at_start
-        return max(self._number, highest) + 1
 
     def _describe(self, number: int, metrics: Mapping[str, float], parts: Mapping[str, Json]) -> Manifest:
         assert self.run_id is not None
@@ -564,7 +495,7 @@ class RunState:
             parts=parts,
             built=self._built,
             environment=environment.describe(),
-            world_size=self._ranks.size,
+            world_size=self._crew.ranks.size,
             **self._position.counters(),
         )
 
@@ -572,32 +503,23 @@ class RunState:
         self, about: Manifest, trees: Trees, taken: Taken, before: tuple[Best | None, int | None]
     ) -> None:
         files = taken.contents(self._written)
-        for path, text in codec.to_texts(trees, self._ranks.rank).items():
-            if self._leads() or codec.rank_of(path) is not None:
+        for path, text in codec.to_texts(trees, self._crew.ranks.rank).items():
+            if self._crew.leads or codec.rank_of(path) is not None:
                 files[path] = blocks.Content(text)
         try:
-            if self._together and self._leads() and not self._ranks.is_first:
-                about = self._together.heard(about.number)
-            with self.run.adding(about) if self._leads() else contextlib.nullcontext():
-                self._written = self._commit_files(about, files)
+            if self._crew.leads:
+                about = self._crew.decided(about.number) or about
+                with self.run.adding(about):
+                    self._written = self._crew.commit(about, files, self._way)
+            else:
+                self._written = self._crew.commit(about, files, self._way)
         except BaseException:
             # A flush can fail after the rename: then the checkpoint is there all the same.
             if about.number not in self.run.numbers():
                 self._best, self._parent = before
             raise
-        if self._leads():
+        if self._crew.leads:
             self._tidy_after(about)
-
-    def _commit_files(
-        self, about: Manifest, files: Mapping[str, blocks.Content]
-    ) -> dict[str, blocks.Written]:
-        folder = self.run.folder
-        if self._together is None:
-            return checkpoint.commit(folder, about, files, self._way)[1]
-        place = about.epoch, about.batch, about.step
-        text = manifest.to_json(about).decode() if self._ranks.is_first else None
-        said = Said(place, about.boundary.value, text)
-        return self._together.commit(about.number, said, folder, files, self._shared_files, self._way)
 
     def _tidy_after(self, about: Manifest) -> None:
         self.run.point("newest", self.run.path_of(about.number))
@@ -621,13 +543,13 @@ class RunState:
         With `only`, such as "model", just that part is put back, and the training stands where it stood.
         """
         self._refuse_closed()
-        started, ranks = time.perf_counter(), self._ranks
+        started, ranks = time.perf_counter(), self._crew.ranks
         self._writer.wait()
         self._image.settle()
         self._meet({})
         ranks.agree(f"restore({str(which)!r})", lambda: None, is_due=True)
         names = None if only is None else self._capture.names(only)
-        found = self._choose("must" if which == "auto" else which)
+        found = self._crew.choose("must" if which == "auto" else which, self._read)
         if found is None:
             raise UsageError(
                 f"restore({which!r}) names no checkpoint.",
@@ -660,7 +582,8 @@ class RunState:
         try:
             self._writer.wait()
         finally:
-            self._leave()
+            self._hear_first()
+            self._crew.leave(self._reason)
             # An interrupted wait leaves the writer at work: nobody else may begin until it has ended.
             if not self._writer.is_busy():
                 self._after_save = None
@@ -683,86 +606,33 @@ class RunState:
     def __repr__(self) -> str:
         return f"<RunState {self.run}: epoch {self.epoch}, batch {self.batch}, step {self.step}>"
 
-    def _leads(self) -> bool:
-        """Whether this process makes the checkpoints of its disk."""
-        return self._together is None or self._together.group.leads
+    @property
+    def run_id(self) -> str | None:
+        """What tells this run from all others; known once it has been loaded or saved."""
+        return self._crew.run_id
 
-    def _own_run(self, known: str | None = None) -> None:
+    def _meet(self, facts: Mapping[str, Json]) -> None:
+        parts = {f"the part {name}": kind for name, kind in self._capture.kinds().items()}
+        goal = {"the goal": str(self._goal), "keep": self._keep, "elastic": self._is_elastic}
+        if self._crew.meet({**goal, **parts, **facts}):
+            self._capture.saves_all = self._crew.saves_all
+
+    def _own_run(self) -> None:
         # In a notebook a cell runs again: the new object takes over from the one that it replaces.
         path = self.run.path.resolve()
         if (older := _open_runs.get(path)) and older is not self:
             older.close()
-        if self._leads():
-            self.run.acquire()
+        self._crew.own_still()
         _open_runs[path] = self
-        if self.run_id is None and self._leads():
-            self.run_id = self.run.identity(known)
-            if known and self.run_id != known:
-                raise RanksDiffer(
-                    f"{self.run.path} holds another run ({self.run_id}) than that of rank 0 ({known}).",
-                    fix="copy the run of one node to the others, or give all a new directory.",
-                )
-
-    def _own_run_together(self) -> None:
-        first = self._ranks.first("the run's id", self._own_run_and_tell)
-        self._ranks.each("the run directory", lambda: self._own_run(first))
-        self.run_id = first
-        if self._together and self._is_shared:
-            self._together.check_disk(self.run.path)
-
-    def _own_run_and_tell(self) -> str | None:
-        self._own_run()
-        return self.run_id
-
-    def _meet(self, facts: Mapping[str, Json]) -> None:
-        """Meet the other processes of this training, if it has any and has not met them."""
-        ranks = self._ranks
-        if ranks.is_alone or self._together:
-            ranks.refuse_trouble()
-            return
-        parts = {f"the part {name}": kind for name, kind in self._capture.kinds().items()}
-        ranks.join({**versions(), **self._facts, **parts, **facts})
-        every = [[*range(ranks.size)]]
-        self._together = Together(ranks, Group(ranks.rank, every if self._is_shared else self._by_disk()))
-        self._capture.saves_all = self._leads() or self._all_write
-        highest = ranks.agree("the numbers", lambda: (self.run.highest() or 0) if self._leads() else 0)
-        self._highest_at_start = max(highest)
-        if not facts:
-            # (load() does so when it knows that there is something to own)
-            self._own_run_together()
-
-    def _by_disk(self) -> list[list[int]]:
-        return by_disk(self._ranks, self.run.path)
-
-    def _share(self, groups: Mapping[str, codec.Encoded]) -> dict[str, shares.Range] | None:
-        """Return what this process writes of what all share; None for all that it has."""
-        if self._together is None or not self._all_write:
-            return None
-        sizes = self._image.sizes(groups)
-        of_all = {path: size for path, size in sizes.items() if codec.rank_of(path) is None}
-        group = self._together.group
-        # What may be linked to the last save's has one writer, who knows of both.
-        plans = shares.plan(of_all, len(group.members), [*filter(codec.is_frozen, of_all)])
-        writers = {path: sum(path in plan for plan in plans) for path in of_all}
-        self._shared_files = {path: of_all[path] for path, count in writers.items() if count > 1}
-        return {**plans[group.index], **{path: (0, sizes[path]) for path in sizes.keys() - of_all.keys()}}
 
     def _hear_first(self) -> None:
         """Take over what rank 0 gave as metrics at the last save: it decides for all."""
-        if self._unheard is not None and self._together:
+        if self._unheard is not None:
             number, self._unheard = self._unheard, None
             # (of a save that has failed the next call tells)
-            with contextlib.suppress(SaveFailed, CannotStore):
-                about = self._together.heard(number)
-                self._metrics, self._best = dict(about.metrics), about.best
-
-    def _leave(self) -> None:
-        # Where the others cannot be reached any more, there is nobody to tell.
-        with contextlib.suppress(RankLost):
-            self._hear_first()
-            if self._together and not self._writer.is_busy():
-                self._together.close()
-            self._ranks.leave(self._reason)
+            with contextlib.suppress(SaveFailed, CannotStore, RankLost, RanksDiffer):
+                if about := self._crew.decided(number):
+                    self._metrics, self._best = dict(about.metrics), about.best
 
     def _count_steps(self, optimizer: Any) -> list[Any]:
         hooks = []
@@ -808,7 +678,7 @@ class RunState:
 
     def _body_ended(self) -> None:
         """Look whether a part has changed since the save in this body: a resume would lose the change."""
-        self._ranks.refuse_trouble()
+        self._crew.ranks.refuse_trouble()
         saved, self._after_save = self._after_save, None
         if saved is None or saved.body != self._position.body() or "lost" in self._warned:
             return
@@ -841,10 +711,6 @@ class RunState:
             with contextlib.suppress(TypeError):
                 len(position.source)
                 yield position.source
-
-
-def _raise(error: ResumableError) -> None:
-    raise error
 
 
 def _both(first: Through | None, second: Through) -> Through:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import hashlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import processes
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed import BuiltinCommHookType
+from torch.distributed import BuiltinCommHookType, HashStore
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -106,6 +107,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Any], None], in
 FORGETS = "forgets"
 
 
+def _shuffled(ddp: DistributedDataParallel) -> list[Tensor]:
+    parameters = [*ddp.parameters()]
+    return parameters[1::2] + parameters[::2]
+
+
 def _run(rank: int, names: Sequence[str]) -> dict[str, list[list[str]]]:
     """Return what each training was like, straight and stopped at every two of its steps."""
     found = {}
@@ -122,7 +128,16 @@ def _run(rank: int, names: Sequence[str]) -> dict[str, list[list[str]]]:
                 begin, saved = end, training.save()
                 if name.endswith(FORGETS):
                     saved[0]["extra"].json["model"].pop("buckets", None)
+                elif end == first + 1:
+                    then = saved
             found[name].append(hashes)
+        if not name.endswith(FORGETS):
+            # Into a training that has come to another order by itself.
+            training = Training(*made)
+            buckets.restore(training.ddp, _shuffled(training.ddp))
+            training.train(rank, 0, 3, window)
+            training.load(then)
+            found[name].append(found[name][0][: first + 1] + training.train(rank, first + 1, STEPS, window))
     return found
 
 
@@ -139,7 +154,7 @@ def test_a_training_of_four_processes_that_was_stopped_twice_is_the_same_to_the_
     for rank in ended:
         assert rank.error is None
         straight, *stopped = rank.value[name]
-        assert stopped == [straight, straight]
+        assert stopped == [straight, straight, straight]
 
 
 @pytest.mark.parametrize("name", ["plain", "static"])
@@ -148,3 +163,154 @@ def test_who_forgets_the_order_rounds_otherwise(ended: list[processes.Ended], na
     straight, *stopped = ended[0].value[f"{name} {FORGETS}"]
 
     assert all(hashes[0] == straight[0] and hashes != straight for hashes in stopped)
+
+
+@pytest.fixture
+def _alone() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def _steps(ddp: DistributedDataParallel, count: int) -> None:
+    for _ in range(count):
+        ddp(torch.ones(2, 20)).sum().backward()
+
+
+def _names(ddp: DistributedDataParallel) -> list[str] | None:
+    names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
+    order = buckets.layout(ddp)
+    return None if order is None else [names[id(parameter)] for parameter in order]
+
+
+def _in_use(ddp: Any) -> str:
+    ddp.logger.set_runtime_stats_and_log()
+    return str(ddp._get_ddp_logging_data().get("rebuilt_bucket_sizes"))
+
+
+@pytest.mark.usefixtures("_alone")
+def test_the_order_is_that_of_the_first_backward_and_stays() -> None:
+    ddp = DistributedDataParallel(Net(swaps=True))
+    assert _names(ddp) is None
+    _steps(ddp, 1)
+    first = _names(ddp)
+    _steps(ddp, 1)
+    ddp.module.step = 1
+    _steps(ddp, 3)
+
+    assert first
+    assert first[0].startswith("last.")
+    assert first[-1].startswith("first.")
+    assert _names(ddp) == first
+
+
+@pytest.mark.usefixtures("_alone")
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("before", [0, 1, 4])
+def test_an_order_is_taken_up_at_any_time(static: bool, before: int) -> None:
+    ddp = DistributedDataParallel(Net(), static_graph=static, bucket_cap_mb=0.05)
+    _steps(ddp, before)
+    for order in (_shuffled(ddp), [*ddp.parameters()], _shuffled(ddp)):
+        ddp.zero_grad()
+        assert buckets.restore(ddp, order)
+        assert buckets.layout(ddp) == order
+        _steps(ddp, 3)
+
+        assert ddp.module.last.bias.grad.tolist() == [6.0, 6.0, 6.0]
+
+
+@pytest.mark.usefixtures("_alone")
+def test_without_an_order_it_begins_as_it_was_made() -> None:
+    ddp = DistributedDataParallel(Net())
+    _steps(ddp, 3)
+
+    assert buckets.restore(ddp, None)
+    assert buckets.layout(ddp) is None
+    _steps(ddp, 3)
+    assert _names(ddp)
+
+
+@pytest.mark.usefixtures("_alone")
+def test_where_the_last_bucket_is_the_small_one_it_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DDP_SET_LAST_BUCKET_CAP", "1")
+    made = DistributedDataParallel(Net(), bucket_cap_mb=0.05)
+    _steps(made, 3)
+    for _ in range(2):
+        again = DistributedDataParallel(Net(), bucket_cap_mb=0.05)
+        names = dict(again.module.named_parameters())
+        assert buckets.restore(again, [names[name] for name in _names(made) or []])
+        _steps(again, 3)
+
+        assert _in_use(again) == _in_use(made)
+        assert _names(again) == _names(made)
+        made = again
+
+
+@pytest.mark.usefixtures("_alone")
+def test_what_is_not_broadcast_is_not_broadcast_from_then_on() -> None:
+    ddp = DistributedDataParallel(Net())
+    ddp.module.register_buffer("own", torch.ones(2))
+    _steps(ddp, 1)
+
+    assert buckets.layout(ddp)
+    assert buckets.restore(ddp, _shuffled(ddp))
+    assert not ddp.modules_buffers
+
+
+@pytest.mark.usefixtures("_alone")
+def test_the_buckets_of_before_are_freed() -> None:
+    ddp = DistributedDataParallel(Net())
+    reducer = weakref.ref(ddp.reducer)
+    assert buckets.restore(ddp, _shuffled(ddp))
+
+    assert reducer() is None
+    made = weakref.ref(ddp)
+    del ddp
+    gc.collect()
+    assert made() is None
+
+
+@pytest.mark.usefixtures("_alone")
+def test_sparse_gradients_stay_sparse() -> None:
+    ddp = DistributedDataParallel(nn.Sequential(nn.Embedding(5, 20, sparse=True), nn.Linear(20, 3)))
+    assert buckets.restore(ddp, [*ddp.parameters()][::-1])
+    for _ in range(3):
+        ddp.zero_grad()
+        ddp(torch.tensor([1, 3])).sum().backward()
+
+        assert ddp.module[0].weight.grad.is_sparse
+        assert ddp.module[1].bias.grad.tolist() == [2.0, 2.0, 2.0]
+
+
+MISFITS: dict[str, tuple[dict[str, Any], Callable[[Any], Any]]] = {
+    "other parameters": ({}, lambda ddp: ddp.module.last.bias.requires_grad_(False)),
+    "an order that never changes": ({"find_unused_parameters": True}, lambda ddp: None),
+    "a torch that has not even this": ({}, lambda ddp: vars(ddp).update(_ddp_init_helper=None)),
+    "a torch that has not the last of it": ({}, lambda ddp: vars(ddp).update(_comm_hooks=[None])),
+}
+
+
+@pytest.mark.usefixtures("_alone")
+@pytest.mark.parametrize("kind", MISFITS)
+def test_what_cannot_take_up_an_order_stays_as_it_is(kind: str) -> None:
+    options, change = MISFITS[kind]
+    ddp = DistributedDataParallel(Net(), **options)
+    order, reducer = _shuffled(ddp), ddp.reducer
+    change(ddp)
+
+    assert not buckets.restore(ddp, order)
+    assert ddp.reducer is reducer
+    assert buckets.layout(ddp) is None
+    if kind != "other parameters":
+        _steps(ddp, 3)
+
+
+@pytest.mark.usefixtures("_alone")
+def test_no_order_is_told_by_a_torch_that_does_not_note_it() -> None:
+    ddp = DistributedDataParallel(Net())
+    _steps(ddp, 3)
+    ddp._get_ddp_logging_data = dict
+
+    assert buckets.layout(ddp) is None
+    ddp.logger = None
+    assert buckets.layout(ddp) is None

@@ -748,14 +748,6 @@ def test_the_best_value_is_the_one_that_was_asked_for(
     assert state.best == best
 
 
-def test_several_processes_are_refused(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-
-    with pytest.raises(Unsupported, match="this training has 2 processes; this version saves one"):
-        RunState(run_dir)
-
-
 def test_one_metric_alone_decides_what_is_best(run_dir: Path) -> None:
     with pytest.raises(UsageError, match="both maximize='a' and minimize='b' are given"):
         RunState(run_dir, maximize="a", minimize="b")

@@ -39,7 +39,14 @@ class Training:
 
     def __init__(self, rank: int, *, workers: int = 0, drop_last: bool = False, **ddp: Any) -> None:
         torch.manual_seed(0)
-        layers = [nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Tanh(), nn.Linear(8, 6), nn.Linear(6, 1)]
+        layers = [
+            nn.Linear(4, 8),
+            nn.BatchNorm1d(8),
+            nn.Dropout(0.3),
+            nn.Tanh(),
+            nn.Linear(8, 6),
+            nn.Linear(6, 1),
+        ]
         self.model = DistributedDataParallel(nn.Sequential(*layers), **ddp)
         for seed in (random.seed, np.random.seed, torch.manual_seed):
             seed(100 + rank)

@@ -11,12 +11,14 @@ PACKAGE = Path(__file__).parent.parent / "resumable"
 
 LAYERS = (
     ("errors", "boundary", "sealed", "threads"),
+    ("line",),
     ("disk", "lock", "manifest", "tensorfile", "rng", "environment", "seeds", "prefetch", "memory", "fence"),
-    ("blocks", "policy", "codec", "arguments", "stamp", "transfers", "fingerprint", "shards"),
+    ("blocks", "policy", "codec", "arguments", "stamp", "transfers", "fingerprint", "shards", "ranks"),
     ("shares",),
     ("checkpoint", "image", "part", "worker", "writer"),
-    ("listing", "loading", "order"),
+    ("listing", "loading", "order", "together"),
     ("run",),
+    ("crew",),
     ("iterators",),
     ("loaders",),
     ("sources",),

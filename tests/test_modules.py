@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, load_model
 from torch import Tensor, nn
+from torch.distributed import HashStore
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel
 
-from resumable import RunState, StateMismatch, UsageError
-from resumable.modules import bare_name, unwrap
+from resumable import ResumableWarning, RunState, StateMismatch, Unsupported, UsageError, buckets
+from resumable.modules import ModulePart, bare_name, unwrap
 
 Wrap = Callable[[nn.Module], nn.Module]
 
@@ -460,3 +464,236 @@ def test_a_modules_extra_part_keeps_its_flags_too(run_dir: Path) -> None:
 
         _assert_equal(teacher.state_dict(), live.state_dict())
         assert not live.training
+
+
+@pytest.fixture
+def _alone() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def _forth_and_back(model: nn.Module, count: int = 1) -> None:
+    for _ in range(count):
+        model(torch.ones(2, 3)).sum().backward()
+
+
+def _order(ddp: nn.Module) -> list[str]:
+    names = {id(parameter): name for name, parameter in unwrap(ddp).named_parameters()}
+    return [bare_name(unwrap(ddp))(names[id(parameter)]) for parameter in buckets.layout(ddp) or []]
+
+
+REPLICATED: Mapping[str, Callable[[], tuple[nn.Module, nn.Module]]] = {
+    # each with the wrapper in it
+    "replicated": lambda: (ddp := DistributedDataParallel(Net()), ddp),
+    "compiled": lambda: (_compile(ddp := DistributedDataParallel(Net())), ddp),
+    "of a compiled one": lambda: (ddp := DistributedDataParallel(_compile(Net())), ddp),
+    "inside": lambda: ((net := Net(inner=DistributedDataParallel)), net.body),
+}
+
+
+@pytest.mark.usefixtures("_alone")
+@pytest.mark.parametrize("kind", REPLICATED)
+def test_a_replica_goes_on_with_the_order_of_its_gradients(run_dir: Path, kind: str) -> None:
+    model, ddp = REPLICATED[kind]()
+    _forth_and_back(ddp if kind != "inside" else model, 3)
+    expected = _order(ddp)
+    _save(run_dir, model=model)
+    for _ in range(2):
+        model, ddp = REPLICATED[kind]()
+        assert not _order(ddp)
+        _save(run_dir, model=model)
+
+        assert expected
+        assert _order(ddp) == expected
+
+
+@pytest.mark.usefixtures("_alone")
+def test_only_a_replica_that_has_an_order_says_so() -> None:
+    plain, ddp = Net(), DistributedDataParallel(Net())
+    _forth_and_back(plain)
+    before = ModulePart("model", plain, "model").collect()["extra"].keys()
+
+    assert ModulePart("model", ddp, "model").collect()["extra"].keys() == before
+    _forth_and_back(ddp)
+    assert ModulePart("model", ddp, "model").collect()["extra"].keys() == before | {"buckets"}
+    assert ModulePart("extra.it", ddp).collect()["extra"]["buckets"] == {"": _order(ddp)}
+
+
+@pytest.mark.usefixtures("_alone")
+def test_a_checkpoint_of_one_process_fits_a_replica_and_the_other_way_round(run_dir: Path) -> None:
+    for model in (Net(), DistributedDataParallel(Net(1)), Net(2), DistributedDataParallel(Net(3))):
+        with RunState.load(run_dir, model=model) as state:
+            _forth_and_back(model)
+            state.save()
+        _assert_equal(
+            {name: parameter.detach() for name, parameter in unwrap(model).named_parameters()},
+            {name: parameter.detach() for name, parameter in Net().named_parameters()},
+        )
+
+
+@pytest.mark.usefixtures("_alone")
+def test_going_back_behind_the_first_backward_takes_the_first_order_too(run_dir: Path) -> None:
+    ddp = DistributedDataParallel(Net())
+    with RunState.load(run_dir, model=ddp) as state:
+        first = state.save().number
+        _forth_and_back(ddp, 2)
+        second = state.save().number
+        expected = _order(ddp)
+        for _ in range(2):
+            state.restore(first)
+            assert not _order(ddp)
+            state.restore(second)
+            assert _order(ddp) == expected
+
+
+@pytest.mark.usefixtures("_alone")
+def test_a_replica_that_cannot_take_up_its_order_says_so(run_dir: Path) -> None:
+    ddp = DistributedDataParallel(Net())
+    _forth_and_back(ddp, 2)
+    _save(run_dir, model=ddp)
+    for _ in range(2):
+        ddp = DistributedDataParallel(Net(), find_unused_parameters=True)
+        with pytest.warns(ResumableWarning, match="model: DistributedDataParallel is made otherwise"):
+            RunState.load(run_dir, model=ddp).close()
+
+
+@pytest.mark.usefixtures("_alone")
+def test_a_replica_of_another_model_begins_with_the_order_it_is_made_with(run_dir: Path) -> None:
+    ddp = DistributedDataParallel(Net())
+    _forth_and_back(ddp, 2)
+    _save(run_dir, model=ddp)
+    for _ in range(2):
+        model = Net(1)
+        model.module = nn.Linear(4, 5)
+        ddp = DistributedDataParallel(model)
+        RunState.load(run_dir, model=ddp, allow=["model.module.*"]).close()
+
+        assert not _order(ddp)
+
+
+@pytest.mark.usefixtures("_alone")
+def test_batch_norm_over_all_processes_has_the_names_of_a_bare_model(run_dir: Path) -> None:
+    def build(seed: int) -> nn.Module:
+        # (as a whole it takes no CPU)
+        return nn.SyncBatchNorm.convert_sync_batchnorm(DistributedDataParallel(Net(seed)))
+
+    model = build(0)
+    model.module.body[1].running_mean += 3
+    _save(run_dir, model=model)
+    for seed in (1, 2):
+        again = build(seed)
+        _save(run_dir, model=again)
+
+        assert isinstance(again.module.body[1], nn.SyncBatchNorm)
+        assert torch.equal(again.module.body[1].running_mean, torch.full((4,), 3.0))
+        _assert_equal(model.module.state_dict(), again.module.state_dict())
+    bare = Net(3)
+    load_model(bare, run_dir / "newest" / "model.safetensors")
+    _assert_equal(bare.state_dict(), model.module.state_dict())
+
+
+def _mesh() -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (1,))
+
+
+def _fully_sharded() -> nn.Module:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return FullyShardedDataParallel(Net(), device_id=torch.device("cpu"))
+
+
+def _sharded_inside() -> nn.Module:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    FullyShardedDataParallel(net := Net(), device_id=torch.device("cpu"), use_orig_params=True)
+    return net
+
+
+def _sharded_in_place() -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(net := Net(), mesh=_mesh())
+    return net
+
+
+def _distributed(name: str) -> nn.Module:
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    net = Net()
+    owner = net.body[1]
+    tensor = distribute_tensor(getattr(owner, name).detach(), _mesh(), [Replicate()])
+    setattr(owner, name, nn.Parameter(tensor) if name in owner._parameters else tensor)
+    return net
+
+
+def _in_shards() -> nn.Module:
+    from torch.distributed._shard import shard_parameter
+    from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+
+    net = Net()
+    shard_parameter(net.module, "weight", ChunkShardingSpec(0, ["rank:0/cpu"]))
+    return net
+
+
+def _engine() -> nn.Module:
+    engine = type("DeepSpeedEngine", (nn.Module,), {"__module__": "deepspeed.runtime.engine"})()
+    engine.module = Net()
+    return engine
+
+
+def _partitioned() -> nn.Module:
+    net = Net()
+    net.module.weight.ds_id = 0
+    return net
+
+
+SPLIT: Mapping[str, tuple[Callable[[], nn.Module], str, str]] = {
+    "FSDP": (_fully_sharded, r"model is split over the processes \(FSDP\)", "torch.distributed.checkpoint"),
+    "FSDP of it": (_sharded_inside, r"model is split over the processes \(FSDP\)", "checkpoint"),
+    "FSDP inside": (lambda: nn.Sequential(_fully_sharded()), r"model\.0 is split .* \(FSDP\)", "checkpoint"),
+    "FSDP2": (_sharded_in_place, r"model is split over the processes \(FSDP\)", "checkpoint"),
+    "a parameter": (lambda: _distributed("weight"), r"model\.body\.1\.weight is split .*DTensor", "torch"),
+    "a buffer": (lambda: _distributed("running_var"), r"model\.body\.1\.running_var is split", "checkpoint"),
+    "shards": (_in_shards, r"model\.module\.weight is split .*ShardedTensor", "checkpoint"),
+    "an engine": (_engine, r"model is split .* \(DeepSpeed\)", "the engine's own save_checkpoint"),
+    "an engine inside": (lambda: nn.Sequential(_engine()), r"model\.0 is split", "save_checkpoint"),
+    "its parameters": (_partitioned, r"model\.module\.weight is split .*DeepSpeed", "save_checkpoint"),
+}
+
+
+@pytest.mark.usefixtures("_alone")
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("kind", SPLIT)
+def test_a_model_of_which_each_process_has_a_share_is_refused(run_dir: Path, kind: str) -> None:
+    build, text, tool = SPLIT[kind]
+    model = build()
+
+    with pytest.raises(Unsupported, match=text) as caught:
+        RunState(run_dir, model=model)
+    assert tool in caught.value.fix
+    with pytest.raises(Unsupported, match=text.replace("model", r"extra\.it", 1)):
+        RunState.load(run_dir, extra={"it": model})
+    assert not run_dir.exists()
+
+
+def test_what_only_sounds_like_a_share_is_taken(run_dir: Path) -> None:
+    model = Net()
+    model.ds_id = 7
+    kernel = type("FusedAdam", (torch.optim.SGD,), {"__module__": "deepspeed.ops.adam.fused_adam"})
+    for _ in range(2):
+        _save(run_dir, model=model, optimizer=kernel(model.parameters(), lr=0.1))
+
+
+def test_nobody_has_to_import_what_splits_a_model(run_dir: Path) -> None:
+    script = f"""
+import sys, torch
+from resumable import RunState
+with RunState.load({str(run_dir)!r}, model=torch.nn.Linear(2, 2)) as state:
+    state.save()
+found = ["torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.optim", "deepspeed"]
+assert not [name for name in found if name in sys.modules]
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed import HashStore
 
-from resumable import RunState, StateMismatch
+from resumable import RunState, StateMismatch, Unsupported
 from resumable.optimizers import OptimizerPart
 
 Make = Callable[[nn.Module], Any]
@@ -490,3 +491,45 @@ def test_a_scaler_may_be_switched_on_and_off(run_dir: Path, enabled: tuple[bool,
 
         assert scaler.is_enabled() is on
         assert scaler.get_scale() == (64.0 if on else 1.0)
+
+
+@pytest.fixture
+def _alone() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_alone")
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+def test_an_optimizer_whose_state_is_split_over_the_processes_is_refused(run_dir: Path) -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    optimizer = ZeroRedundancyOptimizer(_net().parameters(), torch.optim.Adam)
+
+    with pytest.raises(Unsupported, match=r"optimizer is split over .* \(ZeroRedundancyOptimizer\)"):
+        RunState(run_dir, optimizer=optimizer)
+
+
+@pytest.mark.usefixtures("_alone")
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_an_optimizer_of_parameters_that_are_split_is_refused(run_dir: Path) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    tensor = distribute_tensor(torch.ones(2), init_device_mesh("cpu", (1,)), [Shard(0)])
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1)), nn.Parameter(tensor)], 0.1)
+
+    with pytest.raises(Unsupported, match=r"extra\.it: group0\.1 is split over the processes \(DTensor\)"):
+        RunState(run_dir, extra={"it": optimizer})
+
+
+@pytest.mark.usefixtures("_alone")
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_an_optimizer_of_flattened_parameters_is_refused(run_dir: Path) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = FullyShardedDataParallel(_net(), device_id=torch.device("cpu"))
+
+    with pytest.raises(Unsupported, match=r"optimizer: group0\.0 is split over the processes \(FSDP\)"):
+        RunState(run_dir, optimizer=torch.optim.Adam(model.parameters()))

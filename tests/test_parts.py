@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from resumable import CannotStore, RunState, StateMismatch, UsageError
+from resumable import CannotStore, RunState, StateMismatch, Unsupported, UsageError
 from resumable.part import same_device, shape
 
 
@@ -433,3 +433,20 @@ def test_a_view_of_the_scripts_data_is_not_written_to(run_dir: Path) -> None:
 
             assert torch.equal(state.vars["next"], torch.arange(4.0))
             assert torch.equal(data, torch.arange(8.0))
+
+
+@pytest.mark.parametrize("slot", ["optimizer", "extra"])
+def test_an_optimizer_of_an_engine_is_refused_and_its_schedule_is_not(run_dir: Path, slot: str) -> None:
+    class ZeRO(Tracker):
+        __module__ = "deepspeed.runtime.zero.stage3"
+        param_groups = ()
+
+    class WarmupLR(Tracker):
+        __module__ = "deepspeed.runtime.lr_schedules"
+
+    given = {"it": ZeRO()} if slot == "extra" else ZeRO()
+    with pytest.raises(Unsupported, match=r"is split over the processes \(DeepSpeed\)") as caught:
+        RunState(run_dir, **{slot: given})
+    assert "save_checkpoint" in caught.value.fix
+    for _ in range(2):
+        RunState.load(run_dir, scheduler=WarmupLR()).close()

@@ -1,0 +1,195 @@
+"""What `RunState` needs of the other processes of its training; alone it is the only one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from . import checkpoint, codec, manifest, shares
+from .blocks import Content, Way, Written
+from .checkpoint import Checkpoint
+from .errors import CheckpointDamaged, RankLost, RanksDiffer, ResumableError
+from .manifest import Manifest
+from .ranks import Place, Ranks, by_disk, versions
+from .run import Run, Which
+from .sealed import Json
+from .shares import Range
+from .together import Group, Said, Together
+
+T = TypeVar("T")
+
+
+class Crew:
+    """The processes of a training, as one of them sees them: who leads, who writes what, who decides."""
+
+    def __init__(
+        self, run: Run, timeout: float, stands_at: Callable[[], Place], *, is_shared: bool, all_write: bool
+    ) -> None:
+        self.ranks = Ranks(timeout, stands_at)
+        self._run = run
+        self._is_shared = is_shared
+        self._all_write = all_write
+        self._together: Together | None = None
+        self._highest_at_start = 0
+        self._shared_files: Mapping[str, int] = {}
+        self.run_id: str | None = None
+        """What tells the run from all others; known once it is owned."""
+
+    @property
+    def rank(self) -> int | None:
+        """This process's rank; None if it is alone."""
+        return None if self.ranks.is_alone else self.ranks.rank
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process decides for all."""
+        return self.ranks.is_first
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process makes the checkpoints on its disk."""
+        return self._together is None or self._together.group.leads
+
+    @property
+    def saves_all(self) -> bool:
+        """Whether this process saves what all share."""
+        return self.leads or self._all_write
+
+    @property
+    def writers(self) -> int:
+        """How many processes divide what all share."""
+        return len(self._together.group.members) if self._together and self._all_write else 1
+
+    def meet(self, facts: Mapping[str, Json]) -> bool:
+        """Meet the others; return whether that was the first time. RanksDiffer if the facts differ."""
+        ranks = self.ranks
+        if ranks.is_alone or self._together:
+            ranks.refuse_trouble()
+            return False
+        where = {"the run directory": str(self._run)} if self._is_shared else {}
+        how = {"write": "all" if self._all_write else "one", "shared": self._is_shared}
+        ranks.join({**versions(), **where, **how, **facts})
+        groups = [[*range(ranks.size)]] if self._is_shared else by_disk(ranks, self._run.path)
+        self._together = Together(ranks, Group(ranks.rank, groups))
+        highest = ranks.agree("the numbers", lambda: (self._run.highest() or 0) if self.leads else 0)
+        if not highest[0] and any(highest):
+            rank = next(rank for rank, number in enumerate(highest) if number)
+            raise RanksDiffer(
+                f"{self._run.path} holds no checkpoint on {ranks.person(0)}, but checkpoint {highest[rank]} "
+                f"on {ranks.person(rank)}.",
+                fix="copy the run from the node that has it to the others, or give all a new directory.",
+            )
+        self._highest_at_start = max(highest)
+        return True
+
+    def own(self) -> None:
+        """Become the ones that write this run: one process on each disk does."""
+        first = self.ranks.first("the run's id", lambda: self._own(None))
+        self.run_id = self.ranks.each("the run directory", lambda: self._own(first))
+        if self._together and self._is_shared:
+            self._together.check_disk(self._run.path)
+
+    def _own(self, known: str | None) -> str | None:
+        if not self.leads:
+            return known
+        self._run.acquire()
+        run_id = self.run_id or self._run.identity(known)
+        if known and run_id != known:
+            raise RanksDiffer(
+                f"{self._run.path} holds another run ({run_id}) than that of rank 0 ({known}).",
+                fix="copy the run of one node to the others, or give all a new directory.",
+            )
+        return run_id
+
+    def own_still(self) -> None:
+        """Take the run again where this process has lost it; the others are not asked."""
+        if self.run_id is None:
+            self.own()
+        elif self.leads:
+            self._run.acquire()
+
+    def choose(self, which: Which, read: Callable[[Checkpoint], T]) -> tuple[Checkpoint, T] | None:
+        """Return the checkpoint that `which` means, read by all processes; None to start fresh."""
+        if self.ranks.is_alone:
+            return self._run.choose(which, read)
+        if not self.is_first:
+            return self._follow(read)
+        try:
+            found = self._run.choose(which, lambda found: self._propose(found, read))
+        except ResumableError as exc:
+            # What was wrong with a proposal all know; that there is none left they do not.
+            self.ranks.first("the choice", lambda exc=exc: _raise(exc))  # type: ignore[misc]
+            raise
+        if found is None:
+            self.ranks.first("the choice", lambda: None)
+        return found
+
+    def _propose(self, found: Checkpoint, read: Callable[[Checkpoint], T]) -> T:
+        is_here = found.path.resolve().parent == self._run.folder.resolve()
+        path = found.path.name if is_here else str(found.path)
+        self.ranks.first("the choice", lambda: path)
+        return self.ranks.each("reading the checkpoint", lambda: read(found))
+
+    def _follow(self, read: Callable[[Checkpoint], T]) -> tuple[Checkpoint, T] | None:
+        while (path := self.ranks.first("the choice", lambda: "")) is not None:
+            # (a path that is absolute stays one)
+            with contextlib.suppress(CheckpointDamaged):
+                return self.ranks.each("reading the checkpoint", lambda: self._read(Path(path), read))
+        return None
+
+    def _read(self, path: Path, read: Callable[[Checkpoint], T]) -> tuple[Checkpoint, T]:
+        found = checkpoint.open_checkpoint(self._run.folder / path)
+        return found, read(found)
+
+    def next_number(self, last: int) -> int:
+        """Return the number of the next save."""
+        if self.ranks.is_alone:
+            return max(last, self._run.highest() or 0) + 1
+        # Each counts for itself, from what they agreed on when they met; one that fails has its number too.
+        self.ranks.saves_begun = max(self.ranks.saves_begun, self._highest_at_start) + 1
+        return self.ranks.saves_begun
+
+    def share(self, sizes: Mapping[str, int]) -> dict[str, Range] | None:
+        """Return which bytes of the files this process writes; None for all of those that it has."""
+        if self._together is None or not self._all_write:
+            return None
+        of_all = {path: size for path, size in sizes.items() if codec.rank_of(path) is None}
+        group = self._together.group
+        # What may be linked to the last save's has one writer, who knows of both.
+        plans = shares.plan(of_all, len(group.members), [*filter(codec.is_frozen, of_all)])
+        writers = {path: sum(path in plan for plan in plans) for path in of_all}
+        self._shared_files = {path: of_all[path] for path, count in writers.items() if count > 1}
+        return {**plans[group.index], **{path: (0, sizes[path]) for path in sizes.keys() - of_all.keys()}}
+
+    def commit(self, about: Manifest, files: Mapping[str, Content], way: Way) -> dict[str, Written]:
+        """Write this process's files; return how, when the checkpoint of all is durable."""
+        folder = self._run.folder
+        if self._together is None:
+            return checkpoint.commit(folder, about, files, way)[1]
+        place = about.epoch, about.batch, about.step
+        text = manifest.to_json(about).decode() if self.is_first else None
+        said = Said(place, about.boundary.value, text)
+        return self._together.commit(about.number, said, folder, files, self._shared_files, way)
+
+    def decided(self, number: int) -> Manifest | None:
+        """Return the manifest of a save as rank 0 has it, but for the files; None to rank 0 itself."""
+        return None if self.is_first or self._together is None else self._together.heard(number)
+
+    def fail(self, number: int, error: BaseException) -> None:
+        """Tell the others, who would wait, that there will be no such checkpoint."""
+        if self._together:
+            self._together.fail(number, error)
+
+    def leave(self, reason: str) -> None:
+        """Let the others know that this process takes part no more."""
+        # Where they cannot be reached any more, there is nobody to tell.
+        with contextlib.suppress(RankLost):
+            if self._together:
+                self._together.close()
+            self.ranks.leave(reason)
+
+
+def _raise(error: ResumableError) -> Any:
+    raise error

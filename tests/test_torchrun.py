@@ -1,0 +1,254 @@
+"""Real torchrun: workers that are killed, signals that end a job, another number of processes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from resumable import Run
+
+ROOT = Path(__file__).parent.parent
+LIMIT = 30.0
+
+SCRIPT = """
+import hashlib
+import json
+import os
+import random
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from resumable import RunState
+
+plan = json.loads(sys.argv[1])
+folder = Path(plan["folder"])
+told = []
+for name in ("SIGTERM", "SIGUSR1"):
+    signal.signal(getattr(signal, name), lambda number, frame: told.append(number))
+torch.set_num_threads(1)
+dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+rank = dist.get_rank()
+
+
+class Augmented(Dataset):
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        return index, torch.rand(4) + random.random() + float(np.random.rand())
+
+
+torch.manual_seed(0)
+layers = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Tanh(), nn.Linear(8, 1)
+model = DistributedDataParallel(nn.Sequential(*layers))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+for seed in (random.seed, np.random.seed, torch.manual_seed):
+    seed(100 + rank)
+sampler = DistributedSampler(Augmented(), seed=3)
+loader = DataLoader(Augmented(), batch_size=2, sampler=sampler)
+
+
+def note(name, **facts):
+    with open(folder / f"{name}-{rank}", "a") as file:
+        file.write(json.dumps(facts) + "\\n")
+
+
+def digest(*values):
+    texts = [v.numpy().tobytes() if isinstance(v, torch.Tensor) else repr(v).encode() for v in values]
+    return hashlib.sha256(b"|".join(texts)).hexdigest()[:12]
+
+
+def comes(kind, done):
+    # Each trouble comes once: torch itself now and then needs another restart, so those are not counted.
+    for number, (what, whom, step) in enumerate(plan["troubles"]):
+        mark = folder / f"trouble-{number}"
+        if not mark.exists():
+            if (what, whom, step) == (kind, rank, done):
+                mark.touch()
+                return True
+            return False
+    return False
+
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def all_are_to_stop():
+    flag = torch.tensor(len(told))
+    dist.all_reduce(flag, dist.ReduceOp.MAX)
+    return bool(flag)
+
+
+state = RunState.load(
+    folder / "run", model=model, optimizer=optimizer, loader=loader, keep=None, timeout=plan["timeout"]
+)
+note("starts", step=state.step, epoch=state.epoch, batch=state.batch)
+for epoch in state.epochs(plan["epochs"]):
+    sampler.set_epoch(epoch)
+    for indices, x in state.batches():
+        note("batches", at=[epoch, state.batch], indices=indices.tolist(), digest=digest(x))
+        loss = model(x).square().mean()
+        optimizer.zero_grad()
+        if comes("step", state.step):
+            model.module[0].weight.register_hook(die)
+        loss.backward()
+        optimizer.step()
+        if comes("save", state.step):
+            os.fsync = die
+        if all_are_to_stop():
+            state.save().wait()
+            note("left", step=state.step)
+            state.close()
+            sys.exit(128 + signal.SIGTERM)
+        if state.step % 2 == 0:
+            state.save()
+        time.sleep(plan["pause"])
+    state.save()
+state.close()
+moments = [v for of_one in optimizer.state.values() for v in of_one.values()]
+note(
+    "ends",
+    step=state.step,
+    samples=state.samples,
+    weights=digest(*model.state_dict().values()),
+    optimizer=digest(*moments),
+    random=digest(random.random(), float(np.random.rand()), torch.rand(1)),
+)
+dist.destroy_process_group()
+"""
+
+
+class Job:
+    """One start of torchrun, in a folder that holds its run, what its workers note, and what they print."""
+
+    def __init__(self, folder: Path, child: subprocess.Popen[bytes], token: bytes) -> None:
+        self.folder = folder
+        self.child = child
+        self._token = token
+
+    def ended(self) -> int:
+        """Return the exit code of torchrun; nothing that it has started is there any more."""
+        code = self.child.wait(LIMIT)
+        until(lambda: not self.processes(), "all processes of torchrun have ended", limit=5)
+        return code
+
+    def processes(self) -> list[int]:
+        """Return the living processes of this job: a worker has a session of its own, so by what all inherit."""
+        found = []
+        for environ in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                if self._token in environ.read_bytes():
+                    found.append(int(environ.parent.name))
+        return found
+
+    def printed(self) -> str:
+        return (self.folder / "printed").read_text()
+
+
+@contextlib.contextmanager
+def torchrun(folder: Path, script: Path, *options: str, arguments: list[str]) -> Iterator[Job]:
+    """Start torchrun; whatever of it is still there at the end of the block is killed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    token = f"TORCHRUN_JOB={secrets.token_hex(8)}"
+    name, _, value = token.partition("=")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *options, str(script), *arguments]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), name: value}
+    with open(folder / "printed", "ab") as printed:
+        child = subprocess.Popen(command, env=env, stdout=printed, stderr=printed, start_new_session=True)
+    job = Job(folder, child, token.encode())
+    try:
+        yield job
+    finally:
+        for pid in job.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        child.wait()
+
+
+def start(folder: Path, size: int = 2, *options: str, **plan: Any) -> Any:
+    folder.mkdir(parents=True, exist_ok=True)
+    script = folder / "train.py"
+    script.write_text(SCRIPT)
+    whole = {"folder": str(folder), "troubles": [], "epochs": 2, "pause": 0, "timeout": 5, **plan}
+    return torchrun(folder, script, f"--nproc-per-node={size}", *options, arguments=[json.dumps(whole)])
+
+
+def until(is_so: Callable[[], Any], what: str, limit: float = LIMIT) -> None:
+    end = time.monotonic() + limit
+    while not is_so():
+        assert time.monotonic() < end, f"waited {limit:g} s until {what}"
+        time.sleep(0.02)
+
+
+def notes(folder: Path, name: str, rank: int) -> list[Any]:
+    path = folder / f"{name}-{rank}"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a job that nothing has happened to."""
+    folder = tmp_path_factory.mktemp("straight")
+    with start(folder) as job:
+        assert job.ended() == 0, job.printed()
+    return folder
+
+
+def check_same_end(folder: Path, straight: Path) -> None:
+    """All ranks have ended as in a job that nothing has happened to, and have had the same batches."""
+    for rank in (0, 1):
+        assert notes(folder, "ends", rank) == notes(straight, "ends", rank)
+        expected = {tuple(one["at"]): one for one in notes(straight, "batches", rank)}
+        found = notes(folder, "batches", rank)
+        assert {tuple(one["at"]) for one in found} == expected.keys()
+        assert all(one == expected[tuple(one["at"])] for one in found)
+    first, second = (notes(straight, "ends", rank)[0] for rank in (0, 1))
+    assert first["weights"] == second["weights"]
+    assert first["random"] != second["random"]
+    for checkpoint in Run(folder / "run").checkpoints():
+        checkpoint.verify()
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    ("troubles", "resumed_at"),
+    [
+        ([["step", 1, 7]], [{4, 6}]),
+        ([["save", 1, 6]], [{4}]),
+        ([["save", 0, 8], ["step", 0, 9], ["save", 1, 10]], [{6}, {6, 8}, {8}]),
+    ],
+)
+def test_a_group_whose_worker_is_killed_resumes_by_itself(
+    tmp_path: Path, straight: Path, troubles: list[Any], resumed_at: list[set[int]]
+) -> None:
+    with start(tmp_path, 2, "--max-restarts=5", troubles=troubles) as job:
+        assert job.ended() == 0, job.printed()
+
+    check_same_end(tmp_path, straight)
+    starts = [one["step"] for one in notes(tmp_path, "starts", 0)]
+    assert len(list(tmp_path.glob("trouble-*"))) == len(troubles)
+    assert len(starts) == 1 + len(troubles)
+    assert all(step in steps for step, steps in zip(starts[1:], resumed_at, strict=True)), starts
+    assert notes(tmp_path, "starts", 0) == notes(tmp_path, "starts", 1)
