@@ -215,6 +215,11 @@ class Capture:
         limited = (m for live in modules for m in live.modules() if getattr(m, "max_norm", None) is not None)
         return {parameter.data_ptr() for module in limited for parameter in module.parameters(recurse=False)}
 
+    def differing(self) -> set[int]:
+        """Return the addresses of the tensors of shared parts that each rank has for itself."""
+        modules = [part for part in self._parts if isinstance(part, ModulePart)]
+        return {buffer.data_ptr() for part in modules for buffer in part.statistics().values()}
+
     def kinds(self) -> dict[str, str]:
         """Return what kind of object each part is."""
         return {part.name: part.kind for part in self._parts}

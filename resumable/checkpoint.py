@@ -95,7 +95,7 @@ class Stage:
 
     @contextlib.contextmanager
     def making(self, shared: Mapping[str, int] | None = None) -> Iterator[None]:
-        """Make the folder, and remove it if the body fails; `shared` files, of these sizes, have many writers."""
+        """Make the folder, and remove it if the body fails; `shared` files (by size) have many writers."""
         try:
             disk.make_folder(self._folder)
             os.mkdir(self.path)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from . import checkpoint, codec, manifest, shares
+from . import blocks, checkpoint, codec, fingerprint, manifest, shares
 from .blocks import Content, Way, Written
 from .checkpoint import Checkpoint
+from .codec import Encoded
 from .errors import CheckpointDamaged, RankLost, RanksDiffer, ResumableError
 from .manifest import Manifest
 from .ranks import Place, Ranks, by_disk, versions
@@ -34,6 +35,8 @@ class Crew:
         self._together: Together | None = None
         self._highest_at_start = 0
         self._shared_files: Mapping[str, int] = {}
+        self._replicas: Mapping[str, Any] = {}
+        self._layout = ""
         self.run_id: str | None = None
         """What tells the run from all others; known once it is owned."""
 
@@ -151,12 +154,30 @@ class Crew:
         self.ranks.saves_begun = max(self.ranks.saves_begun, self._highest_at_start) + 1
         return self.ranks.saves_begun
 
-    def share(self, sizes: Mapping[str, int]) -> dict[str, Range] | None:
+    def compare(self, groups: Mapping[str, Encoded], differing: Collection[int]) -> None:
+        """Look at the tensors that should be the same on every rank: the next save tells which are not."""
+        tensors = {
+            f"{path}: {name}": tensor
+            for path, group in groups.items()
+            if codec.rank_of(path) is None
+            for name, tensor in group.tensors.items()
+            if tensor.data_ptr() not in differing
+        }
+        self._replicas = dict(zip(tensors, fingerprint.of([*tensors.values()]), strict=True))
+
+    def share(
+        self, sizes: Mapping[str, int], headers: Callable[[], Mapping[str, bytes]]
+    ) -> dict[str, Range] | None:
         """Return which bytes of the files this process writes; None for all of those that it has."""
+        of_all = {path: size for path, size in sizes.items() if codec.rank_of(path) is None}
+        if not self.saves_all:
+            return {path: (0, sizes[path]) for path in sizes.keys() - of_all.keys()}
         if self._together is None or not self._all_write:
             return None
-        of_all = {path: size for path, size in sizes.items() if codec.rank_of(path) is None}
         group = self._together.group
+        # Files of the same sizes, in which the tensors lie in another order, would be mixed into one.
+        of_all_headers = [header for path, header in headers().items() if path in of_all]
+        self._layout = blocks.digest(b"".join(of_all_headers))
         # What may be linked to the last save's has one writer, who knows of both.
         plans = shares.plan(of_all, len(group.members), [*filter(codec.is_frozen, of_all)])
         writers = {path: sum(path in plan for plan in plans) for path in of_all}
@@ -170,8 +191,10 @@ class Crew:
             return checkpoint.commit(folder, about, files, way)[1]
         place = about.epoch, about.batch, about.step
         text = manifest.to_json(about).decode() if self.is_first else None
-        said = Said(place, about.boundary.value, text)
-        return self._together.commit(about.number, said, folder, files, self._shared_files, way)
+        replicas = {name: _text(found) for name, found in self._replicas.items()}
+        digest = blocks.digest("".join(replicas.values()).encode()) if replicas else ""
+        said = Said(place, about.boundary.value, self._layout, digest, text)
+        return self._together.commit(about.number, said, replicas, folder, files, self._shared_files, way)
 
     def decided(self, number: int) -> Manifest | None:
         """Return the manifest of a save as rank 0 has it, but for the files; None to rank 0 itself."""
@@ -189,6 +212,11 @@ class Crew:
             if self._together:
                 self._together.close()
             self.ranks.leave(reason)
+
+
+def _text(found: Any) -> str:
+    """Return a fingerprint as text; one that is made on a device is waited for."""
+    return found.hex() if isinstance(found, bytes) else str(None if found is None else int(found))
 
 
 def _raise(error: ResumableError) -> Any:

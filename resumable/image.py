@@ -173,6 +173,10 @@ class Image:
         self._plans = {path: (group.key, self._layout(path, group)) for path, group in groups.items()}
         return {path: layout.size for path, (_, layout) in self._plans.items()}
 
+    def headers(self) -> dict[str, bytes]:
+        """Return how the tensors lie in each file for which `sizes` was asked last."""
+        return {path: layout.header for path, (_, layout) in self._plans.items()}
+
     def _layout(self, path: str, group: Encoded) -> Layout:
         key, layout = self._plans.get(path, (None, None))
         if layout is None or key != group.key:

@@ -126,9 +126,23 @@ class ModulePart(Part):
 
     def differing(self) -> dict[str, Any]:
         """Return the statistics that each rank makes of its own batches."""
-        # (rank 0's lie with the weights)
-        statistics = _statistics_of_batches(self.live) if self.rank else {}
+        # (rank 0's too: where no disk is shared, those with the weights are of whoever leads on a node)
+        statistics = {} if self.rank is None else self.statistics()
         return {"rank": {"statistics": statistics}} if statistics else {}
+
+    def statistics(self) -> dict[str, Tensor]:
+        """Return the buffers that each rank fills from its own batches."""
+        # DistributedDataParallel makes them rank 0's before the next forward pass in training, but an
+        # evaluation may come first.
+        kinds = nn.modules.batchnorm._NormBase
+        bare = bare_name(self.live)
+        return {
+            bare(f"{name}.{leaf}" if name else leaf): buffer
+            for name, module in self.live.named_modules()
+            if isinstance(module, kinds) and not isinstance(module, nn.SyncBatchNorm)
+            for leaf, buffer in module._buffers.items()
+            if buffer is not None
+        }
 
     def _split(self, trees: Callable[[str], Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
         rest = trees(self.rest_stem)
@@ -228,7 +242,7 @@ class ModulePart(Part):
             self.live.load_state_dict(state, strict=False)
         self._restore_buffers(rest["buffers"], unfit)
         self._forget_buffers(rest["buffers"].keys() | then.keys() | unfit)
-        if self.stem == "model":
+        if self.stem != "rank":
             self._restore_buffers(saved.of_rank().get("statistics", {}), unfit)
         for name, module in self._modules():
             module.training = name not in rest["eval"]
@@ -264,20 +278,6 @@ class ModulePart(Part):
         for name in self._buffers().keys() - saved - self._buffers_of_the_script:
             owner, _, leaf = name.rpartition(".")
             delattr(modules[owner], leaf)
-
-
-def _statistics_of_batches(root: nn.Module) -> dict[str, Tensor]:
-    # DistributedDataParallel makes them rank 0's before the next forward pass in training, but an
-    # evaluation may come first.
-    kinds = nn.modules.batchnorm._NormBase
-    bare = bare_name(root)
-    return {
-        bare(f"{name}.{leaf}" if name else leaf): buffer
-        for name, module in root.named_modules()
-        if isinstance(module, kinds) and not isinstance(module, nn.SyncBatchNorm)
-        for leaf, buffer in module._buffers.items()
-        if buffer is not None
-    }
 
 
 def _restore_buffer(module: nn.Module, leaf: str, value: Tensor | None, device: torch.device | None) -> None:

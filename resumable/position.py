@@ -158,10 +158,6 @@ class Position:
         for name, loader in self.loaders.items():
             loader.begin_own_streams(f"{seed}/{name}")
 
-    def stands_at(self) -> tuple[int, int, int]:
-        """Return what people find the place by: epoch, batch and step."""
-        return self.epoch, self.batch, self.step
-
     def close(self) -> None:
         """Let go of what loads in the background."""
         for loader in self._all():

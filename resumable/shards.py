@@ -36,9 +36,9 @@ class Deal:
 
 
 def deal(loader: DataLoader[Any]) -> Deal:
-    """Return how a loader deals its samples out, where that can be done anew."""
+    """Return how a loader deals its samples out; what takes them from a batch sampler tells nobody."""
     sampler = loader.sampler
-    if type(sampler) is DistributedSampler:
+    if isinstance(sampler, DistributedSampler):
         return Deal(sampler.num_replicas, sampler.rank, sampler.drop_last)
     return Deal()
 

@@ -48,6 +48,7 @@ from .loading import Reading
 from .manifest import Best, Manifest
 from .position import Batches, Position
 from .prefetch import ToDevice
+from .ranks import Place
 from .run import Run
 from .sealed import Json
 from .sources import Source
@@ -101,6 +102,7 @@ class RunState:
         elastic: bool = True,
         shared: bool = True,
         write: str = "one",
+        check_replicas: bool = False,
     ) -> None:
         self._goal = arguments.goal(maximize, minimize)
         self._keep = arguments.keep(keep)
@@ -112,25 +114,16 @@ class RunState:
         self.resumed = False
         """Whether this training goes on from a checkpoint."""
         generators = {n: g for n, g in capture.named("extra", extra).items() if rng.is_generator(g)}
-        self._crew = Crew(
-            self.run,
-            arguments.seconds("timeout", timeout),
-            lambda: self._position.stands_at(),
-            is_shared=shared,
-            all_write=arguments.write(write),
-        )
-        loaders = capture.named("loader", loader)
-        self._position = Position(loaders, generators, sample_seeds, self._crew.ranks.size)
-        slots = {
-            "model": model,
-            "optimizer": optimizer,
-            "scheduler": scheduler,
-            "scaler": scaler,
-            "extra": extra,
-        }
+        patience, all_write = arguments.seconds("timeout", timeout), arguments.write(write)
+        self._crew = Crew(self.run, patience, self._place, is_shared=shared, all_write=all_write)
+        size = self._crew.ranks.size
+        self._position = Position(capture.named("loader", loader), generators, sample_seeds, size)
+        parts = model, optimizer, scheduler, scaler, extra
+        slots = dict(zip(capture.SLOTS, parts, strict=True))
         own = arguments.per_rank(per_rank, capture.named("extra", extra))
         self._capture = Capture(slots, self.vars, self._position, own, self._crew.rank)
         self._is_elastic = elastic
+        self._checks_replicas = check_replicas and not self._crew.ranks.is_alone
         self._unheard: int | None = None
         """The save of which this process has not heard yet what rank 0 gave as metrics."""
         self._reason = "it has closed its RunState"
@@ -170,6 +163,7 @@ class RunState:
         elastic: bool = True,
         shared: bool = True,
         write: str = "one",
+        check_replicas: bool = False,
         resume: str | int | os.PathLike[str] = "auto",
         allow: Sequence[str] = (),
         override: Sequence[str] = (),
@@ -186,7 +180,8 @@ class RunState:
         parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
         data = {"loader": loader, "extra": extra, "sample_seeds": sample_seeds, "per_rank": per_rank}
         saves = {"maximize": maximize, "minimize": minimize, "keep": keep, "write": write, "shared": shared}
-        state = cls(run_dir, timeout=timeout, elastic=elastic, **parts, **data, **saves)  # type: ignore[arg-type]
+        checks = {"timeout": timeout, "elastic": elastic, "check_replicas": check_replicas}
+        state = cls(run_dir, **parts, **data, **saves, **checks)  # type: ignore[arg-type]
         try:
             state._load(os.environ.get("RESUMABLE_RESUME") or resume, allow, override)
         except BaseException:
@@ -440,7 +435,10 @@ class RunState:
         with no_garbage_collection(), torch.inference_mode(False):
             trees, parts = self._capture.collect()
             groups = codec.to_groups(trees, self._crew.ranks.rank)
-            taken = self._image.take(groups, self._crew.share(self._image.sizes(groups)))
+            if self._checks_replicas:
+                self._crew.compare(groups, self._capture.differing())
+            mine = self._crew.share(self._image.sizes(groups), self._image.headers)
+            taken = self._image.take(groups, mine)
         about = self._describe(number, values, parts)
         before = self._best, self._parent
         self._number = self._parent = number
@@ -606,6 +604,9 @@ class RunState:
     def __repr__(self) -> str:
         return f"<RunState {self.run}: epoch {self.epoch}, batch {self.batch}, step {self.step}>"
 
+    def _place(self) -> Place:
+        return self.epoch, self.batch, self.step
+
     @property
     def run_id(self) -> str | None:
         """What tells this run from all others; known once it has been loaded or saved."""
@@ -613,9 +614,14 @@ class RunState:
 
     def _meet(self, facts: Mapping[str, Json]) -> None:
         parts = {f"the part {name}": kind for name, kind in self._capture.kinds().items()}
-        goal = {"the goal": str(self._goal), "keep": self._keep, "elastic": self._is_elastic}
+        goal = {
+            "the goal": str(self._goal),
+            "keep": self._keep,
+            "elastic": self._is_elastic,
+            "check_replicas": self._checks_replicas,
+        }
         if self._crew.meet({**goal, **parts, **facts}):
-            self._capture.saves_all = self._crew.saves_all
+            self._capture.saves_all = self._crew.saves_all or self._checks_replicas
 
     def _own_run(self) -> None:
         # In a notebook a cell runs again: the new object takes over from the one that it replaces.

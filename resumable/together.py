@@ -23,6 +23,10 @@ class Said(NamedTuple):
 
     place: Place
     boundary: str
+    layout: str
+    """A digest of how the tensors lie in the files that all write; empty if one does."""
+    replicas: str
+    """A digest of the tensors that should be the same on every rank; empty if nobody looks."""
     about: str | None
     """The manifest, from rank 0, which decides; None from all others."""
 
@@ -52,6 +56,7 @@ class Together:
         self,
         number: int,
         said: Said,
+        replicas: Mapping[str, str],
         folder: Path,
         files: Mapping[str, Content],
         shared: Mapping[str, int],
@@ -59,11 +64,12 @@ class Together:
     ) -> dict[str, Written]:
         """Write this process's files; return when the checkpoint is durable, or raise what all raise.
 
-        `shared` are the sizes of the files that several write.
+        `shared` are the sizes of the files that several write, `replicas` the digests of all tensors that
+        should be the same on every rank.
         """
         self._forget(number)
         try:
-            stage = Stage(folder, number, said.place[2], self._come(number, said))
+            stage = Stage(folder, number, said.place[2], self._come(number, said, replicas))
             if self.group.leads:
                 with stage.making(shared):
                     written = self._lead(number, stage, files, way)
@@ -130,18 +136,26 @@ class Together:
                     break
                 time.sleep(_PAUSE)
 
-    def _come(self, number: int, said: Said) -> str:
-        """Meet the others at this save; RanksDiffer if they stand elsewhere."""
+    def _come(self, number: int, said: Said, replicas: Mapping[str, str]) -> str:
+        """Meet the others at this save; RanksDiffer if they stand elsewhere, or have other tensors."""
         ranks = self._ranks
         self._post_own(number, "said", list(said))
         ranks.post("news", [number, ranks.rank, said.place[2]])
         if not ranks.is_first:
-            self.first_said(number)
+            if self.first_said(number).replicas != said.replicas:
+                self._post_own(number, "replicas", dict(replicas))
             (token,) = self._wait(number, "token", [0])
             return str(token)
-        found = self._wait(number, "said", range(ranks.size), is_due=True)
-        if differing := _differing(number, [_said(one) for one in found]):
-            raise ranks.in_trouble(differing)
+        for rank, other in enumerate(self._wait(number, "said", range(ranks.size), is_due=True)):
+            problem = _differing(said, rank, _said(other))
+            if problem is None and said.replicas != _said(other).replicas:
+                (theirs,) = self._wait(number, "replicas", [rank])
+                problem = _diverged(replicas, rank, theirs)
+            if problem:
+                fix = (
+                    "make the same on every rank: the same model, as many batches, save() at the same place."
+                )
+                raise ranks.in_trouble(RanksDiffer(f"{_what(number)}: {problem}.", fix=fix))
         token = secrets.token_hex(4)
         self._post_own(number, "token", token)
         return token
@@ -233,20 +247,24 @@ def _what(number: int) -> str:
 
 
 def _said(found: Json) -> Said:
-    place, boundary, about = found
-    return Said(tuple(place), boundary, about)
+    place, *rest = found
+    return Said(tuple(place), *rest)
 
 
-def _differing(number: int, found: Sequence[Said]) -> RanksDiffer | None:
-    first = found[0]
-    for rank, said in enumerate(found):
-        if (said.place, said.boundary) != (first.place, first.boundary):
-            here, there = _described(first), _described(said)
-            return RanksDiffer(
-                f"{_what(number)}: rank 0 stands at {here}, and rank {rank} at {there}.",
-                fix="call save() at the same place on every rank, and give all of them as many batches.",
-            )
+def _differing(first: Said, rank: int, said: Said) -> str | None:
+    if (said.place, said.boundary) != (first.place, first.boundary):
+        return f"rank 0 stands at {_described(first)}, and rank {rank} at {_described(said)}"
+    if said.layout != first.layout:
+        return f"the tensors of rank {rank} are not those of rank 0: other names, shapes, or another order"
     return None
+
+
+def _diverged(first: Mapping[str, str], rank: int, theirs: Mapping[str, str]) -> str:
+    names = [name for name in first if theirs.get(name) != first[name]] or sorted(
+        theirs.keys() - first.keys()
+    )
+    more = f", and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"on rank {rank} the tensor {names[0]} is not what it is on rank 0{more}"
 
 
 def _described(said: Said) -> str:

@@ -41,7 +41,7 @@ def run(
     limit: float = 60,
     env: Sequence[dict[str, str]] = (),
 ) -> list[Ended]:
-    """Call `body(rank, *args)` in each process of a group of `size`; what still runs at the limit is killed."""
+    """Call `body(rank, *args)` in each process of a group; what still runs at the limit is killed."""
     folder.mkdir(parents=True, exist_ok=True)
     port = folder / f"port-{time.monotonic_ns()}"
     answers = [_context.Pipe(duplex=False) for _ in range(size)]

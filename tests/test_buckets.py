@@ -81,7 +81,7 @@ class Training:
     def load(self, saved: tuple[dict[str, Any], dict[str, Any]]) -> None:
         trees, optimizer = saved
         self.part.restore(Saved(trees, "model"), set(), set())
-        self.optimizer.load_state_dict(optimizer)
+        self.optimizer.load_state_dict(copy.deepcopy(optimizer))
 
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Any], None], int, int]] = {

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler, swa_utils
 
-from resumable import CannotStore, ResumableWarning, RunState, StateMismatch, Unsupported, UsageError
+from resumable import CannotStore, ResumableWarning, RunState, StateMismatch, UsageError
 from resumable.part import Difference
 
 

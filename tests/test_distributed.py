@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import random
+import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from resumable import RunState
+from resumable import ResumableError, Run, RunState
 
 EPOCHS = 2
 
@@ -106,11 +108,12 @@ def train(
 
 
 def ended(
-    size: int, folder: Path, stop_at: int | None, options: dict[str, Any], keywords: dict[str, Any] = {}
+    size: int, folder: Path, stop_at: int | None, options: dict[str, Any], **keywords: Any
 ) -> list[Any]:
-    found = processes.run(
-        size, train, folder / "run", stop_at, dict(options), keywords, folder=folder, limit=60
-    )
+    return values(processes.run(size, train, folder / "run", stop_at, dict(options), keywords, folder=folder))
+
+
+def values(found: list[processes.Ended]) -> list[Any]:
     for one in found:
         if one.error:
             raise AssertionError(f"a rank failed: {one.printed}") from one.error
@@ -142,3 +145,167 @@ def test_a_training_stopped_twice_ends_as_one_that_was_not(
         assert seen == whole[rank][0], f"rank {rank} has had other batches"
         assert last[rank][1:] == whole[rank][1:], f"rank {rank} has ended elsewhere"
     assert len({one[1] for one in whole}) == size, "the ranks draw the same"
+
+
+def big(rank: int, run_dir: Path, keywords: dict[str, Any]) -> Any:
+    """Save a state of several blocks of 16 MiB twice; return what the files are."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(1024, 4096, bias=False), nn.Linear(4096, 2048, bias=False), nn.Linear(8, 8)
+    )
+    model[2].requires_grad_(False)
+    model[1].weight.requires_grad_(False)
+    optimizer = torch.optim.AdamW([model[0].weight], lr=0.01)
+    with RunState.load(run_dir, model=model, optimizer=optimizer, timeout=30, **keywords) as state:
+        for step in state.steps(3):
+            model[0].weight.grad = torch.full_like(model[0].weight, step + 1.0)
+            optimizer.step()
+            state.save()
+        state.wait()
+        memory = state._image._memory
+        taken = memory.size if memory else 0
+    (newest, *_) = Run(run_dir).checkpoints()[::-1]
+    newest.verify()
+    files = {path: record for path, record in newest.about.files.items() if not path.startswith("ranks/")}
+    with RunState.load(run_dir, model=model, optimizer=optimizer, timeout=30, **keywords) as state:
+        return files, taken, float(model[0].weight.double().sum()), state.step
+
+
+def test_files_written_by_all_are_those_that_one_writes(tmp_path: Path) -> None:
+    alone = values(processes.run(1, big, tmp_path / "alone", {}, folder=tmp_path))
+    for size in (2, 4):
+        found = values(processes.run(size, big, tmp_path / str(size), {"write": "all"}, folder=tmp_path))
+
+        assert all(one[0] == alone[0][0] for one in found), "other bytes than one process writes"
+        assert sum(one[1] for one in found) <= 1.05 * alone[0][1], "more memory than one process takes"
+        assert {one[2:] for one in found} == {alone[0][2:]}
+
+
+def diverged(rank: int, run_dir: Path, whose: str, keywords: dict[str, Any]) -> Any:
+    """Let one rank's tensors go their own way, and save."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    if whose == "other tensors" and rank == 1:
+        model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    try:
+        with RunState.load(run_dir, model=model, optimizer=optimizer, timeout=20, **keywords) as state:
+            for step in state.steps(3):
+                model(torch.full((2, 3), rank + 1.0)).sum().backward()
+                for parameter in model.parameters():
+                    parameter.grad = torch.ones_like(parameter)
+                optimizer.step()
+                if whose == "weight" and rank == 1 and step == 1:
+                    with torch.no_grad():
+                        model[0].weight[0, 0] += 1e-6
+                state.save().wait()
+    except ResumableError as exc:
+        return exc.problem
+    return state.step
+
+
+def test_a_tensor_that_has_diverged_is_named(tmp_path: Path) -> None:
+    keywords = {"check_replicas": True}
+
+    found = values(processes.run(2, diverged, tmp_path / "run", "weight", keywords, folder=tmp_path))
+
+    problem = "on rank 1 the tensor model.safetensors: 0.weight is not what it is on rank 0"
+    assert found == [f"checkpoint 2 was not made: {problem}."] * 2
+    assert [one.about.step for one in Run(tmp_path / "run").checkpoints()] == [1]
+
+
+def test_statistics_that_each_rank_makes_are_no_divergence(tmp_path: Path) -> None:
+    keywords = {"check_replicas": True, "write": "all"}
+
+    found = values(processes.run(2, diverged, tmp_path / "run", "none", keywords, folder=tmp_path))
+
+    assert found == [3, 3]
+
+
+def test_ranks_with_other_tensors_do_not_write_one_file(tmp_path: Path) -> None:
+    keywords = {"write": "all"}
+
+    found = values(processes.run(2, diverged, tmp_path / "run", "other tensors", keywords, folder=tmp_path))
+
+    assert all("the tensors of rank 1 are not those of rank 0" in problem for problem in found), found
+
+
+def on_nodes(rank: int, folder: Path, stop_at: int | None, keywords: dict[str, Any]) -> Any:
+    """Train with a run directory for each two ranks, as on two nodes without a disk in common."""
+    return train(rank, folder / f"node{rank // 2}" / "run", stop_at, {}, {"shared": False, **keywords})
+
+
+@pytest.mark.parametrize("write", ["one", "all"])
+def test_each_node_keeps_a_full_copy_where_no_disk_is_shared(tmp_path: Path, write: str) -> None:
+    whole = ended(4, tmp_path / "whole", None, {})
+
+    def go(stop_at: int | None) -> list[Any]:
+        return values(
+            processes.run(4, on_nodes, tmp_path, stop_at, {"write": write}, folder=tmp_path, limit=60)
+        )
+
+    parts = [go(2), go(2)]
+    copies = [Run(tmp_path / f"node{node}" / "run").checkpoints() for node in (0, 1)]
+    for first, second in zip(*copies, strict=True):
+        first.verify()
+        second.verify()
+        # (but for what differs by rank, such as the statistics of batches, which lie in ranks/)
+        own = {file for file in first.about.files if file.startswith("ranks/")}
+        assert own == {f"ranks/0000{rank}.{end}" for rank in range(4) for end in ("json", "safetensors")}
+        assert all(first.about.files[file] == second.about.files[file] for file in {*own, "state.json"})
+        assert replace(first.about, files={}) == replace(second.about, files={})
+    last = go(None)
+
+    for rank in range(4):
+        assert parts[0][rank] + parts[1][rank] + last[rank][0] == whole[rank][0]
+        assert last[rank][1:] == whole[rank][1:]
+
+
+def apart(rank: int, folder: Path) -> Any:
+    try:
+        RunState.load(folder / f"node{rank}", timeout=3)
+    except ResumableError as exc:
+        return exc.problem
+
+
+def test_a_disk_that_is_not_shared_is_noticed(tmp_path: Path) -> None:
+    found = values(processes.run(2, apart, tmp_path, folder=tmp_path))
+
+    assert len({*found}) == 1
+    assert "the run directory is" in found[0] or "does not see what rank 0" in found[0]
+
+
+def damage(rank: int, run_dir: Path) -> Any:
+    """Make three checkpoints and go back: to the best one, and to one that only rank 1 finds damaged."""
+    model = nn.Linear(2, 2)
+    drawn = random.Random(rank)
+    with RunState.load(run_dir, model=model, extra={"drawn": drawn}, maximize="acc", timeout=20) as state:
+        for step in state.steps(3):
+            state.vars["mine"] = [rank, step]
+            drawn.random()
+            # Rank 0 decides what is best, whatever the others measure.
+            state.save(acc=[1.0, 3.0, 2.0][step] if rank == 0 else -step)
+        best, metrics = state.best, state.metrics
+        last = drawn.random()
+        state.restore("best")
+        assert state.vars["mine"] == [rank, 1], state.vars
+        state.restore("newest")
+        assert state.vars["mine"] == [rank, 2], state.vars
+        assert drawn.random() == last
+        if rank == 0:
+            file = run_dir / "newest" / "ranks" / "00001.safetensors"
+            data = bytearray(file.read_bytes())
+            data[-1] ^= 1
+            file.write_bytes(data)
+        torch.distributed.barrier()
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            state.restore("newest")
+        assert [("is damaged" in str(one.message)) for one in told] == ([True] if rank == 0 else [])
+        return best, metrics, state.step, state.vars["mine"]
+
+
+def test_all_ranks_go_back_to_the_same_checkpoint_and_each_to_its_own_state(tmp_path: Path) -> None:
+    found = values(processes.run(2, damage, tmp_path / "run", folder=tmp_path))
+
+    assert found == [(3.0, {"acc": 2.0}, 2, [rank, 1]) for rank in range(2)]

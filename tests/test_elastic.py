@@ -438,29 +438,37 @@ def augmented(ranks: int, rank: int, **how: Any) -> DataLoader[Any]:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_with_sample_seeds_a_sample_is_the_same_on_whichever_rank(tmp_path: Path, workers: int) -> None:
-    def samples(path: str, stops: dict[int, Any]) -> list[list[float]]:
-        script = Script(tmp_path / path, augmented, batch_size=4, num_workers=workers)
+    def samples(path: str, *stops: tuple[int, Any]) -> list[list[float]]:
+        script = Script(tmp_path / path, augmented, batch_size=2, num_workers=workers)
         script.options = {"sample_seeds": True}
-        legs = [script.leg(ranks, stop) for ranks, stop in stops.items()]
+        legs = [script.leg(ranks, stop) for ranks, stop in stops]
         rows = [zip(*(chain(*of_rank[0]) for of_rank in leg), strict=True) for leg in legs]
         return [sample for leg in rows for row in leg for sample in row]
 
-    torch.manual_seed(0)
-    expected = samples("alone", {1: 5, 2: None})
-    found = samples("changing", {1: 5, 3: 2, 4: 1, 2: None})
+    expected = samples("alone", (1, 5), (1, None))
+    found = samples("changing", (1, 5), (3, 4), (3, 3), (4, 1), (2, None))
 
     assert found == expected
     assert len({tuple(sample[1:]) for sample in found}) == len(found)
 
 
-def test_two_ranks_do_not_seed_their_samples_alike(tmp_path: Path) -> None:
-    script = Script(tmp_path, augmented, batch_size=4)
-    script.options = {"sample_seeds": True}
-    torch.manual_seed(10)
-    legs = script.leg(1, 1)
-    legs = script.leg(2, 3)
+class Own(DistributedSampler[int]):
+    """A sampler that may do anything."""
 
-    assert not {s[1] for b in legs[0][0] for s in b} & {s[1] for b in legs[1][0] for s in b}
+
+@pytest.mark.parametrize("sampler", [DistributedSampler, Own])
+def test_two_ranks_do_not_seed_their_samples_alike(tmp_path: Path, sampler: Any) -> None:
+    def made(ranks: int, rank: int) -> DataLoader[Any]:
+        images = Images(SAMPLES, noise)
+        return DataLoader(images, 4, sampler=sampler(images, ranks, rank))
+
+    script = Script(tmp_path, made)
+    script.options = {"sample_seeds": True}
+    script.leg(1, (0, "end"))
+    both = script.leg(2)
+    drawn = [sample[1] for of_rank in both for batch in of_rank[1] for sample in batch]
+
+    assert len(set(drawn)) == len(drawn) == SAMPLES + 1
 
 
 def test_the_counters_and_the_length_go_on_from_the_batches_done_before(tmp_path: Path) -> None:
@@ -503,10 +511,6 @@ def test_the_change_is_told_with_what_it_does(tmp_path: Path, how: Any, options:
 
 
 # What is refused.
-
-
-class Own(DistributedSampler[int]):
-    """A sampler that may do anything."""
 
 
 class Stream(IterableDataset[int]):

@@ -19,6 +19,8 @@ NAMES = [
     "FormatTooNew",
     "NotARun",
     "PendingSave",
+    "RankLost",
+    "RanksDiffer",
     "ResumableError",
     "ResumableWarning",
     "Run",
@@ -33,6 +35,7 @@ NAMES = [
 
 PARTS = ["model", "optimizer", "scheduler", "scaler", "loader", "extra"]
 OPTIONS = ["maximize", "minimize", "keep", "sample_seeds"]
+OF_RANKS = ["per_rank", "timeout", "elastic", "shared", "write", "check_replicas"]
 
 
 def members(kind: type) -> set[str]:
@@ -55,7 +58,7 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
 def test_the_members_of_the_public_classes_are_just_these() -> None:
     assert members(RunState) == {
         *("load", "save", "restore", "wait", "close", "epochs", "batches", "steps"),
-        *("epoch", "batch", "step", "samples", "best"),
+        *("epoch", "batch", "step", "samples", "best", "metrics", "run_id"),
     }
     assert members(PendingSave) == {"wait", "wait_unless_told"}
     assert members(Run) == {
@@ -68,7 +71,7 @@ def test_load_takes_what_the_constructor_takes_and_how_to_go_on() -> None:
     made = list(inspect.signature(RunState).parameters)
     loaded = list(inspect.signature(RunState.load).parameters)
 
-    assert made == ["run_dir", *PARTS, *OPTIONS]
+    assert made == ["run_dir", *PARTS, *OPTIONS, *OF_RANKS]
     assert loaded == [*made, "resume", "allow", "override"]
 
 

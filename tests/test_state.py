@@ -36,7 +36,6 @@ from resumable import (
     RunState,
     SaveFailed,
     StateMismatch,
-    Unsupported,
     UsageError,
     checkpoint,
 )
@@ -827,18 +826,6 @@ def test_a_read_only_run_can_be_restored_and_says_so_when_it_is_to_be_written(
     with pytest.raises(OSError, match="Read-only file system"):
         state.save()
     assert numbers(run_dir) == [1, 2, 3, 4, 5]
-
-
-def test_several_processes_are_refused(run_dir: Path) -> None:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    try:
-        with pytest.raises(Unsupported, match="this training has 2 processes"):
-            RunState(run_dir)
-    finally:
-        torch.distributed.destroy_process_group()
-    assert not run_dir.exists()
 
 
 # A part that changes after the save in the same body.
