@@ -16,10 +16,6 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from resumable import RunState
 
-told: list[int] = []
-# Before all else: until then SIGTERM kills, and nothing is saved.
-signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
-
 device = "cpu"
 if torch.cuda.is_available():
     device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
@@ -44,7 +40,12 @@ optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
 torch.manual_seed(1 + dist.get_rank())
 
 run_dir = sys.argv[1] if len(sys.argv) > 1 else "runs/distributed"
-state = RunState.load(run_dir, model=ddp, optimizer=optimizer, loader=loader, maximize="accuracy")
+state = RunState.load(
+    run_dir, model=ddp, optimizer=optimizer, loader=loader, maximize="accuracy", timeout=20
+)
+told: list[int] = []
+# Not earlier: a rank that only makes a note of it does not end while it waits for one that has died.
+signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
 
 
 def all_are_to_stop() -> bool:

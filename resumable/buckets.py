@@ -71,19 +71,19 @@ def _read(ddp: Any) -> tuple[list[Tensor], bool]:
         # By itself it notes only in the next forward what the last backward was like.
         ddp.logger.set_runtime_stats_and_log()
         noted = ddp._get_ddp_logging_data()
-        parameters = [*_parameters(ddp)]
         stays = bool(noted.get("has_rebuilt_buckets"))
-        text = noted.get(_BUCKETS if stays else _READY, "")
-        buckets = [[int(index) for index in bucket.split()] for bucket in text.split(",")]
-    except (AttributeError, TypeError, ValueError):
+        text = noted.get(_BUCKETS if stays else _READY)
+        parameters = [*_parameters(ddp)] if text else []
+    except (AttributeError, TypeError):
         return [], False
+    if not text or noted.get("num_parameter_tensors") != len(parameters):
+        # (where some were frozen or unfrozen since, the indices are of others)
+        return [], False
+    filled = [[int(index) for index in bucket.split()] for bucket in text.split(",")]
     if stays and os.environ.get("DDP_SET_LAST_BUCKET_CAP") == "1":
         # They are filled from the end then.
-        buckets = [bucket[::-1] for bucket in buckets]
-    indices = [*chain(*buckets)]
-    if not indices or noted.get("num_parameter_tensors") != len(parameters):
-        # Some were frozen or unfrozen since: the indices are of others.
-        return [], False
+        filled = [bucket[::-1] for bucket in filled]
+    indices = [*chain(*filled)]
     # With static_graph, those that have no gradient come last.
     indices += sorted({*range(len(parameters))} - {*indices})
     return [parameters[index] for index in indices], stays

@@ -97,6 +97,10 @@ class _LoaderPart(_PositionPart):
         except KeyError:
             return {}
 
+    def resized(self, saved: Saved, then: int, now: int) -> Iterator[Difference]:
+        for text in self.live.resized(saved.view(self.stem), then, now):
+            yield Difference(self.name, "", text)
+
     def differences(self, saved: Saved, built: Mapping[str, Json]) -> Iterator[Difference]:
         for name, text in self.live.differences(saved.view(self.stem)):
             yield Difference(self.name, name, text)
@@ -203,7 +207,8 @@ class Capture:
             tree = trees[part.rest_stem if isinstance(part, ModulePart) else part.stem]
             for name in _not_filled(part, tree):
                 tree.tensors.pop(name, None)
-        return {stem: tree.tensors for stem, tree in trees.items()}
+        # (what each rank has for itself is read beside it: the same buffers are those of the model too)
+        return {stem: tree.tensors for stem, tree in trees.items() if stem != "rank"}
 
     def size(self) -> int:
         """Return about how many bytes the tensors of a checkpoint take, without asking every part."""
@@ -345,6 +350,9 @@ class Capture:
                     if path.startswith(f"{name}.")
                 }
                 yield from _told(part, Saved(trees, name), built)
+                then, now = about.world_size, self._position.processes
+                if then != now:
+                    yield from part.resized(Saved(trees, name), then, now)
 
     @no_garbage_collection()
     @torch.inference_mode(False)  # (what is made there cannot be trained on)

@@ -13,7 +13,7 @@ import math
 import re
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Literal, TypeVar
 
@@ -57,6 +57,8 @@ class Encoded:
     """The tensors that are not trained, which lie in a file of their own."""
     kept: frozenset[str] = frozenset()
     """The tensors that nobody else has, or that are the live ones: to be used as they are, not copied."""
+    moved: Mapping[str, str] = field(default_factory=dict)
+    """Which device of this process stands for one of the process that saved."""
 
 
 Memo = dict[Path, "_Group"]

@@ -152,6 +152,17 @@ class LoaderPosition:
             if path not in saved["generators"] or not rng.is_free(root, path):
                 yield path, "a random generator in the checkpoint or in the code, but not in both"
 
+    def resized(self, saved: Mapping[str, Any], then: int, now: int) -> Iterator[str]:
+        """Yield that the rest of the epoch cannot be divided among another number of processes."""
+        shards = [settings.get("shards", 1) for settings in (saved["settings"], self.source.settings())]
+        for count, processes in zip(shards, (then, now), strict=True):
+            if saved["batch"] and processes > 1 and count == 1:
+                yield (
+                    f"in mid-epoch, with {then} processes in the checkpoint and {now} in the code: each of "
+                    f"{processes} loads all of the data for itself (no DistributedSampler)"
+                )
+                return
+
     def restore(self, saved: Mapping[str, Any], unfit: AbstractSet[str]) -> None:
         """Stand where `collect` stood; `unfit` settings have changed since."""
         self.rewind()

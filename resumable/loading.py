@@ -66,6 +66,10 @@ class Reading:
         records = {path: record for path, record in found.about.files.items() if path not in others}
         texts = {path: found.read_file(path) for path in records if not codec.is_tensor_file(path)}
         trees = codec.to_trees(texts, rank)
+        self._used = {str(tensor.device) for tree in live.values() for tensor in tree.values()}
+        self._moved: dict[str, dict[str, str]] = {}
+        if found.about.world_size > 1 or self.is_heir:
+            self._moved = {stem: moved(_devices(tree), self._used) for stem, tree in trees.items()}
         tensors = {}
         for path, (size, digest) in records.items():
             if codec.is_tensor_file(path):
@@ -74,6 +78,7 @@ class Reading:
         """What the checkpoint holds; a tensor that is to be filled is the live one."""
         for stem, tree in self.trees.items():
             tree.kept = frozenset(self._kept.get(stem, ()))
+            tree.moved = self._moved.get(stem, {})
         # Each rank looks at its own; those of ranks that are no more nobody else would.
         for path in sorted(others) if rank == 0 else ():
             blocks.scan(self._folder, path, *found.about.files[path])
@@ -90,17 +95,18 @@ class Reading:
             blocks.scan(self._folder, path, size, digest)
             raise
         live = self._live.get(codec.stem_of(path), {})
-        # (a device that this training does not use may be somebody else's)
-        used = {tensor.device for tree in self._live.values() for tensor in tree.values()}
+        here = self._moved.get(codec.stem_of(path), {})
         facts = codec.tensor_facts(tree)
         fresh = []
         for slot in slots:
             about = facts.get(slot.name, {})
-            device = same_device((), str(about["device"])) if "device" in about else _HOST
+            there = str(about.get("device", "cpu"))
+            device = same_device((), here.get(there, there))
             if about.keys() <= {"device"} and _fits(slot, device, live.get(slot.name)):
                 file.in_place[slot.name] = slot, live[slot.name]
             else:
-                fresh.append(_Wanted(slot, device if device in used else _HOST))
+                # (a device that this training does not use may be somebody else's)
+                fresh.append(_Wanted(slot, device if str(device) in self._used else _HOST))
         places = _Places(fresh)
         again = memoryview(bytearray(len(header)))
         targets = [Target(0, len(header), again), *places.targets]
@@ -157,6 +163,23 @@ class Reading:
                 self._folder, file.path, file.size, file.blocks, places.targets, lane
             ),
         )
+
+
+def moved(saved: Collection[str], used: Collection[str]) -> dict[str, str]:
+    """Return which device of a process stands for one of the process that saved, of those on an accelerator.
+
+    >>> moved({"cpu", "cuda:0"}, {"cuda:3"})
+    {'cuda:0': 'cuda:3'}
+    """
+    theirs, ours = (sorted({*devices} - {"cpu"}) for devices in (saved, used))
+    if {*theirs} <= {*ours}:
+        return {}
+    # The parts of a model that is spread over several keep their order; what has no place is for the host.
+    return dict(zip(theirs, [*ours, *["cpu"] * len(theirs)], strict=False))
+
+
+def _devices(tree: Json) -> set[str]:
+    return {str(about["device"]) for about in codec.tensor_facts(tree).values() if "device" in about}
 
 
 def _header(folder: Path, path: str, size: int) -> memoryview:

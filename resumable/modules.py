@@ -6,6 +6,7 @@ import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
+from functools import lru_cache
 from itertools import chain
 from typing import Any
 
@@ -66,6 +67,7 @@ class ModulePart(Part):
     def __init__(self, name: str, live: nn.Module, stem: str = "extra") -> None:
         super().__init__(name, unwrap(live), stem)
         self._wrapped = live
+        self._named_orders: dict[str, tuple[list[Tensor], list[str]]] = {}
         self._refuse_split()
         self._refuse_lazy()
         self.built = {"frozen": self._frozen()}
@@ -166,10 +168,14 @@ class ModulePart(Part):
 
     def _orders(self) -> dict[str, list[str]]:
         orders = {path: buckets.layout(replica) for path, replica in self._replicas().items()}
-        if not any(orders.values()):
-            return {}
-        names = {id(parameter): name for name, parameter in self._named_parameters()}
-        return {path: [names[id(tensor)] for tensor in order] for path, order in orders.items() if order}
+        return {path: self._names_of(path, order) for path, order in orders.items() if order}
+
+    def _names_of(self, path: str, order: list[Tensor]) -> list[str]:
+        # It stays for the rest of the training, and ten thousand names take a while.
+        if path not in self._named_orders or self._named_orders[path][0] is not order:
+            names = {id(parameter): name for name, parameter in self._named_parameters()}
+            self._named_orders[path] = order, [names[id(parameter)] for parameter in order]
+        return self._named_orders[path][1]
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters by their bare names; a tied one has several."""
@@ -295,19 +301,25 @@ def _restore_buffer(module: nn.Module, leaf: str, value: Tensor | None, device: 
 
 def refuse_split(name: str, value: Any) -> None:
     """Raise Unsupported for what each process holds only a share of."""
-    # By name: who has one of these has imported it, and nobody else should have to.
-    modules = [kind.__module__ for kind in type(value).__mro__]
-    found = [by for start, by in _SPLITTERS.items() for module in modules if f"{module}.".startswith(start)]
     marks = _MARKS_OF_TENSORS if isinstance(value, Tensor) else _MARKS
-    found += [by for mark, by in marks.items() if getattr(value, mark, False) is not False]
+    found = _splitter(type(value).__mro__)
+    found = found or next((marks[mark] for mark in marks if mark in getattr(value, "__dict__", ())), None)
     if found:
-        is_engine = found[0] == "DeepSpeed"
+        is_engine = found == "DeepSpeed"
         tool = "the engine's own save_checkpoint" if is_engine else "torch.distributed.checkpoint"
         raise Unsupported(
-            f"{name} is split over the processes ({found[0]}); this version knows only what each of them "
+            f"{name} is split over the processes ({found}); this version knows only what each of them "
             "holds whole.",
             fix=f"use DistributedDataParallel where the model fits on each device, or save with {tool}.",
         )
+
+
+@lru_cache
+def _splitter(kinds: tuple[type, ...]) -> str | None:
+    # By name: who has one of these has imported it, and nobody else should have to.
+    modules = [f"{kind.__module__}." for kind in kinds]
+    starts = [start for start in _SPLITTERS for module in modules if module.startswith(start)]
+    return _SPLITTERS[starts[0]] if starts else None
 
 
 _SPLITTERS = {

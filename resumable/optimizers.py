@@ -134,9 +134,9 @@ class OptimizerPart(Part):
     def _gradients(self) -> dict[str, Any]:
         return {name: _grad_out(p.grad) for name, p in self._parameters().items() if p.grad is not None}
 
-    def _saved_gradients(self, saved: Saved) -> dict[str, Any]:
+    def _saved_gradients(self, saved: Saved, tree: Tree | None = None) -> dict[str, Any]:
         of_rank = {} if self.stem == "rank" else saved.of_rank().get("gradients", {})
-        return {**saved.view(self.stem)["gradients"], **of_rank}
+        return {**(tree or saved.view(self.stem))["gradients"], **of_rank}
 
     def forget_gradients(self, saved: Saved) -> None:
         """Drop the gradients that are not in the checkpoint."""
@@ -182,6 +182,12 @@ class OptimizerPart(Part):
             # Its state is of all parameters in a row.
             yield Difference(self.name, "", "the parameters are in another order, on which LBFGS depends")
 
+    def resized(self, saved: Saved, then: int, now: int) -> Iterator[Difference]:
+        """Yield that gradients were on their way to a step: each process has its own."""
+        if self._saved_gradients(saved):
+            text = f"summed up by {then} processes, each for itself; there are {now} in the code"
+            yield Difference(self.name, "gradients", text)
+
     def restore(self, saved: Saved, unfit: AbstractSet[str], code_wins: AbstractSet[str]) -> None:
         """Load the state by name, each tensor with its own dtype and layout."""
         known = self._names_in_models()
@@ -213,9 +219,9 @@ class OptimizerPart(Part):
         with torch.no_grad():
             for name in tree["loose"].keys() & self._loose(known).keys() - unfit:
                 parameters[name].copy_(tree["loose"][name])
-        gradients = self._saved_gradients(saved)
+        gradients = {} if "gradients" in unfit else self._saved_gradients(saved, tree)
         for name in gradients.keys() & parameters.keys() - unfit:
-            parameters[name].grad = _grad_in(gradients[name]).to(parameters[name].device, copy=True)
+            parameters[name].grad = _grad_in(gradients[name]).to(parameters[name].device)
 
     def _placer(self, on_host: list[str], parameters: Mapping[str, Tensor]) -> Place:
         def place(path: Path, device: str) -> torch.device:

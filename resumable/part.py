@@ -27,14 +27,20 @@ class Saved:
         return codec.decode(tree.json[self._part], tree.tensors)
 
     def of_rank(self) -> Any:
-        """Return what only this process has of a part that all share."""
+        """Return what only this process has of a part that all share, in tensors that nobody else changes."""
         tree = self._trees.get("rank")
-        return codec.decode(tree.json[self._part], tree.tensors) if tree and self._part in tree.json else {}
+        if tree is None or self._part not in tree.json:
+            return {}
+        return codec.decode(tree.json[self._part], tree.tensors, same_device, tree.kept)
 
     def copy(self, stem: str, place: Place) -> Any:
         """Return the tree with tensors that nobody else changes, on the devices that `place` names."""
         tree = self._trees[stem]
-        return codec.decode(tree.json[self._part], tree.tensors, place, tree.kept)
+
+        def place_here(path: codec.Path, device: str) -> torch.device:
+            return place(path, tree.moved.get(device, device))
+
+        return codec.decode(tree.json[self._part], tree.tensors, place_here, tree.kept)
 
 
 def same_device(_: codec.Path, device: str) -> torch.device:
@@ -113,6 +119,10 @@ class Part:
 
     def differences(self, saved: Saved, built: Mapping[str, Any]) -> Iterator[Difference]:
         """Yield why `saved` could not be put into the live object."""
+        yield from ()
+
+    def resized(self, saved: Saved, then: int, now: int) -> Iterator[Difference]:
+        """Yield what `saved` holds that as many processes as there are now cannot go on with."""
         yield from ()
 
     def restore(self, saved: Saved, unfit: AbstractSet[str], code_wins: AbstractSet[str]) -> None:

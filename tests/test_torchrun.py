@@ -117,7 +117,10 @@ for epoch in state.epochs(plan["epochs"]):
         loss.backward()
         optimizer.step()
         if comes("save", state.step):
+            state.wait()
             os.fsync = die
+        if comes("told", state.step):
+            os.kill(os.getpid(), signal.SIGTERM)
         if all_are_to_stop():
             state.save().wait()
             note("left", step=state.step)
@@ -164,6 +167,10 @@ class Job:
                 if self._token in environ.read_bytes():
                     found.append(int(environ.parent.name))
         return found
+
+    def tell(self, number: int) -> None:
+        """Send a signal to torchrun, and to nobody else."""
+        os.kill(self.child.pid, number)
 
     def printed(self) -> str:
         return (self.folder / "printed").read_text()
@@ -260,3 +267,72 @@ def test_a_group_whose_worker_is_killed_resumes_by_itself(
     assert len(starts) == 1 + len(troubles)
     assert all(step in steps for step, steps in zip(starts[1:], resumed_at, strict=True)), starts
     assert notes(tmp_path, "starts", 0) == notes(tmp_path, "starts", 1)
+
+
+def has_flag(flag: str) -> bool:
+    from torch.distributed.run import get_args_parser
+
+    return flag in get_args_parser().format_help()
+
+
+NEEDS_SIGUSR1 = pytest.mark.skipif(
+    not has_flag("--signals-to-handle"), reason="this torch's torchrun has no --signals-to-handle"
+)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    ("number", "options"),
+    [
+        (signal.SIGTERM, []),
+        pytest.param(
+            signal.SIGUSR1,
+            ["--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"],
+            marks=NEEDS_SIGUSR1,
+        ),
+    ],
+)
+def test_a_job_ended_by_a_signal_goes_on_from_exactly_there(
+    tmp_path: Path, straight: Path, number: int, options: list[str]
+) -> None:
+    for batches in (3, 8):
+        with start(tmp_path, 2, *options, pause=0.2) as job:
+            until(lambda seen=batches: len(notes(tmp_path, "batches", 0)) >= seen, "some batches were done")
+            job.tell(number)
+            assert job.ended() == 1
+        left = [notes(tmp_path, "left", rank)[-1]["step"] for rank in (0, 1)]
+        assert [Run(tmp_path / "run").checkpoints()[-1].about.step] * 2 == left
+
+    with start(tmp_path) as job:
+        assert job.ended() == 0, job.printed()
+
+    check_same_end(tmp_path, straight)
+    for rank in (0, 1):
+        assert notes(tmp_path, "batches", rank) == notes(straight, "batches", rank)
+
+
+@pytest.mark.heavy
+def test_each_epoch_may_have_another_number_of_processes(tmp_path: Path) -> None:
+    for epochs, size in enumerate((2, 1, 3), 1):
+        with start(tmp_path, size, epochs=epochs) as job:
+            assert job.ended() == 0, job.printed()
+
+    assert "1 processes instead of 2" in job.printed()
+    assert "3 processes instead of 1" in job.printed()
+    seen = [one for rank in range(3) for one in notes(tmp_path, "batches", rank)]
+    for epoch in range(3):
+        of_epoch = [index for one in seen if one["at"][0] == epoch for index in one["indices"]]
+        assert sorted(of_epoch) == list(range(24))
+    assert [notes(tmp_path, "ends", rank)[-1]["step"] for rank in range(3)] == [6 + 12 + 4] * 3
+
+
+def test_the_example_leaves_well_when_torchrun_is_told_to_end(tmp_path: Path) -> None:
+    example = ROOT / "examples" / "distributed.py"
+    with torchrun(tmp_path, example, "--nproc-per-node=2", arguments=[str(tmp_path / "run")]) as job:
+        until(lambda: "epoch 0" in job.printed(), "the first epoch was done")
+        job.tell(signal.SIGTERM)
+        assert job.ended() == 1
+
+    newest = Run(tmp_path / "run").checkpoints()[-1]
+    newest.verify()
+    assert newest.about.step > 10
