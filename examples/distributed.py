@@ -76,6 +76,7 @@ for epoch in state.epochs(8):
         if all_are_to_stop():
             state.save().wait()
             state.close()
+            dist.destroy_process_group()
             sys.exit(128 + signal.SIGTERM)
         if state.step % 4 == 0:
             state.save()
