@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 import xxhash
-from torch import distributed, nn
+from torch import nn
 
 from . import files, machine
 from .alone import memory
@@ -42,11 +42,11 @@ from .table import middle, quartiles
 from .training import Gpt, Training, bytes_of, digest, tensors_of
 
 README = Path(__file__).with_name("README.md")
-SIZES = (1, 2, 4)
 _LIMIT = 90.0
 _LOOK_SECONDS = 0.005
 _PIECE = 16 << 20
 _seconds = time.perf_counter
+_dist: Any = torch.distributed
 
 
 # The processes of one training.
@@ -58,14 +58,14 @@ class Here:
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         # The default group stays free: what saves in the background by collectives may have it.
-        self.group: Any = distributed.new_group(backend="gloo")
+        self.group: Any = _dist.new_group(backend="gloo")
         self.training: Training
         self.contenders: dict[str, Contender] = {}
         self.counts: Counts | None = None
 
     def meet(self) -> float:
         """Wait for the others; return the time."""
-        distributed.barrier(self.group)
+        _dist.barrier(self.group)
         return _seconds()
 
 
@@ -78,7 +78,8 @@ class Team:
         pairs = [CONTEXT.Pipe() for _ in range(size)]
         self._connections = [ours for ours, _ in pairs]
         self._processes = [
-            CONTEXT.Process(target=_serve, args=(theirs, rank, size)) for rank, (_, theirs) in enumerate(pairs)
+            CONTEXT.Process(target=_serve, args=(theirs, rank, size))
+            for rank, (_, theirs) in enumerate(pairs)
         ]
         for process in self._processes:
             process.start()
@@ -88,7 +89,9 @@ class Team:
         for ours in self._connections[1:]:
             ours.send(port)
 
-    def ask(self, job: Callable[..., Any], *arguments: Any, look: Callable[[], object] | None = None) -> list[Any]:
+    def ask(
+        self, job: Callable[..., Any], *arguments: Any, look: Callable[[], object] | None = None
+    ) -> list[Any]:
         """Let all do a job; return what each answers, or raise what the first has met.
 
         `look` is called every few milliseconds in the meantime.
@@ -101,8 +104,8 @@ class Team:
         end = time.monotonic() + _LIMIT
         while len(answers) < self.size:
             waiting = [ours for ours in self._connections if ours not in answers]
-            for ours in connection.wait(waiting, _LOOK_SECONDS if look else 1.0):
-                answers[ours] = _received(ours)
+            ready: list[Any] = connection.wait(waiting, _LOOK_SECONDS if look else 1.0)
+            answers |= {ours: _received(ours) for ours in ready}
             if look:
                 look()
             if time.monotonic() > end:
@@ -115,9 +118,12 @@ class Team:
                 raise answer
         return found
 
-    def memory(self) -> int:
-        """Return the bytes of all processes that no file backs."""
-        return sum(memory(process.pid or 0) for process in self._processes)
+    def peak(self, job: Callable[..., Any], *arguments: Any) -> int:
+        """Let all do a job; return the most bytes that they have together and no file backs."""
+        seen: list[int] = []
+        pids = [process.pid or 0 for process in self._processes]
+        self.ask(job, *arguments, look=lambda: seen.append(sum(map(memory, pids))))
+        return max(seen)
 
     def close(self) -> None:
         """End the processes."""
@@ -141,7 +147,7 @@ _DIED = "its process died"
 
 
 @contextmanager
-def _teams(sizes: Iterable[int]) -> Iterator[dict[int, Team]]:
+def _teams(*sizes: int) -> Iterator[dict[int, Team]]:
     with ExitStack() as stack:
         teams = {}
         for size in sizes:
@@ -158,10 +164,10 @@ def _serve(theirs: Connection, rank: int, size: int) -> None:
     torch.set_num_threads(1)
     wait = timedelta(seconds=60)
     port = 0 if rank == 0 else theirs.recv()
-    store = distributed.TCPStore("127.0.0.1", port, size, rank == 0, timeout=wait, wait_for_workers=False)
+    store = _dist.TCPStore("127.0.0.1", port, size, rank == 0, timeout=wait, wait_for_workers=False)
     if rank == 0:
         theirs.send(store.port)
-    distributed.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=wait)
+    _dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=wait)
     here = Here(rank, size)
     while True:
         try:
@@ -204,7 +210,7 @@ def _training(here: Here, model: nn.Module, optimizer: torch.optim.Optimizer) ->
     def step() -> None:
         torch.mm(left, right)
         # One that is late keeps all others here.
-        distributed.all_reduce(gradient.fill_(1.0), group=here.group)
+        _dist.all_reduce(gradient.fill_(1.0), group=here.group)
         optimizer.step()
 
     return Training({"model": model, "optimizer": optimizer}, step)
@@ -236,7 +242,9 @@ ONE, ALL = OURS
 PEERS = ("dcp.save", "dcp.async_save", "dcp.async_save, thread")
 
 
-def make_training(here: Here, make: Callable[[Here], Training], names: Sequence[str], folder: Path) -> Figures:
+def make_training(
+    here: Here, make: Callable[[Here], Training], names: Sequence[str], folder: Path
+) -> Figures:
     """Make a training, the same on all ranks, and what saves it; return what it is like."""
     close_contenders(here)
     torch.manual_seed(0)
@@ -344,7 +352,14 @@ def train(here: Here, name: str, saves: int, steps: int, number: int) -> Figures
         if leg == "with":
             _tidy(here, name)
     without = (taken["without"] + taken["again"]) / 2
-    return {"lost": taken["with"] - without, "nothing": abs(taken["again"] - taken["without"]), "steps": without}
+    return {
+        "lost": taken["with"] - without,
+        "nothing": abs(taken["again"] - taken["without"]),
+        "steps": without,
+    }
+
+
+COUNTED = ("messages", "bytes", "polls")
 
 
 class Counts:
@@ -356,7 +371,7 @@ class Counts:
 
     def begin(self) -> None:
         """Count from nothing."""
-        self.counted = {"messages": 0, "bytes": 0, "polls": 0}
+        self.counted = dict.fromkeys(COUNTED, 0)
 
     def __getattr__(self, name: str) -> Any:
         return partial(self._ask, name)
@@ -380,15 +395,16 @@ def _is_sign_of_life(name: str, key: str) -> bool:
 def count_from_now(here: Here) -> None:
     """Count what the next RunState asks of its store."""
     # A store of torch cannot be wrapped from outside: it is made in C++ and asked from there.
-    from resumable.line import Line
+    from resumable import line
 
-    prefixed = Line._prefixed
+    kind: Any = line.Line
+    prefixed = kind._prefixed
 
     def counting(self: Any, store: Any, token: str) -> Any:
         here.counts = Counts(prefixed(self, store, token))
         return here.counts
 
-    Line._prefixed = counting  # type: ignore[method-assign]
+    kind._prefixed = counting
 
 
 def messages(here: Here, name: str, saves: int) -> Figures:
@@ -401,21 +417,20 @@ def messages(here: Here, name: str, saves: int) -> Figures:
     return {what: count / saves for what, count in here.counts.counted.items()}
 
 
-def steps(here: Here, count: int) -> None:
+def take_steps(here: Here, count: int) -> None:
     """Train."""
     here.training.steps(count)
 
 
-def first_saves(here: Here, names: Sequence[str], folder: Path, saves: int) -> None:
+def first_saves(here: Here, name: str, folder: Path, saves: int) -> None:
     """Make what saves the training, and save, training meanwhile."""
-    make_contenders(here, names, folder)
-    for name in names:
-        for _ in range(saves):
-            here.training.steps(1)
-            wait = _save(here, name)
-            here.training.steps(2)
-            wait()
-            _tidy(here, name)
+    make_contenders(here, [name], folder)
+    for _ in range(saves):
+        here.training.steps(1)
+        wait = _save(here, name)
+        here.training.steps(2)
+        wait()
+        _tidy(here, name)
 
 
 class Buffers:
@@ -446,7 +461,7 @@ def _read(path: Path, begin: int, piece: torch.Tensor) -> bytes:
 
 
 def load(here: Here, name: str) -> Figures:
-    """Read and verify the newest checkpoint on every rank, and on rank 0 to broadcast it; return the times."""
+    """Read the newest checkpoint on every rank, and on rank 0 to broadcast it; return the times."""
     contender = here.contenders[name]
     assert isinstance(contender, Ours)
     run_state = contender.run_state
@@ -488,7 +503,7 @@ def _broadcast(here: Here, buffers: Buffers) -> None:
             _read(path, begin, piece)
         if under_way:
             under_way.wait()
-        under_way = distributed.broadcast(piece, 0, group=here.group, async_op=True)
+        under_way = _dist.broadcast(piece, 0, group=here.group, async_op=True)
     under_way.wait()
 
 
@@ -499,14 +514,17 @@ def _broadcast(here: Here, buffers: Buffers) -> None:
 class Settings:
     """How much is measured."""
 
-    width: int
-    """Of the GPT whose saves are looked at on the training thread."""
-    wide: int
-    """Of the one whose writing is compared."""
+    ranks: tuple[int, ...]
+    """How many processes; one is what the others are compared with."""
     few: int
     """Small tensors."""
     many: int
     """The same, many."""
+    width: int
+    """Of the GPT whose saves are looked at on the training thread."""
+    wide: int
+    """Of the one whose writing is compared."""
+    peers: tuple[str, ...]
     rounds: int
 
 
@@ -523,55 +541,46 @@ class Result:
     seconds: float = 0.0
 
 
+FEW, MANY, MODEL, WIDE, LOADING = "few tensors", "many tensors", "model", "wide model", "loading"
+Make = Callable[[Here], Training]
+
+
 def measure(settings: Settings, folder: Path) -> Result:
     """Measure everything."""
+    CONTEXT.set_forkserver_preload(["torch.distributed.checkpoint", "torch._dynamo", "benchmarks.alone"])
     result = Result(asdict(settings))
-    states: dict[str, Callable[[Here], Training]] = {
-        FEW: partial(tiny, settings.few),
-        MANY: partial(tiny, settings.many),
-        MODEL: partial(gpt, settings.width),
-    }
-    with _teams(SIZES) as teams:
-        for state, make in states.items():
-            _thread(result, teams, state, make, settings.rounds, folder / "thread" / _as_path(state))
-    with _teams(SIZES[1:]) as teams:
-        for state in (FEW, MANY):
-            _messages(result, teams, state, states[state], folder / "messages" / _as_path(state))
+    small = {FEW: partial(tiny, settings.few), MANY: partial(tiny, settings.many)}
     wide = partial(gpt, settings.wide)
-    _memory(result, wide, folder / "memory")
-    with _teams(SIZES[1:]) as teams:
-        _writing(result, teams, wide, settings.rounds, folder / "writing")
+    with _teams(1, *settings.ranks) as teams:
+        for state, make in {**small, MODEL: partial(gpt, settings.width)}.items():
+            _saving(result, teams, state, make, folder / "saving" / _as_path(state))
+    with _teams(*settings.ranks) as teams:
+        for state, make in small.items():
+            _messages(result, teams, state, make, folder / "messages" / _as_path(state))
+    for size in settings.ranks:
+        for name in (*OURS, *settings.peers):
+            _memory(result, size, name, wide, folder / "memory")
+    with _teams(*settings.ranks) as teams:
+        _writing(result, teams, wide, folder / "writing")
     return result
-
-
-FEW, MANY, MODEL, WIDE = "few tensors", "many tensors", "model", "wide model"
 
 
 def _named(size: int, name: str) -> str:
     return f"{size} ranks, {name}" if size > 1 else "1 rank"
 
 
-def _thread(
-    result: Result,
-    teams: Mapping[int, Team],
-    state: str,
-    make: Callable[[Here], Training],
-    rounds: int,
-    folder: Path,
-) -> None:
-    """Save a state by 1, 2 and 4 ranks in turns: the training thread, the training, the disk."""
+def _saving(result: Result, teams: Mapping[int, Team], state: str, make: Make, folder: Path) -> None:
+    """Save a state by one and by several ranks in turns: the training thread, the training, the disk."""
     jobs = {}
     for size, team in teams.items():
-        names = list(OURS) if size > 1 else [ONE]
         tell(f"{state}: {size} ranks")
+        names = [*OURS] if size > 1 else [ONE]
         about = team.ask(make_training, make, names, folder / str(size))[0]
-        for name in names:
-            count = _steps_for(team, name)
-            # What takes milliseconds wants more than a few.
-            saves = 8 if about["bytes"] < 1e7 else 2
-            jobs[_named(size, name)] = partial(_turn, team, name, saves, count)
+        # What takes milliseconds wants more than a few.
+        saves = 8 if about["bytes"] < _SMALL else 1
+        jobs |= {_named(size, name): partial(_turn, team, name, saves, _steps_for(team, name)) for name in names}
     result.states[state] = about
-    result.figures[state] = in_turns(state, jobs, rounds, math.inf, result.errors)
+    result.figures[state] = in_turns(state, jobs, result.settings["rounds"], math.inf, result.errors)
     for team in teams.values():
         team.ask(close_contenders)
     shutil.rmtree(folder)
@@ -580,111 +589,85 @@ def _thread(
 def _steps_for(team: Team, name: str) -> int:
     """Return how many steps a background write fits into, when all compete for the cores."""
     team.ask(save, name, 1)
-    durable = max(one["durable"] for one in team.ask(save, name, 3))
-    step = max(one["steps"] for one in team.ask(train, name, 1, 4, 0)) / 4
-    return math.ceil(2 * durable / step) + 2
+    figures = _of_all(team.ask(save, name, 2))
+    step = max(one["steps"] for one in team.ask(train, name, 1, 3, 0)) / 3
+    return math.ceil(1.5 * (figures["durable"] - figures["call"]) / step) + 2
 
 
 def _turn(team: Team, name: str, saves: int, count: int, number: int) -> Figures:
-    figures = _of_all(team.ask(save, name, saves))
-    figures |= _of_all(team.ask(train, name, saves, count, number))
-    return figures
+    saved = _of_all(team.ask(save, name, saves))
+    return saved | _of_all(team.ask(train, name, saves, count, number))
 
 
-def _of_all(found: Sequence[Figures]) -> Figures:
-    """Return the figures of rank 0, the highest of the others, and those of all."""
-    first, others = found[0], found[1:]
-    figures = {}
-    for column in first:
-        if column in ("call", "cpu"):
-            figures[column] = first[column]
-            if others:
-                figures[f"{column}_others"] = max(one[column] for one in others)
-        else:
-            figures[column] = max(one[column] for one in found)
-    return figures
+def _of_all(found: Sequence[Figures], of_rank: Sequence[str] = ("call", "cpu")) -> Figures:
+    """Return the highest of each figure; of those that are a rank's own, rank 0's and that of the others."""
+    highest = {column: max(one[column] for one in found) for column in found[0]}
+    for column in of_rank:
+        if column in highest and len(found) > 1:
+            highest[column] = found[0][column]
+            highest[f"{column}_others"] = max(one[column] for one in found[1:])
+    return highest
 
 
-def _messages(
-    result: Result, teams: Mapping[int, Team], state: str, make: Callable[[Here], Training], folder: Path
-) -> None:
+def _messages(result: Result, teams: Mapping[int, Team], state: str, make: Make, folder: Path) -> None:
     tell(f"{state}: messages")
     found = result.figures.setdefault(f"{state}: messages", {})
     for size, team in teams.items():
         team.ask(count_from_now)
         for name in OURS:
             team.ask(make_training, make, [name], folder / str(size))
-            answers = team.ask(messages, name, 5)
+            counted = _of_all(team.ask(messages, name, 5), COUNTED)
             team.ask(close_contenders)
-            columns = _by_rank(answers)
-            found[_named(size, name)] = {column: [value] for column, value in columns.items()}
+            found[_named(size, name)] = {column: [value] for column, value in counted.items()}
     shutil.rmtree(folder)
 
 
-def _by_rank(found: Sequence[Figures]) -> Figures:
-    first, others = found[0], found[1:]
-    highest = {f"{what}_others": max(one[what] for one in others) for what in first}
-    return {**first, **highest}
+def _memory(result: Result, size: int, name: str, make: Make, folder: Path) -> None:
+    """Let a contender save in processes of its own: how much memory they take, all together."""
+    who = _named(size, name)
+    tell(f"memory: {who}")
+    try:
+        with _teams(size) as teams:
+            team = teams[size]
+            about = team.ask(make_training, make, [], folder)[0]
+            before = team.peak(take_steps, 5)
+            grown = team.peak(first_saves, name, folder, 3) - before
+            result.figures.setdefault(WIDE, {})[who] = {"memory": [max(0, grown) / about["bytes"]]}
+    except Failed as exc:
+        result.errors.setdefault(who, {})["memory"] = str(exc)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def _memory(result: Result, make: Callable[[Here], Training], folder: Path) -> None:
-    """Let each contender save in processes of its own: how much memory they take, all together."""
-    found = result.figures.setdefault(WIDE, {})
-    for size in SIZES[1:]:
-        for name in (*OURS, *PEERS):
-            tell(f"memory: {_named(size, name)}")
-            try:
-                with _teams([size]) as teams:
-                    grown = _grown(teams[size], make, name, folder)
-            except Failed as exc:
-                result.errors.setdefault(_named(size, name), {})["memory"] = str(exc)
-            else:
-                found[_named(size, name)] = {"memory": [grown]}
-            finally:
-                shutil.rmtree(folder, ignore_errors=True)
-
-
-def _grown(team: Team, make: Callable[[Here], Training], name: str, folder: Path) -> float:
-    size = team.ask(make_training, make, [], folder)[0]["bytes"]
-    peaks = {}
-    for what, job in {"before": (steps, 5), "after": (first_saves, [name], folder, 3)}.items():
-        seen: list[int] = []
-        team.ask(*job, look=lambda seen=seen: seen.append(team.memory()))  # type: ignore[misc]
-        peaks[what] = max(seen)
-    return max(0, peaks["after"] - peaks["before"]) / size
-
-
-def _writing(
-    result: Result, teams: Mapping[int, Team], make: Callable[[Here], Training], rounds: int, folder: Path
-) -> None:
+def _writing(result: Result, teams: Mapping[int, Team], make: Make, folder: Path) -> None:
     """Save one state by all contenders in turns, and load it."""
     jobs: dict[str, Callable[[int], Figures]] = {}
-    loads: dict[str, Callable[[int], Figures]] = {}
     for size, team in teams.items():
         tell(f"{WIDE}: {size} ranks")
         result.states[WIDE] = team.ask(make_training, make, [], folder / str(size))[0]
-        for name in (*OURS, *PEERS):
+        for name in (*OURS, *result.settings["peers"]):
             try:
                 team.ask(make_contenders, [name], folder / str(size))
-                count = _steps_for(team, name)
+                jobs[_named(size, name)] = partial(_turn, team, name, 1, _steps_for(team, name))
             except Failed as exc:
                 result.errors.setdefault(_named(size, name), {})[WIDE] = str(exc)
-            else:
-                jobs[_named(size, name)] = partial(_turn, team, name, 1, count)
-        loads[_named(size, "loading")] = partial(_load, team)
-    found = result.figures[WIDE]
+    # Each takes seconds.
+    rounds = min(3, result.settings["rounds"])
     for who, values in in_turns(WIDE, jobs, rounds, math.inf, result.errors).items():
-        found.setdefault(who, {}).update(values)
-    result.figures[LOADING] = in_turns(LOADING, loads, rounds, math.inf, result.errors)
-
-
-LOADING = "loading"
+        result.figures.setdefault(WIDE, {}).setdefault(who, {}).update(values)
+    loads = {f"{size} ranks": partial(_load, team) for size, team in teams.items()}
+    result.figures[LOADING] = in_turns(
+        LOADING, loads, result.settings["rounds"], math.inf, result.errors
+    )
 
 
 def _load(team: Team, number: int) -> Figures:
-    # The state is as it was at the save.
+    # The state is then as it was at the save.
     team.ask(save, ONE, 1)
     return _of_all(team.ask(load, ONE))
+
+
+_SMALL = 5e6
 
 
 # The result as tables.
@@ -700,7 +683,7 @@ def pages(result: Result) -> str:
     parts += [
         f"**Written by one, by all, and by others**: {_described(result, WIDE)}, milliseconds:",
         _times(result, WIDE, WRITING),
-        f'The same, over `write="one"` by as many ranks in the same round:',
+        'The same, over `write="one"` by as many ranks in the same round:',
         _ratios(result),
     ]
     parts += ["**Loading** the same by all ranks, milliseconds:", _times(result, LOADING, LOADS)]
@@ -748,7 +731,11 @@ def _added(result: Result) -> str:
     rows = []
     for who in result.figures[FEW]:
         if who != ALONE:
-            cells = [_time(added(result, state, who, column)) for column in ("cpu", "call", "durable") for state in _SAME]
+            cells = [
+                _time(added(result, state, who, column))
+                for column in ("cpu", "call", "durable")
+                for state in _SAME
+            ]
             rows.append([who, *cells])
     told = [_described(result, state).partition(" (")[0] for state in _SAME]
     heads = [f"{what}, {count}" for what in ("CPU of the call", "call", "until durable") for count in told]
@@ -936,12 +923,16 @@ def main() -> None:
     if arguments.readme:
         marked = re.compile(r"(<!-- ranks: .*? -->\n).*?(<!-- ranks ends -->)", re.DOTALL)
         text = README.read_text()
-        README.write_text(marked.sub(lambda found: f"{found[1]}\n{pages(result)}\n\n{found[2]}", text, count=1))
+        README.write_text(
+            marked.sub(lambda found: f"{found[1]}\n{pages(result)}\n\n{found[2]}", text, count=1)
+        )
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        "python -m benchmarks.ranks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        "python -m benchmarks.ranks",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--quick", action="store_true", help="smaller states and fewer rounds")
     parser.add_argument("--rounds", type=int, help="how often all is repeated (5; quick: 2)")

@@ -63,6 +63,7 @@ class Ranks:
         self._trouble: ResumableError | None = None
         self._people: list[str] = []
         self._has_left = False
+        self._process = os.getpid()
         self.saves_begun = 0
         """The number of the last save that this process was asked for."""
 
@@ -113,6 +114,10 @@ class Ranks:
         told = store.compare_set("trouble", "", json.dumps(errors.to_json(error)))
         self._trouble = errors.from_json(json.loads(told))
 
+    def is_in_trouble(self) -> bool:
+        """Whether something has gone wrong between the processes."""
+        return self._trouble is not None
+
     def refuse_trouble(self) -> None:
         """Raise what has gone wrong between the processes."""
         if self._trouble:
@@ -158,10 +163,6 @@ class Ranks:
     def is_there(self, key: str) -> bool:
         """Whether a value has been posted."""
         return self._ask(lambda store: bool(store.check([key])))
-
-    def count(self, key: str, more: int = 1) -> int:
-        """Add to a number that all count on together, and return it."""
-        return self._ask(lambda store: int(store.add(key, more)))
 
     def raise_once(self, key: str, error: ResumableError) -> None:
         """Post an error, if none was posted under that key before."""
@@ -236,7 +237,8 @@ class Ranks:
 
     def leave(self, reason: str = "it has closed its RunState") -> None:
         """Tell the others that this process will not answer any more."""
-        if self._line and not self._has_left:
+        # (a child that was forked has no part in this)
+        if self._line and not self._has_left and self._process == os.getpid():
             self._has_left = True
             self.post(f"left/{self.rank}", reason)
             self._line.close()

@@ -50,7 +50,6 @@ class Together:
         self._ranks = ranks
         self.group = group
         self._posted: dict[int, list[str]] = {}
-        self._heard: int | None = None
 
     def commit(
         self,
@@ -82,7 +81,6 @@ class Together:
             raise
         if self._ranks.is_first:
             self._post_own(number, "verdict", {"ok": True})
-            self._heard = number
         else:
             self._hear_verdict(number)
         return stage.published(written)
@@ -128,13 +126,13 @@ class Together:
             time.sleep(_LOOKS_AGAIN)
 
     def close(self) -> None:
-        """Let the others hear what became of the last save, before the store may go with this process."""
-        end = time.monotonic() + self._ranks.timeout
-        if self._heard is not None and self._ranks.is_first:
-            while self._ranks.count(_key(self._heard, "heard"), 0) < self._ranks.size - 1:
-                if time.monotonic() > end:
-                    break
-                time.sleep(_PAUSE)
+        """Let the others leave first: the store may go with this process, and with it the last verdict."""
+        ranks = self._ranks
+        end = time.monotonic() + min(_LEAVES_LATE, ranks.timeout)
+        while ranks.is_first and any(ranks.reason_to_leave(rank) is None for rank in range(1, ranks.size)):
+            if time.monotonic() > end or ranks.is_in_trouble():
+                break
+            time.sleep(_LOOKS_AGAIN)
 
     def _come(self, number: int, said: Said, replicas: Mapping[str, str]) -> str:
         """Meet the others at this save; RanksDiffer if they stand elsewhere, or have other tensors."""
@@ -217,7 +215,6 @@ class Together:
 
     def _hear_verdict(self, number: int, cause: BaseException | None = None) -> None:
         (found,) = self._ranks.wait({0: _key(number, "verdict/0")}, _what(number))
-        self._ranks.count(_key(number, "heard"))
         unpack(found, cause)
 
     def _forget(self, number: int) -> None:
@@ -298,6 +295,6 @@ def _probe(folder: Path) -> str:
     return path.name
 
 
-_PAUSE = 0.002
-_LOOKS_AGAIN = 0.1
+_LOOKS_AGAIN = 0.02
+_LEAVES_LATE = 5
 _AGREES_LATE = 10

@@ -83,6 +83,8 @@ def _call(
     import torch
 
     os.environ.update(env)
+    # (else workers of loaders would be started as these processes are)
+    multiprocessing.set_start_method("fork", force=True)
     torch.set_num_threads(1)
     _join(rank, size, port)
     found, printed, began = Ended(), io.StringIO(), time.monotonic()

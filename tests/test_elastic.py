@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -310,6 +310,41 @@ def test_one_rank_goes_on_as_two_and_as_one_again(tmp_path: Path, kind: str, wor
     assert kind == "generator if alone" or together(legs[-1], 1) == expected[1]
 
 
+def test_one_rank_may_have_a_distributed_sampler_or_none(tmp_path: Path) -> None:
+    expected = Script(tmp_path / "alone", batch_size=4).leg(1)
+    script = Script(tmp_path / "script", batch_size=4)
+    first = script.leg(1, 3)
+    script.make = always
+    second = script.leg(1, 2)
+    script.make = distributed
+    legs = [first, second, script.leg(1, 4), script.leg(1)]
+
+    assert [batch for leg in legs for batch in leg[0][0]] == expected[0][0]
+
+
+def test_a_sampler_that_draws_once_more_as_it_ends_is_no_obstacle(tmp_path: Path) -> None:
+    script = Script(tmp_path, global_generator, batch_size=4)
+    legs = [script.leg(1, (0, -1)), script.leg(2)]
+
+    assert [len(together(leg)) for leg in legs] == [SAMPLES, 0]
+    assert together(legs[1], 1) == order_of(1) + order_of(1)[:1]
+
+
+def test_workers_that_persist_are_let_go_where_an_epoch_was_left_by_a_break(tmp_path: Path) -> None:
+    given: Any = "never"
+    for ranks in (3, 2):
+        loader = distributed(ranks, 0, batch_size=4, num_workers=1, persistent_workers=True)
+        with RunState.load(tmp_path / f"{ranks}", loader=loader, resume=given) as state:
+            for epoch in state.epochs(3):
+                loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+                for batch in state.batches():
+                    assert indices([batch.tolist()]) == order_of(epoch)[: 4 * ranks : ranks]
+                    break
+                if epoch == 1:
+                    given = state.save().wait().path
+                    break
+
+
 def test_samples_that_come_one_by_one_are_dealt_out_anew_too(tmp_path: Path) -> None:
     script = Script(tmp_path, lambda ranks, rank: one_by_one(ranks, rank, dataset=Images(13)))
     legs = [script.leg(2, 3), script.leg(3)]
@@ -392,7 +427,7 @@ def loud(ranks: int, rank: int, **how: Any) -> DataLoader[Any]:
 
 def test_workers_of_more_ranks_draw_no_number_twice_and_a_resume_repeats_it(tmp_path: Path) -> None:
     script = Script(tmp_path, loud, batch_size=3, num_workers=1)
-    first = script.leg(2, 4)
+    first = [*script.leg(2, 3), *script.leg(4, 1), *script.leg(2, 1)]
     before, rest = script.before, []
     for _ in range(2):
         script.before = before
@@ -403,6 +438,34 @@ def test_workers_of_more_ranks_draw_no_number_twice_and_a_resume_repeats_it(tmp_
     assert rest[0] == rest[1]
     assert len(samples) == 61 + 3
     assert len(set(drawn)) == len(drawn)
+
+
+def test_what_was_drawn_for_batches_that_were_loaded_ahead_is_not_drawn_again(tmp_path: Path) -> None:
+    drawn: list[float] = []
+
+    def record() -> list[float]:
+        drawn.append(random.random())
+        return []
+
+    given: Any = "never"
+    for ranks in (1, 2):
+        loader = distributed(ranks, 0, Images(61, record), batch_size=3)
+        with RunState.load(tmp_path / f"{ranks}", loader=loader, resume=given) as state:
+            for _ in state.batches(through=three_ahead):
+                if state.batch == 2:
+                    given = state.save().wait().path
+                    break
+
+    assert len(drawn) > 24
+    assert len(set(drawn)) == len(drawn)
+
+
+def three_ahead(batches: Iterator[Any]) -> Iterator[Any]:
+    """Load three batches before they are asked for."""
+    kept: deque[Any] = deque(islice(batches, 3))
+    while kept:
+        kept.extend(islice(batches, 1))
+        yield kept.popleft()
 
 
 # What else changes with the number, and what stays.
@@ -448,8 +511,8 @@ def test_with_sample_seeds_a_sample_is_the_same_on_whichever_rank(tmp_path: Path
     expected = samples("alone", (1, 5), (1, None))
     found = samples("changing", (1, 5), (3, 4), (3, 3), (4, 1), (2, None))
 
-    assert found == expected
-    assert len({tuple(sample[1:]) for sample in found}) == len(found)
+    assert found[:SAMPLES] == expected
+    assert len({tuple(sample[1:]) for sample in found}) == len(found) == SAMPLES + 1
 
 
 class Own(DistributedSampler[int]):
