@@ -18,7 +18,7 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
@@ -237,8 +237,30 @@ class OursByAll(Ours):
     write_by = "all"
 
 
+class Alone(Ours):
+    """The same by a process that knows nothing of the others, among as many: what is the machine's share."""
+
+    def prepare(self) -> None:
+        """Bind the parts to a run of its own."""
+        from resumable import RunState, ranks
+
+        known = ranks.of_this_training
+        ranks.of_this_training = lambda: (0, 1)
+        try:
+            with quiet():
+                self.run_state = RunState.load(self.folder / "run", keep=None, **self.parts)
+        finally:
+            ranks.of_this_training = known
+
+
+class FirstAlone(Alone):
+    """Rank 0 knows nothing of the others, who save nothing."""
+
+
 OURS: dict[str, type[Contender]] = {'write="one"': Ours, 'write="all"': OursByAll}
+ALONE: dict[str, type[Contender]] = {"rank 0 for itself": FirstAlone, "each for itself": Alone}
 ONE, ALL = OURS
+CONTROLS = dict(zip(OURS, ALONE, strict=True))
 PEERS = ("dcp.save", "dcp.async_save", "dcp.async_save, thread")
 
 
@@ -261,7 +283,7 @@ def make_training(
 
 def make_contenders(here: Here, names: Sequence[str], folder: Path) -> None:
     """Make what saves the training."""
-    kinds = CONTENDERS | OURS
+    kinds = CONTENDERS | OURS | ALONE
     for name in names:
         where = folder / _as_path(name) / f"rank{here.rank}"
         here.contenders[name] = kinds[name](here.training.parts, where, "cpu")
@@ -280,6 +302,8 @@ def _as_path(name: str) -> str:
 def _save(here: Here, name: str) -> Wait:
     """Save; return what waits until the save of all is durable."""
     contender = here.contenders[name]
+    if isinstance(contender, FirstAlone) and here.rank:
+        return _nothing
     if isinstance(contender, Ours):
         return contender.save()
     path = contender.path = contender.folder.parent / "saved"
@@ -308,11 +332,10 @@ def _tidy(here: Here, name: str) -> None:
     """Remove all but the newest save."""
     here.meet()
     contender = here.contenders[name]
-    if here.rank == 0:
-        if isinstance(contender, Ours):
-            contender.tidy()
-        else:
-            files.remove(contender.path)
+    if isinstance(contender, Ours) and (isinstance(contender, Alone) or here.rank == 0):
+        contender.tidy()
+    elif here.rank == 0:
+        files.remove(contender.path)
     here.meet()
 
 
@@ -526,6 +549,8 @@ class Settings:
     """Of the one whose writing is compared."""
     peers: tuple[str, ...]
     rounds: int
+    saves: int
+    """In a turn, where one takes milliseconds."""
 
 
 @dataclass
@@ -571,14 +596,15 @@ def _named(size: int, name: str) -> str:
 
 def _saving(result: Result, teams: Mapping[int, Team], state: str, make: Make, folder: Path) -> None:
     """Save a state by one and by several ranks in turns: the training thread, the training, the disk."""
-    jobs = {}
+    jobs: dict[str, Callable[[int], Figures]] = {}
     for size, team in teams.items():
         tell(f"{state}: {size} ranks")
-        names = [*OURS] if size > 1 else [ONE]
+        names = [*OURS, *ALONE] if size > 1 else [ONE]
         about = team.ask(make_training, make, names, folder / str(size))[0]
-        # What takes milliseconds wants more than a few.
-        saves = 8 if about["bytes"] < _SMALL else 1
-        jobs |= {_named(size, name): partial(_turn, team, name, saves, _steps_for(team, name)) for name in names}
+        saves = result.settings["saves"] if about["bytes"] < _SMALL else 1
+        jobs |= {
+            _named(size, name): partial(_turn, team, name, saves, _steps_for(team, name)) for name in names
+        }
     result.states[state] = about
     result.figures[state] = in_turns(state, jobs, result.settings["rounds"], math.inf, result.errors)
     for team in teams.values():
@@ -591,7 +617,7 @@ def _steps_for(team: Team, name: str) -> int:
     team.ask(save, name, 1)
     figures = _of_all(team.ask(save, name, 2))
     step = max(one["steps"] for one in team.ask(train, name, 1, 3, 0)) / 3
-    return math.ceil(1.5 * (figures["durable"] - figures["call"]) / step) + 2
+    return int(1.5 * (figures["durable"] - figures["call"]) / step) + 3
 
 
 def _turn(team: Team, name: str, saves: int, count: int, number: int) -> Figures:
@@ -656,9 +682,7 @@ def _writing(result: Result, teams: Mapping[int, Team], make: Make, folder: Path
     for who, values in in_turns(WIDE, jobs, rounds, math.inf, result.errors).items():
         result.figures.setdefault(WIDE, {}).setdefault(who, {}).update(values)
     loads = {f"{size} ranks": partial(_load, team) for size, team in teams.items()}
-    result.figures[LOADING] = in_turns(
-        LOADING, loads, result.settings["rounds"], math.inf, result.errors
-    )
+    result.figures[LOADING] = in_turns(LOADING, loads, result.settings["rounds"], math.inf, result.errors)
 
 
 def _load(team: Team, number: int) -> Figures:
@@ -677,21 +701,27 @@ def pages(result: Result) -> str:
     """Return everything, as Markdown that is also readable as it is."""
     parts = [_about(result)]
     for state in (FEW, MANY, MODEL):
-        parts += [f"**A save of {_described(result, state)}**, milliseconds:", _times(result, state, THREAD)]
-    parts += ["**What several processes add** to the same save of one, in the same round:", _added(result)]
-    parts += ["**Messages** of a steady save, by rank:", _counted(result)]
+        parts += [f"**A save of {_described(result, state)}**, milliseconds:", _times(result, state, SAVING)]
+    few, many = (f"{result.states[state]['tensors']:,.0f}" for state in _SMALL_ONES)
     parts += [
+        "**What several processes add** to a save: milliseconds more than by as many that know nothing of "
+        f"each other, in the same round, with {few} and with {many} tensors:",
+        _additions(result),
+        f"**Messages** of a steady save with {few} and with {many} tensors:",
+        _counted(result),
         f"**Written by one, by all, and by others**: {_described(result, WIDE)}, milliseconds:",
         _times(result, WIDE, WRITING),
         'The same, over `write="one"` by as many ranks in the same round:',
         _ratios(result),
+        "**Loading** the same by all ranks, milliseconds:",
+        _times(result, LOADING, LOADS),
+        _goals(result),
+        _failures(result),
     ]
-    parts += ["**Loading** the same by all ranks, milliseconds:", _times(result, LOADING, LOADS)]
-    parts += [_goals(result), _failures(result)]
     return "\n\n".join(part for part in parts if part)
 
 
-THREAD = {
+SAVING = {
     "call": "call, rank 0",
     "call_others": "call, slowest other",
     "cpu": "its CPU, rank 0",
@@ -700,8 +730,9 @@ THREAD = {
     "lost": "training lost",
     "nothing": "lost by nothing",
 }
-WRITING = {key: THREAD[key] for key in ("call", "call_others", "durable", "lost", "nothing")}
+WRITING = {column: SAVING[column] for column in ("call", "call_others", "durable", "lost", "nothing")}
 LOADS = {"read": "every rank reads", "broadcast": "rank 0 reads and broadcasts", "restore": "`restore()`"}
+_SMALL_ONES = (FEW, MANY)
 
 
 def _about(result: Result) -> str:
@@ -713,170 +744,125 @@ def _about(result: Result) -> str:
 
 def _described(result: Result, state: str) -> str:
     about = result.states[state]
-    size = about["bytes"]
-    told = f"{size / 1e6:,.0f} MB" if size > 5e6 else f"{size / about['tensors']:.0f} B each"
-    return f"{about['tensors']:,.0f} tensors ({told})"
+    each = about["bytes"] / about["tensors"]
+    told = f"{each:.0f} bytes each" if each < 1e3 else f"{about['bytes'] / 1e6:,.0f} MB"
+    return f"{about['tensors']:,.0f} tensors, {told}"
 
 
-def _times(result: Result, state: str, columns: Mapping[str, str]) -> str:
+def _of(result: Result, scenario: str, who: str, column: str) -> list[float]:
+    return result.figures.get(scenario, {}).get(who, {}).get(column, [])
+
+
+def _times(result: Result, scenario: str, columns: Mapping[str, str]) -> str:
     rows = [
-        [who, *(_time(values.get(column)) for column in columns)]
-        for who, values in result.figures[state].items()
-        if columns.keys() & values.keys()
+        [who, *(_time(values.get(column, [])) for column in columns)]
+        for who, values in result.figures.get(scenario, {}).items()
     ]
     return _table(["", *columns.values()], rows)
 
 
-def _added(result: Result) -> str:
+def additions(result: Result, state: str, who: str, column: str) -> list[float]:
+    """Return, round by round, what a figure is more than that of as many processes each for itself."""
+    ranks, _, name = who.partition(", ")
+    control = f"{ranks}, {CONTROLS[name]}"
+    pairs = zip(_of(result, state, who, column), _of(result, state, control, column), strict=True)
+    return [together - alone for together, alone in pairs]
+
+
+def _ours(result: Result) -> list[str]:
+    return [_named(size, name) for size in result.settings["ranks"] for name in OURS]
+
+
+def _additions(result: Result) -> str:
+    columns = {column: SAVING[column] for column in ("call", "cpu", "durable", "lost")}
     rows = []
-    for who in result.figures[FEW]:
-        if who != ALONE:
-            cells = [
-                _time(added(result, state, who, column))
-                for column in ("cpu", "call", "durable")
-                for state in _SAME
-            ]
-            rows.append([who, *cells])
-    told = [_described(result, state).partition(" (")[0] for state in _SAME]
-    heads = [f"{what}, {count}" for what in ("CPU of the call", "call", "until durable") for count in told]
-    return _table(["rank 0, ms more than 1 rank", *heads], rows)
-
-
-ALONE = "1 rank"
-_SAME = (FEW, MANY)
-
-
-def added(result: Result, state: str, who: str, column: str) -> list[float]:
-    """Return, round by round, what a figure is more than that of one rank."""
-    of_state = result.figures[state]
-    pairs = zip(of_state[who][column], of_state[ALONE][column], strict=True)
-    return [there - alone for there, alone in pairs]
+    for who in _ours(result):
+        cells = (additions(result, state, who, column) for column in columns for state in _SMALL_ONES)
+        rows.append([who, *map(_time, cells)])
+    return _table(["", *(f"{told}: {of}" for told in columns.values() for of in ("few", "many"))], rows)
 
 
 def _counted(result: Result) -> str:
+    columns = [what + rank for rank in ("", "_others") for what in COUNTED]
     rows = []
-    for who in result.figures[f"{FEW}: messages"]:
-        cells = []
-        for rank in ("", "_others"):
-            for column in ("messages", "bytes", "polls"):
-                values = [result.figures[f"{state}: messages"][who][column + rank][0] for state in _SAME]
-                cells.append(" / ".join(f"{value:,.0f}" for value in values))
-        rows.append([who, *cells])
-    few, many = (f"{result.states[state]['tensors']:,.0f}" for state in _SAME)
-    heads = [f"{rank}: {what}" for rank in ("rank 0", "others") for what in ("messages", "bytes", "polls")]
-    return _table([f"{few} / {many} tensors", *heads], rows)
+    for who in _ours(result):
+        pairs = [
+            [_of(result, f"{state}: messages", who, column) for state in _SMALL_ONES] for column in columns
+        ]
+        rows.append([who, *(", ".join(f"{of_state[0]:,.0f}" for of_state in pair) for pair in pairs)])
+    return _table(
+        ["", *(f"{rank}: {what}" for rank in ("rank 0", "highest other") for what in COUNTED)], rows
+    )
 
 
-def ratios(result: Result, who: str, column: str) -> list[float]:
-    """Return, round by round, a figure over that of write="one" by as many ranks."""
-    of_all = result.figures[WIDE]
-    ours = of_all[f"{who.partition(',')[0]}, {ONE}"].get(column, [])
-    values = of_all[who].get(column, [])
-    if len(ours) != len(values):
-        return []
-    # Of differences of times the median is a sound base, a single one is not.
-    base = [statistics.median(ours)] * len(ours) if column == "lost" and ours else ours
-    return [there / one for there, one in zip(values, base, strict=True)]
+def ratios(result: Result, who: str, other: str, column: str) -> list[float]:
+    """Return, round by round, a figure of the wide model over that of another who saves it."""
+    values, base = (_of(result, WIDE, name, column) for name in (who, other))
+    if column == "lost" and base:
+        # Of differences of times the median is a sound base, a single one is not.
+        base = [statistics.median(base)] * len(values)
+    return [there / one for there, one in zip(values, base, strict=False)]
 
 
 def _ratios(result: Result) -> str:
-    columns = {"call": "call, rank 0", "call_others": "call, slowest other", "durable": "until durable"}
-    columns["lost"] = "training lost"
+    columns = {column: WRITING[column] for column in ("call", "call_others", "durable", "lost")}
     rows = []
-    for who, values in result.figures[WIDE].items():
-        memory_of_all = values.get("memory")
-        cells = [_ratio(middle(ratios(result, who, column))) for column in columns]
-        rows.append([who, *cells, _ratio(middle(memory_of_all or []))])
+    for who in result.figures.get(WIDE, {}):
+        one = f"{who.partition(', ')[0]}, {ONE}"
+        cells = [ratios(result, who, one, column) for column in columns]
+        rows.append([who, *(_ratio(middle(cell)) for cell in (*cells, _of(result, WIDE, who, "memory")))])
     return _table(["", *columns.values(), "memory of all / state"], rows)
 
 
-@dataclass(frozen=True)
-class Goal:
-    """What is to be reached."""
-
-    what: str
-    limit: float
-    value: Callable[[Result], float | None]
-    is_floor: bool = False
-
-
-def _grows(who: str) -> Callable[[Result], float | None]:
-    def value(result: Result) -> float | None:
-        few, many = (middle(added(result, state, who, "cpu")) for state in _SAME)
-        return None if few is None or many is None else (many - few) * 1e3
-
-    return value
-
-
-def _more(what: str) -> Callable[[Result], float | None]:
-    def value(result: Result) -> float | None:
-        few, many = (result.figures[f"{state}: messages"] for state in _SAME)
-        return max(
-            many[who][column][0] / few[who][column][0] for who in few for column in (what, f"{what}_others")
-        )
-
-    return value
-
-
-def _over_one(who: str, column: str) -> Callable[[Result], float | None]:
-    return lambda result: middle(ratios(result, who, column)) if who in result.figures[WIDE] else None
-
-
-def _over(who: str, other: str, column: str) -> Callable[[Result], float | None]:
-    def value(result: Result) -> float | None:
-        ours, theirs = (result.figures[WIDE].get(name, {}).get(column) for name in (who, other))
-        pairs = zip(ours or [], theirs or [], strict=False)
-        return middle([one / there for one, there in pairs])
-
-    return value
-
-
-def _loads(who: str) -> Callable[[Result], float | None]:
-    def value(result: Result) -> float | None:
-        found = result.figures[LOADING][who]
-        return middle([b / r for b, r in zip(found["broadcast"], found["read"], strict=True)])
-
-    return value
-
-
-def _memory_of(who: str) -> Callable[[Result], float | None]:
-    return lambda result: middle(result.figures[WIDE].get(who, {}).get("memory", []))
-
-
-def _goals_of(size: int) -> list[Goal]:
-    one, by_all, ranks = _named(size, ONE), _named(size, ALL), f"{size} ranks"
-    return [
-        Goal(f"{one}: CPU of the call, more by many tensors than by few, ms", 0.3, _grows(one)),
-        Goal(f"{by_all}: CPU of the call, more by many tensors than by few, ms", 0.3, _grows(by_all)),
-        Goal(f'{ranks}: until durable, write="all" / "one"', 1.0, _over_one(by_all, "durable")),
-        Goal(
-            f'{ranks}: until durable, write="all" / dcp.save',
-            0.5,
-            _over(by_all, _named(size, "dcp.save"), "durable"),
-        ),
-        Goal(f'{ranks}: memory of all / state, write="one"', 1.02, _memory_of(one)),
-        Goal(f'{ranks}: memory of all / state, write="all"', 1.02, _memory_of(by_all)),
-        Goal(f"{ranks}: a broadcast / all read themselves", 1.0, _loads(_named(size, "loading")), True),
-    ]
-
-
-GOALS = (
-    Goal("messages, many tensors / few", 1.0, _more("messages")),
-    Goal("bytes of messages, many tensors / few", 1.05, _more("bytes")),
-    *_goals_of(2),
-    *_goals_of(4),
-)
+Rows = Iterator[tuple[str, float, float | None]]
+"""What is to be reached, at most, and what was."""
 
 
 def _goals(result: Result) -> str:
     rows = []
-    for goal in GOALS:
-        value = goal.value(result)
-        sign = "at least" if goal.is_floor else "at most"
-        is_met = value is not None and (value >= goal.limit if goal.is_floor else value <= goal.limit)
-        told = "not told" if value is None else "met" if is_met else "**not met**"
-        rows.append([goal.what, f"{sign} {goal.limit:g}", _ratio(value), told])
+    for what, limit, value in _reached(result):
+        told = "not told" if value is None else "met" if value <= limit else "**not met**"
+        rows.append([what, f"at most {limit:g}", _ratio(value), told])
     return _table(["goal", "limit", "measured", ""], rows)
+
+
+def _reached(result: Result) -> Rows:
+    for who in _ours(result):
+        added = [middle(additions(result, state, who, "cpu")) for state in _SMALL_ONES]
+        more = _difference(*added)
+        yield f"{who}: CPU of the call, added with many tensors more than with few, ms", 0.3, more
+    for what in ("messages", "bytes"):
+        yield f"{what} of a save, many tensors / few", 1.02, _growth(result, what)
+    for size in result.settings["ranks"]:
+        ranks = f"{size} ranks"
+        one, by_all, dcp = (_named(size, name) for name in (ONE, ALL, "dcp.save"))
+        yield (
+            f'{ranks}: until durable, write="all" / "one"',
+            1,
+            middle(ratios(result, by_all, one, "durable")),
+        )
+        yield (
+            f'{ranks}: until durable, write="all" / dcp.save',
+            0.5,
+            middle(ratios(result, by_all, dcp, "durable")),
+        )
+        for who in (one, by_all):
+            yield f"{who}: memory of all / state", 1.02, middle(_of(result, WIDE, who, "memory"))
+        times = zip(*(_of(result, LOADING, ranks, way) for way in ("read", "broadcast")), strict=True)
+        yield f"{ranks}: load, all read / rank 0 broadcasts", 1, middle([all_ / one for all_, one in times])
+
+
+def _difference(few: float | None, many: float | None) -> float | None:
+    return None if few is None or many is None else (many - few) * 1e3
+
+
+def _growth(result: Result, what: str) -> float | None:
+    found = []
+    for who in _ours(result):
+        for column in (what, f"{what}_others"):
+            few, many = (_of(result, f"{state}: messages", who, column) for state in _SMALL_ONES)
+            found += [more / less for less, more in zip(few, many, strict=True)]
+    return max(found, default=None)
 
 
 def _failures(result: Result) -> str:
@@ -886,7 +872,7 @@ def _failures(result: Result) -> str:
     return "\n".join(["**What does not work:**", "", *lines]) if lines else ""
 
 
-def _time(values: Sequence[float] | None) -> str:
+def _time(values: Sequence[float]) -> str:
     if not values:
         return "-"
     low, high = quartiles(values)
@@ -903,10 +889,8 @@ def _ratio(value: float | None) -> str:
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    if not rows:
-        return ""
     ruler = ["-", *["-:"] * (len(headings) - 1)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in (headings, ruler, *rows))
+    return "\n".join(f"| {' | '.join(row)} |" for row in (headings, ruler, *rows)) if rows else ""
 
 
 # The command.
@@ -935,6 +919,7 @@ def _arguments() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--quick", action="store_true", help="smaller states and fewer rounds")
+    parser.add_argument("--ranks", type=int, nargs="+", metavar="N", help="how many (2 4; quick: 2)")
     parser.add_argument("--rounds", type=int, help="how often all is repeated (5; quick: 2)")
     parser.add_argument("--width", type=int, help="of the model (256; quick: 64)")
     parser.add_argument("--wide", type=int, help="of the one that is written by all (512; quick: 192)")
@@ -949,14 +934,17 @@ def _arguments() -> argparse.Namespace:
 def _measured(arguments: argparse.Namespace) -> Result:
     quick = arguments.quick
     settings = Settings(
-        width=arguments.width or (64 if quick else 256),
-        wide=arguments.wide or (192 if quick else 512),
+        ranks=tuple(arguments.ranks or ((2,) if quick else (2, 4))),
         few=min(592, arguments.many),
         many=arguments.many,
+        width=arguments.width or (64 if quick else 256),
+        wide=arguments.wide or (192 if quick else 512),
+        peers=PEERS[:1] if quick else PEERS,
         rounds=arguments.rounds or (2 if quick else 5),
+        saves=3 if quick else 8,
     )
     start = _seconds()
-    load = f"{os.getloadavg()[0]:.1f} before the first of {SIZES} ranks"
+    load = f"{os.getloadavg()[0]:.1f} before the first process was started"
     with tempfile.TemporaryDirectory(prefix=".benchmark-", dir=arguments.folder) as folder:
         result = measure(settings, Path(folder).resolve())
         result.machine = {**machine.describe(Path(folder), "cpu"), "load": load}

@@ -36,7 +36,8 @@ def restore(ddp: nn.Module, order: Sequence[Tensor] | None) -> bool:
 
     Every process has to be told the same order; none waits for another here.
     """
-    if _ids(order) == _ids(layout(ddp)):
+    if _ids(layout(ddp)) == _ids(order) and (order is None or ddp in _known):
+        # (not where the buckets are still to be made: what became ready first may differ by process)
         return True
     before = {**vars(ddp)}
     try:

@@ -29,3 +29,20 @@ def test_the_table_names_every_contender_and_every_goal(tmp_path: Path) -> None:
     assert "resumable" not in result["errors"]
     assert "| until durable / raw write " in done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_the_table_of_several_processes_has_every_figure_and_no_failure(tmp_path: Path) -> None:
+    tiny = ["--quick", "--rounds", "1", "--many", "10", "--width", "64", "--wide", "64"]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.ranks", *tiny, "--out", "out"],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "out" / "ranks-cpu.json").read_text())
+    assert result["errors"] == {}
+    assert result["figures"]["few tensors: messages"]['2 ranks, write="all"']["messages"][0] > 0
+    assert done.stdout.count("2 ranks, write=") and "not told" not in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

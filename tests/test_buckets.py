@@ -217,6 +217,17 @@ def test_an_order_is_taken_up_at_any_time(static: bool, before: int) -> None:
 
 
 @pytest.mark.usefixtures("_alone")
+def test_an_order_that_only_this_process_knows_is_not_taken_for_that_of_all() -> None:
+    ddp = DistributedDataParallel(Net())
+    for backwards, is_kept in ((1, False), (2, True)):
+        _steps(ddp, backwards)
+        reducer, order = ddp.reducer, buckets.layout(ddp)
+        assert buckets.restore(ddp, order)
+
+        assert (ddp.reducer is reducer) is is_kept
+
+
+@pytest.mark.usefixtures("_alone")
 def test_without_an_order_it_begins_as_it_was_made() -> None:
     ddp = DistributedDataParallel(Net())
     _steps(ddp, 3)
@@ -300,6 +311,15 @@ def test_what_cannot_take_up_an_order_stays_as_it_is(kind: str) -> None:
     assert buckets.layout(ddp) is None
     if kind != "other parameters":
         _steps(ddp, 3)
+
+
+@pytest.mark.usefixtures("_alone")
+def test_what_was_frozen_since_has_no_place_in_an_order() -> None:
+    ddp = DistributedDataParallel(Net())
+    _steps(ddp, 3)
+    ddp.module.first.weight.requires_grad_(False)
+
+    assert buckets.layout(ddp) is None
 
 
 @pytest.mark.usefixtures("_alone")

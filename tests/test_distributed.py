@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import shutil
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from resumable import ResumableError, Run, RunState
+from resumable import ResumableError, Run, RunState, StateMismatch
 
 EPOCHS = 2
 
@@ -266,6 +267,7 @@ def apart(rank: int, folder: Path) -> Any:
         RunState.load(folder / f"node{rank}", timeout=3)
     except ResumableError as exc:
         return exc.problem
+    return "loaded"
 
 
 def test_a_disk_that_is_not_shared_is_noticed(tmp_path: Path) -> None:
@@ -309,3 +311,158 @@ def test_all_ranks_go_back_to_the_same_checkpoint_and_each_to_its_own_state(tmp_
     found = values(processes.run(2, damage, tmp_path / "run", folder=tmp_path))
 
     assert found == [(3.0, {"acc": 2.0}, 2, [rank, 1]) for rank in range(2)]
+
+
+def elastic(rank: int, run_dir: Path, stop_at: int | None, keywords: dict[str, Any]) -> Any:
+    """Train one epoch over indices; return the indices that this rank has had, and what it draws."""
+    size = torch.distributed.get_world_size()
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(5 + rank)
+    data = torch.utils.data.TensorDataset(torch.arange(60))
+    sampler = None
+    if size > 1 or keywords.get("always"):
+        sampler = DistributedSampler(data, num_replicas=size, rank=rank, seed=1)
+    loader = DataLoader(data, batch_size=2, sampler=sampler, shuffle=sampler is None)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    own = np.random.default_rng(rank)
+    seen: list[int] = []
+    parts = {"model": model, "optimizer": optimizer, "loader": loader, "extra": {"own": own}}
+    options = {key: value for key, value in keywords.items() if key != "always"}
+    with RunState.load(run_dir, **parts, timeout=20, **options) as state:
+        drawn = float(torch.rand(1)), random.random(), float(np.random.rand()), float(own.random())
+        for epoch in state.epochs(1):
+            if sampler:
+                sampler.set_epoch(epoch)
+            for (indices,) in state.batches():
+                seen += indices.tolist()
+                model.weight.grad = torch.ones_like(model.weight)
+                optimizer.step()
+                if len(seen) == stop_at:
+                    state.save().wait()
+                    return seen, drawn
+    return seen, drawn, state.samples
+
+
+@pytest.mark.parametrize("sizes", [(4, 2, 3, 4), (1, 2, 1), (2, 1, 3)])
+def test_another_number_of_processes_sees_each_sample_of_the_epoch_once(
+    tmp_path: Path, sizes: tuple[int, ...]
+) -> None:
+    seen: list[int] = []
+    for number, size in enumerate(sizes):
+        # Stopped twice with each number: a resume with the same goes on as ever.
+        for turn, stop_at in enumerate((2, 2) if number < len(sizes) - 1 else (2, None)):
+            found = processes.run(size, elastic, tmp_path / "run", stop_at, {}, folder=tmp_path)
+            seen += [index for one in values(found) for index in one[0]]
+
+            assert len({one.value[1] for one in found}) == size, "two ranks draw the same"
+            before = sizes[number - 1]
+            is_told = (
+                number > 0 and turn == 0 and f"; {size} processes instead of {before}: " in found[0].printed
+            )
+            assert is_told or number == 0 or turn == 1, found[0].printed
+
+    assert sorted(seen) == [*range(60)]
+    assert found[0].value[2] == 60
+
+
+def test_ranks_that_existed_go_on_and_new_ones_draw_the_same_at_each_resume(tmp_path: Path) -> None:
+    values(processes.run(2, elastic, tmp_path / "run", 2, {}, folder=tmp_path))
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+
+    (same, other, again) = (
+        values(processes.run(size, elastic, tmp_path / folder, None, {}, folder=tmp_path))
+        for size, folder in [(2, "run"), (3, "run"), (3, "copy")]
+    )
+
+    drawn = [[one[1] for one in found] for found in (same, other, again)]
+    assert drawn[1] == drawn[2]
+    assert drawn[1][:2] == drawn[0]
+    assert all(mine not in theirs for mine, *theirs in zip(drawn[1][2], *drawn[0], strict=True))
+
+
+def test_another_number_is_an_error_where_it_may_not_change(tmp_path: Path) -> None:
+    values(processes.run(2, elastic, tmp_path / "run", 2, {"elastic": False}, folder=tmp_path))
+
+    found = processes.run(1, elastic, tmp_path / "run", None, {"elastic": False}, folder=tmp_path)
+
+    assert isinstance(found[0].error, StateMismatch)
+    assert "was made by 2 processes; there are 1 now, and elastic=False" in str(found[0].error)
+
+
+def unsharded(rank: int, run_dir: Path, allow: list[str]) -> Any:
+    """Loop over all of the data on every rank, and stop in the middle of an epoch."""
+    loader = DataLoader(torch.utils.data.TensorDataset(torch.arange(12)), batch_size=2, shuffle=True)
+    with RunState.load(run_dir, loader=loader, timeout=20, allow=allow) as state:
+        for _ in state.epochs(1):
+            for number, _ in enumerate(state.batches(), 1):
+                if number == 2:
+                    state.save()
+                    return state.resumed
+    return "at the end"
+
+
+def test_data_that_is_not_divided_cannot_be_divided_anew(tmp_path: Path) -> None:
+    values(processes.run(2, unsharded, tmp_path / "run", [], folder=tmp_path))
+
+    refused = processes.run(3, unsharded, tmp_path / "run", [], folder=tmp_path)
+    allowed = processes.run(3, unsharded, tmp_path / "run", ["loader"], folder=tmp_path)
+
+    assert {type(one.error) for one in refused} == {StateMismatch}
+    assert "each of 2 loads all of the data for itself" in str(refused[0].error)
+    assert values(allowed) == [True] * 3
+
+
+def window(rank: int, run_dir: Path, allow: list[str]) -> Any:
+    """Stop in the middle of an accumulation, where each rank has gradients of its own."""
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.utils.data.TensorDataset(torch.arange(24.0))
+    loader = DataLoader(data, sampler=DistributedSampler(data), batch_size=2)
+    with RunState.load(
+        run_dir, model=model, optimizer=optimizer, loader=loader, timeout=20, allow=allow
+    ) as state:
+        for _ in state.epochs(1):
+            for (batch,) in state.batches():
+                before = None if model.weight.grad is None else model.weight.grad.item()
+                if state.resumed:
+                    return before
+                model(batch[:, None]).sum().backward()
+                state.save().wait()
+                return float(batch.sum())
+    return "at the end"
+
+
+def test_gradients_of_a_window_come_back_on_each_rank_or_not_at_all(tmp_path: Path) -> None:
+    sums = values(processes.run(2, window, tmp_path / "run", [], folder=tmp_path))
+
+    again = values(processes.run(2, window, tmp_path / "run", [], folder=tmp_path))
+    refused = processes.run(3, window, tmp_path / "run", [], folder=tmp_path)
+    allowed = processes.run(3, window, tmp_path / "run", ["optimizer.gradients"], folder=tmp_path)
+
+    assert sums[0] != sums[1]
+    assert again == sums
+    assert all("summed up by 2 processes, each for itself" in str(one.error) for one in refused)
+    assert [one.value for one in allowed] == [None] * 3
+    assert not any(one.error for one in allowed)
+
+
+def test_a_part_of_each_rank_is_its_own(tmp_path: Path) -> None:
+    values(processes.run(2, own_parts, tmp_path / "run", folder=tmp_path))
+
+    assert values(processes.run(2, own_parts, tmp_path / "run", folder=tmp_path)) == [
+        ([rank], [0], {"count": rank}) for rank in range(2)
+    ]
+
+
+def own_parts(rank: int, run_dir: Path) -> Any:
+    """Keep a list for each rank and one for all."""
+    mine, shared = [rank], [rank]
+    with RunState.load(
+        run_dir, extra={"mine": mine, "shared": shared}, per_rank=["mine"], timeout=20
+    ) as state:
+        if not state.resumed:
+            state.vars["count"] = rank
+            state.save()
+            return "saved"
+        return mine, shared, state.vars

@@ -36,7 +36,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork"),
     # The change itself, of which every rank is told.
-    pytest.mark.filterwarnings("ignore:loader.(batch_size|num_workers|sampler|shards) was"),
+    pytest.mark.filterwarnings("ignore:loader.(batch_size|dataset_length|num_workers|sampler|shards) was"),
 ]
 
 SAMPLES = 103
@@ -188,9 +188,13 @@ class Script:
         seen: Batches = [[] for _ in range(EPOCHS)]
         with RunState.load(run_dir, loader=loader, resume=given, **self.options) as state:
             train(state, loader, seen, stop)
-        if Run(run_dir).path.exists() and (made := Run(run_dir).checkpoints()):
-            self.before.append(made[-1].path)
+        if run_dir.exists() and Run(run_dir).checkpoints():
+            self.before.append(newest(run_dir))
         return seen
+
+
+def newest(run_dir: Path) -> Path:
+    return Run(run_dir).checkpoints()[-1].path
 
 
 def train(state: RunState, loader: DataLoader[Any], seen: Batches, stop: Any) -> None:
@@ -341,8 +345,9 @@ def test_workers_that_persist_are_let_go_where_an_epoch_was_left_by_a_break(tmp_
                     assert indices([batch.tolist()]) == order_of(epoch)[: 4 * ranks : ranks]
                     break
                 if epoch == 1:
-                    given = state.save().wait().path
+                    state.save()
                     break
+        given = given if ranks == 2 else newest(tmp_path / f"{ranks}")
 
 
 def test_samples_that_come_one_by_one_are_dealt_out_anew_too(tmp_path: Path) -> None:
@@ -404,7 +409,7 @@ def test_a_loop_that_waits_for_its_first_batch_when_it_is_saved_goes_on_with_the
                 state.save()
                 break
             del waiting
-    script.before = [Run(tmp_path / f"waiting {rank}").checkpoints()[-1].path for rank in range(2)]
+    script.before = [newest(tmp_path / f"waiting {rank}") for rank in range(2)]
 
     assert script.leg(2) == expected
 
@@ -453,8 +458,9 @@ def test_what_was_drawn_for_batches_that_were_loaded_ahead_is_not_drawn_again(tm
         with RunState.load(tmp_path / f"{ranks}", loader=loader, resume=given) as state:
             for _ in state.batches(through=three_ahead):
                 if state.batch == 2:
-                    given = state.save().wait().path
+                    state.save()
                     break
+        given = given if ranks == 2 else newest(tmp_path / f"{ranks}")
 
     assert len(drawn) > 24
     assert len(set(drawn)) == len(drawn)
@@ -493,6 +499,18 @@ def test_a_batch_size_that_changes_alone_has_to_be_allowed(tmp_path: Path) -> No
     second, third = script.leg(2, 2, batch_size=8), script.leg(2, batch_size=8)
 
     assert [i for leg in (first, second, third) for i in together(leg)] == order_of(0) + order_of(0)[:1]
+
+
+def test_samples_that_were_added_are_taken_as_the_sampler_gives_them_where_that_is_allowed(
+    tmp_path: Path,
+) -> None:
+    script = Script(tmp_path, lambda *who, n, **how: distributed(*who, Images(n), **how), batch_size=4)
+    script.leg(2, 3, n=50)
+    script.options = {"allow": ["loader.dataset_length"]}
+    legs = [script.leg(2, 2, n=61), script.leg(2, n=61)]
+    order = order_of(0, 61)
+
+    assert [index for leg in legs for index in together(leg)] == [*order[24:], order[0]]
 
 
 def augmented(ranks: int, rank: int, **how: Any) -> DataLoader[Any]:
