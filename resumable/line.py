@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -55,6 +56,8 @@ class Line:
         self._beat = beat
         self._questions: queue.SimpleQueue[tuple[Question, Future[Any]] | None] = queue.SimpleQueue()
         self._open: Future[Store] = Future()
+        self._is_gone: BaseException | None = None
+        """What the store's connection has ended with."""
         # A daemon: the interpreter must not wait at its end for a store that does not answer.
         self._thread = threading.Thread(
             target=self._run, args=(name, offered), name="resumable-ranks", daemon=True
@@ -69,25 +72,26 @@ class Line:
             return
         self._open.set_result(store)
         due = 0.0
-        while True:
+        while not self._is_gone:
             if time.monotonic() >= due:
                 due = time.monotonic() + self._every
-                try:
-                    self._beat(store)
-                except Exception:
-                    # Whoever asks next is told; a training that needs nothing more may end in peace.
-                    due += self._timeout
-            try:
+                self._answer(self._beat, store, Future())
+            with contextlib.suppress(queue.Empty):
                 asked = self._questions.get(timeout=max(0.0, due - time.monotonic()))
-            except queue.Empty:
-                continue
-            if asked is None:
-                return
-            question, answer = asked
-            try:
-                answer.set_result(question(store))
-            except BaseException as exc:
-                answer.set_exception(exc)
+                if asked is None:
+                    return
+                self._answer(asked[0], store, asked[1])
+        with contextlib.suppress(queue.Empty):
+            while asked := self._questions.get_nowait():
+                asked[1].set_exception(self._is_gone)
+
+    def _answer(self, question: Question, store: Store, answer: Future[Any]) -> None:
+        try:
+            answer.set_result(question(store))
+        except BaseException as exc:
+            # Asked again, torch would print pages about it each time.
+            self._is_gone = exc
+            answer.set_exception(exc)
 
     def _connected(self, name: str, offered: str | None) -> Store:
         shared = shared_store()
@@ -126,6 +130,8 @@ class Line:
         answer: Future[T] = Future()
         self._questions.put((question, answer))
         try:
+            if self._is_gone:
+                raise self._is_gone
             return answer.result(self._timeout)
         except NoAnswer as exc:
             raise RankLost(
@@ -142,7 +148,7 @@ class Line:
         self._thread.join(_GRACE)
 
 
-def _gone(cause: Exception) -> RankLost:
+def _gone(cause: BaseException) -> RankLost:
     what = str(cause).partition("\n")[0].rstrip(".")
     return RankLost(
         f"the store of torch.distributed cannot be reached any more ({what}): the process that keeps it "

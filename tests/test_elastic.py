@@ -314,6 +314,17 @@ def test_one_rank_goes_on_as_two_and_as_one_again(tmp_path: Path, kind: str, wor
     assert kind == "generator if alone" or together(legs[-1], 1) == expected[1]
 
 
+@pytest.mark.parametrize("stop", [3, (0, "end")])
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_go_on_as_one(tmp_path: Path, kind: str, stop: Any) -> None:
+    script = Script(tmp_path, KINDS[kind], batch_size=4)
+    legs = [script.leg(2, stop), script.leg(1)]
+
+    for epoch in range(EPOCHS):
+        assert {i for leg in legs for i in together(leg, epoch)} == {*range(SAMPLES)}
+        assert sum(len(together(leg, epoch)) for leg in legs) <= SAMPLES + 1
+
+
 def test_one_rank_may_have_a_distributed_sampler_or_none(tmp_path: Path) -> None:
     expected = Script(tmp_path / "alone", batch_size=4).leg(1)
     script = Script(tmp_path / "script", batch_size=4)
