@@ -207,8 +207,13 @@ class Capture:
             tree = trees[part.rest_stem if isinstance(part, ModulePart) else part.stem]
             for name in _not_filled(part, tree):
                 tree.tensors.pop(name, None)
-        # (what each rank has for itself is read beside it: the same buffers are those of the model too)
-        return {stem: tree.tensors for stem, tree in trees.items() if stem != "rank"}
+        # What each rank has for itself is rank 0's too, which must not come in its place at the end.
+        own = set() if self._rank is None else self.differing()
+        return {
+            stem: {name: tensor for name, tensor in tree.tensors.items() if tensor.data_ptr() not in own}
+            for stem, tree in trees.items()
+            if stem != "rank"
+        }
 
     def size(self) -> int:
         """Return about how many bytes the tensors of a checkpoint take, without asking every part."""
@@ -223,7 +228,19 @@ class Capture:
     def differing(self) -> set[int]:
         """Return the addresses of the tensors of shared parts that each rank has for itself."""
         modules = [part for part in self._parts if isinstance(part, ModulePart)]
-        return {buffer.data_ptr() for part in modules for buffer in part.statistics().values()}
+        return {buffer.data_ptr() for part in modules for buffer in part.own_buffers().values()}
+
+    def orders(self, trees: Trees) -> dict[str, Json]:
+        """Return in which order the gradients of each model are summed, as the trees have it."""
+        found = {
+            name: tree.get("buckets") for name, tree in trees["extra"].json.items() if isinstance(tree, dict)
+        }
+        return {name: order for name, order in found.items() if order}
+
+    def sum_in_order(self, trees: Trees, orders: Mapping[str, Json]) -> None:
+        """Let the trees have rank 0's order: gradients that are summed in different ones are mixed up."""
+        for name, order in orders.items():
+            trees["extra"].json[name]["buckets"] = order
 
     def kinds(self) -> dict[str, str]:
         """Return what kind of object each part is."""
@@ -473,9 +490,11 @@ def _merge(into: Encoded, more: Encoded) -> None:
     into.key += more.key
 
 
-def _without_gradients(tree: Json) -> Json:
-    # zero_grad() after a save loses nothing.
-    return {**tree, "gradients": {}} if isinstance(tree, dict) and "gradients" in tree else tree
+def _without_fleeting(tree: Json) -> Json:
+    # zero_grad() after a save loses nothing, and an evaluation only tells DDP to broadcast buffers again.
+    return (
+        {k: v for k, v in tree.items() if k not in ("gradients", "syncs")} if isinstance(tree, dict) else tree
+    )
 
 
 def _told(part: Part, saved: Saved, built: Mapping[str, Any]) -> Iterator[Difference]:
@@ -567,8 +586,8 @@ def _is_untouched(before: Mapping[str, torch.Tensor], counts: Mapping[str, int |
 def _has_changed(
     part: str, stem: str, versions: Versions, held: Held, now: Trees, is_untouched: bool
 ) -> bool:
-    then = _without_gradients(held.trees[stem].json.get(part))
-    if then != _without_gradients(now[stem].json.get(part)):
+    then = _without_fleeting(held.trees[stem].json.get(part))
+    if then != _without_fleeting(now[stem].json.get(part)):
         return True
     for name in () if is_untouched else codec.tensor_names(then):
         after = now[stem].tensors[name]

@@ -119,7 +119,7 @@ class ModulePart(Part):
             rest["buckets"] = found
         if self.stem == "model":
             return {"model": weights, "extra": rest, **self.differing()}
-        return {self.stem: {"weights": weights, **rest}}
+        return {self.stem: {"weights": weights, **rest}, **self.differing()}
 
     @property
     def rest_stem(self) -> str:
@@ -127,13 +127,16 @@ class ModulePart(Part):
         return "extra" if self.stem == "model" else self.stem
 
     def differing(self) -> dict[str, Any]:
-        """Return the statistics that each rank makes of its own batches."""
+        """Return what each rank has for itself: small buffers, and whether they are soon to be rank 0's."""
+        if self.rank is None:
+            return {}
+        # After a pass with no_sync() it does not broadcast them before the next one.
+        syncs = {path: bool(ddp.require_forward_param_sync) for path, ddp in self._replicas().items()}
         # (rank 0's too: where no disk is shared, those with the weights are of whoever leads on a node)
-        statistics = {} if self.rank is None else self.statistics()
-        return {"rank": {"statistics": statistics}} if statistics else {}
+        return {"rank": {"own_buffers": self.own_buffers(), "syncs": syncs}}
 
-    def statistics(self) -> dict[str, Tensor]:
-        """Return the buffers that each rank fills from its own batches."""
+    def own_buffers(self) -> dict[str, Tensor]:
+        """Return the buffers that can differ by rank: statistics of batches, and what is small."""
         # DistributedDataParallel makes them rank 0's before the next forward pass in training, but an
         # evaluation may come first.
         kinds = nn.modules.batchnorm._NormBase
@@ -141,9 +144,8 @@ class ModulePart(Part):
         return {
             bare(f"{name}.{leaf}" if name else leaf): buffer
             for name, module in self.live.named_modules()
-            if isinstance(module, kinds) and not isinstance(module, nn.SyncBatchNorm)
             for leaf, buffer in module._buffers.items()
-            if buffer is not None
+            if buffer is not None and (isinstance(module, kinds) or buffer.nbytes <= _SMALL)
         }
 
     def _split(self, trees: Callable[[str], Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -249,7 +251,7 @@ class ModulePart(Part):
         self._restore_buffers(rest["buffers"], unfit)
         self._forget_buffers(rest["buffers"].keys() | then.keys() | unfit)
         if self.stem != "rank":
-            self._restore_buffers(saved.of_rank().get("statistics", {}), unfit)
+            self._restore_own(saved.of_rank(), unfit)
         for name, module in self._modules():
             module.training = name not in rest["eval"]
         for name, parameter in self.parameters().items():
@@ -277,6 +279,13 @@ class ModulePart(Part):
             owner, _, leaf = name.rpartition(".")
             if owner in modules and name not in unfit:
                 _restore_buffer(modules[owner], leaf, value, device)
+
+    def _restore_own(self, own: Mapping[str, Any], unfit: AbstractSet[str]) -> None:
+        self._restore_buffers(own.get("own_buffers", {}), unfit)
+        replicas = self._replicas()
+        for path, syncs in own.get("syncs", {}).items():
+            if path in replicas:
+                replicas[path].require_forward_param_sync = syncs
 
     def _forget_buffers(self, saved: AbstractSet[str]) -> None:
         # What was made after the checkpoint was.
@@ -335,6 +344,7 @@ _SPLITTERS = {
 _MARKS = {"_is_fsdp_managed_module": "FSDP"}
 _MARKS_OF_TENSORS = {"_is_flat_param": "FSDP", "ds_id": "DeepSpeed"}
 
+_SMALL = 256 << 10  # larger ones are tables and masks, which nobody changes
 _EXTRA = "_extra_state"
 _OWN = (
     *("state_dict", "_save_to_state_dict", "load_state_dict", "_load_from_state_dict"),

@@ -205,6 +205,9 @@ class RunState:
             self._print(f"{self.run} is empty: starting fresh")
             return
         chosen, reading = found
+        if not ranks.is_alone:
+            orders = ranks.first("the order of the sums", lambda: self._capture.orders(reading.trees))
+            self._capture.sum_in_order(reading.trees, orders)
         fit = ranks.each("what does not fit", lambda: self._fit(chosen, reading, allow, override))
         # Before anything is touched: where warnings are errors, this ends the load.
         texts = ranks.agree("what has changed", lambda: self._changed(fit, chosen.about))

@@ -466,3 +466,51 @@ def own_parts(rank: int, run_dir: Path) -> Any:
             state.save()
             return "saved"
         return mine, shared, state.vars
+
+
+class Counting(nn.Module):
+    """A buffer that each rank fills for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("seen", torch.zeros(2))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        self.seen += batch
+        return (self.weight * self.seen).sum()
+
+
+def buffers(rank: int, run_dir: Path, stop_at: int | None, broadcast: bool) -> Any:
+    """Accumulate over two passes, of which the first broadcasts no buffers."""
+    model = DistributedDataParallel(Counting(), broadcast_buffers=broadcast)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    found = []
+    data = torch.utils.data.TensorDataset(torch.arange(12.0))
+    loader = DataLoader(data, sampler=DistributedSampler(data), batch_size=1)
+    with RunState.load(run_dir, model=model, optimizer=optimizer, loader=loader, timeout=20) as state:
+        for _ in state.epochs(1):
+            for (batch,) in state.batches():
+                is_step = state.batch % 2 == 1
+                with torch.enable_grad() if is_step else model.no_sync():
+                    model(batch.expand(2) * (rank + 1)).backward()
+                found.append(model.module.seen.tolist())
+                if is_step:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if state.batch + 1 == stop_at:
+                    state.save().wait()
+                    return found
+    return found, model.module.weight.tolist()
+
+
+@pytest.mark.parametrize("broadcast", [True, False])
+def test_buffers_of_each_rank_go_on_in_a_window(tmp_path: Path, broadcast: bool) -> None:
+    def go(folder: str, stop_at: int | None) -> list[Any]:
+        return values(processes.run(2, buffers, tmp_path / folder, stop_at, broadcast, folder=tmp_path))
+
+    whole = go("whole", None)
+    first, second, last = go("parts", 1), go("parts", 4), go("parts", None)
+
+    for rank in range(2):
+        assert (first[rank] + second[rank] + last[rank][0], last[rank][1]) == whole[rank]

@@ -688,6 +688,17 @@ def test_what_cannot_be_dealt_out_anew_is_a_mismatch_that_says_why_and_what_to_d
     assert len(together(anew)) >= SAMPLES
 
 
+def test_another_sampler_on_as_many_ranks_is_told_with_what_is_other_about_it(tmp_path: Path) -> None:
+    script = Script(tmp_path, batch_size=4)
+    script.leg(1, 3)
+    script.make = in_order
+
+    with pytest.raises(
+        StateMismatch, match=r"loader\.sampler: .* its order was shuffled, and is not shuffled"
+    ):
+        script.leg(1)
+
+
 @pytest.mark.parametrize(("seed", "epoch"), [(8, 0), (7, 1)])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_another_seed_or_epoch_of_the_sampler_is_a_mismatch_that_names_both(
