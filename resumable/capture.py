@@ -232,9 +232,8 @@ class Capture:
 
     def orders(self, trees: Trees) -> dict[str, Json]:
         """Return in which order the gradients of each model are summed, as the trees have it."""
-        found = {
-            name: tree.get("buckets") for name, tree in trees["extra"].json.items() if isinstance(tree, dict)
-        }
+        there = trees["extra"].json if "extra" in trees else {}
+        found = {name: tree.get("buckets") for name, tree in there.items() if isinstance(tree, dict)}
         return {name: order for name, order in found.items() if order}
 
     def sum_in_order(self, trees: Trees, orders: Mapping[str, Json]) -> None:
