@@ -206,6 +206,7 @@ class LoaderPosition:
 
     def begin_own_streams(self, seed: str) -> None:
         """Begin streams of their own for the generators that hang off the loader."""
+        self.source.begin_own_streams()
         for path, generator in rng.find(self.source.root()).items():
             rng.begin_own(generator, f"{seed}/{path}")
 

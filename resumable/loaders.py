@@ -488,6 +488,11 @@ class LoaderSource:
         size = self.loader.batch_size or 1
         return int(batches + (left // size if self.loader.drop_last else -(-left // size)))
 
+    def begin_own_streams(self) -> None:
+        """Go on without the workers that were saved: they are another rank's."""
+        if self._saved is not None:
+            self._saved = {**self._saved, "workers": [], "made": None}
+
     def rewind(self) -> None:
         """Stand at the beginning of an epoch."""
         self._length = None

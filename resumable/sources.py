@@ -66,6 +66,9 @@ class Source(Protocol):
     def restore(self, saved: Mapping[str, Any], other: AbstractSet[str]) -> None:
         """Go on from what `collect` returned. Of the settings, the `other` ones have changed since."""
 
+    def begin_own_streams(self) -> None:
+        """Go on without the workers that were saved: they are another rank's."""
+
     def rewind(self) -> None:
         """Stand at the beginning of an epoch."""
 
@@ -208,6 +211,10 @@ class StatefulSource:
         """Give the state to the loader when it is looped over next."""
         # (at an epoch's end another kind of loader may take the place of this one)
         self._saved = saved if "state" in saved else None
+
+    def begin_own_streams(self) -> None:
+        """Begin as the script made it: the state is another rank's."""
+        self._saved = None
 
     def rewind(self) -> None:
         """Stand at the beginning of an epoch."""
@@ -365,6 +372,9 @@ class PlainSource:
     def restore(self, saved: Mapping[str, Any], other: AbstractSet[str]) -> None:
         """Leave out what was given before when it is looped over next."""
         self._saved = saved if "before" in saved else None
+
+    def begin_own_streams(self) -> None:
+        """Do nothing: there are no workers."""
 
     def rewind(self) -> None:
         """Stand at the beginning of an epoch."""

@@ -514,3 +514,25 @@ def test_buffers_of_each_rank_go_on_in_a_window(tmp_path: Path, broadcast: bool)
 
     for rank in range(2):
         assert (first[rank] + second[rank] + last[rank][0], last[rank][1]) == whole[rank]
+
+
+def noisy(rank: int, run_dir: Path) -> Any:
+    """Train an epoch with persistent workers that draw, on all of the data; return what they drew first."""
+    random.seed(rank)
+    torch.manual_seed(rank)
+    loader = DataLoader(Augmented(8), batch_size=2, num_workers=1, persistent_workers=True)
+    with RunState.load(run_dir, loader=loader, timeout=20) as state:
+        first = None
+        for _ in state.epochs(state.epoch + 1):
+            for batch in state.batches():
+                first = batch.tolist() if first is None else first
+            state.save()
+    return first
+
+
+def test_workers_of_a_new_rank_do_not_draw_what_those_of_another_draw(tmp_path: Path) -> None:
+    values(processes.run(2, noisy, tmp_path / "run", folder=tmp_path))
+
+    found = values(processes.run(3, noisy, tmp_path / "run", folder=tmp_path))
+
+    assert found[2] not in found[:2]
