@@ -30,8 +30,8 @@ torch.manual_seed(0)
 images = torch.randn(600, 64)
 labels = (images.mean(1) > 0).long()
 train_set, test_set = TensorDataset(images[:500], labels[:500]), (images[500:], labels[500:])
-sampler: DistributedSampler = DistributedSampler(train_set)
-loader = DataLoader(train_set, batch_size=25, sampler=sampler)
+sampler = DistributedSampler(train_set)
+loader = DataLoader(train_set, batch_size=50, sampler=sampler)
 
 model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 2)).to(device)
 ddp = DistributedDataParallel(model)
@@ -40,9 +40,7 @@ optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
 torch.manual_seed(1 + dist.get_rank())
 
 run_dir = sys.argv[1] if len(sys.argv) > 1 else "runs/distributed"
-state = RunState.load(
-    run_dir, model=ddp, optimizer=optimizer, loader=loader, maximize="accuracy", timeout=20
-)
+state = RunState.load(run_dir, model=ddp, optimizer=optimizer, loader=loader, maximize="accuracy", timeout=20)
 told: list[int] = []
 # Not earlier: a rank that only makes a note of it does not end while it waits for one that has died.
 signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))

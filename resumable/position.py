@@ -30,7 +30,8 @@ class Position:
         self.step = 0
         self.samples = 0
         self._generators = generators or {}
-        self._seed = torch.initial_seed() if sample_seeds else None
+        self.seed = torch.initial_seed() if sample_seeds else None
+        """What the samples' seeds are made from, if each has its own; the same on every rank."""
         self.loaders = {name: self._stands(name, loader) for name, loader in loaders.items()}
         self._found: dict[str, LoaderPosition] = {}
         """Iterables that were looped over without having been given, by their names."""
@@ -51,10 +52,10 @@ class Position:
         self._body_start: Mapping[str, Any] | None = None
 
     def _stands(self, name: str, loader: Any) -> LoaderPosition:
-        return LoaderPosition(sources.make(name, loader, self._generators, self._seeds), self)
+        return LoaderPosition(sources.make(name, loader, self._generators, self.seeds), self)
 
     def _seeds(self) -> tuple[int, int] | None:
-        return None if self._seed is None else (self._seed, self.epoch)
+        return None if self.seed is None else (self.seed, self.epoch)
 
     def _all(self) -> list[LoaderPosition]:
         return [*self.loaders.values(), *self._found.values()]
@@ -88,7 +89,7 @@ class Position:
             **counters,
             "body_start": self._body_start if in_epoch else None,
             "stepped": None if self._stepped is None else sorted(self._stepped),
-            "seed": self._seed,
+            "seed": self.seed,
             "iterables": {name: at.collect() for name, at in self._found.items()},
         }
 
@@ -144,7 +145,7 @@ class Position:
         self.step, self.samples = saved["step"], saved["samples"]
         self._resumed_at, self._body_start = saved["boundary"], saved["body_start"]
         self._stepped = None if saved["stepped"] is None else set(saved["stepped"])
-        self._seed = saved["seed"] if self._seed is not None and saved["seed"] is not None else self._seed
+        self.seed = saved["seed"] if self.seed is not None and saved["seed"] is not None else self.seed
         self._found_before = saved["iterables"]
         for name, at in self._found.items():
             at.rewind()

@@ -196,6 +196,7 @@ class RunState:
         allow, override = arguments.patterns("allow", allow), arguments.patterns("override", override)
         self._meet({"resume": str(resume), "allow": [*allow], "override": [*override]})
         ranks = self._crew.ranks
+        self._position.seed = ranks.first("the seed of the samples", lambda: self._position.seed)
         ranks.each("the arguments", lambda: self._check_arguments(resume, override))
         if ranks.first("the run", self.run.path.exists):
             self._own_run()
