@@ -52,7 +52,7 @@ class Position:
         self._body_start: Mapping[str, Any] | None = None
 
     def _stands(self, name: str, loader: Any) -> LoaderPosition:
-        return LoaderPosition(sources.make(name, loader, self._generators, self.seeds), self)
+        return LoaderPosition(sources.make(name, loader, self._generators, self._seeds), self)
 
     def _seeds(self) -> tuple[int, int] | None:
         return None if self.seed is None else (self.seed, self.epoch)
