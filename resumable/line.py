@@ -134,6 +134,7 @@ class Line:
                 raise self._is_gone
             return answer.result(self._timeout)
         except NoAnswer as exc:
+            self._is_gone = exc
             raise RankLost(
                 f"the store of torch.distributed has not answered for {self._timeout:g} s: the process that "
                 "keeps it (torchrun's agent, or else rank 0) has ended or is stopped.",

@@ -473,7 +473,10 @@ class RunState:
 
     def _prepare(self) -> None:
         """Get the memory for the first save, and try the disk, before they are needed."""
-        size = self._capture.size() // self._crew.writers if self._capture.saves_all else 0
+        size = self._capture.size() if self._capture.saves_all else 0
+        if self._crew.writers > 1:
+            # (shares are of whole blocks)
+            size = size // self._crew.writers + blocks.BLOCK
         if size >= _WORTH_PREPARING and not self._is_closed:
             self._image.reserve(size + size // 1000, self._try_disk)
 

@@ -66,13 +66,21 @@ def run(
 
 def _awaited(process: Any, answer: Any, end: float) -> Ended:
     found = Ended()
-    # (a process that was killed leaves an empty pipe)
+    # (a process that was killed leaves an empty pipe, and one that was stopped nothing)
     with contextlib.suppress(EOFError):
-        if answer.poll(max(0.0, end - time.monotonic())):
-            found = answer.recv()
-    process.join(max(0.0, min(10.0, end - time.monotonic())))
+        while time.monotonic() < end and not _is_stopped(process.pid):
+            if answer.poll(0.2):
+                found = answer.recv()
+                process.join(max(0.0, min(10.0, end - time.monotonic())))
+                break
     found.exitcode = process.exitcode
     return found
+
+
+def _is_stopped(pid: int) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False
 
 
 def _call(

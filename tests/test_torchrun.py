@@ -162,7 +162,7 @@ class Job:
         return code
 
     def processes(self) -> list[int]:
-        """Return the living processes of this job, by what all inherit: each worker is a session of its own."""
+        """Return the living processes of this job, by what all inherit: each has a session of its own."""
         found = []
         for environ in Path("/proc").glob("[0-9]*/environ"):
             with contextlib.suppress(OSError):
