@@ -80,7 +80,8 @@ class Together:
                 self._hear_verdict(number, exc)
             raise
         if self._ranks.is_first:
-            self._post_own(number, "verdict", {"ok": True})
+            # (this one stays: nobody knows who is still to hear it)
+            self._ranks.post(_key(number, "verdict/0"), {"ok": True})
         else:
             self._hear_verdict(number)
         return stage.published(written)
@@ -150,9 +151,7 @@ class Together:
                 (theirs,) = self._wait(number, "replicas", [rank])
                 problem = _diverged(replicas, rank, theirs)
             if problem:
-                fix = (
-                    "make the same on every rank: the same model, as many batches, save() at the same place."
-                )
+                fix = "make the same on every rank: model and data, and save() at the same place."
                 raise ranks.in_trouble(RanksDiffer(f"{_what(number)}: {problem}.", fix=fix))
         token = secrets.token_hex(4)
         self._post_own(number, "token", token)
@@ -218,8 +217,8 @@ class Together:
         unpack(found, cause)
 
     def _forget(self, number: int) -> None:
-        """Remove what was posted for the save before the last one, which all have ended."""
-        while len(self._posted) > 1:
+        """Remove what was posted for saves that all have ended: after a failure a rank may be two behind."""
+        while len(self._posted) > 2:
             self._ranks.forget(self._posted.pop(min(self._posted)))
         self._posted[number] = []
 

@@ -126,11 +126,11 @@ def values(found: list[processes.Ended]) -> list[Any]:
     ("size", "stops", "options"),
     [
         (2, (3, 2), {"workers": 2}),
-        (2, (9, 9), {}),
         (4, (2, 3), {}),
-        (2, (3, 3), {"window": 2}),
-        (2, (2, 9), {"drop_last": True}),
-        (4, (4, 1), {"static_graph": True}),
+        pytest.param(2, (9, 9), {}, marks=pytest.mark.heavy),
+        pytest.param(2, (3, 3), {"window": 2}, marks=pytest.mark.heavy),
+        pytest.param(2, (2, 9), {"drop_last": True}, marks=pytest.mark.heavy),
+        pytest.param(4, (4, 1), {"static_graph": True}, marks=pytest.mark.heavy),
     ],
 )
 def test_a_training_stopped_twice_ends_as_one_that_was_not(
@@ -236,7 +236,7 @@ def on_nodes(rank: int, folder: Path, stop_at: int | None, keywords: dict[str, A
     return train(rank, folder / f"node{rank // 2}" / "run", stop_at, {}, {"shared": False, **keywords})
 
 
-@pytest.mark.parametrize("write", ["one", "all"])
+@pytest.mark.parametrize("write", ["one", pytest.param("all", marks=pytest.mark.heavy)])
 def test_each_node_keeps_a_full_copy_where_no_disk_is_shared(tmp_path: Path, write: str) -> None:
     whole = ended(4, tmp_path / "whole", None, {})
 
@@ -344,7 +344,14 @@ def elastic(rank: int, run_dir: Path, stop_at: int | None, keywords: dict[str, A
     return seen, drawn, state.samples
 
 
-@pytest.mark.parametrize("sizes", [(4, 2, 3, 4), (1, 2, 1), (2, 1, 3)])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (1, 2, 1),
+        pytest.param((4, 2, 3, 4), marks=pytest.mark.heavy),
+        pytest.param((2, 1, 3), marks=pytest.mark.heavy),
+    ],
+)
 def test_another_number_of_processes_sees_each_sample_of_the_epoch_once(
     tmp_path: Path, sizes: tuple[int, ...]
 ) -> None:
