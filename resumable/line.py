@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -47,6 +48,43 @@ def _own_connection(store: Store, timeout: float) -> Store:
     return store
 
 
+class _Door:
+    """Where rank 0 tells the others the name of this session, each in answer to a word of its own.
+
+    A store may have been there before: torchrun's agent keeps one over a restart, with all that processes
+    which have ended have said in it.
+    """
+
+    def __init__(self, shared: Store, name: str) -> None:
+        self._shared = shared
+        self._name = name
+        self._seen = 0
+        self._waiting: set[int] = set()
+
+    def ask(self, until: float) -> str:
+        """Return what rank 0 answers; NoAnswer if it does not."""
+        word = secrets.token_hex(8)
+        number = self._shared.add(f"{self._name}/asked", 1)
+        self._shared.set(f"{self._name}/word/{number}", word)
+        # (not get(), which would hold the training's own client for as long as it waits)
+        while not self._shared.check([f"{self._name}/to/{word}"]):
+            if time.monotonic() > until:
+                raise NoAnswer
+            time.sleep(_PAUSE)
+        return str(self._shared.get(f"{self._name}/to/{word}").decode())
+
+    def answer(self, token: str) -> None:
+        """Answer all that have asked since the last time; those before these processes do not listen."""
+        asked = self._shared.add(f"{self._name}/asked", 0)
+        self._waiting |= {*range(self._seen + 1, asked + 1)}
+        self._seen = asked
+        for number in sorted(self._waiting):
+            key = f"{self._name}/word/{number}"
+            if self._shared.check([key]):
+                self._shared.set(f"{self._name}/to/{self._shared.get(key).decode()}", token)
+                self._waiting.remove(number)
+
+
 class Line:
     """A thread that asks the store, one question after the other, and does `beat` in between."""
 
@@ -56,6 +94,7 @@ class Line:
         self._beat = beat
         self._questions: queue.SimpleQueue[tuple[Question, Future[Any]] | None] = queue.SimpleQueue()
         self._open: Future[Store] = Future()
+        self._door: _Door | None = None
         self._is_gone: BaseException | None = None
         """What the store's connection has ended with."""
         # A daemon: the interpreter must not wait at its end for a store that does not answer.
@@ -76,8 +115,12 @@ class Line:
             if time.monotonic() >= due:
                 due = time.monotonic() + self._every
                 self._answer(self._beat, store, Future())
+            pause = due - time.monotonic()
+            if (door := self._door) and offered:
+                self._answer(lambda _: door.answer(offered), store, Future())
+                pause = min(pause, _PAUSE)
             with contextlib.suppress(queue.Empty):
-                asked = self._questions.get(timeout=max(0.0, due - time.monotonic()))
+                asked = self._questions.get(timeout=max(0.0, pause))
                 if asked is None:
                     return
                 self._answer(asked[0], store, asked[1])
@@ -95,21 +138,19 @@ class Line:
 
     def _connected(self, name: str, offered: str | None) -> Store:
         shared = shared_store()
-        end = time.monotonic() + self._timeout
+        door = _Door(shared, name)
         if offered is None:
-            # (not get(), which would hold the training's own client for as long as it waits)
-            while not shared.check([name]):
-                if time.monotonic() > end:
-                    raise NoAnswer
-                time.sleep(_PAUSE)
-            offered = shared.get(name).decode()
-            return self._prefixed(shared, offered)
+            return self._prefixed(shared, door.ask(time.monotonic() + self._timeout))
         store = self._prefixed(shared, offered)
         # What all may read is there before any of the others is.
         for key in ("trouble", "news"):
             store.set(key, "")
-        shared.set(name, offered)
+        self._door = door
         return store
+
+    def shut_door(self) -> None:
+        """Answer nobody any more: all that belong here have come."""
+        self._door = None
 
     def _prefixed(self, shared: Store, token: str) -> Store:
         distributed: Any = torch.distributed

@@ -92,7 +92,10 @@ class Ranks:
             )
         _leave_at_exit(self)
         person = f"process {os.getpid()} on {socket.gethostname()}"
-        found = self.agree("RunState", lambda: (person, dict(facts)), is_due=True)
+        try:
+            found = self.agree("RunState", lambda: (person, dict(facts)), is_due=True)
+        finally:
+            self._line.shut_door()
         self._people = [person for person, _ in found]
         _refuse_differing([facts for _, facts in found])
 

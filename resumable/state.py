@@ -311,7 +311,8 @@ class RunState:
             return ""
         new = ", ".join(map(str, range(then, now)))
         streams = f"; rank {new} begins random streams of its own" if new else ""
-        return f"; {now} processes instead of {then}: what is left of the epoch is divided anew{streams}"
+        some = "1 process" if now == 1 else f"{now} processes"
+        return f"; {some} instead of {then}: what is left of the epoch is divided anew{streams}"
 
     def _print(self, line: str) -> None:
         if self._crew.is_first:
@@ -353,7 +354,7 @@ class RunState:
         """Loop over the epochs that are left of `total`, which counts those done before."""
         self._refuse_closed()
         if self.resumed and self.epoch >= arguments.count("total", total):
-            print(f"{self.run} is complete: {self.epoch} of {total} epochs are done", flush=True)
+            self._print(f"{self.run} is complete: {self.epoch} of {total} epochs are done")
         yield from self._position.epochs(arguments.count("total", total), self._body_ended)
         self.wait()
 
@@ -384,7 +385,7 @@ class RunState:
         """Loop over the steps that are left of `total`; each body is one optimizer step."""
         self._refuse_closed()
         if self.resumed and self.step >= arguments.count("total", total):
-            print(f"{self.run} is complete: {self.step} of {total} steps are done", flush=True)
+            self._print(f"{self.run} is complete: {self.step} of {total} steps are done")
         yield from self._position.steps(arguments.count("total", total), self._body_ended)
         self.wait()
 

@@ -365,7 +365,9 @@ def test_another_number_of_processes_sees_each_sample_of_the_epoch_once(
             assert len({one.value[1] for one in found}) == size, "two ranks draw the same"
             before = sizes[number - 1]
             is_told = (
-                number > 0 and turn == 0 and f"; {size} processes instead of {before}: " in found[0].printed
+                number > 0
+                and turn == 0
+                and f"; {size} process{'es' * (size > 1)} instead of {before}: " in found[0].printed
             )
             assert is_told or number == 0 or turn == 1, found[0].printed
 

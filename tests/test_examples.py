@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,9 @@ ROOT = Path(__file__).parent.parent
 def start(example: str, run_dir: Path, kill_at: str | None = None) -> None:
     """Run an example; kill it as soon as it prints a line that begins with `kill_at`."""
     command = [sys.executable, str(ROOT / "examples" / example), str(run_dir)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+    # (of two threads on two busy cores one waits for the other most of the time)
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as child:
         assert child.stdout
         for line in child.stdout:
             if kill_at and line.startswith(kill_at):

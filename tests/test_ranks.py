@@ -41,11 +41,14 @@ class Silent:
 class Crowd:
     """Some ranks, each to be used in a thread of its own."""
 
-    def __init__(self, size: int, monkeypatch: pytest.MonkeyPatch, timeout: float = TIMEOUT) -> None:
-        self.store = Silent()
+    def __init__(
+        self, size: int, monkeypatch: pytest.MonkeyPatch, timeout: float = TIMEOUT, store: Any = None
+    ) -> None:
+        self.store = store or Silent()
         self.places = [(0, 0, 0)] * size
         monkeypatch.setattr(line, "shared_store", lambda: self.store)
-        monkeypatch.setattr(line.Line, "_prefixed", lambda self, shared, token: shared)
+        if store is None:
+            monkeypatch.setattr(line.Line, "_prefixed", lambda self, shared, token: shared)
         self.ranks = []
         for rank in range(size):
             monkeypatch.setattr(ranks, "of_this_training", lambda rank=rank: (rank, size))
@@ -218,6 +221,27 @@ def test_a_session_that_cannot_be_opened_is_told(monkeypatch: pytest.MonkeyPatch
 
     assert isinstance(error, RankLost)
     assert "no route to host" in str(error)
+
+
+def test_what_processes_that_have_ended_said_is_not_taken_for_an_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = torch.distributed.HashStore()
+    before = Crowd(2, monkeypatch, store=store)
+    assert before.join() == [None] * 2
+    before.ranks[0].leave()
+
+    after = Crowd(2, monkeypatch, store=store, timeout=5)
+    with ThreadPoolExecutor() as pool:
+        second = pool.submit(after.join, range(1, 2))
+        until(lambda: store.add("resumable/1/asked", 0) == 2)
+        assert after.join(range(1)) == [None]
+        assert second.result() == [None]
+
+    assert after.each(lambda one: one.agree("a count", lambda: one.rank)) == [[0, 1]] * 2
+    for one in after.ranks:
+        one.leave()
+    before.ranks[1].leave()
 
 
 def test_bytes_go_in_pieces(crowd: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
