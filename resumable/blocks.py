@@ -186,8 +186,8 @@ def create(path: Path, size: int) -> None:
 
 def write_share(path: Path, content: Content, way: Way = "paced") -> list[bytes]:
     """Write a share of a file that was created for several, flush, and return its blocks' digests."""
-    fd = os.open(path, os.O_WRONLY | getattr(os, "O_BINARY", 0))
-    try:
+    # (a flush by another process says nothing about what is written after it)
+    with disk.joined(path) as fd:
         if (found := os.fstat(fd).st_size) != content.size:
             raise SaveFailed(
                 f"{path} has {found:,} bytes, but this process has a share of {content.size:,}: "
@@ -195,15 +195,7 @@ def write_share(path: Path, content: Content, way: Way = "paced") -> list[bytes]
                 fix="make the same model and the same optimizer in every process. "
                 "The checkpoints before it are untouched.",
             )
-        digests = _write(fd, content, way)
-        # A flush by another process says nothing about what is written after it.
-        os.fsync(fd)
-    except OSError as exc:
-        exc.filename = str(path)
-        raise
-    finally:
-        os.close(fd)
-    return digests
+        return _write(fd, content, way)
 
 
 def _write(fd: int, content: Content, way: Way) -> list[bytes]:

@@ -9,6 +9,7 @@ import secrets
 import stat
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from io import FileIO
 from pathlib import Path
 
@@ -17,11 +18,20 @@ from .errors import CannotRead, CheckpointDamaged, SaveFailed
 _BINARY = getattr(os, "O_BINARY", 0)
 
 
-@contextlib.contextmanager
-def created(path: Path) -> Iterator[int]:
+def created(path: Path) -> AbstractContextManager[int]:
     """Create a file, and flush it when all has been written to the descriptor."""
     # EXCL: what is committed is never written again. 0o666 under the umask: colleagues can read it.
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _BINARY, 0o666)
+    return _flushed(path, os.O_CREAT | os.O_EXCL)
+
+
+def joined(path: Path) -> AbstractContextManager[int]:
+    """Open a file that was created for several to write, and flush it when this one has written its part."""
+    return _flushed(path, 0)
+
+
+@contextlib.contextmanager
+def _flushed(path: Path, flags: int) -> Iterator[int]:
+    fd = os.open(path, os.O_RDWR | flags | _BINARY, 0o666)
     try:
         yield fd
         # A failure here is final: a second fsync would report success for bytes that are lost.
