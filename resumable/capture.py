@@ -79,7 +79,13 @@ class _PositionPart(Part):
         return {self.stem: self.live.collect()}
 
     def restore(self, saved: Saved, unfit: AbstractSet[str], code_wins: AbstractSet[str]) -> None:
-        self.live.restore(saved.copy(self.stem, same_device))
+        self.live.restore(saved.copy(self.stem, same_device), unfit)
+
+    def resized(self, saved: Saved, then: int, now: int) -> Iterator[Difference]:
+        for name, at in saved.view(self.stem).get("iterables", {}).items():
+            if at["batch"]:
+                text = f"in mid-epoch, looped over by each of {then} processes for itself, and {now} now"
+                yield Difference(self.name, name, text)
 
 
 class _LoaderPart(_PositionPart):
@@ -241,6 +247,10 @@ class Capture:
         for name, order in orders.items():
             trees["extra"].json[name]["buckets"] = order
 
+    def outlines(self) -> dict[str, str]:
+        """Return what tells whether the models and optimizers of two processes have the same tensors."""
+        return {part.name: part.outline() for part in self._parts if part.stem in ("model", "optimizer")}
+
     def kinds(self) -> dict[str, str]:
         """Return what kind of object each part is."""
         return {part.name: part.kind for part in self._parts}
@@ -378,10 +388,12 @@ class Capture:
         unfit: Mapping[str, AbstractSet[str]],
         overridden: Sequence[Change] = (),
         only: Collection[str] | None = None,
+        each: Callable[[str, Callable[[], None]], None] = lambda _, do: do(),
     ) -> None:
         """Put what was read into the live objects: all of them, or none if one of them refuses.
 
-        `unfit` names stay as they are; for the `overridden` settings the script's value stays.
+        `unfit` names stay as they are; for the `overridden` settings the script's value stays. `each`
+        does what it is given in every process, and raises what one of them refuses in all.
         """
         trees = reading.trees
         chosen = [
@@ -392,6 +404,7 @@ class Capture:
         code_wins = self._code_wins(overridden)
         # The counters of the position come last and refuse nothing, so they need no way back.
         users = [part for part in self._parts if not isinstance(part, (_PositionPart, _RandomPart))]
+        early = [part for part in chosen if part in users]
         for part in chosen:
             if unfit.get(part.name):
                 reading.apart(part.name)
@@ -401,12 +414,17 @@ class Capture:
         held = [part.hold() for part in chosen if isinstance(part, OptimizerPart)]
         before = _copied(self._encoded(users), reading, is_early)
         _write_generators(states)
-        try:
-            for number, part in enumerate(chosen):
+
+        def put_in(some: Sequence[Part]) -> None:
+            for number, part in enumerate(some):
                 if not part.is_torchs_own():
-                    reading.fill([part.name for part in chosen[:number]])
+                    reading.fill([part.name for part in some[:number]])
                 _restore(part, trees, unfit.get(part.name, set()), code_wins.get(part.name, set()))
             self._set_last_lr(code_wins)
+
+        try:
+            each("the restore", lambda: put_in(early))
+            each("the restore of the position", lambda: put_in([p for p in chosen if p not in early]))
         except BaseException:
             for put_back in held:
                 put_back()
@@ -419,7 +437,7 @@ class Capture:
         if reading.is_heir and only is None:
             self._begin_own_streams()
         try:
-            reading.fill([part.name for part in chosen])
+            each("the tensors", lambda: reading.fill([part.name for part in chosen]))
         except (Exception, KeyboardInterrupt) as exc:
             raise _half_filled(exc) from exc
 

@@ -103,12 +103,16 @@ class Stage:
                 blocks.create(self.path / file, size)
             yield
         except BaseException as exc:
-            # The first error is the one to report. What stays is debris; the next start removes it.
-            with contextlib.suppress(OSError):
-                remove(self.path)
+            self.remove()
             if isinstance(exc, OSError) and not isinstance(exc, ResumableError):
                 raise self.failed(exc) from exc
             raise
+
+    def remove(self) -> None:
+        """Remove what was made so far, as far as that can be done."""
+        # The first error is the one to report. What stays is debris; the next start removes it.
+        with contextlib.suppress(OSError):
+            remove(self.path)
 
     def failed(self, cause: OSError) -> SaveFailed:
         """Return what the user is told of an error of the disk."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,13 +12,14 @@ from . import blocks, checkpoint, codec, fingerprint, manifest, shares
 from .blocks import Content, Way, Written
 from .checkpoint import Checkpoint
 from .codec import Encoded
-from .errors import CheckpointDamaged, RankLost, RanksDiffer, ResumableError
+from .errors import CheckpointDamaged, RankLost, RanksDiffer
 from .manifest import Manifest
 from .ranks import Place, Ranks, by_disk, versions
 from .run import Run, Which
 from .sealed import Json
 from .shares import Range
 from .together import Group, Said, Together
+from .writer import SaveSkipped
 
 T = TypeVar("T")
 
@@ -34,6 +36,7 @@ class Crew:
         self._all_write = all_write
         self._together: Together | None = None
         self._highest_at_start = 0
+        self._is_told = False
         self._shared_files: Mapping[str, int] = {}
         self._replicas: Mapping[str, Any] = {}
         self._layout = ""
@@ -65,17 +68,29 @@ class Crew:
         """How many processes divide what all share."""
         return len(self._together.group.members) if self._together and self._all_write else 1
 
-    def meet(self, facts: Mapping[str, Json]) -> bool:
-        """Meet the others; return whether that was the first time. RanksDiffer if the facts differ."""
+    @property
+    def has_met(self) -> bool:
+        """Whether there is nobody to meet any more."""
+        return self.ranks.is_alone or self._together is not None
+
+    def meet(self, facts: Mapping[str, Json], check: Callable[[], None]) -> None:
+        """Meet the others; RanksDiffer if the facts differ.
+
+        What `check` raises it raises before anything is made on a disk.
+        """
         ranks = self.ranks
-        if ranks.is_alone or self._together:
-            ranks.refuse_trouble()
-            return False
         where = {"the run directory": str(self._run)} if self._is_shared else {}
         how = {"write": "all" if self._all_write else "one", "shared": self._is_shared}
         ranks.join({**versions(), **where, **how, **facts})
-        groups = [[*range(ranks.size)]] if self._is_shared else by_disk(ranks, self._run.path)
+        groups = [[*range(ranks.size)]]
+        if not self._is_shared:
+            ranks.each("the run", check)
+            groups = by_disk(ranks, self._run.path)
         self._together = Together(ranks, Group(ranks.rank, groups))
+        self._count_from_the_highest()
+
+    def _count_from_the_highest(self) -> None:
+        ranks = self.ranks
         highest = ranks.agree("the numbers", lambda: (self._run.highest() or 0) if self.leads else 0)
         if not highest[0] and any(highest):
             rank = next(rank for rank, number in enumerate(highest) if number)
@@ -85,14 +100,16 @@ class Crew:
                 fix="copy the run from the node that has it to the others, or give all a new directory.",
             )
         self._highest_at_start = max(highest)
-        return True
 
     def own(self) -> None:
         """Become the ones that write this run: one process on each disk does."""
         first = self.ranks.first("the run's id", lambda: self._own(None))
         self.run_id = self.ranks.each("the run directory", lambda: self._own(first))
-        if self._together and self._is_shared:
-            self._together.check_disk(self._run.path)
+        if self._together:
+            # (who wrote the run before has let go of it only now)
+            self._count_from_the_highest()
+            if self._is_shared:
+                self._together.check_disk(self._run.path)
 
     def _own(self, known: str | None) -> str | None:
         if not self.leads:
@@ -119,24 +136,32 @@ class Crew:
             return self._run.choose(which, read)
         if not self.is_first:
             return self._follow(read)
+        self._is_told = False
         try:
             found = self._run.choose(which, lambda found: self._propose(found, read))
-        except ResumableError as exc:
+        except BaseException as exc:
             # What was wrong with a proposal all know; that there is none left they do not.
-            self.ranks.first("the choice", lambda exc=exc: _raise(exc))  # type: ignore[misc]
+            if not self._is_told:
+                self.ranks.first("the choice", partial(_raise, exc), is_due=True)
             raise
         if found is None:
-            self.ranks.first("the choice", lambda: None)
+            self.ranks.first("the choice", lambda: None, is_due=True)
         return found
 
     def _propose(self, found: Checkpoint, read: Callable[[Checkpoint], T]) -> T:
         is_here = found.path.resolve().parent == self._run.folder.resolve()
         path = found.path.name if is_here else str(found.path)
-        self.ranks.first("the choice", lambda: path)
-        return self.ranks.each("reading the checkpoint", lambda: read(found))
+        self.ranks.first("the choice", lambda: path, is_due=True)
+        try:
+            return self.ranks.each("reading the checkpoint", lambda: read(found))
+        except CheckpointDamaged:
+            raise
+        except BaseException:
+            self._is_told = True
+            raise
 
     def _follow(self, read: Callable[[Checkpoint], T]) -> tuple[Checkpoint, T] | None:
-        while (path := self.ranks.first("the choice", lambda: "")) is not None:
+        while (path := self.ranks.first("the choice", lambda: "", is_due=True)) is not None:
             # (a path that is absolute stays one)
             with contextlib.suppress(CheckpointDamaged):
                 return self.ranks.each("reading the checkpoint", lambda: self._read(Path(path), read))
@@ -191,8 +216,8 @@ class Crew:
             return checkpoint.commit(folder, about, files, way)[1]
         place = about.epoch, about.batch, about.step
         text = manifest.to_json(about).decode() if self.is_first else None
-        replicas = {name: _text(found) for name, found in self._replicas.items()}
-        digest = blocks.digest("".join(replicas.values()).encode()) if replicas else ""
+        replicas = {name: _text(found) for name, found in sorted(self._replicas.items())}
+        digest = blocks.digest(repr(replicas).encode()) if replicas else ""
         said = Said(place, about.boundary.value, self._layout, digest, text)
         return self._together.commit(about.number, said, replicas, folder, files, self._shared_files, way)
 
@@ -205,13 +230,20 @@ class Crew:
         if self._together:
             self._together.fail(number, error)
 
+    def skip(self, number: int, error: BaseException) -> None:
+        """The same where this process was told instead what became of the one before."""
+        problem = f"checkpoint {number} was not made: rank {self.ranks.rank} was told of the one before it"
+        text = str(error).partition("\n")[0]
+        self.fail(number, SaveSkipped(f"{problem}: {text}", fix="call save() again."))
+
     def leave(self, reason: str) -> None:
         """Let the others know that this process takes part no more."""
         # Where they cannot be reached any more, there is nobody to tell.
         with contextlib.suppress(RankLost):
+            self.ranks.leave(reason)
             if self._together:
                 self._together.close()
-            self.ranks.leave(reason)
+        self.ranks.close()
 
 
 def _text(found: Any) -> str:
@@ -219,5 +251,5 @@ def _text(found: Any) -> str:
     return found.hex() if isinstance(found, bytes) else str(None if found is None else int(found))
 
 
-def _raise(error: ResumableError) -> Any:
+def _raise(error: BaseException) -> Any:
     raise error

@@ -7,6 +7,7 @@ import queue
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoAnswer
@@ -91,7 +92,8 @@ class Line:
     def __init__(self, timeout: float, name: str, offered: str | None, every: float, beat: Question) -> None:
         self._timeout = timeout
         self._every = every
-        self._beat = beat
+        # Weakly: a RunState that is dropped without close() must not be kept by its heartbeat.
+        self._beat = weakref.WeakMethod(beat)
         self._questions: queue.SimpleQueue[tuple[Question, Future[Any]] | None] = queue.SimpleQueue()
         self._open: Future[Store] = Future()
         self._door: _Door | None = None
@@ -114,7 +116,10 @@ class Line:
         while not self._is_gone:
             if time.monotonic() >= due:
                 due = time.monotonic() + self._every
-                self._answer(self._beat, store, Future())
+                if (beat := self._beat()) is None:
+                    return
+                self._answer(beat, store, Future())
+                del beat
             pause = due - time.monotonic()
             if (door := self._door) and offered:
                 self._answer(lambda _: door.answer(offered), store, Future())

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import buckets, tensorfile
+from . import blocks, buckets, tensorfile
 from .errors import Unsupported, UsageError, warn
 from .part import Difference, Part, Saved, same_device, shape
 
@@ -125,6 +125,12 @@ class ModulePart(Part):
     def rest_stem(self) -> str:
         """The tree for what is not a weight."""
         return "extra" if self.stem == "model" else self.stem
+
+    def outline(self) -> str:
+        """Return how many tensors it has, and a digest of their names and shapes."""
+        tensors = {**self.parameters(), **self._buffers()}
+        texts = [f"{name} {value is not None and shape(value)}" for name, value in tensors.items()]
+        return f"{len(tensors)} tensors ({blocks.digest(' '.join(texts).encode())[:8]})"
 
     def differing(self) -> dict[str, Any]:
         """Return what each rank has for itself: small buffers, and whether they are soon to be rank 0's."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import blocks
 from .codec import Path, Place
 from .modules import ModulePart, refuse_split
 from .part import Difference, Part, Saved, kind_of, plain, same_device, shape
@@ -58,6 +59,11 @@ class OptimizerPart(Part):
         """Return the bytes of its state."""
         values = [value for state in self.live.state.values() for value in state.values()]
         return sum(value.nbytes for value in values if isinstance(value, Tensor))
+
+    def outline(self) -> str:
+        """Return how many parameters it has, and a digest of their groups."""
+        names = self.names()
+        return f"{sum(map(len, names))} parameters ({blocks.digest(repr(names).encode())[:8]})"
 
     def names(self) -> list[list[str]]:
         """Return the names of the parameters of each group."""

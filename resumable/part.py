@@ -105,6 +105,10 @@ class Part:
         """Return what no other process can save: all of it, or what differs by rank."""
         return self.collect() if self.stem == "rank" else self.differing()
 
+    def outline(self) -> str:
+        """Return what is another text for other tensors."""
+        return ""
+
     def differing(self) -> dict[str, Any]:
         """Return what this process alone has of a part that all share."""
         return {}

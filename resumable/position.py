@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
@@ -139,14 +140,21 @@ class Position:
         """Note that a batch is in hand."""
         self.batch, self._stepped = batch, set()
 
-    def restore(self, saved: Mapping[str, Any]) -> None:
-        """Stand where `collect` stood. Loops that are running end, and new ones go on from there."""
+    def stands_at(self) -> tuple[int, int, int]:
+        """Return what people find the place by: epoch, batch and step."""
+        return self.epoch, self.batch, self.step
+
+    def restore(self, saved: Mapping[str, Any], unfit: AbstractSet[str] = frozenset()) -> None:
+        """Stand where `collect` stood. Loops that are running end, and new ones go on from there.
+
+        Iterables that are `unfit` begin anew.
+        """
         self.epoch, self.batch = saved["epoch"], saved["batch"]
         self.step, self.samples = saved["step"], saved["samples"]
         self._resumed_at, self._body_start = saved["boundary"], saved["body_start"]
         self._stepped = None if saved["stepped"] is None else set(saved["stepped"])
         self.seed = saved["seed"] if self.seed is not None and saved["seed"] is not None else self.seed
-        self._found_before = saved["iterables"]
+        self._found_before = {name: at for name, at in saved["iterables"].items() if name not in unfit}
         for name, at in self._found.items():
             at.rewind()
             if name in self._found_before:

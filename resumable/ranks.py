@@ -59,6 +59,8 @@ class Ranks:
         self._every = min(max(timeout / 30, 0.05), 1.0)
         self._line: Line | None = None
         self._turn = 0
+        self._turns: dict[int, list[str]] = {}
+        """What this process has posted in the last turns."""
         self._beats = 0
         self._trouble: ResumableError | None = None
         self._people: list[str] = []
@@ -214,6 +216,9 @@ class Ranks:
         self.refuse_trouble()
         self._turn += 1
         key = f"turn/{self._turn}/{what}"
+        # All have ended the turn before the last one, since they came to the last.
+        self.forget(self._turns.pop(self._turn - 2, []))
+        self._turns[self._turn] = [f"{key}/{self.rank}", *([f"{key}/all"] if self.is_first else [])]
         cause, answer = _attempt(self.rank, do)
         self.post(f"{key}/{self.rank}", answer)
         if is_due:
@@ -226,15 +231,16 @@ class Ranks:
             (found,) = self.wait({0: f"{key}/all"}, what)
         if cause and not isinstance(cause, ResumableError):
             raise cause
-        for one in found:
+        # What ends one process first: the others would go on without it.
+        for one in sorted(found, key=lambda one: "ends" not in one):
             unpack(one, cause)
         return [one["ok"] for one in found]
 
-    def first(self, what: str, do: Callable[[], T]) -> T:
+    def first(self, what: str, do: Callable[[], T], *, is_due: bool = False) -> T:
         """Let rank 0 do something; return to all what it has returned, or raise its error everywhere."""
         if self.is_alone:
             return do()
-        found: list[Any] = self.agree(what, lambda: do() if self.is_first else None)
+        found: list[Any] = self.agree(what, lambda: do() if self.is_first else None, is_due=is_due)
         first: T = found[0]
         return first
 
@@ -244,6 +250,10 @@ class Ranks:
         if self._line and not self._has_left and self._process == os.getpid():
             self._has_left = True
             self.post(f"left/{self.rank}", reason)
+
+    def close(self) -> None:
+        """Ask nothing any more."""
+        if self._line and self._process == os.getpid():
             self._line.close()
 
     def each(self, what: str, do: Callable[[], T]) -> T:
@@ -371,7 +381,8 @@ def _attempt(rank: int, do: Callable[[], Any]) -> tuple[BaseException | None, Js
     try:
         return None, {"ok": do()}
     except BaseException as exc:
-        return exc, {"error": errors.to_json(told(rank, exc))}
+        answer: dict[str, Json] = {"error": errors.to_json(told(rank, exc))}
+        return exc, answer if isinstance(exc, ResumableError) else {**answer, "ends": True}
 
 
 def _refuse_differing(facts: Sequence[Mapping[str, Json]]) -> None:
@@ -405,6 +416,7 @@ def _leave_at_exit(ranks: Ranks) -> None:
             # The store may be gone already, and there is nobody left to tell.
             with contextlib.suppress(RankLost):
                 there.leave(f"{type(error).__name__}: {error}" if error else "it has ended")
+                there.close()
 
     atexit.register(leave)
 

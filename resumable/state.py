@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
@@ -32,10 +32,7 @@ from .capture import Capture, Change, Held, Trees
 from .checkpoint import Checkpoint
 from .crew import Crew
 from .errors import (
-    CannotStore,
     FormatTooNew,
-    RankLost,
-    RanksDiffer,
     ResumableError,
     SaveFailed,
     StateMismatch,
@@ -48,7 +45,6 @@ from .loading import Reading
 from .manifest import Best, Manifest
 from .position import Batches, Position
 from .prefetch import ToDevice
-from .ranks import Place
 from .run import Run
 from .sealed import Json
 from .sources import Source
@@ -115,9 +111,10 @@ class RunState:
         """Whether this training goes on from a checkpoint."""
         generators = {n: g for n, g in capture.named("extra", extra).items() if rng.is_generator(g)}
         patience, all_write = arguments.seconds("timeout", timeout), arguments.write(write)
-        self._crew = Crew(self.run, patience, self._place, is_shared=shared, all_write=all_write)
-        size = self._crew.ranks.size
-        self._position = Position(capture.named("loader", loader), generators, sample_seeds, size)
+        self._position = Position(capture.named("loader", loader), generators, sample_seeds)
+        place = self._position.stands_at
+        self._crew = Crew(self.run, patience, place, is_shared=shared, all_write=all_write)
+        self._position.processes = self._crew.ranks.size
         parts = model, optimizer, scheduler, scaler, extra
         slots = dict(zip(capture.SLOTS, parts, strict=True))
         own = arguments.per_rank(per_rank, capture.named("extra", extra))
@@ -126,7 +123,7 @@ class RunState:
         self._checks_replicas = check_replicas and not self._crew.ranks.is_alone
         self._unheard: int | None = None
         """The save of which this process has not heard yet what rank 0 gave as metrics."""
-        self._reason = "it has closed its RunState"
+        self._failed, self._reason = 0, "it has closed its RunState"
         self._built = self._capture.settings
         self._best: Best | None = None
         self._parent: int | None = None
@@ -194,7 +191,8 @@ class RunState:
     ) -> None:
         started = time.perf_counter()
         allow, override = arguments.patterns("allow", allow), arguments.patterns("override", override)
-        self._meet({"resume": str(resume), "allow": [*allow], "override": [*override]})
+        facts = {"resume": str(resume), "allow": [*allow], "override": [*override]}
+        self._meet(facts, lambda: self.run.check(resume))
         ranks = self._crew.ranks
         self._position.seed = ranks.first("the seed of the samples", lambda: self._position.seed)
         ranks.each("the arguments", lambda: self._check_arguments(resume, override))
@@ -214,7 +212,7 @@ class RunState:
         texts = ranks.agree("what has changed", lambda: self._changed(fit, chosen.about))
         ranks.each("telling it", lambda: self._tell(texts))
         self._own_run()
-        ranks.each("the restore", lambda: self._capture.restore(reading, fit.unfit, fit.overridden))
+        self._capture.restore(reading, fit.unfit, fit.overridden, each=ranks.each)
         self._go_on_from(chosen, fit.best, reading)
         self.resumed = self._is_prepared = True
         self._prepare()
@@ -420,12 +418,15 @@ class RunState:
         What goes wrong in the background is raised by the next call.
         """
         self._refuse_closed()
-        values = arguments.numbers(metrics)
-        self._wait_for_the_one_before()
         self._meet({})
         number = self._crew.next_number(self._number)
         try:
-            return self._save(number, values)
+            self._wait_for_the_one_before()
+        except BaseException as exc:
+            self._crew.skip(number, exc)
+            raise
+        try:
+            return self._save(number, arguments.numbers(metrics))
         except BaseException as exc:
             self._crew.fail(number, exc)
             raise
@@ -445,7 +446,7 @@ class RunState:
             mine = self._crew.share(self._image.sizes(groups), self._image.headers)
             taken = self._image.take(groups, mine)
         about = self._describe(number, values, parts)
-        before = self._best, self._parent
+        before = self._best, self._parent, self._metrics
         self._number = self._parent = number
         if self._crew.is_first:
             self._best, self._metrics = about.best, values
@@ -506,7 +507,11 @@ class RunState:
         )
 
     def _commit(
-        self, about: Manifest, trees: Trees, taken: Taken, before: tuple[Best | None, int | None]
+        self,
+        about: Manifest,
+        trees: Trees,
+        taken: Taken,
+        before: tuple[Best | None, int | None, dict[str, float]],
     ) -> None:
         files = taken.contents(self._written)
         for path, text in codec.to_texts(trees, self._crew.ranks.rank).items():
@@ -522,7 +527,8 @@ class RunState:
         except BaseException:
             # A flush can fail after the rename: then the checkpoint is there all the same.
             if about.number not in self.run.numbers():
-                self._best, self._parent = before
+                self._failed, self._unheard = about.number, None
+                self._best, self._parent, self._metrics = before
             raise
         if self._crew.leads:
             self._tidy_after(about)
@@ -565,7 +571,7 @@ class RunState:
         unfit = ranks.each(
             "what does not fit", lambda: self._capture.check(reading.trees, chosen.about, (), names)
         )
-        ranks.each("the restore", lambda: self._capture.restore(reading, unfit, only=names))
+        self._capture.restore(reading, unfit, only=names, each=ranks.each)
         if names is None:
             self._after_save = None
             self._capture.forget_gradients(reading.trees)
@@ -588,13 +594,15 @@ class RunState:
         try:
             self._writer.wait()
         finally:
-            self._hear_first()
-            self._crew.leave(self._reason)
-            # An interrupted wait leaves the writer at work: nobody else may begin until it has ended.
-            if not self._writer.is_busy():
-                self._after_save = None
-                self._image.close()
-                self.run.release()
+            try:
+                self._hear_first()
+                self._crew.leave(self._reason)
+            finally:
+                # An interrupted wait leaves the writer at work: nobody else may begin until it has ended.
+                if not self._writer.is_busy():
+                    self._after_save = None
+                    self._image.close()
+                    self.run.release()
 
     def __enter__(self) -> RunState:
         return self
@@ -612,24 +620,25 @@ class RunState:
     def __repr__(self) -> str:
         return f"<RunState {self.run}: epoch {self.epoch}, batch {self.batch}, step {self.step}>"
 
-    def _place(self) -> Place:
-        return self.epoch, self.batch, self.step
-
     @property
     def run_id(self) -> str | None:
         """What tells this run from all others; known once it has been loaded or saved."""
         return self._crew.run_id
 
-    def _meet(self, facts: Mapping[str, Json]) -> None:
+    def _meet(self, facts: Mapping[str, Json], check: Callable[[], None] = lambda: None) -> None:
+        self._crew.ranks.refuse_trouble()
+        if self._crew.has_met:
+            return
         parts = {f"the part {name}": kind for name, kind in self._capture.kinds().items()}
+        parts |= {f"what {name} holds": outline for name, outline in self._capture.outlines().items()}
         goal = {
             "the goal": str(self._goal),
             "keep": self._keep,
             "elastic": self._is_elastic,
             "check_replicas": self._checks_replicas,
         }
-        if self._crew.meet({**goal, **parts, **facts}):
-            self._capture.saves_all = self._crew.saves_all or self._checks_replicas
+        self._crew.meet({**goal, **parts, **facts}, check)
+        self._capture.saves_all = self._crew.saves_all or self._checks_replicas
 
     def _own_run(self) -> None:
         # In a notebook a cell runs again: the new object takes over from the one that it replaces.
@@ -643,9 +652,10 @@ class RunState:
         """Take over what rank 0 gave as metrics at the last save: it decides for all."""
         if self._unheard is not None:
             number, self._unheard = self._unheard, None
-            # (of a save that has failed the next call tells)
-            with contextlib.suppress(SaveFailed, CannotStore, RankLost, RanksDiffer):
-                if about := self._crew.decided(number):
+            # (of what went wrong the next call tells)
+            with contextlib.suppress(ResumableError):
+                about = self._crew.decided(number)
+                if about and self._failed != number:
                     self._metrics, self._best = dict(about.metrics), about.best
 
     def _count_steps(self, optimizer: Any) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -50,6 +51,9 @@ class Together:
         self._ranks = ranks
         self.group = group
         self._posted: dict[int, list[str]] = {}
+        self._verdicts: deque[str] = deque()
+        self._failed: list[Stage] = []
+        """Stages that could not be removed while another process still wrote in them."""
 
     def commit(
         self,
@@ -67,8 +71,10 @@ class Together:
         should be the same on every rank.
         """
         self._forget(number)
+        stage = None
         try:
             stage = Stage(folder, number, said.place[2], self._come(number, said, replicas))
+            self._remove_failed()
             if self.group.leads:
                 with stage.making(shared):
                     written = self._lead(number, stage, files, way)
@@ -76,15 +82,20 @@ class Together:
                 written = self._follow(number, stage, files, way)
         except BaseException as exc:
             self.fail(number, exc)
+            self._failed += [stage] if stage and self.group.leads else []
             if not self._ranks.is_first and not isinstance(exc, RankLost):
                 self._hear_verdict(number, exc)
             raise
         if self._ranks.is_first:
-            # (this one stays: nobody knows who is still to hear it)
             self._ranks.post(_key(number, "verdict/0"), {"ok": True})
         else:
             self._hear_verdict(number)
         return stage.published(written)
+
+    def _remove_failed(self) -> None:
+        # All have come to the next save, or have left: nobody writes there any more.
+        while self._failed:
+            self._failed.pop().remove()
 
     def fail(self, number: int, error: BaseException) -> None:
         """Tell the others that there will be no such checkpoint."""
@@ -134,6 +145,7 @@ class Together:
             if time.monotonic() > end or ranks.is_in_trouble():
                 break
             time.sleep(_LOOKS_AGAIN)
+        self._remove_failed()
 
     def _come(self, number: int, said: Said, replicas: Mapping[str, str]) -> str:
         """Meet the others at this save; RanksDiffer if they stand elsewhere, or have other tensors."""
@@ -220,6 +232,10 @@ class Together:
         """Remove what was posted for saves that all have ended: after a failure a rank may be two behind."""
         while len(self._posted) > 2:
             self._ranks.forget(self._posted.pop(min(self._posted)))
+        # A verdict stays for longer: nobody knows who is still to hear it.
+        self._verdicts.append(_key(number, "verdict/0" if self._ranks.is_first else "fault"))
+        if len(self._verdicts) > _KEPT and self._ranks.is_first:
+            self._ranks.forget([self._verdicts.popleft()])
         self._posted[number] = []
 
     def _post_own(self, number: int, name: str, value: Json) -> None:
@@ -296,4 +312,5 @@ def _probe(folder: Path) -> str:
 
 _LOOKS_AGAIN = 0.02
 _LEAVES_LATE = 5
+_KEPT = 16
 _AGREES_LATE = 10

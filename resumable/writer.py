@@ -9,7 +9,12 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+from .errors import SaveFailed
 from .threads import yield_to_training
+
+
+class SaveSkipped(SaveFailed):
+    """Another process has not made this save: it was told of an earlier one, as this one was."""
 
 
 class PendingSave:
@@ -49,8 +54,10 @@ class PendingSave:
         except BaseException as exc:
             self._error = exc
             _free_frames(exc)
-            # A script that ends without close() must not end as if all were well.
-            atexit.register(self._tell_at_exit)
+            self._told = isinstance(exc, SaveSkipped)
+            if not self._told:
+                # A script that ends without close() must not end as if all were well.
+                atexit.register(self._tell_at_exit)
         finally:
             # The job holds the host copy of the whole state.
             del self._job

@@ -38,6 +38,22 @@ class Silent:
         return call
 
 
+_crowds: list[Crowd] = []
+
+
+@pytest.fixture(autouse=True)
+def _nobody_stays() -> Iterator[None]:
+    yield
+    for crowd in _crowds:
+        if isinstance(crowd.store, Silent):
+            crowd.store.may_answer.set()
+        for one in crowd.ranks:
+            _caught(Ranks.leave, one)
+            one.close()
+    _crowds.clear()
+    until(lambda: not any(thread.name == "resumable-ranks" for thread in threading.enumerate()))
+
+
 class Crowd:
     """Some ranks, each to be used in a thread of its own."""
 
@@ -45,6 +61,7 @@ class Crowd:
         self, size: int, monkeypatch: pytest.MonkeyPatch, timeout: float = TIMEOUT, store: Any = None
     ) -> None:
         self.store = store or Silent()
+        _crowds.append(self)
         self.places = [(0, 0, 0)] * size
         monkeypatch.setattr(line, "shared_store", lambda: self.store)
         if store is None:
@@ -84,13 +101,10 @@ def _caught(do: Callable[[Ranks], Any], one: Ranks) -> Any:
 
 
 @pytest.fixture
-def crowd(monkeypatch: pytest.MonkeyPatch) -> Iterator[Crowd]:
+def crowd(monkeypatch: pytest.MonkeyPatch) -> Crowd:
     crowd = Crowd(3, monkeypatch)
     assert crowd.join() == [None] * 3
-    yield crowd
-    crowd.store.may_answer.set()
-    for one in crowd.ranks:
-        _caught(Ranks.leave, one)
+    return crowd
 
 
 def test_all_hear_what_all_have_done(crowd: Crowd) -> None:
@@ -239,9 +253,6 @@ def test_what_processes_that_have_ended_said_is_not_taken_for_an_answer(
         assert second.result() == [None]
 
     assert after.each(lambda one: one.agree("a count", lambda: one.rank)) == [[0, 1]] * 2
-    for one in after.ranks:
-        one.leave()
-    before.ranks[1].leave()
 
 
 def test_bytes_go_in_pieces(crowd: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
