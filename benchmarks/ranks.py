@@ -261,7 +261,7 @@ OURS: dict[str, type[Contender]] = {'write="one"': Ours, 'write="all"': OursByAl
 ALONE: dict[str, type[Contender]] = {"rank 0 for itself": FirstAlone, "each for itself": Alone}
 ONE, ALL = OURS
 CONTROLS = dict(zip(OURS, ALONE, strict=True))
-PEERS = ("dcp.save", "dcp.async_save", "dcp.async_save, thread")
+PEERS = ("dcp.save", "dcp.async_save, thread")
 
 
 def make_training(
@@ -567,6 +567,7 @@ class Result:
 
 
 FEW, MANY, MODEL, WIDE, LOADING = "few tensors", "many tensors", "model", "wide model", "loading"
+_SMALL_ONES = (FEW, MANY)
 Make = Callable[[Here], Training]
 
 
@@ -599,7 +600,7 @@ def _saving(result: Result, teams: Mapping[int, Team], state: str, make: Make, f
     jobs: dict[str, Callable[[int], Figures]] = {}
     for size, team in teams.items():
         tell(f"{state}: {size} ranks")
-        names = [*OURS, *ALONE] if size > 1 else [ONE]
+        names = [*OURS, *(ALONE if state in _SMALL_ONES else ())] if size > 1 else [ONE]
         about = team.ask(make_training, make, names, folder / str(size))[0]
         saves = result.settings["saves"] if about["bytes"] < _SMALL else 1
         jobs |= {
@@ -625,7 +626,7 @@ def _turn(team: Team, name: str, saves: int, count: int, number: int) -> Figures
     return saved | _of_all(team.ask(train, name, saves, count, number))
 
 
-def _of_all(found: Sequence[Figures], of_rank: Sequence[str] = ("call", "cpu")) -> Figures:
+def _of_all(found: Sequence[Figures], of_rank: Sequence[str] = ("call", "cpu", "durable")) -> Figures:
     """Return the highest of each figure; of those that are a rank's own, rank 0's and that of the others."""
     highest = {column: max(one[column] for one in found) for column in found[0]}
     for column in of_rank:
@@ -681,6 +682,7 @@ def _writing(result: Result, teams: Mapping[int, Team], make: Make, folder: Path
     rounds = min(3, result.settings["rounds"])
     for who, values in in_turns(WIDE, jobs, rounds, math.inf, result.errors).items():
         result.figures.setdefault(WIDE, {}).setdefault(who, {}).update(values)
+    loads: dict[str, Callable[[int], Figures]]
     loads = {f"{size} ranks": partial(_load, team) for size, team in teams.items()}
     result.figures[LOADING] = in_turns(LOADING, loads, result.settings["rounds"], math.inf, result.errors)
 
@@ -726,13 +728,14 @@ SAVING = {
     "call_others": "call, slowest other",
     "cpu": "its CPU, rank 0",
     "cpu_others": "its CPU, others",
-    "durable": "until durable",
+    "durable": "until durable, rank 0",
+    "durable_others": "until heard, last other",
     "lost": "training lost",
     "nothing": "lost by nothing",
 }
-WRITING = {column: SAVING[column] for column in ("call", "call_others", "durable", "lost", "nothing")}
+_OF_WRITING = ("call", "call_others", "durable", "durable_others", "lost", "nothing")
+WRITING = {column: SAVING[column] for column in _OF_WRITING}
 LOADS = {"read": "every rank reads", "broadcast": "rank 0 reads and broadcasts", "restore": "`restore()`"}
-_SMALL_ONES = (FEW, MANY)
 
 
 def _about(result: Result) -> str:
@@ -799,13 +802,14 @@ def ratios(result: Result, who: str, other: str, column: str) -> list[float]:
     """Return, round by round, a figure of the wide model over that of another who saves it."""
     values, base = (_of(result, WIDE, name, column) for name in (who, other))
     if column == "lost" and base:
-        # Of differences of times the median is a sound base, a single one is not.
-        base = [statistics.median(base)] * len(values)
+        # Of differences of times the median is a sound base, a single one is not, and noise is none.
+        known = statistics.median(base) > statistics.median(_of(result, WIDE, other, "nothing"))
+        base = [statistics.median(base)] * len(values) if known else []
     return [there / one for there, one in zip(values, base, strict=False)]
 
 
 def _ratios(result: Result) -> str:
-    columns = {column: WRITING[column] for column in ("call", "call_others", "durable", "lost")}
+    columns = {column: WRITING[column] for column in _OF_WRITING if column != "nothing"}
     rows = []
     for who in result.figures.get(WIDE, {}):
         one = f"{who.partition(', ')[0]}, {ONE}"
@@ -830,7 +834,7 @@ def _reached(result: Result) -> Rows:
     for who in _ours(result):
         added = [middle(additions(result, state, who, "cpu")) for state in _SMALL_ONES]
         more = _difference(*added)
-        yield f"{who}: CPU of the call, added with many tensors more than with few, ms", 0.3, more
+        yield f"{who}: CPU of the call, added with many tensors more than with few, ms", 0.5, more
     for what in ("messages", "bytes"):
         yield f"{what} of a save, many tensors / few", 1.02, _growth(result, what)
     for size in result.settings["ranks"]:
@@ -941,7 +945,7 @@ def _measured(arguments: argparse.Namespace) -> Result:
         wide=arguments.wide or (192 if quick else 512),
         peers=PEERS[:1] if quick else PEERS,
         rounds=arguments.rounds or (2 if quick else 5),
-        saves=3 if quick else 8,
+        saves=3 if quick else 5,
     )
     start = _seconds()
     load = f"{os.getloadavg()[0]:.1f} before the first process was started"

@@ -6,6 +6,7 @@ import hashlib
 import random
 import shutil
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from resumable import ResumableError, Run, RunState, StateMismatch
+from resumable import CannotStore, ResumableError, Run, RunState, StateMismatch
 
 EPOCHS = 2
 
@@ -545,3 +546,121 @@ def test_workers_of_a_new_rank_do_not_draw_what_those_of_another_draw(tmp_path: 
     found = values(processes.run(3, noisy, tmp_path / "run", folder=tmp_path))
 
     assert found[2] not in found[:2]
+
+
+class Refusing:
+    """A part that takes its state on all ranks but one."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.refuses = False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rank": self.rank}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.refuses:
+            raise ValueError("no")
+
+
+def goes_on(rank: int, run_dir: Path) -> Any:
+    """Meet errors that a script may catch, and go on after each of them."""
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    part = Refusing(rank)
+    told: list[str] = []
+
+    def step() -> None:
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()
+
+    def caught(do: Callable[[], Any]) -> None:
+        try:
+            do()
+        except (ResumableError, CannotStore) as exc:
+            told.append(type(exc).__name__)
+        else:
+            told.append("fine")
+
+    extra = {"part": part}
+    with RunState.load(
+        run_dir, model=model, optimizer=optimizer, extra=extra, maximize="acc", timeout=20
+    ) as state:
+        weight = model.weight.item()
+        step()
+        state.save(acc=1.0).wait()
+        # One that is not there; and one whose state one rank refuses.
+        caught(lambda: state.restore(7))
+        step()
+        part.refuses = rank == 1
+        caught(lambda: state.restore(1))
+        assert model.weight.item() == weight - 2, "a rank has another weight than before"
+        assert state.step == 2
+        part.refuses = False
+        caught(lambda: state.save(acc=2.0).wait())
+        # One rank cannot store what it has: the others hear of it at their next call.
+        if rank == 1:
+            state.vars["bad"] = lambda: 0
+        caught(lambda: state.save(acc=9.0).wait())
+        state.vars.pop("bad", None)
+        best = state.best, state.metrics
+        step()
+        caught(lambda: state.save(acc=1.5).wait())
+        # The same, without waiting: the rank that was told goes on to the next save before the others.
+        if rank == 1:
+            state.vars["bad"] = lambda: 0
+        caught(lambda: state.save(acc=9.0))
+        state.vars.pop("bad", None)
+        caught(lambda: state.save(acc=9.0))
+        step()
+        caught(lambda: state.save(acc=3.0).wait())
+        return told, best, state.best, state.step
+
+
+def test_a_training_goes_on_after_an_error_that_it_catches(tmp_path: Path) -> None:
+    found = values(processes.run(2, goes_on, tmp_path / "run", folder=tmp_path))
+
+    (first, *rest), (second, *others) = found
+    assert rest == others == [(2.0, {"acc": 2.0}), 3.0, 4]
+    assert first[:5] == ["CheckpointNotFound", "StateMismatch", "fine", "CannotStore", "fine"]
+    assert first[:5] == second[:5]
+    # Each hears of the second failure once, when it is asked next, and then all save again.
+    assert first[5:] == ["fine", "CannotStore", "fine"]
+    assert second[5:] == ["CannotStore", "fine", "fine"]
+    assert Run(tmp_path / "run").checkpoints()[-1].about.step == 4
+
+
+def iterables(rank: int, run_dir: Path, allow: list[str]) -> Any:
+    """Loop over data that RunState was not given, and stop in the middle of an epoch."""
+    with RunState.load(run_dir, timeout=20, allow=allow) as state:
+        for _ in state.epochs(1):
+            for number, _ in enumerate(state.batches(range(rank, 12, 2)), 1):
+                if number == 2:
+                    state.save()
+                    return state.resumed
+    return "at the end"
+
+
+def test_data_that_was_not_given_cannot_be_divided_anew(tmp_path: Path) -> None:
+    values(processes.run(2, iterables, tmp_path / "run", [], folder=tmp_path))
+
+    refused = processes.run(3, iterables, tmp_path / "run", [], folder=tmp_path)
+    allowed = processes.run(3, iterables, tmp_path / "run", ["position.range"], folder=tmp_path)
+
+    assert all("looped over by each of 2 processes for itself" in str(one.error) for one in refused)
+    assert values(allowed) == [True] * 3
+
+
+def refused(rank: int, run_dir: Path) -> Any:
+    try:
+        RunState.load(run_dir, timeout=20, elastic=False)
+    except ResumableError as exc:
+        return type(exc).__name__
+    return "loaded"
+
+
+def test_a_checkpoint_that_may_not_be_read_is_refused_on_all_ranks_alike(tmp_path: Path) -> None:
+    with RunState.load(tmp_path / "run", elastic=False) as state:
+        state.save()
+
+    assert values(processes.run(2, refused, tmp_path / "run", folder=tmp_path)) == ["StateMismatch"] * 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import math
 import os
@@ -13,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -1135,3 +1137,15 @@ def test_a_checkpoint_whose_rename_could_not_be_flushed_still_counts_as_the_best
     for _ in range(2):
         with RunState.load(run_dir, maximize="acc") as state:
             assert state.best == 0.9
+
+
+def test_a_state_that_is_dropped_is_gone_at_once(run_dir: Path) -> None:
+    state = RunState.load(run_dir, extra={"values": {"one": 1}})
+    state.save().wait()
+    kept = weakref.ref(state)
+    gc.disable()
+    try:
+        del state
+        assert kept() is None, "something in it leads back to it: its run stays locked until a collection"
+    finally:
+        gc.enable()
