@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -126,6 +129,27 @@ def _join(rank: int, size: int, port: Path) -> None:
         number = int(port.read_text())
         store = dist.TCPStore("127.0.0.1", number, size, is_master=False, timeout=wait)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=wait)
+
+
+def alone(test: Callable[..., None]) -> Callable[..., None]:
+    """Let a test run in a process of its own, which is a group of one.
+
+    What torch keeps of a group (DTensor does, in each thread) hangs whatever is forked from another thread.
+    """
+
+    @functools.wraps(test)
+    def in_its_own(**arguments: Any) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            (ended,) = run(1, _wrapped, test.__module__, test.__name__, arguments, folder=Path(folder))
+        if ended.error:
+            raise ended.error
+        assert ended.exitcode == 0
+
+    return in_its_own
+
+
+def _wrapped(_: int, module: str, name: str, arguments: dict[str, Any]) -> None:
+    getattr(importlib.import_module(module), name).__wrapped__(**arguments)
 
 
 def stop_myself() -> None:

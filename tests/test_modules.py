@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import processes
 import pytest
 import torch
 from safetensors.torch import load_file, load_model
@@ -664,9 +665,8 @@ SPLIT: Mapping[str, tuple[Callable[[], nn.Module], str, str]] = {
 }
 
 
-@pytest.mark.usefixtures("_alone")
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("kind", SPLIT)
+@processes.alone
 def test_a_model_of_which_each_process_has_a_share_is_refused(run_dir: Path, kind: str) -> None:
     build, text, tool = SPLIT[kind]
     model = build()

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import processes
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.distributed import HashStore
 
 from resumable import RunState, StateMismatch, Unsupported
 from resumable.optimizers import OptimizerPart
@@ -493,15 +493,7 @@ def test_a_scaler_may_be_switched_on_and_off(run_dir: Path, enabled: tuple[bool,
         assert scaler.get_scale() == (64.0 if on else 1.0)
 
 
-@pytest.fixture
-def _alone() -> Iterator[None]:
-    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.usefixtures("_alone")
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+@processes.alone
 def test_an_optimizer_whose_state_is_split_over_the_processes_is_refused(run_dir: Path) -> None:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -511,8 +503,7 @@ def test_an_optimizer_whose_state_is_split_over_the_processes_is_refused(run_dir
         RunState(run_dir, optimizer=optimizer)
 
 
-@pytest.mark.usefixtures("_alone")
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@processes.alone
 def test_an_optimizer_of_parameters_that_are_split_is_refused(run_dir: Path) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -524,8 +515,7 @@ def test_an_optimizer_of_parameters_that_are_split_is_refused(run_dir: Path) -> 
         RunState(run_dir, extra={"it": optimizer})
 
 
-@pytest.mark.usefixtures("_alone")
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+@processes.alone
 def test_an_optimizer_of_flattened_parameters_is_refused(run_dir: Path) -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
