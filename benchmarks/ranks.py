@@ -945,7 +945,7 @@ def _measured(arguments: argparse.Namespace) -> Result:
         wide=arguments.wide or (192 if quick else 512),
         peers=PEERS[:1] if quick else PEERS,
         rounds=arguments.rounds or (2 if quick else 5),
-        saves=3 if quick else 5,
+        saves=2 if quick else 5,
     )
     start = _seconds()
     load = f"{os.getloadavg()[0]:.1f} before the first process was started"

@@ -63,6 +63,12 @@ class RunState:
     and dataclasses. `keep` is how many of the newest checkpoints stay (None: all); the best one,
     by the metric to `maximize` or to `minimize`, always does.
 
+    In a training of several processes each makes its own, once torch.distributed is initialised.
+    `per_rank` names parts of `extra` that each keeps for itself; `timeout` (in seconds) is how long one
+    waits for another; `elastic`: whether their number may change; `shared`: whether all see the same
+    disk; `write`: whether "one" of them or "all" write what all have; `check_replicas`: whether each
+    save compares that.
+
     >>> model = torch.nn.Linear(2, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     >>> with RunState.load("runs/exp", model=model, optimizer=optimizer, minimize="loss") as state:
