@@ -489,7 +489,7 @@ class RunState:
             self._image.reserve(size + size // 1000, self._try_disk)
 
     def _try_disk(self, scratch: memoryview) -> None:
-        if self.run.path.is_dir():
+        if self.run.path.is_dir() and self._crew.leads:
             # (a save has more use for the disk)
             self._way = blocks.fastest_way(
                 self.run.path, scratch, lambda: not self._number and not self._is_closed

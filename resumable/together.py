@@ -79,7 +79,7 @@ class Together:
                 with stage.making(shared):
                     written = self._lead(number, stage, files, way)
             else:
-                written = self._follow(number, stage, files, way)
+                written = self._follow(number, stage, files)
         except BaseException as exc:
             self.fail(number, exc)
             self._failed += [stage] if stage and self.group.leads else []
@@ -171,7 +171,7 @@ class Together:
 
     def _lead(self, number: int, stage: Stage, files: Mapping[str, Content], way: Way) -> dict[str, Written]:
         about = self.heard(number)
-        self._post_own(number, "stage", True)
+        self._post_own(number, "stage", way)
         if self.group.outside:
             self._send(number, files)
         written = stage.write(files, way)
@@ -182,10 +182,9 @@ class Together:
         self._publish(number, stage, about)
         return written
 
-    def _follow(
-        self, number: int, stage: Stage, files: Mapping[str, Content], way: Way
-    ) -> dict[str, Written]:
-        self._wait(number, "stage", [self.group.leader])
+    def _follow(self, number: int, stage: Stage, files: Mapping[str, Content]) -> dict[str, Written]:
+        # As the leader writes: ways that mix in one file hinder each other.
+        (way,) = self._wait(number, "stage", [self.group.leader])
         if self.group.outside:
             self._send(number, files)
         try:
