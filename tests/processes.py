@@ -106,12 +106,20 @@ def _call(
             traceback.print_exc()
             found.error = exc
     found.printed, found.seconds = printed.getvalue(), time.monotonic() - began
+    _save_coverage()
     answer.send(found)
     answer.close()
     sys.stderr.flush()
     # The store is in rank 0: it stays until the others have had their say.
     if rank == 0:
         time.sleep(0.2)
+
+
+def _save_coverage() -> None:
+    # (a process that was forked ends without it)
+    if (module := sys.modules.get("coverage")) and (measured := module.Coverage.current()):
+        measured.stop()
+        measured.save()
 
 
 def _join(rank: int, size: int, port: Path) -> None:
