@@ -129,7 +129,9 @@ class Stage:
         return {file: self._write(file, content, way) for file, content in files.items()}
 
     def _write(self, file: str, content: Content, way: Way) -> Written:
-        (self.path / file).parent.mkdir(exist_ok=True)
+        if not (folder := (self.path / file).parent).is_dir():
+            # (another process may be as quick)
+            folder.mkdir(exist_ok=True)
         if content.is_share():
             return Written(self.path / file, content.size, blocks.write_share(self.path / file, content, way))
         return blocks.put(self.path / file, content, way)

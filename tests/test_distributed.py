@@ -128,6 +128,7 @@ def values(found: list[processes.Ended]) -> list[Any]:
     [
         (2, (3, 2), {"workers": 2}),
         (4, (2, 3), {}),
+        pytest.param(4, (3, 1), {"workers": 2}, marks=pytest.mark.heavy),
         pytest.param(2, (9, 9), {}, marks=pytest.mark.heavy),
         pytest.param(2, (3, 3), {"window": 2}, marks=pytest.mark.heavy),
         pytest.param(2, (2, 9), {"drop_last": True}, marks=pytest.mark.heavy),
