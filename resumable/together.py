@@ -183,7 +183,7 @@ class Together:
         return written
 
     def _follow(self, number: int, stage: Stage, files: Mapping[str, Content]) -> dict[str, Written]:
-        # As the leader writes: ways that mix in one file hinder each other.
+        # As the leader writes: if each tried the disk, they would try it at once.
         (way,) = self._wait(number, "stage", [self.group.leader])
         if self.group.outside:
             self._send(number, files)
