@@ -81,7 +81,8 @@ def _awaited(process: Any, answer: Any, end: float) -> Ended:
 
 
 def _is_stopped(pid: int) -> bool:
-    with contextlib.suppress(FileNotFoundError):
+    # (a process that ends between the opening and the reading of its file is not found in another way)
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     return False
 
