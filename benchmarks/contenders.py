@@ -129,7 +129,9 @@ class Resumable(Contender):
 
     def tidy(self) -> None:
         """Keep the newest, of which the next may link what did not change."""
-        self.run_state.run.prune(1, ())
+        from resumable.policy import Keep
+
+        self.run_state.run.prune(Keep(1), ())
 
     def close(self) -> None:
         """Close the run."""

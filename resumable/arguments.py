@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 import operator
+import re
+import signal
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from .errors import UsageError
 from .manifest import Goal
+from .policy import Every, Keep
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -27,11 +31,14 @@ def _number(name: str, value: Any) -> float:
         ) from exc
 
 
-def patterns(name: str, given: Any) -> tuple[str, ...]:
-    """Return the patterns of `allow` or `override`; one string would be read letter by letter."""
-    if isinstance(given, str) or not all(isinstance(pattern, str) for pattern in given):
-        raise UsageError(f"{name}={given!r} is not a list of names.", fix=f"write {name}=['model.head.*'].")
-    return tuple(given)
+def patterns(name: str, given: Any, example: str = "model.head.*") -> tuple[str, ...]:
+    """Return names, or patterns of them; one string would be read letter by letter."""
+    if isinstance(given, Iterable) and not isinstance(given, str):
+        found = tuple(given)
+        if all(isinstance(pattern, str) for pattern in found):
+            return found
+    meant = given if isinstance(given, str) else example
+    raise UsageError(f"{name}={given!r} is not a list of names.", fix=f"write {name}=[{meant!r}].")
 
 
 def goal(maximize: str | None, minimize: str | None) -> Goal | None:
@@ -52,14 +59,39 @@ def goal(maximize: str | None, minimize: str | None) -> Goal | None:
     return None if minimize is None else Goal(minimize, False)
 
 
-def keep(keep: Any) -> int | None:
-    """Return how many of the newest checkpoints stay; None for all."""
-    if keep is None or (isinstance(keep, int) and keep >= 1 and keep is not True):
-        return keep
+def keep(given: Any, goal: Goal | None) -> Keep | None:
+    """Return which checkpoints stay; None for all.
+
+    >>> keep({"newest": 3, "every": "1000 steps"}, None)
+    Keep(newest=3, best=1, every=Every(seconds=None, steps=1000, epochs=None, budget=None, mtbf=None))
+    """
+    if given is None:
+        return None
+    if _is_number(given):
+        return Keep(given)
+    if isinstance(given, Mapping) and given and given.keys() <= {"newest", "best", "every"}:
+        newest, best, every = given.get("newest", 1), given.get("best", 1), given.get("every")
+        if _is_number(newest) and _is_number(best):
+            _check_best(given, goal)
+            multiples = None if every is None else _rules("keep['every']", every, _MULTIPLES)
+            return Keep(newest, best, multiples)
     raise UsageError(
-        f"keep={keep!r} does not say how many checkpoints stay.",
-        fix="give a whole number from 1, or None to keep all.",
+        f"keep={given!r} does not say how many checkpoints stay.",
+        fix="give a whole number from 1, or None to keep all, or the like of "
+        "keep={'newest': 3, 'best': 2, 'every': '1000 steps'}.",
     )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int) and value >= 1 and value is not True
+
+
+def _check_best(given: Mapping[str, Any], goal: Goal | None) -> None:
+    if given.get("best", 1) > 1 and goal is None:
+        raise UsageError(
+            f"keep={dict(given)!r}, but nothing says which checkpoints are the best.",
+            fix="name the metric that decides: maximize='val_acc' or minimize='val_loss'.",
+        )
 
 
 def count(name: str, value: Any) -> int:
@@ -70,10 +102,95 @@ def count(name: str, value: Any) -> int:
 
 
 def seconds(name: str, value: Any) -> float:
-    """Return a time that is more than none."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf:
-        return float(value)
-    raise UsageError(f"{name}={value!r} is not a time.", fix=f"give {name} in seconds, as {name}=60.")
+    """Return a time that is more than none, in seconds.
+
+    >>> seconds("max_time", "3h50m"), seconds("max_time", "2-12:00:00"), seconds("max_time", 60)
+    (13800.0, 216000.0, 60.0)
+    """
+    found = _seconds_of(value) if isinstance(value, str) else value
+    if isinstance(found, (int, float)) and not isinstance(found, bool) and 0 < found < math.inf:
+        return float(found)
+    raise UsageError(
+        f"{name}={value!r} is not a time.",
+        fix=f"give {name} in seconds, as {name}=60, or as '10 min', '3h50m', '3:50:00', '2-12:00:00'.",
+    )
+
+
+def _seconds_of(text: str) -> float | None:
+    text = text.strip()
+    if clock := _CLOCK.fullmatch(text):
+        days, hours, minutes, rest = (int(part or 0) for part in clock.groups())
+        # "3:50" alone is hours to one and minutes to another (and to SLURM).
+        is_plain = clock[1] is not None or clock[4] is not None
+        return 86400.0 * days + 3600 * hours + 60 * minutes + rest if is_plain else None
+    if not _LENGTH.fullmatch(text):
+        return None
+    found = [(_UNITS.get(unit.lower(), 0), float(number)) for number, unit in _PIECE.findall(text)]
+    units = [unit for unit, _ in found]
+    # Each of them once and the longest first: what else was written was not meant.
+    if 0 in units or units != sorted({*units}, reverse=True):
+        return None
+    return sum(unit * number for unit, number in found)
+
+
+_CLOCK = re.compile(r"(?:([0-9]{1,9})-)?([0-9]{1,9})(?::([0-5]?[0-9])(?::([0-5]?[0-9]))?)?")
+_PIECE = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,12})?)\s*([a-zA-Z]+)\s*")
+_LENGTH = re.compile(f"(?:{_PIECE.pattern})+")
+_UNITS = {
+    **dict.fromkeys(("s", "sec", "secs", "second", "seconds"), 1),
+    **dict.fromkeys(("m", "min", "mins", "minute", "minutes"), 60),
+    **dict.fromkeys(("h", "hr", "hrs", "hour", "hours"), 3600),
+    **dict.fromkeys(("d", "day", "days"), 86400),
+}
+
+
+def every(given: Any, mtbf: Any = None) -> Every | None:
+    """Return when to save by itself: a rule, or several of which the first to come counts.
+
+    >>> every(["500 steps", "10 min", "1 %"])
+    Every(seconds=600.0, steps=500, epochs=None, budget=0.01, mtbf=None)
+    """
+    failures = None if mtbf is None else seconds("mtbf", mtbf)
+    if given is None:
+        return None if failures is None else Every(mtbf=failures)
+    return replace(_rules("every", given, _RULES), mtbf=failures)
+
+
+def when(rules: Any, mtbf: Any, max_time: Any) -> tuple[Every, float | None]:
+    """Return when to save by itself, and the seconds after which to leave."""
+    limit = None if max_time is None else seconds("max_time", max_time)
+    return every(rules, mtbf) or Every(), limit
+
+
+def _rules(name: str, given: Any, may_be: str) -> Every:
+    many = [*given] if isinstance(given, (list, tuple)) else [given]
+    found = [_rule(name, one, may_be) for one in many]
+    kinds = [kind for kind, _ in found]
+    if not found or len({*kinds}) < len(kinds):
+        raise UsageError(
+            f"{name}={given!r} " + ("gives one kind of rule twice." if found else "is empty."),
+            fix=f"give one of each at most: {may_be}.",
+        )
+    return Every(**dict(found))
+
+
+def _rule(name: str, given: Any, may_be: str) -> tuple[str, Any]:
+    if _is_number(given):
+        return "steps", given
+    text = given.strip() if isinstance(given, str) else ""
+    if (counted := _COUNTED.fullmatch(text)) and int(counted[1]):
+        return f"{counted[2]}s", int(counted[1])
+    if "%" in may_be and (share := _SHARE.fullmatch(text)) and 0 < float(share[1]) < 100:
+        return "budget", float(share[1]) / 100
+    if time := _seconds_of(text):
+        return "seconds", time
+    raise UsageError(f"{name}={given!r} does not say how often.", fix=f"say {may_be}.")
+
+
+_COUNTED = re.compile(r"([0-9]{1,12})\s*(step|epoch)s?")
+_SHARE = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,12})?)\s*%")
+_MULTIPLES = "'1000 steps' (or 1000), '10 epochs', '1 day', or a list of them"
+_RULES = "'10 min', '500 steps' (or 500), '2 epochs', '1 %' (of the training's time), or a list of them"
 
 
 def write(value: Any) -> bool:
@@ -88,10 +205,45 @@ def write(value: Any) -> bool:
 
 def per_rank(given: Any, names: Iterable[str]) -> set[str]:
     """Return the extra parts that each process has for itself, by their whole names."""
-    found = {f"extra.{name}" for name in patterns("per_rank", given)}
+    found = {f"extra.{name}" for name in patterns("per_rank", given, "name")}
     if unknown := found - {*names}:
         raise UsageError(
             f"per_rank names {', '.join(sorted(unknown))}, which was not given to RunState.",
             fix="name parts of extra={...}: per_rank=['name'].",
         )
     return found
+
+
+def save_on(given: Any) -> list[signal.Signals]:
+    """Return the signals that end a training in good order.
+
+    >>> save_on(["SIGTERM"])
+    [<Signals.SIGTERM: 15>]
+    """
+    names = patterns("save_on", given, "SIGTERM")
+    return [_signal(name) for name in names if name not in SAVE_ON or hasattr(signal, name)]
+
+
+def _signal(name: str) -> signal.Signals:
+    found = signal.Signals.__members__.get(name)
+    if found is None or name in ("SIGKILL", "SIGSTOP"):
+        what = "is no signal here" if found is None else "cannot be noted by any process"
+        raise UsageError(
+            f"save_on names {name!r}, which {what}.",
+            fix=f"give names such as save_on={SAVE_ON!r}, or () for none.",
+        )
+    return found
+
+
+SAVE_ON = ("SIGTERM", "SIGUSR1", "SIGINT")
+"""What queues, clusters and people end a training with; not every system has all."""
+
+
+def on_preempt(value: Any) -> bool:
+    """Return whether a training that has to leave raises instead of exiting."""
+    if value in ("exit", "raise"):
+        return bool(value == "raise")
+    raise UsageError(
+        f"on_preempt={value!r} does not say how to leave.",
+        fix="give 'exit', or 'raise': then Preempted is raised.",
+    )

@@ -92,6 +92,7 @@ class Stage:
         self._number, self._step = number, step
         self.path = folder / f".stage-{number:06}-{token or secrets.token_hex(4)}"
         self.target = folder / name(number, step)
+        self._size = 0
 
     @contextlib.contextmanager
     def making(self, shared: Mapping[str, int] | None = None) -> Iterator[None]:
@@ -116,16 +117,18 @@ class Stage:
 
     def failed(self, cause: OSError) -> SaveFailed:
         """Return what the user is told of an error of the disk."""
-        advice = "mend the cause and call save() again"
+        advice, known = "mend the cause and call save() again", ""
         if cause.errno in (errno.ENOSPC, errno.EDQUOT):
+            known = f" There were {self._size:,} bytes to write{_free(self._folder)}."
             advice = f"make room on the disk of {self._folder} and call save() again, or keep fewer (keep=)"
         return SaveFailed(
-            f"checkpoint {self._number} (step {self._step}) could not be written: {cause}.",
+            f"checkpoint {self._number} (step {self._step}) could not be written: {cause}.{known}",
             fix=f"{advice}. The checkpoints before it are untouched.",
         )
 
     def write(self, files: Mapping[str, Content], way: Way = "paced") -> dict[str, Written]:
         """Write files, or links to the last save's, flushed."""
+        self._size += sum(content.data.nbytes for content in files.values())
         return {file: self._write(file, content, way) for file, content in files.items()}
 
     def _write(self, file: str, content: Content, way: Way) -> Written:
@@ -157,6 +160,16 @@ class Stage:
     def published(self, written: Mapping[str, Written]) -> dict[str, Written]:
         """Return where what was written lies now."""
         return {file: one._replace(path=self.target / file) for file, one in written.items()}
+
+
+def _free(folder: Path) -> str:
+    with contextlib.suppress(OSError, AttributeError):  # (Windows has no statvfs)
+        found = os.statvfs(folder)
+        # (some file systems do not count the files, and say 0)
+        if found.f_files and not found.f_favail:
+            return ", and no more files can be made on its disk"
+        return f", and {found.f_bavail * found.f_frsize:,} are free"
+    return ""
 
 
 def remove(folder: Path) -> None:

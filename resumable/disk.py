@@ -130,8 +130,14 @@ def make_folder(path: Path) -> None:
 def replace(path: Path, data: bytes) -> None:
     """Put a small file in place as a whole: readers see the old content or the new one."""
     fresh = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
-    write(fresh, data)
-    os.replace(fresh, path)
+    try:
+        write(fresh, data)
+        os.replace(fresh, path)
+    except BaseException:
+        # On a full disk the half of a file is more than there is room for.
+        with contextlib.suppress(OSError):
+            os.unlink(fresh)
+        raise
     flush_folder(path.parent)
 
 

@@ -9,7 +9,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TypeVar
@@ -29,6 +29,7 @@ from .errors import (
 )
 from .listing import Changes, Listing, Stamp, number_of, stamp
 from .manifest import Best, Goal, Manifest
+from .policy import Facts, Keep
 
 T = TypeVar("T")
 Which = str | int | os.PathLike[str]
@@ -55,7 +56,7 @@ class Run:
         self._guard = threading.RLock()
         self._kept: Listing | None = None
         # Not the manifests: those of a big model are megabytes.
-        self._metrics: dict[str, tuple[Stamp | None, Mapping[str, float]]] = {}
+        self._facts: dict[str, tuple[Stamp | None, Facts]] = {}
 
     def __str__(self) -> str:
         return str(self._given)
@@ -104,6 +105,10 @@ class Run:
         if kept and not kept.is_sure and kept.leaders and kept.names == fresh.parsed().names:
             fresh.leaders = kept.leaders
         return fresh
+
+    def holds(self, found: Checkpoint) -> bool:
+        """Whether a checkpoint is one of this run."""
+        return found.path.resolve().parent == self.folder.resolve()
 
     def path_of(self, number: int) -> Path | None:
         """Return the folder of a checkpoint, if it is there."""
@@ -278,7 +283,7 @@ class Run:
             listing = self._look().parsed()
             if goal in listing.leaders and self._is_as_it_was(listing, listing.leaders[goal]):
                 return listing.leaders[goal]
-            history = ((number, self._metrics_of(name)) for number, name in listing.names.items())
+            history = ((number, self._facts_of(name).metrics) for number, name in listing.names.items())
             listing.leaders[goal] = leader = policy.best_of(goal, history)
             return leader
 
@@ -286,18 +291,23 @@ class Run:
         if leader is None:
             return True
         name = listing.names[leader.number]
-        return self._metrics[name][0] == stamp(self.folder / name / manifest.NAME)
+        return self._facts[name][0] == stamp(self.folder / name / manifest.NAME)
 
-    def _metrics_of(self, name: str) -> Mapping[str, float]:
+    def _facts_of(self, name: str) -> Facts:
         seen = stamp(self.folder / name / manifest.NAME)
-        known = self._metrics.get(name)
+        known = self._facts.get(name)
         if known and known[0] == seen:
             return known[1]
-        metrics: Mapping[str, float] = {}
+        facts = _named(name)
         with contextlib.suppress(CheckpointDamaged):
-            metrics = _opened(self.folder / name).about.metrics
-        self._metrics[name] = seen, metrics
-        return metrics
+            facts = _told(_opened(self.folder / name).about)
+        self._facts[name] = seen, facts
+        return facts
+
+    def _known(self, name: str) -> Facts:
+        # Not looked at again: of what every= keeps there may be thousands, and each save prunes.
+        known = self._facts.get(name)
+        return known[1] if known else self._facts_of(name)
 
     @contextlib.contextmanager
     def adding(self, about: Manifest) -> Iterator[None]:
@@ -307,11 +317,11 @@ class Run:
             yield
             changes.added.append(name)
         with self._guard:
-            self._metrics[name] = stamp(self.folder / name / manifest.NAME), about.metrics
+            self._facts[name] = stamp(self.folder / name / manifest.NAME), _told(about)
             # Here, where nobody waits: the next one to look is the training.
             leaders = self._look().leaders
             for goal, leader in leaders.items():
-                leaders[goal] = policy.update_best(leader, goal, about.metrics, about.number)
+                leaders[goal] = policy.update_leader(leader, goal, about.metrics, about.number)
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[Changes]:
@@ -324,19 +334,24 @@ class Run:
             with self._guard:
                 listing.follow(changes, time.perf_counter() - started)
                 for name in changes.removed:
-                    self._metrics.pop(name, None)
+                    self._facts.pop(name, None)
                 # One that was made in the meantime has seen the folder half changed.
                 if self._kept is not listing:
                     self._kept = None
 
-    def prune(self, keep: int | None, protect: Iterable[int | None]) -> None:
-        """Delete all but the newest `keep` checkpoints and the protected ones.
+    def prune(self, keep: Keep | None, protect: Iterable[int | None], goal: Goal | None = None) -> None:
+        """Delete all checkpoints but those that `keep` names and the protected ones.
 
         To be called when the newest one is durable: until then an older one may be the last intact one.
         """
+        if keep is None:
+            return
+        # For most rules the names say enough: each manifest that is looked at takes its time.
+        facts_of = self._known if keep.every or (goal and keep.best > 1) else _named
         with self._guard:
-            listing = self._look().parsed()
-            going = [listing.names[number] for number in policy.to_prune(listing.numbers, keep, protect)]
+            names = self._look().parsed().names
+            facts = [facts_of(name) for name in names.values()]
+            going = [names[number] for number in policy.to_prune(facts, keep, goal, protect)]
         if not going:
             return
         with self._changing() as changes:
@@ -376,13 +391,30 @@ class Run:
                 warn(f"what a killed save left in {path} could not be removed: {exc}")
 
 
-_LINK_DEBRIS = re.compile(r"\.(?:newest|best|run\.json|probe)-[0-9a-f]{8}")
+_LINK_DEBRIS = re.compile(r"\.(?:newest|best|run\.json|splits\.json|probe)-[0-9a-f]{8}")
 
 
 def _siblings(path: Path) -> list[str]:
     with contextlib.suppress(OSError):
-        return [entry.name for entry in path.parent.iterdir() if (entry / "run.json").exists()]
+        return [
+            entry.name
+            for entry in path.parent.iterdir()
+            if entry.name != path.name and (entry / "run.json").exists()
+        ]
     return []
+
+
+def _named(name: str) -> Facts:
+    number, _, step = name.split("-")
+    return Facts(int(number), int(step))
+
+
+def _told(about: Manifest) -> Facts:
+    saved = 0.0
+    # (anything may stand there)
+    with contextlib.suppress(ValueError):
+        saved = datetime.fromisoformat(about.saved).timestamp()
+    return Facts(about.number, about.step, about.epoch, saved, about.metrics)
 
 
 def _opened(path: Path) -> Checkpoint:

@@ -9,6 +9,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,6 +34,7 @@ from resumable import (
 from resumable.blocks import Content
 from resumable.checkpoint import Checkpoint
 from resumable.manifest import Best, Goal, Manifest
+from resumable.policy import Every, Keep
 from resumable.run import Run
 
 GOAL = Goal("loss", maximize=False)
@@ -220,6 +222,16 @@ def test_a_mistyped_directory_suggests_the_one_beside_it(run: Run, tmp_path: Pat
         Run(tmp_path / "runs" / "exp2").check("must")
 
 
+def test_a_run_without_checkpoints_does_not_suggest_itself(run_dir: Path) -> None:
+    run = Run(run_dir)
+    run.acquire()
+    run.identity()
+    run.release()
+
+    with pytest.raises(CheckpointNotFound, match=r"holds no checkpoint\.\n"):
+        Run(run_dir).check("must")
+
+
 def test_a_directory_that_is_like_no_run_suggests_nothing(run: Run, tmp_path: Path) -> None:
     run.identity()
     (tmp_path / "runs" / "data1").mkdir()
@@ -289,7 +301,7 @@ def _count(monkeypatch: pytest.MonkeyPatch, name: str, of: str) -> list[str]:
     return calls
 
 
-def _save(run: Run, keep: int | None = None, **metrics: float) -> int:
+def _save(run: Run, keep: Keep | None = None, **metrics: float) -> int:
     number = (run.highest() or 0) + 1
     with run.adding(_about(number, **metrics)):
         _commit(run, number, **metrics)
@@ -341,7 +353,7 @@ def test_a_save_among_many_lists_nothing_and_opens_no_manifest(
     # What commit() and prune() flush is opened too: once each, and once for the one that is pruned.
     flushes = 2 * 3
 
-    numbers = [_save(many, 50, loss=30.0) for _ in range(3)]
+    numbers = [_save(many, Keep(50), loss=30.0) for _ in range(3)]
 
     assert numbers == [51, 52, 53]
     assert len(listed) == flushes
@@ -409,7 +421,7 @@ def test_a_change_in_the_same_tick_of_the_clock_is_seen(run: Run, monkeypatch: p
     assert run.numbers() == [1, 2]
     (run.folder / "mine").rename(run.folder / "000003-step-00000030")
     assert run.numbers() == [1, 2, 3]
-    assert [_save(run, 3), _save(run, 3)] == [4, 5]
+    assert [_save(run, Keep(3)), _save(run, Keep(3))] == [4, 5]
     assert run.numbers() == [3, 4, 5]
 
 
@@ -436,7 +448,7 @@ def test_a_listing_that_is_stale_leads_through_no_link(
     with pytest.raises(CheckpointDamaged, match="000001-step-00000010 is damaged: it is a symbolic link"):
         run.open(1)
     with pytest.warns(ResumableWarning, match="checkpoint 1 in .* could not be pruned: it is a symbolic"):
-        run.prune(1, [2])
+        run.prune(Keep(1), [2])
 
     assert (tmp_path / "mine" / "model.safetensors").read_bytes() == b"weights 1"
 
@@ -483,7 +495,7 @@ def test_the_best_follows_what_is_saved_and_what_is_pruned(many: Run) -> None:
     _save(many, loss=-2.0)
     assert many.best(GOAL) == Best(GOAL, -2.0, 51)
 
-    many.prune(1, [])
+    many.prune(Keep(1), [])
     assert many.best(GOAL) == Best(GOAL, -2.0, 52)
     assert many.best(Goal("loss", maximize=True)) == Best(Goal("loss", maximize=True), -2.0, 52)
     assert many.best(None) is None
@@ -757,7 +769,7 @@ def littered(run: Run) -> tuple[Run, list[str]]:
 def test_what_killed_saves_left_is_removed_and_nothing_else(littered: tuple[Run, list[str]]) -> None:
     run, mine = littered
     debris = {".stage-000004-0123abcd", ".trash-000001-0123abcd", ".trash-1234567-0123abcd"}
-    debris |= {".newest-0123abcd", ".best-0123abcd", ".run.json-0123abcd"}
+    debris |= {".newest-0123abcd", ".best-0123abcd", ".run.json-0123abcd", ".splits.json-0123abcd"}
     before = set(run.path.rglob("*"))
 
     run.acquire()
@@ -774,7 +786,7 @@ def test_prune_touches_no_unknown_name(littered: tuple[Run, list[str]]) -> None:
     run, mine = littered
     run.acquire()
 
-    run.prune(1, [])
+    run.prune(Keep(1), [])
 
     assert run.numbers() == [3]
     assert all((run.path / name).read_text() == "mine" for name in mine)
@@ -902,7 +914,7 @@ def test_a_disk_without_links_costs_one_and_the_same_warning(
 
 
 def _left(run: Run, keep: int | None, *protect: int | None) -> list[int]:
-    run.prune(keep, protect)
+    run.prune(None if keep is None else Keep(keep), protect)
     for number in run.numbers():
         run.open(number).verify()
     assert sorted(os.listdir(run.folder)) == [run.open(number).path.name for number in run.numbers()]
@@ -924,13 +936,71 @@ def test_damaged_checkpoints_are_pruned_as_others_are(run: Run) -> None:
     assert _left(run, 1) == [3]
 
 
+def test_the_rules_of_what_stays_hold_save_after_save(run_dir: Path) -> None:
+    run, keep = Run(run_dir), Keep(2, best=2, every=Every(steps=40))
+    run.acquire()
+
+    for number in range(1, 14):
+        with run.adding(_about(number, loss=(number - 5) ** 2)):
+            _commit(run, number, loss=(number - 5) ** 2)
+        run.prune(keep, [], GOAL)
+
+    assert run.numbers() == [4, 5, 8, 12, 13]
+    assert _left_by(Run(run_dir), keep) == [4, 5, 8, 12, 13]
+    run.release()
+
+
+def _left_by(run: Run, keep: Keep) -> list[int]:
+    run.prune(keep, [], GOAL)
+    return run.numbers()
+
+
+def test_several_best_are_found_again_by_a_process_that_has_not_saved_them(many: Run) -> None:
+    assert _left_by(Run(many.path), Keep(1, best=3)) == [19, 20, 21, 50]
+
+
+def test_without_a_goal_no_manifest_is_opened_to_prune(many: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = _count(monkeypatch, "open", "manifest.json")
+
+    Run(many.path).prune(Keep(3), [7])
+
+    assert not opened
+    assert many.numbers() == [7, 48, 49, 50]
+
+
+def test_to_prune_by_rules_opens_no_manifest_twice(many: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = _count(monkeypatch, "open", "manifest.json")
+
+    for keep in (Keep(40, best=2), Keep(30, best=2), Keep(20, every=Every(steps=100))):
+        many.prune(keep, [], GOAL)
+
+    assert not opened
+    assert many.numbers() == [19, 20, 30, *range(31, 51)]
+
+
+def test_a_damaged_one_is_never_the_best_nor_of_an_epoch_or_a_day(run: Run) -> None:
+    _flip(run.open(1).path / "manifest.json")
+
+    assert _left_by(Run(run.path), Keep(1, best=3, every=Every(seconds=1, epochs=1))) == [2, 3]
+    assert _left_by(Run(run.path), Keep(1, every=Every(seconds=86400))) == [2, 3]
+
+
+def test_a_time_that_is_none_in_a_manifest_counts_for_no_day(run: Run) -> None:
+    shutil.rmtree(run.open(1).path)
+    about = replace(_about(1), saved="long ago")
+    with run.adding(about):
+        checkpoint.commit(run.folder, about, {})
+
+    assert _left_by(run, Keep(1, every=Every(seconds=1))) == [2, 3]
+
+
 @pytest.mark.parametrize("name", ["notes.txt", "ranks/plot.png", "model.json/"])
 def test_a_checkpoint_with_something_of_the_users_in_it_is_not_pruned(run: Run, name: str) -> None:
     path = run.open(1).path
     (path / name).mkdir() if name.endswith("/") else (path / name).write_text("mine")
 
     with pytest.warns(ResumableWarning, match=f"checkpoint 1 in {run.path} could not be pruned: .*{name}"):
-        run.prune(1, [])
+        run.prune(Keep(1), [])
 
     assert run.numbers() == [1, 3]
     run.open(1).verify()
@@ -943,7 +1013,7 @@ def test_a_checkpoint_that_is_a_link_is_not_ours_and_what_it_leads_to_stays(run:
     (other.folder / "000007-step-00000070").symlink_to(run.open(3).path)
 
     assert other.numbers() == [1]
-    other.prune(1, [])
+    other.prune(Keep(1), [])
 
     run.open(3).verify()
 
@@ -955,7 +1025,7 @@ def test_a_disk_that_refuses_to_prune_costs_one_and_the_same_warning(
     _failing(errno.EACCES, monkeypatch, name)
 
     with pytest.warns(ResumableWarning, match=r"2 in .* could not be pruned: Permission denied$") as warned:
-        run.prune(1, [1])
+        run.prune(Keep(1), [1])
 
     assert len(warned) == 1
     assert 3 in run.numbers()
@@ -974,7 +1044,7 @@ def test_what_is_pruned_is_never_half_there_under_its_name(run: Run, monkeypatch
 
     for name in ("rename", "fsync", "unlink"):
         watch(name, getattr(os, name))
-    run.prune(2, [])
+    run.prune(Keep(2), [])
 
     # The flush before the first file goes: after a power cut the name could otherwise be back.
     assert events[:2] == [("rename", [1, 2, 3]), ("fsync", [2, 3])]

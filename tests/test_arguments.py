@@ -1,0 +1,173 @@
+"""What users say in words: times, rules of when to save, what to keep."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from resumable import RunState, UsageError, arguments
+from resumable.manifest import Goal
+from resumable.policy import Every, Keep
+
+GOAL = Goal("loss", maximize=False)
+DAY = 86400
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [
+        (60, 60),
+        (0.5, 0.5),
+        ("90 s", 90),
+        ("1.5 h", 5400),
+        ("10min", 600),
+        (" 10 Minutes ", 600),
+        ("10 m", 600),
+        ("3h50m", 13800),
+        ("1 day 2 h 30 min 4 sec", DAY + 9004),
+        ("2 hrs", 7200),
+        ("3:50:00", 13800),
+        ("03:05:09", 11109),
+        ("100:00:00", 360000),
+        ("2-12:00:00", 2.5 * DAY),
+        ("2-12:30", 2.5 * DAY + 1800),
+        ("2-12", 2.5 * DAY),
+    ],
+)
+def test_a_time_is_taken_in_the_ways_people_write_it(given: Any, seconds: float) -> None:
+    assert arguments.seconds("max_time", given) == seconds
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *(0, -1, True, float("inf"), float("nan"), None, [], "", "0 s", "0:00:00"),
+        *("3:50", "50", "1 parsec", "10 min 10 min", "30 min 1 h", "-5 s", "1:60:00", "1:00:61", "1:2:3:4"),
+        *("1,5 h", "h", "5 s!", "inf s", "1e3 s", "٣ s", "9" * 5000, "9" * 400 + " s", torch.tensor(3)),
+    ],
+)
+def test_what_is_not_a_time_is_refused_with_what_may_be_said(given: Any) -> None:
+    with pytest.raises(UsageError, match=r"(?s)^max_time=.* is not a time.*'3:50:00'"):
+        arguments.seconds("max_time", given)
+
+
+@pytest.mark.parametrize(
+    ("given", "mtbf", "expected"),
+    [
+        (None, None, None),
+        (None, "6 h", Every(mtbf=21600)),
+        (500, None, Every(steps=500)),
+        ("500 steps", None, Every(steps=500)),
+        ("1step", None, Every(steps=1)),
+        ("2 epochs", None, Every(epochs=2)),
+        (" 1 epoch ", None, Every(epochs=1)),
+        ("10 min", None, Every(seconds=600)),
+        ("1 day", None, Every(seconds=DAY)),
+        ("1 %", None, Every(budget=0.01)),
+        ("0.5%", 3600, Every(budget=0.005, mtbf=3600)),
+        (["10 min", 500], None, Every(seconds=600, steps=500)),
+        (("1 %", "2 epochs", "500 steps", "2 h"), None, Every(7200, 500, 2, 0.01)),
+    ],
+)
+def test_when_to_save_is_said_in_words(given: Any, mtbf: Any, expected: Every | None) -> None:
+    assert arguments.every(given, mtbf) == expected
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *(0, -1, True, 1.5, "", "500", "0 steps", "1.5 epochs", "0 %", "100 %", "-1 %", "nan %", "often"),
+        *("10 parsecs", "0 s", {"steps": 5}, {500}, [None], [["500 steps"]], "9" * 5000 + " steps"),
+    ],
+)
+def test_what_does_not_say_how_often_is_refused_with_what_may_be_said(given: Any) -> None:
+    with pytest.raises(UsageError, match=r"(?s)^every=.* does not say how often.*'500 steps'.*'1 %'"):
+        arguments.every(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"), [([], "is empty"), (["10 min", "1 h"], "twice"), ([5, "9 steps"], "twice")]
+)
+def test_a_list_of_rules_has_at_least_one_and_none_twice(given: Any, problem: str) -> None:
+    with pytest.raises(UsageError, match=rf"(?s)^every=.*{problem}.*one of each at most: '10 min'"):
+        arguments.every(given)
+
+
+def test_a_time_between_failures_that_is_none_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"mtbf='often' is not a time"):
+        arguments.every("1 %", mtbf="often")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, None),
+        (1, Keep(1)),
+        (3, Keep(3)),
+        ({"newest": 3}, Keep(3)),
+        ({"best": 2}, Keep(1, 2)),
+        ({"every": 1000}, Keep(1, every=Every(steps=1000))),
+        ({"every": None, "newest": 2}, Keep(2)),
+        ({"newest": 3, "best": 2, "every": "1 day"}, Keep(3, 2, Every(seconds=DAY))),
+        ({"every": ["1000 steps", "10 epochs"]}, Keep(1, every=Every(steps=1000, epochs=10))),
+    ],
+)
+def test_what_stays_is_a_count_or_says_which(given: Any, expected: Keep | None) -> None:
+    assert arguments.keep(given, GOAL) == expected
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *(0, -1, 1.5, "3", True, [], {}, [3], {"newst": 3}, {"newest": 0}, {"newest": -1}, {"newest": None}),
+        *({"best": 0}, {"best": True}, {"best": "all"}, {"newest": 2.0}, {1: 2}),
+    ],
+)
+def test_what_does_not_say_how_many_stay_is_refused(given: Any) -> None:
+    with pytest.raises(UsageError, match=r"(?s)does not say how many checkpoints stay.*'newest': 3"):
+        arguments.keep(given, GOAL)
+
+
+@pytest.mark.parametrize("every", [0, "1 %", "often", ""])
+def test_what_stays_for_ever_is_said_in_steps_epochs_or_a_time(every: Any) -> None:
+    with pytest.raises(
+        UsageError, match=r"(?s)keep\['every'\]=.*does not say how often.*or a list of them\."
+    ):
+        arguments.keep({"every": every}, None)
+
+
+def test_several_best_need_a_metric_that_decides() -> None:
+    assert arguments.keep({"best": 1}, None) == Keep(1)
+    with pytest.raises(
+        UsageError, match=r"(?s)nothing says which checkpoints are the best.*maximize='val_acc'"
+    ):
+        arguments.keep({"best": 2}, None)
+
+
+def test_what_a_run_keeps_is_checked_before_anything_is_made(run_dir: Any) -> None:
+    with pytest.raises(UsageError, match="nothing says which"):
+        RunState.load(run_dir, keep={"best": 2})
+
+    assert not run_dir.exists()
+
+
+@pytest.mark.parametrize("given", ["SIGTERM", None, [15]])
+def test_signals_are_a_list_of_names_and_the_error_shows_one(given: Any) -> None:
+    with pytest.raises(UsageError, match=r"(?s)is not a list of names.*write save_on=\['SIGTERM'\]"):
+        arguments.save_on(given)
+
+
+@pytest.mark.parametrize(
+    ("name", "what"), [("SIGFOO", "is no signal here"), ("SIGKILL", "cannot be noted by any process")]
+)
+def test_a_signal_that_nobody_can_note_is_refused(name: str, what: str) -> None:
+    with pytest.raises(UsageError, match=f"save_on names '{name}', which {what}"):
+        arguments.save_on([name])
+
+
+def test_how_to_leave_is_one_of_two_words() -> None:
+    assert [arguments.on_preempt(value) for value in ("exit", "raise")] == [False, True]
+    with pytest.raises(UsageError, match="on_preempt='stop' does not say how to leave"):
+        arguments.on_preempt("stop")
