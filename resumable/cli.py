@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from . import __version__
+from . import __version__, history
 from .errors import (
+    CannotRead,
     CheckpointDamaged,
     CheckpointNotFound,
     FormatTooNew,
@@ -21,6 +21,8 @@ from .errors import (
     RunInUse,
     UsageError,
 )
+from .journal import Line, plain
+from .policy import bytes_of
 from .run import Run
 
 EXIT_CODES = """exit codes:
@@ -62,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"resumable {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, command, summary in (
-        ("ls", _ls, "look: the checkpoints of a run"),
+        ("ls", _ls, "look: the checkpoints of a run, and the processes that made them"),
         ("verify", _verify, "trust: read every byte of a run and say whether it is as it was written"),
     ):
         sub = _add(commands, name, command, summary, f"resumable {name} runs/exp")
@@ -96,12 +98,39 @@ def _ls(given: argparse.Namespace) -> int:
     best = next((row["best"] for row in reversed(rows) if not row["problem"]), None)
     for row in rows:
         row["newest"], row["best"] = row["number"] == newest, row["number"] == best
+    lines = _history(run)
+    _add_history(rows, lines, newest)
+    attempts = history.attempts(lines)
     if given.json:
-        print(json.dumps(rows, indent=1))
+        print(json.dumps({"checkpoints": rows, "attempts": attempts}, indent=1))
     else:
-        _print_table([_HEAD, *(_cells(row) for row in rows)])
+        _print_table([_HEAD, *(_cells(row) for row in rows)], to_the_left=(4, 7, 8))
+        if attempts:
+            print()
+            _print_table([_attempt_cells(attempt) for attempt in attempts], to_the_left=range(1, 6))
         _print_problems(rows)
     return 0
+
+
+def _history(run: Run) -> list[Line]:
+    try:
+        return history.read(run.path)
+    except CannotRead as exc:
+        # What the checkpoints say of themselves does not depend on it.
+        print(f"resumable: {exc}", file=sys.stderr)
+        return []
+
+
+def _add_history(rows: Sequence[dict[str, Any]], lines: Sequence[Line], newest: int | None) -> None:
+    saves = {line["number"]: line for line in lines if history.is_save(line)}
+    parents = {number: line["parent"] for number, line in saves.items()}
+    parents |= {row["number"]: row["parent"] for row in rows if not row["problem"]}
+    before = {number for number, line in saves.items() if line["superseded"]}
+    left = history.abandoned(parents, newest, before)
+    for row in rows:
+        line = saves.get(row["number"], {})
+        row["why"], row["interval"] = line.get("why"), line.get("interval")
+        row["abandoned"] = row["number"] in left
 
 
 def _verify(given: argparse.Namespace) -> int:
@@ -112,7 +141,7 @@ def _verify(given: argparse.Namespace) -> int:
             continue
         rows.append({key: row[key] for key in ("number", "path", "size", "problem")})
         if not given.json:
-            state = "damaged" if row["problem"] else f"intact   {_size(row['size'])}"
+            state = "damaged" if row["problem"] else f"intact   {bytes_of(row['size'])}"
             print(f"checkpoint {number:>6}  {state}", flush=True)
     if given.json:
         print(json.dumps(rows, indent=1))
@@ -155,7 +184,7 @@ def _row(run: Run, number: int, verify: bool = False) -> dict[str, Any] | None:
         "batch": about.batch,
         "step": about.step,
         "samples": about.samples,
-        "metrics": {k: v if math.isfinite(v) else str(v) for k, v in about.metrics.items()},
+        "metrics": plain(about.metrics),
         "size": about.size,
         "saved": about.saved,
         "parent": about.parent,
@@ -163,24 +192,36 @@ def _row(run: Run, number: int, verify: bool = False) -> dict[str, Any] | None:
     }
 
 
-_HEAD = ("number", "epoch", "batch", "step", "metrics", "size", "saved", "")
+_HEAD = ("number", "epoch", "batch", "step", "metrics", "size", "saved", "why", "")
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     if row["problem"]:
         return (str(row["number"]), *[""] * (len(_HEAD) - 2), "damaged")
     metrics = ", ".join(f"{k} {float(v):.4g}" for k, v in row["metrics"].items())
-    marks = ", ".join(word for word in ("newest", "best") if row[word])
+    marks = ", ".join(word for word in ("newest", "best", "abandoned") if row[word])
     counts = (str(row[key]) for key in ("number", "epoch", "batch", "step"))
-    return (*counts, metrics, _size(row["size"]), _age(row["saved"]), marks)
+    return (*counts, metrics, bytes_of(row["size"]), _age(row["saved"]), str(row["why"] or ""), marks)
 
 
-def _print_table(rows: Sequence[Sequence[str]]) -> None:
+def _attempt_cells(attempt: Mapping[str, Any]) -> tuple[str, ...]:
+    came_from, ended = attempt["from"], attempt["ended"]
+    return (
+        f"attempt {attempt['attempt']}",
+        str(attempt["host"] or ""),
+        f"process {attempt['pid']}",
+        "fresh" if came_from is None else f"from checkpoint {came_from}",
+        _age(attempt["time"]),
+        f"ended: {ended.splitlines()[0]}" if ended else "running, or ended without a word",
+    )
+
+
+def _print_table(rows: Sequence[Sequence[str]], to_the_left: Collection[int]) -> None:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         # Numbers to the right, as they are added up; words to the left.
         cells = [
-            c.ljust(w) if i in (4, 7) else c.rjust(w)
+            c.ljust(w) if i in to_the_left else c.rjust(w)
             for i, (c, w) in enumerate(zip(row, widths, strict=True))
         ]
         print("  ".join(cells).rstrip())
@@ -190,19 +231,6 @@ def _print_problems(rows: Sequence[Mapping[str, Any]]) -> None:
     for row in rows:
         if row["problem"]:
             print(row["problem"], file=sys.stderr)
-
-
-def _size(size: float) -> str:
-    """Return a size as people write it.
-
-    >>> _size(999), _size(1_440_000_000)
-    ('999 B', '1.44 GB')
-    """
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 999.5:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} TB"
 
 
 def _age(saved: str) -> str:

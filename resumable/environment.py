@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import platform
+import re
+import socket
+import subprocess
 import sys
-from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+
+from . import __version__
 
 
 def describe() -> dict[str, Any]:
@@ -24,18 +30,22 @@ def describe() -> dict[str, Any]:
         "numpy": np.__version__,
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
+        "cpu": torch.backends.cpu.get_cpu_capability(),
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if started else None,  # type: ignore[no-untyped-call]
+        "driver": driver() if started else None,
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if started else [],
         "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "cudnn_deterministic": torch.backends.cudnn.deterministic,
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
         "tf32": _tf32(),
-        "git": _git_commit(Path(sys.argv[0] or ".").resolve().parent),
+        "cudnn_tf32": _cudnn_tf32(),
+        "git": _git_commit(_script_folder()),
     }
 
 
-def _tf32() -> str | None:
+def _tf32() -> str:
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
@@ -43,31 +53,101 @@ def _tf32() -> str | None:
         return str(torch.backends.cuda.matmul.fp32_precision)
 
 
-def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return what numerical results depend on and is not as it was, as far as both sides know it.
+def _cudnn_tf32() -> bool | str:
+    try:
+        return torch.backends.cudnn.allow_tf32
+    except RuntimeError:
+        return str(torch.backends.cudnn.conv.fp32_precision)  # type: ignore[attr-defined]
 
-    >>> differences({"torch": "2.12.0", "git": "a"}, {"torch": "2.13.0", "git": "b"})
-    ['torch was 2.12.0 and is 2.13.0 now']
+
+@cache
+def driver(file: Path = Path("/proc/driver/nvidia/version")) -> str | None:
+    """Return the version of NVIDIA's driver, which torch could tell only by making a context."""
+    with contextlib.suppress(OSError):
+        found = re.search(r"NVRM version:.*?\s([0-9]+\.[0-9.]+)\s", file.read_text(errors="replace"))
+        return found and found[1]
+    return None
+
+
+def attempt() -> dict[str, Any]:
+    """Return which process this is, of which program and with which versions, as JSON.
+
+    >>> sorted(attempt())
+    ['argv', 'boot', 'dirty', 'git', 'host', 'pid', 'versions']
     """
-    return [
-        f"{key} was {then[key]} and is {now[key]} now"
-        for key in now
-        if key != "git" and _is_known(then.get(key)) and _is_known(now[key]) and then[key] != now[key]
-    ]
+    folder = _script_folder()
+    commit = _git_commit(folder)
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "argv": [*sys.argv],
+        "git": commit,
+        "dirty": commit and _is_dirty(folder),
+        "boot": _boot_id(),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+            "resumable": __version__,
+        },
+    }
 
 
-def _is_known(value: Any) -> bool:
-    # False is a flag's value; None, and no GPUs, are all that a process knows that has not used any.
-    return value is not None and value != []
+def _boot_id(file: Path = Path("/proc/sys/kernel/random/boot_id")) -> str | None:
+    with contextlib.suppress(OSError):
+        return file.read_text().strip()
+    return None
+
+
+def _script_folder() -> Path:
+    return Path(sys.argv[0] or ".").resolve().parent
+
+
+@cache
+def _is_dirty(folder: Path, seconds: float = 2) -> bool | None:
+    """Return whether files that git knows have been changed; None if it cannot say in that time."""
+    command = ["git", "status", "--porcelain", "--untracked-files=no"]
+    # Not to take the lock of the index: a commit that the user makes meanwhile would fail.
+    settings = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        found = subprocess.run(
+            command,
+            cwd=folder,
+            env=settings,
+            timeout=seconds,
+            check=True,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+        )
+        return bool(found.stdout)
+    return None
 
 
 def _git_commit(folder: Path) -> str | None:
     # A note for people: an odd repository must not stop a save.
     with contextlib.suppress(OSError, ValueError):
-        for parent in (folder, *folder.parents):
-            if (git := parent / ".git").is_dir():
-                head = (git / "HEAD").read_text().strip()
-                if not head.startswith("ref: "):
-                    return head
-                return (git / head.removeprefix("ref: ")).read_text().strip()
+        if git := _git_folder(folder):
+            head = (git / "HEAD").read_text().strip()
+            return _commit_of(git, head.removeprefix("ref: ")) if head.startswith("ref: ") else head
     return None
+
+
+def _git_folder(folder: Path) -> Path | None:
+    for parent in (folder, *folder.parents):
+        git = parent / ".git"
+        if git.is_file():  # (of a worktree or a submodule)
+            return parent / git.read_text().strip().removeprefix("gitdir: ")
+        if git.is_dir():
+            return git
+    return None
+
+
+def _commit_of(git: Path, branch: str) -> str | None:
+    common = git
+    # A worktree has a HEAD of its own, and the branches of the repository.
+    with contextlib.suppress(FileNotFoundError):
+        common = git / (git / "commondir").read_text().strip()
+    with contextlib.suppress(FileNotFoundError):
+        return (common / branch).read_text().strip()
+    packed = (line.split() for line in (common / "packed-refs").read_text().splitlines())
+    return next((words[0] for words in packed if words[1:] == [branch]), None)

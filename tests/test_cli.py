@@ -13,6 +13,8 @@ import torch
 
 from resumable import RunState
 from resumable.cli import main
+from resumable.history import History
+from resumable.run import Run
 
 DOCS = Path(__file__).parent.parent / "docs" / "cli.md"
 
@@ -27,6 +29,34 @@ def run(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> Path:
     return run_dir
 
 
+RULE = {"seconds": 84.0, "reason": "1 % of 8400 s"}
+
+
+@pytest.fixture
+def told(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    """A run of two starts; the last of its four checkpoints comes from the first."""
+    with RunState(run_dir, model=torch.nn.Linear(2, 2), maximize="acc", keep=None) as state:
+        for value in (0.5, 0.9, 0.1):
+            state.save(acc=value)
+        state.restore(1)
+        state.save(acc=float("nan"))
+    (run_dir / "history.jsonl").unlink(missing_ok=True)
+    first, second = History(Run(run_dir)), History(Run(run_dir))
+    first.begin({"host": "node7", "pid": 1}, None)
+    first.saved(1, "every 1 %", interval=RULE)
+    first.saved(2, "SIGTERM")
+    first.ended("SIGTERM")
+    second.begin({"host": "longer-8", "pid": 2}, 1)
+    second.saved(4, "called")
+    capsys.readouterr()
+    return run_dir
+
+
+def table(printed: str) -> list[str]:
+    """The lines of the checkpoints, of what `ls` has printed."""
+    return printed.partition("\n\n")[0].splitlines()
+
+
 def damage(run: Path, number: int, name: str) -> None:
     [path] = run.glob(f"checkpoints/{number:06}-*/{name}")
     data = bytearray(path.read_bytes())
@@ -39,27 +69,97 @@ def test_ls_shows_each_checkpoint_and_which_is_newest_and_best(
 ) -> None:
     assert main(["ls", str(run)]) == 0
 
-    head, first, second, third = capsys.readouterr().out.splitlines()
-    assert head.split() == ["number", "epoch", "batch", "step", "metrics", "size", "saved"]
+    head, first, second, third = table(capsys.readouterr().out)
+    assert head.split() == ["number", "epoch", "batch", "step", "metrics", "size", "saved", "why"]
     assert first.split()[:6] == ["1", "0", "0", "0", "acc", "0.5"]
     assert second.endswith("best")
     assert "newest" in third
     assert "acc nan" in third
 
 
-def test_ls_json_has_just_the_documented_fields(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["ls", str(run), "--json"])
+def test_ls_json_has_just_the_documented_fields(told: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["ls", str(told), "--json"])
 
     section = DOCS.read_text().partition("## `resumable verify")[0].partition("## `resumable ls")[2]
-    documented = {
-        name
-        for row in re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
-        for name in re.findall(r"`(\w+)`", row)
-    }
-    rows = json.loads(capsys.readouterr().out)
-    assert [row["number"] for row in rows] == [1, 2, 3]
-    assert all(row.keys() == documented for row in rows)
-    assert rows[2]["metrics"] == {"acc": "nan"}
+    documented = [
+        {
+            name
+            for row in re.findall(r"^\| (`.*?) \|", part, re.MULTILINE)
+            for name in re.findall(r"`(\w+)`", row)
+        }
+        for part in section.split("`attempts` has an object")
+    ]
+    found = json.loads(capsys.readouterr().out)
+    assert found.keys() == {"checkpoints", "attempts"}
+    assert [row["number"] for row in found["checkpoints"]] == [1, 2, 3, 4]
+    assert all(row.keys() == documented[0] for row in found["checkpoints"])
+    assert found["checkpoints"][3]["metrics"] == {"acc": "nan"}
+    assert found["attempts"]
+    assert all(row.keys() == documented[1] for row in found["attempts"])
+
+
+def test_ls_says_why_each_was_made_and_which_are_abandoned(
+    told: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["ls", str(told)])
+
+    _, *rows = table(capsys.readouterr().out)
+    assert [row.partition(" ago  ")[2] for row in rows] == [
+        "every 1 %  best",
+        "SIGTERM    abandoned",
+        "           abandoned",
+        "called     newest",
+    ]
+
+
+def test_ls_has_a_line_for_each_start_and_how_it_ended(
+    told: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["ls", str(told)])
+
+    first, second = capsys.readouterr().out.splitlines()[-2:]
+    assert re.fullmatch(r"attempt 1  node7     process 1  fresh +\d s ago  ended: SIGTERM", first)
+    assert re.fullmatch(
+        r"attempt 2  longer-8  process 2  from checkpoint 1  \d s ago  running, or ended without a word",
+        second,
+    )
+
+
+def test_ls_json_tells_what_a_rule_chose_and_how_each_start_ended(
+    told: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["ls", str(told), "--json"])
+
+    found = json.loads(capsys.readouterr().out)
+    assert [row["interval"] for row in found["checkpoints"]] == [RULE, None, None, None]
+    assert [row["why"] for row in found["checkpoints"]] == ["every 1 %", "SIGTERM", None, "called"]
+    assert [row["abandoned"] for row in found["checkpoints"]] == [False, True, True, False]
+    told_of = [(row["attempt"], row["from"], row["last"], row["ended"]) for row in found["attempts"]]
+    assert told_of == [(1, None, 2, "SIGTERM"), (2, 1, 4, None)]
+
+
+@pytest.mark.parametrize("content", [None, b"\0\xff\n[3]\n{", b'{"event": "save", "number": 1}\n'])
+def test_ls_needs_no_history(run: Path, content: bytes | None, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "history.jsonl").unlink(missing_ok=True)
+    if content is not None:
+        (run / "history.jsonl").write_bytes(content)
+
+    assert main(["ls", str(run)]) == 0
+
+    assert len(capsys.readouterr().out.splitlines()) == 4
+
+
+def test_ls_names_a_history_that_cannot_be_read_and_lists_the_checkpoints(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "history.jsonl").unlink(missing_ok=True)
+    (run / "history.jsonl").mkdir()
+
+    assert main(["ls", str(run)]) == 0
+
+    printed = capsys.readouterr()
+    assert len(printed.out.splitlines()) == 4
+    assert "history.jsonl cannot be read" in printed.err
 
 
 def test_ls_names_a_damaged_manifest_and_still_lists_the_others(
@@ -70,8 +170,8 @@ def test_ls_names_a_damaged_manifest_and_still_lists_the_others(
     assert main(["ls", str(run)]) == 0
 
     printed = capsys.readouterr()
-    assert printed.out.splitlines()[-1].split() == ["3", "damaged"]
-    assert printed.out.splitlines()[-2].endswith("newest, best")
+    assert table(printed.out)[-1].split() == ["3", "damaged"]
+    assert table(printed.out)[-2].endswith("newest, best")
     assert "manifest.json: its checksum does not match" in printed.err
 
 
@@ -149,12 +249,19 @@ def test_output_that_nobody_reads_to_its_end_is_no_error(run: Path) -> None:
 def test_sizes_and_ages_are_as_people_write_them() -> None:
     from datetime import datetime, timedelta, timezone
 
-    from resumable.cli import _age, _size
+    from resumable.cli import _age
+    from resumable.policy import bytes_of
 
     def ago(**length: float) -> str:
         return _age((datetime.now(timezone.utc) - timedelta(**length)).isoformat())
 
-    assert [_size(n) for n in (0, 999, 1000, 999_600, 5 * 10**12)] == ["0 B", "999 B", "1 kB", "1 MB", "5 TB"]
+    assert [bytes_of(n) for n in (0, 999, 1000, 999_600, 5 * 10**12)] == [
+        "0 B",
+        "999 B",
+        "1 kB",
+        "1 MB",
+        "5 TB",
+    ]
     assert [ago(hours=1), ago(hours=3), ago(days=9), ago(seconds=-5)] == [
         "60 min ago",
         "3 h ago",

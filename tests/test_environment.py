@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,40 +19,58 @@ def test_the_description_is_json_and_starts_no_device() -> None:
 
     assert json.loads(json.dumps(found)) == found
     assert found["torch"] == torch.__version__
-    assert (found["gpus"], found["cudnn"]) == ([], None)
+    assert (found["gpus"], found["cudnn"], found["driver"]) == ([], None, None)
     assert not torch.cuda.is_initialized()
-
-
-@pytest.mark.parametrize(
-    ("then", "now", "named"),
-    [
-        ({"torch": "2.12"}, {"torch": "2.13"}, ["torch was 2.12 and is 2.13 now"]),
-        ({"deterministic": False}, {"deterministic": True}, ["deterministic was False and is True now"]),
-        ({"deterministic": True}, {"deterministic": False}, ["deterministic was True and is False now"]),
-        ({"gpus": ["H200"]}, {"gpus": ["A100"]}, ["gpus was ['H200'] and is ['A100'] now"]),
-        ({"threads": 1, "numpy": "2"}, {"threads": 1, "numpy": "2"}, []),
-        ({"gpus": ["H200"], "cudnn": 9}, {"gpus": [], "cudnn": None}, []),
-        ({"gpus": [], "cudnn": None}, {"gpus": ["H200"], "cudnn": 9}, []),
-        ({}, {"new in this version": 1}, []),
-        ({"gone in this version": 1}, {}, []),
-        ({"git": "a"}, {"git": "b"}, []),
-    ],
-)
-def test_what_both_sides_know_and_is_not_as_it_was_is_named(
-    then: dict[str, Any], now: dict[str, Any], named: list[str]
-) -> None:
-    assert environment.differences(then, now) == named
 
 
 def test_a_flag_that_results_depend_on_is_in_the_description() -> None:
     before = environment.describe()
     torch.use_deterministic_algorithms(True)
     try:
-        named = environment.differences(before, environment.describe())
+        now = environment.describe()
     finally:
         torch.use_deterministic_algorithms(False)
 
-    assert named == ["deterministic was False and is True now"]
+    assert (before["deterministic"], now["deterministic"]) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 2023\n", "535.104.05"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.12  Release\nGCC 1.2 \n", "570.12"),
+        ("GCC version:  gcc version 12.3.0 (Ubuntu)\n", None),
+        ("", None),
+    ],
+)
+def test_the_driver_is_read_without_touching_the_device(
+    tmp_path: Path, text: str, version: str | None
+) -> None:
+    (tmp_path / "version").write_text(text)
+
+    assert environment.driver(tmp_path / "version") == version
+
+
+def test_a_machine_without_the_driver_has_none(tmp_path: Path) -> None:
+    assert environment.driver(tmp_path / "version") is None
+
+
+SETTINGS = """
+import torch
+from resumable import environment
+before = environment.describe()
+torch.backends.fp32_precision = "ieee"
+torch.backends.cuda.matmul.fp32_precision = "tf32"
+now = environment.describe()
+print(before["tf32"], before["cudnn_tf32"], now["tf32"], now["cudnn_tf32"])
+"""
+
+
+@pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="torch has no newer settings")
+def test_the_newer_settings_of_tf32_are_read_where_the_older_refuse_to_answer() -> None:
+    done = subprocess.run([sys.executable, "-c", SETTINGS], capture_output=True, text=True, check=True)
+
+    assert done.stdout.split() == ["highest", "True", "tf32", "ieee"]
 
 
 @pytest.mark.parametrize(
@@ -84,3 +103,78 @@ def test_a_script_outside_of_any_repository_has_no_commit(
     monkeypatch.setattr(sys, "argv", [script])
 
     assert environment.describe()["git"] is None
+
+
+def git(folder: Path, *arguments: str) -> str:
+    who = ["-c", "user.name=A", "-c", "user.email=a@b", "-c", "init.defaultBranch=main"]
+    return subprocess.run(
+        ["git", *who, *arguments], cwd=folder, check=True, text=True, capture_output=True
+    ).stdout.strip()
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository with one commit, of the script that is running."""
+    folder = tmp_path / "repository"
+    folder.mkdir()
+    (folder / "train.py").write_text("train()\n")
+    git(folder, "init")
+    git(folder, "add", "train.py")
+    git(folder, "commit", "-m", "first")
+    monkeypatch.setattr(sys, "argv", [str(folder / "train.py")])
+    environment._is_dirty.cache_clear()
+    return folder
+
+
+def test_a_start_says_which_process_of_which_program_it_is(repository: Path) -> None:
+    found = environment.attempt()
+
+    assert json.loads(json.dumps(found)) == found
+    assert (found["pid"], found["argv"]) == (os.getpid(), [str(repository / "train.py")])
+    assert (found["git"], found["dirty"]) == (git(repository, "rev-parse", "HEAD"), False)
+    assert found["versions"]["torch"] == torch.__version__
+    assert len(found["boot"]) == 36
+
+
+def test_a_changed_file_makes_the_repository_dirty_and_a_new_one_does_not(repository: Path) -> None:
+    (repository / "notes.txt").write_text("new")
+    assert environment.attempt()["dirty"] is False
+
+    environment._is_dirty.cache_clear()
+    (repository / "train.py").write_text("train(lr=1)\n")
+    assert environment.attempt()["dirty"] is True
+
+
+def test_to_look_whether_it_is_dirty_takes_no_lock_and_writes_nothing(repository: Path) -> None:
+    index = repository / ".git" / "index"
+    before = index.read_bytes()
+    os.utime(repository / "train.py", (1e9, 1e9))
+
+    assert environment.attempt()["dirty"] is False
+    assert index.read_bytes() == before
+
+
+def test_the_commit_is_found_in_a_worktree_and_among_packed_branches(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    git(repository, "worktree", "add", str(tmp_path / "tree"))
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "tree" / "train.py")])
+    commit = git(repository, "rev-parse", "HEAD")
+    assert environment.describe()["git"] == commit
+
+    git(repository, "pack-refs", "--all")
+    assert environment.describe()["git"] == commit
+
+
+def test_where_git_cannot_say_in_time_or_is_not_there_nobody_claims_to_know(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert environment._is_dirty(repository, seconds=0) is None
+    assert environment._is_dirty(tmp_path) is None
+
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert environment.attempt()["dirty"] is None
+
+
+def test_a_machine_without_a_boot_id_has_none(tmp_path: Path) -> None:
+    assert environment._boot_id(tmp_path / "boot_id") is None
