@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from . import codec, image, parts, rng, tensorfile
+from . import changes, codec, image, parts, rng, tensorfile
 from .codec import Encoded
 from .errors import CannotRead, CannotStore, ResumableError, StateMismatch, UsageError
 from .image import Taken
@@ -39,27 +38,6 @@ _States = tuple[
 ]
 
 SLOTS = ("model", "optimizer", "scheduler", "scaler", "extra")
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A setting that the script makes otherwise than when the run was started."""
-
-    path: str
-    then: Any
-    now: Any
-    is_the_codes: bool
-    """Whether the script's value wins in any case."""
-    effect: str = ""
-    """What follows from that."""
-
-    def matches(self, patterns: Sequence[str]) -> bool:
-        """Whether one of the patterns names it: "optimizer.lr", "scheduler.*"."""
-        return self.path in patterns or any(fnmatchcase(self.path, pattern) for pattern in patterns)
-
-    def __str__(self) -> str:
-        effect = f" ({self.effect})" if self.effect else ""
-        return f"{self.path} was {self.then!r} and is {self.now!r} in the code now{effect}"
 
 
 class _RandomPart(Part):
@@ -96,9 +74,9 @@ class _LoaderPart(_PositionPart):
     def restore(self, saved: Saved, unfit: AbstractSet[str], code_wins: AbstractSet[str]) -> None:
         self.live.restore(saved.copy(self.stem, same_device), unfit)
 
-    def effects(self, saved: Saved) -> dict[str, str]:
+    def effects(self, saved: Saved) -> dict[str, tuple[str, str]]:
         try:
-            effects: dict[str, str] = self.live.source.effects(saved.view(self.stem)["source"])
+            effects: dict[str, tuple[str, str]] = self.live.source.effects(saved.view(self.stem)["source"])
             return effects
         except KeyError:
             return {}
@@ -263,7 +241,7 @@ class Capture:
         """Raise UsageError for an override that names no setting of any part."""
         known = [path for path in self.settings if not path.endswith(".frozen")]
         for pattern in override:
-            if pattern not in ("best", *known) and not any(fnmatchcase(path, pattern) for path in known):
+            if pattern != "best" and not any(changes.is_named(path, [pattern]) for path in known):
                 raise UsageError(
                     f"override={pattern!r} names no setting.",
                     fix=f"the settings are: {', '.join(sorted(known))}.",
@@ -302,8 +280,12 @@ class Capture:
         ]
 
     def changes(
-        self, built: Mapping[str, Json], unfit: Mapping[str, AbstractSet[str]], trees: Trees
-    ) -> list[Change]:
+        self,
+        built: Mapping[str, Json],
+        unfit: Mapping[str, AbstractSet[str]],
+        trees: Trees,
+        override: Sequence[str],
+    ) -> list[changes.Difference]:
         """Return the settings that the script makes otherwise than when the run was built."""
         effects = {
             f"{part.name}.{setting}": effect
@@ -312,18 +294,36 @@ class Capture:
             for setting, effect in part.effects(Saved(trees, part.name)).items()
         }
         left_out = tuple(f"{part}." for part, names in unfit.items() if "" in names)
+
+        def used(path: str) -> str:
+            if changes.is_named(path, override):
+                return changes.OVERRIDES
+            # No checkpoint can say how data is loaded, whether a scaler is on, or what `allow` left out.
+            is_the_codes = path.startswith(("loader", *left_out)) or path.endswith(".enabled")
+            return changes.CODES if is_the_codes else changes.CHECKPOINTS
+
         return [
-            Change(
+            changes.of_setting(
                 path,
                 codec.decode(built[path], {}),
                 codec.decode(self.settings[path], {}),
-                # No checkpoint can say how data is loaded, whether a scaler is on, or what `allow` left out.
-                is_the_codes=path.startswith(("loader", *left_out)) or path.endswith(".enabled"),
-                effect=effects.get(path, ""),
+                used(path),
+                effects.get(path),
             )
             for path in self.settings
             if path in built and built[path] != self.settings[path] and not path.endswith(".frozen")
         ]
+
+    def devices(self, trees: Trees) -> tuple[set[str], set[str]]:
+        """Return the kinds of devices that the models were on, and are on; the CPU counts only alone."""
+        modules = [part.live for part in self._parts if isinstance(part, ModulePart) and part.stem == "model"]
+        if not modules or "model" not in trees:
+            return set(), set()
+        facts = codec.tensor_facts(trees["model"].json).values()
+        then = {str(about["device"]).partition(":")[0] for about in facts if "device" in about}
+        tensors = (tensor for live in modules for tensor in (*live.parameters(), *live.buffers()))
+        now = {tensor.device.type for tensor in tensors} - {"cpu"}
+        return then or {"cpu"}, now or {"cpu"}
 
     @no_garbage_collection()
     def check(
@@ -386,7 +386,7 @@ class Capture:
         self,
         reading: Reading,
         unfit: Mapping[str, AbstractSet[str]],
-        overridden: Sequence[Change] = (),
+        overridden: Collection[str] = (),
         only: Collection[str] | None = None,
         each: Callable[[str, Callable[[], None]], None] = lambda _, do: do(),
     ) -> None:
@@ -467,11 +467,15 @@ class Capture:
             raise UsageError(f"there is no part {wanted!r}.", fix=f"the parts are: {', '.join(names)}.")
         return found
 
-    def _code_wins(self, overridden: Sequence[Change]) -> dict[str, set[str]]:
+    def names_but_data(self) -> list[str]:
+        """Return all parts but where the data and the random generators stand."""
+        return [part.name for part in self._parts if _has_no_generator(part)]
+
+    def _code_wins(self, overridden: Collection[str]) -> dict[str, set[str]]:
         wins: dict[str, set[str]] = {}
         for part in self._parts:
             prefix = f"{part.name}."
-            keys = {c.path.removeprefix(prefix) for c in overridden if c.path.startswith(prefix)}
+            keys = {path.removeprefix(prefix) for path in overridden if path.startswith(prefix)}
             wins[part.name] = keys & part.built.keys()
         for scheduler, optimizer in self._schedules():
             if "lr" in wins[optimizer.name]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 from collections.abc import Callable, Iterator
 from itertools import repeat
 from pathlib import Path
@@ -15,8 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler, swa_utils
 
-from resumable import CannotStore, ResumableWarning, RunState, StateMismatch, UsageError
+from resumable import CannotStore, ResumableWarning, RunState, StateMismatch, UsageError, codec
+from resumable.capture import SLOTS, Capture
 from resumable.part import Difference
+from resumable.position import Position
 
 
 class Net(nn.Module):
@@ -312,9 +315,10 @@ def test_the_checkpoints_learning_rate_wins_and_one_warning_says_so(run_dir: Pat
 
     assert begun + resumed == expected
     assert [str(w.message) for w in caught if w.category is ResumableWarning] == [
-        "optimizer.lr was 0.5 and is 0.25 in the code now. The checkpoint wins. "
-        "For the code's: override=['optimizer.lr']"
-    ] * 3
+        f"{run_dir} has changed since checkpoint {number}:\n  will change bits  optimizer.lr  0.5  -> 0.25  "
+        "the checkpoint's is used; the code's with override=['optimizer.lr']"
+        for number in (1, 2, 3)
+    ]
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
@@ -324,7 +328,7 @@ def test_the_codes_learning_rate_wins_if_asked_for_and_scales_the_whole_schedule
     expected = _curve(run_dir / "straight", kind, [0.5] * 4)
     begun = _curve(run_dir, kind, [0.5])
 
-    with pytest.warns(ResumableWarning, match="was 0.5 and is 0.25 in the code now; the code wins") as caught:
+    with pytest.warns(ResumableWarning, match="0.5  -> 0.25  the code's is used, as over") as caught:
         resumed = _curve(run_dir, kind, [0.25] * 3, override=["optimizer.lr"])
 
     assert begun + resumed == expected[:2] + [lr / 2 for lr in expected[2:]]
@@ -336,7 +340,7 @@ def test_a_learning_rate_of_the_code_needs_no_scheduler_to_be_left(run_dir: Path
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
 
-    with pytest.warns(ResumableWarning, match="the code wins"):
+    with pytest.warns(ResumableWarning, match="the code's is used, as override= says"):
         RunState.load(
             run_dir, model=model, optimizer=optimizer, allow=["scheduler"], override=["optimizer.lr"]
         ).close()
@@ -355,7 +359,7 @@ def test_the_learning_rates_of_all_groups_can_be_overridden(run_dir: Path) -> No
         state.save()
     model, optimizer = make(0.25)
 
-    with pytest.warns(ResumableWarning, match=r"lr was \[0\.5, 1\.0\] and is \[0\.25, 1\.0\] in the code"):
+    with pytest.warns(ResumableWarning, match=r"lr  \[0\.5, 1\.0\]  -> \[0\.25, 1\.0\]  the code's"):
         RunState.load(run_dir, model=model, optimizer=optimizer, override=["*.lr"]).close()
 
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 1.0]
@@ -400,11 +404,13 @@ def test_every_setting_that_changed_is_named_once_and_the_checkpoint_wins(run_di
         with pytest.warns(ResumableWarning) as caught, RunState.load(run_dir, **parts) as state:
             state.save()
 
-        text = "; ".join(
-            f"{path} was {then} and is {now} in the code now" for path, (then, now) in CHANGES.items()
-        )
-        assert [str(w.message) for w in caught] == [
-            f"{text}. The checkpoint wins. For the code's: override={list(CHANGES)}"
+        (text,) = [str(w.message) for w in caught]
+        rows = [re.split("  +", line.strip()) for line in text.splitlines()[1:]]
+        assert [(name, (then, now)) for _, name, then, now, _ in rows] == [
+            (name, (then, f"-> {now}")) for name, (then, now) in CHANGES.items()
+        ]
+        assert [note for *_, note in rows] == [
+            f"the checkpoint's is used; the code's with override=['{name}']" for name in CHANGES
         ]
         assert _settings(parts) == _settings(_all())
 
@@ -419,7 +425,8 @@ def test_every_setting_can_be_overridden_and_the_next_resume_is_quiet(run_dir: P
     state.save()
     state.close()
 
-    assert len(caught) == len(CHANGES)
+    (text,) = [str(w.message) for w in caught]
+    assert text.count("the code's is used, as override= says") == len(CHANGES)
     for _ in range(2):
         parts = _all(change=True)
         RunState.load(run_dir, **parts, override=["optimizer.betas"]).close()
@@ -434,7 +441,8 @@ def test_only_the_setting_that_is_named_is_overridden(run_dir: Path) -> None:
     with pytest.warns(ResumableWarning) as caught:
         RunState.load(run_dir, **parts, override=["optimizer.weight_decay"]).close()
 
-    assert len(caught) == 2
+    (text,) = [str(w.message) for w in caught]
+    assert text.count("the checkpoint's is used") == len(CHANGES) - 1
     assert _settings(parts) == [_settings(_all())[0], 0.25, *_settings(_all())[2:]]
 
 
@@ -512,7 +520,7 @@ def _look(parts: dict[str, Any]) -> str:
     return repr(seen)
 
 
-@pytest.mark.filterwarnings("ignore:scaler.scale was")
+@pytest.mark.filterwarnings("ignore:(?s).* has changed since .*scaler.scale")
 @pytest.mark.parametrize("place", ["model", "optimizer", "scheduler", "scaler", "first", "last"])
 @pytest.mark.parametrize("error", [ValueError("not this"), KeyboardInterrupt()])
 def test_a_load_that_fails_anywhere_leaves_everything_as_it_was(
@@ -545,7 +553,7 @@ def _fail_once_loaded(monkeypatch: pytest.MonkeyPatch, live: Any, error: BaseExc
     monkeypatch.setattr(type(live), "load_state_dict", fail)
 
 
-@pytest.mark.filterwarnings("ignore:scaler.scale was")
+@pytest.mark.filterwarnings("ignore:(?s).* has changed since .*scaler.scale")
 def test_a_part_that_refuses_its_own_state_does_not_keep_the_others_from_theirs(run_dir: Path) -> None:
     _save_everything(run_dir)
     parts = _everything(1)
@@ -559,7 +567,7 @@ def test_a_part_that_refuses_its_own_state_does_not_keep_the_others_from_theirs(
     assert _look(parts) == before
 
 
-@pytest.mark.filterwarnings("ignore:scaler.scale was")
+@pytest.mark.filterwarnings("ignore:(?s).* has changed since .*scaler.scale")
 def test_a_part_that_always_refuses_does_not_keep_the_others_from_their_state(run_dir: Path) -> None:
     _save_everything(run_dir)
     parts = _everything(1)
@@ -767,7 +775,7 @@ def test_where_warnings_are_errors_a_changed_setting_ends_the_load_before_anythi
     before = _look(parts)
 
     for _ in range(2):
-        with pytest.raises(ResumableWarning, match=r"scaler\.scale was"):
+        with pytest.raises(ResumableWarning, match=r"scaler\.scale  1\.0  -> 2\.0"):
             RunState.load(run_dir, **parts)
 
     assert _look(parts) == before
@@ -779,3 +787,26 @@ def test_one_string_is_not_read_letter_by_letter(run_dir: Path, keyword: str) ->
         RunState.load(run_dir, **{keyword: "model.head.*"})
 
     assert not run_dir.exists()
+
+
+@pytest.mark.parametrize(
+    ("places", "then"),
+    [
+        ([None, None], {"cpu"}),
+        (["cuda:0", "cuda:1"], {"cuda"}),
+        # A counter in host memory beside weights on a GPU tells nothing.
+        (["cuda:0", None], {"cuda"}),
+    ],
+)
+def test_the_devices_of_a_models_tensors_are_known_from_the_checkpoint(
+    places: list[str | None], then: set[str]
+) -> None:
+    tensors = [{"$tensor": ["weight", {"device": at}] if at else "weight"} for at in places]
+    trees = {"model": codec.Encoded({"model": tensors}, {}, {})}
+    capture = Capture({**dict.fromkeys(SLOTS), "model": Net()}, {}, Position({}))
+
+    assert capture.devices(trees) == (then, {"cpu"})
+    assert capture.devices({}) == (set(), set())
+    assert Capture(dict.fromkeys(SLOTS), {}, Position({})).devices(trees) == (set(), set())
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta"))
+    assert Capture({**dict.fromkeys(SLOTS), "model": model}, {}, Position({})).devices(trees)[1] == {"meta"}
