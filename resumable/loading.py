@@ -19,6 +19,7 @@ from .checkpoint import Checkpoint
 from .codec import Encoded
 from .errors import CannotRead
 from .part import same_device
+from .progress import Told
 from .sealed import Json
 from .tensorfile import Slot
 
@@ -31,6 +32,10 @@ class _Wanted(NamedTuple):
     device: torch.device
     live: Tensor | None = None
 
+
+Take = Callable[[Lane, int, memoryview], None]
+Show = Callable[[str, int], contextlib.AbstractContextManager[Told | None]]
+"""What shows how much has been read of so many bytes, and gives what is to be told of it."""
 
 _cuda: Any = torch.cuda
 _HOST = torch.device("cpu")
@@ -47,6 +52,10 @@ class _File:
     in_place: dict[str, tuple[Slot, Tensor]] = field(default_factory=dict)
 
 
+def _show_nothing(what: str, size: int) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
 class Reading:
     """A checkpoint that is verified. What belongs into live tensors is not there before `fill`.
 
@@ -54,8 +63,10 @@ class Reading:
     certain that every byte is intact and every part has taken its state.
     """
 
-    def __init__(self, found: Checkpoint, live: Live, rank: int = 0) -> None:
+    def __init__(self, found: Checkpoint, live: Live, rank: int = 0, show: Show = _show_nothing) -> None:
         self._folder = found.path
+        self._number = found.about.number
+        self._show = show
         self._live = live
         self._files: dict[str, _File] = {}
         self._kept: dict[str, set[str]] = {}
@@ -71,9 +82,11 @@ class Reading:
         if found.about.world_size > 1 or self.is_heir:
             self._moved = {stem: moved(_devices(tree), self._used) for stem, tree in trees.items()}
         tensors = {}
-        for path, (size, digest) in records.items():
-            if codec.is_tensor_file(path):
-                tensors[path] = self._read(path, size, digest, trees.get(codec.stem_of(path)))
+        large = {path: record for path, record in records.items() if codec.is_tensor_file(path)}
+        size = sum(size for size, _ in large.values())
+        with self._show(f"reading checkpoint {self._number}", size) as told:
+            for path, (size, digest) in large.items():
+                tensors[path] = self._read(path, size, digest, trees.get(codec.stem_of(path)), told)
         self.trees: dict[str, Encoded] = codec.from_parts(trees, tensors)
         """What the checkpoint holds; a tensor that is to be filled is the live one."""
         for stem, tree in self.trees.items():
@@ -83,7 +96,7 @@ class Reading:
         for path in sorted(others) if rank == 0 else ():
             blocks.scan(self._folder, path, *found.about.files[path])
 
-    def _read(self, path: str, size: int, digest: str, tree: Json) -> dict[str, Tensor]:
+    def _read(self, path: str, size: int, digest: str, tree: Json, told: Told | None) -> dict[str, Tensor]:
         file = self._files[path] = _File(path, size)
         with contextlib.suppress(OSError):
             file.identity = blocks.identity(os.stat(self._folder / path))
@@ -109,7 +122,7 @@ class Reading:
                 fresh.append(_Wanted(slot, device if str(device) in self._used else _HOST))
         places = _Places(fresh)
         again = memoryview(bytearray(len(header)))
-        targets = [Target(0, len(header), again), *places.targets]
+        targets = _telling([*_of_all([Target(0, len(header), again), *places.targets], size)], told)
         file.blocks = _on_lanes(
             places.devices,
             lambda lane: blocks.scan(self._folder, path, size, digest, targets, lane),
@@ -136,18 +149,21 @@ class Reading:
         for file, names in self._of_parts([part]):
             slots = [file.in_place.pop(name)[0] for name in names]
             places = _Places([_Wanted(slot, _HOST) for slot in slots])
-            self._read_again(file, places)
+            self._read_again(file, places.targets, places.devices)
             tree = self.trees[codec.stem_of(file.path)]
             tree.tensors.update(places.tensors())
             tree.kept -= {*names}
 
     def fill(self, parts: Collection[str]) -> None:
         """Read the tensors of some parts into the live ones."""
-        for file, names in self._of_parts(parts):
-            chosen = [file.in_place.pop(name) for name in names]
-            places = _Places([_Wanted(slot, live.device, live) for slot, live in chosen])
-            self._read_again(file, places)
-            places.move()
+        chosen = [*self._of_parts(parts)]
+        size = sum(file.in_place[name][1].nbytes for file, names in chosen for name in names)
+        with self._show(f"putting checkpoint {self._number} in its place", size) as told:
+            for file, names in chosen:
+                pairs = [file.in_place.pop(name) for name in names]
+                places = _Places([_Wanted(slot, live.device, live) for slot, live in pairs])
+                self._read_again(file, _telling(places.targets, told), places.devices)
+                places.move()
 
     def _of_parts(self, parts: Collection[str]) -> Iterator[tuple[_File, list[str]]]:
         for file in self._files.values():
@@ -156,13 +172,34 @@ class Reading:
             if there := [name for name in file.in_place if name in names]:
                 yield file, there
 
-    def _read_again(self, file: _File, places: _Places) -> None:
+    def _read_again(self, file: _File, targets: Sequence[Target], devices: Collection[torch.device]) -> None:
         _on_lanes(
-            places.devices,
-            lambda lane: blocks.scan_again(
-                self._folder, file.path, file.size, file.blocks, places.targets, lane
-            ),
+            devices,
+            lambda lane: blocks.scan_again(self._folder, file.path, file.size, file.blocks, targets, lane),
         )
+
+
+def _telling(targets: Sequence[Target], told: Told | None) -> Sequence[Target]:
+    """Return the targets such that somebody is told of what they take."""
+    if told is None:
+        return targets
+    return [target._replace(take=partial(_take, told, target.take)) for target in targets]
+
+
+def _of_all(targets: Sequence[Target], size: int) -> Iterator[Target]:
+    """Yield the targets and, for what lies between them in a file of `size`, some that take nothing."""
+    end = 0
+    for target in [*targets, Target(size, size, None)]:
+        if end < target.begin:
+            yield Target(end, target.begin, None)
+        yield target
+        end = target.end
+
+
+def _take(told: Told, take: Take | None, lane: Lane, at: int, piece: memoryview) -> None:
+    if take:
+        take(lane, at, piece)
+    told(piece.nbytes)
 
 
 def moved(saved: Collection[str], used: Collection[str]) -> dict[str, str]:

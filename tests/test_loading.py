@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -27,14 +28,17 @@ from torch.utils.data import DataLoader
 from resumable import (
     CannotRead,
     CheckpointDamaged,
+    ResumableWarning,
     Run,
     RunState,
     StateMismatch,
     blocks,
     image,
+    loading,
     manifest,
     tensorfile,
 )
+from resumable.loading import Reading
 
 LARGE = 64 << 10
 """Tensors of so many bytes are read into memory of their own; smaller ones together."""
@@ -707,7 +711,7 @@ def test_any_training_comes_back_to_the_last_bit(
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_what_was_saved_on_a_gpu_comes_back_on_the_cpu(run_dir: Path, seed: int) -> None:
+def test_what_was_saved_on_a_gpu_comes_back_on_the_cpu_and_that_is_told(run_dir: Path, seed: int) -> None:
     training = RandomTraining(seed, ["adam", "nadam", "sgd"][seed % 3])
     with RunState.load(run_dir, **training.parts) as state:
         training.step()
@@ -718,7 +722,8 @@ def test_what_was_saved_on_a_gpu_comes_back_on_the_cpu(run_dir: Path, seed: int)
         fresh = RandomTraining(seed, ["adam", "nadam", "sgd"][seed % 3], values=1)
         for _ in range(steps):
             fresh.step()
-        RunState.load(run_dir, **fresh.parts).close()
+        with pytest.warns(ResumableWarning, match="will change bits  device  cuda  -> cpu"):
+            RunState.load(run_dir, **fresh.parts).close()
 
         assert fresh.look() == training.look()
 
@@ -1030,7 +1035,7 @@ def _grouped(seed: float) -> tuple[nn.Module, Any]:
     return model, optimizer
 
 
-@pytest.mark.filterwarnings("ignore:optimizer")
+@pytest.mark.filterwarnings("ignore:(?s).* has changed since .*optimizer")
 def test_tensors_and_arrays_in_the_groups_come_back(run_dir: Path) -> None:
     model, optimizer = _grouped(0.5)
     with RunState.load(run_dir, model=model, optimizer=optimizer) as state:
@@ -1044,7 +1049,7 @@ def test_tensors_and_arrays_in_the_groups_come_back(run_dir: Path) -> None:
         assert live.param_groups[0]["lr"] is lr
 
 
-@pytest.mark.filterwarnings("ignore:optimizer")
+@pytest.mark.filterwarnings("ignore:(?s).* has changed since .*optimizer")
 def test_a_learning_rate_that_is_a_tensor_can_be_overridden(run_dir: Path) -> None:
     model, optimizer = _grouped(0.5)
     with RunState.load(run_dir, model=model, optimizer=optimizer) as state:
@@ -1448,3 +1453,38 @@ def test_a_lack_of_memory_is_no_damage_and_no_older_checkpoint_is_used(
     assert torch.equal(model.weight, before)
     with RunState.load(run_dir, model=model, optimizer=optimizer) as state:
         assert state.step == 2
+
+
+@pytest.mark.parametrize("is_in_place", [True, False])
+def test_every_byte_that_is_read_is_told(run_dir: Path, saved: list[Any], is_in_place: bool) -> None:
+    found = Run(run_dir).open(2)
+    training = Training(1)
+    state = RunState(run_dir, **training.parts)
+    told: dict[str, list[int]] = {}
+
+    @contextlib.contextmanager
+    def show(what: str, size: int) -> Iterator[Callable[[int], None]]:
+        told[what] = [size]
+        yield told[what].append
+
+    live = state._capture.live() if is_in_place else {}
+    reading = Reading(found, live, show=show)
+    names = {name for stem in reading.trees for name in reading.names_in_place(stem)}
+    reading.fill(["model", "optimizer"])
+    state.close()
+
+    sizes = [size for path, (size, _) in found.about.files.items() if path.endswith(".safetensors")]
+    first, second = told["reading checkpoint 2"], told["putting checkpoint 2 in its place"]
+    assert first[0] == sum(first[1:]) == sum(sizes)
+    assert second[0] == sum(second[1:])
+    assert bool(second[0]) is bool(names) is is_in_place
+
+
+def test_what_goes_to_a_device_goes_there_when_it_is_told_of_too(tmp_path: Path) -> None:
+    content = bytes(range(200))
+    (tmp_path / "file").write_bytes(content)
+    took, told = bytearray(), []
+    target = blocks.Target(0, 200, None, lambda lane, at, piece: took.extend(piece))
+    blocks.scan(tmp_path, "file", 200, blocks.digest(content), loading._telling([target], told.append))
+
+    assert (took, told) == (content, [200])
