@@ -82,6 +82,10 @@ class Workers(_MultiProcessingDataLoaderIter):
         self._given: defaultdict[int, deque[int]] = defaultdict(deque)
         super().__init__(view)
 
+    def end(self) -> None:
+        """End the workers."""
+        self._shutdown_workers()
+
     def begin_anew(self, view: DataLoader[Any]) -> None:
         """Begin another epoch with the same workers."""
         self._reset(view)

@@ -87,7 +87,10 @@ class _Door:
 
 
 class Line:
-    """A thread that asks the store, one question after the other, and does `beat` in between."""
+    """A thread that asks the store, one question after the other, and does `beat` in between.
+
+    After a `beat` that returns True the next one comes soon.
+    """
 
     def __init__(self, timeout: float, name: str, offered: str | None, every: float, beat: Question) -> None:
         self._timeout = timeout
@@ -97,6 +100,7 @@ class Line:
         self._questions: queue.SimpleQueue[tuple[Question, Future[Any]] | None] = queue.SimpleQueue()
         self._open: Future[Store] = Future()
         self._door: _Door | None = None
+        self._is_hurried = False
         self._is_gone: BaseException | None = None
         """What the store's connection has ended with."""
         # A daemon: the interpreter must not wait at its end for a store that does not answer.
@@ -114,12 +118,15 @@ class Line:
         self._open.set_result(store)
         due = 0.0
         while not self._is_gone:
-            if time.monotonic() >= due:
+            if self._is_hurried or time.monotonic() >= due:
+                self._is_hurried, found = False, Future[Any]()
                 due = time.monotonic() + self._every
                 if (beat := self._beat()) is None:
                     return
-                self._answer(beat, store, Future())
+                self._answer(beat, store, found)
                 del beat
+                if not found.exception() and found.result():
+                    due = time.monotonic() + _PAUSE
             pause = due - time.monotonic()
             if (door := self._door) and offered:
                 self._answer(lambda _: door.answer(offered), store, Future())
@@ -188,6 +195,11 @@ class Line:
             ) from exc
         except Exception as exc:
             raise _gone(exc) from exc
+
+    def hurry(self) -> None:
+        """Do `beat` at once; nobody waits for it."""
+        self._is_hurried = True
+        self._questions.put((lambda _: None, Future()))
 
     def close(self) -> None:
         """Ask nothing any more."""

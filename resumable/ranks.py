@@ -56,7 +56,9 @@ class Ranks:
         self.rank, self.size = of_this_training()
         self.timeout = timeout
         self._stands_at = stands_at
-        self._every = min(max(timeout / 30, 0.05), 1.0)
+        self.every = min(max(timeout / 30, 0.05), 1.0)
+        """How often this process listens to the others, in seconds."""
+        self._listener: weakref.WeakMethod[Callable[[Any], bool]] | None = None
         self._line: Line | None = None
         self._turn = 0
         self._turns: dict[int, list[str]] = {}
@@ -86,7 +88,7 @@ class Ranks:
         global _sessions
         _sessions += 1
         token = secrets.token_hex(8) if self.is_first else None
-        self._line = Line(self.timeout, f"resumable/{_sessions}", token, self._every, self._beat)
+        self._line = Line(self.timeout, f"resumable/{_sessions}", token, self.every, self._beat)
         if not self._line.wait_open():
             raise RankLost(
                 f"rank {self.rank} has waited {self.timeout:g} s for rank 0 to make or load its RunState.",
@@ -101,7 +103,16 @@ class Ranks:
         self._people = [person for person, _ in found]
         _refuse_differing([facts for _, facts in found])
 
-    def _beat(self, store: Any) -> None:
+    def listen(self, listener: Callable[[Any], bool]) -> None:
+        """Call a method each time this process listens to the others; soon again while that returns True."""
+        self._listener = weakref.WeakMethod(listener)
+
+    def hurry(self) -> None:
+        """Listen to the others at once."""
+        if self._line:
+            self._line.hurry()
+
+    def _beat(self, store: Any) -> bool:
         self._beats += 1
         # First where it stands, and then what it was asked for: the other way round a save that is
         # called in between would look as if it had been left out.
@@ -113,6 +124,8 @@ class Ranks:
             number, by, step = json.loads(text)
             if number > self.saves_begun and place[2] > step:
                 self._tell_trouble(store, _left_out(number, by, step, self.rank, place[2]))
+        listener = self._listener() if self._listener else None
+        return listener is not None and listener(store)
 
     def _tell_trouble(self, store: Any, error: ResumableError) -> None:
         # Of two that meet something at once, all hear the same.

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from . import codec, rng, stamp
+from . import codec, rng, signals, stamp
 from .errors import CannotStore, ResumableWarning
 from .seeds import Seeded
 from .stamp import States, Watch
@@ -287,6 +287,7 @@ class Worker:
         self._own = own
         self._starts = dict(starts)
         self._is_seeded = is_seeded
+        self._signals = signals.shared_with_workers()
         self._number = -1
         self._batches = 0
         self._dataset: Any = None
@@ -296,6 +297,8 @@ class Worker:
     def begin(self, number: int) -> None:
         """Do what the user's `worker_init_fn` does, and then stand where this worker stood."""
         _end_with_parent()
+        if self._signals:
+            signals.spare(self._signals)
         self._number, self._dataset = number, _users_dataset()
         if self._init is not None:
             self._init(number)
