@@ -14,7 +14,9 @@ ResumableError
  ├── Unsupported         (NotImplementedError) something that would silently be inexact
  ├── RanksDiffer         (ValueError)         the processes of a training do not agree
  ├── RankLost            (TimeoutError)       one of the processes has ended, is stopped or late
- └── SaveFailed          (OSError)            a checkpoint could not be written
+ ├── Preempted           (InterruptedError)   a signal or the time has ended the loop; all is saved
+ ├── SaveFailed          (OSError)            a checkpoint could not be written
+ └── Diverged            (ArithmeticError)    the loss spikes whatever checkpoint it goes on from
 
 ResumableWarning (UserWarning)                 said at most once a run
 """
@@ -108,8 +110,25 @@ class RankLost(ResumableError, TimeoutError):
     """One of the processes of a training has ended, is stopped, or did not come in time."""
 
 
+class Preempted(ResumableError, InterruptedError):
+    """A signal, or the time that was given, has ended the loop; everything is saved.
+
+    ``signal`` is the one that came; ``128 + error.signal`` is the exit code that says so.
+    """
+
+    signal: int
+
+    def __init__(self, problem: str, *, fix: str, signal: int = 15) -> None:
+        super().__init__(problem, fix=fix)
+        self.signal = signal
+
+
 class SaveFailed(ResumableError, OSError):
     """A checkpoint could not be written; the ones before it are untouched."""
+
+
+class Diverged(ResumableError, ArithmeticError):
+    """The loss spikes again and again, or there is no checkpoint to go back to."""
 
 
 def to_json(error: ResumableError) -> dict[str, str]:

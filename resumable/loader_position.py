@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
@@ -16,6 +17,17 @@ from .errors import UsageError, warn
 from .sources import Source
 
 Hook = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """What is called around a loop over batches, and after each body."""
+
+    begin: Hook
+    body_ended: Hook
+    end: Hook
+
+
 Through = Callable[[Iterator[Any]], Any]
 """What makes an iterable of the same batches, such as a thread that loads them ahead."""
 
@@ -40,6 +52,9 @@ class Counters(Protocol):
 
     def handed_out(self, batch: int) -> None:
         """Note that a batch is in hand."""
+
+    def next_opened(self) -> int:
+        """Return what tells which of several loops has handed out its first batch first."""
 
     def is_mid_epoch(self) -> bool:
         """Whether a checkpoint taken now stands between two batches of an epoch."""
@@ -66,6 +81,8 @@ class LoaderPosition:
         """Whether this epoch's batches have come to their end, or were left for good."""
         self.lap = 0
         """How often the loader has been put somewhere else: a loop of an earlier lap is dead."""
+        self.opened = 0
+        """Which loop this is, of all loaders, in the order of their first batches; 0 before that."""
         self.lock = threading.RLock()
         self._moving = threading.Lock()
         self.ahead: deque[Loaded] = deque()
@@ -82,6 +99,9 @@ class LoaderPosition:
         # The exception that was being handled around the loop, once the loop has been left.
         self._left_under: tuple[BaseException | None] | None = None
         self._stays = self._has_ended = self.is_claimed = self.is_open = False
+        self._loop: weakref.ref[_Loop] | None = None
+        # Whether the batch that was in hand when the loop was left is the first that is ahead.
+        self._is_put_off = False
 
     def is_under_way(self) -> bool:
         """Whether the epoch's batches have begun and not ended."""
@@ -93,6 +113,13 @@ class LoaderPosition:
         # then the script is through with this epoch's batches.
         if self._left_under and not self._stays and not self.is_interrupted():
             self._left_under, self.is_over = None, True
+
+    def length(self) -> int | None:
+        """Return how many batches an epoch has, if the loader knows."""
+        try:
+            return len(self.source)
+        except TypeError:
+            return None
 
     def is_through(self) -> bool:
         """Whether looping over the batches again would be another epoch."""
@@ -117,7 +144,7 @@ class LoaderPosition:
     def collect(self) -> dict[str, Any]:
         """Return the position as a resume is to find it."""
         with self.lock:
-            under_way = self.is_under_way()
+            under_way = self.is_under_way() and self._counters.is_mid_epoch()
             return {
                 "batch": self.done + self.in_hand if under_way else 0,
                 "is_over": self.is_over and self._counters.is_mid_epoch(),
@@ -184,10 +211,13 @@ class LoaderPosition:
         """Stand at the beginning of an epoch."""
         self._go_elsewhere()
         self.done = 0
-        self.is_over = self._over_at_resume = self._stays = False
+        self.is_over = self._over_at_resume = self._stays = self._is_put_off = False
         self.source.rewind()
 
     def _go_elsewhere(self) -> None:
+        if loop := self._loop and self._loop():
+            # The script may keep it for long, and signals would be noted for a loop that is dead.
+            loop.unwatch()
         self.size_in_hand = 0
         self.in_hand = self.counts_by_steps = self.ends_with_step = self.is_claimed = False
         self.is_open = False
@@ -215,7 +245,7 @@ class LoaderPosition:
         return {path: rng.read(found) for path, found in rng.find(self.source.root()).items()}
 
     def loop(
-        self, body_ended: Hook, through: Through | None, loads_ahead: bool, is_elsewhere: bool
+        self, hooks: Hooks, through: Through | None, loads_ahead: bool, is_elsewhere: bool
     ) -> Iterator[Any]:
         """Return the batches that are left, counting one as done when the next is asked for.
 
@@ -231,10 +261,18 @@ class LoaderPosition:
             )
         self.is_open = not is_elsewhere
         self.counts_by_steps = is_elsewhere
-        batches = self._open(loads_ahead or is_elsewhere)
         if is_elsewhere:
-            return _Elsewhere(self, batches, through)
-        return _Loop(self, batches, body_ended, through)
+            return _Elsewhere(self, self._open(True), through)
+        # Before there are workers: they are told of it.
+        hooks.begin()
+        try:
+            self.opened = 0
+            loop = _Loop(self, self._open(loads_ahead), hooks, through)
+            self._loop = weakref.ref(loop)
+            return loop
+        except BaseException:
+            hooks.end()
+            raise
 
     def _refuse_to_repeat(self) -> None:
         if not self._over_at_resume:
@@ -248,7 +286,7 @@ class LoaderPosition:
     def _open(self, loads_ahead: bool) -> Iterator[Any]:
         self._counters.put_back()
         self._left_under = None
-        self._stays = self._has_ended = self.is_claimed = False
+        self._stays = self._has_ended = self.is_claimed = self._is_put_off = False
         self.source.loads_ahead = loads_ahead
         batches = self.source.open()
         self._mark = self._marked()
@@ -288,6 +326,8 @@ class LoaderPosition:
         loaded = self.ahead.popleft()
         self._mark_before, self._mark = self._mark, loaded.mark
         self.in_hand, self.size_in_hand = True, loaded.size
+        # (an iterator may be made long before the loop that it is asked in)
+        self.opened = self.opened or self._counters.next_opened()
         self._step_then = self._counters.step
         self._counters.handed_out(self.done)
 
@@ -313,6 +353,33 @@ class LoaderPosition:
             self.take_back()
             self.is_over = self._has_ended and not self.ahead
 
+    def refuse_to_leave_out(self) -> None:
+        """Raise UsageError where nobody knows which batch is in hand."""
+        if self.counts_by_steps and (self.ahead or not self._has_ended):
+            raise UsageError(
+                "another thread loops over state.batches(), and nobody knows which batch is in hand.",
+                fix="give the thread to state.batches(through=...): what comes out of it is in hand.",
+            )
+        if self._is_put_off and self._stays:
+            raise UsageError(
+                "the loops have been left, with a batch in hand that was not trained.",
+                fix="go back in the body of the loop over state.batches(), where the batch is in hand.",
+            )
+
+    def leave_out(self) -> None:
+        """Let the batch in hand count as done without having been trained."""
+        if self._is_put_off and self.ahead:
+            self._mark = self.ahead.popleft().mark
+            self.done += 1
+            self._counters.batch = self.done
+        self._is_put_off = False
+        # (a break after it is no reason to train it again)
+        self.size_in_hand, self._step_then = 0, -1
+        if self.in_hand and self.ends_with_step:
+            # Nobody will ask for another one.
+            self.take_back()
+            self.is_over = True
+
     def leave(self, outer: BaseException | None) -> None:
         """Note that the loop was left in the middle: for good by a break, or by an exception."""
         is_trained = not self._counters.counts_steps or self._counters.step > self._step_then
@@ -321,6 +388,7 @@ class LoaderPosition:
         elif self.in_hand:
             self.ahead.appendleft(Loaded(self.size_in_hand, self._mark))
             self._mark = self._mark_before
+            self._is_put_off = True
         self.in_hand, self.size_in_hand = False, 0
         self._left_under = (outer,)
 
@@ -329,11 +397,12 @@ class _Loop:
     """One pass over what is left of an epoch, as the training sees it."""
 
     def __init__(
-        self, at: LoaderPosition, batches: Iterator[Any], body_ended: Hook, through: Through | None
+        self, at: LoaderPosition, batches: Iterator[Any], hooks: Hooks, through: Through | None
     ) -> None:
         self._at = at
         self._lap = at.lap
-        self._body_ended = body_ended
+        self._hooks = hooks
+        self._is_watched = True
         self._outer = sys.exc_info()[1]
         self._is_over = self._is_one_ahead = False
         self._asked_first: tuple[object, object] | None = None
@@ -349,9 +418,16 @@ class _Loop:
         if self._is_one_ahead or (self._can_be_ahead and self._looks_ahead(sys._getframe(1))):
             return self._next_ahead()
         if at.in_hand and self._lap == at.lap and not self._is_over:
-            self._body_ended()
+            try:
+                self._hooks.body_ended()
+            except BaseException:
+                # Whoever loops on after it must not be handed this batch a second time.
+                at.take_back()
+                at.leave(self._outer)
+                raise
             at.take_back()
         if self._lap != at.lap or self._is_over:
+            self.unwatch()
             raise StopIteration
         at.before_batch()
         try:
@@ -359,6 +435,7 @@ class _Loop:
         except StopIteration:
             self._is_over = at.is_over = True
             at.is_open = False
+            self.unwatch()
             if at.ahead:
                 raise UsageError(
                     f"through= has kept {len(at.ahead)} of the batches that it was given.",
@@ -394,11 +471,12 @@ class _Loop:
     def _next_ahead(self) -> Any:
         at = self._at
         if self._lap != at.lap or self._is_over:
+            self.unwatch()
             raise StopIteration
         if not at.source.loads_ahead:
             at.source.loads_ahead = True
         elif at.ahead:
-            self._body_ended()
+            self._hooks.body_ended()
             at.take_back()
             at.hand_out()
         try:
@@ -412,6 +490,13 @@ class _Loop:
         if self._lap == self._at.lap and not self._is_over:
             self._is_over, self._at.is_open = True, False
             self._at.leave(self._outer)
+        self.unwatch()
+
+    def unwatch(self) -> None:
+        """Let nobody wait for this loop's end any more; a second time changes nothing."""
+        if self._is_watched:
+            self._is_watched = False
+            self._hooks.end()
 
     def __del__(self) -> None:
         # A loop that is left drops its iterator; at the interpreter's end there is nobody to tell.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -13,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from . import blocks, rng, shards, stamp
+from .changes import HARMLESS, MAY, WILL
 from .errors import StateMismatch, UsageError, warn
 from .iterators import Workers, in_process, stand_in
 from .order import Draws, Generators, Order, Pulled, draws_at_once, other_data, plain
@@ -45,8 +47,11 @@ class LoaderSource:
         loader: DataLoader[Any],
         own: Mapping[str, rng.Generator],
         seeds: Callable[[], tuple[int, int] | None],
+        shows: Callable[[], bool],
     ) -> None:
         self.loader = loader
+        self._shows = shows
+        self._latest: weakref.ref[Workers] | None = None
         self._size = 0
         self.loads_ahead = False
         """Whether batches may be asked for before the training wants them."""
@@ -199,7 +204,7 @@ class LoaderSource:
         most = max((at.batches for at in self._workers.values()), default=0)
         shown = next((number for number, at in self._workers.items() if at.batches == most), None)
         return {
-            number: Start(at, is_next_epoch=at.batches == 0, shows_progress=number == shown)
+            number: Start(at, is_next_epoch=at.batches == 0, shows_progress=number == shown and self._shows())
             for number, at in self._workers.items()
         }
 
@@ -236,12 +241,14 @@ class LoaderSource:
     def _sent_to_workers(self) -> Workers:
         context = self.loader.multiprocessing_context or multiprocessing
         try:
-            return Workers(self._view, self._order, self._turn if self._again else 0, self)
+            found = Workers(self._view, self._order, self._turn if self._again else 0, self)
         except Exception as exc:
             is_of_pickling = isinstance(exc, (TypeError, AttributeError)) or "Pickl" in type(exc).__name__
             if context.get_start_method() == "fork" or not is_of_pickling:
                 raise
             raise _unsendable(exc) from exc
+        self._latest = weakref.ref(found)
+        return found
 
     def order_begins(self) -> None:
         """Let the order be drawn: that of a new epoch, or again that of one that is gone on with."""
@@ -413,26 +420,24 @@ class LoaderSource:
             return _ANY_ORDER
         return shards.obstacle(saved["order"]["base"], self.loader)
 
-    def effects(self, saved: Mapping[str, Any]) -> dict[str, str]:
-        """Return what a change of a setting does, where that is no error."""
-        is_in_epoch = bool(saved["order"])
-        draws = any(at and at["generators"] for at in saved["workers"])
+    def effects(self, saved: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+        """Return what a change of a setting does to the bits, and why, where its name alone does not tell."""
         if self._is_stream:
             return {}
+        is_in_epoch = bool(saved["order"])
+        draws = any(at and at["generators"] for at in saved["workers"])
         lost = "what is drawn at random while loading is not what it would be"
+        anew = f"{'what is left of the epoch' if is_in_epoch else 'every epoch'} is dealt out anew"
         # (a batch that is loaded as one has one seed)
         is_seeded = self._seeds() and not hasattr(self.loader.dataset, "__getitems__")
-        anew = f"{'what is left of the epoch' if is_in_epoch else 'every epoch'} is dealt out anew"
-        effects = {
-            "shards": anew if is_seeded else f"{anew}; {lost}",
-            "num_workers": f"the order stays; {lost}",
-        }
+        workers, shards = (WILL if draws else MAY, f"the order stays; {lost}"), f"{anew}; {lost}"
         if self._seeds():
-            effects["num_workers"] = "each sample has its seed, so the batches stay the same"
+            workers = HARMLESS, "each sample has its seed, so the batches stay the same"
         elif is_in_epoch and saved["num_workers"] and not draws:
-            nothing = "nothing was drawn at random in the workers, so the batches stay the same"
-            effects |= {"num_workers": nothing, "shards": anew}
-        return effects
+            workers = HARMLESS, "nothing was drawn at random in the workers, so the batches stay the same"
+        if is_seeded or (not self._seeds() and workers[0] == HARMLESS):
+            shards = anew
+        return {"shards": (WILL, shards), "num_workers": workers}
 
     def restore(self, saved: Mapping[str, Any], other: AbstractSet[str]) -> None:
         """Go on from what `collect` returned. Of the settings, the `other` ones have changed since."""
@@ -500,9 +505,11 @@ class LoaderSource:
             # An epoch that was never gone on with: its workers are what is left of it.
             self._saved = {**self._saved, "is_left": True} if self.loader.persistent_workers else None
 
-    def close(self) -> None:
-        """Let the workers go."""
+    def close(self, *, now: bool) -> None:
+        """Let the workers go; end them `now`, though a loop may still hold them."""
         self._pool = None
+        if now and self._latest and (latest := self._latest()) is not None:
+            latest.end()
 
 
 class _Reading:

@@ -48,6 +48,8 @@ class Best:
     goal: Goal
     value: float
     number: int
+    since: int = 0
+    """How many saves with that metric were made after it, none of them better."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,15 +170,16 @@ def _best_out(best: Best) -> Json:
         "maximize": best.goal.maximize,
         "value": float(best.value),
         "number": best.number,
+        "since": best.since,
     }
 
 
 def _best_in(value: Json) -> Best:
     found = typed(dict, value)
-    if found.keys() != {"metric", "maximize", "value", "number"}:
+    if found.keys() != {"metric", "maximize", "value", "number", "since"}:
         raise ValueError(f"{value!r} does not say what is best")
     goal = Goal(typed(str, found["metric"]), typed(bool, found["maximize"]))
-    return Best(goal, typed(float, found["value"]), _whole(found["number"]))
+    return Best(goal, typed(float, found["value"]), _whole(found["number"]), _whole(found["since"]))
 
 
 def _file_in(name: str, value: Json) -> FileRecord:

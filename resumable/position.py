@@ -12,7 +12,8 @@ import torch
 from . import rng, sources
 from .boundary import Boundary
 from .errors import UsageError
-from .loader_position import Hook, LoaderPosition, Through
+from .loader_position import Hook, Hooks, LoaderPosition, Through
+from .spikes import Spikes
 
 
 class Position:
@@ -24,12 +25,18 @@ class Position:
         generators: Mapping[str, rng.Generator] | None = None,
         sample_seeds: bool = False,
         processes: int = 1,
+        shows: Callable[[], bool] = lambda: False,
     ) -> None:
+        self._shows = shows
         self.processes = processes
         self.epoch = 0
         self.batch = 0
         self.step = 0
         self.samples = 0
+        self.metrics: dict[str, float] = {}
+        """What the last save that was asked for was given."""
+        self.splits: Mapping[str, Any] = {}
+        """How the run's data were divided, to be kept with them."""
         self._generators = generators or {}
         self.seed = torch.initial_seed() if sample_seeds else None
         """What the samples' seeds are made from, if each has its own; the same on every rank."""
@@ -42,18 +49,22 @@ class Position:
         self.gradients: Callable[[], object] | None = None
         """What changes with every gradient that the optimizers have."""
         self._body: Boundary | None = None
+        self._opened = 0
         self._step_in_hand = 0
         self._step_at_start = 0
         self._has_looped = False
+        self._has_ended_body = False
+        """Whether the body of `epochs()` has ended, and the next epoch has not begun."""
         self._stepped: set[str] | None = None
         """The optimizers that have made a step since the last batch was handed out."""
+        self.spikes = Spikes()
         self.restores = 0
         self._resumed_at = Boundary.OUTSIDE
         self._held: Mapping[str, Any] | None = None
         self._body_start: Mapping[str, Any] | None = None
 
     def _stands(self, name: str, loader: Any) -> LoaderPosition:
-        return LoaderPosition(sources.make(name, loader, self._generators, self._seeds), self)
+        return LoaderPosition(sources.make(name, loader, self._generators, self._seeds, self._shows), self)
 
     def _seeds(self) -> tuple[int, int] | None:
         return None if self.seed is None else (self.seed, self.epoch)
@@ -63,6 +74,8 @@ class Position:
 
     def boundary(self) -> Boundary:
         """Return where a checkpoint taken now stands."""
+        if self._has_ended_body:
+            return Boundary.EPOCH
         if any(loader.is_under_way() for loader in self._all()):
             return Boundary.BATCH
         if self._body is Boundary.STEP:
@@ -91,6 +104,9 @@ class Position:
             "body_start": self._body_start if in_epoch else None,
             "stepped": None if self._stepped is None else sorted(self._stepped),
             "seed": self.seed,
+            "metrics": self.metrics,
+            "splits": self.splits,
+            "spikes": [self.spikes.count, self.spikes.newest],
             "iterables": {name: at.collect() for name, at in self._found.items()},
         }
 
@@ -107,11 +123,12 @@ class Position:
             "boundary": boundary,
             "epoch": self.epoch + (boundary is Boundary.EPOCH),
             "batch": batches[-1] if boundary is Boundary.BATCH else 0,
-            "step": self._steps_done(),
+            "step": self.steps_done(),
             "samples": self.samples + self.processes * sum(loader.size_in_hand for loader in in_hand),
         }
 
-    def _steps_done(self) -> int:
+    def steps_done(self) -> int:
+        """Return the optimizer steps; one in hand counts as done."""
         in_body = self._body is Boundary.STEP
         return max(self.step, self._step_in_hand + 1) if in_body else self.step
 
@@ -140,6 +157,28 @@ class Position:
         """Note that a batch is in hand."""
         self.batch, self._stepped = batch, set()
 
+    def next_opened(self) -> int:
+        """Return what tells which of several loops has handed out its first batch first."""
+        self._opened += 1
+        return self._opened
+
+    def is_between(self, name: str) -> bool:
+        """Whether the training is between two batches where that of this loader has ended.
+
+        Not in an accumulation window, nor in a body of `steps()`, nor where the loop over another
+        loader, around this one, has its next batch in hand already.
+        """
+        in_hand = [loader for loader in self._all() if loader.in_hand]
+        if self._body is Boundary.STEP or min(in_hand, key=_opened) is not self.at(name):
+            return False
+        return not self.counts_steps or bool(self._stepped)
+
+    def is_rest_next(self, name: str) -> bool:
+        """Whether the batch in hand is the last one, as far as the loader knows."""
+        loader = self.at(name)
+        length = loader.length()
+        return length is not None and loader.done + 1 >= length
+
     def stands_at(self) -> tuple[int, int, int]:
         """Return what people find the place by: epoch, batch and step."""
         return self.epoch, self.batch, self.step
@@ -151,8 +190,12 @@ class Position:
         """
         self.epoch, self.batch = saved["epoch"], saved["batch"]
         self.step, self.samples = saved["step"], saved["samples"]
+        # The body of `steps()` that is running is no step: what it has trained is gone now.
+        self._step_in_hand = self.step - 1
+        self.metrics = dict(saved["metrics"])
         self._resumed_at, self._body_start = saved["boundary"], saved["body_start"]
         self._stepped = None if saved["stepped"] is None else set(saved["stepped"])
+        self.spikes = Spikes(*saved["spikes"])
         self.seed = saved["seed"] if self.seed is not None and saved["seed"] is not None else self.seed
         self._found_before = {name: at for name, at in saved["iterables"].items() if name not in unfit}
         for name, at in self._found.items():
@@ -161,16 +204,39 @@ class Position:
                 at.restore(self._found_before[name], set())
         self.restores += 1
 
+    def refuse_to_go_back(self) -> None:
+        """Raise UsageError where nobody knows which batch is in hand."""
+        for loader in self._all():
+            loader.refuse_to_leave_out()
+
+    def go_back(self, saved: Mapping[str, Any]) -> None:
+        """Count steps and samples as `collect` did, and stay where we are in the data.
+
+        What was loaded since is left out, the batch in hand too.
+        """
+        is_left = any(loader.is_interrupted() for loader in self._all())
+        for loader in self._all():
+            loader.leave_out()
+        self.step, self.samples = saved["step"], saved["samples"]
+        self.metrics = dict(saved["metrics"])
+        # The body that is running is no step: it has trained what is gone now.
+        self._step_in_hand = self.step - 1
+        self._stepped = None if saved["stepped"] is None else set(saved["stepped"])
+        if is_left:
+            # The loop was left by the exception that is being handled: the next body goes on with the rest.
+            self._stay()
+            self.restores += 1
+
     def begin_own_streams(self, seed: str) -> None:
         """Begin streams of their own for all generators of the loaders: those restored are another rank's."""
         self._body_start = None
         for name, loader in self.loaders.items():
             loader.begin_own_streams(f"{seed}/{name}")
 
-    def close(self) -> None:
-        """Let go of what loads in the background."""
+    def close(self, *, now: bool = False) -> None:
+        """Let go of what loads in the background; end `now` what a loop still holds, too."""
         for loader in self._all():
-            loader.source.close()
+            loader.source.close(now=now)
 
     def find(self, iterable: Any) -> str:
         """Return the name of an iterable that was not given to RunState: here it is known from now on."""
@@ -250,9 +316,23 @@ class Position:
             finally:
                 self._body = outer
             if restores == self.restores:
-                body_ended()
+                self._end_body(body_ended)
                 self._begin_epoch(self.epoch + 1)
         self.put_back()
+
+    def _end_body(self, body_ended: Hook) -> None:
+        self._put_back_unlooped()
+        # Whatever is left of the batches, the next epoch is what follows.
+        self._has_ended_body = True
+        try:
+            body_ended()
+        finally:
+            self._has_ended_body = False
+
+    def _put_back_unlooped(self) -> None:
+        if any(loader.is_under_way() for loader in self._all()):
+            # In mid-epoch, and the body did not loop again over what was left.
+            self.put_back()
 
     def _stay(self) -> None:
         # Whoever loops again goes on from here, as after a resume.
@@ -263,9 +343,7 @@ class Position:
             self.hold()
 
     def _begin_epoch(self, epoch: int) -> None:
-        if any(loader.is_under_way() for loader in self._all()):
-            # In mid-epoch, and the body did not loop again over what was left.
-            self.put_back()
+        self._put_back_unlooped()
         for loader in self._all():
             loader.warn_of_uncounted()
             loader.leave(None)
@@ -283,12 +361,14 @@ class Position:
             self._step_in_hand = self.step
             try:
                 yield self.step
+                if restores == self.restores:
+                    try:
+                        body_ended()
+                    finally:
+                        # A body whose step was skipped (a gradient scaler does that) is still one body.
+                        self.step = self.steps_done()
             finally:
-                done, self._body = self._steps_done(), outer
-            if restores == self.restores:
-                body_ended()
-                # A body whose step was skipped (a gradient scaler does that) is still one body.
-                self.step = done
+                self._body = outer
         self.put_back()
         self._has_looped = True
 
@@ -296,13 +376,17 @@ class Position:
         """Return where a loader stands, by its name."""
         return self.loaders.get(name) or self._found[name]
 
-    def batches(self, name: str, body_ended: Hook, through: Through | None, loads_ahead: bool) -> Batches:
+    def batches(self, name: str, hooks: Hooks, through: Through | None, loads_ahead: bool) -> Batches:
         """Return what is left of the epoch's batches."""
         loader = self.at(name)
         if self._body is not Boundary.EPOCH and loader.is_through():
             # Used without epochs(): the loader beginning anew is the next epoch.
             self._begin_epoch(self.epoch + 1)
-        return Batches(loader, body_ended, through, loads_ahead)
+        return Batches(loader, hooks, through, loads_ahead)
+
+
+def _opened(loader: LoaderPosition) -> int:
+    return loader.opened
 
 
 class Batches:
@@ -312,10 +396,10 @@ class Batches:
     """
 
     def __init__(
-        self, loader: LoaderPosition, body_ended: Hook, through: Through | None, loads_ahead: bool
+        self, loader: LoaderPosition, hooks: Hooks, through: Through | None, loads_ahead: bool
     ) -> None:
         self._loader = loader
-        self._body_ended = body_ended
+        self._hooks = hooks
         self._through = through
         self._loads_ahead = loads_ahead
         self._thread = threading.get_ident()
@@ -325,4 +409,4 @@ class Batches:
 
     def __iter__(self) -> Iterator[Any]:
         is_elsewhere = threading.get_ident() != self._thread
-        return self._loader.loop(self._body_ended, self._through, self._loads_ahead, is_elsewhere)
+        return self._loader.loop(self._hooks, self._through, self._loads_ahead, is_elsewhere)

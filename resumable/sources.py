@@ -60,8 +60,8 @@ class Source(Protocol):
     def in_question(self, setting: str, saved: Mapping[str, Any]) -> tuple[str, str] | None:
         """Return what a changed setting puts in question in mid-epoch: itself or everything (""), and why."""
 
-    def effects(self, saved: Mapping[str, Any]) -> dict[str, str]:
-        """Return what a change of a setting does, where that is no error."""
+    def effects(self, saved: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+        """Return what a change of a setting does to the bits, and why, where its name alone does not tell."""
 
     def restore(self, saved: Mapping[str, Any], other: AbstractSet[str]) -> None:
         """Go on from what `collect` returned. Of the settings, the `other` ones have changed since."""
@@ -72,8 +72,8 @@ class Source(Protocol):
     def rewind(self) -> None:
         """Stand at the beginning of an epoch."""
 
-    def close(self) -> None:
-        """Let go of what runs in the background."""
+    def close(self, *, now: bool) -> None:
+        """Let go of what runs in the background; end `now` what a loop still holds, too."""
 
 
 class StatefulSource:
@@ -203,7 +203,7 @@ class StatefulSource:
         """Return that another kind of loader cannot go on at all."""
         return "", ""
 
-    def effects(self, saved: Mapping[str, Any]) -> dict[str, str]:
+    def effects(self, saved: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
         """Return that nothing is known of that."""
         return {}
 
@@ -221,7 +221,7 @@ class StatefulSource:
         if self._saved and self._saved["is_under_way"]:
             self._saved = None
 
-    def close(self) -> None:
+    def close(self, *, now: bool) -> None:
         """Do nothing: the loader is the user's."""
 
 
@@ -243,9 +243,12 @@ class PlainSource:
 
     has_cheap_marks = True
 
-    def __init__(self, loader: Any, name: str, own: Mapping[str, rng.Generator]) -> None:
+    def __init__(
+        self, loader: Any, name: str, own: Mapping[str, rng.Generator], shows: Callable[[], bool]
+    ) -> None:
         self.loader = loader
         self.loads_ahead = False
+        self._shows = shows
         self._name = name
         self._own = own
         self._saved: Mapping[str, Any] | None = None
@@ -315,7 +318,8 @@ class PlainSource:
             f"{self._name} keeps no position, so {count} batches of it are loaded once more and thrown away. "
             "A DataLoader, or anything with state_dict and load_state_dict, goes on at once."
         )
-        for number in tqdm(range(count), desc=f"skipping what {self._name} gave before", unit=" batches"):
+        what = f"skipping what {self._name} gave before"
+        for number in tqdm(range(count), desc=what, unit=" batches", disable=not self._shows()):
             try:
                 next(batches)
             except StopIteration:
@@ -365,7 +369,7 @@ class PlainSource:
         """Return everything, where it was no iterable of any kind."""
         return None if "before" in saved else ("", "")
 
-    def effects(self, saved: Mapping[str, Any]) -> dict[str, str]:
+    def effects(self, saved: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
         """Return that nothing is known of that."""
         return {}
 
@@ -381,7 +385,7 @@ class PlainSource:
         if self._saved and self._saved["batches"]:
             self._saved = None
 
-    def close(self) -> None:
+    def close(self, *, now: bool) -> None:
         """Do nothing: the iterable is the user's."""
 
 
@@ -416,16 +420,17 @@ def make(
     loader: Any,
     own: Mapping[str, rng.Generator],
     seeds: Callable[[], tuple[int, int] | None],
+    shows: Callable[[], bool],
 ) -> Source:
-    """Return the source for what the user loops over."""
+    """Return the source for what the user loops over; `shows`: whether it shows how far it has come."""
     is_plain = isinstance(loader, DataLoader) and iterates_as_torch_does(loader)
     # (torch seeds and cuts data pipes in ways of their own)
     if is_plain and not isinstance(loader.dataset, (IterDataPipe, MapDataPipe)):
-        return LoaderSource(loader, own, seeds)
+        return LoaderSource(loader, own, seeds, shows)
     if is_stateful(loader) and isinstance(loader, Iterable):
         return StatefulSource(loader, own)
     if isinstance(loader, Iterable) or (callable(loader) and not isinstance(loader, torch.nn.Module)):
-        return PlainSource(loader, name.removeprefix("loader."), own)
+        return PlainSource(loader, name.removeprefix("loader."), own, shows)
     raise UsageError(
         f"{name} is a {type(loader).__name__}, which cannot be looped over.",
         fix="pass a torch DataLoader, another iterable, a function that returns an iterator, or a dict of "

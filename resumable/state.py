@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import signal
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -17,39 +18,25 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from . import (
-    arguments,
-    blocks,
-    capture,
-    checkpoint,
-    codec,
-    disk,
-    environment,
-    policy,
-    rng,
-)
-from .capture import Capture, Change, Held, Trees
-from .checkpoint import Checkpoint
+from . import arguments, capture, changes, rng, spikes
+from .autosave import Autosave, Due
+from .capture import Capture
 from .crew import Crew
-from .errors import (
-    FormatTooNew,
-    ResumableError,
-    SaveFailed,
-    StateMismatch,
-    UsageError,
-    warn,
-)
-from .image import Image, Taken, WrittenAround
-from .loader_position import Through
-from .loading import Reading
-from .manifest import Best, Manifest
+from .errors import Diverged, Preempted, UsageError
+from .history import History
+from .loader_position import Hooks, LoaderPosition, Through
 from .position import Batches, Position
 from .prefetch import ToDevice
-from .run import Run
+from .progress import Progress
+from .ranks import of_this_training
+from .resuming import Resuming
+from .run import Run, Which
+from .saving import Saving, end
 from .sealed import Json
-from .sources import Source
-from .threads import no_garbage_collection
-from .writer import PendingSave, Writer
+from .signals import Signals
+from .spikes import Spikes
+from .split import split
+from .writer import PendingSave
 
 _open_runs: weakref.WeakValueDictionary[Path, RunState] = weakref.WeakValueDictionary()
 
@@ -60,8 +47,16 @@ class RunState:
     The parts exist, on their devices and wrapped, before they are given. Each of model,
     optimizer, scheduler, scaler and loader is one object or a dict of named ones. `extra` is
     a dict of anything with `state_dict` and `load_state_dict`, of random generators, dicts
-    and dataclasses. `keep` is how many of the newest checkpoints stay (None: all); the best one,
-    by the metric to `maximize` or to `minimize`, always does.
+    and dataclasses. `keep` is how many of the newest checkpoints stay (None: all), or a dict such as
+    {"newest": 3, "best": 2, "every": "1000 steps"}; the best one, by the metric to `maximize` or to
+    `minimize`, always does.
+
+    `every`: when the loops save by themselves ("10 min", 500 steps, "2 epochs", "1 %" of the time, or a
+    list: whichever comes first); `mtbf`: the mean time between failures, for the interval that loses the
+    least. `save_on`: the signals at which the loops save and leave; `on_preempt`: whether they "exit" with
+    128 + the signal, or "raise" Preempted; `max_time`: how long until they leave by themselves ("3h50m").
+    `progress`: whether bars are shown (None: at a terminal and in a notebook). `sample_seeds`: whether each
+    sample has its own seed.
 
     In a training of several processes each makes its own, once torch.distributed is initialised.
     `per_rank` names parts of `extra` that each keeps for itself; `timeout` (in seconds) is how long one
@@ -97,7 +92,13 @@ class RunState:
         extra: dict[str, Any] | None = None,
         maximize: str | None = None,
         minimize: str | None = None,
-        keep: int | None = 3,
+        keep: int | Mapping[str, Any] | None = 3,
+        every: Any = None,
+        mtbf: Any = None,
+        save_on: Sequence[str] = arguments.SAVE_ON,
+        on_preempt: str = "exit",
+        max_time: Any = None,
+        progress: bool | None = None,
         sample_seeds: bool = False,
         per_rank: Sequence[str] = (),
         timeout: float = 60,
@@ -107,44 +108,36 @@ class RunState:
         check_replicas: bool = False,
     ) -> None:
         self._goal = arguments.goal(maximize, minimize)
-        self._keep = arguments.keep(keep)
         self.run = Run(os.environ.get("RESUMABLE_RUN_DIR") or run_dir)
         """The run directory."""
         self.vars: dict[str, Any] = {}
         """Your own small values: they are saved and put back with the rest."""
-        self._metrics: dict[str, float] = {}
         self.resumed = False
         """Whether this training goes on from a checkpoint."""
-        generators = {n: g for n, g in capture.named("extra", extra).items() if rng.is_generator(g)}
+        self._progress = shown = Progress(progress, is_first=of_this_training()[0] == 0)
+        self._position = at = _position(loader, extra, sample_seeds, shown)
         patience, all_write = arguments.seconds("timeout", timeout), arguments.write(write)
-        self._position = Position(capture.named("loader", loader), generators, sample_seeds)
-        place = self._position.stands_at
-        self._crew = Crew(self.run, patience, place, is_shared=shared, all_write=all_write)
-        self._position.processes = self._crew.ranks.size
-        parts = model, optimizer, scheduler, scaler, extra
-        slots = dict(zip(capture.SLOTS, parts, strict=True))
+        self._crew = crew = Crew(self.run, patience, at.stands_at, is_shared=shared, all_write=all_write)
+        at.processes = crew.ranks.size
+        slots = dict(zip(capture.SLOTS, (model, optimizer, scheduler, scaler, extra), strict=True))
         own = arguments.per_rank(per_rank, capture.named("extra", extra))
-        self._capture = Capture(slots, self.vars, self._position, own, self._crew.rank)
-        self._is_elastic = elastic
-        self._checks_replicas = check_replicas and not self._crew.ranks.is_alone
-        self._unheard: int | None = None
-        """The save of which this process has not heard yet what rank 0 gave as metrics."""
-        self._failed, self._reason = 0, "it has closed its RunState"
-        self._built = self._capture.settings
-        self._best: Best | None = None
-        self._parent: int | None = None
-        self._number = 0
-        self._after_save: _AfterSave | None = None
-        self._warned: set[str] = set()
-        self._writer = Writer()
-        self._image = Image(self._capture.optimizers(), self._capture.written_in_forward)
-        self._is_prepared = False
-        self._way: blocks.Way = "paced"
-        self._written: Mapping[str, blocks.Written] = {}
-        self._is_closed = False
+        self._capture = parts = Capture(slots, self.vars, at, own, crew.rank)
+        kept = arguments.keep(keep, self._goal)
+        self._alike = {"keep": kept and kept.told(), "elastic": elastic, "check_replicas": check_replicas}
+        self._checks_replicas = check_replicas and not crew.ranks.is_alone
+        where = self.run, crew, parts, at
+        self._saving = Saving(
+            *where, goal=self._goal, keep=kept, checks_replicas=self._checks_replicas, progress=shown
+        )
+        self._resuming = Resuming(*where, self._saving, goal=self._goal, is_elastic=elastic, progress=shown)
+        self._signals = Signals(arguments.save_on(save_on), is_told=crew.is_first)
+        rules, limit = arguments.when(every, mtbf, max_time)
+        self._autosave = Autosave(crew.ranks, self._signals, self._saving.pace, rules, limit)
+        self._raises = arguments.on_preempt(on_preempt)
+        self._how, self._is_closed, self._is_prepared, self._is_calm = "closed", False, False, True
         self._hooks = self._count_steps(optimizer)
         # One that is dropped without close() must not lock its run for the rest of the process.
-        weakref.finalize(self, self.run.release)
+        weakref.finalize(self, _end, os.getpid(), self._saving.history, self.run, at)
 
     @classmethod
     def load(
@@ -159,7 +152,13 @@ class RunState:
         extra: dict[str, Any] | None = None,
         maximize: str | None = None,
         minimize: str | None = None,
-        keep: int | None = 3,
+        keep: int | Mapping[str, Any] | None = 3,
+        every: Any = None,
+        mtbf: Any = None,
+        save_on: Sequence[str] = arguments.SAVE_ON,
+        on_preempt: str = "exit",
+        max_time: Any = None,
+        progress: bool | None = None,
         sample_seeds: bool = False,
         per_rank: Sequence[str] = (),
         timeout: float = 60,
@@ -183,8 +182,10 @@ class RunState:
         parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
         data = {"loader": loader, "extra": extra, "sample_seeds": sample_seeds, "per_rank": per_rank}
         saves = {"maximize": maximize, "minimize": minimize, "keep": keep, "write": write, "shared": shared}
+        when = {"every": every, "mtbf": mtbf, "save_on": save_on, "on_preempt": on_preempt}
+        shows = {"max_time": max_time, "progress": progress}
         checks = {"timeout": timeout, "elastic": elastic, "check_replicas": check_replicas}
-        state = cls(run_dir, **parts, **data, **saves, **checks)  # type: ignore[arg-type]
+        state = cls(run_dir, **parts, **data, **saves, **when, **shows, **checks)  # type: ignore[arg-type]
         try:
             state._load(os.environ.get("RESUMABLE_RESUME") or resume, allow, override)
         except BaseException:
@@ -192,9 +193,7 @@ class RunState:
             raise
         return state
 
-    def _load(
-        self, resume: str | int | os.PathLike[str], allow: Sequence[str], override: Sequence[str]
-    ) -> None:
+    def _load(self, resume: Which, allow: Sequence[str], override: Sequence[str]) -> None:
         started = time.perf_counter()
         allow, override = arguments.patterns("allow", allow), arguments.patterns("override", override)
         facts = {"resume": str(resume), "allow": [*allow], "override": [*override]}
@@ -204,129 +203,41 @@ class RunState:
         ranks.each("the arguments", lambda: self._check_arguments(resume, override))
         if ranks.first("the run", self.run.path.exists):
             self._own_run()
-        found = self._crew.choose(resume, self._read)
-        if found is None:
+        if (found := self._resuming.choose(resume)) is None:
             self._own_run()
+            self._saving.note_start({})
+            self._saving.warn_of_room(self._capture.size())
             self._print(f"{self.run} is empty: starting fresh")
             return
-        chosen, reading = found
-        if not ranks.is_alone:
-            orders = ranks.first("the order of the sums", lambda: self._capture.orders(reading.trees))
-            self._capture.sum_in_order(reading.trees, orders)
-        fit = ranks.each("what does not fit", lambda: self._fit(chosen, reading, allow, override))
-        # Before anything is touched: where warnings are errors, this ends the load.
-        texts = ranks.agree("what has changed", lambda: self._changed(fit, chosen.about))
-        ranks.each("telling it", lambda: self._tell(texts))
+        fit = self._resuming.fit(*found, allow, override)
         self._own_run()
-        self._capture.restore(reading, fit.unfit, fit.overridden, each=ranks.each)
-        self._go_on_from(chosen, fit.best, reading)
+        self._resuming.go_on(*found, fit)
+        self._go_on()
         self.resumed = self._is_prepared = True
-        self._prepare()
-        line = self._resumed_line("resumed", chosen, time.perf_counter() - started)
-        self._print(line + self._resized(chosen.about))
+        self._saving.note_start({"changed": [one.to_json() for one in fit.differences]})
+        self._saving.warn_of_room(found[0].about.size)
+        self._saving.prepare()
+        line = self._resuming.line("resumed", found[0], started, "from")
+        self._print(line + changes.resized(found[0].about.world_size, ranks.size))
 
-    def _check_arguments(self, resume: str | int | os.PathLike[str], override: Sequence[str]) -> None:
+    def _check_arguments(self, resume: Which, override: Sequence[str]) -> None:
         self._capture.check_patterns(override)
         if self._crew.leads:
             self.run.check(resume)
 
-    def _fit(
-        self, chosen: Checkpoint, reading: Reading, allow: Sequence[str], override: Sequence[str]
-    ) -> _Fit:
-        unfit = self._capture.check(reading.trees, chosen.about, allow)
-        best = self._checked_best(chosen, override)
-        changes = self._capture.changes(chosen.about.built, unfit, reading.trees)
-        overridden = [change for change in changes if change.matches(override)]
-        return _Fit(unfit, best, changes, overridden)
-
-    @no_garbage_collection()
-    @torch.inference_mode(False)
-    def _read(self, found: Checkpoint) -> Reading:
-        then, now = found.about.world_size, self._crew.ranks.size
-        if then != now and not self._is_elastic:
-            raise StateMismatch(
-                f"{found} was made by {then} processes; there are {now} now, and elastic=False.",
-                fix=f"start {then} processes, or let the number change: elastic=True.",
-            )
-        try:
-            reading = Reading(found, self._capture.live(), self._crew.ranks.rank)
-            capture.check_readable(reading.trees)
-            held = {name for tree in reading.trees.values() for name in tree.json}
-            if lacking := found.about.parts.keys() - held:
-                raise ValueError(f"it lacks {', '.join(sorted(lacking))}")
-        except (ValueError, KeyError, TypeError) as exc:
-            if isinstance(exc, ResumableError):
-                raise
-            raise disk.damaged(found.path, f"its content is not a checkpoint's: {exc}") from exc
-        return reading
-
-    def _go_on_from(self, chosen: Checkpoint, best: Best | None, reading: Reading) -> None:
-        self._best, self._unheard = best, None
-        self._metrics = dict(chosen.about.metrics)
-        self._parent = chosen.about.number if self._is_ours(chosen) else None
-        self._written = reading.written() if self._is_ours(chosen) else {}
-        self._position.hold()
-
-    def _is_ours(self, chosen: Checkpoint) -> bool:
-        return chosen.path.resolve().parent == self.run.folder.resolve()
-
-    def _checked_best(self, chosen: Checkpoint, override: Sequence[str]) -> Best | None:
-        # The save number of another run's best means nothing here.
-        best = chosen.about.best if self._is_ours(chosen) else None
-        if best and best.number not in self.run.numbers():
-            self._warn(f"checkpoint {best.number}, the best, is not there any more; it is forgotten.")
-            best = None
-        if self._goal is None or (best and best.goal == self._goal):
-            return best
-        if best is None or "best" in override:
-            return self.run.best(self._goal)
-        raise StateMismatch(
-            f"this run has been tracking {best.goal}, the code says {self._goal}.",
-            fix=f"say {best.goal} again, or start to track the new one with override=['best'].",
-        )
-
-    def _changed(self, fit: _Fit, about: Manifest) -> list[str]:
-        overridden = fit.overridden
-        codes = [change for change in fit.changes if change.is_the_codes and change not in overridden]
-        kept = [change for change in fit.changes if change not in (*overridden, *codes)]
-        # What the run is built with from here on: where the checkpoint won, that is not the code's.
-        self._built = {**self._built, **{change.path: about.built[change.path] for change in kept}}
-        texts = [f"{change}; the code wins, as override= says." for change in overridden]
-        if codes:
-            texts.append(f"{'; '.join(map(str, codes))}. The code wins.")
-        if kept:
-            paths = [change.path for change in kept]
-            texts.append(
-                f"{'; '.join(map(str, kept))}. The checkpoint wins. For the code's: override={paths}"
-            )
-        if drift := environment.differences(about.environment, environment.describe()):
-            texts.append(f"{'; '.join(drift)}: results may differ from an uninterrupted run's.")
-        return texts
-
-    def _tell(self, texts: Sequence[Sequence[str]]) -> None:
-        # Once for all processes, but what only some of them meet is theirs to tell.
-        for text in texts[self._crew.ranks.rank]:
-            if self._crew.is_first or text not in texts[0]:
-                self._warn(text)
-
-    def _resized(self, about: Manifest) -> str:
-        then, now = about.world_size, self._crew.ranks.size
-        if then == now:
-            return ""
-        new = ", ".join(map(str, range(then, now)))
-        streams = f"; rank {new} begins random streams of its own" if new else ""
-        some = "1 process" if now == 1 else f"{now} processes"
-        return f"; {some} instead of {then}: what is left of the epoch is divided anew{streams}"
+    def _go_on(self) -> None:
+        self._autosave.saved(self.step, self.epoch)
+        self._progress.go_to(epochs=self.epoch, steps=self.step)
 
     def _print(self, line: str) -> None:
         if self._crew.is_first:
-            print(line, flush=True)
+            self._progress.print(line)
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The metrics of the last save; of several processes, those that rank 0 gave."""
-        self._hear_first()
-        return self._metrics
+        """The metrics that the last `save` was given; of several processes, those that rank 0 gave."""
+        self._saving.hear_first()
+        return self._position.metrics
 
     @property
     def epoch(self) -> int:
@@ -351,16 +262,30 @@ class RunState:
     @property
     def best(self) -> float | None:
         """The best value so far of the metric to maximize or minimize."""
-        self._hear_first()
-        return self._best.value if self._best else None
+        self._saving.hear_first()
+        return self._saving.best.value if self._saving.best else None
+
+    def split(
+        self, n: int, fractions: Sequence[float], name: str = "split", seed: int = 0
+    ) -> list[list[int]]:
+        """Deal `n` indices at random to parts of these sizes; the run remembers, and deals them so for ever.
+
+        The loaders are made of it, so it may be asked before anything is loaded.
+
+        >>> train, test = RunState("runs/divided").split(10, [0.8, 0.2])
+        >>> len(train), len(test), RunState("runs/divided").split(10, [0.8, 0.2]) == [train, test]
+        (8, 2, True)
+        """
+        return split(self.run.path, n, fractions, name, seed)
 
     def epochs(self, total: int) -> Iterator[int]:
         """Loop over the epochs that are left of `total`, which counts those done before."""
         self._refuse_closed()
         if self.resumed and self.epoch >= arguments.count("total", total):
             self._print(f"{self.run} is complete: {self.epoch} of {total} epochs are done")
-        yield from self._position.epochs(arguments.count("total", total), self._body_ended)
-        self.wait()
+        epochs = self._position.epochs(arguments.count("total", total), self._epoch_ended)
+        with self._progress.loop("epochs", total, self.epoch):
+            yield from self._watched(epochs)
 
     def batches(
         self,
@@ -383,15 +308,42 @@ class RunState:
             ahead = self._position.at(name).source.can_load_ahead()
             loads_ahead |= ahead
             through = _both(through, ToDevice(device, ahead))
-        return self._position.batches(name, self._body_ended, through, loads_ahead)
+        at = self._position.at(name)
+        begin, end = partial(self._batches_begin, at), partial(self._batches_end, at)
+        hooks = Hooks(begin, partial(self._batch_ended, name, at), end)
+        return self._position.batches(name, hooks, through, loads_ahead)
 
     def steps(self, total: int) -> Iterator[int]:
         """Loop over the steps that are left of `total`; each body is one optimizer step."""
         self._refuse_closed()
         if self.resumed and self.step >= arguments.count("total", total):
             self._print(f"{self.run} is complete: {self.step} of {total} steps are done")
-        yield from self._position.steps(arguments.count("total", total), self._body_ended)
-        self.wait()
+        steps = self._position.steps(arguments.count("total", total), self._step_ended)
+        with self._progress.loop("steps", total, self.step):
+            yield from self._watched(steps)
+
+    def _watched(self, loop: Iterator[int]) -> Iterator[int]:
+        self._loop_begins()
+        try:
+            yield from loop
+            self.wait()
+        finally:
+            self._loop_ends()
+
+    def _loop_begins(self) -> None:
+        self._signals.begin()
+        self._saving.pace.begin()
+
+    def _loop_ends(self) -> None:
+        self._signals.end()
+
+    def _batches_begin(self, at: LoaderPosition) -> None:
+        self._loop_begins()
+        self._progress.begin_batches(at, at.length(), at.done)
+
+    def _batches_end(self, at: LoaderPosition) -> None:
+        self._progress.end_batches(at)
+        self._loop_ends()
 
     def _loader_name(self, loader: Any) -> str:
         loaders = self._position.loaders
@@ -424,191 +376,131 @@ class RunState:
         What goes wrong in the background is raised by the next call.
         """
         self._refuse_closed()
+        if any(loader.is_interrupted() for loader in self._position.loaders.values()):
+            self._saving.once.warn(
+                "saved while handling an exception that left the loop over the batches: that is not a "
+                "boundary, and a resume will not be bit for bit what an uninterrupted run does."
+            )
+        return self._save("called", metrics)
+
+    def _save(self, why: str, metrics: Mapping[str, Any] | None = None) -> PendingSave:
         self._meet({})
-        number = self._crew.next_number(self._number)
-        try:
-            self._wait_for_the_one_before()
-        except BaseException as exc:
-            self._crew.skip(number, exc)
-            raise
-        try:
-            return self._save(number, arguments.numbers(metrics))
-        except BaseException as exc:
-            self._crew.fail(number, exc)
-            raise
+        handle = self._saving.save(why, metrics, self._own_run, self._autosave.chosen)
+        self._autosave.saved(*self._saving.stood_at)
+        return handle
 
-    def _save(self, number: int, values: dict[str, float]) -> PendingSave:
-        self._own_run()
-        self._warn_of_mid_body()
-        self._warn_of_no_goal(values)
-        # What the last one saw is in the memory that this one takes.
-        self._after_save = None
-        # (save() may be called where a model is evaluated)
-        with no_garbage_collection(), torch.inference_mode(False):
-            trees, parts = self._capture.collect()
-            groups = codec.to_groups(trees, self._crew.ranks.rank)
-            if self._checks_replicas:
-                self._crew.compare(groups, self._capture.differing())
-            mine = self._crew.share(self._image.sizes(groups), self._image.headers)
-            taken = self._image.take(groups, mine)
-        about = self._describe(number, values, parts)
-        before = self._best, self._parent, self._metrics
-        self._number = self._parent = number
-        if self._crew.is_first:
-            self._best, self._metrics = about.best, values
-        else:
-            self._unheard = number
-        self._after_save = _AfterSave(
-            number, self.step, self._position.body(), capture.versions(trees), Held(trees, taken)
-        )
-        path = self.run.folder / checkpoint.name(number, about.step)
-        return self._writer.submit(number, path, lambda: self._commit(about, trees, taken, before))
-
-    def _wait_for_the_one_before(self) -> None:
-        started = time.perf_counter()
-        try:
-            self._writer.wait()
-        except WrittenAround as exc:
-            # It cannot happen again in this process, and would end each start at the same save.
-            self._warn(str(exc))
-        waited = time.perf_counter() - started
-        if waited > _A_LONG_WAIT and "waited" not in self._warned:
-            self._warned.add("waited")
-            warn(
-                f"save() has waited {waited:.1f} s for the save before it: {self.run} is written more "
-                "slowly than saves follow each other. Save less often, or to a faster disk."
-            )
-
-    def _prepare(self) -> None:
-        """Get the memory for the first save, and try the disk, before they are needed."""
-        size = self._capture.size() if self._capture.saves_all else 0
-        if self._crew.writers > 1:
-            # (shares are of whole blocks)
-            size = size // self._crew.writers + blocks.BLOCK
-        if size >= _WORTH_PREPARING and not self._is_closed:
-            self._image.reserve(size + size // 1000, self._try_disk)
-
-    def _try_disk(self, scratch: memoryview) -> None:
-        if self.run.path.is_dir() and self._crew.leads:
-            # (a save has more use for the disk)
-            self._way = blocks.fastest_way(
-                self.run.path, scratch, lambda: not self._number and not self._is_closed
-            )
-
-    def _describe(self, number: int, metrics: Mapping[str, float], parts: Mapping[str, Json]) -> Manifest:
-        assert self.run_id is not None
-        return Manifest(
-            number=number,
-            parent=self._parent,
-            run_id=self.run_id,
-            saved=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            metrics=metrics,
-            best=policy.update_best(self._best, self._goal, metrics, number),
-            files={},
-            parts=parts,
-            built=self._built,
-            environment=environment.describe(),
-            world_size=self._crew.ranks.size,
-            **self._position.counters(),
-        )
-
-    def _commit(
-        self,
-        about: Manifest,
-        trees: Trees,
-        taken: Taken,
-        before: tuple[Best | None, int | None, dict[str, float]],
+    def restore(
+        self, which: str | int | os.PathLike[str], only: str | None = None, *, skip: bool = False
     ) -> None:
-        files = taken.contents(self._written)
-        for path, text in codec.to_texts(trees, self._crew.ranks.rank).items():
-            if self._crew.leads or codec.rank_of(path) is not None:
-                files[path] = blocks.Content(text)
-        try:
-            if self._crew.leads:
-                about = self._crew.decided(about.number) or about
-                with self.run.adding(about):
-                    self._written = self._crew.commit(about, files, self._way)
-            else:
-                self._written = self._crew.commit(about, files, self._way)
-        except BaseException:
-            # A flush can fail after the rename: then the checkpoint is there all the same.
-            if about.number not in self.run.numbers():
-                self._failed, self._unheard = about.number, None
-                self._best, self._parent, self._metrics = before
-            raise
-        if self._crew.leads:
-            self._tidy_after(about)
-
-    def _tidy_after(self, about: Manifest) -> None:
-        self.run.point("newest", self.run.path_of(about.number))
-        if about.best:
-            self.run.point("best", self.run.path_of(about.best.number))
-        if self._keep is not None and self.run.holds_more_than(self._keep):
-            self._prune(self._keep, about.best)
-
-    def _prune(self, keep: int, best: Best | None) -> None:
-        try:
-            protected = [found.number for found in (best, self.run.best(self._goal)) if found]
-        except FormatTooNew as exc:
-            # Which of them is the best cannot be told, so all of them stay.
-            self._warn(f"nothing was pruned: {exc.problem}")
-        else:
-            self.run.prune(keep, protected)
-
-    def restore(self, which: str | int | os.PathLike[str], only: str | None = None) -> None:
         """Go back to a checkpoint ("best", "newest", a save number, a path) and go on from there.
 
+        A loop over `batches()` that is running ends, and `epochs()` goes on with the epoch gone back to.
         With `only`, such as "model", just that part is put back, and the training stands where it stood.
+        With `skip`, all goes back but the place in the data and the random generators: the batches since the
+        checkpoint, the one in hand too, are not trained again, and the loop goes on with the next one.
         """
         self._refuse_closed()
-        started, ranks = time.perf_counter(), self._crew.ranks
-        self._writer.wait()
-        self._image.settle()
-        self._meet({})
-        ranks.agree(f"restore({str(which)!r})", lambda: None, is_due=True)
-        names = None if only is None else self._capture.names(only)
-        found = self._crew.choose("must" if which == "auto" else which, self._read)
-        if found is None:
+        started = time.perf_counter()
+        if skip and only is not None:
             raise UsageError(
-                f"restore({which!r}) names no checkpoint.",
-                fix="say 'best', 'newest', a save number or a checkpoint's path.",
+                f"restore(only={only!r}) leaves the place in the data as it is, so there is nothing to skip.",
+                fix="leave out skip=True, or only=.",
             )
-        chosen, reading = found
-        unfit = ranks.each(
-            "what does not fit", lambda: self._capture.check(reading.trees, chosen.about, (), names)
+        self._saving.settle()
+        self._meet({})
+        chosen = self._resuming.go_back(which, only, skip)
+        if only is None:
+            self._go_on()
+        what, way = (f"put back {only} of", "from") if only else ("went back in", "to")
+        line = self._resuming.line(what, chosen, started, way)
+        self._print(line + ("; the batches since are left out" if skip else ""))
+
+    def spiked(self, loss: Any, above: float = math.inf, limit: int = 3) -> bool:
+        """Whether the loss is not finite or above a bound; if so, the training has gone back already.
+
+        It goes back to the newest intact checkpoint, as `restore` with `skip` does, and leaves out the
+        batches since. If the first loss after that spikes again, to the one before it. After `limit` times
+        Diverged is raised; `limit` saves after the last time, all are forgotten. To be asked of every
+        batch; of several processes all give the same loss (all_reduce it first).
+
+        >>> losses = iter([0.9, math.nan, 0.8, 0.7])
+        >>> with RunState.load("runs/spiky") as state:
+        ...     for step in state.steps(3):
+        ...         if state.spiked(next(losses), above=20):
+        ...             continue
+        ...         _ = state.save()
+        runs/spiky is empty: starting fresh
+        the loss is nan at epoch 0, batch 0, step 1: went back in runs/spiky to checkpoint 1 (step 1); \
+the batches since are left out (1 of 3 times)
+        """
+        self._refuse_closed()
+        arguments.count("limit", limit)
+        value = spikes.number("loss", loss)
+        if not spikes.is_spike(value, spikes.number("above", above)):
+            self._is_calm = True
+            return False
+        self._saving.settle()
+        self._meet({})
+        newest = self._crew.ranks.first("spiked()", lambda: self.run.highest() or 0, is_due=True)
+        count = self._position.spikes.lately(newest, limit)
+        where = f"the loss is {value:.4g} at epoch {self.epoch}, batch {self.batch}, step {self.step}"
+        if count >= limit:
+            raise Diverged(
+                f"{where}, and {self.run} has gone back {count} times already (limit={limit}).",
+                fix="look at the data there, lower the learning rate, or go on from an earlier checkpoint: "
+                "resume=NUMBER.",
+            )
+        chosen = self._resuming.go_back_from_spike(where, not self._is_calm)
+        self._go_on()
+        self._position.spikes, self._is_calm = Spikes(count + 1, newest), False
+        self._print(
+            f"{where}: went back in {self.run} to checkpoint {chosen.about.number} (step {self.step}); the "
+            f"batches since are left out ({count + 1} of {limit} times)"
         )
-        self._capture.restore(reading, unfit, only=names, each=ranks.each)
-        if names is None:
-            self._after_save = None
-            self._capture.forget_gradients(reading.trees)
-            self._go_on_from(chosen, self._checked_best(chosen, ["best"]), reading)
-        what = f"put back {only} of" if only else "went back in"
-        self._print(self._resumed_line(what, chosen, time.perf_counter() - started))
+        return True
+
+    def patience(self, saves: int) -> bool:
+        """Whether the last `saves` that gave the metric to maximize or minimize were none of them the best.
+
+        The count goes on after a resume, and goes back with `restore`.
+
+        >>> with RunState.load("runs/patient", minimize="loss") as state:
+        ...     for epoch in state.epochs(9):
+        ...         if state.patience(2):
+        ...             break
+        ...         _ = state.save(loss=[3, 1, 2, 2, 0][epoch])
+        runs/patient is empty: starting fresh
+        >>> state.epoch, state.best
+        (4, 1.0)
+        """
+        if self._goal is None:
+            raise UsageError(
+                "patience() has nothing to count: no metric says which save is the best.",
+                fix="give RunState maximize= or minimize=, and that metric to save().",
+            )
+        if arguments.count("saves", saves) == 0:
+            raise UsageError("patience(0) waits for nothing.", fix="give it a whole number from 1.")
+        self._saving.hear_first()
+        return self._saving.best is not None and self._saving.best.since >= saves
 
     def wait(self) -> None:
         """Wait until the last save is durable; raise what went wrong with it."""
-        self._writer.wait()
+        self._saving.wait()
 
     def close(self) -> None:
         """Wait for the last save, and let go of the run; the parts stay as they are."""
         if self._is_closed:
             return
         self._is_closed = True
+        self._signals.close()
         for hook in self._hooks:
             hook.remove()
         self._position.close()
-        try:
-            self._writer.wait()
-        finally:
-            try:
-                self._hear_first()
-                self._crew.leave(self._reason)
-            finally:
-                # An interrupted wait leaves the writer at work: nobody else may begin until it has ended.
-                if not self._writer.is_busy():
-                    self._after_save = None
-                    self._image.close()
-                    self.run.release()
+        self._progress.close()
+        reason = "it has closed its RunState" if self._how == "closed" else self._how
+        self._saving.close(lambda: self._crew.leave(reason), self._how)
+        if sys.exc_info()[1] is None:
+            self._signals.pass_on()
 
     def __enter__(self) -> RunState:
         return self
@@ -619,8 +511,10 @@ class RunState:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if error is not None:
-            self._reason = f"{type(error).__name__}: {error}"
+        if isinstance(error, Preempted):
+            self._how = error.problem.partition(":")[0]
+        elif error is not None:
+            self._how = _told(error)
         self.close()
 
     def __repr__(self) -> str:
@@ -637,13 +531,7 @@ class RunState:
             return
         parts = {f"the part {name}": kind for name, kind in self._capture.kinds().items()}
         parts |= {f"what {name} holds": outline for name, outline in self._capture.outlines().items()}
-        goal = {
-            "the goal": str(self._goal),
-            "keep": self._keep,
-            "elastic": self._is_elastic,
-            "check_replicas": self._checks_replicas,
-        }
-        self._crew.meet({**goal, **parts, **facts}, check)
+        self._crew.meet({"the goal": str(self._goal), **self._alike, **parts, **facts}, check)
         self._capture.saves_all = self._crew.saves_all or self._checks_replicas
 
     def _own_run(self) -> None:
@@ -653,16 +541,6 @@ class RunState:
             older.close()
         self._crew.own_still()
         _open_runs[path] = self
-
-    def _hear_first(self) -> None:
-        """Take over what rank 0 gave as metrics at the last save: it decides for all."""
-        if self._unheard is not None:
-            number, self._unheard = self._unheard, None
-            # (of what went wrong the next call tells)
-            with contextlib.suppress(ResumableError):
-                about = self._crew.decided(number)
-                if about and self._failed != number:
-                    self._metrics, self._best = dict(about.metrics), about.best
 
     def _count_steps(self, optimizer: Any) -> list[Any]:
         hooks = []
@@ -679,7 +557,7 @@ class RunState:
         if not self._is_prepared:
             # Before its first step most optimizers have no state.
             self._is_prepared = True
-            self._prepare()
+            self._saving.prepare()
 
     def _refuse_closed(self) -> None:
         if self._is_closed:
@@ -688,85 +566,79 @@ class RunState:
                 fix="go on with the newer one, or make one with RunState.load(...).",
             )
 
-    def _warn(self, text: str) -> None:
-        if text not in self._warned:
-            self._warned.add(text)
-            warn(text)
+    def _batch_ended(self, name: str, at: LoaderPosition) -> None:
+        has_changed = self._body_ended()
+        self._progress.count_batches(at, at.done + 1)
+        if self._position.is_between(name):
+            self._saving.pace.body_ended()
+            is_rest_next = self._position.is_rest_next(name)
+            self._at_boundary(has_changed, self.step, self.epoch, is_rest_next=is_rest_next)
 
-    def _warn_of_mid_body(self) -> None:
-        if any(loader.is_interrupted() for loader in self._position.loaders.values()):
-            self._warn(
-                "saved while handling an exception that left the loop over the batches: that is not a "
-                "boundary, and a resume will not be bit for bit what an uninterrupted run does."
-            )
+    def _step_ended(self) -> None:
+        has_changed = self._body_ended()
+        step = self._position.steps_done()
+        self._progress.count("steps", step)
+        self._saving.pace.body_ended()
+        self._at_boundary(has_changed, step, self.epoch)
 
-    def _warn_of_no_goal(self, metrics: Mapping[str, float]) -> None:
-        if metrics and self._goal and self._goal.metric not in metrics and self._best is None:
-            self._warn(
-                f"save() was given {', '.join(metrics)}, but {self._goal} says which checkpoint is the best."
-            )
+    def _epoch_ended(self) -> None:
+        has_changed = self._body_ended()
+        self._progress.count("epochs", self.epoch + 1)
+        self._saving.pace.rest_ended()
+        self._at_boundary(has_changed, self.step, self.epoch + 1)
+        self._saving.pace.begin()
 
-    def _body_ended(self) -> None:
-        """Look whether a part has changed since the save in this body: a resume would lose the change."""
+    def _body_ended(self) -> bool:
         self._crew.ranks.refuse_trouble()
-        saved, self._after_save = self._after_save, None
-        if saved is None or saved.body != self._position.body() or "lost" in self._warned:
+        return bool(self._saving.lost_since())
+
+    def _at_boundary(self, has_changed: bool, step: int, epoch: int, *, is_rest_next: bool = False) -> None:
+        """Save, or save and leave, if it is time to."""
+        due = self._autosave.due(step, epoch, is_rest_next=is_rest_next, is_saving=self._saving.is_busy)
+        if due is None:
             return
-        # A fused optimizer changes tensors without counting it, so steps are looked at too.
-        stepped = self._capture.trained() if self.step > saved.step else []
-        # (what went wrong with the image the writer tells)
-        changed = []
-        with contextlib.suppress(SaveFailed):
-            changed = self._capture.changed_since(saved.versions, saved.held)
-        if changed := [*dict.fromkeys([*stepped, *changed])]:
-            self._warned.add("lost")
-            self._warn(
-                f"{', '.join(changed)} changed after save() in the same body: a resume from checkpoint "
-                f"{saved.number} would not have the change. Call save() last in the body."
-            )
+        # What one process has to save again, all have to.
+        is_saved = self._saving.is_saved(self._position.counters()) and not any(
+            self._crew.ranks.agree("what has changed since the save", lambda: has_changed)
+        )
+        if not is_saved:
+            self._save(due.why)
+        if due.leaves:
+            self._leave(due, due.leaves)
 
-    def _resumed_line(self, what: str, chosen: Checkpoint, seconds: float) -> str:
-        facts = [f"epoch {self.epoch}"]
-        if self.batch:
-            lengths = [len(source) for source in self._sized_loaders()]
-            facts.append(f"batch {self.batch}" + (f"/{lengths[0]}" if len(lengths) == 1 else ""))
-        facts.append(f"step {self.step}")
-        if self._best:
-            facts.append(f"best {self._best.goal.metric} {self._best.value:.4g}")
-        where = f"{self.run} from" + ("" if self._is_ours(chosen) else f" {chosen.path},")
-        return f"{what} {where} checkpoint {chosen.about.number}: {', '.join(facts)} ({seconds:.1f} s)"
+    def _leave(self, due: Due, number: signal.Signals) -> None:
+        self.wait()
+        place = ", ".join(self._resuming.place())
+        what = f"{due.why}: {self.run} is saved, checkpoint {self._saving.number}: {place}"
+        self._signals.acted_on()
+        if self._raises:
+            raise Preempted(f"{what}.", fix="leave; the same command goes on from there.", signal=number)
+        self._progress.close()
+        # (Ctrl-C may have ended the reader of a pipe, such as tee, too)
+        with contextlib.suppress(OSError):
+            self._print(f"{what}; the same command goes on from there")
+        self._how = due.why
+        # (a notebook keeps the loop, with its workers, for as long as it keeps the traceback)
+        self._position.close(now=True)
+        self.close()
+        raise SystemExit(128 + number)
 
-    def _sized_loaders(self) -> Iterator[Source]:
-        for position in self._position.loaders.values():
-            with contextlib.suppress(TypeError):
-                len(position.source)
-                yield position.source
+
+def _position(loader: Any, extra: Any, sample_seeds: bool, shown: Progress) -> Position:
+    own = {n: g for n, g in capture.named("extra", extra).items() if rng.is_generator(g)}
+    return Position(capture.named("loader", loader), own, sample_seeds, shows=shown.is_shown)
 
 
 def _both(first: Through | None, second: Through) -> Through:
     return second if first is None else lambda batches: second(iter(first(batches)))
 
 
-@dataclass(frozen=True, slots=True)
-class _Fit:
-    """What a checkpoint and the script do not agree on, and may."""
-
-    unfit: dict[str, set[str]]
-    best: Best | None
-    changes: Sequence[Change]
-    overridden: Sequence[Change]
+def _end(process: int, history: History, run: Run, at: Position) -> None:
+    # (a child that was forked has no part in this)
+    if process == os.getpid():
+        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        end(history, run, at, _told(error) if error else "left without close()")
 
 
-@dataclass(frozen=True, slots=True)
-class _AfterSave:
-    """What a save saw, to be compared with what there is when its body ends."""
-
-    number: int
-    step: int
-    body: Any
-    versions: capture.Versions
-    held: Held
-
-
-_A_LONG_WAIT = 0.5
-_WORTH_PREPARING = 64 << 20
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".removesuffix(": ")

@@ -165,7 +165,7 @@ def big(rank: int, run_dir: Path, keywords: dict[str, Any]) -> Any:
             optimizer.step()
             state.save()
         state.wait()
-        memory = state._image._memory
+        memory = state._saving._image._memory
         taken = memory.size if memory else 0
     (newest, *_) = Run(run_dir).checkpoints()[::-1]
     newest.verify()
@@ -567,6 +567,8 @@ class Refusing:
 def goes_on(rank: int, run_dir: Path) -> Any:
     """Meet errors that a script may catch, and go on after each of them."""
     model = nn.Linear(1, 1)
+    # (a number that steps of 1 do not round)
+    nn.init.zeros_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     part = Refusing(rank)
     told: list[str] = []

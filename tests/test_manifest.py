@@ -27,7 +27,7 @@ ABOUT = Manifest(
     step=12400,
     samples=793600,
     metrics={"val_acc": 0.812},
-    best=Best(Goal("val_acc", True), 0.812, 41),
+    best=Best(Goal("val_acc", True), 0.812, 41, since=3),
     files={"state.json": FileRecord(7, "a" * 32), "ranks/00000.json": FileRecord(5, "b" * 32)},
     parts={"model": {"kind": "module", "tensors": {"weight": "float32[2]"}}},
     built={"optimizer.lr": 0.1},
@@ -126,7 +126,7 @@ def test_no_key_beyond_the_format_is_taken(key: str) -> None:
 COUNTS = ("number", "epoch", "batch", "step", "samples", "world_size")
 NO_COUNTS = (True, -1, 1.0, "1", None, [], {})
 FILE = {"size": 1, "xxh3_128": "a"}
-BEST = {"metric": "loss", "maximize": False, "value": 0.5, "number": 1}
+BEST = {"metric": "loss", "maximize": False, "value": 0.5, "number": 1, "since": 0}
 WRONG = [
     *((key, value) for key in COUNTS for value in NO_COUNTS),
     *(("parent", value) for value in NO_COUNTS if value is not None),
@@ -139,7 +139,7 @@ WRONG = [
     *(("best", {**BEST, "metric": value}) for value in (None, 1, [])),
     *(("best", {**BEST, "maximize": value}) for value in (None, 1, "true")),
     *(("best", {**BEST, "value": value}) for value in (None, 1, True, "nan", "inf", "0.5")),
-    *(("best", {**BEST, "number": value}) for value in NO_COUNTS),
+    *(("best", {**BEST, key: value}) for key in ("number", "since") for value in NO_COUNTS),
     *(("files", {"state.json": value}) for value in (None, [], 7, {}, {"size": 1}, {**FILE, "more": 1})),
     *(("files", {"state.json": {**FILE, "size": value}}) for value in NO_COUNTS),
     *(("files", {"state.json": {**FILE, "xxh3_128": value}}) for value in (None, 1, [])),

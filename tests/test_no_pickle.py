@@ -62,7 +62,9 @@ sys.addaudithook(listen)
 train(None)
 for event, what in list(events):
     inside = event == "open" and Path(what).resolve().is_relative_to(run_dir.resolve())
-    if not inside and not what.endswith((".git/HEAD",)) and "/.git/" not in what:
+    # (what the process and its machine are called is read from the system)
+    known = what.endswith((".git/HEAD",)) or "/.git/" in what or what.startswith("/proc/")
+    if not inside and not known:
         print("FORBIDDEN", event, what)
 print("seen", sum(event == "open" for event, _ in events))
 """

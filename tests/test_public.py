@@ -16,9 +16,11 @@ NAMES = [
     "Checkpoint",
     "CheckpointDamaged",
     "CheckpointNotFound",
+    "Diverged",
     "FormatTooNew",
     "NotARun",
     "PendingSave",
+    "Preempted",
     "RankLost",
     "RanksDiffer",
     "ResumableError",
@@ -34,7 +36,8 @@ NAMES = [
 ]
 
 PARTS = ["model", "optimizer", "scheduler", "scaler", "loader", "extra"]
-OPTIONS = ["maximize", "minimize", "keep", "sample_seeds"]
+OPTIONS = ["maximize", "minimize", "keep"]
+WHEN = ["every", "mtbf", "save_on", "on_preempt", "max_time", "progress", "sample_seeds"]
 OF_RANKS = ["per_rank", "timeout", "elastic", "shared", "write", "check_replicas"]
 
 
@@ -58,12 +61,13 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
 def test_the_members_of_the_public_classes_are_just_these() -> None:
     assert members(RunState) == {
         *("load", "save", "restore", "wait", "close", "epochs", "batches", "steps"),
+        *("spiked", "patience", "split"),
         *("epoch", "batch", "step", "samples", "best", "metrics", "run_id"),
     }
     assert members(PendingSave) == {"wait", "wait_unless_told"}
     assert members(Run) == {
         *("check", "numbers", "open", "path_of", "checkpoints", "choose", "acquire", "release"),
-        *("identity", "point", "prune", "adding", "best", "highest", "holds_more_than"),
+        *("identity", "point", "prune", "adding", "best", "highest", "holds", "holds_more_than"),
     }
 
 
@@ -71,7 +75,7 @@ def test_load_takes_what_the_constructor_takes_and_how_to_go_on() -> None:
     made = list(inspect.signature(RunState).parameters)
     loaded = list(inspect.signature(RunState.load).parameters)
 
-    assert made == ["run_dir", *PARTS, *OPTIONS, *OF_RANKS]
+    assert made == ["run_dir", *PARTS, *OPTIONS, *WHEN, *OF_RANKS]
     assert loaded == [*made, "resume", "allow", "override"]
 
 

@@ -123,8 +123,9 @@ def test_another_seed_of_the_run_is_another_seed_of_every_sample(tmp_path: Path)
     assert not {*first} & {*second}
 
 
-@pytest.mark.filterwarnings("ignore:loader.num_workers was")
-def test_a_number_of_workers_that_changes_in_mid_epoch_changes_nothing(run_dir: Path) -> None:
+def test_a_number_of_workers_that_changes_in_mid_epoch_changes_nothing_and_is_not_warned_of(
+    run_dir: Path,
+) -> None:
     expected = leg(run_dir.parent / "one", 0)
 
     assert chain(run_dir, [3, 0, 1, 2], [1, 3, 5]) == expected
@@ -141,9 +142,9 @@ def test_batches_of_another_size_are_made_of_the_same_samples(run_dir: Path) -> 
     expected = leg(run_dir.parent / "one", 0)
 
     seen = leg(run_dir, 2, 2)
-    with pytest.warns(ResumableWarning, match="loader.batch_size was 4 and is 3"):
+    with pytest.warns(ResumableWarning, match="loader.batch_size +4 +-> 3"):
         seen += leg(run_dir, 1, 4, batch_size=3, allow=["loader.batch_size"], seed=1)
-    with pytest.warns(ResumableWarning, match="loader.batch_size was 3 and is 5"):
+    with pytest.warns(ResumableWarning, match="loader.batch_size +3 +-> 5"):
         seen += leg(run_dir, 0, batch_size=5, allow=["loader.batch_size"], seed=2)
 
     assert seen == expected
@@ -189,7 +190,7 @@ def test_seeds_that_are_switched_in_mid_epoch_are_a_mismatch_unless_that_is_allo
         StateMismatch, match=f"loader.sample_seeds: {before} in the checkpoint, {not before} in"
     ):
         leg(run_dir, 2, sample_seeds=not before)
-    with pytest.warns(ResumableWarning, match=f"loader.sample_seeds was {before} and is {not before}"):
+    with pytest.warns(ResumableWarning, match=f"loader.sample_seeds +{before} +-> {not before}"):
         rest = leg(run_dir, 2, sample_seeds=not before, allow=["loader.sample_seeds"], seed=1)
 
     assert [sample[0] for _, sample in done + rest] == order

@@ -45,7 +45,6 @@ from resumable import RunState
 
 plan = json.loads(sys.argv[1])
 folder = Path(plan["folder"])
-told = []
 torch.set_num_threads(1)
 dist.init_process_group("gloo", timeout=timedelta(seconds=20))
 rank = dist.get_rank()
@@ -53,7 +52,7 @@ rank = dist.get_rank()
 
 class Augmented(Dataset):
     def __len__(self):
-        return 24
+        return plan["samples"]
 
     def __getitem__(self, index):
         return index, torch.rand(4) + random.random() + float(np.random.rand())
@@ -66,7 +65,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 for seed in (random.seed, np.random.seed, torch.manual_seed):
     seed(100 + rank)
 sampler = DistributedSampler(Augmented(), seed=3)
-loader = DataLoader(Augmented(), batch_size=2, sampler=sampler)
+loader = DataLoader(Augmented(), batch_size=2, sampler=sampler, num_workers=1)
 
 
 def note(name, **facts):
@@ -95,43 +94,39 @@ def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def all_are_to_stop():
-    flag = torch.tensor(len(told))
-    dist.all_reduce(flag, dist.ReduceOp.MAX)
-    return bool(flag)
-
-
 state = RunState.load(
     folder / "run", model=model, optimizer=optimizer, loader=loader, keep=None, timeout=plan["timeout"]
 )
 note("starts", step=state.step, epoch=state.epoch, batch=state.batch)
-# Before this a signal may kill: nothing is lost, and a group that waits for one that has died is left.
-for name in ("SIGTERM", "SIGUSR1"):
-    signal.signal(getattr(signal, name), lambda number, frame: told.append(number))
-for epoch in state.epochs(plan["epochs"]):
-    sampler.set_epoch(epoch)
-    for indices, x in state.batches():
-        note("batches", at=[epoch, state.batch], indices=indices.tolist(), digest=digest(x))
-        loss = model(x).square().mean()
-        optimizer.zero_grad()
-        if comes("step", state.step):
-            model.module[0].weight.register_hook(die)
-        loss.backward()
-        optimizer.step()
-        if comes("save", state.step):
-            state.wait()
-            os.fsync = die
-        if comes("told", state.step):
-            os.kill(os.getpid(), signal.SIGTERM)
-        if all_are_to_stop():
-            state.save().wait()
-            note("left", step=state.step)
-            state.close()
-            sys.exit(128 + signal.SIGTERM)
-        if state.step % 2 == 0:
-            state.save()
-        time.sleep(plan["pause"])
-    state.save()
+
+
+def train():
+    for epoch in state.epochs(plan["epochs"]):
+        sampler.set_epoch(epoch)
+        for indices, x in state.batches():
+            note("batches", at=[epoch, state.batch], indices=indices.tolist(), digest=digest(x))
+            loss = model(x).square().mean()
+            optimizer.zero_grad()
+            if comes("step", state.step):
+                model.module[0].weight.register_hook(die)
+            loss.backward()
+            optimizer.step()
+            if comes("save", state.step):
+                state.wait()
+                os.fsync = die
+            if comes("told", state.step):
+                os.kill(os.getpid(), signal.SIGTERM)
+            if state.step % 2 == 0:
+                state.save()
+            time.sleep(plan["pause"])
+        state.save()
+
+
+try:
+    train()
+except SystemExit as exc:
+    note("left", step=state.step, code=exc.code)
+    raise
 state.close()
 moments = [v for of_one in optimizer.state.values() for v in of_one.values()]
 note(
@@ -203,7 +198,15 @@ def start(folder: Path, size: int = 2, *options: str, **plan: Any) -> Any:
     folder.mkdir(parents=True, exist_ok=True)
     script = folder / "train.py"
     script.write_text(SCRIPT)
-    whole = {"folder": str(folder), "troubles": [], "epochs": 2, "pause": 0, "timeout": 5, **plan}
+    whole = {
+        "folder": str(folder),
+        "troubles": [],
+        "epochs": 2,
+        "samples": 24,
+        "pause": 0,
+        "timeout": 5,
+        **plan,
+    }
     return torchrun(folder, script, f"--nproc-per-node={size}", *options, arguments=[json.dumps(whole)])
 
 
@@ -303,8 +306,9 @@ def test_a_job_ended_by_a_signal_goes_on_from_exactly_there(
             until(lambda seen=batches: len(notes(tmp_path, "batches", 0)) >= seen, "some batches were done")
             job.tell(number)
             assert job.ended() == 1
-        left = [notes(tmp_path, "left", rank)[-1]["step"] for rank in (0, 1)]
-        assert [Run(tmp_path / "run").checkpoints()[-1].about.step] * 2 == left
+        left = [notes(tmp_path, "left", rank)[-1] for rank in (0, 1)]
+        saved = Run(tmp_path / "run").checkpoints()[-1].about.step
+        assert left == [{"step": saved, "code": 128 + number}] * 2
 
     with start(tmp_path) as job:
         assert job.ended() == 0, job.printed()
@@ -312,6 +316,19 @@ def test_a_job_ended_by_a_signal_goes_on_from_exactly_there(
     check_same_end(tmp_path, straight)
     for rank in (0, 1):
         assert notes(tmp_path, "batches", rank) == notes(straight, "batches", rank)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("told", [0, 1])
+def test_a_signal_to_one_worker_is_enough_for_all_to_leave(tmp_path: Path, straight: Path, told: int) -> None:
+    for code in (1, 0):
+        with start(tmp_path, pause=0.2, troubles=[["told", told, 3]]) as job:
+            assert job.ended() == code, job.printed()
+
+    check_same_end(tmp_path, straight)
+    for rank in (0, 1):
+        assert notes(tmp_path, "batches", rank) == notes(straight, "batches", rank)
+        assert [one["code"] for one in notes(tmp_path, "left", rank)] == [143]
 
 
 @pytest.mark.heavy
@@ -330,25 +347,35 @@ def test_each_epoch_may_have_another_number_of_processes(tmp_path: Path) -> None
 
 @pytest.mark.heavy
 def test_an_epoch_may_go_on_with_another_number_of_processes(tmp_path: Path) -> None:
-    troubles = [["told", 1, 2], ["told", 0, 4]]
+    troubles, steps = [["told", 1, 1]], 0
     for size, code in ((2, 1), (1, 1), (3, 0)):
-        with start(tmp_path, size, epochs=1, troubles=troubles) as job:
+        with start(tmp_path, size, epochs=1, samples=48, pause=0.2, troubles=troubles) as job:
             assert job.ended() == code, job.printed()
+        steps = steps or notes(tmp_path, "left", 0)[0]["step"]
+        # (so many that the three have whole batches)
+        alone = (24 - 2 * steps) % 3 or 3
+        troubles = [*troubles[:1], ["told", 0, steps + alone]]
 
     seen = [one for rank in range(3) for one in notes(tmp_path, "batches", rank)]
-    assert sorted(index for one in seen for index in one["indices"]) == list(range(24))
-    assert [notes(tmp_path, "ends", rank)[-1]["step"] for rank in range(3)] == [2 + 2 + 2] * 3
+    assert sorted(index for one in seen for index in one["indices"]) == list(range(48))
+    together = (24 - 2 * steps - alone) // 3
+    assert [notes(tmp_path, "ends", rank)[-1]["step"] for rank in range(3)] == [steps + alone + together] * 3
     Run(tmp_path / "run").checkpoints()[-1].verify()
 
 
 def test_all_ranks_of_the_example_leave_well_when_one_is_told_to_end(tmp_path: Path) -> None:
-    example = ROOT / "examples" / "distributed.py"
+    text = (ROOT / "examples" / "distributed.py").read_text()
+    assert "state.epochs(8)" in text
+    # (eight are over before the processes have heard of each other)
+    example = tmp_path / "train.py"
+    example.write_text(text.replace("state.epochs(8)", "state.epochs(8000)"))
     with torchrun(tmp_path, example, "--nproc-per-node=2", arguments=[str(tmp_path / "run")]) as job:
         until(lambda: list(tmp_path.glob("run/checkpoints/0*")), "a checkpoint is there")
         worker = next(pid for pid in job.processes() if pid != job.child.pid)
         os.kill(worker, signal.SIGTERM)
         assert job.ended() == 1
 
+    assert job.printed().count("the same command goes on from there") == 1
     # (one that had not listened would have ended with -15)
     assert re.search(r"Root Cause.*exitcode +: 143 ", job.printed(), re.DOTALL), job.printed()
     for checkpoint in Run(tmp_path / "run").checkpoints():

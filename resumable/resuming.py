@@ -1,0 +1,225 @@
+"""Putting a training where a checkpoint stood: at its start, or when it goes back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from . import capture, changes, disk, environment, spikes, split
+from .capture import Capture
+from .changes import Fit
+from .checkpoint import Checkpoint
+from .crew import Crew
+from .errors import (
+    CheckpointDamaged,
+    CheckpointNotFound,
+    Diverged,
+    ResumableError,
+    StateMismatch,
+    UsageError,
+)
+from .loading import Reading
+from .manifest import Best, Goal
+from .part import Saved
+from .position import Position
+from .progress import Progress
+from .run import Run, Which
+from .saving import Saving
+from .sealed import Json
+from .threads import no_garbage_collection
+
+
+class Resuming:
+    """Chooses a checkpoint, looks whether it fits, and puts everything back from it."""
+
+    def __init__(
+        self,
+        run: Run,
+        crew: Crew,
+        parts: Capture,
+        position: Position,
+        saving: Saving,
+        *,
+        goal: Goal | None,
+        is_elastic: bool,
+        progress: Progress,
+    ) -> None:
+        self._run = run
+        self._crew = crew
+        self._capture = parts
+        self._position = position
+        self._saving = saving
+        self._goal = goal
+        self._is_elastic = is_elastic
+        self._progress = progress
+
+    def choose(self, which: Which) -> tuple[Checkpoint, Reading] | None:
+        """Return the checkpoint that `which` means, read and verified; None to start fresh."""
+        return self._crew.choose(which, self._read)
+
+    @no_garbage_collection()
+    @torch.inference_mode(False)
+    def _read(self, found: Checkpoint) -> Reading:
+        then, now = found.about.world_size, self._crew.ranks.size
+        if then != now and not self._is_elastic:
+            raise StateMismatch(
+                f"{found} was made by {then} processes; there are {now} now, and elastic=False.",
+                fix=f"start {then} processes, or let the number change: elastic=True.",
+            )
+        try:
+            reading = Reading(found, self._capture.live(), self._crew.ranks.rank, self._progress.reading)
+            capture.check_readable(reading.trees)
+            held = {name for tree in reading.trees.values() for name in tree.json}
+            if lacking := found.about.parts.keys() - held:
+                raise ValueError(f"it lacks {', '.join(sorted(lacking))}")
+        except (ValueError, KeyError, TypeError) as exc:
+            if isinstance(exc, ResumableError):
+                raise
+            raise disk.damaged(found.path, f"its content is not a checkpoint's: {exc}") from exc
+        return reading
+
+    def fit(self, chosen: Checkpoint, reading: Reading, allow: Sequence[str], override: Sequence[str]) -> Fit:
+        """Return what does not fit the parts and what has changed; nothing has been touched after this."""
+        ranks, trees, about = self._crew.ranks, reading.trees, chosen.about
+        if not ranks.is_alone:
+            orders = ranks.first("the order of the sums", lambda: self._capture.orders(trees))
+            self._capture.sum_in_order(trees, orders)
+
+        def look() -> Fit:
+            unfit = self._capture.check(trees, about, allow)
+            differences = [
+                *self._capture.changes(about.built, unfit, trees, override),
+                *changes.of_world(about.world_size, ranks.size),
+                *changes.of_devices(*self._capture.devices(trees)),
+                *changes.of_environment(about.environment, environment.describe()),
+            ]
+            return Fit(unfit, self._checked_best(chosen, override), differences)
+
+        found = ranks.each("what does not fit", look)
+        self._adopt_splits(chosen, reading)
+        # Before anything is touched: where warnings are errors, this ends the load.
+        rows = ranks.agree("what has changed", lambda: [one.to_json() for one in found.differences])
+        ranks.each("telling it", lambda: self._tell(rows, chosen))
+        # What the run is built with from here on: where the checkpoint won, that is not the code's.
+        kept = {name: about.built[name] for name in found.names(changes.CHECKPOINTS)}
+        self._saving.built = {**self._saving.built, **kept}
+        return found
+
+    def _tell(self, rows: Sequence[Sequence[Json]], chosen: Checkpoint) -> None:
+        title = f"{self._run} has changed since checkpoint {chosen.about.number}"
+        if text := changes.table(title, rows, self._crew.ranks.rank):
+            self._saving.once.warn(text)
+
+    def _adopt_splits(self, chosen: Checkpoint, reading: Reading) -> None:
+        ranks = self._crew.ranks
+        found = ranks.first("the splits", lambda: _of_position(reading).get("splits", {}))
+
+        def adopt() -> None:
+            try:
+                split.adopt(self._run.path, found)
+            except ValueError as exc:
+                if isinstance(exc, ResumableError):
+                    raise
+                raise disk.damaged(chosen.path, f"what it says of splits is not that: {exc}") from exc
+
+        ranks.each("the splits", lambda: adopt() if self._crew.leads and found else None)
+
+    def _checked_best(self, chosen: Checkpoint, override: Sequence[str]) -> Best | None:
+        # The save number of another run's best means nothing here.
+        best = chosen.about.best if self._run.holds(chosen) else None
+        if best and best.number not in self._run.numbers():
+            text = f"checkpoint {best.number}, the best, is not there any more; it is forgotten."
+            self._saving.once.warn(text)
+            best = None
+        if self._goal is None or (best and best.goal == self._goal):
+            return best
+        if best is None or "best" in override:
+            return self._run.best(self._goal)
+        raise StateMismatch(
+            f"this run has been tracking {best.goal}, the code says {self._goal}.",
+            fix=f"say {best.goal} again, or start to track the new one with override=['best'].",
+        )
+
+    def go_on(self, chosen: Checkpoint, reading: Reading, fit: Fit) -> None:
+        """Put everything back at the start."""
+        self._capture.restore(reading, fit.unfit, fit.names(changes.OVERRIDES), each=self._crew.ranks.each)
+        self._saving.go_on_from(chosen, fit.best, reading)
+        self._position.hold()
+
+    def go_back(self, which: Which, only: str | None = None, skip: bool = False) -> Checkpoint:
+        """Put everything back, or only a part, or all but the place in the data."""
+        ranks = self._crew.ranks
+        ranks.agree(f"restore({str(which)!r})", lambda: None, is_due=True)
+        names = None if only is None else self._capture.names(only)
+        if skip:
+            ranks.each("the batch in hand", self._position.refuse_to_go_back)
+            names = self._capture.names_but_data()
+        found = self.choose("must" if which == "auto" else which)
+        if found is None:
+            raise UsageError(
+                f"restore({which!r}) names no checkpoint.",
+                fix="say 'best', 'newest', a save number or a checkpoint's path.",
+            )
+        chosen, reading = found
+        unfit = ranks.each(
+            "what does not fit", lambda: self._capture.check(reading.trees, chosen.about, (), names)
+        )
+        self._capture.restore(reading, unfit, only=names, each=ranks.each)
+        if only is None:
+            self._saving.forget_seen()
+            self._capture.forget_gradients(reading.trees)
+            self._saving.go_on_from(chosen, self._checked_best(chosen, ["best"]), reading)
+            self._saving.history.went_back(self._saving.parent, str(which))
+        if skip:
+            self._position.go_back(_of_position(reading))
+        elif only is None:
+            self._position.hold()
+        return chosen
+
+    def go_back_from_spike(self, where: str, is_again: bool) -> Checkpoint:
+        """Go back to the newest checkpoint of this branch, or, if that was done just now, behind it."""
+        number = self._saving.parent
+        if number is not None and is_again:
+            # Twice in a row: not only the batches, but the checkpoint may be bad.
+            number = self._before(number)
+        while number is not None:
+            try:
+                return self.go_back(number, skip=True)
+            except (CheckpointDamaged, CheckpointNotFound) as exc:
+                if self._crew.is_first:
+                    self._saving.once.warn(f"{exc.problem} It is skipped; an older checkpoint is used.")
+                number = self._before(number)
+        raise Diverged(
+            f"{where}, and {self._run} has no checkpoint to go back to.",
+            fix="save before a spike can come; look at the data there, or lower the learning rate.",
+        )
+
+    def _before(self, number: int) -> int | None:
+        return self._crew.ranks.first("the checkpoint before", lambda: spikes.before(self._run, number))
+
+    def line(self, what: str, chosen: Checkpoint, started: float, way: str) -> str:
+        """Return the line that says where the training goes on."""
+        facts, best = self.place(), self._saving.best
+        if best:
+            facts.append(f"best {best.goal.metric} {best.value:.4g}")
+        where = f"{self._run} {way}" + ("" if self._run.holds(chosen) else f" {chosen.path},")
+        seconds = time.perf_counter() - started
+        return f"{what} {where} checkpoint {chosen.about.number}: {', '.join(facts)} ({seconds:.1f} s)"
+
+    def place(self) -> list[str]:
+        """Return where the training stands, as people read it."""
+        at = self._position.counters()
+        facts = [f"epoch {at['epoch']}"]
+        if at["batch"]:
+            found = [loader.length() for loader in self._position.loaders.values()]
+            lengths = [length for length in found if length is not None]
+            facts.append(f"batch {at['batch']}" + (f"/{lengths[0]}" if len(lengths) == 1 else ""))
+        return [*facts, f"step {at['step']}"]
+
+
+def _of_position(reading: Reading) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = Saved(reading.trees, "position").view("rank")
+    return found
