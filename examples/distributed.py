@@ -1,11 +1,10 @@
-"""A whole script for several processes: each rank has its share of the data, and stops when all are told to.
+"""A whole script for several processes: each has its share of the data; a signal to one is enough to leave.
 
 torchrun --nproc-per-node 2 examples/distributed.py runs/distributed
 python examples/distributed.py runs/distributed
 """
 
 import os
-import signal
 import sys
 
 import torch
@@ -21,7 +20,7 @@ if torch.cuda.is_available():
     device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     torch.cuda.set_device(device)
 backend = "nccl" if torch.cuda.is_available() else "gloo"
-if dist.is_torchelastic_launched():
+if "RANK" in os.environ:
     dist.init_process_group(backend)
 else:
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -41,16 +40,6 @@ torch.manual_seed(1 + dist.get_rank())
 
 run_dir = sys.argv[1] if len(sys.argv) > 1 else "runs/distributed"
 state = RunState.load(run_dir, model=ddp, optimizer=optimizer, loader=loader, maximize="accuracy", timeout=20)
-told: list[int] = []
-# Not earlier: a rank that only makes a note of it does not end while it waits for one that has died.
-signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
-
-
-def all_are_to_stop() -> bool:
-    """Whether any rank was told to: a signal reaches each at another batch, and all must save at the same."""
-    flag = torch.tensor(len(told), device=device)
-    dist.all_reduce(flag, dist.ReduceOp.MAX)
-    return bool(flag)
 
 
 @torch.no_grad()
@@ -71,11 +60,6 @@ for epoch in state.epochs(8):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if all_are_to_stop():
-            state.save().wait()
-            state.close()
-            dist.destroy_process_group()
-            sys.exit(128 + signal.SIGTERM)
         if state.step % 4 == 0:
             state.save()
     state.save(accuracy=accuracy())
