@@ -252,6 +252,14 @@ def test_a_full_disk_is_named_with_how_to_make_room(
     assert _names(tmp_path) == []
 
 
+def test_a_full_disk_that_does_not_say_what_is_free_is_named_all_the_same(tmp_path: Path) -> None:
+    stage = checkpoint.Stage(tmp_path / "gone", 1, 10)
+
+    error = stage.failed(OSError(errno.ENOSPC, "No space left on device"))
+
+    assert error.problem.endswith("No space left on device. There were 0 bytes to write.")
+
+
 def test_a_broken_disk_is_named_with_the_cause_and_not_taken_for_a_full_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
