@@ -740,6 +740,9 @@ def test_a_training_with_bad_data_gets_through_and_resumes_bit_for_bit(
 
     def train(folder: Path, seed: int, stop: int | None) -> list[Any]:
         training = Training(folder, seed, poisoned)
+        if not training.state.resumed:
+            # (the first batch may be a bad one)
+            training.state.save()
         healthy(training, stop)
         assert all(value.isfinite().all() for value in training.model.state_dict().values())
         return [training.state.epoch, training.state.step]
