@@ -148,3 +148,24 @@ def leave_alone(rank: int) -> None:
     for _ in range(100):
         calls.passed()
         time.sleep(0.01)
+
+
+def give_then_save_alone(rank: int, run_dir: Path) -> Any:
+    """Give a metric once, and let the loop save by itself for long after it."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with RunState.load(
+        run_dir, model=model, optimizer=optimizer, every=1, minimize="loss", timeout=5
+    ) as state:
+        for step in state.steps(8):
+            model(torch.ones(2)).sum().backward()
+            optimizer.step()
+            if step == 0:
+                state.save(loss=1.0 + rank)
+        return state.metrics, state.best
+
+
+def test_after_many_saves_by_itself_all_know_what_rank_0_gave_last(tmp_path: Path) -> None:
+    ended = processes.run(2, give_then_save_alone, tmp_path / "run", folder=tmp_path)
+
+    assert [one.value for one in ended] == [({"loss": 1.0}, 1.0)] * 2, ended

@@ -451,3 +451,16 @@ def test_it_exits_as_the_signal_says_though_nobody_reads_its_output_any_more(
     monkeypatch.undo()
 
     assert state.run._lock is None
+
+
+def test_the_loops_tell_how_long_bodies_and_the_rest_of_an_epoch_take(
+    run_dir: Path, training: Training
+) -> None:
+    with training.load(run_dir, loader=DataLoader(range(4))) as state:
+        pace = state._saving.pace
+        for _ in state.epochs(2):
+            for _ in state.batches():
+                training.step()
+
+    assert pace.body() > 0
+    assert pace.time_to_leave(is_rest_next=True) > 2 + 2 * 30
