@@ -6,13 +6,14 @@ import contextlib
 import inspect
 import multiprocessing
 import os
+import sys
 import threading
 import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from multiprocessing import connection
+from multiprocessing import connection, util
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -297,6 +298,7 @@ class Worker:
     def begin(self, number: int) -> None:
         """Do what the user's `worker_init_fn` does, and then stand where this worker stood."""
         _end_with_parent()
+        util.Finalize(None, _leave, exitpriority=_AT_LAST)
         if self._signals:
             signals.spare(self._signals)
         self._number, self._dataset = number, _users_dataset()
@@ -377,3 +379,15 @@ def _end_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def _leave() -> None:
+    """Leave as a forked process does: a thread that still delivers aborts an interpreter that ends."""
+    if sys.exc_info()[0] is None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+# (the thread that delivers, where it has to be waited for, is at -5)
+_AT_LAST = -100

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import json
@@ -957,6 +958,28 @@ def test_a_loader_that_cannot_be_sent_to_its_workers_is_an_error_that_says_so(ru
 
     with pytest.raises(ResumableError, match="cannot be sent"):
         next(iter(state.batches()))
+
+
+def note_the_end(file: str, number: int) -> None:
+    atexit.register(Path(file).touch)
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_a_worker_leaves_without_ending_its_interpreter(tmp_path: Path, context: str) -> None:
+    # (what a thread of its own still delivers aborts an interpreter that ends, and the training with it)
+    ended = tmp_path / "ended"
+    loader = on(
+        Images(),
+        num_workers=1,
+        multiprocessing_context=context,
+        worker_init_fn=partial(note_the_end, str(ended)),
+    )
+
+    with RunState(tmp_path / "run", loader=loader) as state:
+        batches = [batch for _ in state.epochs(1) for batch in state.batches()]
+
+    assert len(batches) == len(loader)
+    assert not ended.exists()
 
 
 # What is loaded, and how often.
