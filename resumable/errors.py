@@ -16,6 +16,7 @@ ResumableError
  ├── RankLost            (TimeoutError)       one of the processes has ended, is stopped or late
  ├── Preempted           (InterruptedError)   a signal or the time has ended the loop; all is saved
  ├── SaveFailed          (OSError)            a checkpoint could not be written
+ ├── RemoteError         (OSError)            a remote cannot be reached, or does not do what it should
  └── Diverged            (ArithmeticError)    the loss spikes whatever checkpoint it goes on from
 
 ResumableWarning (UserWarning)                 said at most once a run
@@ -127,6 +128,15 @@ class SaveFailed(ResumableError, OSError):
     """A checkpoint could not be written; the ones before it are untouched."""
 
 
+class RemoteError(ResumableError, OSError):
+    """A remote cannot be reached, refuses, or holds what it should not; local checkpoints are untouched.
+
+    ``is_final``: trying again makes no sense until somebody has done something.
+    """
+
+    is_final = True
+
+
 class Diverged(ResumableError, ArithmeticError):
     """The loss spikes again and again, or there is no checkpoint to go back to."""
 
@@ -163,4 +173,21 @@ def warn(text: str) -> None:
     level, frame = 2, sys._getframe(1)
     while frame.f_back and frame.f_globals.get("__package__") == __package__:
         level, frame = level + 1, frame.f_back
+    if frame.f_globals.get("__name__") in ("threading", "weakref"):
+        # In the background, or when the process ends: no line of the script has called.
+        warnings.warn_explicit(text, ResumableWarning, sys.argv[0] or "resumable", 0)
+        return
     warnings.warn(text, ResumableWarning, stacklevel=level)
+
+
+class Once:
+    """Warns of each thing once."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def warn(self, text: str, about: str | None = None) -> None:
+        """Warn, unless this text, or something `about` the same, was told before."""
+        if (about or text) not in self._told:
+            self._told.add(about or text)
+            warn(text)

@@ -7,7 +7,10 @@ import gc
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 def yield_to_training() -> None:
@@ -32,3 +35,34 @@ def no_garbage_collection() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
+
+
+def in_daemons(job: Callable[[T], object], items: Iterable[T], count: int) -> None:
+    """Do a job for each item, in some threads; when all have ended, raise the first error.
+
+    Unlike those of a pool they do not keep a process that ends: what they wait for may never come.
+
+    >>> found = []
+    >>> in_daemons(found.append, [1, 2, 3], count=2)
+    >>> sorted(found)
+    [1, 2, 3]
+    """
+    guard, rest, errors = threading.Lock(), iter(items), list[BaseException]()
+
+    def work() -> None:
+        with contextlib.suppress(StopIteration):
+            while not errors:
+                with guard:
+                    item = next(rest)
+                try:
+                    job(item)
+                except BaseException as exc:
+                    errors.append(exc)
+
+    threads = [threading.Thread(target=work, name="resumable-remote", daemon=True) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
