@@ -184,6 +184,23 @@ def create(path: Path, size: int) -> None:
         os.ftruncate(fd, size)
 
 
+def receive(path: Path, size: int, read: Callable[[int, int], Any], piece: int, threads: int) -> str:
+    """Create a file from what `read(begin, end)` returns, piece by piece, flushed; return its digest."""
+    with disk.created(path) as fd:
+        _preallocate(fd, size)
+
+        def job(at: int) -> bytes:
+            hasher = xxhash.xxh3_128()
+            end = min(at + BLOCK, size)
+            for begin in range(at, end, piece):
+                found = memoryview(read(begin, min(begin + piece, end)))
+                _write_at(fd, found, begin)
+                hasher.update(found)
+            return hasher.digest()
+
+        return fold(_in_threads(job, size, threads))
+
+
 def write_share(path: Path, content: Content, way: Way = "paced") -> list[bytes]:
     """Write a share of a file that was created for several, flush, and return its blocks' digests."""
     # (a flush by another process says nothing about what is written after it)

@@ -22,6 +22,9 @@ NAME = re.compile(r"([0-9]{6,})-step-([0-9]{8,})")
 DEBRIS = re.compile(r"\.(?:stage|trash)-[0-9]{6,}-[0-9a-f]{8}")
 """What a killed save or a killed prune leaves behind."""
 
+PULL = re.compile(r"\.pull-[0-9]{6,}-[0-9a-f]{8}")
+"""What a killed pull leaves behind: the next one goes on with it."""
+
 RANKS = "ranks/"
 """The folder in a checkpoint for what differs by process."""
 
@@ -87,10 +90,12 @@ class Stage:
     A crash at any moment leaves the checkpoint as a whole or not at all.
     """
 
-    def __init__(self, folder: Path, number: int, step: int, token: str | None = None) -> None:
+    def __init__(
+        self, folder: Path, number: int, step: int, token: str | None = None, kind: str = "stage"
+    ) -> None:
         self._folder = folder
         self._number, self._step = number, step
-        self.path = folder / f".stage-{number:06}-{token or secrets.token_hex(4)}"
+        self.path = folder / f".{kind}-{number:06}-{token or secrets.token_hex(4)}"
         self.target = folder / name(number, step)
         self._size = 0
 

@@ -9,18 +9,19 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeGuard, TypeVar
 
 from . import checkpoint, disk, lock, manifest, policy
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, Stage
 from .errors import (
     CheckpointDamaged,
     CheckpointNotFound,
     FormatTooNew,
     NotARun,
+    RemoteError,
     ResumableError,
     RunExists,
     SaveFailed,
@@ -34,6 +35,21 @@ from .policy import Facts, Keep
 T = TypeVar("T")
 Which = str | int | os.PathLike[str]
 """A word, a save number or a checkpoint's path."""
+
+
+class Copies(Protocol):
+    """Copies of a run's checkpoints elsewhere."""
+
+    @property
+    def numbers(self) -> Mapping[int, str]:
+        """The save numbers, and the names of the folders."""
+
+    def pull(self, number: int) -> None:
+        """Bring one into the run, in place of a damaged one."""
+
+    def best(self, above: int) -> int | None:
+        """Return the number of the best, as those above a number know it."""
+
 
 _NEWEST = ("must", "newest", "latest", "last")
 _WORDS = ("auto", "never", "best", *_NEWEST)
@@ -61,8 +77,11 @@ class Run:
     def __str__(self) -> str:
         return str(self._given)
 
-    def check(self, resume: Which) -> None:
-        """Raise for what can be seen to be wrong before anything is made or locked."""
+    def check(self, resume: Which, is_copied: bool = False) -> None:
+        """Raise for what can be seen to be wrong before anything is made or locked.
+
+        What is not here may be in a remote copy, if there is one.
+        """
         for path in (self.folder, *self.folder.parents):
             if os.path.lexists(path) and not path.is_dir():
                 raise NotARun(
@@ -75,6 +94,8 @@ class Run:
                 f"{self.path} holds {len(self.numbers())} checkpoints, and resume='never'.",
                 fix="give the new run another directory, or move this one away.",
             )
+        if is_copied and (resume in _WORDS or is_number(resume)):
+            return
         if resume in (*_NEWEST, "best") and is_empty:
             raise self._missing()
         if resume not in _WORDS:
@@ -151,35 +172,82 @@ class Run:
             if path and path.name != newest:
                 yield path
 
-    def choose(self, which: Which, read: Callable[[Checkpoint], T]) -> tuple[Checkpoint, T] | None:
-        """Return the checkpoint that `which` means and what `read` returned for it; None to start fresh."""
-        if which == "never" or (which == "auto" and self.highest() is None):
+    def choose(
+        self, which: Which, read: Callable[[Checkpoint], T], copies: Copies | None = None
+    ) -> tuple[Checkpoint, T] | None:
+        """Return the checkpoint that `which` means and what `read` returned for it; None to start fresh.
+
+        What is not here, or is damaged, is taken from its `copies`.
+        """
+        is_empty = self.highest() is None and not (copies and copies.numbers)
+        if which == "never" or (which == "auto" and is_empty):
             return None
         if which == "auto" or which in _NEWEST:
-            return self._newest_intact(read)
-        found = self.open(self._best_number()) if which == "best" else self._open_named(which)
-        return found, read(found)
+            return self._newest_intact(read, copies)
+        if which != "best" and not is_number(which):
+            found = self._open_named(which)
+            return found, read(found)
+        number = self._best_number(copies) if which == "best" else int(which)
+        return self._read(number, read, copies)
 
-    def _newest_intact(self, read: Callable[[Checkpoint], T]) -> tuple[Checkpoint, T]:
+    def _newest_intact(self, read: Callable[[Checkpoint], T], copies: Copies | None) -> tuple[Checkpoint, T]:
         # Newest is the highest save number: after going back, the highest step is of an abandoned branch.
-        for path in self._newest_first():
+        last: ResumableError | None = None
+        for number in self._newest_numbers(copies):
             try:
-                found = _opened(path)
-                return found, read(found)
-            except CheckpointDamaged as exc:
+                return self._read(number, read, copies)
+            except (CheckpointDamaged, RemoteError) as exc:
+                if isinstance(exc, RemoteError) and self.highest() is None:
+                    raise
                 # Not only the first: each one that is skipped is training that is lost.
                 warn(f"{exc.problem} It is skipped; an older checkpoint is used.")
-        if self.highest() is None:
+                last = exc
+        if last is None:
             raise self._missing()
+        if isinstance(last, RemoteError):
+            raise last
+        where, count, other = f"{self.path}", len(self.numbers()), "another directory"
+        if copies and copies.numbers:
+            where, count = f"{where} or {copies}", len({*self.numbers(), *copies.numbers})
+            other += " and another remote folder"
         raise CheckpointDamaged(
-            f"none of the {len(self.numbers())} checkpoints in {self.path} is intact.",
-            fix="look at them with `resumable verify`; to start fresh, give the run another directory.",
+            f"none of the {count} checkpoints in {where} is intact.",
+            fix=f"look at them with `resumable verify`; to start fresh, give the run {other}.",
         )
 
-    def _best_number(self) -> int:
-        for found in self._intact():
-            if found.about.best:
-                return found.about.best.number
+    def _newest_numbers(self, copies: Copies | None) -> Iterator[int]:
+        if copies and copies.numbers:
+            yield from sorted({*self.numbers(), *copies.numbers}, reverse=True)
+            return
+        for path in self._newest_first():
+            yield number_of(path.name)
+
+    def _read(
+        self, number: int, read: Callable[[Checkpoint], T], copies: Copies | None
+    ) -> tuple[Checkpoint, T]:
+        is_copied = copies is not None and number in copies.numbers
+        if is_copied and self.path_of(number) is None:
+            assert copies is not None
+            copies.pull(number)
+        try:
+            found = self.open(number)
+            return found, read(found)
+        except CheckpointDamaged as exc:
+            if not is_copied:
+                raise
+            warn(f"{exc.problem} It is taken from {copies}.")
+        assert copies is not None
+        copies.pull(number)
+        found = self.open(number)
+        return found, read(found)
+
+    def _best_number(self, copies: Copies | None = None) -> int:
+        here = next((found.about for found in self._intact() if found.about.best), None)
+        # (a newer one that is only there knows of better ones)
+        if copies and (best := copies.best(above=here.number if here else 0)):
+            return best
+        if here and here.best:
+            return here.best.number
         raise CheckpointNotFound(
             f"no checkpoint in {self.path} is known to be the best.",
             fix="say which metric decides (maximize= or minimize=) and give it to save().",
@@ -191,8 +259,9 @@ class Run:
                 f"resume={which!r} does not say what to go on from.",
                 fix="say 'auto', 'must', 'never', 'best', a save number, or a checkpoint's path.",
             )
-        if isinstance(which, int) or (isinstance(which, str) and which.isdecimal()):
+        if is_number(which):
             return self.open(int(which))
+        assert not isinstance(which, int)
         path = Path(which).resolve()
         if os.path.lexists(path / manifest.NAME):
             return checkpoint.open_checkpoint(path)
@@ -248,10 +317,23 @@ class Run:
                 warn(f"{path} is damaged and written anew")
         told = (found.about.run_id for found in self._intact())
         run_id = known or next(told, None) or secrets.token_hex(8)
+        self.adopt(run_id)
+        return run_id
+
+    def known_id(self) -> str | None:
+        """Return the run's id if it has checkpoints, without writing anything."""
+        known = next((found.about.run_id for found in self._intact()), None)
+        if known is None and self.highest() is not None:
+            # All are damaged: what another run has must not be mixed with them.
+            with contextlib.suppress(CheckpointDamaged, ValueError, KeyError):
+                return str(manifest.unseal(disk.read_small(self.path, "run.json"))["run_id"])
+        return known
+
+    def adopt(self, run_id: str) -> None:
+        """Be the run of that id, whatever stood here before."""
         created = datetime.now(timezone.utc).isoformat(timespec="seconds")
         with self._writing():
-            disk.replace(path, manifest.seal({"run_id": run_id, "created": created}))
-        return run_id
+            disk.replace(self.path / "run.json", manifest.seal({"run_id": run_id, "created": created}))
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -323,6 +405,28 @@ class Run:
             for goal, leader in leaders.items():
                 leaders[goal] = policy.update_leader(leader, goal, about.metrics, about.number)
 
+    def take_in(self, stage: Stage, about: Manifest) -> Checkpoint:
+        """Make a stage that is complete a checkpoint of this run, in place of a damaged one of that name."""
+        trash = self._moved_away(stage.target) if os.path.lexists(stage.target) else None
+        disk.flush_folder(stage.path)
+        with self.adding(about):
+            found = stage.publish(about)
+        if trash:
+            with self._guard:
+                self._kept = None
+            # What stays of it is debris; the next start removes it.
+            with contextlib.suppress(OSError):
+                checkpoint.remove(trash)
+        return found
+
+    def remove_pulls(self, but: Path | None = None) -> None:
+        """Remove what killed pulls have left, but for the one that is to go on."""
+        for path in self.folder.glob(".pull-*"):
+            if path != but and checkpoint.PULL.fullmatch(path.name):
+                # (what else lies in it keeps it there)
+                with contextlib.suppress(OSError):
+                    checkpoint.remove(path)
+
     @contextlib.contextmanager
     def _changing(self) -> Iterator[Changes]:
         with self._guard:
@@ -372,10 +476,13 @@ class Run:
         if others := checkpoint.unknown(path):
             raise OSError(f"it holds {', '.join(others)}, which resumable did not write")
         # Renamed first: a crash in between must not leave half a checkpoint under a checkpoint's name.
+        checkpoint.remove(self._moved_away(path))
+
+    def _moved_away(self, path: Path) -> Path:
         trash = path.with_name(f".trash-{path.name.split('-')[0]}-{secrets.token_hex(4)}")
         os.rename(path, trash)
         disk.flush_folder(self.folder)
-        checkpoint.remove(trash)
+        return trash
 
     def _remove_debris(self) -> None:
         with self._guard:
@@ -392,6 +499,13 @@ class Run:
 
 
 _LINK_DEBRIS = re.compile(r"\.(?:newest|best|run\.json|splits\.json|probe)-[0-9a-f]{8}")
+
+
+def is_number(which: object) -> TypeGuard[int | str]:
+    """Whether it is a save number, as a number or as text."""
+    if isinstance(which, str):
+        return which.isdecimal()
+    return isinstance(which, int) and not isinstance(which, bool)
 
 
 def _siblings(path: Path) -> list[str]:
