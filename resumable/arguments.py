@@ -8,11 +8,11 @@ import re
 import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from .errors import UsageError
 from .manifest import Goal
-from .policy import Every, Keep
+from .policy import Every, Keep, Push
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -59,7 +59,7 @@ def goal(maximize: str | None, minimize: str | None) -> Goal | None:
     return None if minimize is None else Goal(minimize, False)
 
 
-def keep(given: Any, goal: Goal | None) -> Keep | None:
+def keep(given: Any, goal: Goal | None, name: str = "keep") -> Keep | None:
     """Return which checkpoints stay; None for all.
 
     >>> keep({"newest": 3, "every": "1000 steps"}, None)
@@ -72,13 +72,13 @@ def keep(given: Any, goal: Goal | None) -> Keep | None:
     if isinstance(given, Mapping) and given and given.keys() <= {"newest", "best", "every"}:
         newest, best, every = given.get("newest", 1), given.get("best", 1), given.get("every")
         if _is_number(newest) and _is_number(best):
-            _check_best(given, goal)
-            multiples = None if every is None else _rules("keep['every']", every, _MULTIPLES)
+            _check_best(given, goal, name)
+            multiples = None if every is None else _rules(f"{name}['every']", every, _MULTIPLES)
             return Keep(newest, best, multiples)
     raise UsageError(
-        f"keep={given!r} does not say how many checkpoints stay.",
+        f"{name}={given!r} does not say how many checkpoints stay.",
         fix="give a whole number from 1, or None to keep all, or the like of "
-        "keep={'newest': 3, 'best': 2, 'every': '1000 steps'}.",
+        f"{name}={{'newest': 3, 'best': 2, 'every': '1000 steps'}}.",
     )
 
 
@@ -86,10 +86,10 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int) and value >= 1 and value is not True
 
 
-def _check_best(given: Mapping[str, Any], goal: Goal | None) -> None:
+def _check_best(given: Mapping[str, Any], goal: Goal | None, name: str) -> None:
     if given.get("best", 1) > 1 and goal is None:
         raise UsageError(
-            f"keep={dict(given)!r}, but nothing says which checkpoints are the best.",
+            f"{name}={dict(given)!r}, but nothing says which checkpoints are the best.",
             fix="name the metric that decides: maximize='val_acc' or minimize='val_loss'.",
         )
 
@@ -191,6 +191,45 @@ _COUNTED = re.compile(r"([0-9]{1,12})\s*(step|epoch)s?")
 _SHARE = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,12})?)\s*%")
 _MULTIPLES = "'1000 steps' (or 1000), '10 epochs', '1 day', or a list of them"
 _RULES = "'10 min', '500 steps' (or 500), '2 epochs', '1 %' (of the training's time), or a list of them"
+
+
+class Copied(NamedTuple):
+    """What is to be copied where: the address, which checkpoints, which stay there, how long to wait."""
+
+    place: str
+    push: Push
+    keep: Keep | None
+    patience: float
+    options: Mapping[str, Any]
+
+
+def copied(
+    remote: Any, push: Any, keep_there: Any, patience: Any, options: Any, goal: Goal | None
+) -> Copied | None:
+    """Return what is to be copied where; None if nothing is."""
+    if options is not None and not isinstance(options, Mapping):
+        raise UsageError(
+            "remote_options= is no dict.",
+            fix="give what fsspec's filesystem takes, as remote_options={'endpoint_url': '...'}.",
+        )
+    until = seconds("push_timeout", patience)
+    # (without a remote too: RESUMABLE_REMOTE may give one only where the job runs)
+    which, kept = _push(push, goal), keep(keep_there, goal, "remote_keep")
+    return None if remote is None else Copied(remote, which, kept, until, options or {})
+
+
+def _push(value: Any, goal: Goal | None) -> Push:
+    if value == "best" and goal is None:
+        raise UsageError(
+            "push='best', but nothing says which checkpoint is the best.",
+            fix="name the metric that decides (maximize='val_acc'), or say push='newest' or 'all'.",
+        )
+    if value in ("best", "newest", "all"):
+        return value  # type: ignore[no-any-return]
+    raise UsageError(
+        f"push={value!r} does not say which checkpoints go to the remote.",
+        fix="give 'best', 'newest' or 'all'.",
+    )
 
 
 def write(value: Any) -> bool:

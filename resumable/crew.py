@@ -12,10 +12,10 @@ from . import blocks, checkpoint, codec, fingerprint, manifest, shares
 from .blocks import Content, Way, Written
 from .checkpoint import Checkpoint
 from .codec import Encoded
-from .errors import CheckpointDamaged, RankLost, RanksDiffer
+from .errors import CheckpointDamaged, RankLost, RanksDiffer, RemoteError
 from .manifest import Manifest
 from .ranks import Place, Ranks, by_disk, versions
-from .run import Run, Which
+from .run import Copies, Run, Which
 from .sealed import Json
 from .shares import Range
 from .together import Group, Said, Together
@@ -36,6 +36,9 @@ class Crew:
         self._all_write = all_write
         self._together: Together | None = None
         self._highest_at_start = 0
+        self._highest_elsewhere = 0
+        self.is_copied = False
+        """Whether what a disk lacks can come from elsewhere."""
         self._is_told = False
         self._shared_files: Mapping[str, int] = {}
         self._replicas: Mapping[str, Any] = {}
@@ -92,7 +95,7 @@ class Crew:
     def _count_from_the_highest(self) -> None:
         ranks = self.ranks
         highest = ranks.agree("the numbers", lambda: (self._run.highest() or 0) if self.leads else 0)
-        if not highest[0] and any(highest):
+        if not highest[0] and any(highest) and not self.is_copied:
             rank = next(rank for rank, number in enumerate(highest) if number)
             raise RanksDiffer(
                 f"{self._run.path} holds no checkpoint on {ranks.person(0)}, but checkpoint {highest[rank]} "
@@ -100,6 +103,10 @@ class Crew:
                 fix="copy the run from the node that has it to the others, or give all a new directory.",
             )
         self._highest_at_start = max(highest)
+
+    def count_from(self, number: int) -> None:
+        """Let the next save have a higher number: that one is known elsewhere."""
+        self._highest_elsewhere = max(self._highest_elsewhere, number)
 
     def own(self) -> None:
         """Become the ones that write this run: one process on each disk does."""
@@ -130,15 +137,18 @@ class Crew:
         elif self.leads:
             self._run.acquire()
 
-    def choose(self, which: Which, read: Callable[[Checkpoint], T]) -> tuple[Checkpoint, T] | None:
+    def choose(
+        self, which: Which, read: Callable[[Checkpoint], T], copies: Copies | None = None
+    ) -> tuple[Checkpoint, T] | None:
         """Return the checkpoint that `which` means, read by all processes; None to start fresh."""
         if self.ranks.is_alone:
-            return self._run.choose(which, read)
+            return self._run.choose(which, read, copies)
         if not self.is_first:
-            return self._follow(read)
+            return self._follow(read, copies)
         self._is_told = False
         try:
-            found = self._run.choose(which, lambda found: self._propose(found, read))
+            announced = _Announced(copies, self._pull) if copies else None
+            found = self._run.choose(which, lambda found: self._propose(found, read), announced)
         except BaseException as exc:
             # What was wrong with a proposal all know; that there is none left they do not.
             if not self._is_told:
@@ -147,6 +157,21 @@ class Crew:
         if found is None:
             self.ranks.first("the choice", lambda: None, is_due=True)
         return found
+
+    def _pull(self, number: int, copies: Copies) -> None:
+        self.ranks.first("the choice", lambda: number, is_due=True)
+        try:
+            self.ranks.each("pulling the checkpoint", lambda: self._pull_own(number, copies))
+        except (CheckpointDamaged, RemoteError):
+            raise
+        except BaseException:
+            self._is_told = True
+            raise
+
+    def _pull_own(self, number: int, copies: Copies) -> None:
+        # One process on each disk.
+        if self.leads:
+            copies.pull(number)
 
     def _propose(self, found: Checkpoint, read: Callable[[Checkpoint], T]) -> T:
         is_here = found.path.resolve().parent == self._run.folder.resolve()
@@ -160,12 +185,20 @@ class Crew:
             self._is_told = True
             raise
 
-    def _follow(self, read: Callable[[Checkpoint], T]) -> tuple[Checkpoint, T] | None:
-        while (path := self.ranks.first("the choice", lambda: "", is_due=True)) is not None:
-            # (a path that is absolute stays one)
-            with contextlib.suppress(CheckpointDamaged):
-                return self.ranks.each("reading the checkpoint", lambda: self._read(Path(path), read))
+    def _follow(self, read: Callable[[Checkpoint], T], copies: Copies | None) -> tuple[Checkpoint, T] | None:
+        while (said := self._heard()) is not None:
+            # (rank 0 goes on with an older one)
+            with contextlib.suppress(CheckpointDamaged, RemoteError):
+                if isinstance(said, Path):
+                    return self.ranks.each("reading the checkpoint", partial(self._read, said, read))
+                assert copies is not None
+                self.ranks.each("pulling the checkpoint", partial(self._pull_own, said, copies))
         return None
+
+    def _heard(self) -> Path | int | None:
+        said: str | int | None = self.ranks.first("the choice", lambda: None, is_due=True)
+        # (a path that is absolute stays one)
+        return Path(said) if isinstance(said, str) else said
 
     def _read(self, path: Path, read: Callable[[Checkpoint], T]) -> tuple[Checkpoint, T]:
         found = checkpoint.open_checkpoint(self._run.folder / path)
@@ -174,9 +207,11 @@ class Crew:
     def next_number(self, last: int) -> int:
         """Return the number of the next save."""
         if self.ranks.is_alone:
-            return max(last, self._run.highest() or 0) + 1
+            return max(last, self._run.highest() or 0, self._highest_elsewhere) + 1
         # Each counts for itself, from what they agreed on when they met; one that fails has its number too.
-        self.ranks.saves_begun = max(self.ranks.saves_begun, self._highest_at_start) + 1
+        self.ranks.saves_begun = (
+            max(self.ranks.saves_begun, self._highest_at_start, self._highest_elsewhere) + 1
+        )
         return self.ranks.saves_begun
 
     def compare(self, groups: Mapping[str, Encoded], differing: Collection[int]) -> None:
@@ -244,6 +279,24 @@ class Crew:
             if self._together:
                 self._together.close()
         self.ranks.close()
+
+
+class _Announced:
+    """Copies that all processes bring together: rank 0 says which."""
+
+    def __init__(self, copies: Copies, pull: Callable[[int, Copies], None]) -> None:
+        self.numbers = copies.numbers
+        self._copies = copies
+        self._pull = pull
+
+    def __str__(self) -> str:
+        return str(self._copies)
+
+    def pull(self, number: int) -> None:
+        self._pull(number, self._copies)
+
+    def best(self, above: int) -> int | None:
+        return self._copies.best(above)
 
 
 def _text(found: Any) -> str:

@@ -37,8 +37,10 @@ class History:
     >>> run.release()
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, *, by_hand: bool = False) -> None:
         self._run = run
+        # Pushed and pulled while nothing is trained: of no attempt.
+        self._by_hand = by_hand
         self._path = run.path / NAME
         # A save is noted in the background, while the script may go back or end.
         self._guard = threading.Lock()
@@ -105,6 +107,22 @@ class History:
                 self._go_on_from(number)
                 self._write(self._line("restore", **{"from": number}, what=what))
 
+    def pushed(
+        self, number: int, to: str, *, sent: int, copied: int, seconds: float, removed: Sequence[int] = ()
+    ) -> None:
+        """Note that a checkpoint is complete on the remote, and which ones were pruned there."""
+        took = {"sent": sent, "copied": copied, "seconds": _rounded(seconds), "removed": [*removed]}
+        self._moved("push", number=number, to=to, **took)
+
+    def pulled(self, number: int, origin: str, *, size: int, seconds: float) -> None:
+        """Note that a checkpoint was brought from a remote."""
+        self._moved("pull", number=number, origin=origin, size=size, seconds=_rounded(seconds))
+
+    def _moved(self, event: str, **about: Json) -> None:
+        with self._guard:
+            if self.attempt is not None or self._by_hand:
+                self._write(self._line(event, **about))
+
     def ended(self, how: str, **place: int) -> None:
         """Note how and where this process has ended; only the first word about that counts."""
         with self._guard:
@@ -160,7 +178,8 @@ class History:
             self._has_warned = True
             problem = f"{self._path} cannot be written: {error.strerror or error}."
             problem = error.problem if isinstance(error, CannotRead) else problem
-            warn(f"{problem} The training goes on; its checkpoints do not need it.")
+            rest = "The checkpoints do" if self._by_hand else "The training goes on; its checkpoints do"
+            warn(f"{problem} {rest} not need it.")
 
 
 def read(folder: Path) -> list[Line]:
@@ -190,6 +209,37 @@ def attempts(lines: Sequence[Line]) -> list[Line]:
         {key: start.get(key) for key in _SUMMARY} | {"last": saves.get(number), "ended": ends.get(number)}
         for number, start in starts.items()
     ]
+
+
+def pushed(lines: Iterable[Line]) -> dict[str, set[int]]:
+    """Return which checkpoints are complete on which remote, as far as it was noted.
+
+    >>> line = {"event": "push", "to": "s3://b/exp"}
+    >>> pushed([line | {"number": 1, "removed": []}, line | {"number": 2, "removed": [1]}])
+    {'s3://b/exp': {2}}
+    """
+    there: dict[str, set[int]] = {}
+    for line in lines:
+        if line.get("event") == "push" and _holds(line, number=int, to=str, removed=list):
+            there.setdefault(line["to"], set()).add(line["number"])
+            there[line["to"]] -= {number for number in line["removed"] if type(number) is int}
+        elif line.get("event") == "pull" and _holds(line, number=int, origin=str):
+            there.setdefault(line["origin"], set()).add(line["number"])
+    return there
+
+
+def remote(lines: Sequence[Line]) -> dict[str, str] | None:
+    """Return where the last start pushes to (`url`) and which checkpoints (`push`); None if nowhere.
+
+    >>> time, where = "2026-07-30T12:00:00+00:00", {"url": "s3://b/exp", "push": "newest"}
+    >>> remote([{"event": "start", "attempt": 1, "time": time, "remote": where}])
+    {'url': 's3://b/exp', 'push': 'newest'}
+    """
+    last = next(filter(_is_start, reversed(lines)), {})
+    found = last.get("remote")
+    if isinstance(found, dict) and _holds(found, url=str, push=str):
+        return {"url": found["url"], "push": found["push"]}
+    return None
 
 
 def is_save(line: Line) -> bool:

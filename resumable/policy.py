@@ -5,8 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from .manifest import Best, Goal
+
+Push = Literal["best", "newest", "all"]
+"""Which checkpoints go to the remote: each that becomes the best; the newest and the best; all."""
 
 
 def is_better(goal: Goal, value: float | None, than: float | None) -> bool:

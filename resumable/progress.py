@@ -188,6 +188,12 @@ class Progress:
         sys.stdout.flush()
 
     @contextlib.contextmanager
+    def moving(self, what: str, total: int) -> Iterator[Told]:
+        """Give what is to be told how many of `total` bytes have moved; any thread may move them."""
+        with self.reading(what, total) as told:
+            yield told or _to_nobody
+
+    @contextlib.contextmanager
     def reading(self, what: str, total: int) -> Iterator[Told | None]:
         """Give what is to be told how many of `total` bytes were read: where that takes long, a bar shows it.
 
@@ -211,6 +217,10 @@ class Progress:
             yield told
         finally:
             count.close()
+
+
+def _to_nobody(size: int) -> None:
+    """Where no bars are shown, nobody wants to know."""
 
 
 class _Count:

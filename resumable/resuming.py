@@ -12,6 +12,7 @@ from . import capture, changes, disk, environment, spikes, split
 from .capture import Capture
 from .changes import Fit
 from .checkpoint import Checkpoint
+from .copies import Copies
 from .crew import Crew
 from .errors import (
     CheckpointDamaged,
@@ -41,11 +42,12 @@ class Resuming:
         crew: Crew,
         parts: Capture,
         position: Position,
+        goal: Goal | None,
+        progress: Progress,
+        copies: Copies | None,
         saving: Saving,
         *,
-        goal: Goal | None,
         is_elastic: bool,
-        progress: Progress,
     ) -> None:
         self._run = run
         self._crew = crew
@@ -55,10 +57,11 @@ class Resuming:
         self._goal = goal
         self._is_elastic = is_elastic
         self._progress = progress
+        self._copies = copies
 
     def choose(self, which: Which) -> tuple[Checkpoint, Reading] | None:
         """Return the checkpoint that `which` means, read and verified; None to start fresh."""
-        return self._crew.choose(which, self._read)
+        return self._crew.choose(which, self._read, self._copies)
 
     @no_garbage_collection()
     @torch.inference_mode(False)
@@ -130,7 +133,8 @@ class Resuming:
     def _checked_best(self, chosen: Checkpoint, override: Sequence[str]) -> Best | None:
         # The save number of another run's best means nothing here.
         best = chosen.about.best if self._run.holds(chosen) else None
-        if best and best.number not in self._run.numbers():
+        elsewhere = self._copies.numbers if self._copies else ()
+        if best and best.number not in self._run.numbers() and best.number not in elsewhere:
             text = f"checkpoint {best.number}, the best, is not there any more; it is forgotten."
             self._saving.once.warn(text)
             best = None

@@ -15,8 +15,9 @@ import torch
 from . import arguments, blocks, capture, checkpoint, codec, environment, policy, split
 from .capture import Capture, Held, Trees
 from .checkpoint import Checkpoint
+from .copies import Copies
 from .crew import Crew
-from .errors import FormatTooNew, ResumableError, SaveFailed, warn
+from .errors import FormatTooNew, Once, RemoteError, ResumableError, SaveFailed, warn
 from .history import History
 from .image import Image, Taken, WrittenAround
 from .loading import Reading
@@ -40,11 +41,13 @@ class Saving:
         crew: Crew,
         parts: Capture,
         position: Position,
-        *,
         goal: Goal | None,
+        progress: Progress,
+        copies: Copies | None,
+        *,
         keep: Keep | None,
         checks_replicas: bool,
-        progress: Progress,
+        once: Once,
     ) -> None:
         self._run = run
         self._crew = crew
@@ -54,7 +57,8 @@ class Saving:
         self._keep = keep
         self._checks_replicas = checks_replicas
         self._progress = progress
-        self.once = Once()
+        self.once = once
+        self._copies = copies
         self.history = History(run)
         self.pace = Pace()
         self.built = parts.settings
@@ -217,12 +221,15 @@ class Saving:
         self._run.point("newest", self._run.path_of(about.number))
         if about.best:
             self._run.point("best", self._run.path_of(about.best.number))
+        if self._copies:
+            self._copies.saved(about.number, about.best)
         if self._keep is not None and self._run.holds_more_than(self._keep.newest):
             self._prune(self._keep, about.best)
 
     def _prune(self, keep: Keep, best: Best | None) -> None:
         try:
             protected = [found.number for found in (best, self._run.best(self._goal)) if found]
+            protected += self._copies.pinned() if self._copies else ()
             self._run.prune(keep, protected, self._goal)
         except FormatTooNew as exc:
             # Which of them is the best cannot be told, so all of them stay.
@@ -253,9 +260,12 @@ class Saving:
         """Let the history begin, at the first call."""
         if self._crew.leads and not self._has_started:
             self._has_started = True
-            self.history.begin({**environment.attempt(), **facts}, self.parent)
+            where = {"remote": self._copies.told()} if self._copies else {}
+            self.history.begin({**environment.attempt(), **where, **facts}, self.parent)
             if self.history.last_took:
                 self.pace.expect(*self.history.last_took)
+            if self._copies:
+                self._copies.start(self.history, self.best)
 
     def lost_since(self) -> list[str]:
         """Return the parts that have changed since the save in this body; what it has is lost by a resume."""
@@ -318,12 +328,17 @@ class Saving:
     def close(self, leave: Callable[[], None], how: str) -> None:
         """Wait for the last save, `leave` the other processes, and let go of the run."""
         self._is_closed = True
+        failed: type[BaseException] | None = None
         try:
             self._writer.wait()
+        except BaseException as exc:
+            failed = type(exc)
+            raise
         finally:
             try:
                 self.hear_first()
                 leave()
+                self._close_copies(failed)
             finally:
                 # An interrupted wait leaves the writer at work: nobody else may begin until it has ended.
                 if not self._writer.is_busy():
@@ -331,25 +346,27 @@ class Saving:
                     self._image.close()
                     end(self.history, self._run, self._position, how)
 
+    def _close_copies(self, failed: type[BaseException] | None) -> None:
+        if self._copies is None:
+            return
+        if failed and not issubclass(failed, Exception):
+            # Who has interrupted one wait does not want another one.
+            self._copies.leave()
+            return
+        try:
+            self._copies.close()
+        except RemoteError as exc:
+            if failed is None:
+                raise
+            # Else nobody would see that a save has failed.
+            warn(exc.problem)
+
 
 def end(history: History, run: Run, position: Position, how: str) -> None:
     """Note how a process has ended, and let another one write the run."""
     epoch, batch, step = position.stands_at()
     history.ended(how, epoch=epoch, batch=batch, step=step)
     run.release()
-
-
-class Once:
-    """Warns of each thing once."""
-
-    def __init__(self) -> None:
-        self._told: set[str] = set()
-
-    def warn(self, text: str, about: str | None = None) -> None:
-        """Warn, unless this text, or something `about` the same, was told before."""
-        if (about or text) not in self._told:
-            self._told.add(about or text)
-            warn(text)
 
 
 @dataclass(frozen=True, slots=True)

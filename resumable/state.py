@@ -18,13 +18,16 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from . import arguments, capture, changes, rng, spikes
+from . import arguments, capture, changes, rng, spikes, url
+from .arguments import Copied
 from .autosave import Autosave, Due
 from .capture import Capture
+from .copies import Copies
 from .crew import Crew
-from .errors import Diverged, Preempted, UsageError
+from .errors import Diverged, Once, Preempted, RemoteError, UsageError, warn
 from .history import History
 from .loader_position import Hooks, LoaderPosition, Through
+from .policy import Keep
 from .position import Batches, Position
 from .prefetch import ToDevice
 from .progress import Progress
@@ -57,6 +60,12 @@ class RunState:
     128 + the signal, or "raise" Preempted; `max_time`: how long until they leave by themselves ("3h50m").
     `progress`: whether bars are shown (None: at a terminal and in a notebook). `sample_seeds`: whether each
     sample has its own seed.
+
+    `remote`: an address such as "s3://bucket/exp" to which checkpoints are copied in the background, and from
+    which they come back where the run directory has none; `push`: which of them ("best", the "newest" and
+    the best, "all"), `remote_keep`: which stay there; `push_timeout`: how long `close()` waits for it;
+    `remote_options`: what fsspec's filesystem is given. A `run_dir` that is such an address is one that is
+    kept in a local cache.
 
     In a training of several processes each makes its own, once torch.distributed is initialised.
     `per_rank` names parts of `extra` that each keeps for itself; `timeout` (in seconds) is how long one
@@ -99,6 +108,11 @@ class RunState:
         on_preempt: str = "exit",
         max_time: Any = None,
         progress: bool | None = None,
+        remote: str | None = None,
+        push: str = "newest",
+        remote_keep: int | Mapping[str, Any] | None = 3,
+        push_timeout: Any = "5 min",
+        remote_options: Mapping[str, Any] | None = None,
         sample_seeds: bool = False,
         per_rank: Sequence[str] = (),
         timeout: float = 60,
@@ -108,7 +122,8 @@ class RunState:
         check_replicas: bool = False,
     ) -> None:
         self._goal = arguments.goal(maximize, minimize)
-        self.run = Run(os.environ.get("RESUMABLE_RUN_DIR") or run_dir)
+        folder, remote = _places(run_dir, remote)
+        self.run = Run(folder)
         """The run directory."""
         self.vars: dict[str, Any] = {}
         """Your own small values: they are saved and put back with the rest."""
@@ -116,28 +131,32 @@ class RunState:
         """Whether this training goes on from a checkpoint."""
         self._progress = shown = Progress(progress, is_first=of_this_training()[0] == 0)
         self._position = at = _position(loader, extra, sample_seeds, shown)
-        patience, all_write = arguments.seconds("timeout", timeout), arguments.write(write)
-        self._crew = crew = Crew(self.run, patience, at.stands_at, is_shared=shared, all_write=all_write)
+        late, all_write = arguments.seconds("timeout", timeout), arguments.write(write)
+        self._crew = crew = Crew(self.run, late, at.stands_at, is_shared=shared, all_write=all_write)
         at.processes = crew.ranks.size
         slots = dict(zip(capture.SLOTS, (model, optimizer, scheduler, scaler, extra), strict=True))
         own = arguments.per_rank(per_rank, capture.named("extra", extra))
-        self._capture = parts = Capture(slots, self.vars, at, own, crew.rank)
+        self._capture = Capture(slots, self.vars, at, own, crew.rank)
         kept = arguments.keep(keep, self._goal)
         self._alike = {"keep": kept and kept.told(), "elastic": elastic, "check_replicas": check_replicas}
         self._checks_replicas = check_replicas and not crew.ranks.is_alone
-        where = self.run, crew, parts, at
-        self._saving = Saving(
-            *where, goal=self._goal, keep=kept, checks_replicas=self._checks_replicas, progress=shown
-        )
-        self._resuming = Resuming(*where, self._saving, goal=self._goal, is_elastic=elastic, progress=shown)
+        copied = arguments.copied(remote, push, remote_keep, push_timeout, remote_options, self._goal)
+        self._furnish(kept, copied, elastic)
         self._signals = Signals(arguments.save_on(save_on), is_told=crew.is_first)
         rules, limit = arguments.when(every, mtbf, max_time)
         self._autosave = Autosave(crew.ranks, self._signals, self._saving.pace, rules, limit)
-        self._raises = arguments.on_preempt(on_preempt)
-        self._how, self._is_closed, self._is_prepared, self._is_calm = "closed", False, False, True
+        self._raises, self._how = arguments.on_preempt(on_preempt), "closed"
+        self._is_closed, self._is_prepared, self._is_calm = False, False, True
         self._hooks = self._count_steps(optimizer)
+
+    def _furnish(self, keep: Keep | None, copied: Copied | None, is_elastic: bool) -> None:
+        once, run, crew = Once(), self.run, self._crew
+        self._copies = copied and Copies(run, crew, copied, self._goal, self._progress, once.warn)
+        where = run, crew, self._capture, self._position, self._goal, self._progress, self._copies
+        self._saving = Saving(*where, keep=keep, checks_replicas=self._checks_replicas, once=once)
+        self._resuming = Resuming(*where, self._saving, is_elastic=is_elastic)
         # One that is dropped without close() must not lock its run for the rest of the process.
-        weakref.finalize(self, _end, os.getpid(), self._saving.history, self.run, at)
+        weakref.finalize(self, _end, os.getpid(), self._saving.history, run, self._position, self._copies)
 
     @classmethod
     def load(
@@ -159,6 +178,11 @@ class RunState:
         on_preempt: str = "exit",
         max_time: Any = None,
         progress: bool | None = None,
+        remote: str | None = None,
+        push: str = "newest",
+        remote_keep: int | Mapping[str, Any] | None = 3,
+        push_timeout: Any = "5 min",
+        remote_options: Mapping[str, Any] | None = None,
         sample_seeds: bool = False,
         per_rank: Sequence[str] = (),
         timeout: float = 60,
@@ -177,15 +201,18 @@ class RunState:
         `allow`: names that may be missing, new or of another shape; patterns such as "model.head.*" too.
         `override`: settings for which the script's value wins, such as "optimizer.lr"; with a scheduler
         that remembers where it started, that scales the whole schedule.
-        The environment variables RESUMABLE_RUN_DIR and RESUMABLE_RESUME override the arguments.
+        The environment variables RESUMABLE_RUN_DIR, RESUMABLE_RESUME and RESUMABLE_REMOTE (empty: none)
+        override the arguments.
         """
         parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
         data = {"loader": loader, "extra": extra, "sample_seeds": sample_seeds, "per_rank": per_rank}
         saves = {"maximize": maximize, "minimize": minimize, "keep": keep, "write": write, "shared": shared}
         when = {"every": every, "mtbf": mtbf, "save_on": save_on, "on_preempt": on_preempt}
         shows = {"max_time": max_time, "progress": progress}
+        copies = {"remote": remote, "push": push, "remote_keep": remote_keep}
+        copies |= {"push_timeout": push_timeout, "remote_options": remote_options}
         checks = {"timeout": timeout, "elastic": elastic, "check_replicas": check_replicas}
-        state = cls(run_dir, **parts, **data, **saves, **when, **shows, **checks)  # type: ignore[arg-type]
+        state = cls(run_dir, **parts, **data, **saves, **when, **shows, **copies, **checks)  # type: ignore[arg-type]
         try:
             state._load(os.environ.get("RESUMABLE_RESUME") or resume, allow, override)
         except BaseException:
@@ -196,11 +223,18 @@ class RunState:
     def _load(self, resume: Which, allow: Sequence[str], override: Sequence[str]) -> None:
         started = time.perf_counter()
         allow, override = arguments.patterns("allow", allow), arguments.patterns("override", override)
-        facts = {"resume": str(resume), "allow": [*allow], "override": [*override]}
-        self._meet(facts, lambda: self.run.check(resume))
+        facts: dict[str, Json] = {"resume": str(resume), "allow": [*allow], "override": [*override]}
+        facts["remote"] = self._copies and str(self._copies)
+        self._crew.is_copied = self._copies is not None
+        self._meet(facts, lambda: self.run.check(resume, self._crew.is_copied))
         ranks = self._crew.ranks
         self._position.seed = ranks.first("the seed of the samples", lambda: self._position.seed)
         ranks.each("the arguments", lambda: self._check_arguments(resume, override))
+        if self._copies:
+            if self._copies.are_cached():
+                self._print(f"{self._copies} is kept in {self.run}")
+            self._copies.look(resume)
+            self._crew.is_copied = bool(self._copies.numbers)
         if ranks.first("the run", self.run.path.exists):
             self._own_run()
         if (found := self._resuming.choose(resume)) is None:
@@ -223,7 +257,7 @@ class RunState:
     def _check_arguments(self, resume: Which, override: Sequence[str]) -> None:
         self._capture.check_patterns(override)
         if self._crew.leads:
-            self.run.check(resume)
+            self.run.check(resume, self._copies is not None)
 
     def _go_on(self) -> None:
         self._autosave.saved(self.step, self.epoch)
@@ -515,7 +549,13 @@ the batches since are left out (1 of 3 times)
             self._how = error.problem.partition(":")[0]
         elif error is not None:
             self._how = _told(error)
-        self.close()
+        try:
+            self.close()
+        except RemoteError as exc:
+            if error is None:
+                raise
+            # Else nobody would see what has ended the training.
+            warn(exc.problem)
 
     def __repr__(self) -> str:
         return f"<RunState {self.run}: epoch {self.epoch}, batch {self.batch}, step {self.step}>"
@@ -538,7 +578,13 @@ the batches since are left out (1 of 3 times)
         # In a notebook a cell runs again: the new object takes over from the one that it replaces.
         path = self.run.path.resolve()
         if (older := _open_runs.get(path)) and older is not self:
-            older.close()
+            # What the older one has not pushed this one will: nobody has to wait for that.
+            if older._copies and self._copies:
+                older._copies.hand_over()
+            try:
+                older.close()
+            except RemoteError as exc:
+                warn(exc.problem)
         self._crew.own_still()
         _open_runs[path] = self
 
@@ -546,8 +592,7 @@ the batches since are left out (1 of 3 times)
         hooks = []
         for number, (name, live) in enumerate(capture.named("optimizer", optimizer).items()):
             if hasattr(live, "register_step_post_hook"):
-                stepped = partial(self._stepped, name, number == 0)
-                hooks.append(live.register_step_post_hook(lambda *_, stepped=stepped: stepped()))
+                hooks.append(live.register_step_post_hook(_weakly(self._stepped, name, number == 0)))
                 self._position.counts_steps |= number == 0
         self._position.gradients = self._capture.gradients
         return hooks
@@ -620,7 +665,11 @@ the batches since are left out (1 of 3 times)
         self._how = due.why
         # (a notebook keeps the loop, with its workers, for as long as it keeps the traceback)
         self._position.close(now=True)
-        self.close()
+        try:
+            self.close()
+        except RemoteError as exc:
+            # The exit code tells the queue to start again: then what is missing is pushed.
+            warn(exc.problem)
         raise SystemExit(128 + number)
 
 
@@ -629,13 +678,42 @@ def _position(loader: Any, extra: Any, sample_seeds: bool, shown: Progress) -> P
     return Position(capture.named("loader", loader), own, sample_seeds, shows=shown.is_shown)
 
 
+def _weakly(method: Callable[..., object], *given: Any) -> Callable[..., None]:
+    """Return a hook that does not keep alive what it calls: it hangs on the user's own objects."""
+    known = weakref.WeakMethod(method)
+
+    def hook(*_: Any) -> None:
+        if found := known():
+            found(*given)
+
+    return hook
+
+
 def _both(first: Through | None, second: Through) -> Through:
     return second if first is None else lambda batches: second(iter(first(batches)))
 
 
-def _end(process: int, history: History, run: Run, at: Position) -> None:
+def _places(run_dir: str | os.PathLike[str], remote: str | None) -> tuple[str | os.PathLike[str], str | None]:
+    """Return the run directory, and the remote: a run that is given by the latter is kept in a cache."""
+    given = os.environ.get("RESUMABLE_RUN_DIR") or run_dir
+    remote = os.environ.get("RESUMABLE_REMOTE", remote) or None
+    if not url.is_url(given):
+        return given, remote
+    if remote is not None:
+        raise UsageError(
+            f"the run directory is {url.shown(str(given))}, and remote= gives another address.",
+            fix="give a local run directory and remote=, or the address alone.",
+        )
+    return url.cache_folder(str(given)), str(given)
+
+
+def _end(process: int, history: History, run: Run, at: Position, copies: Copies | None) -> None:
     # (a child that was forked has no part in this)
     if process == os.getpid():
+        if copies:
+            # (a warning may be an error)
+            with contextlib.suppress(Warning):
+                copies.leave()
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         end(history, run, at, _told(error) if error else "left without close()")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -171,3 +172,22 @@ def test_how_to_leave_is_one_of_two_words() -> None:
     assert [arguments.on_preempt(value) for value in ("exit", "raise")] == [False, True]
     with pytest.raises(UsageError, match="on_preempt='stop' does not say how to leave"):
         arguments.on_preempt("stop")
+
+
+@pytest.mark.parametrize("remote", [None, "memory://exp"])
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"push": "newset"}, "push='newset' does not say which checkpoints go to the remote"),
+        ({"push": "best"}, "push='best', but nothing says which checkpoint is the best"),
+        ({"keep_there": 0}, "remote_keep=0 does not say how many checkpoints stay"),
+        ({"patience": "soon"}, "push_timeout='soon'"),
+        ({"options": ["endpoint_url"]}, "remote_options= is no dict"),
+    ],
+)
+def test_what_to_copy_is_checked_also_where_no_remote_is_given_yet(
+    given: dict[str, Any], problem: str, remote: str | None
+) -> None:
+    told = {"push": "newest", "keep_there": 3, "patience": "5 min", "options": None, "goal": None, **given}
+    with pytest.raises(UsageError, match=re.escape(problem)):
+        arguments.copied(remote, **told)

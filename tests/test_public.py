@@ -23,6 +23,7 @@ NAMES = [
     "Preempted",
     "RankLost",
     "RanksDiffer",
+    "RemoteError",
     "ResumableError",
     "ResumableWarning",
     "Run",
@@ -37,8 +38,9 @@ NAMES = [
 
 PARTS = ["model", "optimizer", "scheduler", "scaler", "loader", "extra"]
 OPTIONS = ["maximize", "minimize", "keep"]
-WHEN = ["every", "mtbf", "save_on", "on_preempt", "max_time", "progress", "sample_seeds"]
-OF_RANKS = ["per_rank", "timeout", "elastic", "shared", "write", "check_replicas"]
+WHEN = ["every", "mtbf", "save_on", "on_preempt", "max_time", "progress"]
+COPIES = ["remote", "push", "remote_keep", "push_timeout", "remote_options"]
+REST = ["sample_seeds", "per_rank", "timeout", "elastic", "shared", "write", "check_replicas"]
 
 
 def members(kind: type) -> set[str]:
@@ -68,6 +70,7 @@ def test_the_members_of_the_public_classes_are_just_these() -> None:
     assert members(Run) == {
         *("check", "numbers", "open", "path_of", "checkpoints", "choose", "acquire", "release"),
         *("identity", "point", "prune", "adding", "best", "highest", "holds", "holds_more_than"),
+        *("known_id", "adopt", "take_in", "remove_pulls"),
     }
 
 
@@ -75,7 +78,7 @@ def test_load_takes_what_the_constructor_takes_and_how_to_go_on() -> None:
     made = list(inspect.signature(RunState).parameters)
     loaded = list(inspect.signature(RunState.load).parameters)
 
-    assert made == ["run_dir", *PARTS, *OPTIONS, *WHEN, *OF_RANKS]
+    assert made == ["run_dir", *PARTS, *OPTIONS, *WHEN, *COPIES, *REST]
     assert loaded == [*made, "resume", "allow", "override"]
 
 

@@ -1140,7 +1140,10 @@ def test_a_checkpoint_whose_rename_could_not_be_flushed_still_counts_as_the_best
 
 
 def test_a_state_that_is_dropped_is_gone_at_once(run_dir: Path) -> None:
-    state = RunState.load(run_dir, extra={"values": {"one": 1}})
+    model = nn.Linear(2, 1)
+    # (it hangs hooks on the optimizer, which lives on)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = RunState.load(run_dir, model=model, optimizer=optimizer, extra={"values": {"one": 1}})
     state.save().wait()
     kept = weakref.ref(state)
     gc.disable()
