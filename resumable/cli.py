@@ -4,29 +4,39 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from . import __version__, history
+from . import __version__, history, tables, url
+from .copying import Copying, Transfer
 from .errors import (
     CannotRead,
     CheckpointDamaged,
     CheckpointNotFound,
     FormatTooNew,
     NotARun,
+    RemoteError,
     ResumableError,
+    ResumableWarning,
     RunInUse,
     UsageError,
 )
 from .journal import Line, plain
 from .policy import bytes_of
+from .progress import Progress
+from .pulling import attended
+from .pusher import told
+from .remote import Remote
 from .run import Run
+from .store import Store
 
 EXIT_CODES = """exit codes:
-  0 fine   1 found a problem   2 usage   3 not found   4 damaged   5 in use   130 interrupted"""
+  0 fine   1 found a problem   2 usage   3 not found   4 damaged   5 in use   6 remote   130 interrupted"""
 
 _CODES: dict[type[ResumableError], int] = {
     UsageError: 2,
@@ -35,12 +45,20 @@ _CODES: dict[type[ResumableError], int] = {
     CheckpointDamaged: 4,
     FormatTooNew: 4,
     RunInUse: 5,
+    RemoteError: 6,
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     given = _parser().parse_args(arguments)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", ResumableWarning)
+        warnings.showwarning = partial(_print_warning, warnings.showwarning)
+        return _run_command(given)
+
+
+def _run_command(given: argparse.Namespace) -> int:
     try:
         return int(given.command(given))
     except ResumableError as exc:
@@ -52,6 +70,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt:
         return 130
+
+
+def _print_warning(
+    before: Callable[..., None], text: Warning | str, kind: type[Warning], *place: Any
+) -> None:
+    # Which line of ours has warned helps nobody who has typed a command.
+    if issubclass(kind, ResumableWarning):
+        print(f"resumable: {text}", file=sys.stderr)
+    else:
+        before(text, kind, *place)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -68,8 +96,12 @@ def _parser() -> argparse.ArgumentParser:
         ("verify", _verify, "trust: read every byte of a run and say whether it is as it was written"),
     ):
         sub = _add(commands, name, command, summary, f"resumable {name} runs/exp")
-        sub.add_argument("run", metavar="RUN", help="the run directory, such as runs/exp")
-        sub.add_argument("--json", action="store_true", help="print JSON; docs/cli.md has its fields")
+        _add_run(sub)
+    for name, command, summary, which in (
+        ("push", _push, "move: copy checkpoints of a run to a remote folder", ("newest", "best", "all")),
+        ("pull", _pull, "move: bring checkpoints of a remote folder into a run", ("newest", "best")),
+    ):
+        _add_move(_add(commands, name, command, summary, f"resumable {name} runs/exp s3://bucket/exp"), which)
     demo = _add(
         commands, "demo", _demo, "try: a training is killed twice and ends the same", "resumable demo"
     )
@@ -91,6 +123,37 @@ def _add(
     return sub
 
 
+def _add_run(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("run", metavar="RUN", help="the run directory, such as runs/exp")
+    sub.add_argument("--json", action="store_true", help="print JSON; docs/cli.md has its fields")
+
+
+def _add_move(sub: argparse.ArgumentParser, words: Sequence[str]) -> None:
+    _add_run(sub)
+    sub.add_argument("remote", metavar="REMOTE", help="the address of its remote folder: s3://bucket/exp")
+    sub.add_argument(
+        "--which",
+        metavar="WHICH",
+        type=partial(_which, words),
+        default="newest",
+        help=f"{', '.join(words)} or a save number; default: newest, and with it the best",
+    )
+    sub.add_argument("--dry-run", action="store_true", help="say what would be moved, and change nothing")
+    sub.description = f"{sub.description}\n\n{_GOES_ON}"
+
+
+_GOES_ON = """What was interrupted goes on from there when the same command is run again. Credentials
+are found as by the filesystem's own tools; docs/recipes/remotes.md says where."""
+
+
+def _which(words: Collection[str], text: str) -> str | int:
+    if text in words:
+        return text
+    if text.isdecimal():
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(words)}, and no save number")
+
+
 def _ls(given: argparse.Namespace) -> int:
     run = _run(given.run)
     rows = [row for number in run.numbers() if (row := _row(run, number))]
@@ -100,14 +163,13 @@ def _ls(given: argparse.Namespace) -> int:
         row["newest"], row["best"] = row["number"] == newest, row["number"] == best
     lines = _history(run)
     _add_history(rows, lines, newest)
-    attempts = history.attempts(lines)
+    attempts, remote = history.attempts(lines), history.remote(lines)
+    _add_remote(rows, lines, remote)
     if given.json:
-        print(json.dumps({"checkpoints": rows, "attempts": attempts}, indent=1))
+        print(json.dumps({"checkpoints": rows, "attempts": attempts, "remote": remote}, indent=1))
     else:
-        _print_table([_HEAD, *(_cells(row) for row in rows)], to_the_left=(4, 7, 8))
-        if attempts:
-            print()
-            _print_table([_attempt_cells(attempt) for attempt in attempts], to_the_left=range(1, 6))
+        tables.print_checkpoints(rows)
+        tables.print_rest(remote, attempts)
         _print_problems(rows)
     return 0
 
@@ -133,6 +195,20 @@ def _add_history(rows: Sequence[dict[str, Any]], lines: Sequence[Line], newest: 
         row["abandoned"] = row["number"] in left
 
 
+def _add_remote(
+    rows: Sequence[dict[str, Any]], lines: Sequence[Line], remote: Mapping[str, str] | None
+) -> None:
+    place, push = (remote["url"], remote["push"]) if remote else ("", "")
+    there = history.pushed(lines).get(place, set())
+    # What was pruned there need not be there.
+    ever = history.pushed({**line, "removed": []} for line in lines).get(place, set())
+    for row in rows:
+        is_due = row["best"] and push in ("best", "newest", "all")
+        is_due |= row["newest"] and push in ("newest", "all")
+        is_due |= push == "all" and row["number"] not in ever
+        row["remote"] = "pushed" if row["number"] in there else "not pushed" if is_due else None
+
+
 def _verify(given: argparse.Namespace) -> int:
     rows = []
     run = _run(given.run)
@@ -150,6 +226,60 @@ def _verify(given: argparse.Namespace) -> int:
     return _CODES[CheckpointDamaged] if any(row["problem"] for row in rows) else 0
 
 
+def _push(given: argparse.Namespace) -> int:
+    done = _moved(given, _run(given.run), lambda copying: copying.push(given.which))
+    return _CODES[CheckpointDamaged] if any(one.problem for one in done) else 0
+
+
+def _pull(given: argparse.Namespace) -> int:
+    _moved(given, _run(given.run, "auto"), lambda copying: copying.pull(given.which))
+    return 0
+
+
+def _moved(given: argparse.Namespace, run: Run, move: Callable[[Copying], list[Transfer]]) -> list[Transfer]:
+    remote = Remote(Store(given.remote))
+    tell = partial(_print_transfer, run, remote, given.json)
+    copying = Copying(run, remote, dry=given.dry_run, progress=Progress(), tell=tell)
+    try:
+        done = attended(remote.store, lambda: move(copying))
+    except KeyboardInterrupt:
+        print("resumable: interrupted; the same command goes on from there.", file=sys.stderr)
+        raise
+    if given.json:
+        about = {"run": str(run), "remote": str(remote), "dry_run": given.dry_run}
+        print(json.dumps({**about, "checkpoints": [one._asdict() for one in done]}, indent=1))
+    return done
+
+
+def _print_transfer(run: Run, remote: Remote, is_json: bool, one: Transfer) -> None:
+    if one.problem:
+        print(f"resumable: {one.problem} It is left out.", file=sys.stderr)
+        return
+    if is_json:
+        return
+    try:
+        print(_transfer_line(one, run, remote), flush=True)
+    except BrokenPipeError:
+        # Whoever read the output has seen enough; what is to be moved is moved all the same.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _transfer_line(one: Transfer, run: Run, remote: Remote) -> str:
+    assert one.size is not None
+    what = f"checkpoint {one.number}"
+    if one.result == "pushed":
+        return told(f"pushed {what} to {remote}", one.sent + one.copied, one.seconds)
+    if one.result == "pulled":
+        return told(f"pulled {what} from {remote}", one.size, one.seconds)
+    if one.result == "to push":
+        part = f"{bytes_of(one.sent)} of " if one.sent < one.size else ""
+        return f"would push {what} to {remote}: {part}{bytes_of(one.size)}"
+    if one.result == "to pull":
+        return f"would pull {what} from {remote}: {bytes_of(one.size)}"
+    where = f"{remote} already" if one.result == "there" else f"{run} already, and intact"
+    return f"{what} is in {where}: {bytes_of(one.size)}"
+
+
 def _demo(given: argparse.Namespace) -> int:
     # The only command that needs torch, which takes seconds to import.
     from . import demo
@@ -159,9 +289,15 @@ def _demo(given: argparse.Namespace) -> int:
     return demo.main(given.dir)
 
 
-def _run(path: str) -> Run:
+def _run(path: str, resume: str = "must") -> Run:
+    if url.is_url(path):
+        raise UsageError(
+            f"{url.shown(path)} is a remote folder, and RUN a directory of this machine.",
+            fix="give the run directory. That of a training which was given this address instead is "
+            f"{url.cache_folder(path)}.",
+        )
     run = Run(path)
-    run.check("must")
+    run.check(resume)
     return run
 
 
@@ -192,50 +328,7 @@ def _row(run: Run, number: int, verify: bool = False) -> dict[str, Any] | None:
     }
 
 
-_HEAD = ("number", "epoch", "batch", "step", "metrics", "size", "saved", "why", "")
-
-
-def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-    if row["problem"]:
-        return (str(row["number"]), *[""] * (len(_HEAD) - 2), "damaged")
-    metrics = ", ".join(f"{k} {float(v):.4g}" for k, v in row["metrics"].items())
-    marks = ", ".join(word for word in ("newest", "best", "abandoned") if row[word])
-    counts = (str(row[key]) for key in ("number", "epoch", "batch", "step"))
-    return (*counts, metrics, bytes_of(row["size"]), _age(row["saved"]), str(row["why"] or ""), marks)
-
-
-def _attempt_cells(attempt: Mapping[str, Any]) -> tuple[str, ...]:
-    came_from, ended = attempt["from"], attempt["ended"]
-    return (
-        f"attempt {attempt['attempt']}",
-        str(attempt["host"] or ""),
-        f"process {attempt['pid']}",
-        "fresh" if came_from is None else f"from checkpoint {came_from}",
-        _age(attempt["time"]),
-        f"ended: {ended.splitlines()[0]}" if ended else "running, or ended without a word",
-    )
-
-
-def _print_table(rows: Sequence[Sequence[str]], to_the_left: Collection[int]) -> None:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        # Numbers to the right, as they are added up; words to the left.
-        cells = [
-            c.ljust(w) if i in to_the_left else c.rjust(w)
-            for i, (c, w) in enumerate(zip(row, widths, strict=True))
-        ]
-        print("  ".join(cells).rstrip())
-
-
 def _print_problems(rows: Sequence[Mapping[str, Any]]) -> None:
     for row in rows:
         if row["problem"]:
             print(row["problem"], file=sys.stderr)
-
-
-def _age(saved: str) -> str:
-    seconds = (datetime.now(timezone.utc) - datetime.fromisoformat(saved)).total_seconds()
-    for length, unit in ((86400, "days"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * length:
-            return f"{seconds // length:.0f} {unit} ago"
-    return f"{max(0, seconds):.0f} s ago"

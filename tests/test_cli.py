@@ -90,7 +90,7 @@ def test_ls_json_has_just_the_documented_fields(told: Path, capsys: pytest.Captu
         for part in section.split("`attempts` has an object")
     ]
     found = json.loads(capsys.readouterr().out)
-    assert found.keys() == {"checkpoints", "attempts"}
+    assert found.keys() == {"checkpoints", "attempts", "remote"}
     assert [row["number"] for row in found["checkpoints"]] == [1, 2, 3, 4]
     assert all(row.keys() == documented[0] for row in found["checkpoints"])
     assert found["checkpoints"][3]["metrics"] == {"acc": "nan"}
@@ -249,11 +249,11 @@ def test_output_that_nobody_reads_to_its_end_is_no_error(run: Path) -> None:
 def test_sizes_and_ages_are_as_people_write_them() -> None:
     from datetime import datetime, timedelta, timezone
 
-    from resumable.cli import _age
     from resumable.policy import bytes_of
+    from resumable.tables import age
 
     def ago(**length: float) -> str:
-        return _age((datetime.now(timezone.utc) - timedelta(**length)).isoformat())
+        return age((datetime.now(timezone.utc) - timedelta(**length)).isoformat())
 
     assert [bytes_of(n) for n in (0, 999, 1000, 999_600, 5 * 10**12)] == [
         "0 B",
