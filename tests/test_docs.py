@@ -5,12 +5,14 @@ from __future__ import annotations
 import doctest
 import re
 import warnings
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from servers import S3
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
@@ -41,9 +43,26 @@ def readers_parts() -> dict[str, object]:
     }
 
 
+@pytest.fixture
+def _a_bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The store that a page means by s3://bucket, if it means one."""
+    if "s3://bucket/" not in "".join(blocks(request.getfixturevalue("page"))):
+        yield
+        return
+    server: S3 = request.getfixturevalue("s3")
+    server.admin.create_bucket(Bucket="bucket")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", server.key)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", server.secret)
+    yield
+    server.remove("bucket")
+
+
+@pytest.mark.usefixtures("_a_bucket")
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)])
 def test_the_code_on_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RESUMABLE_CACHE", str(tmp_path / "cache"))
     names = readers_parts()
 
     with warnings.catch_warnings():

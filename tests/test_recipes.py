@@ -1,4 +1,4 @@
-"""The recipes for leaving in good order: the scripts on their pages, run with real processes and signals.
+"""The recipes: the scripts on their pages, run with real processes, signals and servers.
 
 What is not here (SLURM, Kubernetes, a cloud) a stand-in plays, which does what its documentation says.
 """
@@ -24,11 +24,13 @@ from typing import Any
 
 import pytest
 import torch
+from proxy import Request
 from safetensors.torch import load_file
+from servers import S3, ProxiedS3, Sftp
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from resumable import Run
+from resumable import RemoteError, ResumableWarning, Run, RunState
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")]
 ROOT = Path(__file__).parent.parent
@@ -620,3 +622,190 @@ def test_a_notice_of_aws_ends_the_training_in_good_order(
     assert start(folder, command).wait(LIMIT) == 0
 
     check_same_end(folder, straight(1), 1)
+
+
+def stored(folder: Path, page_block: str, puts: dict[str, str]) -> list[str]:
+    """Return the command that runs a script of the page, with what is meant in place of its examples."""
+    make(folder)
+    for example, meant in puts.items():
+        assert example in page_block
+        page_block = page_block.replace(example, meant)
+    # (a shell that waited for the training would end before it)
+    return ["bash", "-euc", page_block.replace("\npython", "\nexec python")]
+
+
+def check_it_goes_on_elsewhere(folder: Path, command: list[str], straight: Path) -> None:
+    """Stop a training twice and take its run directory away each time: it ends as one left alone."""
+    for count in (3, 9):
+        job = start(folder, command, pause=0.1)
+        with ended(job, list):
+            until_trained(folder, count, job)
+            job.send_signal(signal.SIGTERM)
+            assert job.wait(LIMIT) == 128 + signal.SIGTERM, (folder / "output").read_text()
+        shutil.rmtree(folder / "runs")
+    assert start(folder, command).wait(LIMIT) == 0, (folder / "output").read_text()
+
+    check_same_end(folder, straight, 1)
+    printed = (folder / "output").read_text()
+    assert len(re.findall(r"^pulled checkpoint \d+ from ", printed, re.MULTILINE)) == 2
+    assert "Warning" not in printed
+
+
+@pytest.fixture
+def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home directory of the test's own, and no credentials but those that it has."""
+    for name in [name for name in os.environ if name.startswith(("AWS_", "RESUMABLE_", "SSH_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    return tmp_path / "home"
+
+
+@pytest.mark.heavy
+def test_a_profile_is_all_that_a_training_needs_for_s3(
+    tmp_path: Path, at_home: Path, s3: S3, straight: Callable[[int], Path]
+) -> None:
+    script, _, _ = blocks("remotes.md", "bash")
+    (at_home / ".aws").mkdir()
+    keys = f"aws_access_key_id = {s3.key}\naws_secret_access_key = {s3.secret}\n"
+    (at_home / ".aws/credentials").write_text(f"[training]\n{keys}")
+    (at_home / ".aws/config").write_text(f"[profile training]\nendpoint_url = {s3.endpoint}\n")
+    command = stored(tmp_path / "exp", script, {"s3://bucket/": f"s3://{s3.bucket()}/"})
+
+    check_it_goes_on_elsewhere(tmp_path / "exp", command, straight(1))
+
+
+@pytest.mark.heavy
+def test_an_endpoint_and_a_key_are_all_that_a_training_needs_for_another_s3_server(
+    tmp_path: Path, at_home: Path, s3: S3, straight: Callable[[int], Path]
+) -> None:
+    _, script, _ = blocks("remotes.md", "bash")
+    (at_home / ".minio-secret").write_text(s3.secret)
+    examples = {"https://minio.example.com:9000": s3.endpoint, "ID=training": f"ID={s3.key}"}
+    command = stored(tmp_path / "exp", script, {**examples, "s3://bucket/": f"s3://{s3.bucket()}/"})
+
+    check_it_goes_on_elsewhere(tmp_path / "exp", command, straight(1))
+
+
+def add_host(home: Path, server: Sftp) -> None:
+    """Write the host of the page to ~/.ssh/config."""
+    (text,) = blocks("remotes.md", "text")
+    meant = {
+        "backup.example.com": "127.0.0.1",
+        "Port 22": f"Port {server.port}",
+        "User ann": f"User {server.user}",
+        "~/.ssh/id_ed25519": str(server.private_key),
+    }
+    for example, real in meant.items():
+        assert example in text
+        text = text.replace(example, real)
+    (home / ".ssh").mkdir()
+    (home / ".ssh/config").write_text(text)
+
+
+@pytest.mark.heavy
+def test_a_host_of_the_ssh_config_is_all_that_a_training_needs_for_sftp(
+    tmp_path: Path, at_home: Path, sftp: Sftp, straight: Callable[[int], Path]
+) -> None:
+    pytest.importorskip("sshfs")
+    add_host(at_home, sftp)
+    script = blocks("remotes.md", "bash")[2]
+    command = stored(tmp_path / "exp", script, {"/srv/runs/exp": f"{sftp.folder}/{tmp_path.name}"})
+
+    check_it_goes_on_elsewhere(tmp_path / "exp", command, straight(1))
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_server_that_is_not_among_the_known_ones_is_refused(
+    tmp_path: Path, at_home: Path, sftp: Sftp, monkeypatch: pytest.MonkeyPatch, is_known: bool
+) -> None:
+    pytest.importorskip("sshfs")
+    add_host(at_home, sftp)
+    kind, key, *_ = (sftp.private_key.parent / ("host.pub" if is_known else "user.pub")).read_text().split()
+    (at_home / ".ssh/known_hosts").write_text(f"[127.0.0.1]:{sftp.port} {kind} {key}\n")
+    (block,) = blocks("remotes.md", "py")
+    block = block.replace("/srv/runs/exp", f"{sftp.folder}/{tmp_path.name}")
+    monkeypatch.chdir(tmp_path)
+    model, optimizer, _ = make_parts()
+    names: dict[str, Any] = {"RunState": RunState, "model": model, "optimizer": optimizer}
+
+    with contextlib.nullcontext() if is_known else pytest.raises(RemoteError, match=r"(?i)host key"):
+        exec(compile(block, "block", "exec"), names)
+        names["state"].save()
+        names["state"].close()
+
+    assert (sftp.folder / tmp_path.name).exists() == is_known
+
+
+def action(request: Request) -> str:
+    """Return what S3 calls the permission that a request needs."""
+    path, _, query = request.path.partition("?")
+    is_of_bucket = "/" not in path.strip("/")
+    if is_of_bucket:
+        return "s3:ListBucketMultipartUploads" if "uploads" in query.split("&") else "s3:ListBucket"
+    if request.method == "DELETE":
+        return "s3:AbortMultipartUpload" if "uploadId" in query else "s3:DeleteObject"
+    return {"GET": "s3:GetObject", "HEAD": "s3:GetObject"}.get(request.method, "s3:PutObject")
+
+
+def test_a_training_asks_for_nothing_that_the_policy_does_not_allow(
+    run_dir: Path, at_home: Path, proxied_s3: ProxiedS3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket = proxied_s3.bucket()
+    # (what a killed upload leaves)
+    proxied_s3.admin.create_multipart_upload(Bucket=bucket, Key="exp/checkpoints/000001-step-00000001/a")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", proxied_s3.endpoint)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", proxied_s3.key)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", proxied_s3.secret)
+    frozen = nn.Linear(600, 600).requires_grad_(False)
+    # (more than two parts of it are trained, so that it is sent in parts)
+    model = nn.Sequential(frozen, nn.Linear(600, 8000))
+    for number in (1, 2, 3):
+        with RunState.load(run_dir, model=model, remote=f"s3://{bucket}/exp", remote_keep=1) as state:
+            assert state.resumed == (number > 1)
+            state.save()
+        shutil.rmtree(run_dir)
+    used = {action(request) for request in proxied_s3.proxy.seen.requests}
+
+    policy = json.loads(blocks("remotes.md", "json")[0])
+    on_files, on_bucket = policy["Statement"]
+    assert used == {*on_files["Action"], *on_bucket["Action"]}
+    assert {name for name in used if "List" in name} == {*on_bucket["Action"]}
+    assert all(
+        request.path.strip("/").partition("?")[0] == bucket or request.path.startswith(f"/{bucket}/exp/")
+        for request in proxied_s3.proxy.seen.requests
+    )
+
+
+def test_a_wrong_secret_is_told_as_on_the_page(
+    run_dir: Path, at_home: Path, s3: S3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket = s3.bucket()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3.endpoint)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3.key)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not-the-secret")
+    line = one("remotes.md", r"^ResumableWarning: (s3://bucket/exp/.*)$")
+    pattern = re.escape(line.replace("bucket", bucket)).replace(re.escape("Access Denied"), ".*")
+    with RunState.load(run_dir, model=nn.Linear(2, 2)) as state:
+        state.save()
+
+    with pytest.warns(ResumableWarning) as told, pytest.raises(RemoteError, match="checkpoint 1 of"):
+        RunState.load(run_dir, model=nn.Linear(2, 2), remote=f"s3://{bucket}/exp").close()
+
+    texts = [str(one.message) for one in told]
+    assert [text for text in texts if re.fullmatch(pattern, text)]
+    assert "not-the-secret" not in "".join(texts)
+
+
+def test_the_rule_for_killed_uploads_is_one_that_s3_takes(s3: S3) -> None:
+    rule = json.loads(blocks("remotes.md", "json")[1])
+
+    s3.admin.put_bucket_lifecycle_configuration(Bucket=s3.bucket(), LifecycleConfiguration=rule)
+
+
+def test_each_extra_of_the_page_is_one_of_the_project() -> None:
+    toml = (ROOT / "pyproject.toml").read_text()
+    named = set(re.findall(r"torch-resumable\[(\w+)\]", (PAGES / "remotes.md").read_text()))
+
+    assert named == {"s3", "gcs", "azure", "sftp", "hf"}
+    assert all(re.search(rf"^{name} = \[", toml, re.MULTILINE) for name in named)
