@@ -285,6 +285,7 @@ def _kill_at_every_call(
     _assert_goes_on(whole, scenario.steps + 1, uninterrupted)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "scenario",
     [FIRST_SAVE, NEW_BEST, OLD_BEST_STAYS],
@@ -321,6 +322,7 @@ def test_a_kill_while_threads_write_leaves_the_newest_committed_state(
         _assert_goes_on(run_dir, 1 + outcome.committed, uninterrupted)
 
 
+@pytest.mark.heavy
 def test_a_kill_while_the_disk_is_tried_leaves_a_run_that_the_next_start_tidies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterrupted: list[bytes]
 ) -> None:
@@ -335,6 +337,7 @@ def test_a_kill_while_the_disk_is_tried_leaves_a_run_that_the_next_start_tidies(
     }
 
 
+@pytest.mark.heavy
 def test_a_kill_while_a_start_removes_debris_leaves_a_run_that_the_next_start_tidies(
     tmp_path: Path, uninterrupted: list[bytes]
 ) -> None:

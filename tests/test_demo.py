@@ -12,6 +12,7 @@ import pytest
 from resumable import Run, demo
 
 
+@pytest.mark.heavy
 def test_the_demo_is_killed_twice_in_mid_epoch_and_ends_with_equal_digests(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "resumable", "demo", "--dir", str(tmp_path / "demo")]
 

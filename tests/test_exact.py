@@ -513,6 +513,7 @@ def test_samples_that_were_trained_before_the_stop_are_not_loaded_again(run_dir:
     assert len(training.loader.dataset.asked) == len(batch[1]) == 3  # type: ignore[union-attr]
 
 
+@pytest.mark.heavy
 def test_separate_interpreters_with_other_hash_seeds_give_the_plain_training(run_dir: Path) -> None:
     for seed in range(2):
         command = [sys.executable, __file__, str(run_dir), str(seed)]

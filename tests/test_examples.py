@@ -35,6 +35,7 @@ def content(run_dir: Path) -> dict[str, bytes]:
     return {name: bytes(data) for name, data in newest.read().items() if not name.startswith("ranks/")}
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("example", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
 def test_an_example_that_is_killed_twice_ends_with_the_same_bits(example: str, tmp_path: Path) -> None:
     start(example, tmp_path / "straight")

@@ -202,6 +202,7 @@ def script(run_dir: Path, *names: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
 def test_the_exit_code_says_which_signal_it_was_and_one_line_what_happened(run_dir: Path, name: str) -> None:
     done = script(run_dir, name)
@@ -214,6 +215,7 @@ def test_the_exit_code_says_which_signal_it_was_and_one_line_what_happened(run_d
     assert script(run_dir).stdout.splitlines()[-1] == "done after 18"
 
 
+@pytest.mark.heavy
 def test_a_second_ctrl_c_leaves_at_once_and_saves_nothing(run_dir: Path) -> None:
     done = script(run_dir, "SIGINT", "SIGINT")
 

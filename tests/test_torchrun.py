@@ -363,6 +363,7 @@ def test_an_epoch_may_go_on_with_another_number_of_processes(tmp_path: Path) -> 
     Run(tmp_path / "run").checkpoints()[-1].verify()
 
 
+@pytest.mark.heavy
 def test_all_ranks_of_the_example_leave_well_when_one_is_told_to_end(tmp_path: Path) -> None:
     text = (ROOT / "examples" / "distributed.py").read_text()
     assert "state.epochs(8)" in text
