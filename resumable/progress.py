@@ -281,6 +281,7 @@ class _Count:
         try:
             yield
         except (OSError, ValueError):
+            _let_go_of_the_lock()
             self.is_lost, self.is_drawn = True, False
             if self.bar is not None:
                 # (else it would try once more when it is dropped)
@@ -321,6 +322,13 @@ class _Count:
         with self.outliving_the_terminal():
             self.bar.close()
         self.is_drawn = False
+
+
+def _let_go_of_the_lock() -> None:
+    # tqdm keeps it where what it draws on fails: no other thread could draw, or read on, ever again.
+    with contextlib.suppress(RuntimeError):
+        while True:
+            _kind().get_lock().release()
 
 
 def age(seconds: float) -> str:

@@ -577,6 +577,30 @@ def test_a_terminal_that_goes_away_ends_the_bars_and_not_the_training(
     assert out.getvalue() == "a line\n"
 
 
+def test_after_a_terminal_has_gone_other_threads_can_still_show_bars(
+    plug_in: Callable[[], Terminal], monkeypatch: pytest.MonkeyPatch, bars: Progress
+) -> None:
+    plug_in()
+    monkeypatch.setattr(sys, "stderr", terminal := Fleeting())
+    with bars.loop("epochs", total=2, done=0):
+        bars.begin_batches("a loop", 3, 0)
+        bars.count_batches("a loop", 1)
+        terminal.is_gone = True
+        bars.count_batches("a loop", 2)
+
+    monkeypatch.setattr(progress, "_LONG", 0.0)
+    plug_in()
+
+    def push() -> None:
+        with Progress(True).moving("pushing checkpoint 1", 2) as moved:
+            moved(2)
+
+    thread = threading.Thread(target=push, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
 # A real training
 
 
