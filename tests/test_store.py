@@ -308,14 +308,14 @@ def test_a_file_that_is_other_each_time_is_an_error_and_does_not_stay(broken: Br
             broken.put("file", bytes(len(BODY)))
 
     with pytest.raises(RemoteError, match=r"file cannot be written: other bytes have arrived") as raised:
-        broken.store(patience=1).send(here, "file", spoil)
+        broken.store(patience=4).send(here, "file", spoil)
     assert not raised.value.is_final
     assert broken.names() == []
 
 
 def test_a_file_that_is_shorter_than_it_was_sent_is_an_error(broken: Broken, here: Path) -> None:
     with pytest.raises(RemoteError, match=r"3 bytes have arrived instead of 300,000"):
-        broken.store(patience=1).send(here, "file", lambda size: broken.put("file", b"123"))
+        broken.store(patience=4).send(here, "file", lambda size: broken.put("file", b"123"))
 
 
 def test_a_copy_of_another_content_is_none(broken: Broken, here: Path) -> None:
@@ -379,7 +379,7 @@ def test_a_checksum_that_means_something_else_is_found_out_by_reading_back_once(
 
 
 def test_less_than_was_asked_for_is_an_error(telling: type[Telling]) -> None:
-    there = Store("telling://exp", patience=0.1)
+    there = Store("telling://exp", patience=2)
     there.write("file", b"123")
     with pytest.raises(RemoteError, match="file cannot be read: 2 bytes came instead of 9"):
         there.read_range("file", 1, 10)
@@ -474,7 +474,10 @@ def test_a_part_that_stalls_is_an_error_and_nothing_arrives_later(broken: Broken
         assert time.monotonic() < end, "the upload goes on"
     broken.rules.clear()
     assert broken.names() == []
-    there.send(large, "file", nowhere)
+    while not broken.names():
+        # (on a busy machine a second may be too short for what does not stall)
+        with contextlib.suppress(RemoteError):
+            there.send(large, "file", nowhere)
     assert broken.holds("file") == LARGE
     assert broken.at_once() == 1
     assert broken.uploads(f"{broken.folder}/") == []
