@@ -8,7 +8,7 @@ import re
 import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from .errors import UsageError
 from .manifest import Goal
@@ -224,8 +224,10 @@ def _push(value: Any, goal: Goal | None) -> Push:
             "push='best', but nothing says which checkpoint is the best.",
             fix="name the metric that decides (maximize='val_acc'), or say push='newest' or 'all'.",
         )
-    if value in ("best", "newest", "all"):
-        return value  # type: ignore[no-any-return]
+    for known in get_args(Push):
+        if value == known:
+            found: Push = known
+            return found
     raise UsageError(
         f"push={value!r} does not say which checkpoints go to the remote.",
         fix="give 'best', 'newest' or 'all'.",
