@@ -23,6 +23,7 @@ import xxhash
 
 from . import disk
 from .errors import SaveFailed
+from .pin import Hasher
 
 if sys.platform != "win32":
     import fcntl
@@ -370,13 +371,15 @@ def scan(
     expected: str,
     targets: Sequence[Target] = (),
     lane: Callable[[], Lane] = Lane,
+    also: Hasher | None = None,
 ) -> list[bytes]:
     """Read a file, verified in the memory that it is read into; return its blocks' digests.
 
-    What no target wants is verified all the same.
+    What no target wants is verified all the same. `also` is fed the bytes in their order, by one thread.
     """
     with _of_size(folder, name, size) as fd:
-        digests = _in_threads(_Scan(fd, size, targets, lane).block, size, _READERS)
+        scanned = _Scan(fd, size, targets, lane, also)
+        digests = _in_threads(scanned.block, size, 1 if also else _READERS)
     if (actual := fold(digests)) != expected:
         raise disk.damaged(folder, f"{name} has the digest {actual}, its manifest says {expected}")
     return digests
@@ -422,8 +425,16 @@ def _of_size(folder: Path, name: str, size: int) -> Iterator[int]:
 
 
 class _Scan:
-    def __init__(self, fd: int, size: int, targets: Sequence[Target], lane: Callable[[], Lane]) -> None:
+    def __init__(
+        self,
+        fd: int,
+        size: int,
+        targets: Sequence[Target],
+        lane: Callable[[], Lane],
+        also: Hasher | None = None,
+    ) -> None:
         self._fd = fd
+        self._also = also
         self._size = size
         self._targets = targets
         self._ends = [target.end for target in targets]
@@ -456,6 +467,8 @@ class _Scan:
             piece = self._lane().room()[: end - at]
         _read_at(self._fd, piece, at)
         hasher.update(piece)
+        if self._also:
+            self._also.update(piece)
         if target and target.take:
             target.take(self._lane(), at - target.begin, piece)
         return at + piece.nbytes
@@ -482,10 +495,17 @@ else:
     _READERS = min(8, os.cpu_count() or 1)
 
 
-def read(folder: Path, name: str, size: int, expected: str) -> memoryview:
+def read_range(fd: int, begin: int, end: int) -> memoryview:
+    """Return some bytes of a file, not verified, in memory of their own."""
+    buffer = memoryview(bytearray(end - begin))
+    _read_at(fd, buffer, begin)
+    return buffer
+
+
+def read(folder: Path, name: str, size: int, expected: str, also: Hasher | None = None) -> memoryview:
     """Return the bytes of a file, verified in the private memory that the caller goes on to use."""
     # The file is looked at first: a manifest can claim any size.
     with _of_size(folder, name, size):
         buffer = memoryview(bytearray(size))
-    scan(folder, name, size, expected, [Target(0, size, buffer)])
+    scan(folder, name, size, expected, [Target(0, size, buffer)], also=also)
     return buffer

@@ -15,6 +15,7 @@ from . import blocks, disk, manifest
 from .blocks import Content, Way, Written
 from .errors import FormatTooNew, ResumableError, SaveFailed
 from .manifest import FILE_NAME, FileRecord, Manifest
+from .pin import Pin
 
 NAME = re.compile(r"([0-9]{6,})-step-([0-9]{8,})")
 """Save number and optimizer steps. Folders with other names are not ours."""
@@ -52,21 +53,49 @@ class Checkpoint:
         """Return the content of every file, verified in the memory that is returned."""
         return {file: self.read_file(file) for file in self.about.files}
 
-    def read_file(self, file: str) -> memoryview:
+    def read_file(self, file: str, pin: Pin | None = None) -> memoryview:
         """Return the content of one file, verified."""
-        return blocks.read(self.path, file, *self.about.files[file])
+        return blocks.read(self.path, file, *self.about.files[file], also=pin.file(file) if pin else None)
 
     def verify(self) -> None:
         """Raise CheckpointDamaged unless every byte is the one that was written."""
-        for file, record in self.about.files.items():
-            blocks.scan(self.path, file, *record)
+        for file in self.about.files:
+            self.scan_file(file)
+
+    def scan_file(self, file: str, pin: Pin | None = None) -> None:
+        """Raise CheckpointDamaged unless every byte of one file is the one that was written."""
+        blocks.scan(self.path, file, *self.about.files[file], also=pin.file(file) if pin else None)
+
+    def pin(self) -> str:
+        """Return a digest of all of its content, verified, to expect where it is loaded (`expect=`).
+
+        The digests in the manifest find what has changed by itself; this one nobody can forge. It is the
+        SHA-256 of a line for each file, the manifest too, as `sha256sum` prints it, sorted by name.
+        """
+        pin = self.begin_pin()
+        for file in self.about.files:
+            self.scan_file(file, pin)
+        return str(pin)
+
+    def begin_pin(self) -> Pin:
+        """Return a pin that has been fed the manifest."""
+        pin = Pin()
+        text = disk.read_small(self.path, manifest.NAME)
+        pin.file(manifest.NAME).update(text)
+        # What was opened may have been another file.
+        if manifest.to_json(_parsed(self.path, text)) != manifest.to_json(self.about):
+            raise disk.damaged(self.path, f"{manifest.NAME} has changed since it was opened")
+        return pin
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
     """Return the checkpoint in a folder; its manifest is verified, its files are not yet."""
-    text = disk.read_small(path, manifest.NAME)
+    return Checkpoint(path, _parsed(path, disk.read_small(path, manifest.NAME)))
+
+
+def _parsed(path: Path, text: bytes) -> Manifest:
     try:
-        return Checkpoint(path, manifest.from_json(text))
+        return manifest.from_json(text)
     except FormatTooNew as exc:
         raise FormatTooNew(f"{path} cannot be read: {exc.problem}", fix=exc.fix) from exc
     except ValueError as exc:
@@ -124,8 +153,10 @@ class Stage:
         """Return what the user is told of an error of the disk."""
         advice, known = "mend the cause and call save() again", ""
         if cause.errno in (errno.ENOSPC, errno.EDQUOT):
-            known = f" There were {self._size:,} bytes to write{_free(self._folder)}."
-            advice = f"make room on the disk of {self._folder} and call save() again, or keep fewer (keep=)"
+            is_quota = cause.errno == errno.EDQUOT
+            known = f" There were {self._size:,} bytes to write{'' if is_quota else _free(self._folder)}."
+            where = f"{'within the quota' if is_quota else 'on the disk'} of {self._folder}"
+            advice = f"make room {where} and call save() again, or keep fewer (keep=)"
         return SaveFailed(
             f"checkpoint {self._number} (step {self._step}) could not be written: {cause}.{known}",
             fix=f"{advice}. The checkpoints before it are untouched.",

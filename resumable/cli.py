@@ -97,6 +97,9 @@ def _parser() -> argparse.ArgumentParser:
     ):
         sub = _add(commands, name, command, summary, f"resumable {name} runs/exp")
         _add_run(sub)
+    commands.choices["verify"].add_argument(
+        "--pin", action="store_true", help="print of each a digest of its content: RunState.load(expect=...)"
+    )
     for name, command, summary, which in (
         ("push", _push, "move: copy checkpoints of a run to a remote folder", ("newest", "best", "all")),
         ("pull", _pull, "move: bring checkpoints of a remote folder into a run", ("newest", "best")),
@@ -210,14 +213,15 @@ def _add_remote(
 
 
 def _verify(given: argparse.Namespace) -> int:
-    rows = []
+    rows: list[dict[str, Any]] = []
     run = _run(given.run)
     for number in run.numbers():
-        if not (row := _row(run, number, verify=True)):
+        if not (row := _row(run, number, verify=True, pin=given.pin)):
             continue
-        rows.append({key: row[key] for key in ("number", "path", "size", "problem")})
+        rows.append({key: row[key] for key in ("number", "path", "size", "problem", "pin") if key in row})
         if not given.json:
             state = "damaged" if row["problem"] else f"intact   {bytes_of(row['size'])}"
+            state += f"  {row['pin']}" if row.get("pin") else ""
             print(f"checkpoint {number:>6}  {state}", flush=True)
     if given.json:
         print(json.dumps(rows, indent=1))
@@ -301,11 +305,14 @@ def _run(path: str, resume: str = "must") -> Run:
     return run
 
 
-def _row(run: Run, number: int, verify: bool = False) -> dict[str, Any] | None:
+def _row(run: Run, number: int, verify: bool = False, pin: bool = False) -> dict[str, Any] | None:
     row: dict[str, Any] = {"number": number, "path": None, "problem": None, "best": None}
+    row |= {"pin": None} if pin else {}
     try:
         found = run.open(number)
-        if verify:
+        if pin:
+            row["pin"] = found.pin()
+        elif verify:
             found.verify()
     except (CheckpointDamaged, CheckpointNotFound, FormatTooNew) as exc:
         # A training that goes on may have pruned it meanwhile.

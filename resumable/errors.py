@@ -7,6 +7,7 @@ ResumableError
  ├── RunExists           (FileExistsError)    a new run was asked for where one already is
  ├── CheckpointNotFound  (FileNotFoundError)  nothing there to go on from
  ├── CheckpointDamaged   (ValueError)         the bytes are not the ones that were written
+ ├── CheckpointNotExpected (ValueError)       the content is not the one that expect= names
  ├── CannotRead          (OSError)            a file is there, but this process may not or cannot read it
  ├── FormatTooNew        (ValueError)         written by a newer version of this library
  ├── StateMismatch       (ValueError)         the checkpoint and the live objects do not fit
@@ -46,6 +47,8 @@ class ResumableError(Exception):
     fix: str
 
     def __init__(self, problem: str, *, fix: str) -> None:
+        # It may quote a file that somebody else made, and a terminal would obey what stands there.
+        problem, fix = printable(problem), printable(fix)
         # The builtin twins (OSError, ...) keep `args`, so the text is built once, here.
         super().__init__(f"{problem}\nFix: {fix}")
         self.problem = problem
@@ -81,6 +84,10 @@ class CheckpointNotFound(ResumableError, FileNotFoundError):
 
 class CheckpointDamaged(ResumableError, ValueError):
     """The bytes on disk are not the ones that were written."""
+
+
+class CheckpointNotExpected(ResumableError, ValueError):
+    """The content is not the one that `expect` names, whoever may have changed it."""
 
 
 class CannotRead(ResumableError, OSError):
@@ -141,6 +148,17 @@ class Diverged(ResumableError, ArithmeticError):
     """The loss spikes again and again, or there is no checkpoint to go back to."""
 
 
+def printable(text: str, but: str = "\n") -> str:
+    """Return text as a terminal can show it: what would move the cursor, or cannot be printed, is escaped.
+
+    >>> printable("acc\\x1b[2J"), printable("up\\u202enwod")
+    ('acc\\\\x1b[2J', 'up\\\\u202enwod')
+    """
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() or one in but else ascii(one)[1:-1] for one in text)
+
+
 def to_json(error: ResumableError) -> dict[str, str]:
     """Return what makes the same error again in another process.
 
@@ -170,6 +188,7 @@ class ResumableWarning(UserWarning):
 
 def warn(text: str) -> None:
     """Warn at the line of the script that called the library, not at one of ours."""
+    text = printable(text)
     level, frame = 2, sys._getframe(1)
     while frame.f_back and frame.f_globals.get("__package__") == __package__:
         level, frame = level + 1, frame.f_back

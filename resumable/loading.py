@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import blocks, codec, disk, tensorfile
+from . import blocks, codec, disk, pin, tensorfile
 from .blocks import Lane, Target
 from .checkpoint import Checkpoint
 from .codec import Encoded
-from .errors import CannotRead
+from .errors import CannotRead, CheckpointDamaged
 from .part import same_device
 from .progress import Told
-from .sealed import Json
+from .sealed import LONGEST, Json
 from .tensorfile import Slot
 
 Live = Mapping[str, Mapping[str, Tensor]]
@@ -60,11 +60,21 @@ class Reading:
     """A checkpoint that is verified. What belongs into live tensors is not there before `fill`.
 
     Twice reading what a live tensor is to hold is the price for leaving all of them alone until it is
-    certain that every byte is intact and every part has taken its state.
+    certain that every byte is intact and every part has taken its state. Where a content is expected, all
+    is read once, into memory of its own: the second time it could be another, and the digests of the blocks
+    can be forged.
     """
 
-    def __init__(self, found: Checkpoint, live: Live, rank: int = 0, show: Show = _show_nothing) -> None:
+    def __init__(
+        self,
+        found: Checkpoint,
+        live: Live,
+        rank: int = 0,
+        show: Show = _show_nothing,
+        expect: str | None = None,
+    ) -> None:
         self._folder = found.path
+        self._pin = found.begin_pin() if expect else None
         self._number = found.about.number
         self._show = show
         self._live = live
@@ -75,7 +85,7 @@ class Reading:
         rank = 0 if self.is_heir else rank
         others = {path for path in found.about.files if codec.rank_of(path) not in (None, rank)}
         records = {path: record for path, record in found.about.files.items() if path not in others}
-        texts = {path: found.read_file(path) for path in records if not codec.is_tensor_file(path)}
+        texts = {path: self._text(found, path) for path in records if not codec.is_tensor_file(path)}
         trees = codec.to_trees(texts, rank)
         self._used = {str(tensor.device) for tree in live.values() for tensor in tree.values()}
         self._moved: dict[str, dict[str, str]] = {}
@@ -87,50 +97,67 @@ class Reading:
         with self._show(f"reading checkpoint {self._number}", size) as told:
             for path, (size, digest) in large.items():
                 tensors[path] = self._read(path, size, digest, trees.get(codec.stem_of(path)), told)
+        # Each rank looks at its own; those of ranks that are no more nobody else would.
+        for path in sorted(others) if rank == 0 or self._pin else ():
+            found.scan_file(path, self._pin)
+        pin.refuse_others(expect, str(self._pin), found.path)
         self.trees: dict[str, Encoded] = codec.from_parts(trees, tensors)
         """What the checkpoint holds; a tensor that is to be filled is the live one."""
         for stem, tree in self.trees.items():
             tree.kept = frozenset(self._kept.get(stem, ()))
             tree.moved = self._moved.get(stem, {})
-        # Each rank looks at its own; those of ranks that are no more nobody else would.
-        for path in sorted(others) if rank == 0 else ():
-            blocks.scan(self._folder, path, *found.about.files[path])
+
+    def _text(self, found: Checkpoint, path: str) -> memoryview:
+        # What it takes in memory is many times that; what there is of a file that has holes is much less.
+        if (size := found.about.files[path].size) > LONGEST:
+            # (unless it is not even that long)
+            blocks.read_start(self._folder, path, size, 0)
+            raise disk.damaged(self._folder, f"{path} has {size:,} bytes; at most {LONGEST:,} make sense")
+        return found.read_file(path, self._pin)
 
     def _read(self, path: str, size: int, digest: str, tree: Json, told: Told | None) -> dict[str, Tensor]:
         file = self._files[path] = _File(path, size)
         with contextlib.suppress(OSError):
             file.identity = blocks.identity(os.stat(self._folder / path))
-        header = _header(self._folder, path, size)
         try:
+            header = _header(self._folder, path, size)
             slots = tensorfile.read_header(header, size)
-        except ValueError:
-            # Most likely because its bytes are not the ones that were written.
-            blocks.scan(self._folder, path, size, digest)
+            facts = codec.tensor_facts(tree)
+        except CheckpointDamaged:
             raise
+        except ValueError as exc:
+            raise disk.damaged(self._folder, f"{path}: {exc}") from exc
         live = self._live.get(codec.stem_of(path), {})
         here = self._moved.get(codec.stem_of(path), {})
-        facts = codec.tensor_facts(tree)
         fresh = []
         for slot in slots:
             about = facts.get(slot.name, {})
             there = str(about.get("device", "cpu"))
             device = same_device((), here.get(there, there))
             if about.keys() <= {"device"} and _fits(slot, device, live.get(slot.name)):
-                file.in_place[slot.name] = slot, live[slot.name]
+                if self._pin:
+                    fresh.append(_Wanted(slot, _HOST))
+                else:
+                    file.in_place[slot.name] = slot, live[slot.name]
             else:
                 # (a device that this training does not use may be somebody else's)
                 fresh.append(_Wanted(slot, device if str(device) in self._used else _HOST))
         places = _Places(fresh)
         again = memoryview(bytearray(len(header)))
         targets = _telling([*_of_all([Target(0, len(header), again), *places.targets], size)], told)
+        also = self._pin.file(path) if self._pin else None
         file.blocks = _on_lanes(
             places.devices,
-            lambda lane: blocks.scan(self._folder, path, size, digest, targets, lane),
+            lambda lane: blocks.scan(self._folder, path, size, digest, targets, lane, also),
         )
         if again != header:
             raise disk.damaged(self._folder, f"{path} has changed while it was read")
         self._kept.setdefault(codec.stem_of(path), set()).update(places.large_names(), file.in_place)
-        return places.tensors() | {name: tensor for name, (_, tensor) in file.in_place.items()}
+        try:
+            made = places.tensors()
+        except ValueError as exc:
+            raise disk.damaged(self._folder, f"{path}: {exc}") from exc
+        return made | {name: tensor for name, (_, tensor) in file.in_place.items()}
 
     def written(self) -> dict[str, blocks.Written]:
         """Return what the checkpoint's tensor files were written as."""
@@ -221,10 +248,7 @@ def _devices(tree: Json) -> set[str]:
 
 def _header(folder: Path, path: str, size: int) -> memoryview:
     start = blocks.read_start(folder, path, size, 8)
-    try:
-        return blocks.read_start(folder, path, size, tensorfile.header_size(start, size))
-    except ValueError:
-        return start
+    return blocks.read_start(folder, path, size, tensorfile.header_size(start, size))
 
 
 def _fits(slot: Slot, device: torch.device, live: Tensor | None) -> bool:

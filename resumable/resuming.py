@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from . import capture, changes, disk, environment, spikes, split
+from . import capture, changes, disk, environment, position, spikes, split
 from .capture import Capture
 from .changes import Fit
 from .checkpoint import Checkpoint
@@ -59,13 +60,16 @@ class Resuming:
         self._progress = progress
         self._copies = copies
 
-    def choose(self, which: Which) -> tuple[Checkpoint, Reading] | None:
-        """Return the checkpoint that `which` means, read and verified; None to start fresh."""
-        return self._crew.choose(which, self._read, self._copies)
+    def choose(self, which: Which, expect: str | None = None) -> tuple[Checkpoint, Reading] | None:
+        """Return the checkpoint that `which` means, read and verified; None to start fresh.
+
+        One with another content than the expected one is an error, and no older one is looked for.
+        """
+        return self._crew.choose(which, partial(self._read, expect), self._copies)
 
     @no_garbage_collection()
     @torch.inference_mode(False)
-    def _read(self, found: Checkpoint) -> Reading:
+    def _read(self, expect: str | None, found: Checkpoint) -> Reading:
         then, now = found.about.world_size, self._crew.ranks.size
         if then != now and not self._is_elastic:
             raise StateMismatch(
@@ -73,8 +77,10 @@ class Resuming:
                 fix=f"start {then} processes, or let the number change: elastic=True.",
             )
         try:
-            reading = Reading(found, self._capture.live(), self._crew.ranks.rank, self._progress.reading)
-            capture.check_readable(reading.trees)
+            live, rank = self._capture.live(), self._crew.ranks.rank
+            reading = Reading(found, live, rank, self._progress.reading, expect)
+            capture.check_readable(reading.trees, found.about.built)
+            position.check(_of_position(reading))
             held = {name for tree in reading.trees.values() for name in tree.json}
             if lacking := found.about.parts.keys() - held:
                 raise ValueError(f"it lacks {', '.join(sorted(lacking))}")
@@ -153,15 +159,18 @@ class Resuming:
         self._saving.go_on_from(chosen, fit.best, reading)
         self._position.hold()
 
-    def go_back(self, which: Which, only: str | None = None, skip: bool = False) -> Checkpoint:
+    def go_back(
+        self, which: Which, only: str | None = None, skip: bool = False, expect: str | None = None
+    ) -> Checkpoint:
         """Put everything back, or only a part, or all but the place in the data."""
         ranks = self._crew.ranks
-        ranks.agree(f"restore({str(which)!r})", lambda: None, is_due=True)
+        told = f", expect={expect!r}" if expect else ""
+        ranks.agree(f"restore({str(which)!r}{told})", lambda: None, is_due=True)
         names = None if only is None else self._capture.names(only)
         if skip:
             ranks.each("the batch in hand", self._position.refuse_to_go_back)
             names = self._capture.names_but_data()
-        found = self.choose("must" if which == "auto" else which)
+        found = self.choose("must" if which == "auto" else which, expect)
         if found is None:
             raise UsageError(
                 f"restore({which!r}) names no checkpoint.",

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from . import arguments, capture, changes, rng, spikes, url
+from . import arguments, capture, changes, pin, rng, spikes, url
 from .arguments import Copied
 from .autosave import Autosave, Due
 from .capture import Capture
@@ -193,6 +193,7 @@ class RunState:
         resume: str | int | os.PathLike[str] = "auto",
         allow: Sequence[str] = (),
         override: Sequence[str] = (),
+        expect: str | None = None,
     ) -> RunState:
         """Bind the parts and go on from a checkpoint, or start fresh; one line says which.
 
@@ -201,6 +202,8 @@ class RunState:
         `allow`: names that may be missing, new or of another shape; patterns such as "model.head.*" too.
         `override`: settings for which the script's value wins, such as "optimizer.lr"; with a scheduler
         that remembers where it started, that scales the whole schedule.
+        `expect`: the only content to go on from, as `Checkpoint.pin()` or `resumable verify --pin` tells it
+        ("sha256:..."): for a checkpoint that others may have written to. There has to be one then.
         The environment variables RESUMABLE_RUN_DIR, RESUMABLE_RESUME and RESUMABLE_REMOTE (empty: none)
         override the arguments.
         """
@@ -213,17 +216,22 @@ class RunState:
         copies |= {"push_timeout": push_timeout, "remote_options": remote_options}
         checks = {"timeout": timeout, "elastic": elastic, "check_replicas": check_replicas}
         state = cls(run_dir, **parts, **data, **saves, **when, **shows, **copies, **checks)  # type: ignore[arg-type]
-        try:
-            state._load(os.environ.get("RESUMABLE_RESUME") or resume, allow, override)
-        except BaseException:
-            state.close()
-            raise
+        state._load_or_close(os.environ.get("RESUMABLE_RESUME") or resume, allow, override, expect)
         return state
 
-    def _load(self, resume: Which, allow: Sequence[str], override: Sequence[str]) -> None:
-        started = time.perf_counter()
+    def _load_or_close(self, *how: Any) -> None:
+        try:
+            self._load(*how)
+        except BaseException:
+            self.close()
+            raise
+
+    def _load(self, resume: Which, allow: Sequence[str], override: Sequence[str], expect: str | None) -> None:
+        started, expect = time.perf_counter(), pin.checked(expect)
+        resume = pin.due(resume, expect)
         allow, override = arguments.patterns("allow", allow), arguments.patterns("override", override)
         facts: dict[str, Json] = {"resume": str(resume), "allow": [*allow], "override": [*override]}
+        facts["expect"] = expect
         facts["remote"] = self._copies and str(self._copies)
         self._crew.is_copied = self._copies is not None
         self._meet(facts, lambda: self.run.check(resume, self._crew.is_copied))
@@ -235,9 +243,9 @@ class RunState:
                 self._print(f"{self._copies} is kept in {self.run}")
             self._copies.look(resume)
             self._crew.is_copied = bool(self._copies.numbers)
-        if ranks.first("the run", self.run.path.exists):
+        if ranks.first("the run", lambda: os.path.exists(self.run.path)):
             self._own_run()
-        if (found := self._resuming.choose(resume)) is None:
+        if (found := self._resuming.choose(resume, expect)) is None:
             self._own_run()
             self._saving.note_start({})
             self._saving.warn_of_room(self._capture.size())
@@ -424,7 +432,12 @@ class RunState:
         return handle
 
     def restore(
-        self, which: str | int | os.PathLike[str], only: str | None = None, *, skip: bool = False
+        self,
+        which: str | int | os.PathLike[str],
+        only: str | None = None,
+        *,
+        skip: bool = False,
+        expect: str | None = None,
     ) -> None:
         """Go back to a checkpoint ("best", "newest", a save number, a path) and go on from there.
 
@@ -432,9 +445,10 @@ class RunState:
         With `only`, such as "model", just that part is put back, and the training stands where it stood.
         With `skip`, all goes back but the place in the data and the random generators: the batches since the
         checkpoint, the one in hand too, are not trained again, and the loop goes on with the next one.
+        `expect`, as in `load`, is the only content to go back to.
         """
         self._refuse_closed()
-        started = time.perf_counter()
+        started, expect = time.perf_counter(), pin.checked(expect)
         if skip and only is not None:
             raise UsageError(
                 f"restore(only={only!r}) leaves the place in the data as it is, so there is nothing to skip.",
@@ -442,7 +456,7 @@ class RunState:
             )
         self._saving.settle()
         self._meet({})
-        chosen = self._resuming.go_back(which, only, skip)
+        chosen = self._resuming.go_back(which, only, skip, expect)
         if only is None:
             self._go_on()
         what, way = (f"put back {only} of", "from") if only else ("went back in", "to")

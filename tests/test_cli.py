@@ -198,7 +198,9 @@ def test_verify_json_has_just_the_documented_fields(run: Path, capsys: pytest.Ca
     section = DOCS.read_text().partition("## `resumable verify")[2].partition("\n## ")[0]
     documented = set(re.findall(r"`(\w+)`", section))
     rows = json.loads(capsys.readouterr().out)
-    assert all(row.keys() == documented for row in rows)
+    assert all(row.keys() == documented - {"pin"} for row in rows)
+    assert main(["verify", str(run), "--json", "--pin"]) == 4
+    assert all(row.keys() == documented for row in json.loads(capsys.readouterr().out))
     assert [bool(row["problem"]) for row in rows] == [True, False, False]
 
 
