@@ -11,6 +11,7 @@ from .errors import (
     CannotRead,
     CannotStore,
     CheckpointDamaged,
+    CheckpointNotExpected,
     CheckpointNotFound,
     Diverged,
     FormatTooNew,
@@ -32,12 +33,19 @@ from .run import Run
 
 if TYPE_CHECKING:
     from .state import RunState as RunState
+    from .weights import Misfit as Misfit
+    from .weights import load_weights as load_weights
     from .writer import PendingSave as PendingSave
 
 __version__ = "0.1.0.dev0"
 
 # These import torch, which the command line and a mere `import resumable` do not wait for.
-_LAZY = {"RunState": ".state", "PendingSave": ".writer"}
+_LAZY = {
+    "Misfit": ".weights",
+    "PendingSave": ".writer",
+    "RunState": ".state",
+    "load_weights": ".weights",
+}
 
 __all__ = [
     "Boundary",
@@ -45,9 +53,11 @@ __all__ = [
     "CannotStore",
     "Checkpoint",
     "CheckpointDamaged",
+    "CheckpointNotExpected",
     "CheckpointNotFound",
     "Diverged",
     "FormatTooNew",
+    "Misfit",
     "NotARun",
     "PendingSave",
     "Preempted",
@@ -64,6 +74,7 @@ __all__ = [
     "StateMismatch",
     "Unsupported",
     "UsageError",
+    "load_weights",
 ]
 
 

@@ -97,7 +97,7 @@ class ModulePart(Part):
             if tensor is not None and nn.parameter.is_lazy(tensor):
                 raise UsageError(
                     f"{self.name}.{name} has no shape yet.",
-                    fix="run one batch through the model before you give it to RunState.",
+                    fix="run one batch through the model first.",
                 )
 
     def collect(self) -> dict[str, Any]:

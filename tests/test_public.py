@@ -15,9 +15,11 @@ NAMES = [
     "CannotStore",
     "Checkpoint",
     "CheckpointDamaged",
+    "CheckpointNotExpected",
     "CheckpointNotFound",
     "Diverged",
     "FormatTooNew",
+    "Misfit",
     "NotARun",
     "PendingSave",
     "Preempted",
@@ -34,6 +36,7 @@ NAMES = [
     "StateMismatch",
     "Unsupported",
     "UsageError",
+    "load_weights",
 ]
 
 PARTS = ["model", "optimizer", "scheduler", "scaler", "loader", "extra"]
@@ -79,7 +82,7 @@ def test_load_takes_what_the_constructor_takes_and_how_to_go_on() -> None:
     loaded = list(inspect.signature(RunState.load).parameters)
 
     assert made == ["run_dir", *PARTS, *OPTIONS, *WHEN, *COPIES, *REST]
-    assert loaded == [*made, "resume", "allow", "override"]
+    assert loaded == [*made, "resume", "allow", "override", "expect"]
 
 
 def test_every_public_method_is_documented() -> None:
