@@ -620,10 +620,19 @@ def _has_changed(
     return False
 
 
-def check_readable(trees: Trees) -> None:
-    """Raise ValueError unless every value in the trees can be made."""
-    for tree in trees.values():
-        codec.decode(tree.json, tree.tensors)
+def check_readable(trees: Trees, built: Mapping[str, Json]) -> None:
+    """Raise ValueError unless every value in the trees, and every setting, can be made."""
+    for path, setting in built.items():
+        try:
+            codec.decode(setting, {})
+        except ValueError as exc:
+            raise ValueError(f"manifest.json: {path} was built of what is no value: {exc}") from exc
+    for stem, tree in trees.items():
+        try:
+            codec.decode(tree.json, tree.tensors)
+        except ValueError as exc:
+            where = "ranks" if stem == "rank" else "state.json"
+            raise ValueError(f"{where}: what it says of {stem} is not that: {exc}") from exc
 
 
 def _restore(part: Part, trees: Trees, unfit: AbstractSet[str], code_wins: AbstractSet[str]) -> None:

@@ -176,8 +176,9 @@ _ENVIRONMENT = {
 _HARMLESS_IN_PATCHES = ("python", "numpy")
 
 
-def _release(version: str) -> str:
-    return ".".join(version.split(".")[:2])
+def _release(version: Any) -> str:
+    # (anything may stand in a manifest)
+    return ".".join(str(version).split(".")[:2])
 
 
 def _is_known(value: Any) -> bool:

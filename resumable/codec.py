@@ -14,6 +14,7 @@ import re
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any, Literal, TypeVar
 
@@ -22,7 +23,7 @@ import torch
 
 from .boundary import Boundary
 from .errors import CannotStore
-from .sealed import Json, parse, typed
+from .sealed import LONGEST, MOST, Json, is_more_than, parse, typed
 from .tensorfile import DTYPES, as_bytes, from_safetensors, to_safetensors, viewed
 
 Path = tuple[str, ...]
@@ -359,16 +360,18 @@ def _advice(value: Any) -> str:
 
 def tensor_names(tree: Json) -> Iterator[str]:
     """Yield the names of the tensors that a tree's JSON mentions."""
-    if isinstance(tree, list):
-        for item in tree:
-            if isinstance(item, (list, dict)):
-                yield from tensor_names(item)
-    elif isinstance(tree, dict):
-        for key, item in tree.items():
-            if key in ("$tensor", "$ndarray"):
-                yield item if isinstance(item, str) else item[0]
-            elif isinstance(item, (list, dict)):
-                yield from tensor_names(item)
+    # Not by calling itself: what was not decoded yet can be nested as deeply as its maker liked.
+    waiting = [tree]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, list):
+            waiting += reversed(item)
+        elif isinstance(item, dict):
+            match item:
+                case {"$tensor": about} | {"$ndarray": about}:
+                    yield about if isinstance(about, str) else about[0]
+                case _:
+                    waiting += reversed(item.values())
 
 
 def tensor_facts(tree: Json) -> dict[str, dict[str, Json]]:
@@ -463,11 +466,23 @@ def to_trees(texts: Mapping[str, bytes | memoryview], rank: int = 0) -> dict[str
         raise ValueError(f"there is no {' and no '.join(sorted(missing))}")
     if unknown := texts.keys() - {"state.json", f"{_rank_path(rank)}.json"}:
         raise ValueError(f"nothing says what {', '.join(sorted(unknown))} is")
-    trees = typed(dict, parse(texts["state.json"]))
+    trees = _of_file("state.json", texts)
     if "rank" in trees:
         raise ValueError("state.json holds what differs by rank")
-    trees["rank"] = parse(texts[f"{_rank_path(rank)}.json"])
-    return {stem: typed(dict, tree) for stem, tree in trees.items()}
+    path = f"{_rank_path(rank)}.json"
+    found = {stem: _named("state.json", partial(typed, dict, tree)) for stem, tree in trees.items()}
+    return {**found, "rank": _of_file(path, texts)}
+
+
+def _of_file(path: str, texts: Mapping[str, bytes | memoryview]) -> dict[str, Json]:
+    return _named(path, lambda: typed(dict, parse(texts[path])))
+
+
+def _named(path: str, read: Callable[[], dict[str, Json]]) -> dict[str, Json]:
+    try:
+        return read()
+    except ValueError as exc:
+        raise ValueError(f"{path}: {exc}") from exc
 
 
 def from_parts(
@@ -500,7 +515,15 @@ def _from_parts(
 
 
 def _text(tree: Json) -> bytes:
-    return json.dumps(tree, allow_nan=False, separators=(",", ":")).encode()
+    text = json.dumps(tree, allow_nan=False, separators=(",", ":"))
+    # What no load would read must not be taken for saved.
+    if len(text) > LONGEST or is_more_than(MOST, text):
+        raise CannotStore(
+            f"the plain values of this checkpoint are {len(text):,} characters of JSON; at most {LONGEST:,} "
+            f"can be read again, with at most {MOST:,} lists, dicts and keys.",
+            fix="keep what is many in tensors or numpy arrays. Nothing was written.",
+        )
+    return text.encode()
 
 
 def decode(
@@ -530,15 +553,18 @@ class _Decoder:
         self._made: dict[Any, torch.Tensor] = {}
 
     def decode(self, value: Json, path: Path) -> Any:
+        if not isinstance(value, (list, dict)):
+            return value
+        # (a tensor in the deepest list is one deeper)
+        if len(path) > _DEEPEST + 1:
+            raise ValueError(f"it is nested more than {_DEEPEST} deep")
         if isinstance(value, list):
             return self.each(value, path)
-        if not isinstance(value, dict):
-            return value
         tags = [key for key in value if key.startswith("$")]
         if not tags:
             return {key: self.decode(item, (*path, key)) for key, item in value.items()}
         if len(value) != 1 or tags[0] not in _DECODERS:
-            raise ValueError(f"{', '.join(value)} is not a kind of value in this format")
+            raise ValueError(f"{', '.join(value):.200} is not a kind of value in this format")
         return _DECODERS[tags[0]](self, value[tags[0]], path)
 
     def each(self, value: Json, path: Path) -> list[Any]:

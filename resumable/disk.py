@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from io import FileIO
 from pathlib import Path
 
-from .errors import CannotRead, CheckpointDamaged, SaveFailed
+from .errors import CannotRead, CheckpointDamaged, SaveFailed, warn
 
 _BINARY = getattr(os, "O_BINARY", 0)
 
@@ -68,10 +68,10 @@ def opened(folder: Path, name: str) -> Iterator[FileIO]:
     # NOFOLLOW: a link must not lead outside the folder. NONBLOCK: a pipe must not hang the load.
     flags = os.O_RDONLY | _BINARY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     path = folder / name
-    if path.parent != folder and path.parent.is_symlink():
-        raise damaged(folder, f"{path.parent.name} is a symbolic link")
     try:
-        with FileIO(path, opener=lambda path, _: os.open(path, flags)) as file:
+        if path.parent != folder and path.parent.is_symlink():
+            raise damaged(folder, f"{path.parent.name} is a symbolic link")
+        with FileIO(path, opener=lambda *_: _open_in(folder, name, flags)) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise damaged(folder, f"{name} is not a regular file")
             yield file
@@ -84,6 +84,29 @@ def opened(folder: Path, name: str) -> Iterator[FileIO]:
         reason = "is missing" if exc.errno == errno.ENOENT else f"cannot be read: {exc.strerror}"
         raise damaged(folder, f"{name} {reason}") from exc
 
+
+def _open_in(folder: Path, name: str, flags: int) -> int:
+    if os.open not in os.supports_dir_fd:  # (Windows)
+        return os.open(folder / name, flags)
+    # Each folder by itself: it may have become a link since it was looked at.
+    *folders, name = Path(name).parts
+    fd = os.open(folder, _FOLDER)
+    try:
+        for inner in folders:
+            outer, fd = fd, os.open(inner, _FOLDER, dir_fd=fd)
+            _leave(outer)
+        return os.open(name, flags, dir_fd=fd)
+    finally:
+        _leave(fd)
+
+
+def _leave(fd: int) -> None:
+    # Nothing was written through it, so there is nothing that can be lost.
+    with contextlib.suppress(OSError):
+        os.close(fd)
+
+
+_FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0)
 
 # Permissions, open files, memory: an older checkpoint would be used for no good reason.
 _NOT_ITS_FAULT = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
@@ -105,15 +128,24 @@ def damaged(folder: Path, problem: str) -> CheckpointDamaged:
     )
 
 
-def flush_folder(path: Path) -> None:
-    """Make the names in a folder durable: a power cut otherwise loses a rename or a new file."""
+def flush_folder(path: Path) -> bool:
+    """Make the names in a folder durable: a power cut otherwise loses a rename or a new file.
+
+    False where the file system has no such call: some of FUSE, and folders that a virtual machine shares.
+    """
     if sys.platform == "win32":  # (NTFS journals names; folders cannot be opened)
-        return
+        return True
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
+    except OSError as exc:
+        if exc.errno in (errno.EINVAL, errno.EOPNOTSUPP):
+            return False
+        exc.filename = str(path)
+        raise
     finally:
         os.close(fd)
+    return True
 
 
 def make_folder(path: Path) -> None:
@@ -125,6 +157,22 @@ def make_folder(path: Path) -> None:
     with contextlib.suppress(FileExistsError):
         os.mkdir(path)
     flush_folder(path.parent)
+
+
+def flush_names(path: Path) -> None:
+    """Make the names in a folder that was there durable, and those that lead to it."""
+    # Who made it (the script, a start that was killed) may not have flushed them: a power cut would take
+    # along all that is flushed below.
+    if not flush_folder(path):
+        warn(f"the file system of {path} cannot flush folders: a power cut may take new checkpoints along.")
+    device = os.stat(path).st_dev
+    # (where a link leads to, and not where it stands)
+    for folder in Path(os.path.realpath(path)).parents:
+        if os.stat(folder).st_dev != device:
+            break
+        # (what may not be looked into has long been there)
+        with contextlib.suppress(PermissionError):
+            flush_folder(folder)
 
 
 def replace(path: Path, data: bytes) -> None:
@@ -157,7 +205,12 @@ def point(link: Path, target: Path) -> None:
     """Let the symbolic link `link` lead to `target`, replacing it as a whole if it is ours."""
     fresh = link.with_name(f".{link.name}-{secrets.token_hex(4)}")
     os.symlink(os.path.relpath(target, link.parent), fresh, target_is_directory=True)
-    os.replace(fresh, link)
+    try:
+        os.replace(fresh, link)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(fresh)
+        raise
 
 
 def remove(folder: Path, names: Iterable[str]) -> None:

@@ -137,7 +137,10 @@ class History:
 
     def _unknown(self) -> Iterator[Manifest]:
         # Who was killed between the commit and the line has left a checkpoint without one.
-        for number in self._run.numbers():
+        numbers: list[int] = []
+        with contextlib.suppress(ResumableError):
+            numbers = self._run.numbers()
+        for number in numbers:
             if number not in self._parents and (about := self._about(number)):
                 yield about
 
@@ -311,7 +314,7 @@ def _took(line: Line) -> tuple[float | None, float] | None:
 
 
 def _is_time(value: Json) -> TypeGuard[float]:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1 << 53
 
 
 def _how_it_ended(attempt: int, lines: Sequence[Line], now: Mapping[str, Json]) -> Line | None:
@@ -339,7 +342,9 @@ def _what_is_likely(then: Line, now: Mapping[str, Json]) -> str:
 
 
 def _is_start(line: Line) -> bool:
-    if line.get("event") != "start" or type(line.get("attempt")) is not int:
+    attempt = line.get("attempt")
+    # (one more than the longest number that Python writes is none that it writes)
+    if line.get("event") != "start" or type(attempt) is not int or not 0 <= attempt < 1 << 53:
         return False
     with contextlib.suppress(ValueError, TypeError):
         return datetime.fromisoformat(line.get("time")).tzinfo is not None  # type: ignore[arg-type]

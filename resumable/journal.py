@@ -25,6 +25,10 @@ def read(path: Path) -> list[Line]:
 def append(path: Path, lines: Iterable[Line]) -> None:
     """Add lines, flushed; or, if OSError is raised, none."""
     with _opened(path, os.O_RDWR | os.O_CREAT | os.O_APPEND) as fd:
+        if os.fstat(fd).st_nlink > 1:
+            # It has another name too, under which it is somebody else's: a backup's, say.
+            rewrite(path, lambda line: line, lines)
+            return
         end, glue = _tail(fd)
         os.ftruncate(fd, end)
         try:
@@ -117,4 +121,10 @@ def _opened(path: Path, flags: int) -> Iterator[int]:
 
 def _rest(fd: int) -> bytes:
     with open(fd, "rb", closefd=False) as file:
+        if (size := os.fstat(fd).st_size) > _MOST:
+            raise OSError(errno.EFBIG, f"it has {size:,} bytes; at most {_MOST:,} make sense")
         return file.read()
+
+
+# Half a million saves.
+_MOST = 256 << 20

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import socket
+import stat
 import sys
 from pathlib import Path
 from typing import ClassVar
@@ -32,10 +33,10 @@ class Lock:
     _held: ClassVar[set[tuple[int, Path]]] = set()
 
     def __init__(self, path: Path) -> None:
-        self._key = (os.getpid(), path.resolve())
+        self._key = (os.getpid(), path.parent.resolve() / path.name)
         if self._key in self._held:
             raise in_use(path, f"this process ({os.getpid()})")
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | _BINARY, 0o666)
+        self._fd = _opened(path)
         try:
             _take(self._fd)
         except OSError as exc:
@@ -45,14 +46,24 @@ class Lock:
                 raise
             raise in_use(path, holder) from exc
         self._held.add(self._key)
+        self._path = path
         # Only for the message that others get: a full disk must not cost us the lock.
         with contextlib.suppress(OSError):
-            os.ftruncate(self._fd, 0)
-            os.write(self._fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+            _sign(self._fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
 
     def is_held(self) -> bool:
         """Whether this process holds it; a forked child has a copy of this object, but not the lock."""
         return self._key in self._held and self._key[0] == os.getpid()
+
+    def is_in_place(self) -> bool:
+        """Whether others who want the lock would meet this one: unless its folder was moved, say."""
+        try:
+            return os.path.samestat(os.stat(self._path), os.fstat(self._fd))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:
+            # (a disk that does not answer says nothing about it)
+            return True
 
     def renew(self) -> None:
         """Take it again where this process has lost it: by opening and closing the file, as a copy does."""
@@ -80,6 +91,27 @@ def in_use(path: Path, holder: str) -> RunInUse:
         fix="wait for it or stop it, or give this training a run directory of its own. "
         "A lock never outlives its process: there is no file to delete.",
     )
+
+
+def _opened(path: Path) -> int:
+    # NOFOLLOW: a link must not lead outside the run. NONBLOCK: a pipe must not hang the training.
+    safely = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | _BINARY | safely, 0o666)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _sign(fd: int, text: bytes) -> None:
+    # What else stands there may be a file of somebody's that has this name too.
+    if os.read(fd, 8) in (b"", b"process "):
+        os.lseek(fd, 0, os.SEEK_SET)
+        os.ftruncate(fd, 0)
+        os.write(fd, text)
 
 
 def _take(fd: int) -> None:

@@ -149,8 +149,9 @@ def unseal(data: bytes) -> dict[str, Json]:
 
 def _whole(value: Json) -> int:
     count = typed(int, value)
-    if count < 0:
-        raise ValueError(f"{count} stands where a count belongs")
+    # (of 400 digits is no float, and a size is shown as one)
+    if not 0 <= count < 1 << 128:
+        raise ValueError(f"{count!s:.50} stands where a count belongs")
     return count
 
 

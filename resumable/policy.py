@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from typing import Literal
 
 from .manifest import Best, Goal
 
 Push = Literal["best", "newest", "all"]
 """Which checkpoints go to the remote: each that becomes the best; the newest and the best; all."""
+
+
+def moment(saved: str) -> float | None:
+    """Return the seconds since 1970 of a time in a manifest, where anything may stand.
+
+    >>> moment("2026-07-30T12:00:00+00:00"), moment("yesterday")
+    (1785412800.0, None)
+    """
+    # (the first and the last day of all are none in another time zone, and Windows begins in 1970)
+    with contextlib.suppress(ValueError, OverflowError, OSError):
+        return datetime.fromisoformat(saved).timestamp()
+    return None
 
 
 def is_better(goal: Goal, value: float | None, than: float | None) -> bool:

@@ -13,7 +13,36 @@ from . import rng, sources
 from .boundary import Boundary
 from .errors import UsageError
 from .loader_position import Hook, Hooks, LoaderPosition, Through
+from .sealed import typed
 from .spikes import Spikes
+
+
+def check(saved: Any) -> None:
+    """Raise ValueError unless it is what `Position.collect` returns, as far as the loops depend on it.
+
+    Its restore comes last and refuses nothing.
+    """
+    found = typed(dict, saved)
+    counts = [found[name] for name in ("epoch", "batch", "step", "samples")] + typed(list, found["spikes"])
+    if len(counts) != 6 or any(not 0 <= typed(int, count) < 1 << 63 for count in counts):
+        raise ValueError(f"{counts!r:.200} are not the counters of a training")
+    typed(Boundary, found["boundary"])
+    for name, kinds in _KINDS.items():
+        if not isinstance(found[name], kinds):
+            raise ValueError(f"{found[name]!r:.200} are no {name}")
+    for value in found["metrics"].values():
+        typed(float, value)
+
+
+_NONE = type(None)
+_KINDS: dict[str, tuple[type, ...]] = {
+    "metrics": (dict,),
+    "splits": (dict,),
+    "iterables": (dict,),
+    "seed": (int, _NONE),
+    "stepped": (list, _NONE),
+    "body_start": (dict, _NONE),
+}
 
 
 class Position:

@@ -40,7 +40,9 @@ def pull(remote: Remote, name: str, run: Run, moved: Moved) -> Checkpoint:
         for file, record in about.files.items():
             _bring(remote, name, stage.path, file, record, moved)
         stage.flush()
-        disk.replace(stage.path / manifest.NAME, text)
+        # Not replace(): what a kill left of that would be in the checkpoint for good.
+        (stage.path / manifest.NAME).unlink(missing_ok=True)
+        disk.write(stage.path / manifest.NAME, text)
     except OSError as exc:
         if isinstance(exc, RemoteError):
             raise
@@ -92,7 +94,9 @@ def _bring(remote: Remote, name: str, stage: Path, file: str, record: FileRecord
     if path.exists():
         with contextlib.suppress(CheckpointDamaged):
             blocks.scan(stage, file, *record)
-            moved(record.size)
+            # Who brought it may have been killed before it was flushed.
+            with disk.joined(path):
+                moved(record.size)
             return
         os.unlink(path)
     try:

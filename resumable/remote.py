@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
 from typing import NamedTuple
 
 from . import checkpoint, disk, manifest, policy
 from .checkpoint import Checkpoint
 from .errors import CheckpointDamaged, FormatTooNew, RemoteError, ResumableError
 from .manifest import FILE_NAME, Goal, Manifest
-from .policy import Facts, Keep
+from .policy import Facts, Keep, moment
 from .request import Moved
 from .store import PART, Store
 from .threads import in_daemons
@@ -288,9 +287,7 @@ class Remote:
         # What cannot be read is kept as long as its number says.
         with contextlib.suppress(CheckpointDamaged, FormatTooNew):
             about = self._manifests.get(name) or self.about(name)[0]
-            saved = 0.0
-            with contextlib.suppress(ValueError):
-                saved = datetime.fromisoformat(about.saved).timestamp()
+            saved = moment(about.saved) or 0.0
             return Facts(about.number, about.step, about.epoch, saved, about.metrics)
         return _facts(number, name)
 

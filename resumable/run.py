@@ -17,6 +17,7 @@ from typing import Protocol, TypeGuard, TypeVar
 from . import checkpoint, disk, lock, manifest, policy
 from .checkpoint import Checkpoint, Stage
 from .errors import (
+    CannotRead,
     CheckpointDamaged,
     CheckpointNotFound,
     FormatTooNew,
@@ -83,7 +84,7 @@ class Run:
         What is not here may be in a remote copy, if there is one.
         """
         for path in (self.folder, *self.folder.parents):
-            if os.path.lexists(path) and not path.is_dir():
+            if os.path.lexists(path) and not _is_folder(path):
                 raise NotARun(
                     f"{path} is not a folder.",
                     fix="give the run a directory: a new one, an empty one, or one of an earlier run.",
@@ -121,7 +122,14 @@ class Run:
         kept = self._kept
         if kept and kept.is_current():
             return kept
-        self._kept = fresh = Listing(self.folder)
+        try:
+            self._kept = fresh = Listing(self.folder)
+        except OSError as exc:
+            self._kept = None
+            raise CannotRead(
+                f"{self.folder} cannot be read: {exc.strerror}.",
+                fix="mend the cause (the disk, permissions) and start again.",
+            ) from exc
         # What another did to the folder can be another checkpoint under a name that is known.
         if kept and not kept.is_sure and kept.leaders and kept.names == fresh.parsed().names:
             fresh.leaders = kept.leaders
@@ -211,9 +219,9 @@ class Run:
             where, count = f"{where} or {copies}", len({*self.numbers(), *copies.numbers})
             other += " and another remote folder"
         raise CheckpointDamaged(
-            f"none of the {count} checkpoints in {where} is intact.",
+            f"none of the {count} checkpoints in {where} is intact. Of the last one tried: {last.problem}",
             fix=f"look at them with `resumable verify`; to start fresh, give the run {other}.",
-        )
+        ) from last
 
     def _newest_numbers(self, copies: Copies | None) -> Iterator[int]:
         if copies and copies.numbers:
@@ -283,13 +291,22 @@ class Run:
 
     def acquire(self) -> None:
         """Become the one process that writes this run, and tidy up after the one before."""
-        if self._lock and self._lock.is_held():
+        is_held = self._lock is not None and self._lock.is_held()
+        if self._lock and is_held and self._lock.is_in_place():
             self._lock.renew()
             return
+        # What was locked may lie elsewhere now; here another process could begin.
+        self.release()
         with self._writing():
             disk.make_folder(self.path)
+            disk.flush_names(self.path)
             self._lock = lock.Lock(self.path / ".lock")
             self._remove_debris()
+        if is_held:
+            warn(
+                f"{self.path} is not what this process has locked: it was moved or deleted, or its disk is "
+                "not mounted any more. What is saved from here on goes to the folder that has this name now."
+            )
 
     def release(self) -> None:
         """Let another process write this run."""
@@ -302,13 +319,11 @@ class Run:
         path = self.path / "run.json"
         if os.path.lexists(path):
             try:
-                return str(manifest.unseal(disk.read_small(self.path, path.name))["run_id"])
+                return self._written_id()
             except FormatTooNew as exc:
                 raise FormatTooNew(f"{path} cannot be read: {exc.problem}", fix=exc.fix) from exc
             except (CheckpointDamaged, ValueError, KeyError) as exc:
-                if self.highest() is None and not disk.read_small(self.path, path.name).startswith(
-                    b'{"checksum"'
-                ):
+                if self.highest() is None and not self._id_text().startswith(b'{"checksum"'):
                     raise NotARun(
                         f"{path} was not written by resumable.",
                         fix="give the run a directory of its own; nothing in this one was touched.",
@@ -326,8 +341,15 @@ class Run:
         if known is None and self.highest() is not None:
             # All are damaged: what another run has must not be mixed with them.
             with contextlib.suppress(CheckpointDamaged, ValueError, KeyError):
-                return str(manifest.unseal(disk.read_small(self.path, "run.json"))["run_id"])
+                return self._written_id()
         return known
+
+    def _written_id(self) -> str:
+        return str(manifest.unseal(self._id_text())["run_id"])
+
+    def _id_text(self) -> bytes:
+        # (the run may be a link to a folder elsewhere)
+        return disk.read_small(Path(os.path.realpath(self.path)), "run.json")
 
     def adopt(self, run_id: str) -> None:
         """Be the run of that id, whatever stood here before."""
@@ -352,9 +374,11 @@ class Run:
         link = self.path / word
         if target is None:
             return
-        if os.path.lexists(link) and (not link.is_symlink() or link.resolve() == target.resolve()):
+        if os.path.lexists(link) and not os.path.islink(link):
             return
         try:
+            if os.path.lexists(link) and os.path.realpath(link) == os.path.realpath(target):
+                return
             disk.point(link, target)
         except OSError as exc:
             warn(f"the link {link} could not be made ({exc.strerror}); nothing depends on it")
@@ -398,7 +422,8 @@ class Run:
         with self._changing() as changes:
             yield
             changes.added.append(name)
-        with self._guard:
+        # (the checkpoint is durable; where it cannot be listed, whoever looks next is told)
+        with self._guard, contextlib.suppress(CannotRead):
             self._facts[name] = stamp(self.folder / name / manifest.NAME), _told(about)
             # Here, where nobody waits: the next one to look is the training.
             leaders = self._look().leaders
@@ -498,7 +523,7 @@ class Run:
                 warn(f"what a killed save left in {path} could not be removed: {exc}")
 
 
-_LINK_DEBRIS = re.compile(r"\.(?:newest|best|run\.json|splits\.json|probe)-[0-9a-f]{8}")
+_LINK_DEBRIS = re.compile(r"\.(?:newest|best|run\.json|splits\.json|history\.jsonl|probe)-[0-9a-f]{8}")
 
 
 def is_number(which: object) -> TypeGuard[int | str]:
@@ -506,6 +531,16 @@ def is_number(which: object) -> TypeGuard[int | str]:
     if isinstance(which, str):
         return which.isdecimal()
     return isinstance(which, int) and not isinstance(which, bool)
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError as exc:
+        raise CannotRead(
+            f"{path} cannot be read: {exc.strerror}.",
+            fix="mend the cause (the disk, permissions) and start again.",
+        ) from exc
 
 
 def _siblings(path: Path) -> list[str]:
@@ -524,16 +559,13 @@ def _named(name: str) -> Facts:
 
 
 def _told(about: Manifest) -> Facts:
-    saved = 0.0
-    # (anything may stand there)
-    with contextlib.suppress(ValueError):
-        saved = datetime.fromisoformat(about.saved).timestamp()
+    saved = policy.moment(about.saved) or 0.0
     return Facts(about.number, about.step, about.epoch, saved, about.metrics)
 
 
 def _opened(path: Path) -> Checkpoint:
     # It was a folder when it was listed.
-    if path.is_symlink():
+    if os.path.islink(path):
         raise disk.damaged(path, "it is a symbolic link")
     found = checkpoint.open_checkpoint(path)
     name = checkpoint.name(found.about.number, found.about.step)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from typing import Any
@@ -17,13 +18,13 @@ from .capture import Capture, Held, Trees
 from .checkpoint import Checkpoint
 from .copies import Copies
 from .crew import Crew
-from .errors import FormatTooNew, Once, RemoteError, ResumableError, SaveFailed, warn
+from .errors import CannotRead, FormatTooNew, Once, RemoteError, ResumableError, SaveFailed, warn
 from .history import History
 from .image import Image, Taken, WrittenAround
 from .loading import Reading
 from .manifest import Best, Goal, Manifest
 from .pace import Pace
-from .policy import Interval, Keep
+from .policy import Interval, Keep, moment
 from .position import Position
 from .progress import Progress
 from .run import Run
@@ -102,7 +103,8 @@ class Saving:
         interval: Interval | None,
     ) -> PendingSave:
         """Take the image, and write it in the background; without metrics, those given before stay."""
-        number = self._crew.next_number(self.number)
+        with _failing("the next checkpoint"):
+            number = self._crew.next_number(self.number)
         try:
             waited = self._wait_for_the_one_before()
         except BaseException as exc:
@@ -127,7 +129,8 @@ class Saving:
             self._position.metrics = values
         # What the last one saw is in the memory that this one takes.
         self._seen = None
-        self._position.splits = split.records(self._run.path) if self._crew.is_first else {}
+        with _failing(f"checkpoint {number}"):
+            self._position.splits = split.records(self._run.path) if self._crew.is_first else {}
         # (save() may be called where a model is evaluated)
         with no_garbage_collection(), torch.inference_mode(False):
             trees, parts = self._capture.collect()
@@ -193,7 +196,7 @@ class Saving:
             if self._crew.leads or codec.rank_of(path) is not None:
                 files[path] = blocks.Content(text)
         try:
-            with self._progress.saving(about.number):
+            with self._progress.saving(about.number), _failing(f"checkpoint {about.number}"):
                 if self._crew.leads:
                     about = self._crew.decided(about.number) or about
                     with self._run.adding(about):
@@ -202,7 +205,7 @@ class Saving:
                     self._written = self._crew.commit(about, files, self._way)
         except BaseException:
             # A flush can fail after the rename: then the checkpoint is there all the same.
-            if about.number not in self._run.numbers():
+            if not self._is_there(about.number):
                 self._failed, self._unheard = about.number, None
                 self.best, self.parent, self._position.metrics = before.best, before.parent, before.metrics
             raise
@@ -211,6 +214,12 @@ class Saving:
             self._note(about, told, durable)
             self._tidy_after(about)
 
+    def _is_there(self, number: int) -> bool:
+        # (of a disk that is gone nobody knows)
+        with contextlib.suppress(CannotRead):
+            return number in self._run.numbers()
+        return False
+
     def _note(self, about: Manifest, told: _Told, durable: float) -> None:
         # What it cost the training only the bodies after it will have shown.
         lost = self.pace.cost.lost if self.pace.cost else None
@@ -218,22 +227,23 @@ class Saving:
         self.history.saved(about.number, told.why, interval=interval, lost=lost, durable=durable)
 
     def _tidy_after(self, about: Manifest) -> None:
-        self._run.point("newest", self._run.path_of(about.number))
-        if about.best:
-            self._run.point("best", self._run.path_of(about.best.number))
+        # First: what goes wrong here must not keep it from the remote.
         if self._copies:
             self._copies.saved(about.number, about.best)
-        if self._keep is not None and self._run.holds_more_than(self._keep.newest):
-            self._prune(self._keep, about.best)
+        try:
+            self._run.point("newest", self._run.path_of(about.number))
+            if about.best:
+                self._run.point("best", self._run.path_of(about.best.number))
+            if self._keep is not None and self._run.holds_more_than(self._keep.newest):
+                self._prune(self._keep, about.best)
+        except (CannotRead, FormatTooNew) as exc:
+            # The checkpoint is durable. Which of all is the best cannot be told, so all of them stay.
+            self.once.warn(f"nothing was pruned: {exc.problem}")
 
     def _prune(self, keep: Keep, best: Best | None) -> None:
-        try:
-            protected = [found.number for found in (best, self._run.best(self._goal)) if found]
-            protected += self._copies.pinned() if self._copies else ()
-            self._run.prune(keep, protected, self._goal)
-        except FormatTooNew as exc:
-            # Which of them is the best cannot be told, so all of them stay.
-            self.once.warn(f"nothing was pruned: {exc.problem}")
+        protected = [found.number for found in (best, self._run.best(self._goal)) if found]
+        protected += self._copies.pinned() if self._copies else ()
+        self._run.prune(keep, protected, self._goal)
 
     def hear_first(self) -> None:
         """Take over what rank 0 gave as metrics at the last save: it decides for all."""
@@ -253,8 +263,8 @@ class Saving:
         is_ours = self._run.holds(chosen)
         self.parent = chosen.about.number if is_ours else None
         self._written = reading.written() if is_ours else {}
-        if is_ours:
-            self._progress.saved(chosen.about.number, datetime.fromisoformat(chosen.about.saved).timestamp())
+        if is_ours and (saved := moment(chosen.about.saved)) is not None:
+            self._progress.saved(chosen.about.number, saved)
 
     def note_start(self, facts: Mapping[str, Json]) -> None:
         """Let the history begin, at the first call."""
@@ -298,7 +308,7 @@ class Saving:
             self._image.reserve(size + size // 1000, self._try_disk)
 
     def _try_disk(self, scratch: memoryview) -> None:
-        if self._run.path.is_dir() and self._crew.leads:
+        if os.path.isdir(self._run.path) and self._crew.leads:
             # (a save has more use for the disk)
             self._way = blocks.fastest_way(
                 self._run.path, scratch, lambda: not self.number and not self._is_closed
@@ -306,11 +316,13 @@ class Saving:
 
     def warn_of_room(self, size: int) -> None:
         """Warn where the disk has no room for all that is to be kept, if a checkpoint takes so much."""
-        if not self._crew.leads or not self._run.path.is_dir():
+        if not self._crew.leads or not os.path.isdir(self._run.path):
             return
-        there, free = len(self._run.numbers()), shutil.disk_usage(self._run.path).free
-        if text := policy.room(self._keep, self._goal, size, there, free):
-            self.once.warn(f"{self._run}: {text}", about="room")
+        # (that a disk cannot be asked is told by the save)
+        with contextlib.suppress(OSError):
+            there, free = len(self._run.numbers()), shutil.disk_usage(self._run.path).free
+            if text := policy.room(self._keep, self._goal, size, there, free):
+                self.once.warn(f"{self._run}: {text}", about="room")
 
     def settle(self) -> None:
         """Wait until nothing looks at the tensors any more."""
@@ -360,6 +372,21 @@ class Saving:
                 raise
             # Else nobody would see that a save has failed.
             warn(exc.problem)
+
+
+@contextlib.contextmanager
+def _failing(what: str) -> Iterator[None]:
+    # Whoever saves looks out for one kind of error, whichever call the disk has refused.
+    try:
+        yield
+    except OSError as exc:
+        if isinstance(exc, ResumableError) and not isinstance(exc, CannotRead):
+            raise
+        problem = exc.problem if isinstance(exc, CannotRead) else f"{exc}."
+        raise SaveFailed(
+            f"{what} could not be written: {problem}",
+            fix="mend the cause and call save() again. The checkpoints before it are untouched.",
+        ) from exc
 
 
 def end(history: History, run: Run, position: Position, how: str) -> None:

@@ -21,6 +21,9 @@ from .sealed import Json, typed
 if sys.platform != "win32":
     import fcntl
 
+# A link would make a file somewhere else.
+_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
+
 NAME = "splits.json"
 """The file in the run directory."""
 
@@ -51,7 +54,7 @@ def records(folder: Path) -> dict[str, Json]:
     if not os.path.lexists(folder / NAME):
         return {}
     try:
-        body = manifest.unseal(disk.read_small(folder, NAME))
+        body = manifest.unseal(disk.read_small(Path(os.path.realpath(folder)), NAME))
         if body.keys() != {"splits"}:
             raise ValueError(f"it has the keys {sorted(body)}")
         return _checked(body["splits"])
@@ -88,7 +91,7 @@ def _added(folder: Path, new: Mapping[str, Json]) -> dict[str, Json]:
 def _alone(folder: Path) -> Iterator[None]:
     with _writing(folder):
         disk.make_folder(folder)
-        fd = os.open(folder / ".splits.lock", os.O_RDWR | os.O_CREAT, 0o666)
+        fd = os.open(folder / ".splits.lock", os.O_RDWR | os.O_CREAT | _NOFOLLOW, 0o666)
     try:
         if sys.platform != "win32":
             _wait_for(fd)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Mapping, Sequence
-from datetime import datetime, timezone
 from typing import Any
 
-from .policy import bytes_of
+from .errors import printable
+from .policy import bytes_of, moment
 
 _HEAD = ("number", "epoch", "batch", "step", "metrics", "size", "saved", "why", "")
 
@@ -21,7 +22,7 @@ def print_rest(remote: Mapping[str, str] | None, attempts: Sequence[Mapping[str,
     if remote or attempts:
         print()
     if remote:
-        print(f"remote  {remote['url']} (push {remote['push']})")
+        print(printable(f"remote  {remote['url']} (push {remote['push']})", but=""))
     if attempts:
         _print_table([_attempt_cells(attempt) for attempt in attempts], to_the_left=range(1, 6))
 
@@ -49,8 +50,9 @@ def _attempt_cells(attempt: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _print_table(rows: Sequence[Sequence[str]], to_the_left: Collection[int]) -> None:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
+    shown = [[printable(cell, but="") for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    for row in shown:
         # Numbers to the right, as they are added up; words to the left.
         cells = [
             c.ljust(w) if i in to_the_left else c.rjust(w)
@@ -65,7 +67,9 @@ def age(saved: str) -> str:
     >>> age("2100-01-01T00:00:00+00:00")
     '0 s ago'
     """
-    seconds = (datetime.now(timezone.utc) - datetime.fromisoformat(saved)).total_seconds()
+    if (then := moment(saved)) is None:
+        return "?"
+    seconds = time.time() - then
     for length, unit in ((86400, "days"), (3600, "h"), (60, "min")):
         if seconds >= 2 * length:
             return f"{seconds // length:.0f} {unit} ago"

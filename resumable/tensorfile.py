@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .sealed import Json, parse, typed
+from .errors import CannotStore
+from .sealed import MOST, Json, is_more_than, parse, typed
 
 DTYPES = {
     torch.bool: "BOOL",
@@ -40,6 +41,8 @@ DTYPES = {
 
 _DTYPES_BY_CODE = {code: dtype for dtype, code in DTYPES.items()}
 _MOST_DIMENSIONS = 64
+_LONGEST_HEADER = 100_000_000
+"""What the safetensors library reads at most."""
 _ALIGNMENT = 16  # what the widest dtype, complex128, needs
 
 
@@ -90,6 +93,12 @@ def layout(tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, str]) -> L
         position = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    # What no load would read must not be taken for saved.
+    if 8 + len(text) > _LONGEST_HEADER or is_more_than(MOST, text.decode()):
+        raise CannotStore(
+            f"{len(ordered):,} tensors are more than one file can describe.",
+            fix="keep what is many in fewer, larger tensors. Nothing was written.",
+        )
     start = 8 + len(text)
     slots = tuple(Slot(n, kind, shape, start + begin, start + end) for n, kind, shape, begin, end in places)
     return Layout(struct.pack("<Q", len(text)) + text, slots, start + position)
@@ -120,6 +129,8 @@ def header_size(start: bytes | memoryview, size: int) -> int:
     """Return where the data of a file of `size` bytes begins, by its first eight."""
     if len(start) < 8 or size < (length := 8 + int.from_bytes(start[:8], "little")):
         raise ValueError("the header is longer than the file")
+    if length > _LONGEST_HEADER:
+        raise ValueError(f"the header has {length:,} bytes; at most {_LONGEST_HEADER:,} are read")
     return length
 
 

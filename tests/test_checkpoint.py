@@ -248,7 +248,8 @@ def test_a_full_disk_is_named_with_how_to_make_room(
         _commit(tmp_path)
 
     assert os.strerror(error) in caught.value.problem
-    assert caught.value.fix.startswith(f"make room on the disk of {tmp_path} ")
+    where = "within the quota" if error == errno.EDQUOT else "on the disk"
+    assert caught.value.fix.startswith(f"make room {where} of {tmp_path} ")
     assert _names(tmp_path) == []
 
 

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from resumable import CannotRead, CheckpointDamaged, SaveFailed, disk
+from resumable import CannotRead, CheckpointDamaged, ResumableWarning, Run, RunState, SaveFailed, disk
 
 
 def _content(folder: Path) -> list[str]:
@@ -317,12 +318,24 @@ def test_a_file_in_a_subfolder_is_read(tmp_path: Path) -> None:
     assert disk.read_small(tmp_path, "ranks/file") == b"content"
 
 
-def test_a_run_folder_that_is_a_link_is_followed(tmp_path: Path) -> None:
-    (tmp_path / "scratch").mkdir()
-    (tmp_path / "scratch" / "file").write_bytes(b"content")
-    (tmp_path / "exp").symlink_to("scratch")
+def test_a_folder_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "scratch" / "ranks").mkdir(parents=True)
+    (tmp_path / "scratch" / "ranks" / "file").write_bytes(b"content")
+    (tmp_path / "folder").symlink_to("scratch")
 
-    assert disk.read_small(tmp_path / "exp", "file") == b"content"
+    for name in ("file", "ranks/file"):
+        with pytest.raises(CheckpointDamaged, match=f"{name} cannot be read: Not a directory"):
+            disk.read_small(tmp_path / "folder", name)
+
+
+def test_a_system_that_opens_nothing_in_a_folder_opens_by_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "supports_dir_fd", {*os.supports_dir_fd} - {os.open})
+    (tmp_path / "ranks").mkdir()
+    (tmp_path / "ranks" / "file").write_bytes(b"content")
+
+    assert disk.read_small(tmp_path, "ranks/file") == b"content"
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_damaged(
@@ -363,3 +376,72 @@ def test_what_is_not_the_files_fault_is_not_called_damage(
         CannotRead, match=rf"file cannot be read: {os.strerror(number)}\.\n.*nothing says that"
     ):
         disk.read_small(tmp_path, "file")
+
+
+def test_the_names_that_lead_to_a_folder_are_flushed_but_not_those_of_other_disks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder := tmp_path / "mount" / "runs" / "exp").mkdir(parents=True)
+    found = os.stat
+
+    def mounted(path: Any, *args: Any, **kwargs: Any) -> Any:
+        is_outside = isinstance(path, Path) and path == tmp_path
+        return found("/proc" if is_outside else path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "stat", mounted)
+    calls = _record(monkeypatch, "fsync")
+
+    disk.flush_names(folder)
+
+    assert calls == ["fsync exp", "fsync runs", "fsync mount"]
+
+
+def test_a_folder_above_that_may_not_be_looked_into_is_no_reason_not_to_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder := tmp_path / "runs" / "exp").mkdir(parents=True)
+    opened = os.open
+
+    def refusing(path: Any, *args: Any, **kwargs: Any) -> int:
+        if path != folder:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return opened(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", refusing)
+
+    disk.flush_names(folder)
+
+
+@pytest.mark.proves("durable")
+def test_of_a_run_behind_a_link_the_names_that_lead_to_it_are_flushed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere" / "runs" / "exp").mkdir(parents=True)
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "runs").symlink_to(tmp_path / "elsewhere" / "runs")
+    calls = _record(monkeypatch, "fsync")
+
+    disk.flush_names(tmp_path / "home" / "runs" / "exp")
+
+    assert calls[:3] == ["fsync exp", "fsync runs", "fsync elsewhere"]
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP], ids=errno.errorcode.get)
+def test_a_file_system_that_cannot_flush_folders_is_used_and_told_of(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    flush = os.fsync
+
+    def refusing(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(code, os.strerror(code))
+        flush(fd)
+
+    monkeypatch.setattr(os, "fsync", refusing)
+    with pytest.warns(ResumableWarning, match="of .* cannot flush folders: a power cut may take") as told:
+        state = RunState.load(run_dir, model=torch.nn.Linear(1, 1))
+    with state:
+        state.save().wait()
+
+    assert len(told) == 1
+    Run(run_dir).open(1).verify()

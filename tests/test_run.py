@@ -435,6 +435,14 @@ def test_a_change_of_the_count_in_the_same_tick_is_seen(run: Run, monkeypatch: p
     assert run.numbers() == [2, 3, 4]
 
 
+def test_a_run_that_is_a_link_to_a_folder_elsewhere_is_that_run(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "here").symlink_to(run.path)
+    linked = Run(tmp_path / "here")
+
+    assert _choose(linked, "auto") == _choose(run, "auto") == (3, b"weights 3")
+    assert linked.identity() == linked.identity() == run.identity()
+
+
 def test_a_listing_that_is_stale_leads_through_no_link(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -595,6 +603,7 @@ DAMAGES: Mapping[str, Callable[[Path], object]] = {
 NAMES = ("model.safetensors", "ranks/00000.json", "manifest.json")
 
 
+@pytest.mark.proves("noticed")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_damage_is_named_and_the_newest_intact_one_is_used(
@@ -612,6 +621,7 @@ def test_damage_is_named_and_the_newest_intact_one_is_used(
     assert _choose(run, 2) == (2, b"weights 2")
 
 
+@pytest.mark.proves("noticed")
 @pytest.mark.parametrize("name", NAMES)
 def test_each_flipped_bit_and_each_missing_end_of_a_file_is_found(run: Run, name: str) -> None:
     path = run.open(3).path / name
@@ -627,6 +637,7 @@ def test_each_flipped_bit_and_each_missing_end_of_a_file_is_found(run: Run, name
     assert _choose(run, "auto") == (3, b"weights 3")
 
 
+@pytest.mark.proves("noticed")
 def test_a_file_of_another_checkpoint_is_damage_in_both(run: Run) -> None:
     _swap(run.open(3).path / "model.safetensors")
 
@@ -657,6 +668,7 @@ def test_every_checkpoint_that_is_skipped_is_named(run: Run) -> None:
     assert len(warned) == 2
 
 
+@pytest.mark.proves("noticed")
 @pytest.mark.parametrize("which", ["auto", "must"])
 def test_a_run_of_only_damaged_checkpoints_is_an_error_and_no_fresh_start(run: Run, which: str) -> None:
     _break(run, 1, 2, 3)
@@ -664,7 +676,8 @@ def test_a_run_of_only_damaged_checkpoints_is_an_error_and_no_fresh_start(run: R
     with (
         pytest.warns(ResumableWarning),
         pytest.raises(
-            CheckpointDamaged, match=r"none of the 3 checkpoints in .* is intact.\nFix: look at them"
+            CheckpointDamaged,
+            match=r"none of the 3 checkpoints in .* is intact\. Of the last .*\nFix: look at them",
         ),
     ):
         _choose(run, which)
@@ -921,6 +934,7 @@ def _left(run: Run, keep: int | None, *protect: int | None) -> list[int]:
     return run.numbers()
 
 
+@pytest.mark.proves("durable")
 def test_the_newest_and_the_protected_stay_and_are_intact(run: Run) -> None:
     assert _left(run, None) == [1, 2, 3]
     assert _left(run, 3) == [1, 2, 3]

@@ -242,7 +242,7 @@ def test_a_header_whose_size_is_cut_off_has_none(length: int) -> None:
         tensorfile.header_size(bytes(8)[:length], 100)
 
 
-@pytest.mark.parametrize(("claimed", "size"), [(93, 100), (2**64 - 1, 100), (1, 8), (2**63, 2**62)])
+@pytest.mark.parametrize(("claimed", "size"), [(93, 100), (2**64 - 1, 100), (1, 8), (2**63, 2**26)])
 def test_a_header_is_never_larger_than_its_file(claimed: int, size: int) -> None:
     with pytest.raises(ValueError, match="the header is longer than the file"):
         tensorfile.header_size(struct.pack("<Q", claimed) + b"{}", size)
