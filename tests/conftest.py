@@ -5,10 +5,13 @@ from __future__ import annotations
 import random
 import signal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import proofs
 import pytest
 import torch
+from proofs import nightly, tally  # noqa: F401 (pytest finds fixtures here)
 from servers import place, proxied_s3, s3, sftp  # noqa: F401 (pytest finds fixtures here)
 
 torch.set_num_threads(1)
@@ -28,3 +31,15 @@ def _seeded() -> None:
 def run_dir(tmp_path: Path) -> Path:
     """A run directory that does not exist yet."""
     return tmp_path / "runs" / "exp"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--nightly", action="store_true", help="count ten to a hundred times as far")
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    reports = (one for kind in ("passed", "failed") for one in terminalreporter.stats.get(kind, ()))
+    if told := [*proofs.lines(reports)]:
+        terminalreporter.section("counted")
+        for line in told:
+            terminalreporter.write_line(line)

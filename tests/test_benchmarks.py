@@ -33,7 +33,7 @@ def test_the_table_names_every_contender_and_every_goal(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-@pytest.mark.heavy
+@pytest.mark.nightly
 def test_the_table_of_several_processes_has_every_figure_and_no_failure(tmp_path: Path) -> None:
     tiny = ["--quick", "--rounds", "1", "--many", "10", "--width", "64", "--wide", "64"]
     done = subprocess.run(

@@ -92,6 +92,7 @@ def train(rank: int, run_dir: Path, whom: int | None, step: int, is_group: bool,
     return [p.sum().item() for p in model.parameters()], torch.rand(1).item(), state.step
 
 
+@pytest.mark.proves("in good order")
 @pytest.mark.parametrize(
     ("size", "whom", "is_group"),
     [
@@ -131,6 +132,7 @@ def test_saves_by_count_and_by_time_are_made_by_all(tmp_path: Path) -> None:
         assert found.about.world_size == 2
 
 
+@pytest.mark.proves("never a hang")
 def test_a_rank_that_does_not_come_to_the_place_is_named(tmp_path: Path) -> None:
     ended = processes.run(2, leave_alone, folder=tmp_path, limit=30)
 

@@ -61,6 +61,7 @@ def _message(run_dir: Path, **parts: Any) -> str:
     return str(caught.value)
 
 
+@pytest.mark.proves("never a silent change")
 def test_all_that_does_not_fit_is_named_at_once_with_shapes(run_dir: Path) -> None:
     model: Any = Net()
     model.tied = nn.Linear(3, 3)
@@ -396,6 +397,7 @@ def _settings(parts: dict[str, Any]) -> list[Any]:
     return [*found, inner[0]["step_size"], inner[1]["gamma"], parts["scaler"].get_scale()]
 
 
+@pytest.mark.proves("never a silent change")
 def test_every_setting_that_changed_is_named_once_and_the_checkpoint_wins(run_dir: Path) -> None:
     with RunState.load(run_dir, **_all()) as state:
         state.save()
@@ -520,6 +522,7 @@ def _look(parts: dict[str, Any]) -> str:
     return repr(seen)
 
 
+@pytest.mark.proves("all or nothing")
 @pytest.mark.filterwarnings("ignore:(?s).* has changed since .*scaler.scale")
 @pytest.mark.parametrize("place", ["model", "optimizer", "scheduler", "scaler", "first", "last"])
 @pytest.mark.parametrize("error", [ValueError("not this"), KeyboardInterrupt()])

@@ -225,6 +225,7 @@ def leg(run_dir: Path, **settings: Any) -> list[str]:
     return [str(w.message) for w in caught if w.category is ResumableWarning]
 
 
+@pytest.mark.proves("never a silent change")
 def test_one_warning_names_everything_and_the_next_resume_tells_only_what_still_differs(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -420,7 +420,7 @@ def test_a_run_goes_on_with_a_remote_that_is_gone_and_the_next_start_pushes_it(
     assert there(place) == verified(tmp_path / "run") == [1, 2]
 
 
-@pytest.mark.heavy
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_an_empty_run_waits_a_minute_for_a_remote_that_is_gone(proxied_s3: ProxiedS3, tmp_path: Path) -> None:
     proxied_s3.proxy.close()

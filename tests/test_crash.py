@@ -7,7 +7,6 @@ import fcntl
 import itertools
 import mmap
 import os
-import re
 import shutil
 import signal
 import traceback
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
+from tiny import DEBRIS, Training, assert_all_verify, assert_goes_on, debris, load, save_next
 
 from resumable import ResumableWarning, RunState, SaveFailed, blocks, environment
 from resumable.blocks import Way
@@ -40,16 +39,21 @@ CALLS = (
 )
 """Everything through which the library changes a disk."""
 
-DEBRIS = re.compile(r"(\..*)-[0-9a-f]{8}")
 HARMLESS = ("link", "posix_fadvise")
 """What a save can do without."""
 
 
 def _only_reads(name: str, args: Sequence[Any]) -> bool:
     if name == "open":
-        return not args[1] & (os.O_CREAT | os.O_DIRECTORY)
+        return _is_for_reading(args[1], os.O_CREAT)
     # (of what was only read, nothing can be lost)
-    return name == "close" and not fcntl.fcntl(args[0], fcntl.F_GETFL) & (os.O_RDWR | os.O_DIRECTORY)
+    return name == "close" and _is_for_reading(fcntl.fcntl(args[0], fcntl.F_GETFL), os.O_RDWR)
+
+
+def _is_for_reading(flags: int, writes: int) -> bool:
+    # (a folder whose names are to be flushed may be a link, one whose files are to be read may not)
+    is_flushed = flags & os.O_DIRECTORY and not flags & os.O_NOFOLLOW
+    return not (flags & writes or is_flushed)
 
 
 def _set(patch: pytest.MonkeyPatch, name: str, call: Callable[..., Any]) -> None:
@@ -69,74 +73,11 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "_WRITERS", 1)
 
 
-class Model(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = torch.nn.Linear(3, 350).requires_grad_(False)
-        self.head = torch.nn.Linear(350, 2)
-
-    def forward(self, batch: torch.Tensor) -> Any:
-        return self.head(self.body(batch))
-
-
-class Training(NamedTuple):
-    model: Model
-    optimizer: torch.optim.SGD
-    seen: list[float]
-
-    def step(self) -> None:
-        loss = self.model(torch.randn(4, 3)).square().mean()
-        self.optimizer.zero_grad()
-        loss.backward()
-        self.optimizer.step()
-        self.seen.append(loss.item())
-
-    def digest(self) -> bytes:
-        momenta = [state["momentum_buffer"] for state in self.optimizer.state.values()]
-        tensors = [*self.model.state_dict().values(), *momenta, torch.get_rng_state()]
-        return b"".join(t.numpy().tobytes() for t in tensors) + repr(self.seen).encode()
-
-
-def _fresh() -> Training:
-    torch.manual_seed(0)
-    model = Model()
-    return Training(model, torch.optim.SGD(model.head.parameters(), lr=0.01, momentum=0.9), [])
-
-
-@pytest.fixture(scope="module")
-def uninterrupted() -> list[bytes]:
-    """What the training is after so many steps, in a loop that knows nothing of this library."""
-    training = _fresh()
-    digests = [training.digest()]
-    for _ in range(8):
-        training.step()
-        digests.append(training.digest())
-    return digests
-
-
-def _load(run_dir: Path) -> tuple[Training, RunState]:
-    training = _fresh()
-    state = RunState.load(
-        run_dir,
-        model=training.model,
-        optimizer=training.optimizer,
-        extra={"seen": training.seen},
-        minimize="loss",
-        keep=1,
-    )
-    return training, state
-
-
-def _save_next(training: Training, state: RunState, loss: float) -> None:
-    for _ in state.steps(state.step + 1):
-        training.step()
-        state.save(loss=loss).wait()
-
-
 class Wire:
     """Tells the parent about every disk call of this process before it is made, and dies at the n-th."""
 
-    def __init__(self, pipe: int, die_at: int | None, torn: bool) -> None:
+    def __init__(self, pipe: int, inside: Path, die_at: int | None, torn: bool) -> None:
+        self._inside = inside
         self._pipe, self._die_at, self._torn, self._count = pipe, die_at, torn, itertools.count(1)
         self.is_tapped = False
         self._write = os.write
@@ -146,12 +87,24 @@ class Wire:
     def tell(self, line: str) -> None:
         self._write(self._pipe, f"{line}\n".encode())
 
+    def _is_elsewhere(self, what: Any) -> bool:
+        # (torch makes folders for itself)
+        path = Path(what) if isinstance(what, (str, Path)) else self._inside
+        return path.is_absolute() and not (
+            path.is_relative_to(self._inside) or self._inside.is_relative_to(path)
+        )
+
+    def _name(self, path: Path) -> str:
+        # (what is above the run has another name in each copy)
+        is_above = path.is_absolute() and not path.is_relative_to(self._inside)
+        return "above" if is_above else DEBRIS.sub(r"\1", path.name)
+
     def _tap(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def tapped(*args: Any, **kwargs: Any) -> Any:
-            if not self.is_tapped or _only_reads(name, args):
+            if not self.is_tapped or _only_reads(name, args) or self._is_elsewhere(args[0]):
                 return call(*args, **kwargs)
             number = next(self._count)
-            target = "" if isinstance(args[0], int) else DEBRIS.sub(r"\1", Path(args[0]).name)
+            target = "" if isinstance(args[0], int) else self._name(Path(args[0]))
             self.tell(f"{name} {target}")
             if number == self._die_at:
                 if self._torn:
@@ -181,9 +134,9 @@ def _prepare(tmp_path: Path, steps: int) -> Path:
     """Return a folder with the run "exp", which has made so many steps and starts."""
     (folder := tmp_path / "runs").mkdir()
     for loss in (1.0, 5.0, 7.0)[:steps]:
-        training, state = _load(folder / "exp")
+        training, state = load(folder / "exp")
         with state:
-            _save_next(training, state, loss)
+            save_next(training, state, loss)
     return folder
 
 
@@ -215,7 +168,7 @@ def _save_in_child(
         child = os.fork()
     if child == 0:
         try:
-            _child(run_dir, scenario, Wire(writer, die_at, torn))
+            _child(run_dir, scenario, Wire(writer, run_dir.parent, die_at, torn))
             os._exit(0)
         except BaseException:
             traceback.print_exc()
@@ -232,43 +185,18 @@ def _save_in_child(
 
 def _child(run_dir: Path, scenario: Scenario, wire: Wire) -> None:
     wire.is_tapped = "load" in scenario.tapped
-    training, state = _load(run_dir)
+    training, state = load(run_dir)
     state._saving._way = scenario.way
     wire.is_tapped = "try" in scenario.tapped
     if wire.is_tapped:
         blocks.fastest_way(run_dir, memoryview(mmap.mmap(-1, 5000)))
     wire.is_tapped = "save" in scenario.tapped
-    _save_next(training, state, scenario.loss)
+    save_next(training, state, scenario.loss)
     wire.tell("acknowledged")
     state.close()
 
 
-def _assert_goes_on(run_dir: Path, step: int, uninterrupted: list[bytes]) -> None:
-    """Resume twice in a row, each time from the newest state there is, and verify all of the run."""
-    for done in (step, step + 1):
-        training, state = _load(run_dir)
-        with state:
-            assert (state.step, training.digest()) == (done, uninterrupted[done])
-            assert _debris(run_dir) == []
-            _assert_all_verify(state)
-            _save_next(training, state, 3.0)
-            assert training.digest() == uninterrupted[done + 1]
-    _assert_all_verify(state)
-
-
-def _assert_all_verify(state: RunState) -> None:
-    for number in state.run.numbers():
-        state.run.open(number).verify()
-
-
-def _debris(run_dir: Path) -> list[Path]:
-    found = [*run_dir.glob("*"), *run_dir.glob("checkpoints/*")]
-    return sorted(path for path in found if DEBRIS.fullmatch(path.name))
-
-
-def _kill_at_every_call(
-    folder: Path, scenario: Scenario, uninterrupted: list[bytes]
-) -> Iterator[tuple[Outcome, Path]]:
+def _kill_at_every_call(folder: Path, scenario: Scenario) -> Iterator[tuple[Outcome, Path]]:
     """Yield what each kill leaves of the run in `folder`, which then has to go on."""
     whole = _copy(folder, "whole")
     clean = _save_in_child(whole, scenario)
@@ -280,11 +208,12 @@ def _kill_at_every_call(
             assert outcome.calls == clean.calls[:number]
             assert outcome.committed or not outcome.acknowledged
             yield outcome, run_dir
-            _assert_goes_on(run_dir, scenario.steps + outcome.committed, uninterrupted)
+            assert_goes_on(run_dir, scenario.steps + outcome.committed)
     assert clean.acknowledged
-    _assert_goes_on(whole, scenario.steps + 1, uninterrupted)
+    assert_goes_on(whole, scenario.steps + 1)
 
 
+@pytest.mark.proves("durable")
 @pytest.mark.heavy
 @pytest.mark.parametrize(
     "scenario",
@@ -292,11 +221,11 @@ def _kill_at_every_call(
     ids=["first", "new-best", "old-best-stays-direct"],
 )
 def test_a_kill_at_any_disk_call_of_a_save_leaves_the_newest_committed_state(
-    tmp_path: Path, scenario: Scenario, uninterrupted: list[bytes]
+    tmp_path: Path, scenario: Scenario
 ) -> None:
     folder = _prepare(tmp_path, scenario.steps)
 
-    outcomes = [outcome for outcome, _ in _kill_at_every_call(folder, scenario, uninterrupted)]
+    outcomes = [outcome for outcome, _ in _kill_at_every_call(folder, scenario)]
 
     assert {outcome.committed for outcome in outcomes} == {False, True}
     assert {outcome.acknowledged for outcome in outcomes} == {False, True}
@@ -305,8 +234,9 @@ def test_a_kill_at_any_disk_call_of_a_save_leaves_the_newest_committed_state(
     assert ("link" in made) == (scenario.steps > 0)
 
 
+@pytest.mark.proves("durable")
 def test_a_kill_while_threads_write_leaves_the_newest_committed_state(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterrupted: list[bytes]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blocks, "_WRITERS", 3)
     monkeypatch.setattr(blocks, "BLOCK", 512)
@@ -319,17 +249,17 @@ def test_a_kill_while_threads_write_leaves_the_newest_committed_state(
         run_dir = _copy(folder, f"killed-{number}")
         outcome = _save_in_child(run_dir, scenario, number)
         assert outcome.was_killed
-        _assert_goes_on(run_dir, 1 + outcome.committed, uninterrupted)
+        assert_goes_on(run_dir, 1 + outcome.committed)
 
 
 @pytest.mark.heavy
 def test_a_kill_while_the_disk_is_tried_leaves_a_run_that_the_next_start_tidies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterrupted: list[bytes]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blocks, "_WAYS", ("direct",))
     folder = _prepare(tmp_path, TRYING.steps)
 
-    outcomes = [outcome for outcome, _ in _kill_at_every_call(folder, TRYING, uninterrupted)]
+    outcomes = [outcome for outcome, _ in _kill_at_every_call(folder, TRYING)]
 
     assert {call for call in outcomes[-1].calls if call.endswith(".probe")} == {
         "open .probe",
@@ -337,14 +267,13 @@ def test_a_kill_while_the_disk_is_tried_leaves_a_run_that_the_next_start_tidies(
     }
 
 
+@pytest.mark.proves("durable")
 @pytest.mark.heavy
-def test_a_kill_while_a_start_removes_debris_leaves_a_run_that_the_next_start_tidies(
-    tmp_path: Path, uninterrupted: list[bytes]
-) -> None:
+def test_a_kill_while_a_start_removes_debris_leaves_a_run_that_the_next_start_tidies(tmp_path: Path) -> None:
     folder = _prepare(tmp_path, CLEANING.steps)
     _litter(folder)
 
-    outcomes = [outcome for outcome, _ in _kill_at_every_call(folder, CLEANING, uninterrupted)]
+    outcomes = [outcome for outcome, _ in _kill_at_every_call(folder, CLEANING)]
 
     removed = {call for call in outcomes[-1].calls if call.startswith(("unlink .", "rmdir ."))}
     assert removed == {"rmdir .stage-000003", "rmdir .trash-000001", "unlink .newest", "unlink .best"}
@@ -356,7 +285,7 @@ def _litter(folder: Path) -> None:
     for call in ("rename .stage-000003", "replace .newest", "replace .best", "rmdir ranks"):
         killed = _copy(folder, call)
         _save_in_child(killed, NEW_BEST, calls.index(call) + 1)
-        for path in _debris(killed):
+        for path in debris(killed):
             path.rename(folder / "exp" / path.relative_to(killed))
 
 
@@ -381,30 +310,31 @@ def _told(training: Training, state: RunState) -> str:
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:
-            _save_next(training, state, 0.5)
+            save_next(training, state, 0.5)
         except SaveFailed:
             return "raised"
     assert all(issubclass(warning.category, ResumableWarning) for warning in warned)
     return "warned" if warned else "fine"
 
 
+@pytest.mark.proves("durable")
 @pytest.mark.parametrize("name", [name for name in CALLS if name not in ("ftruncate", *HARMLESS)])
 def test_a_disk_call_that_fails_is_told_and_harms_no_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterrupted: list[bytes], name: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     folder = _prepare(tmp_path, 2)
     told = []
     while "fine" not in told:
         run_dir = _copy(folder, f"failed-{len(told)}")
-        training, state = _load(run_dir)
+        training, state = load(run_dir)
         with monkeypatch.context() as patch:
             failed = _fail(patch, name, len(told) + 1)
             told.append(_told(training, state))
         assert (told[-1] == "fine") == (not failed)
-        _assert_all_verify(state)
-        _save_next(training, state, 0.1)
+        assert_all_verify(state.run)
+        save_next(training, state, 0.1)
         state.close()
-        _assert_goes_on(run_dir, 4, uninterrupted)
+        assert_goes_on(run_dir, 4)
     assert len(told) > 1
     # Until the checkpoint is durable it is an error, and only from then on a warning.
     assert told == sorted(told, key=["raised", "warned", "fine"].index)
@@ -412,30 +342,30 @@ def test_a_disk_call_that_fails_is_told_and_harms_no_checkpoint(
 
 @pytest.mark.parametrize("name", HARMLESS)
 def test_a_disk_call_that_a_save_can_do_without_fails_and_nothing_is_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterrupted: list[bytes], name: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     folder = _prepare(tmp_path, 2)
     for number in itertools.count(1):
         run_dir = _copy(folder, f"failed-{number}")
-        training, state = _load(run_dir)
+        training, state = load(run_dir)
         with monkeypatch.context() as patch:
             failed = _fail(patch, name, number)
             assert _told(training, state) == "fine"
         state.close()
-        _assert_goes_on(run_dir, 3, uninterrupted)
+        assert_goes_on(run_dir, 3)
         if not failed:
             break
     assert number > 1
 
 
 def test_what_is_not_trained_is_one_file_in_all_checkpoints_and_pruning_leaves_it_whole(
-    tmp_path: Path, uninterrupted: list[bytes]
+    tmp_path: Path,
 ) -> None:
     folder = _prepare(tmp_path, 2) / "exp"
     (newest, best) = sorted((folder / "checkpoints").glob("*/model-frozen.safetensors"))
     assert newest.stat().st_ino == best.stat().st_ino
 
-    _assert_goes_on(folder, 2, uninterrupted)
+    assert_goes_on(folder, 2)
 
     assert not newest.exists() or not best.exists()
     assert len({path.stat().st_ino for path in (folder / "checkpoints").glob("*/model-frozen*")}) == 1
@@ -446,7 +376,7 @@ def _told_of_start(run_dir: Path) -> str:
         # (a training does not need its history)
         warnings.filterwarnings("ignore", r".*history\.jsonl cannot be written", ResumableWarning)
         try:
-            _load(run_dir)[1].close()
+            load(run_dir)[1].close()
         except SaveFailed as error:
             return error.problem.partition(": '")[0].rstrip(".")
     return ""
@@ -454,7 +384,7 @@ def _told_of_start(run_dir: Path) -> str:
 
 @pytest.mark.parametrize("name", ["open", "write", "fsync", "close", "mkdir", "replace", "ftruncate"])
 def test_a_disk_call_that_fails_at_a_start_leaves_nothing_in_the_way_of_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterrupted: list[bytes], name: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     failed: list[Any] = [None]
     for number in itertools.count(1):
@@ -463,7 +393,7 @@ def test_a_disk_call_that_fails_at_a_start_leaves_nothing_in_the_way_of_the_next
             failed = _fail(patch, name, number)
             told = _told_of_start(run_dir)
         assert told in ("", f"{run_dir} cannot be written: [Errno 28] No space left on device")
-        _assert_goes_on(run_dir, 0, uninterrupted)
+        assert_goes_on(run_dir, 0)
         if not failed:
             break
     assert number > 1
@@ -473,7 +403,7 @@ def test_a_disk_call_that_fails_at_a_start_leaves_nothing_in_the_way_of_the_next
 def test_a_save_that_failed_is_raised_once_by_the_next_call(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, next_call: Callable[[RunState], object]
 ) -> None:
-    _, state = _load(run_dir)
+    _, state = load(run_dir)
     with monkeypatch.context() as patch:
         failed = _fail(patch, "rename", 1, errno.EIO)
         state.save()
@@ -481,13 +411,14 @@ def test_a_save_that_failed_is_raised_once_by_the_next_call(
             next_call(state)
     assert failed
     state.close()
-    _assert_all_verify(_load(run_dir)[1])
+    assert_all_verify(load(run_dir)[1].run)
 
 
+@pytest.mark.proves("durable")
 def test_a_file_whose_flush_failed_is_given_up_and_never_flushed_again(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    training, state = _load(run_dir)
+    training, state = load(run_dir)
     opened: dict[int, str] = {}
     flushed: list[str] = []
     real_open, real_fsync = os.open, os.fsync
@@ -509,11 +440,37 @@ def test_a_file_whose_flush_failed_is_given_up_and_never_flushed_again(
     monkeypatch.setattr(os, "fsync", failing_fsync)
     for _ in range(2):
         with pytest.raises(SaveFailed):
-            _save_next(training, state, 1.0)
-    _save_next(training, state, 1.0)
+            save_next(training, state, 1.0)
+    save_next(training, state, 1.0)
     state.close()
 
     assert len(set(failed)) == 2
     assert [flushed.count(path) for path in failed] == [1, 1]
     assert not any(os.path.lexists(path) for path in failed)
-    _assert_all_verify(_load(run_dir)[1])
+    assert_all_verify(load(run_dir)[1].run)
+
+
+def test_what_cannot_be_tidied_after_a_save_does_not_fail_it(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename = os.rename
+
+    def refusing(*_: Any) -> Any:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    training, state = load(run_dir)
+    with state, monkeypatch.context() as patch:
+
+        def renaming(stage: Path, target: Path) -> None:
+            rename(stage, target)
+            # So that the folder has to be looked at again.
+            (target.parent / "of-somebody").mkdir()
+            patch.setattr(os, "scandir", refusing)
+
+        save_next(training, state, 5.0)
+        patch.setattr(os, "rename", renaming)
+        with pytest.warns(ResumableWarning, match="nothing was pruned: .*checkpoints cannot be read: Input/"):
+            save_next(training, state, 1.0)
+
+    assert state.run.numbers() == [1, 2]
+    assert_all_verify(state.run)

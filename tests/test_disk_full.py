@@ -126,6 +126,7 @@ def _goes_on(disk: Disk, training: Training, keep: int) -> None:
     assert all(map(torch.equal, ours, _uninterrupted(disk.path.parent / "other", 10)))
 
 
+@pytest.mark.proves("durable")
 @pytest.mark.parametrize("keep", [1, 2])
 @pytest.mark.parametrize("share", [0, 0.1, 0.4, 0.8, 0.97, 0.99, 0.995])
 def test_a_full_disk_costs_the_save_but_not_those_before_it_nor_the_training(
@@ -147,6 +148,7 @@ def test_a_full_disk_costs_the_save_but_not_those_before_it_nor_the_training(
     _goes_on(disk, training, keep)
 
 
+@pytest.mark.proves("durable")
 @pytest.mark.parametrize("keep", [1, 2])
 @pytest.mark.parametrize("names", range(9))
 def test_a_disk_that_takes_no_more_files_does_too(disk: Disk, keep: int, names: int) -> None:

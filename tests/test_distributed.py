@@ -123,6 +123,7 @@ def values(found: list[processes.Ended]) -> list[Any]:
     return [one.value for one in found]
 
 
+@pytest.mark.proves("exact")
 @pytest.mark.parametrize(
     ("size", "stops", "options"),
     [
@@ -207,6 +208,7 @@ def diverged(rank: int, run_dir: Path, whose: str, keywords: dict[str, Any]) -> 
     return state.step
 
 
+@pytest.mark.proves("never a silent change")
 def test_a_tensor_that_has_diverged_is_named(tmp_path: Path) -> None:
     keywords = {"check_replicas": True}
 

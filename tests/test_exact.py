@@ -235,6 +235,7 @@ def chain(run_dir: Path, make: Make, batches: int, *, each_twice: bool = False) 
     raise AssertionError("not reached")
 
 
+@pytest.mark.proves("exact")
 # (it keeps nothing of what it draws)
 @pytest.mark.filterwarnings("ignore:Stream and the training draw from the same generators")
 @pytest.mark.parametrize("name", LOADERS)
@@ -252,6 +253,7 @@ def test_a_training_in_longer_legs_is_the_plain_one(run_dir: Path, name: str, ba
     assert stopped.outcome() == never_stopped(LOADERS[name]).outcome()
 
 
+@pytest.mark.proves("exact")
 @pytest.mark.parametrize("name", ["shuffle", "shuffle by a generator", "a dataset with generators"])
 def test_a_checkpoint_that_is_resumed_twice_gives_the_plain_training(run_dir: Path, name: str) -> None:
     stopped = chain(run_dir, LOADERS[name], batches=2, each_twice=True)
@@ -273,6 +275,7 @@ def epoch_leg(run_dir: Path, seed: int, make: Make) -> Training | None:
     return training
 
 
+@pytest.mark.proves("exact")
 @pytest.mark.parametrize("name", LOADERS)
 def test_a_training_stopped_at_every_epochs_end_is_the_plain_one(run_dir: Path, name: str) -> None:
     make = LOADERS[name]
@@ -282,6 +285,7 @@ def test_a_training_stopped_at_every_epochs_end_is_the_plain_one(run_dir: Path, 
     assert stopped.outcome() == never_stopped(make).outcome()
 
 
+@pytest.mark.proves("transparent")
 def test_a_training_that_never_stops_is_the_plain_one_whether_it_saves_or_not(tmp_path: Path) -> None:
     make = LOADERS["a generator shared with the dataset"]
     outcomes = []
@@ -513,6 +517,7 @@ def test_samples_that_were_trained_before_the_stop_are_not_loaded_again(run_dir:
     assert len(training.loader.dataset.asked) == len(batch[1]) == 3  # type: ignore[union-attr]
 
 
+@pytest.mark.proves("exact")
 @pytest.mark.heavy
 def test_separate_interpreters_with_other_hash_seeds_give_the_plain_training(run_dir: Path) -> None:
     for seed in range(2):

@@ -637,6 +637,7 @@ def reference(name: str, workers: int, persists: bool = False) -> Seen:
     return set_up(name, workers, persists).uninterrupted()
 
 
+@pytest.mark.proves("transparent")
 @pytest.mark.parametrize(("name", "workers", "persists"), CASES)
 def test_batches_gives_what_the_loader_itself_gives(
     run_dir: Path, name: str, workers: int, persists: bool
@@ -646,6 +647,7 @@ def test_batches_gives_what_the_loader_itself_gives(
     assert seen == reference(name, workers, persists)
 
 
+@pytest.mark.proves("exact")
 @pytest.mark.parametrize(("name", "workers", "persists"), CASES)
 def test_a_training_that_is_stopped_again_and_again_is_the_one_that_never_was(
     run_dir: Path, name: str, workers: int, persists: bool
@@ -657,6 +659,7 @@ def test_a_training_that_is_stopped_again_and_again_is_the_one_that_never_was(
     assert seen == expected
 
 
+@pytest.mark.proves("exact")
 @pytest.mark.heavy
 @pytest.mark.parametrize("persists", [False, True])
 @pytest.mark.parametrize(
@@ -840,6 +843,7 @@ def test_another_number_of_workers_is_a_mismatch_for_a_stream_in_mid_epoch(
     assert seen + two.leg(run_dir, 2) == two.uninterrupted()
 
 
+@pytest.mark.proves("never a silent change")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(
     ("field", "change"),
@@ -1135,7 +1139,14 @@ def test_a_run_that_dies_of_a_killed_worker_goes_on_exactly(
 
 @pytest.mark.heavy
 @pytest.mark.parametrize(
-    "name", ["own", "numpy batches", "distributed", "stream", "stateful stream", "forkserver"]
+    "name",
+    [
+        *("own", "stream", "forkserver"),
+        *(
+            pytest.param(name, marks=pytest.mark.nightly)
+            for name in ("numpy batches", "distributed", "stateful stream")
+        ),
+    ],
 )
 def test_a_killed_training_leaves_no_worker_and_goes_on_in_another_interpreter(
     run_dir: Path, name: str

@@ -181,6 +181,7 @@ def _offsets(path: Path) -> list[int]:
 FILES = ("model.safetensors", "model-frozen.safetensors", "optimizer.safetensors", "extra.safetensors")
 
 
+@pytest.mark.proves("all or nothing")
 @pytest.mark.parametrize("file", [*FILES, "state.json", "ranks/00000.safetensors", "manifest.json"])
 def test_one_flipped_bit_anywhere_leaves_every_object_as_it_was(
     run_dir: Path, saved: list[Any], file: str
@@ -199,6 +200,7 @@ def test_one_flipped_bit_anywhere_leaves_every_object_as_it_was(
         assert live.look() == before, at
 
 
+@pytest.mark.proves("noticed")
 @pytest.mark.filterwarnings("ignore:.*is damaged")
 @pytest.mark.parametrize("file", [*FILES, "state.json", "ranks/00000.json"])
 def test_the_older_checkpoint_is_used_and_nothing_of_the_damaged_one_is_left(
@@ -330,6 +332,7 @@ def _flip_later(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     monkeypatch.setattr(lr_scheduler.StepLR, "load_state_dict", flip)
 
 
+@pytest.mark.proves("noticed")
 @pytest.mark.parametrize("file", ["model.safetensors", "model-frozen.safetensors", "optimizer.safetensors"])
 def test_a_file_that_changes_at_the_last_moment_is_noticed_and_the_error_says_what_is_left(
     run_dir: Path, saved: list[Any], monkeypatch: pytest.MonkeyPatch, file: str
@@ -405,6 +408,7 @@ CRUCIAL = {
 }
 
 
+@pytest.mark.proves("all or nothing")
 # (a file that was just opened is closed when nobody has it any more)
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("is_own", [False, True])
@@ -1174,6 +1178,7 @@ def _backward(model: Any) -> None:
     model(torch.ones(model[0].in_features)).sum().backward()
 
 
+@pytest.mark.proves("quiet")
 def test_a_load_makes_no_second_copy_of_the_state(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = _plain()
     with RunState.load(run_dir, model=model, optimizer=optimizer) as state:
@@ -1278,6 +1283,7 @@ ATTACKS: dict[str, bytes | tuple[bytes, int]] = {
 }
 
 
+@pytest.mark.proves("safe")
 @pytest.mark.parametrize("attack", ATTACKS)
 @pytest.mark.parametrize("file", ["model_dot_safetensors", "optimizer_dot_safetensors"])
 def test_a_file_that_lies_is_refused_and_takes_no_memory(

@@ -55,6 +55,7 @@ def _die(child: int) -> None:
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
 
 
+@pytest.mark.proves("durable")
 def test_a_lock_that_another_process_holds_is_refused_with_its_number_and_host(tmp_path: Path) -> None:
     (tmp_path / ".lock").write_text(f"process 1 on {'a-longer-host' * 9}")
     with forked(lambda: Lock(tmp_path / ".lock")) as (child, hear):
@@ -67,6 +68,7 @@ def test_a_lock_that_another_process_holds_is_refused_with_its_number_and_host(t
     Lock(tmp_path / ".lock").release()
 
 
+@pytest.mark.proves("durable")
 def test_a_lock_is_taken_over_at_once_from_a_process_that_was_killed(tmp_path: Path) -> None:
     with forked(lambda: Lock(tmp_path / ".lock")) as (child, hear):
         hear()

@@ -99,6 +99,7 @@ SLOW = [
 ]
 
 
+@pytest.mark.proves("never a hang")
 @pytest.mark.parametrize(("trouble", "whom", "kind", "said"), QUICK)
 def test_all_ranks_raise_the_same_error(
     tmp_path: Path, trouble: str, whom: int, kind: str, said: str
@@ -106,8 +107,9 @@ def test_all_ranks_raise_the_same_error(
     check(tmp_path, 2, trouble, whom, kind, said)
 
 
+@pytest.mark.proves("never a hang")
 @pytest.mark.heavy
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.nightly), 4])
 @pytest.mark.parametrize(("trouble", "whom", "kind", "said"), SLOW)
 def test_all_living_ranks_raise_the_same_error(
     tmp_path: Path, size: int, trouble: str, whom: int, kind: str, said: str

@@ -127,12 +127,20 @@ PLACES = [
 ]
 
 
+def _when(place: int, index: int) -> list[pytest.MarkDecorator]:
+    """One signal at each place is sent by every run, one more by CI: at each place another."""
+    if index == 0:
+        return []
+    return [pytest.mark.heavy] if index == 1 + place % 4 else [pytest.mark.nightly]
+
+
+@pytest.mark.proves("in good order")
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     ("where", "first", "second", "number", "is_group"),
     [
-        pytest.param(*place, number, is_group, marks=[pytest.mark.heavy] if index else [])
-        for place in PLACES
+        pytest.param(*place, number, is_group, marks=_when(at, index))
+        for at, place in enumerate(PLACES)
         for index, (number, is_group) in enumerate(
             [
                 (signal.SIGTERM, False),
@@ -163,6 +171,7 @@ def test_a_signal_ends_a_training_that_goes_on_bit_for_bit(
         found.verify()
 
 
+@pytest.mark.proves("in good order")
 def test_inside_an_accumulation_window_it_waits_for_the_end_of_the_window(tmp_path: Path) -> None:
     ended(tmp_path, tmp_path / "run", "window", 3, signal.SIGTERM, False)
 
@@ -202,6 +211,7 @@ def script(run_dir: Path, *names: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.proves("in good order")
 @pytest.mark.heavy
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
 def test_the_exit_code_says_which_signal_it_was_and_one_line_what_happened(run_dir: Path, name: str) -> None:

@@ -193,6 +193,7 @@ def test_two_that_the_remote_does_not_keep_do_not_take_each_others_place_for_eve
 # Nobody waits.
 
 
+@pytest.mark.proves("quiet")
 def test_a_save_does_not_wait_for_a_remote_that_takes_nothing(gated: dict[str, Any], tmp_path: Path) -> None:
     training = Training()
     state = training.load(tmp_path / "run", push_timeout=0.1, **gated)
@@ -300,6 +301,7 @@ def test_trouble_draws_nothing_from_the_generators_of_the_training(
     assert after == before
 
 
+@pytest.mark.proves("local first")
 def test_close_names_all_that_is_missing_and_the_command_that_pushes_it(
     gated: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -420,6 +422,7 @@ def preempted(rank: int, run_dir: Path, options: dict[str, Any]) -> None:
                 os.kill(os.getpid(), signal.SIGTERM)
 
 
+@pytest.mark.proves("local first")
 def test_a_training_that_is_told_to_leave_leaves_though_the_remote_is_gone(s3: S3, tmp_path: Path) -> None:
     saved(tmp_path / "run", [3.0])
     gone = {**s3.options(), "endpoint_url": "http://127.0.0.1:9"}

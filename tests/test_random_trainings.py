@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -84,6 +85,7 @@ def made(tree: Any) -> nn.Module:
     return LAYERS[tree]() if isinstance(tree, str) else nn.Sequential(*map(made, tree))
 
 
+@pytest.mark.proves("exact")
 @settings(max_examples=40, deadline=None)
 @given(
     modules, st.sampled_from(sorted(OPTIMIZERS)), st.sampled_from(sorted(SCHEDULES)), plain, st.integers(1, 4)

@@ -281,7 +281,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("spares_children", [True, False])
+@pytest.mark.parametrize("spares_children", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_a_slurm_job_requeues_itself_before_its_limit_until_the_training_is_done(
     tmp_path: Path, straight: Callable[[int], Path], spares_children: bool
 ) -> None:
@@ -315,7 +315,7 @@ def test_a_slurm_job_that_only_knows_its_limit_leaves_before_it(
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_a_slurm_job_whose_training_fails_does_not_come_back(tmp_path: Path, number: int) -> None:
     job = Slurm(tmp_path / "job", blocks("slurm.md", "bash")[number], 1)
 
@@ -333,7 +333,7 @@ def test_a_slurm_job_that_was_started_a_hundred_times_does_not_come_back(tmp_pat
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("spares_children", [True, False])
+@pytest.mark.parametrize("spares_children", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_a_slurm_job_of_torchrun_requeues_itself_too(
     tmp_path: Path, straight: Callable[[int], Path], spares_children: bool
 ) -> None:

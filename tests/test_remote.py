@@ -154,6 +154,7 @@ def test_what_is_complete_is_not_sent_again(run: Run, remote: Remote) -> None:
     assert sum(told) == found.about.size
 
 
+@pytest.mark.proves("local first")
 def test_a_push_that_ends_anywhere_leaves_nothing_half_visible_and_the_next_one_ends_it(
     run: Run, broken: Remote, proxied_s3: ProxiedS3
 ) -> None:

@@ -143,7 +143,10 @@ def forked(run_dir: Path, options: dict[str, Any], kill_after: float | None) -> 
     return time.perf_counter() - began, status
 
 
-@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.proves("local first")
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(1, SEEDS))]
+)
 def test_whenever_pushing_is_killed_what_is_listed_is_complete_and_the_next_start_finishes(
     shelf: Shelf, tmp_path: Path, seed: int
 ) -> None:
@@ -182,7 +185,8 @@ def test_whenever_pushing_is_killed_what_is_listed_is_complete_and_the_next_star
     assert shelf.verified()[-1] == newest[-1] + 1
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.proves("local first")
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_over_a_line_that_breaks_three_of_ten_requests_all_checkpoints_arrive(
     proxied_s3: ProxiedS3, shelf: Shelf, tmp_path: Path, seed: int
 ) -> None:
@@ -212,6 +216,7 @@ def _break(proxy: Proxy, rate: float, seed: int) -> None:
         left -= share
 
 
+@pytest.mark.proves("local first")
 def test_a_remote_that_comes_back_has_all_of_a_training_in_the_end(
     proxied_s3: ProxiedS3, shelf: Shelf, tmp_path: Path
 ) -> None:

@@ -379,6 +379,7 @@ def saved_bits(
     return training.bits(), losses
 
 
+@pytest.mark.proves("transparent")
 @pytest.mark.parametrize("is_fenced", [True, False])
 @pytest.mark.parametrize("stops", [[], [3, 8]], ids=["never stopped", "resumed twice"])
 @pytest.mark.parametrize("number", [0, 3], ids=["sgd", "fused adam"])
@@ -491,6 +492,7 @@ def test_a_write_around_the_fence_is_told_by_its_own_handle_and_by_close(run_dir
         held.may_go_on.clear()
 
 
+@pytest.mark.proves("quiet")
 def test_the_end_of_a_body_does_not_wait_for_the_image(run_dir: Path, held: Held) -> None:
     small = Small(run_dir)
     for number in small.state.steps(3):
@@ -572,6 +574,7 @@ def images() -> list[int]:
     return [len(found) for found in memory._maps]
 
 
+@pytest.mark.proves("quiet")
 @pytest.mark.parametrize("large", [True, False])
 def test_a_training_has_one_image_which_is_no_larger_than_its_state_and_goes_with_close(
     run_dir: Path, large: bool, monkeypatch: pytest.MonkeyPatch

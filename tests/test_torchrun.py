@@ -250,8 +250,8 @@ def check_same_end(folder: Path, straight: Path) -> None:
 @pytest.mark.parametrize(
     ("troubles", "resumed_at"),
     [
-        ([["step", 1, 7]], [{4, 6}]),
-        ([["save", 1, 6]], [{4}]),
+        pytest.param([["step", 1, 7]], [{4, 6}], marks=pytest.mark.nightly),
+        pytest.param([["save", 1, 6]], [{4}], marks=pytest.mark.nightly),
         ([["save", 0, 8], ["step", 0, 9], ["save", 1, 10]], [{6}, {6, 8}, {8}]),
     ],
 )
@@ -319,7 +319,7 @@ def test_a_job_ended_by_a_signal_goes_on_from_exactly_there(
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("told", [0, 1])
+@pytest.mark.parametrize("told", [pytest.param(0, marks=pytest.mark.nightly), 1])
 def test_a_signal_to_one_worker_is_enough_for_all_to_leave(tmp_path: Path, straight: Path, told: int) -> None:
     for code in (1, 0):
         with start(tmp_path, pause=0.2, troubles=[["told", told, 3]]) as job:
@@ -331,7 +331,7 @@ def test_a_signal_to_one_worker_is_enough_for_all_to_leave(tmp_path: Path, strai
         assert [one["code"] for one in notes(tmp_path, "left", rank)] == [143]
 
 
-@pytest.mark.heavy
+@pytest.mark.nightly
 def test_each_epoch_may_have_another_number_of_processes(tmp_path: Path) -> None:
     for epochs, size in enumerate((2, 1, 3), 1):
         with start(tmp_path, size, epochs=epochs) as job:

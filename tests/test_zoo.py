@@ -235,6 +235,7 @@ def _id(variant: Any) -> str:
     return variant if isinstance(variant, str) else ",".join(f"{k}={v}" for k, v in variant.items())
 
 
+@pytest.mark.proves("exact")
 @pytest.mark.parametrize(("optimizer", "options"), VARIANTS, ids=_id)
 def test_an_optimizer_with_any_scheduler_goes_on_after_two_resumes_as_if_never_stopped(
     run_dir: Path, optimizer: str, options: Mapping[str, Any]
