@@ -98,7 +98,7 @@ def _call(
     # (else workers of loaders would be started as these processes are)
     multiprocessing.set_start_method("fork", force=True)
     torch.set_num_threads(1)
-    _join(rank, size, port)
+    join(rank, size, port)
     found, printed, began = Ended(), io.StringIO(), time.monotonic()
     with contextlib.redirect_stdout(printed):
         try:
@@ -123,7 +123,8 @@ def _save_coverage() -> None:
         measured.save()
 
 
-def _join(rank: int, size: int, port: Path) -> None:
+def join(rank: int, size: int, port: Path) -> None:
+    """Make this process the one of that rank; the others find it by what rank 0 writes to the file `port`."""
     import torch.distributed as dist
 
     wait = timedelta(seconds=30)
