@@ -122,7 +122,7 @@ def _put_in(part: ModulePart, fitting: Weights) -> None:
         before = {name: value.detach().clone() for name, value in state.items() if name in own}
     try:
         part.live.load_state_dict(own, strict=False)
-    except Exception:
+    except BaseException:
         with torch.no_grad():
             for name, value in before.items():
                 state[name].copy_(value)

@@ -260,21 +260,27 @@ def test_another_dtype_becomes_that_of_the_model(tmp_path: Path) -> None:
 
 
 class Choosy(nn.Module):
+    error: type[BaseException] = ArithmeticError
+
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(2, 2)
         self.last = nn.Linear(1, 1)
 
     def _load_from_state_dict(self, *_: Any) -> None:
-        raise ArithmeticError("not these")
+        raise self.error("not these")
 
 
-def test_a_model_that_refuses_in_the_middle_is_left_as_it_was(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [ArithmeticError, KeyboardInterrupt])
+def test_a_model_that_refuses_in_the_middle_is_left_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    monkeypatch.setattr(Choosy, "error", error)
     model = nn.Sequential(nn.Linear(2, 2), Choosy())
     torch.save(nn.Sequential(nn.Linear(2, 2), Choosy()).state_dict(), tmp_path / "there.pt")
     before = look(model)
 
-    with pytest.raises(ArithmeticError):
+    with pytest.raises(error):
         load_weights(model, tmp_path / "there.pt")
 
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
