@@ -36,7 +36,8 @@ LAYERS = (
     ("saving",),
     ("resuming",),
     ("state",),
-    ("demo",),
+    ("demo", "command"),
+    ("cli_look", "cli_trust", "cli_move", "cli_try"),
     ("cli",),
 )
 LEVEL = {module: level for level, modules in enumerate(LAYERS) for module in modules}
@@ -71,6 +72,11 @@ WITHOUT_TORCH = (
     "copying",
     "tables",
     "writer",
+    "command",
+    "cli_look",
+    "cli_trust",
+    "cli_move",
+    "cli_try",
     "cli",
 )
 """What `resumable ls` needs: it has to answer before torch could be imported."""
