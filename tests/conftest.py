@@ -37,6 +37,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--nightly", action="store_true", help="count ten to a hundred times as far")
 
 
+@pytest.hookimpl(tryfirst=True)  # (-m leaves out what is nightly right after)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    proofs.sample(items)
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     reports = (one for kind in ("passed", "failed") for one in terminalreporter.stats.get(kind, ()))
     if told := [*proofs.lines(reports)]:

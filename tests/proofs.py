@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
@@ -27,6 +27,20 @@ def tally(record_property: Callable[[str, object], None]) -> Tally:
         assert not bad, f"{method}: {len(bad)} of {count} are bad:\n{shown}"
 
     return note
+
+
+def sample(items: list[pytest.Item]) -> None:
+    """Make nightly all cases but every n-th of a test that is marked as sampled(n)."""
+    # (what takes longest begins first: at the end one process would work, and the others wait)
+    items.sort(key=lambda item: "test_remote_proofs" not in item.nodeid)
+    seen: Counter[tuple[str, bool]] = Counter()
+    for item in items:
+        if (mark := item.get_closest_marker("sampled")) and not item.get_closest_marker("nightly"):
+            # (what is heavy is a series of its own: of both there is some at every commit)
+            series = item.nodeid.partition("[")[0], item.get_closest_marker("heavy") is not None
+            if seen[series] % mark.args[0]:
+                item.add_marker(pytest.mark.nightly)
+            seen[series] += 1
 
 
 def lines(reports: Iterator[Any]) -> Iterator[str]:

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parent.parent
 CONTENDERS = ("resumable", "torch.save", "safetensors", "torchsnapshot")
 
 
+@pytest.mark.heavy
 def test_the_table_names_every_contender_and_every_goal(tmp_path: Path) -> None:
     tiny = ["--quick", "--size", "1", "--rounds", "1", "--small", "10", "--checkpoints", "3"]
     done = subprocess.run(

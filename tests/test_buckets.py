@@ -145,6 +145,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> list[processes.Ended]:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.heavy
 def test_a_training_of_four_processes_that_was_stopped_is_the_same_to_the_bit(
     ended: list[processes.Ended], name: str
 ) -> None:

@@ -41,6 +41,7 @@ def hear(rank: int, size: int, asks: dict[int, int], pause: float, ahead: float)
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("ahead", [0.0, 0.001, 10])
+@pytest.mark.sampled(3)
 def test_all_do_at_the_same_boundary_what_one_asks_for(tmp_path: Path, size: int, ahead: float) -> None:
     ended = processes.run(size, hear, size, {size - 1: 20}, 0.001, ahead, folder=tmp_path)
 
@@ -101,6 +102,8 @@ def train(rank: int, run_dir: Path, whom: int | None, step: int, is_group: bool,
         pytest.param(3, 2, False, marks=pytest.mark.heavy),
     ],
 )
+@pytest.mark.sampled(3)
+@pytest.mark.heavy
 def test_a_signal_on_one_rank_ends_all_at_one_place_and_they_go_on_bit_for_bit(
     tmp_path: Path, size: int, whom: int, is_group: bool
 ) -> None:
@@ -120,6 +123,7 @@ def test_a_signal_on_one_rank_ends_all_at_one_place_and_they_go_on_bit_for_bit(
     assert 5 <= steps[0] < steps[1] < 8 * 48 // size
 
 
+@pytest.mark.heavy
 def test_saves_by_count_and_by_time_are_made_by_all(tmp_path: Path) -> None:
     options = {"every": [7, "0.2 s"]}
     ended = processes.run(2, train, tmp_path / "run", None, 0, False, options, folder=tmp_path)

@@ -265,6 +265,7 @@ def body(rank: int, run_dir: Path, threads: tuple[int, int]) -> list[str]:
     return leg(run_dir)
 
 
+@pytest.mark.heavy
 def test_each_process_tells_what_only_it_has_found(tmp_path: Path) -> None:
     told = [
         [one.value for one in processes.run(2, body, tmp_path / "exp", threads, folder=tmp_path / str(n))]

@@ -143,7 +143,7 @@ def test_pull_brings_the_newest_and_the_training_goes_on_with_it(
         assert state.run_id == Run(run).known_id()
         assert state.best == 0.9
         state.save(acc=0.2)
-    assert main(["verify", str(fresh)]) == 0
+    assert main(["verify", str(fresh), "--all"]) == 0
 
 
 @pytest.mark.parametrize(("which", "number"), [("best", 2), ("1", 1)])
@@ -719,6 +719,7 @@ def keys(s3: S3, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("place", ["s3"], indirect=True)
+@pytest.mark.heavy
 def test_a_real_server_gives_back_what_it_was_given(
     run: Path, place: Place, fresh: Path, keys: object
 ) -> None:
@@ -758,7 +759,7 @@ def test_push_and_pull_work_in_one_process(
     assert main(["pull", str(fresh), place.url]) == 0
     assert main(["pull", str(fresh), place.url, "--which", "1"]) == 0
 
-    assert main(["verify", str(fresh)]) == 0
+    assert main(["verify", str(fresh), "--all"]) == 0
     assert Run(fresh).numbers() == [1, 2, 3]
 
 

@@ -167,6 +167,7 @@ def verified(run_dir: Path | str) -> list[int]:
 
 
 @ANYWHERE
+@pytest.mark.heavy
 def test_a_training_that_loses_its_disk_again_and_again_ends_as_one_that_does_not(
     place: Place, tmp_path: Path
 ) -> None:
@@ -399,6 +400,7 @@ def test_a_run_goes_on_where_the_remote_cannot_be_looked_at(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("place", ["s3"], indirect=True)
+@pytest.mark.heavy
 def test_a_run_goes_on_with_a_remote_that_is_gone_and_the_next_start_pushes_it(
     place: Place, proxied_s3: ProxiedS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -430,6 +432,7 @@ def test_an_empty_run_waits_a_minute_for_a_remote_that_is_gone(proxied_s3: Proxi
 
 
 @pytest.mark.parametrize("place", ["s3"], indirect=True)
+@pytest.mark.heavy
 def test_a_training_over_a_line_that_breaks_ends_as_one_without_a_remote(
     place: Place, proxied_s3: ProxiedS3, tmp_path: Path
 ) -> None:
@@ -488,6 +491,7 @@ def ended(folder: Path, is_shared: bool, losses: list[float], **options: Any) ->
 
 @HERE
 @pytest.mark.parametrize("is_shared", [True, False])
+@pytest.mark.heavy
 def test_processes_without_a_disk_resume_at_one_checkpoint_that_each_node_pulls_once(
     place: Place, tmp_path: Path, is_shared: bool
 ) -> None:
@@ -517,6 +521,7 @@ def test_only_the_first_process_pushes(place: Place, tmp_path: Path) -> None:
 
 @HERE
 @pytest.mark.parametrize("nodes", [(0,), (1,), (0, 1)])
+@pytest.mark.heavy
 def test_what_is_damaged_on_one_node_is_taken_from_the_remote_by_all(
     place: Place, tmp_path: Path, nodes: tuple[int, ...]
 ) -> None:
@@ -583,6 +588,7 @@ def test_a_run_whose_manifests_are_all_damaged_takes_nothing_of_another_run(
     assert run.numbers() == [1]
 
 
+@pytest.mark.heavy
 def test_who_interrupts_a_pull_that_hangs_does_not_wait_for_it(proxied_s3: ProxiedS3, tmp_path: Path) -> None:
     place = Place("s3", f"s3://{proxied_s3.bucket()}/exp", proxied_s3.options())
     # (so large that several threads bring it)

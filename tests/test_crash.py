@@ -217,7 +217,7 @@ def _kill_at_every_call(folder: Path, scenario: Scenario) -> Iterator[tuple[Outc
 @pytest.mark.heavy
 @pytest.mark.parametrize(
     "scenario",
-    [FIRST_SAVE, NEW_BEST, OLD_BEST_STAYS],
+    [FIRST_SAVE, NEW_BEST, pytest.param(OLD_BEST_STAYS, marks=pytest.mark.nightly)],
     ids=["first", "new-best", "old-best-stays-direct"],
 )
 def test_a_kill_at_any_disk_call_of_a_save_leaves_the_newest_committed_state(
@@ -319,6 +319,7 @@ def _told(training: Training, state: RunState) -> str:
 
 @pytest.mark.proves("durable")
 @pytest.mark.parametrize("name", [name for name in CALLS if name not in ("ftruncate", *HARMLESS)])
+@pytest.mark.sampled(3)
 def test_a_disk_call_that_fails_is_told_and_harms_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -383,6 +384,7 @@ def _told_of_start(run_dir: Path) -> str:
 
 
 @pytest.mark.parametrize("name", ["open", "write", "fsync", "close", "mkdir", "replace", "ftruncate"])
+@pytest.mark.sampled(3)
 def test_a_disk_call_that_fails_at_a_start_leaves_nothing_in_the_way_of_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -136,6 +136,8 @@ def values(found: list[processes.Ended]) -> list[Any]:
         pytest.param(4, (4, 1), {"static_graph": True}, marks=pytest.mark.heavy),
     ],
 )
+@pytest.mark.sampled(3)
+@pytest.mark.heavy
 def test_a_training_stopped_twice_ends_as_one_that_was_not(
     tmp_path: Path, size: int, stops: tuple[int, ...], options: dict[str, Any]
 ) -> None:
@@ -175,6 +177,7 @@ def big(rank: int, run_dir: Path, keywords: dict[str, Any]) -> Any:
         return files, taken, float(model[0].weight.double().sum()), state.step
 
 
+@pytest.mark.heavy
 def test_files_written_by_all_are_those_that_one_writes(tmp_path: Path) -> None:
     alone = values(processes.run(1, big, tmp_path / "alone", {}, folder=tmp_path))
     for size in (2, 4):
@@ -241,6 +244,7 @@ def on_nodes(rank: int, folder: Path, stop_at: int | None, keywords: dict[str, A
 
 
 @pytest.mark.parametrize("write", ["one", pytest.param("all", marks=pytest.mark.heavy)])
+@pytest.mark.heavy
 def test_each_node_keeps_a_full_copy_where_no_disk_is_shared(tmp_path: Path, write: str) -> None:
     whole = ended(4, tmp_path / "whole", None, {})
 
@@ -356,6 +360,7 @@ def elastic(rank: int, run_dir: Path, stop_at: int | None, keywords: dict[str, A
         pytest.param((2, 1, 3), marks=pytest.mark.heavy),
     ],
 )
+@pytest.mark.heavy
 def test_another_number_of_processes_sees_each_sample_of_the_epoch_once(
     tmp_path: Path, sizes: tuple[int, ...]
 ) -> None:
@@ -379,6 +384,7 @@ def test_another_number_of_processes_sees_each_sample_of_the_epoch_once(
     assert found[0].value[2] == 60
 
 
+@pytest.mark.heavy
 def test_ranks_that_existed_go_on_and_new_ones_draw_the_same_at_each_resume(tmp_path: Path) -> None:
     values(processes.run(2, elastic, tmp_path / "run", 2, {}, folder=tmp_path))
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
@@ -446,6 +452,7 @@ def window(rank: int, run_dir: Path, allow: list[str]) -> Any:
     return "at the end"
 
 
+@pytest.mark.heavy
 def test_gradients_of_a_window_come_back_on_each_rank_or_not_at_all(tmp_path: Path) -> None:
     sums = values(processes.run(2, window, tmp_path / "run", [], folder=tmp_path))
 
@@ -518,6 +525,7 @@ def buffers(rank: int, run_dir: Path, stop_at: int | None, broadcast: bool) -> A
 
 
 @pytest.mark.parametrize("broadcast", [True, False])
+@pytest.mark.heavy
 def test_buffers_of_each_rank_go_on_in_a_window(tmp_path: Path, broadcast: bool) -> None:
     def go(folder: str, stop_at: int | None) -> list[Any]:
         return values(processes.run(2, buffers, tmp_path / folder, stop_at, broadcast, folder=tmp_path))

@@ -234,6 +234,7 @@ def order_of(epoch: int, samples: int = SAMPLES) -> list[int]:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.heavy
 def test_an_epoch_goes_on_over_4_and_2_and_3_and_4_ranks(
     tmp_path: Path, workers: int, drop_last: bool
 ) -> None:
@@ -302,6 +303,7 @@ KINDS: dict[str, Make] = {
 @pytest.mark.parametrize(
     ("kind", "workers"), [*((kind, 0) for kind in KINDS), ("shuffled", 2), ("own generator", 2)]
 )
+@pytest.mark.sampled(3)
 def test_one_rank_goes_on_as_two_and_as_one_again(tmp_path: Path, kind: str, workers: int) -> None:
     alone = Script(tmp_path / "alone", KINDS[kind], batch_size=4, num_workers=workers)
     expected = [indices(epoch) for epoch in alone.leg(1)[0]]
@@ -372,6 +374,7 @@ def test_samples_that_come_one_by_one_are_dealt_out_anew_too(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("persists", [False, True])
 @pytest.mark.parametrize("stop", [(0, -1), (0, "end"), (1, 0), (1, 1), (1, -1)])
+@pytest.mark.sampled(3)
 def test_the_number_may_change_wherever_the_run_stops(tmp_path: Path, stop: Any, persists: bool) -> None:
     script = Script(tmp_path, batch_size=4, num_workers=1, persistent_workers=persists)
     legs = [script.leg(4, stop), script.leg(3)]
@@ -383,6 +386,8 @@ def test_the_number_may_change_wherever_the_run_stops(tmp_path: Path, stop: Any,
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.sampled(5)
+@pytest.mark.heavy
 def test_after_a_change_a_run_that_is_stopped_again_and_again_is_the_one_that_never_was(
     tmp_path: Path, workers: int, ranks: int
 ) -> None:
@@ -441,6 +446,7 @@ def loud(ranks: int, rank: int, **how: Any) -> DataLoader[Any]:
     return distributed(ranks, rank, Images(61, OwnNoise(100 * rank)), **how)
 
 
+@pytest.mark.heavy
 def test_workers_of_more_ranks_draw_no_number_twice_and_a_resume_repeats_it(tmp_path: Path) -> None:
     script = Script(tmp_path, loud, batch_size=3, num_workers=1)
     first = [*script.leg(2, 3), *script.leg(4, 1), *script.leg(2, 1)]
@@ -529,6 +535,7 @@ def augmented(ranks: int, rank: int, **how: Any) -> DataLoader[Any]:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.heavy
 def test_with_sample_seeds_a_sample_is_the_same_on_whichever_rank(tmp_path: Path, workers: int) -> None:
     def samples(path: str, *stops: tuple[int, Any]) -> list[list[float]]:
         script = Script(tmp_path / path, augmented, batch_size=2, num_workers=workers)
@@ -668,6 +675,7 @@ ALWAYS_SO = [(name, 3, 2) for name in ("subclass", "own batches", "length", "any
 
 
 @pytest.mark.parametrize(("name", "before", "after"), CHANGES + ALWAYS_SO)
+@pytest.mark.sampled(3)
 def test_what_cannot_be_dealt_out_anew_is_a_mismatch_that_says_why_and_what_to_do(
     tmp_path: Path, name: str, before: int, after: int
 ) -> None:

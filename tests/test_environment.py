@@ -67,6 +67,7 @@ print(before["tf32"], before["cudnn_tf32"], now["tf32"], now["cudnn_tf32"])
 
 
 @pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="torch has no newer settings")
+@pytest.mark.heavy
 def test_the_newer_settings_of_tf32_are_read_where_the_older_refuse_to_answer() -> None:
     done = subprocess.run([sys.executable, "-c", SETTINGS], capture_output=True, text=True, check=True)
 

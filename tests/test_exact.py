@@ -239,6 +239,7 @@ def chain(run_dir: Path, make: Make, batches: int, *, each_twice: bool = False) 
 # (it keeps nothing of what it draws)
 @pytest.mark.filterwarnings("ignore:Stream and the training draw from the same generators")
 @pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.sampled(3)
 def test_a_training_stopped_at_every_batch_is_the_plain_one(run_dir: Path, name: str) -> None:
     stopped = chain(run_dir, LOADERS[name], batches=1)
 
@@ -247,6 +248,7 @@ def test_a_training_stopped_at_every_batch_is_the_plain_one(run_dir: Path, name:
 
 @pytest.mark.parametrize("batches", [2, 3, 4, 7])
 @pytest.mark.parametrize("name", ["shuffle by a generator", "a dataset with generators", "drawn batches"])
+@pytest.mark.sampled(5)
 def test_a_training_in_longer_legs_is_the_plain_one(run_dir: Path, name: str, batches: int) -> None:
     stopped = chain(run_dir, LOADERS[name], batches)
 
@@ -277,6 +279,7 @@ def epoch_leg(run_dir: Path, seed: int, make: Make) -> Training | None:
 
 @pytest.mark.proves("exact")
 @pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.sampled(5)
 def test_a_training_stopped_at_every_epochs_end_is_the_plain_one(run_dir: Path, name: str) -> None:
     make = LOADERS[name]
 
@@ -467,6 +470,7 @@ SCRIPTS = [
 
 @pytest.mark.parametrize("name", ["shuffle", "a generator shared with the dataset"])
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+@pytest.mark.sampled(5)
 def test_a_script_stopped_at_every_save_is_the_plain_one(run_dir: Path, script: Script, name: str) -> None:
     assert stopped_everywhere(run_dir, script, LOADERS[name]) == plain(script, LOADERS[name])
 

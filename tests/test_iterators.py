@@ -223,6 +223,7 @@ def test_a_batch_that_failed_is_told_of_without_a_stamp() -> None:
     assert [told[1:3] for told in log.told[2:]] == [(0, 0), (None, 1), (0, 2)]
 
 
+@pytest.mark.heavy
 def test_what_was_made_ahead_is_told_of_before_another_epoch_begins() -> None:
     log = Log()
     how: Any = {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 2}
@@ -334,6 +335,8 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.sampled(3)
+@pytest.mark.heavy
 def test_workers_with_full_queues_end_when_their_training_is_killed(
     tmp_path: Path, run_dir: Path, method: str
 ) -> None:

@@ -639,6 +639,7 @@ def reference(name: str, workers: int, persists: bool = False) -> Seen:
 
 @pytest.mark.proves("transparent")
 @pytest.mark.parametrize(("name", "workers", "persists"), CASES)
+@pytest.mark.sampled(5)
 def test_batches_gives_what_the_loader_itself_gives(
     run_dir: Path, name: str, workers: int, persists: bool
 ) -> None:
@@ -649,6 +650,7 @@ def test_batches_gives_what_the_loader_itself_gives(
 
 @pytest.mark.proves("exact")
 @pytest.mark.parametrize(("name", "workers", "persists"), CASES)
+@pytest.mark.sampled(5)
 def test_a_training_that_is_stopped_again_and_again_is_the_one_that_never_was(
     run_dir: Path, name: str, workers: int, persists: bool
 ) -> None:
@@ -665,6 +667,7 @@ def test_a_training_that_is_stopped_again_and_again_is_the_one_that_never_was(
 @pytest.mark.parametrize(
     "name", ["own", "more than all", "numpy batches", "break", "stream, own", "stateful iterators"]
 )
+@pytest.mark.sampled(3)
 def test_a_training_that_is_stopped_after_every_batch_is_the_one_that_never_was(
     run_dir: Path, name: str, persists: bool
 ) -> None:
@@ -741,6 +744,7 @@ def validated(state: Any, loaders: Loaders, log: Log) -> None:
         (validated, [(0, 0), (0, 1), (0, 3), (0, 7), (1, "end"), (2, 2)]),
     ],
 )
+@pytest.mark.sampled(3)
 def test_several_loaders_in_one_epoch_all_go_on(
     run_dir: Path, script: Any, at: list[Key], persists: bool
 ) -> None:
@@ -771,6 +775,7 @@ def opened_early(state: Any, loaders: Loaders, log: Log) -> None:
 @pytest.mark.parametrize(("workers", "persists"), [(0, False), (2, False), HEAVY_PERSISTENT])
 @pytest.mark.parametrize("script", [limited, opened_early])
 @pytest.mark.parametrize("name", ["own", "stateful stream"])
+@pytest.mark.sampled(3)
 def test_a_loop_of_another_shape_goes_on_as_well(
     run_dir: Path, name: str, script: Any, workers: int, persists: bool
 ) -> None:
@@ -855,6 +860,7 @@ def test_another_number_of_workers_is_a_mismatch_for_a_stream_in_mid_epoch(
         ("dataset_length", {"dataset": Images(quiet, 31)}),
     ],
 )
+@pytest.mark.sampled(3)
 def test_a_loader_that_changed_in_mid_epoch_is_a_mismatch_that_names_what_did(
     run_dir: Path, workers: int, field: str, change: dict[str, Any]
 ) -> None:
@@ -1148,6 +1154,7 @@ def test_a_run_that_dies_of_a_killed_worker_goes_on_exactly(
         ),
     ],
 )
+@pytest.mark.sampled(3)
 def test_a_killed_training_leaves_no_worker_and_goes_on_in_another_interpreter(
     run_dir: Path, name: str
 ) -> None:

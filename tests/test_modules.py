@@ -87,6 +87,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("first", "second"), list(itertools.product(WRAPS, WRAPS)))
+@pytest.mark.sampled(5)
 def test_a_model_can_be_wrapped_otherwise_at_each_resume(run_dir: Path, first: str, second: str) -> None:
     model = WRAPS[first](0)
     inputs = torch.randn(5, 3)

@@ -101,6 +101,8 @@ SLOW = [
 
 @pytest.mark.proves("never a hang")
 @pytest.mark.parametrize(("trouble", "whom", "kind", "said"), QUICK)
+@pytest.mark.sampled(3)
+@pytest.mark.heavy
 def test_all_ranks_raise_the_same_error(
     tmp_path: Path, trouble: str, whom: int, kind: str, said: str
 ) -> None:
@@ -111,6 +113,7 @@ def test_all_ranks_raise_the_same_error(
 @pytest.mark.heavy
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.nightly), 4])
 @pytest.mark.parametrize(("trouble", "whom", "kind", "said"), SLOW)
+@pytest.mark.sampled(5)
 def test_all_living_ranks_raise_the_same_error(
     tmp_path: Path, size: int, trouble: str, whom: int, kind: str, said: str
 ) -> None:

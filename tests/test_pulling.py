@@ -298,6 +298,7 @@ pulling.pull(Remote(Store(place, options)), name, run, lambda size: print(size, 
 
 
 @pytest.mark.parametrize("place", ["file", "s3"], indirect=True)
+@pytest.mark.heavy
 def test_a_pull_that_is_killed_leaves_nothing_half_and_the_next_one_goes_on(
     run_dir: Path, tmp_path: Path, source: Run, place: Place
 ) -> None:

@@ -282,6 +282,7 @@ def test_what_failed_is_tried_again_and_told_once(gated: dict[str, Any], tmp_pat
 
 
 @pytest.mark.parametrize("error", [OSError(5, "the line is bad"), PermissionError(13, "it is read only")])
+@pytest.mark.heavy
 def test_trouble_draws_nothing_from_the_generators_of_the_training(
     gated: dict[str, Any], tmp_path: Path, error: OSError
 ) -> None:
@@ -396,6 +397,7 @@ for _ in state.steps(state.step + 1):
 """
 
 
+@pytest.mark.heavy
 def test_a_script_that_ends_without_close_says_what_is_missing(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "run"), f"file://{tmp_path}/file/exp"]
@@ -423,6 +425,7 @@ def preempted(rank: int, run_dir: Path, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.proves("local first")
+@pytest.mark.heavy
 def test_a_training_that_is_told_to_leave_leaves_though_the_remote_is_gone(s3: S3, tmp_path: Path) -> None:
     saved(tmp_path / "run", [3.0])
     gone = {**s3.options(), "endpoint_url": "http://127.0.0.1:9"}
@@ -436,6 +439,7 @@ def test_a_training_that_is_told_to_leave_leaves_though_the_remote_is_gone(s3: S
     assert ended.seconds < 30
 
 
+@pytest.mark.heavy
 def test_what_is_missing_is_told_with_what_went_wrong_last(s3: S3, run_dir: Path) -> None:
     gone = {**s3.options(), "endpoint_url": "http://127.0.0.1:9"}
     model = torch.nn.Linear(2, 1)
@@ -446,6 +450,7 @@ def test_what_is_missing_is_told_with_what_went_wrong_last(s3: S3, run_dir: Path
         state.close()
 
 
+@pytest.mark.heavy
 def test_a_push_that_takes_long_is_a_bar(
     proxied_s3: ProxiedS3, run_dir: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -323,7 +323,7 @@ def test_a_slurm_job_whose_training_fails_does_not_come_back(tmp_path: Path, num
     assert not job.was_requeued()
 
 
-@pytest.mark.heavy
+@pytest.mark.nightly
 def test_a_slurm_job_that_was_started_a_hundred_times_does_not_come_back(tmp_path: Path) -> None:
     job = Slurm(tmp_path / "job", blocks("slurm.md", "bash")[0], 1)
     job.restarts = 100
@@ -675,7 +675,7 @@ def test_a_profile_is_all_that_a_training_needs_for_s3(
     check_it_goes_on_elsewhere(tmp_path / "exp", command, straight(1))
 
 
-@pytest.mark.heavy
+@pytest.mark.nightly
 def test_an_endpoint_and_a_key_are_all_that_a_training_needs_for_another_s3_server(
     tmp_path: Path, at_home: Path, s3: S3, straight: Callable[[int], Path]
 ) -> None:
@@ -748,6 +748,7 @@ def action(request: Request) -> str:
     return {"GET": "s3:GetObject", "HEAD": "s3:GetObject"}.get(request.method, "s3:PutObject")
 
 
+@pytest.mark.heavy
 def test_a_training_asks_for_nothing_that_the_policy_does_not_allow(
     run_dir: Path, at_home: Path, proxied_s3: ProxiedS3, monkeypatch: pytest.MonkeyPatch
 ) -> None:

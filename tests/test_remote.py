@@ -155,6 +155,7 @@ def test_what_is_complete_is_not_sent_again(run: Run, remote: Remote) -> None:
 
 
 @pytest.mark.proves("local first")
+@pytest.mark.heavy
 def test_a_push_that_ends_anywhere_leaves_nothing_half_visible_and_the_next_one_ends_it(
     run: Run, broken: Remote, proxied_s3: ProxiedS3
 ) -> None:
@@ -186,6 +187,7 @@ def test_a_push_that_ends_anywhere_leaves_nothing_half_visible_and_the_next_one_
     assert {0, found.about.size} < {*sent}
 
 
+@pytest.mark.heavy
 def test_a_push_over_another_content_that_ends_anywhere_leaves_one_of_them_or_none(
     run: Run, broken: Remote, proxied_s3: ProxiedS3, tmp_path: Path
 ) -> None:

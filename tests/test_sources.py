@@ -232,6 +232,7 @@ def every_case() -> Iterator[tuple[str, list[Stop]]]:
 
 
 @pytest.mark.parametrize(("name", "stops"), [*every_case()])
+@pytest.mark.sampled(3)
 def test_a_loader_that_keeps_its_position_goes_on_from_it(
     run_dir: Path, name: str, stops: list[Stop]
 ) -> None:
@@ -440,6 +441,7 @@ keeps_none = pytest.mark.filterwarnings("ignore:loader keeps no position")
 @keeps_none
 @pytest.mark.parametrize("stops", STOPS)
 @pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.sampled(3)
 def test_an_iterable_without_a_position_goes_on(run_dir: Path, name: str, stops: list[Stop]) -> None:
     # (a thread that loads draws from the training's generators when it likes; here the workers draw)
     assert chain(run_dir, PLAIN[name], stops) == uninterrupted(PLAIN[name])

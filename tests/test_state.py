@@ -676,6 +676,7 @@ for step in state.steps(10):
 """
 
 
+@pytest.mark.heavy
 def test_an_interpreter_that_ends_without_close_commits_its_last_save(run_dir: Path) -> None:
     for step, how in ((2, "end"), (4, "raise")):
         done = subprocess.run([sys.executable, "-c", CHILD, str(run_dir), how], stderr=subprocess.DEVNULL)
@@ -1070,6 +1071,7 @@ def test_a_step_of_a_fused_optimizer_after_save_is_told(run_dir: Path) -> None:
             list(loop)
 
 
+@pytest.mark.heavy
 def test_a_run_that_was_copied_by_its_own_process_keeps_its_lock(run_dir: Path, tmp_path: Path) -> None:
     with RunState.load(run_dir) as state:
         shutil.copytree(run_dir, tmp_path / "copy")
@@ -1081,6 +1083,7 @@ def test_a_run_that_was_copied_by_its_own_process_keeps_its_lock(run_dir: Path, 
     assert "RunInUse" in other.stderr
 
 
+@pytest.mark.heavy
 def test_the_newer_way_to_set_tf32_does_not_stop_a_save(run_dir: Path) -> None:
     code = f"""
 import torch

@@ -155,6 +155,7 @@ def test_an_empty_file_is_one_too(there: Store, tmp_path: Path) -> None:
 
 
 @ALL
+@pytest.mark.sampled(3)
 def test_a_file_of_several_parts_arrives_as_it_is(there: Store, large: Path, tmp_path: Path) -> None:
     told: list[int] = []
     there.send(large, "a/file", told.append)
@@ -302,6 +303,7 @@ def test_a_file_that_is_other_than_it_was_sent_is_sent_again(
     assert len(puts) >= 2
 
 
+@pytest.mark.heavy
 def test_a_file_that_is_other_each_time_is_an_error_and_does_not_stay(broken: Broken, here: Path) -> None:
     def spoil(size: int) -> None:
         if size > 0:
@@ -313,6 +315,7 @@ def test_a_file_that_is_other_each_time_is_an_error_and_does_not_stay(broken: Br
     assert broken.names() == []
 
 
+@pytest.mark.heavy
 def test_a_file_that_is_shorter_than_it_was_sent_is_an_error(broken: Broken, here: Path) -> None:
     with pytest.raises(RemoteError, match=r"3 bytes have arrived instead of 300,000"):
         broken.store(patience=4).send(here, "file", lambda size: broken.put("file", b"123"))
@@ -323,6 +326,7 @@ def test_a_copy_of_another_content_is_none(broken: Broken, here: Path) -> None:
     assert not broken.store().copy("a", "b", here)
 
 
+@pytest.mark.heavy
 def test_a_copy_of_a_file_in_parts_is_compared_too(broken: Broken, large: Path, tmp_path: Path) -> None:
     there, other = broken.store(), tmp_path / "other"
     other.write_bytes(LARGE[::-1])
@@ -400,6 +404,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: "-".join(map(str, fault.values())))
+@pytest.mark.sampled(3)
 def test_a_file_gets_there_in_spite_of_what_goes_wrong_once(
     broken: Broken, here: Path, fault: dict[str, Any]
 ) -> None:
@@ -413,6 +418,7 @@ def test_a_file_gets_there_in_spite_of_what_goes_wrong_once(
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: "-".join(map(str, fault.values())))
+@pytest.mark.sampled(3)
 def test_a_file_in_parts_gets_there_in_spite_of_what_goes_wrong_once(
     broken: Broken, large: Path, fault: dict[str, Any]
 ) -> None:
@@ -426,6 +432,7 @@ def test_a_file_in_parts_gets_there_in_spite_of_what_goes_wrong_once(
 
 
 @pytest.mark.parametrize("fault", [f for f in FAULTS if "request" not in str(f["fault"])], ids=str)
+@pytest.mark.sampled(3)
 def test_a_file_is_read_in_spite_of_what_goes_wrong_once(
     broken: Broken, tmp_path: Path, fault: dict[str, Any]
 ) -> None:
@@ -464,6 +471,7 @@ def test_what_stalls_is_an_error_as_soon_as_the_patience_is_over(
     assert not raised.value.is_final
 
 
+@pytest.mark.heavy
 def test_a_part_that_stalls_is_an_error_and_nothing_arrives_later(broken: Broken, large: Path) -> None:
     there = broken.store(patience=1)
     broken.rules.add("stall", method="PUT", path="partNumber=2")

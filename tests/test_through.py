@@ -221,6 +221,7 @@ STOPS: list[list[int | str]] = [[1, 2, 5], [4, "end", 7, 11], ["end", 10]]
 
 
 @pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.sampled(3)
 def test_what_loads_ahead_changes_nothing_with_workers(run_dir: Path, name: str) -> None:
     assert chain(run_dir, LOOPS[name], 2, []) == uninterrupted(2)
 
@@ -234,6 +235,7 @@ WITH_WORKERS = [
 
 
 @pytest.mark.parametrize(("name", "stops"), WITH_WORKERS)
+@pytest.mark.sampled(5)
 def test_what_was_only_loaded_ahead_is_not_counted_with_workers(
     run_dir: Path, name: str, stops: list[int | str]
 ) -> None:
@@ -241,6 +243,7 @@ def test_what_was_only_loaded_ahead_is_not_counted_with_workers(
 
 
 @pytest.mark.parametrize("name", ["one ahead", "list", "thread", "device, thread", "around: thread"])
+@pytest.mark.sampled(3)
 def test_a_training_that_saves_while_a_thread_loads_goes_on_after_every_step(
     run_dir: Path, name: str
 ) -> None:
@@ -250,6 +253,7 @@ def test_a_training_that_saves_while_a_thread_loads_goes_on_after_every_step(
 
 
 @pytest.mark.parametrize("name", [name for name in LOOPS if not name.startswith("around")])
+@pytest.mark.sampled(3)
 def test_a_save_in_the_body_of_the_last_batch_leaves_the_rest_of_the_epochs_body_to_run(
     run_dir: Path, name: str
 ) -> None:
@@ -258,6 +262,7 @@ def test_a_save_in_the_body_of_the_last_batch_leaves_the_rest_of_the_epochs_body
 
 @pytest.mark.parametrize("stops", [*STOPS, [6, 12], [*range(1, 12)]])
 @pytest.mark.parametrize("name", [*IN_THIS_THREAD, "around: one ahead"])
+@pytest.mark.sampled(7)
 def test_in_process_a_batch_that_was_loaded_ahead_is_loaded_again_as_it_was(
     run_dir: Path, tmp_path: Path, name: str, stops: list[int | str]
 ) -> None:
@@ -328,6 +333,8 @@ def test_an_epoch_that_is_left_early_is_left_for_good_whatever_was_loaded_ahead(
         pytest.param("around: thread", marks=pytest.mark.heavy),
     ],
 )
+@pytest.mark.sampled(3)
+@pytest.mark.heavy
 def test_a_sample_that_cannot_be_loaded_ends_the_training_where_a_resume_goes_on(
     run_dir: Path, name: str
 ) -> None:
