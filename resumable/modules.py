@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import blocks, buckets, tensorfile
+from . import blocks, buckets, tensorfile, wrappers
 from .errors import Unsupported, UsageError, warn
 from .part import Difference, Part, Saved, same_device, shape
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """Return the module inside DataParallel, DistributedDataParallel and torch.compile, however nested."""
+    """Return the module inside DataParallel, DistributedDataParallel, torch.compile and Fabric's wrapper."""
     while attribute := _wrapper_attribute(module):
         module = getattr(module, attribute)
     return module
@@ -32,7 +32,7 @@ def _wrapper_attribute(module: nn.Module) -> str | None:
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     if dynamo and isinstance(module, dynamo.OptimizedModule):
         return "_orig_mod"
-    return None
+    return wrappers.attribute_of(module)
 
 
 def bare_name(root: nn.Module) -> Callable[[str], str]:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader, IterDataPipe, MapDataPipe
 
-from . import rng
+from . import rng, wrappers
 from .errors import StateMismatch, UsageError, warn
 from .iterators import iterates_as_torch_does
 from .loaders import LoaderSource
@@ -423,6 +423,13 @@ def make(
     shows: Callable[[], bool],
 ) -> Source:
     """Return the source for what the user loops over; `shows`: whether it shows how far it has come."""
+    if maker := wrappers.maker_of(loader):
+        raise UsageError(
+            f"{name} is a {type(loader).__name__}, which counts its epochs from 0 in every process, so it "
+            "cannot go on in the middle of a training.",
+            fix="give RunState the DataLoader that it was made of (with a DistributedSampler where there are "
+            f"several processes), and loop over state.batches(device={maker}.device).",
+        )
     is_plain = isinstance(loader, DataLoader) and iterates_as_torch_does(loader)
     # (torch seeds and cuts data pipes in ways of their own)
     if is_plain and not isinstance(loader.dataset, (IterDataPipe, MapDataPipe)):
