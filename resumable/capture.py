@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from . import changes, codec, image, parts, rng, tensorfile
+from . import adopting, changes, codec, image, parts, rng, tensorfile, wrappers
 from .codec import Encoded
 from .errors import CannotRead, CannotStore, ResumableError, StateMismatch, UsageError
 from .image import Taken
@@ -165,8 +165,8 @@ class Capture:
         for part in chosen:
             for stem, tree in (part.collect() if is_all else part.collect_of_rank()).items():
                 memo = self._memos.setdefault((part.name, stem), {})
-                encoded = codec.encode({part.name: tree}, _NAMERS.get(stem, ".".join), memo)
-                _merge(trees.setdefault(stem, Encoded({}, {}, {})), encoded)
+                encoded = codec.encode({part.name: tree}, NAMERS.get(stem, ".".join), memo)
+                merge(trees.setdefault(stem, Encoded({}, {}, {})), encoded)
         return trees
 
     def _set_apart_what_is_frozen(self, trees: Trees) -> None:
@@ -178,6 +178,10 @@ class Capture:
         }
         if frozen and (there := trees["model"].tensors.keys()) - frozen:
             trees["model"].frozen = frozenset(frozen & there)
+
+    def adopt(self, reading: Reading) -> None:
+        """Turn what was read of an imported checkpoint into what these parts would have saved."""
+        adopting.adopt(reading, self._parts, self._position.processes)
 
     def live(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return the tensors that a checkpoint's can be read into, by tree and name in the file."""
@@ -328,14 +332,19 @@ class Capture:
     @no_garbage_collection()
     def check(
         self,
-        trees: Trees,
-        about: Manifest,
+        reading: Reading,
         allow: Sequence[str],
         only: Collection[str] | None = None,
     ) -> dict[str, set[str]]:
         """Return what does not fit but is allowed, by part; StateMismatch for all the rest at once."""
-        found = [d for d in self._differences(trees, about) if only is None or d.part in only]
-        refused = [d for d in found if not any(d.matches(pattern) for pattern in allow)]
+        trees, about = reading.trees, reading.about
+        every = [*self._differences(trees, about), *reading.misfits]
+        found = [d for d in every if only is None or d.part in only]
+        refused = [
+            d
+            for d in found
+            if d.part not in reading.lacking and not any(d.matches(pattern) for pattern in allow)
+        ]
         if refused:
             raise _mismatch(refused)
         unfit: dict[str, set[str]] = {}
@@ -504,7 +513,8 @@ def _write_generators(states: _States) -> None:
         loader.write_generators(by_path)
 
 
-def _merge(into: Encoded, more: Encoded) -> None:
+def merge(into: Encoded, more: Encoded) -> None:
+    """Add the parts of one tree to another."""
     into.json.update(more.json)
     into.tensors.update(more.tensors)
     into.aliases.update(more.aliases)
@@ -669,14 +679,19 @@ def named(slot: str, given: Any) -> dict[str, Any]:
                 f"extra is a {type(given).__name__}; each extra part needs a name.",
                 fix='write extra={"name": part}.',
             )
-        return {slot: given}
+        return {slot: _bare(slot, given)}
     for name in given:
         if not isinstance(name, str) or not name or "." in name or not name.isprintable():
             raise UsageError(
                 f"{name!r} cannot name a part of {slot}.",
                 fix="use printable text without a dot, which joins the names of parts and tensors.",
             )
-    return {f"{slot}.{name}": live for name, live in given.items()}
+    return {f"{slot}.{name}": _bare(slot, live) for name, live in given.items()}
+
+
+def _bare(slot: str, live: Any) -> Any:
+    # (a model stays in its wrappers, which have a state of their own)
+    return wrappers.inside(live) if slot in ("optimizer", "scheduler") else live
 
 
 def _storable(settings: Mapping[str, Any]) -> dict[str, Json]:
@@ -711,7 +726,8 @@ def _optimizer_name(path: codec.Path) -> str:
     return ".".join([part, *rest] if part else rest)
 
 
-_NAMERS: dict[str, Callable[[codec.Path], str]] = {
+NAMERS: dict[str, Callable[[codec.Path], str]] = {
     "model": _model_name,
     "optimizer": _optimizer_name,
 }
+"""By tree: what a tensor is called in its file, by its path."""

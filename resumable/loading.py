@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import blocks, codec, disk, pin, tensorfile
+from . import blocks, codec, disk, headers, pin, tensorfile
 from .blocks import Lane, Target
 from .checkpoint import Checkpoint
 from .codec import Encoded
 from .errors import CannotRead, CheckpointDamaged
-from .part import same_device
+from .part import Difference, same_device
 from .progress import Told
 from .sealed import LONGEST, Json
 from .tensorfile import Slot
@@ -73,6 +73,12 @@ class Reading:
         show: Show = _show_nothing,
         expect: str | None = None,
     ) -> None:
+        self.about = found.about
+        """What the checkpoint says of itself; of one that was imported, in the terms of the live parts."""
+        self.lacking: Collection[str] = ()
+        """The parts that an imported checkpoint need not have."""
+        self.misfits: list[Difference] = []
+        """Why one that was imported could not be put into the live objects."""
         self._folder = found.path
         self._pin = found.begin_pin() if expect else None
         self._number = found.about.number
@@ -248,7 +254,7 @@ def _devices(tree: Json) -> set[str]:
 
 def _header(folder: Path, path: str, size: int) -> memoryview:
     start = blocks.read_start(folder, path, size, 8)
-    return blocks.read_start(folder, path, size, tensorfile.header_size(start, size))
+    return blocks.read_start(folder, path, size, headers.header_size(start, size))
 
 
 def _fits(slot: Slot, device: torch.device, live: Tensor | None) -> bool:

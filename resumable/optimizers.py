@@ -33,11 +33,11 @@ class OptimizerPart(Part):
         self._refuse_split()
         self.is_accumulating: Callable[[], bool] = bool
         """Whether gradients are on their way to a later step, and so are state."""
-        self.built = _settings_of_groups(live.param_groups)
+        self.built = settings_of_groups(live.param_groups)
 
     def _refuse_split(self) -> None:
         refuse_split(self.name, self.live)
-        for name, parameter in self._parameters().items():
+        for name, parameter in self.parameters().items():
             refuse_split(f"{self.name}: {name}", parameter)
 
     def is_torchs_own(self) -> bool:
@@ -85,7 +85,8 @@ class OptimizerPart(Part):
                 known.setdefault(id(parameter), part.name_in_optimizers(name))
         return known
 
-    def _parameters(self, names_of_groups: Sequence[Sequence[str]] | None = None) -> dict[str, Tensor]:
+    def parameters(self, names_of_groups: Sequence[Sequence[str]] | None = None) -> dict[str, Tensor]:
+        """Return the parameters by their names."""
         named = self.names() if names_of_groups is None else names_of_groups
         return {
             name: parameter
@@ -96,7 +97,7 @@ class OptimizerPart(Part):
     def _loose(self, known: Mapping[int, str] | None = None) -> dict[str, Tensor]:
         # Trained, but in no model that we were given (a temperature, a latent): nobody else would save it.
         known = self._names_in_models() if known is None else known
-        parameters = self._parameters(self._names(known))
+        parameters = self.parameters(self._names(known))
         return {name: value for name, value in parameters.items() if id(value) not in known}
 
     def collect(self) -> dict[str, Any]:
@@ -138,7 +139,7 @@ class OptimizerPart(Part):
         return {"rank": {"gradients": self._gradients()}}
 
     def _gradients(self) -> dict[str, Any]:
-        return {name: _grad_out(p.grad) for name, p in self._parameters().items() if p.grad is not None}
+        return {name: _grad_out(p.grad) for name, p in self.parameters().items() if p.grad is not None}
 
     def _saved_gradients(self, saved: Saved, tree: Tree | None = None) -> dict[str, Any]:
         of_rank = {} if self.stem == "rank" else saved.of_rank().get("gradients", {})
@@ -147,7 +148,7 @@ class OptimizerPart(Part):
     def forget_gradients(self, saved: Saved) -> None:
         """Drop the gradients that are not in the checkpoint."""
         kept = self._saved_gradients(saved)
-        for name, parameter in self._parameters().items():
+        for name, parameter in self.parameters().items():
             if name not in kept:
                 parameter.grad = None
 
@@ -198,7 +199,7 @@ class OptimizerPart(Part):
         """Load the state by name, each tensor with its own dtype and layout."""
         known = self._names_in_models()
         named = self._names(known)
-        parameters = self._parameters(named)
+        parameters = self.parameters(named)
         tree = saved.copy(self.stem, self._placer(saved.view(self.stem)["on_host"], parameters))
         was = self.live.param_groups
         now = self.live.state_dict()
@@ -278,7 +279,8 @@ def _device(value: Any) -> torch.device | None:
     return value.device if isinstance(value, Tensor) else None
 
 
-def _settings_of_groups(groups: Sequence[Tree]) -> Tree:
+def settings_of_groups(groups: Sequence[Tree]) -> Tree:
+    """Return how the groups of an optimizer were made."""
     found: Tree = {}
     for key in {key: None for group in groups for key in group}:
         if key not in (*_NAMES, "initial_lr"):

@@ -30,7 +30,7 @@ class StatefulPart(Part):
         self.kind = kind_of(live, self.kind)
         self._is_schedule = name.startswith("scheduler") or isinstance(live, LRScheduler)
         if not name.startswith("extra"):
-            self.built = _settings(self._state(), "")
+            self.built = settings(self._state(), "")
         if isinstance(live, torch.amp.GradScaler):
             self.built["enabled"] = live.is_enabled()
 
@@ -68,12 +68,13 @@ def _without_torch_functions(state: Tree) -> Tree:
     return kept
 
 
-def _settings(state: Any, prefix: str) -> Tree:
+def settings(state: Any, prefix: str) -> Tree:
+    """Return how a schedule or a scaler was made, by its state."""
     found: Tree = {}
     for key, value in state.items() if isinstance(state, dict) else ():
         if key == "_schedulers":
             for number, inner in enumerate(value):
-                found |= _settings(inner, f"{prefix}_schedulers.{number}.")
+                found |= settings(inner, f"{prefix}_schedulers.{number}.")
         elif key not in _COUNTERS:
             found[prefix + key] = plain(value)
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -232,6 +232,11 @@ class Position:
             if name in self._found_before:
                 at.restore(self._found_before[name], set())
         self.restores += 1
+
+    def rewind(self, loaders: Collection[str]) -> None:
+        """Let these loaders begin the epoch anew: nobody knows where they stood."""
+        for name in self.loaders.keys() & {*loaders}:
+            self.loaders[name].rewind()
 
     def refuse_to_go_back(self) -> None:
         """Raise UsageError where nobody knows which batch is in hand."""

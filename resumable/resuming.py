@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import capture, changes, disk, environment, position, spikes, split
+from . import adopting, capture, changes, disk, environment, position, spikes, split
 from .capture import Capture
 from .changes import Fit
 from .checkpoint import Checkpoint
@@ -71,7 +71,7 @@ class Resuming:
     @torch.inference_mode(False)
     def _read(self, expect: str | None, found: Checkpoint) -> Reading:
         then, now = found.about.world_size, self._crew.ranks.size
-        if then != now and not self._is_elastic:
+        if then != now and not self._is_elastic and not adopting.is_imported(found.about):
             raise StateMismatch(
                 f"{found} was made by {then} processes; there are {now} now, and elastic=False.",
                 fix=f"start {then} processes, or let the number change: elastic=True.",
@@ -84,6 +84,7 @@ class Resuming:
             held = {name for tree in reading.trees.values() for name in tree.json}
             if lacking := found.about.parts.keys() - held:
                 raise ValueError(f"it lacks {', '.join(sorted(lacking))}")
+            self._capture.adopt(reading)
         except (ValueError, KeyError, TypeError) as exc:
             if isinstance(exc, ResumableError):
                 raise
@@ -92,17 +93,17 @@ class Resuming:
 
     def fit(self, chosen: Checkpoint, reading: Reading, allow: Sequence[str], override: Sequence[str]) -> Fit:
         """Return what does not fit the parts and what has changed; nothing has been touched after this."""
-        ranks, trees, about = self._crew.ranks, reading.trees, chosen.about
+        ranks, trees, about = self._crew.ranks, reading.trees, reading.about
         if not ranks.is_alone:
             orders = ranks.first("the order of the sums", lambda: self._capture.orders(trees))
             self._capture.sum_in_order(trees, orders)
 
         def look() -> Fit:
-            unfit = self._capture.check(trees, about, allow)
+            unfit = self._capture.check(reading, allow)
             differences = [
                 *self._capture.changes(about.built, unfit, trees, override),
                 *changes.of_world(about.world_size, ranks.size),
-                *changes.of_devices(*self._capture.devices(trees)),
+                *self._of_devices(chosen, reading),
                 *changes.of_environment(about.environment, environment.describe()),
             ]
             return Fit(unfit, self._checked_best(chosen, override), differences)
@@ -116,6 +117,11 @@ class Resuming:
         kept = {name: about.built[name] for name in found.names(changes.CHECKPOINTS)}
         self._saving.built = {**self._saving.built, **kept}
         return found
+
+    def _of_devices(self, chosen: Checkpoint, reading: Reading) -> list[changes.Difference]:
+        # (other tools do not say where a part of a model was)
+        is_imported = adopting.is_imported(chosen.about)
+        return [] if is_imported else changes.of_devices(*self._capture.devices(reading.trees))
 
     def _tell(self, rows: Sequence[Sequence[Json]], chosen: Checkpoint) -> None:
         title = f"{self._run} has changed since checkpoint {chosen.about.number}"
@@ -148,6 +154,13 @@ class Resuming:
             return best
         if best is None or "best" in override:
             return self._run.best(self._goal)
+        if adopting.is_imported(chosen.about):
+            self._saving.once.warn(
+                f"the script says {self._goal}, and what was imported {best.goal}: its best, "
+                f"{best.value:.4g}, is forgotten. To keep it, import with {self._goal.option()} into "
+                "a new run directory."
+            )
+            return self._run.best(self._goal)
         raise StateMismatch(
             f"this run has been tracking {best.goal}, the code says {self._goal}.",
             fix=f"say {best.goal} again, or start to track the new one with override=['best'].",
@@ -177,11 +190,10 @@ class Resuming:
                 fix="say 'best', 'newest', a save number or a checkpoint's path.",
             )
         chosen, reading = found
-        unfit = ranks.each(
-            "what does not fit", lambda: self._capture.check(reading.trees, chosen.about, (), names)
-        )
+        unfit = ranks.each("what does not fit", lambda: self._capture.check(reading, (), names))
         self._capture.restore(reading, unfit, only=names, each=ranks.each)
         if only is None:
+            self._position.rewind(reading.lacking)
             self._saving.forget_seen()
             self._capture.forget_gradients(reading.trees)
             self._saving.go_on_from(chosen, self._checked_best(chosen, ["best"]), reading)
@@ -222,6 +234,16 @@ class Resuming:
         seconds = time.perf_counter() - started
         return f"{what} {where} checkpoint {chosen.about.number}: {', '.join(facts)} ({seconds:.1f} s)"
 
+    def of_import(self, chosen: Checkpoint, reading: Reading) -> str:
+        """Return what the line adds where the checkpoint was imported: what that could not bring."""
+        if not adopting.is_imported(chosen.about):
+            return ""
+        lacking = [_LACKING.get(name, name) for name in sorted(reading.lacking)]
+        rest = (
+            f", which has no {', no '.join(lacking)}: these begin as the script made them" if lacking else ""
+        )
+        return f"; imported from {adopting.origin(chosen.about)}{rest}"
+
     def place(self) -> list[str]:
         """Return where the training stands, as people read it."""
         at = self._position.counters()
@@ -231,6 +253,9 @@ class Resuming:
             lengths = [length for length in found if length is not None]
             facts.append(f"batch {at['batch']}" + (f"/{lengths[0]}" if len(lengths) == 1 else ""))
         return [*facts, f"step {at['step']}"]
+
+
+_LACKING = {"random": "random generators", "loader": "place in the data"}
 
 
 def _of_position(reading: Reading) -> Mapping[str, Any]:

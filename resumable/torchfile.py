@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -36,7 +36,7 @@ class Stored(NamedTuple):
 class TorchFile:
     """What lies in a file; ValueError if it is damaged, Unsupported if it is not plain tensors and values."""
 
-    def __init__(self, size: int, read: Read) -> None:
+    def __init__(self, size: int, read: Read, machine: Callable[..., Machine] | None = None) -> None:
         self._archive = archive = Archive(size, read)
         found = [name for name in archive.sizes if name.partition("/")[2] == "data.pkl"]
         if len(found) != 1:
@@ -52,7 +52,7 @@ class TorchFile:
         ):
             raise refused("the bytes of its numbers are in another order than this machine's")
         self._memory: dict[str, memoryview] = {}
-        self.content: Any = _Machine(archive.content(found[0]), self._stored).run()
+        self.content: Any = (machine or Machine)(archive.content(found[0]), self._stored).run()
         """What was saved; tensors are `Stored`, and what is neither they nor a plain value is `Other`."""
 
     def tensor(self, stored: Stored) -> torch.Tensor:
@@ -66,7 +66,7 @@ class TorchFile:
         refuse_no_booleans(flat, stored.dtype)
         return viewed(flat, stored.dtype).as_strided(stored.shape, stored.stride, stored.begin)
 
-    def _stored(self, storage: _Storage, dtype: torch.dtype, begin: Any, shape: Any, stride: Any) -> Stored:
+    def _stored(self, storage: Storage, dtype: torch.dtype, begin: Any, shape: Any, stride: Any) -> Stored:
         """Return a tensor, of which nothing has been allocated before its shape is known to make sense."""
         entry = f"{self._folder}/data/{storage.key}"
         if self._archive.sizes.get(entry) != storage.size:
@@ -96,17 +96,21 @@ class Other(NamedTuple):
     name: str
 
 
-class _Global(NamedTuple):
+class Global(NamedTuple):
+    """What a pickle asks for by its name, and does not get."""
+
     name: str
 
 
-class _Storage(NamedTuple):
+class Storage(NamedTuple):
+    """Memory that tensors lie in."""
+
     key: str
     dtype: torch.dtype | None
     size: int
 
 
-_Make = Callable[[_Storage, torch.dtype, Any, Any, Any], Stored]
+_Make = Callable[[Storage, torch.dtype, Any, Any, Any], Stored]
 _MARK = object()
 _STORAGES = {
     "torch DoubleStorage": torch.float64,
@@ -123,7 +127,7 @@ _STORAGES = {
     "torch ComplexDoubleStorage": torch.complex128,
     "torch.storage UntypedStorage": None,
 }
-_DTYPES = {str(dtype).replace(".", " "): dtype for dtype in (*DTYPES, torch.complex128)}
+DTYPES_BY_NAME = {str(dtype).replace(".", " "): dtype for dtype in (*DTYPES, torch.complex128)}
 _DICT = "collections OrderedDict"
 _OTHERS = {
     *("torch Size", "torch device", "collections Counter", "argparse Namespace"),
@@ -133,28 +137,30 @@ _REBUILDS = {
     *("torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_tensor_v3"),
     "torch._utils _rebuild_parameter",
 }
-_KNOWN = {_DICT, *_STORAGES, *_DTYPES, *_OTHERS, *_REBUILDS}
+_KNOWN = {_DICT, *_STORAGES, *DTYPES_BY_NAME, *_OTHERS, *_REBUILDS}
 
 
-class _Machine:
+class Machine:
     """A pickle of protocol 2, followed instruction by instruction; it makes dicts, lists and plain values."""
+
+    instructions: ClassVar[Mapping[int, Callable[[Any], Any]]]
 
     def __init__(self, code: memoryview, make: _Make) -> None:
         self._code = bytes(code)
         self._at = 0
         self._make = make
-        self._stack: list[Any] = []
-        self._memo: dict[int, Any] = {}
+        self.stack: list[Any] = []
+        self.memo: dict[int, Any] = {}
 
     @no_garbage_collection()
     def run(self) -> Any:
         """Return what the pickle makes; ValueError if it makes no sense."""
         try:
             while (code := self.byte()) != _STOP:
-                if code not in _INSTRUCTIONS:
+                if code not in self.instructions:
                     raise refused(f"its pickle has the instruction 0x{code:02x}, which no state dict needs")
-                _INSTRUCTIONS[code](self)
-            (found,) = self._stack
+                self.instructions[code](self)
+            (found,) = self.stack
         except (IndexError, KeyError, TypeError, ValueError, AttributeError, struct.error) as exc:
             raise ValueError(f"its pickle is none: {exc!r:.200}") from exc
         return found
@@ -163,7 +169,7 @@ class _Machine:
         self._at += 1
         return self._code[self._at - 1]
 
-    def _take(self, form: str) -> Any:
+    def take(self, form: str) -> Any:
         (found,) = struct.unpack_from(form, self._code, self._at)
         self._at += struct.calcsize(form)
         return found
@@ -176,20 +182,20 @@ class _Machine:
         return found
 
     def push(self, value: Any) -> None:
-        self._stack.append(value)
+        self.stack.append(value)
 
     def protocol(self) -> None:
         if (found := self.byte()) != 2:
             raise refused(f"its pickle is of protocol {found}, and torch.save writes 2")
 
     def number(self, form: str) -> None:
-        self.push(self._take(form))
+        self.push(self.take(form))
 
     def long(self) -> None:
         self.push(int.from_bytes(self._bytes(self.byte()), "little", signed=True))
 
     def text(self) -> None:
-        self.push(str(self._bytes(self._take("<I")), "utf-8"))
+        self.push(str(self._bytes(self.take("<I")), "utf-8"))
 
     def global_(self) -> None:
         end = self._code[self._at : self._at + 1000].split(b"\n", 2)
@@ -197,73 +203,78 @@ class _Machine:
             raise ValueError("a name does not end")
         self._bytes(len(end[0]) + len(end[1]) + 2)
         name = f"{end[0].decode()} {end[1].decode()}"
-        if name not in _KNOWN:
+        if not self.is_known(name):
             raise refused(
                 f"its pickle asks for {name.replace(' ', '.')}, which no state dict of tensors needs"
             )
-        self.push(_Global(name))
+        self.push(Global(name))
+
+    def is_known(self, name: str) -> bool:
+        """Whether a state dict may ask for this; nothing is ever got."""
+        return name in _KNOWN
 
     def items(self) -> list[Any]:
         """Take what lies above the last mark."""
-        place = len(self._stack) - 1
-        while self._stack[place] is not _MARK:
+        place = len(self.stack) - 1
+        while self.stack[place] is not _MARK:
             place -= 1
-        found = self._stack[place + 1 :]
-        del self._stack[place:]
+        found = self.stack[place + 1 :]
+        del self.stack[place:]
         return found
 
     def tuple_of(self, count: int) -> None:
         self.push(tuple(self.pop_items(count)))
 
     def append(self, items: list[Any]) -> None:
-        target = self._stack[-1]
+        target = self.stack[-1]
         if type(target) is not list:
             raise ValueError("it appends to what is no list")
         target += items
 
     def set_items(self, items: list[Any]) -> None:
-        target = self._stack[-1]
+        target = self.stack[-1]
         keys = items[::2]
         if type(target) is not dict or not {*map(type, keys)} <= {str, int}:
             raise ValueError("it puts into a dict what has no place there")
         target.update(zip(keys, items[1::2], strict=True))
 
     def pop_items(self, count: int) -> list[Any]:
-        if len(self._stack) < count:
+        if len(self.stack) < count:
             raise ValueError("it takes what is not there")
-        found = self._stack[-count:]
-        del self._stack[-count:]
+        found = self.stack[-count:]
+        del self.stack[-count:]
         return found
 
     def build(self) -> None:
         # (the attributes of an OrderedDict, such as _metadata, and those of a Namespace)
-        self._stack.pop()
-        if not isinstance(self._stack[-1], (dict, Other)):
+        self.stack.pop()
+        if not isinstance(self.stack[-1], (dict, Other)):
             raise ValueError("it gives attributes to what has none")
 
     def persistent(self) -> None:
-        kind, of, key, _, count = self._stack.pop()
+        kind, of, key, _, count = self.stack.pop()
         if kind != "storage" or type(key) is not str or type(count) is not int or of.name not in _STORAGES:
             raise ValueError("a storage is none")
         dtype = _STORAGES[of.name]
-        self.push(_Storage(key, dtype, count * (dtype.itemsize if dtype else 1)))
+        self.push(Storage(key, dtype, count * (dtype.itemsize if dtype else 1)))
 
     def reduce(self) -> None:
-        arguments, what = self._stack.pop(), self._stack.pop()
-        if type(arguments) is not tuple or type(what) is not _Global:
+        arguments, what = self.stack.pop(), self.stack.pop()
+        if type(arguments) is not tuple or type(what) is not Global:
             raise ValueError("it calls what cannot be called")
-        self.push(self._called(what.name, arguments))
+        self.push(self.called(what.name, arguments))
 
-    def _called(self, name: str, arguments: tuple[Any, ...]) -> Any:
+    def called(self, name: str, arguments: tuple[Any, ...]) -> Any:
+        """Return what stands for the result of a call that is not made."""
         if name == _DICT and not arguments:
             return {}
         if name in _OTHERS:
             return Other(name)
         if name == "torch._utils _rebuild_parameter" and isinstance(arguments[0], Stored):
             return arguments[0]
-        if name in _REBUILDS and type(arguments[0]) is _Storage:
+        if name in _REBUILDS and type(arguments[0]) is Storage:
             storage, begin, shape, stride, _, _, *rest = arguments
-            dtype = _DTYPES[rest.pop(0).name] if name.endswith("_v3") else storage.dtype
+            dtype = DTYPES_BY_NAME[rest.pop(0).name] if name.endswith("_v3") else storage.dtype
             if dtype is None:
                 raise ValueError("a tensor has no dtype")
             if any(rest):
@@ -273,8 +284,8 @@ class _Machine:
 
 
 _STOP = ord(".")
-_INSTRUCTIONS: dict[int, Callable[[_Machine], Any]] = {
-    0x80: _Machine.protocol,
+Machine.instructions = {
+    0x80: Machine.protocol,
     ord("}"): lambda m: m.push({}),
     ord("]"): lambda m: m.push([]),
     ord(")"): lambda m: m.push(()),
@@ -290,20 +301,20 @@ _INSTRUCTIONS: dict[int, Callable[[_Machine], Any]] = {
     ord("M"): lambda m: m.number("<H"),
     ord("J"): lambda m: m.number("<i"),
     ord("G"): lambda m: m.number(">d"),
-    0x8A: _Machine.long,
-    ord("X"): _Machine.text,
-    ord("c"): _Machine.global_,
-    ord("q"): lambda m: m._memo.__setitem__(m.byte(), m._stack[-1]),
-    ord("r"): lambda m: m._memo.__setitem__(m._take("<I"), m._stack[-1]),
-    ord("h"): lambda m: m.push(m._memo[m.byte()]),
-    ord("j"): lambda m: m.push(m._memo[m._take("<I")]),
+    0x8A: Machine.long,
+    ord("X"): Machine.text,
+    ord("c"): Machine.global_,
+    ord("q"): lambda m: m.memo.__setitem__(m.byte(), m.stack[-1]),
+    ord("r"): lambda m: m.memo.__setitem__(m.take("<I"), m.stack[-1]),
+    ord("h"): lambda m: m.push(m.memo[m.byte()]),
+    ord("j"): lambda m: m.push(m.memo[m.take("<I")]),
     ord("a"): lambda m: m.append(m.pop_items(1)),
     ord("e"): lambda m: m.append(m.items()),
     ord("s"): lambda m: m.set_items(m.pop_items(2)),
     ord("u"): lambda m: m.set_items(m.items()),
-    ord("b"): _Machine.build,
-    ord("Q"): _Machine.persistent,
-    ord("R"): _Machine.reduce,
+    ord("b"): lambda m: m.build(),
+    ord("Q"): Machine.persistent,
+    ord("R"): lambda m: m.reduce(),
     # (what makes an object of a class from its arguments, too, is only looked up)
-    0x81: _Machine.reduce,
+    0x81: lambda m: m.reduce(),
 }

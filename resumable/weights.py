@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from . import blocks, codec, disk, manifest, modules, pin, tensorfile, url
+from . import blocks, codec, disk, headers, manifest, modules, pin, tensorfile, url
 from .archive import Read, refused
 from .blocks import Target
 from .checkpoint import Checkpoint, open_checkpoint
@@ -32,7 +32,7 @@ from .modules import ModulePart
 from .part import shape
 from .pin import Pin
 from .run import Run
-from .sealed import LONGEST, parse, typed
+from .sealed import LONGEST, Json, parse, typed
 from .tensorfile import Slot
 from .torchfile import Stored, TorchFile
 
@@ -129,7 +129,9 @@ def _put_in(part: ModulePart, fitting: Weights) -> None:
         raise
 
 
-class _Found(NamedTuple):
+class Found(NamedTuple):
+    """The tensors of a file, of which none has been read yet."""
+
     shapes: Weights
     """By name, a tensor without content: most of a file may be of no use."""
     take: Callable[[Collection[str]], Weights]
@@ -141,11 +143,11 @@ class _Fitting(NamedTuple):
     misfit: Misfit
 
 
-def _fitting(found: _Found, live: Weights) -> _Fitting:
+def _fitting(found: Found, live: Weights) -> _Fitting:
     """Return what fits, read, by the names in the model."""
-    pairs, misfit = _matched(found.shapes, live)
-    taken = found.take({*pairs.values()})
-    tensors = {name: taken[there] for name, there in pairs.items()}
+    known, misfit = _matched(found.shapes, live)
+    taken = found.take({*known.values()})
+    tensors = {name: taken[there] for name, there in known.items()}
     untied = _untied(tensors, live)
     rest = {name: value for name, value in tensors.items() if name not in untied}
     return _Fitting(rest, replace(misfit, reshaped={**misfit.reshaped, **untied}))
@@ -153,23 +155,23 @@ def _fitting(found: _Found, live: Weights) -> _Fitting:
 
 def _matched(found: Weights, live: Weights) -> tuple[dict[str, str], Misfit]:
     """Return which name in the file is which in the model, and what does not fit."""
-    pairs = _pairs([*found], [*live])
+    known = pairs([*found], [*live])
     reshaped = {
         name: f"{shape(found[there])} in the file, {shape(live[name])} in the model"
-        for name, there in pairs.items()
+        for name, there in known.items()
         if found[there].shape != live[name].shape
     }
     # A tensor with several names needs to be there under one of them.
-    places = {_place(live[name]) for name in pairs}
+    places = {_place(live[name]) for name in known}
     missing = {
         name: shape(value)
         for name, value in live.items()
-        if name not in pairs and (not value.numel() or _place(value) not in places)
+        if name not in known and (not value.numel() or _place(value) not in places)
     }
-    used = {*pairs.values()}
+    used = {*known.values()}
     unexpected = {name: shape(value) for name, value in found.items() if name not in used}
-    pairs = {name: there for name, there in pairs.items() if name not in reshaped}
-    return pairs, Misfit(missing, unexpected, reshaped)
+    known = {name: there for name, there in known.items() if name not in reshaped}
+    return known, Misfit(missing, unexpected, reshaped)
 
 
 def _place(value: Tensor) -> Any:
@@ -187,22 +189,22 @@ def _untied(fitting: Weights, live: Weights) -> dict[str, str]:
     return found
 
 
-def _pairs(there: list[str], here: list[str]) -> dict[str, str]:
+def pairs(there: Sequence[str], here: Sequence[str]) -> dict[str, str]:
     """Return for each name in a model that in the file: the same, or the one that is the same when bare.
 
-    >>> _pairs(["module._orig_mod.0.bias", "n"], ["0.bias"])
+    >>> pairs(["module._orig_mod.0.bias", "n"], ["0.bias"])
     {'0.bias': 'module._orig_mod.0.bias'}
     """
-    pairs = {name: name for name in {*here} & {*there}}
+    found = {name: name for name in {*here} & {*there}}
     # Where several names would be the same, none of them is.
     count = Counter(map(_bare, here)), Counter(map(_bare, there))
     by_bare = {_bare(name): name for name in there}
     for name in here:
         bare = _bare(name)
         other = by_bare.get(bare)
-        if name not in pairs and other and count[0][bare] == count[1][bare] == 1:
-            pairs[name] = other
-    return {name: pairs[name] for name in here if name in pairs}
+        if name not in found and other and count[0][bare] == count[1][bare] == 1:
+            found[name] = other
+    return {name: found[name] for name in here if name in found}
 
 
 def _bare(name: str) -> str:
@@ -255,16 +257,27 @@ def _is_of_model(file: str) -> bool:
 
 def _of_model(found: Checkpoint, pinned: Pin | None, live: Weights) -> _Fitting:
     """Read what fits of the files that have the model; all of them are verified."""
-    if _STATE not in found.about.files or found.about.files[_STATE].size > LONGEST:
-        raise ValueError(f"there is no {_STATE}, or a much too long one")
-    tree = typed(dict, typed(dict, parse(found.read_file(_STATE, pinned))).get("model", {}))
+    tree = typed(dict, state(found, pinned).get("model", {}))
     if len(tree) != 1:
         raise Unsupported(
             f"{found} holds {len(tree)} models: {', '.join(sorted(tree)) or 'none'}.",
             fix="to take one of several, give all to RunState and call restore(PATH, only='model.NAME').",
         )
     ((name, json),) = tree.items()
-    files = {file: _header(found, file) for file in found.about.files if _is_of_model(file)}
+    return _fitting(of_part(found, "model", name, json, pinned), live)
+
+
+def state(found: Checkpoint, pinned: Pin | None = None) -> dict[str, Json]:
+    """Return the trees of a checkpoint's parts, whose tensors have not been read."""
+    if _STATE not in found.about.files or found.about.files[_STATE].size > LONGEST:
+        raise ValueError(f"there is no {_STATE}, or a much too long one")
+    return typed(dict, parse(found.read_file(_STATE, pinned)))
+
+
+def of_part(found: Checkpoint, stem: str, name: str, json: Json, pinned: Pin | None = None) -> Found:
+    """Return the tensors of a part by name, by its tree; all of the files that they lie in are verified."""
+    paths = [path for path in found.about.files if codec.is_tensor_file(path) and codec.stem_of(path) == stem]
+    files = {file: _header(found, file) for file in paths}
     slots = {file: tensorfile.read_header(head, found.about.files[file].size) for file, head in files.items()}
     empty = {slot.name: _without_content(slot) for of_file in slots.values() for slot in of_file}
 
@@ -281,13 +294,13 @@ def _of_model(found: Checkpoint, pinned: Pin | None, live: Weights) -> _Fitting:
             taken |= _verified(found, file, head, [s for s in slots[file] if s.name in wanted], pinned)
         return decoded(taken)
 
-    return _fitting(_Found(decoded(empty), take), live)
+    return Found(decoded(empty), take)
 
 
 def _header(found: Checkpoint, file: str) -> memoryview:
     size = found.about.files[file].size
     start = blocks.read_start(found.path, file, size, 8)
-    return blocks.read_start(found.path, file, size, tensorfile.header_size(start, size))
+    return blocks.read_start(found.path, file, size, headers.header_size(start, size))
 
 
 def _verified(
@@ -310,9 +323,15 @@ def _without_content(slot: Slot) -> Tensor:
 
 
 def _of_file(place: Path, expect: str | None, live: Weights) -> _Fitting:
+    with telling(place), opened(place) as fd:
+        return _of_descriptor(place, fd, expect, live)
+
+
+@contextlib.contextmanager
+def telling(place: Path) -> Iterator[None]:
+    """Raise what goes wrong with a file of somebody else's as one of our errors, which names it."""
     try:
-        with _opened(place) as fd:
-            return _of_descriptor(place, fd, expect, live)
+        yield
     except ResumableError as exc:
         if not isinstance(exc, Unsupported):
             raise
@@ -337,14 +356,15 @@ def _of_descriptor(place: Path, fd: int, expect: str | None, live: Weights) -> _
     def read(begin: int, end: int) -> memoryview:
         return blocks.read_range(fd, begin, end) if whole is None else whole[begin:end]
 
-    found = (_of_safetensors if place.suffix == ".safetensors" else _of_torch)(size, read)
+    found = (of_safetensors if place.suffix == ".safetensors" else _of_torch)(size, read)
     return _fitting(found, live)
 
 
 @contextlib.contextmanager
-def _opened(place: Path) -> Iterator[int]:
+def opened(place: Path, flags: int = 0) -> Iterator[int]:
+    """Open a regular file of somebody else's."""
     # NONBLOCK: a pipe must not hang the load.
-    flags = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
+    flags |= os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
     fd = os.open(place, flags)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -354,8 +374,9 @@ def _opened(place: Path) -> Iterator[int]:
         os.close(fd)
 
 
-def _of_safetensors(size: int, read: Read) -> _Found:
-    header = read(0, tensorfile.header_size(read(0, min(size, 8)), size))
+def of_safetensors(size: int, read: Read) -> Found:
+    """Return what lies in a safetensors file."""
+    header = read(0, headers.header_size(read(0, min(size, 8)), size))
     slots = {slot.name: slot for slot in tensorfile.read_header(header, size)}
     # Of tied tensors only one is stored; the metadata has the other names.
     also = typed(dict, parse(header[8:])).get("__metadata__", {})
@@ -367,10 +388,10 @@ def _of_safetensors(size: int, read: Read) -> _Found:
         taken = {slot.name: tensorfile.from_row(read(slot.begin, slot.end), [slot])[0] for slot in wanted}
         return {name: taken[stored[name]] for name in names}
 
-    return _Found({name: _without_content(slots[first]) for name, first in stored.items()}, take)
+    return Found({name: _without_content(slots[first]) for name, first in stored.items()}, take)
 
 
-def _of_torch(size: int, read: Read) -> _Found:
+def _of_torch(size: int, read: Read) -> Found:
     start = bytes(read(0, min(size, 2)))
     if start == b"\x80\x02":
         raise Unsupported(
@@ -382,7 +403,7 @@ def _of_torch(size: int, read: Read) -> _Found:
     file = TorchFile(size, read)
     stored = _state_dict(file.content)
     shapes = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in stored.items()}
-    return _Found(shapes, lambda names: {name: file.tensor(stored[name]) for name in names})
+    return Found(shapes, lambda names: {name: file.tensor(stored[name]) for name in names})
 
 
 def _state_dict(content: Any) -> Mapping[str, Stored]:
