@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from . import arguments, capture, changes, pin, rng, spikes, url
+from . import arguments, capture, changes, markup, pin, report, rng, spikes, url
 from .arguments import Copied
 from .autosave import Autosave, Due
 from .capture import Capture
@@ -32,6 +32,7 @@ from .position import Batches, Position
 from .prefetch import ToDevice
 from .progress import Progress
 from .ranks import of_this_training
+from .report import Report
 from .resuming import Resuming
 from .run import Run, Which
 from .saving import Saving, end
@@ -257,10 +258,13 @@ class RunState:
         self._go_on()
         self.resumed = self._is_prepared = True
         self._saving.note_start({"changed": [one.to_json() for one in fit.differences]})
+        # What was pruned may be in a remote under its number: the next save must not take its place there.
+        self._crew.count_from(ranks.first("the numbers", lambda: self._saving.history.highest))
         self._saving.warn_of_room(found[0].about.size)
         self._saving.prepare()
         line = self._resuming.line("resumed", found[0], started, "from")
-        self._print(line + changes.resized(found[0].about.world_size, ranks.size))
+        resized = changes.resized(found[1].about.world_size, ranks.size)
+        self._print(line + resized + self._resuming.of_import(*found))
 
     def _check_arguments(self, resume: Which, override: Sequence[str]) -> None:
         self._capture.check_patterns(override)
@@ -531,6 +535,20 @@ the batches since are left out (1 of 3 times)
         self._saving.hear_first()
         return self._saving.best is not None and self._saving.best.since >= saves
 
+    def report(self, path: str | os.PathLike[str] = "report.html") -> Report | None:
+        """Write a page about the run, as `resumable report` does; a notebook shows what this returns.
+
+        Of several processes rank 0 writes it; the others return None.
+
+        >>> with RunState.load("runs/told") as state:
+        ...     _ = state.save(loss=0.5)
+        ...     state.report("told.html")
+        runs/told is empty: starting fresh
+        <Report told.html>
+        """
+        self.wait()
+        return report.write([self.run], path)[0] if self._crew.is_first else None
+
     def wait(self) -> None:
         """Wait until the last save is durable; raise what went wrong with it."""
         self._saving.wait()
@@ -570,6 +588,9 @@ the batches since are left out (1 of 3 times)
                 raise
             # Else nobody would see what has ended the training.
             warn(exc.problem)
+
+    def _repr_html_(self) -> str:
+        return f"{markup.tag('code', repr(self))}{self.run._repr_html_()}"
 
     def __repr__(self) -> str:
         return f"<RunState {self.run}: epoch {self.epoch}, batch {self.batch}, step {self.step}>"

@@ -1,0 +1,148 @@
+"""The report: one page, which needs nothing beside it, about one run or several."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import gzip
+import html
+import importlib.util
+import os
+import re
+import secrets
+import string
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+
+from . import __version__, disk, sections
+from .checkpoint import Checkpoint
+from .errors import SaveFailed, UsageError
+from .figures import Curves, metrics
+from .markup import Markup, escaped, in_script
+from .overview import overview
+from .policy import when
+from .progress import Progress
+from .run import Run
+from .sealed import Json
+
+NAME = "report.html"
+"""Where a report goes if nobody says where."""
+
+_MARK = b'<!doctype html>\n<html lang="en" data-made-by="resumable report">'
+
+
+class Report:
+    """A page that was written; a notebook shows it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    def __repr__(self) -> str:
+        return f"<Report {self.path}>"
+
+    def _repr_html_(self) -> str:
+        # The page as a whole: what a notebook shows may be looked at where the file is not.
+        page = html.escape(self.path.read_text(encoding="utf-8"))
+        size = 'width="100%" height="720" style="border:0"'
+        return f'<iframe sandbox="allow-scripts" title="resumable report" {size} srcdoc="{page}"></iframe>'
+
+
+def facts(runs: Sequence[Run], *, reads_all: bool = False) -> list[dict[str, Json]]:
+    """Return what there is to tell of some runs, verified with a bar where `reads_all`."""
+    return [overview(run, _verify if reads_all else None) for run in runs]
+
+
+def _verify(found: Checkpoint) -> None:
+    with Progress().reading(f"verifying {found}", found.about.size) as told:
+        found.verify(told)
+
+
+def write(
+    runs: Sequence[Run], path: str | os.PathLike[str] = NAME, *, reads_all: bool = False
+) -> tuple[Report, list[dict[str, Json]]]:
+    """Write a page about some runs, and return it with the facts that it shows.
+
+    `reads_all`: every byte is verified; else what sizes and manifests tell.
+    """
+    target = Path(path)
+    _check(target)
+    library = _library()
+    told = facts(runs, reads_all=reads_all)
+    text = page(told, library).encode(errors="replace")
+    try:
+        disk.replace(Path(os.path.realpath(target)), text)
+    except OSError as exc:
+        raise SaveFailed(
+            f"the report could not be written to {target}: {exc.strerror}.",
+            fix="mend the cause (room on the disk, permissions), or name another file.",
+        ) from exc
+    return Report(target), told
+
+
+def _check(path: Path) -> None:
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder.", fix=f"name a file: {path / NAME}.")
+    if not (folder := Path(os.path.abspath(path)).parent).is_dir():
+        raise UsageError(f"there is no folder {folder} to write {path.name} to.", fix="make it first.")
+    if not os.path.lexists(path):
+        return
+    if not _is_ours(path):
+        raise UsageError(
+            f"{path} is there already, and is not a report that resumable has written.",
+            fix="name another file, or move that one away.",
+        )
+
+
+def _is_ours(path: Path) -> bool:
+    # (a pipe would never end)
+    with contextlib.suppress(OSError):
+        if path.is_file():
+            with path.open("rb") as file:
+                return file.read(len(_MARK)) == _MARK
+    return False
+
+
+def _library() -> bytes:
+    """Return the code that draws the charts."""
+    found = importlib.util.find_spec("plotly")
+    for folder in (found and found.submodule_search_locations) or ():
+        file = Path(folder) / "package_data" / "plotly.min.js"
+        if file.is_file():
+            return file.read_bytes()
+    raise UsageError(
+        "the report needs the package plotly, which draws its charts.",
+        fix='pip install "torch-resumable[report]"',
+    )
+
+
+def page(told: Sequence[Mapping[str, Json]], library: bytes) -> str:
+    """Return the page about runs, as `overview` tells of them."""
+    curves = Curves(told)
+    names = [str(run["run"]) for run in told]
+    made = sections.Page(curves, metrics(told))
+    folder = Path(__file__).parent
+    values = {
+        "title": ", ".join(names),
+        "runs": Markup(sections.runs_named(names)),
+        "made": when(datetime.now(timezone.utc).isoformat()),
+        "version": __version__,
+        "library": _version(library),
+        "nonce": secrets.token_hex(16),
+        "body": made.make(),
+        "charts": in_script({"runs": names, "charts": made.charts}),
+        # Of the kinds of compression it is the one that browsers undo by themselves.
+        "packed": base64.b64encode(gzip.compress(library, 9, mtime=0)).decode(),
+        "style": Markup((folder / "report.css").read_text(encoding="utf-8")),
+        "script": Markup((folder / "report.js").read_text(encoding="utf-8")),
+    }
+    template = string.Template((folder / "report.html").read_text(encoding="utf-8"))
+    return template.substitute({key: escaped(value) for key, value in values.items()})
+
+
+def _version(library: bytes) -> str:
+    found = re.search(rb"plotly\.js (v[0-9.]+)", library[:300])
+    return found[1].decode() if found else ""
