@@ -73,13 +73,22 @@ def keep(given: Any, goal: Goal | None, name: str = "keep") -> Keep | None:
         newest, best, every = given.get("newest", 1), given.get("best", 1), given.get("every")
         if _is_number(newest) and _is_number(best):
             _check_best(given, goal, name)
-            multiples = None if every is None else _rules(f"{name}['every']", every, _MULTIPLES)
-            return Keep(newest, best, multiples)
+            rules = None if every is None else multiples(f"{name}['every']", every)
+            return Keep(newest, best, rules)
     raise UsageError(
         f"{name}={given!r} does not say how many checkpoints stay.",
         fix="give a whole number from 1, or None to keep all, or the like of "
         f"{name}={{'newest': 3, 'best': 2, 'every': '1000 steps'}}.",
     )
+
+
+def multiples(name: str, given: Any) -> Every:
+    """Return of what the multiples are kept.
+
+    >>> multiples("--keep-every", ["1000 steps", "1 day"])
+    Every(seconds=86400.0, steps=1000, epochs=None, budget=None, mtbf=None)
+    """
+    return _rules(name, given, _MULTIPLES)
 
 
 def _is_number(value: Any) -> bool:

@@ -9,12 +9,10 @@ import errno
 import math
 import mmap
 import os
-import secrets
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -73,6 +71,9 @@ def _in_threads(job: Callable[[int], bytes], size: int, threads: int) -> list[by
         except BaseException:
             failed.set()
             raise
+
+    # (where nothing large is read or written, it takes longer to import than all else does)
+    from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(min(threads, len(blocks))) as pool:
         return list(pool.map(unless_failed, blocks))
@@ -327,7 +328,7 @@ def fastest_way(folder: Path, scratch: memoryview, is_wanted: Callable[[], bool]
     for way in _WAYS * 2:
         if not is_wanted():
             break
-        probe = folder / f".probe-{secrets.token_hex(4)}"
+        probe = folder / f".probe-{os.urandom(4).hex()}"
         try:
             start = time.perf_counter()
             write(probe, Content(scratch), way)

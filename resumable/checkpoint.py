@@ -6,16 +6,17 @@ import contextlib
 import errno
 import os
 import re
-import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from . import blocks, disk, manifest
-from .blocks import Content, Way, Written
+from .blocks import Content, Lane, Target, Way, Written
 from .errors import FormatTooNew, ResumableError, SaveFailed
 from .manifest import FILE_NAME, FileRecord, Manifest
 from .pin import Pin
+from .progress import Told
 
 NAME = re.compile(r"([0-9]{6,})-step-([0-9]{8,})")
 """Save number and optimizer steps. Folders with other names are not ours."""
@@ -57,16 +58,33 @@ class Checkpoint:
         """Return the content of one file, verified."""
         return blocks.read(self.path, file, *self.about.files[file], also=pin.file(file) if pin else None)
 
-    def verify(self) -> None:
-        """Raise CheckpointDamaged unless every byte is the one that was written."""
+    def verify(self, told: Told | None = None) -> None:
+        """Raise CheckpointDamaged unless every byte is the one that was written.
+
+        `told` is called with how many bytes were read, again and again, by any thread.
+        """
         for file in self.about.files:
-            self.scan_file(file)
+            self.scan_file(file, told=told)
 
-    def scan_file(self, file: str, pin: Pin | None = None) -> None:
+    def scan_file(self, file: str, pin: Pin | None = None, told: Told | None = None) -> None:
         """Raise CheckpointDamaged unless every byte of one file is the one that was written."""
-        blocks.scan(self.path, file, *self.about.files[file], also=pin.file(file) if pin else None)
+        size, digest = self.about.files[file]
+        targets = [Target(0, size, None, partial(_tell, told))] if told else []
+        also = pin.file(file) if pin else None
+        blocks.scan(self.path, file, size, digest, targets, also=also)
 
-    def pin(self) -> str:
+    def look(self) -> dict[str, os.stat_result]:
+        """Return what the disk says of its files; CheckpointDamaged if one is missing or of another size.
+
+        Nothing is read: that the bytes are those that were written, only `verify` can tell.
+        """
+        found = {file: disk.look(self.path, file) for file in self.about.files}
+        for file, (size, _) in self.about.files.items():
+            if (there := found[file].st_size) != size:
+                raise disk.damaged(self.path, f"{file} has {there:,} bytes, its manifest says {size:,}")
+        return found
+
+    def pin(self, told: Told | None = None) -> str:
         """Return a digest of all of its content, verified, to expect where it is loaded (`expect=`).
 
         The digests in the manifest find what has changed by itself; this one nobody can forge. It is the
@@ -74,7 +92,7 @@ class Checkpoint:
         """
         pin = self.begin_pin()
         for file in self.about.files:
-            self.scan_file(file, pin)
+            self.scan_file(file, pin, told)
         return str(pin)
 
     def begin_pin(self) -> Pin:
@@ -86,6 +104,15 @@ class Checkpoint:
         if manifest.to_json(_parsed(self.path, text)) != manifest.to_json(self.about):
             raise disk.damaged(self.path, f"{manifest.NAME} has changed since it was opened")
         return pin
+
+
+def identity(found: os.stat_result) -> tuple[int, int]:
+    """Return which file it is: hard links of one are the same."""
+    return found.st_dev, found.st_ino
+
+
+def _tell(told: Told, lane: Lane, at: int, piece: memoryview) -> None:
+    told(piece.nbytes)
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -124,7 +151,7 @@ class Stage:
     ) -> None:
         self._folder = folder
         self._number, self._step = number, step
-        self.path = folder / f".{kind}-{number:06}-{token or secrets.token_hex(4)}"
+        self.path = folder / f".{kind}-{number:06}-{token or os.urandom(4).hex()}"
         self.target = folder / name(number, step)
         self._size = 0
 

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import import_module
 from typing import Any
 
-from . import __version__, cli_look, cli_move, cli_trust, cli_try
+from . import __version__
 from .command import CODES, EXIT_CODES
 from .errors import ResumableError, ResumableWarning
 
-_GROUPS = {"look": cli_look, "trust": cli_trust, "move": cli_move, "try": cli_try}
+_GROUPS = {
+    "look": ("ls", "show", "diff", "report"),
+    "trust": ("verify",),
+    "move": ("push", "pull", "export", "import"),
+    "tidy": ("prune",),
+    "try": ("demo",),
+}
+"""The commands that each of the modules `cli_look`, `cli_trust`, ... declares."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    given = _parser().parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    given = parser(words[0] if words else None).parse_args(words)
     with warnings.catch_warnings():
         warnings.simplefilter("always", ResumableWarning)
         warnings.showwarning = partial(_print_warning, warnings.showwarning)
@@ -27,13 +37,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run_command(given: argparse.Namespace) -> int:
     try:
-        return int(given.command(given))
+        code = int(given.command(given))
+        # Here, where it can be told from an error: at its exit Python would make one of it.
+        sys.stdout.flush()
+        return code
     except ResumableError as exc:
         print(f"resumable: {exc}", file=sys.stderr)
         return next((code for kind, code in CODES.items() if isinstance(exc, kind)), 1)
     except BrokenPipeError:
-        # Whoever read the output (head, less) has seen enough.
-        sys.stderr.close()
+        # Whoever read the output (head, less) has seen enough; what is left of it goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
         return 130
@@ -49,26 +62,26 @@ def _print_warning(
         before(text, kind, *place)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser(command: str | None = None) -> argparse.ArgumentParser:
+    """Return the parser of all commands, which the documentation is made from; or of one and its group."""
+    top = argparse.ArgumentParser(
         prog="resumable",
         description="Look at trainings that can be killed anywhere and go on bit for bit.",
         usage="resumable COMMAND ...",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"resumable {__version__}")
+    top.add_argument("--version", action="version", version=f"resumable {__version__}")
     # (argparse would list them in one row, without the groups)
-    commands = parser.add_subparsers(
-        prog="resumable", metavar="COMMAND", required=True, help=argparse.SUPPRESS
-    )
+    commands = top.add_subparsers(prog="resumable", metavar="COMMAND", required=True, help=argparse.SUPPRESS)
     listed: dict[str, list[tuple[str, str]]] = {}
-    for group, module in _GROUPS.items():
-        known = {*commands.choices}
-        module.declare(commands)
-        new = [(name, sub) for name, sub in commands.choices.items() if name not in known]
-        listed[group] = [(name, sub.get_default("summary")) for name, sub in new]
-    parser.epilog = f"{_listed(listed)}\n\nresumable COMMAND --help tells more of one.\n\n{EXIT_CODES}"
-    return parser
+    # What other commands need would take longer to import than this one to answer.
+    wanted = [group for group, names in _GROUPS.items() if command in names] or _GROUPS
+    for group in wanted:
+        import_module(f".cli_{group}", __package__).declare(commands)
+        subs = ((name, commands.choices[name]) for name in _GROUPS[group])
+        listed[group] = [(name, sub.get_default("summary")) for name, sub in subs]
+    top.epilog = f"{_listed(listed)}\n\nresumable COMMAND --help tells more of one.\n\n{EXIT_CODES}"
+    return top
 
 
 def _listed(groups: dict[str, list[tuple[str, str]]]) -> str:

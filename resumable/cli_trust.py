@@ -3,36 +3,103 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
-from .command import CODES, add, add_run, print_json, print_problems, row_of, run_at
-from .errors import CheckpointDamaged
+from .checkpoint import Checkpoint, open_checkpoint
+from .command import (
+    CODES,
+    add,
+    add_json,
+    folder_of,
+    named,
+    print_json,
+    print_problems,
+    run_at,
+)
+from .errors import CheckpointDamaged, CheckpointNotFound, FormatTooNew
 from .policy import bytes_of
+from .progress import Progress
+from .tables import painted
+
+Row = dict[str, Any]
 
 
 def declare(commands: Any) -> None:
     """Declare them."""
-    summary = "read every byte of a run and say whether it is as it was written"
-    sub = add(commands, "verify", _verify, summary, "resumable verify runs/exp")
-    add_run(sub)
+    summary = "read every byte of checkpoints and say whether they are as they were written"
+    sub = add(commands, "verify", _verify, summary, "resumable verify runs/exp --all")
+    sub.add_argument(
+        "run",
+        metavar="RUN[@N]",
+        help="runs/exp (what a resume would use: the newest intact checkpoint, and the best), runs/exp@41, "
+        "runs/exp@best, or a checkpoint's folder",
+    )
+    sub.add_argument("--all", action="store_true", help="all checkpoints of the run")
     sub.add_argument(
         "--pin", action="store_true", help="print of each a digest of its content: RunState.load(expect=...)"
     )
+    add_json(sub)
 
 
 def _verify(given: argparse.Namespace) -> int:
-    rows: list[dict[str, Any]] = []
-    run = run_at(given.run)
-    for number in run.numbers():
-        if not (row := row_of(run, number, verify=True, pin=given.pin)):
-            continue
-        rows.append({key: row[key] for key in ("number", "path", "size", "problem", "pin") if key in row})
+    rows: list[Row] = []
+    for row in _verified(given):
+        rows.append(row)
         if not given.json:
             state = "damaged" if row["problem"] else f"intact   {bytes_of(row['size'])}"
             state += f"  {row['pin']}" if row.get("pin") else ""
-            print(f"checkpoint {number:>6}  {state}", flush=True)
+            print(f"checkpoint {row['number']:>6}  {painted(state)}", flush=True)
     if given.json:
         print_json(rows)
     else:
         print_problems(rows)
     return CODES[CheckpointDamaged] if any(row["problem"] for row in rows) else 0
+
+
+def _verified(given: argparse.Namespace) -> Iterator[Row]:
+    path, which = named(given.run)
+    if which is None and (folder := folder_of(path)):
+        found = open_checkpoint(folder)
+        yield _row(found.about.number, lambda: found, given.pin)
+        return
+    run = run_at(path)
+    if which is not None and which != "newest":
+        chosen = run.choose(which, lambda found: found)
+        assert chosen
+        yield _row(chosen[0].about.number, lambda: chosen[0], given.pin)
+        return
+    # What a resume would try, one after the other; then what restore("best") would.
+    best = None
+    for number in run.numbers() if given.all else reversed(run.numbers()):
+        row = _row(number, partial(run.open, number), given.pin)
+        # A training that goes on may have pruned it meanwhile.
+        if row["problem"] and not run.path_of(number):
+            continue
+        yield row
+        if not row["problem"] and not given.all:
+            best = run.open(number).about.best
+            break
+    if best and best.number != number and which is None and run.path_of(best.number):
+        yield _row(best.number, partial(run.open, best.number), given.pin)
+
+
+def _row(number: int, open_it: Callable[[], Checkpoint], pin: bool) -> Row:
+    row: Row = {
+        "number": number,
+        "path": None,
+        "size": None,
+        "problem": None,
+        **({"pin": None} if pin else {}),
+    }
+    try:
+        found = open_it()
+        with Progress().moving(f"checkpoint {number}", found.about.size) as told:
+            if pin:
+                row["pin"] = found.pin(told)
+            else:
+                found.verify(told)
+    except (CheckpointDamaged, CheckpointNotFound, FormatTooNew) as exc:
+        return {**row, "problem": exc.problem}
+    return {**row, "path": str(found.path), "size": found.about.size}

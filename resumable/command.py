@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
-from . import url
+from . import checkpoint, manifest, url
+from .checkpoint import Checkpoint
 from .errors import (
     CheckpointDamaged,
     CheckpointNotFound,
@@ -19,11 +22,13 @@ from .errors import (
     RunInUse,
     UsageError,
 )
-from .journal import plain
-from .run import Run
+from .run import Run, Which, is_number
+
+T = TypeVar("T")
 
 EXIT_CODES = """exit codes:
-  0 fine   1 found a problem   2 usage   3 not found   4 damaged   5 in use   6 remote   130 interrupted"""
+  0 fine      1 found a problem   2 usage    3 not found
+  4 damaged   5 in use            6 remote   130 interrupted"""
 
 CODES: dict[type[ResumableError], int] = {
     UsageError: 2,
@@ -80,35 +85,50 @@ def run_at(path: str, resume: str = "must") -> Run:
     return run
 
 
-def row_of(run: Run, number: int, verify: bool = False, pin: bool = False) -> dict[str, Any] | None:
-    """Return what is known of one checkpoint; None if it has gone."""
-    row: dict[str, Any] = {"number": number, "path": None, "problem": None, "best": None}
-    row |= {"pin": None} if pin else {}
-    try:
-        found = run.open(number)
-        if pin:
-            row["pin"] = found.pin()
-        elif verify:
-            found.verify()
-    except (CheckpointDamaged, CheckpointNotFound, FormatTooNew) as exc:
-        # A training that goes on may have pruned it meanwhile.
-        is_there = run.path_of(number)
-        return {**row, "size": None, "problem": exc.problem} if is_there else None
-    about = found.about
-    return {
-        **row,
-        "path": str(found.path),
-        "boundary": about.boundary.value,
-        "epoch": about.epoch,
-        "batch": about.batch,
-        "step": about.step,
-        "samples": about.samples,
-        "metrics": plain(about.metrics),
-        "size": about.size,
-        "saved": about.saved,
-        "parent": about.parent,
-        "best": about.best and about.best.number,
-    }
+def add_checkpoint(sub: argparse.ArgumentParser, dest: str = "checkpoint", metavar: str = "RUN[@N]") -> None:
+    """Declare one checkpoint, as `read_at` takes it."""
+    sub.add_argument(
+        dest,
+        metavar=metavar,
+        help="runs/exp (its newest intact checkpoint), runs/exp@41, runs/exp@best, or a checkpoint's folder",
+    )
+
+
+def read_at(text: str, read: Callable[[Checkpoint], T]) -> tuple[Checkpoint, T]:
+    """Return the checkpoint that RUN, RUN@41, RUN@best, RUN@newest or a folder means, and what `read` gave.
+
+    The newest is the newest that `read` does not find damaged.
+    """
+    path, which = named(text)
+    if which is None and (folder := folder_of(path)):
+        found = checkpoint.open_checkpoint(folder)
+        return found, read(found)
+    chosen = run_at(path).choose("newest" if which is None else which, read)
+    assert chosen
+    return chosen
+
+
+def folder_of(path: str) -> Path | None:
+    """Return the folder of a checkpoint, if the path is one or leads to one, as runs/exp/best does."""
+    return Path(path).resolve() if os.path.lexists(os.path.join(path, manifest.NAME)) else None
+
+
+def named(text: str) -> tuple[str, Which | None]:
+    """Return the run and which of its checkpoints is meant; None if that is not said.
+
+    >>> named("runs/exp@41"), named("runs/exp")
+    (('runs/exp', '41'), ('runs/exp', None))
+    """
+    path, at, word = text.rpartition("@")
+    # (a folder may have the sign in its name, and an address in front of its host)
+    if not at or os.path.lexists(text) or url.is_url(text):
+        return text, None
+    if word in ("best", "newest") or is_number(word):
+        return path, word
+    raise UsageError(
+        f"{text!r} ends with neither a save number nor a word that is known.",
+        fix=f"say {path}@41, {path}@best or {path}@newest; `resumable ls {path}` lists what is there.",
+    )
 
 
 def print_problems(rows: Sequence[Mapping[str, Any]]) -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import xxhash
@@ -107,8 +108,15 @@ def _start(run_dir: Path, kill_at: int | None = None) -> str | None:
     raise RuntimeError(f"{' '.join(command)} ended with exit code {child.returncode}")
 
 
-def main(folder: Path | None = None) -> int:
-    """Train once without a stop and once killed twice; print both digests; return the exit code."""
+class Digests(NamedTuple):
+    """All that each of the two trainings has ended with."""
+
+    straight: str | None
+    killed: str | None
+
+
+def show(folder: Path | None = None) -> Digests:
+    """Train once without a stop and once killed twice, and print what happens."""
     with tempfile.TemporaryDirectory(prefix="resumable-demo-") as temporary:
         where = folder or Path(temporary)
         print("A conv net with dropout, augmentation, AMP and a schedule is trained, 64 steps.\n")
@@ -122,11 +130,11 @@ def main(folder: Path | None = None) -> int:
         print(f"   digest {killed}\n")
     if straight != killed:
         print("NOT equal: please report this, with the output of `python -m torch.utils.collect_env`.")
-        return 1
-    print("Equal, bit for bit: weights, optimizer, schedule, scaler and the next random numbers.")
+    else:
+        print("Equal, bit for bit: weights, optimizer, schedule, scaler and the next random numbers.")
     if folder:
         print(f"Look at it: resumable ls {where / 'killed'}")
-    return 0
+    return Digests(straight, killed)
 
 
 if __name__ == "__main__":

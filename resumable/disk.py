@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import secrets
 import stat
 import sys
 from collections.abc import Iterable, Iterator
@@ -76,13 +75,28 @@ def opened(folder: Path, name: str) -> Iterator[FileIO]:
                 raise damaged(folder, f"{name} is not a regular file")
             yield file
     except OSError as exc:
-        if exc.errno in _NOT_ITS_FAULT:
-            raise CannotRead(
-                f"{path} cannot be read: {exc.strerror}.",
-                fix="mend the cause and start again; nothing says that the file is damaged.",
-            ) from exc
-        reason = "is missing" if exc.errno == errno.ENOENT else f"cannot be read: {exc.strerror}"
-        raise damaged(folder, f"{name} {reason}") from exc
+        raise _unread(folder, name, exc) from exc
+
+
+def look(folder: Path, name: str) -> os.stat_result:
+    """Return what the disk says of a regular file in a folder of ours, without opening it."""
+    try:
+        found = os.lstat(f"{folder}/{name}")
+    except OSError as exc:
+        raise _unread(folder, name, exc) from exc
+    if not stat.S_ISREG(found.st_mode):
+        raise damaged(folder, f"{name} is not a regular file")
+    return found
+
+
+def _unread(folder: Path, name: str, exc: OSError) -> CannotRead | CheckpointDamaged:
+    if exc.errno in _NOT_ITS_FAULT:
+        return CannotRead(
+            f"{folder / name} cannot be read: {exc.strerror}.",
+            fix="mend the cause and start again; nothing says that the file is damaged.",
+        )
+    reason = "is missing" if exc.errno == errno.ENOENT else f"cannot be read: {exc.strerror}"
+    return damaged(folder, f"{name} {reason}")
 
 
 def _open_in(folder: Path, name: str, flags: int) -> int:
@@ -122,10 +136,22 @@ def _fill(file: FileIO, buffer: memoryview) -> None:
 
 def damaged(folder: Path, problem: str) -> CheckpointDamaged:
     """Return the error that says what is wrong with the checkpoint in `folder`."""
+    is_in_a_run = folder.parent.name == "checkpoints"
+    run = folder.parent.parent
+    removal = f"To remove this one: resumable prune {run} --damaged" if is_in_a_run else "It can be deleted."
     return CheckpointDamaged(
         f"{folder} is damaged: {problem}.",
-        fix="resume='auto' goes on from the newest intact checkpoint. This one can be deleted.",
+        fix=f"resume='auto' goes on from the newest intact checkpoint. {removal}",
     )
+
+
+def is_proof(exc: CheckpointDamaged) -> bool:
+    """Whether a checkpoint is damaged for good, and not on a disk or a network that does not answer now."""
+    cause = exc.__cause__
+    return not isinstance(cause, OSError) or cause.errno in _NO_FILE
+
+
+_NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO)
 
 
 def flush_folder(path: Path) -> bool:
@@ -177,7 +203,7 @@ def flush_names(path: Path) -> None:
 
 def replace(path: Path, data: bytes) -> None:
     """Put a small file in place as a whole: readers see the old content or the new one."""
-    fresh = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+    fresh = path.with_name(f".{path.name}-{os.urandom(4).hex()}")
     try:
         write(fresh, data)
         os.replace(fresh, path)
@@ -203,7 +229,7 @@ def publish(stage: Path, target: Path) -> None:
 
 def point(link: Path, target: Path) -> None:
     """Let the symbolic link `link` lead to `target`, replacing it as a whole if it is ours."""
-    fresh = link.with_name(f".{link.name}-{secrets.token_hex(4)}")
+    fresh = link.with_name(f".{link.name}-{os.urandom(4).hex()}")
     os.symlink(os.path.relpath(target, link.parent), fresh, target_is_directory=True)
     try:
         os.replace(fresh, link)

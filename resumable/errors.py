@@ -1,26 +1,26 @@
 """Every error and warning of the library, each built with what to do about it.
 
 ResumableError
- ├── UsageError          (ValueError)         an argument or a call that cannot be meant
- ├── NotARun             (NotADirectoryError) the run directory is something else
- ├── RunInUse            (BlockingIOError)    another process is writing this run
- ├── RunExists           (FileExistsError)    a new run was asked for where one already is
- ├── CheckpointNotFound  (FileNotFoundError)  nothing there to go on from
- ├── CheckpointDamaged   (ValueError)         the bytes are not the ones that were written
- ├── CheckpointNotExpected (ValueError)       the content is not the one that expect= names
- ├── CannotRead          (OSError)            a file is there, but this process may not or cannot read it
- ├── FormatTooNew        (ValueError)         written by a newer version of this library
- ├── StateMismatch       (ValueError)         the checkpoint and the live objects do not fit
- ├── CannotStore         (TypeError)          a value that has no place in a checkpoint
- ├── Unsupported         (NotImplementedError) something that would silently be inexact
- ├── RanksDiffer         (ValueError)         the processes of a training do not agree
- ├── RankLost            (TimeoutError)       one of the processes has ended, is stopped or late
- ├── Preempted           (InterruptedError)   a signal or the time has ended the loop; all is saved
- ├── SaveFailed          (OSError)            a checkpoint could not be written
- ├── RemoteError         (OSError)            a remote cannot be reached, or does not do what it should
- └── Diverged            (ArithmeticError)    the loss spikes whatever checkpoint it goes on from
+ ├── UsageError            (ValueError)          an argument or a call that cannot be meant
+ ├── NotARun               (NotADirectoryError)  the run directory is something else
+ ├── RunInUse              (BlockingIOError)     another process is writing this run
+ ├── RunExists             (FileExistsError)     a new run was asked for where one already is
+ ├── CheckpointNotFound    (FileNotFoundError)   nothing there to go on from
+ ├── CheckpointDamaged     (ValueError)          the bytes are not the ones that were written
+ ├── CheckpointNotExpected (ValueError)          the content is not the one that expect= names
+ ├── CannotRead            (OSError)             a file is there, but this process may not or cannot read it
+ ├── FormatTooNew          (ValueError)          written by a newer version of this library
+ ├── StateMismatch         (ValueError)          the checkpoint and the live objects do not fit
+ ├── CannotStore           (TypeError)           a value that has no place in a checkpoint
+ ├── Unsupported           (NotImplementedError) something that would silently be inexact
+ ├── RanksDiffer           (ValueError)          the processes of a training do not agree
+ ├── RankLost              (TimeoutError)        one of the processes has ended, is stopped or late
+ ├── Preempted             (InterruptedError)    a signal or the time has ended the loop; all is saved
+ ├── SaveFailed            (OSError)             a checkpoint could not be written
+ ├── RemoteError           (OSError)             a remote cannot be reached, or does not do what it should
+ └── Diverged              (ArithmeticError)     the loss spikes whatever checkpoint it goes on from
 
-ResumableWarning (UserWarning)                 said at most once a run
+ResumableWarning          (UserWarning)         said at most once a run
 """
 
 from __future__ import annotations
@@ -63,63 +63,117 @@ class ResumableError(Exception):
 
 
 class UsageError(ResumableError, ValueError):
-    """An argument or a call that cannot be meant."""
+    """An argument or a call that cannot be meant.
+
+    Correct the line that is named. Nothing was touched: arguments are checked together, before anything is
+    read or written.
+    """
 
 
 class NotARun(ResumableError, NotADirectoryError):
-    """The run directory is a file, or is not this library's."""
+    """The run directory is a file, or is not this library's.
+
+    Give the directory of a run, or one that is empty or does not exist yet.
+    """
 
 
 class RunInUse(ResumableError, BlockingIOError):
-    """Another process is writing this run."""
+    """Another process is writing this run.
+
+    Wait for it, or end it; the message says which it is. The lock goes with its process, whatever ends
+    that: there is no file to delete.
+    """
 
 
 class RunExists(ResumableError, FileExistsError):
-    """A new run was asked for in a directory that already holds one."""
+    """A new run was asked for in a directory that already holds one.
+
+    Give a new directory, or leave out ``resume="never"`` to go on with the run that is there.
+    """
 
 
 class CheckpointNotFound(ResumableError, FileNotFoundError):
-    """There is nothing to go on from."""
+    """There is nothing to go on from.
+
+    ``resumable ls`` tells what is there; ``resume="auto"`` starts fresh where nothing is.
+    """
 
 
 class CheckpointDamaged(ResumableError, ValueError):
-    """The bytes on disk are not the ones that were written."""
+    """The bytes on disk are not the ones that were written.
+
+    Asked for the newest, a training goes on from the one before it by itself, with a warning; this error
+    means that a certain one was asked for, or that none is intact. ``resumable verify RUN --all`` reads all
+    of them.
+    """
 
 
 class CheckpointNotExpected(ResumableError, ValueError):
-    """The content is not the one that `expect` names, whoever may have changed it."""
+    """The content is not the one that `expect` names, whoever may have changed it.
+
+    Find out who has changed it. No older one is used in its place.
+    """
 
 
 class CannotRead(ResumableError, OSError):
-    """A file is there, but this process may not or cannot read it now."""
+    """A file is there, but this process may not or cannot read it now.
+
+    Mend the permission, the mount or the limit, and start again. Nothing says that the checkpoint is
+    damaged, so no older one is used in its place.
+    """
 
 
 class FormatTooNew(ResumableError, ValueError):
-    """The checkpoint was written by a newer version of this library."""
+    """The checkpoint was written by a newer version of this library.
+
+    Upgrade, or go on with the version that wrote it.
+    """
 
 
 class StateMismatch(ResumableError, ValueError):
-    """The checkpoint and the live objects do not fit each other."""
+    """The checkpoint and the live objects do not fit each other.
+
+    Make the objects as they were, or allow by name what has changed on purpose: ``allow=["model.head.*"]``.
+    All objects are as they were before the call.
+    """
 
 
 class CannotStore(ResumableError, TypeError):
-    """A value that has no place in a checkpoint; the message names its path."""
+    """A value that has no place in a checkpoint; the message names its path.
+
+    Give plain values, tensors, or an object with ``state_dict`` and ``load_state_dict``. It comes at the
+    first save, and nothing was written.
+    """
 
 
 class Unsupported(ResumableError, NotImplementedError):
-    """Something that this version could only do inexactly, so it refuses."""
+    """Something that this version could only do inexactly, so it refuses.
+
+    Do what the message says instead; nothing is done halfway.
+    """
 
 
 class RanksDiffer(ResumableError, ValueError):
-    """The processes of one training stand at different places, or were made differently."""
+    """The processes of one training stand at different places, or were made differently.
+
+    Do the same on every rank: the same parts, and ``save()`` at the same place, not under ``if rank ==
+    0:``. To start again does not mend it.
+    """
 
 
 class RankLost(ResumableError, TimeoutError):
-    """One of the processes of a training has ended, is stopped, or did not come in time."""
+    """One of the processes of a training has ended, is stopped, or did not come in time.
+
+    See what the others said last, and start again; torchrun does that by itself. If one is only busy for
+    long, make ``timeout=`` longer.
+    """
 
 
 class Preempted(ResumableError, InterruptedError):
     """A signal, or the time that was given, has ended the loop; everything is saved.
+
+    Only with ``on_preempt="raise"``; otherwise the process exits with that code. Start the same command
+    again.
 
     ``signal`` is the one that came; ``128 + error.signal`` is the exit code that says so.
     """
@@ -132,11 +186,17 @@ class Preempted(ResumableError, InterruptedError):
 
 
 class SaveFailed(ResumableError, OSError):
-    """A checkpoint could not be written; the ones before it are untouched."""
+    """A checkpoint could not be written; the ones before it are untouched.
+
+    Make room, or mend the disk. A training that catches it can go on and save again.
+    """
 
 
 class RemoteError(ResumableError, OSError):
     """A remote cannot be reached, refuses, or holds what it should not; local checkpoints are untouched.
+
+    The training goes on without it, and tries again until it works: look at the address, the credentials
+    and the room there. ``resumable push`` sends what is missing.
 
     ``is_final``: trying again makes no sense until somebody has done something.
     """
@@ -145,7 +205,11 @@ class RemoteError(ResumableError, OSError):
 
 
 class Diverged(ResumableError, ArithmeticError):
-    """The loss spikes again and again, or there is no checkpoint to go back to."""
+    """The loss spikes again and again, or there is no checkpoint to go back to.
+
+    Change what makes it spike (a lower learning rate, other data) and go on from a checkpoint that was good:
+    ``resume=NUMBER``.
+    """
 
 
 def printable(text: str, but: str = "\n") -> str:

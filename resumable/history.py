@@ -56,6 +56,11 @@ class History:
         self.attempt: int | None = None
         """Which start of the run this is, from 1; None before it, after its end, and if nobody can tell."""
 
+    @property
+    def highest(self) -> int:
+        """The highest save number that is known, also of a checkpoint that is not there any more."""
+        return max((number for number in self._parents if number < _MOST_SAVES), default=0)
+
     def begin(self, facts: Mapping[str, Json], came_from: int | None) -> int | None:
         """Note that a process (with these `facts` about it) goes on from a checkpoint, or starts fresh."""
         with self._guard:
@@ -269,8 +274,22 @@ def abandoned(parents: Mapping[int, int | None], number: int | None, before: Ite
     return (parents.keys() - passed - earlier) | (earlier & {*before})
 
 
+def left_behind(lines: Iterable[Line], here: Mapping[int, int | None], newest: int | None) -> set[int]:
+    """Return the saves that the newest checkpoint does not come from; what is `here` knows its parent.
+
+    >>> left_behind([], {1: None, 2: 1, 3: 1}, newest=3)
+    {2}
+    """
+    saves = [line for line in lines if is_save(line)]
+    before = {line["number"] for line in saves if line["superseded"]}
+    if newest is None:
+        return before
+    return abandoned({**{line["number"]: line["parent"] for line in saves}, **here}, newest, before)
+
+
 # (each is about 500 bytes)
 _MOST_DUE = 1000
+_MOST_SAVES = 1 << 53
 _LONGEST_TEXT = 1000
 _SUMMARY = ("attempt", "time", "host", "pid", "argv", "git", "dirty", "versions", "from")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import socket
 import stat
 import sys
 from pathlib import Path
@@ -49,6 +48,9 @@ class Lock:
         self._path = path
         # Only for the message that others get: a full disk must not cost us the lock.
         with contextlib.suppress(OSError):
+            # (only who writes a run needs it: commands that look answer sooner)
+            import socket
+
             _sign(self._fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
 
     def is_held(self) -> bool:

@@ -6,10 +6,10 @@ import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime
+from datetime import datetime, timezone
 from typing import Literal
 
-from .manifest import Best, Goal
+from .manifest import Best, Goal, Manifest
 
 Push = Literal["best", "newest", "all"]
 """Which checkpoints go to the remote: each that becomes the best; the newest and the best; all."""
@@ -25,6 +25,17 @@ def moment(saved: str) -> float | None:
     with contextlib.suppress(ValueError, OverflowError, OSError):
         return datetime.fromisoformat(saved).timestamp()
     return None
+
+
+def when(time: str | None) -> str:
+    """Return a time as people read it, in UTC.
+
+    >>> when("2026-07-30T12:00:05+00:00")
+    '2026-07-30 12:00:05 UTC'
+    """
+    if time is None or (seconds := moment(time)) is None:
+        return ""
+    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 def is_better(goal: Goal, value: float | None, than: float | None) -> bool:
@@ -206,6 +217,11 @@ class Facts:
     epoch: int = 0
     saved: float = 0.0
     metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+def facts_of(about: Manifest) -> Facts:
+    """Return what decides whether the checkpoint of a manifest stays."""
+    return Facts(about.number, about.step, about.epoch, moment(about.saved) or 0.0, about.metrics)
 
 
 def to_prune(

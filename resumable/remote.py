@@ -11,7 +11,7 @@ from . import checkpoint, disk, manifest, policy
 from .checkpoint import Checkpoint
 from .errors import CheckpointDamaged, FormatTooNew, RemoteError, ResumableError
 from .manifest import FILE_NAME, Goal, Manifest
-from .policy import Facts, Keep, moment
+from .policy import Facts, Keep
 from .request import Moved
 from .store import PART, Store
 from .threads import in_daemons
@@ -286,9 +286,7 @@ class Remote:
     def _facts(self, number: int, name: str) -> Facts:
         # What cannot be read is kept as long as its number says.
         with contextlib.suppress(CheckpointDamaged, FormatTooNew):
-            about = self._manifests.get(name) or self.about(name)[0]
-            saved = moment(about.saved) or 0.0
-            return Facts(about.number, about.step, about.epoch, saved, about.metrics)
+            return policy.facts_of(self._manifests.get(name) or self.about(name)[0])
         return _facts(number, name)
 
     def _remove(self, name: str, files: Iterable[str]) -> None:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import errno
 import os
 import re
-import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime, timezone
+from itertools import chain
 from pathlib import Path
 from typing import Protocol, TypeGuard, TypeVar
 
-from . import checkpoint, disk, lock, manifest, policy
+from . import checkpoint, disk, lock, manifest, markup, policy
 from .checkpoint import Checkpoint, Stage
 from .errors import (
     CannotRead,
@@ -31,7 +32,7 @@ from .errors import (
 )
 from .listing import Changes, Listing, Stamp, number_of, stamp
 from .manifest import Best, Goal, Manifest
-from .policy import Facts, Keep
+from .policy import Facts, Keep, counted, when
 
 T = TypeVar("T")
 Which = str | int | os.PathLike[str]
@@ -52,6 +53,7 @@ class Copies(Protocol):
         """Return the number of the best, as those above a number know it."""
 
 
+_AT_A_GLANCE = 5
 _NEWEST = ("must", "newest", "latest", "last")
 _WORDS = ("auto", "never", "best", *_NEWEST)
 
@@ -78,6 +80,22 @@ class Run:
     def __str__(self) -> str:
         return str(self._given)
 
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: the newest checkpoints."""
+        there = self.numbers()
+        caption = f"{self}: {counted(len(there), 'checkpoint')}"
+        caption += f", the newest {_AT_A_GLANCE}" if len(there) > _AT_A_GLANCE else ""
+        rows = map(self._glance, reversed(there[-_AT_A_GLANCE:]))
+        return markup.table(caption, ("number", "epoch", "batch", "step", "metrics", "saved"), rows, (4, 5))
+
+    def _glance(self, number: int) -> tuple[object, ...]:
+        try:
+            about = self.open(number).about
+        except (CheckpointDamaged, CheckpointNotFound, FormatTooNew):
+            return number, *[""] * 4, "damaged"
+        metrics = ", ".join(f"{name} {value:.4g}" for name, value in about.metrics.items())
+        return number, about.epoch, about.batch, about.step, metrics, when(about.saved)
+
     def check(self, resume: Which, is_copied: bool = False) -> None:
         """Raise for what can be seen to be wrong before anything is made or locked.
 
@@ -91,8 +109,9 @@ class Run:
                 )
         is_empty = self.highest() is None
         if resume == "never" and not is_empty:
+            held = len(self.numbers())
             raise RunExists(
-                f"{self.path} holds {len(self.numbers())} checkpoints, and resume='never'.",
+                f"{self.path} holds {held} checkpoint{'s' * (held != 1)}, and resume='never'.",
                 fix="give the new run another directory, or move this one away.",
             )
         if is_copied and (resume in _WORDS or is_number(resume)):
@@ -220,7 +239,7 @@ class Run:
             other += " and another remote folder"
         raise CheckpointDamaged(
             f"none of the {count} checkpoints in {where} is intact. Of the last one tried: {last.problem}",
-            fix=f"look at them with `resumable verify`; to start fresh, give the run {other}.",
+            fix=f"look at them with `resumable verify {self} --all`; to start fresh, give the run {other}.",
         ) from last
 
     def _newest_numbers(self, copies: Copies | None) -> Iterator[int]:
@@ -281,8 +300,7 @@ class Run:
 
     def _missing(self) -> CheckpointNotFound:
         """Return the error for a run that has to be there and is not."""
-        similar = difflib.get_close_matches(self.path.name, _siblings(self.path), cutoff=0.5)
-        hint = f" Did you mean {self.path.parent / similar[0]}?" if similar else ""
+        hint = f" Did you mean {meant}?" if (meant := _meant(self.path)) else ""
         what = "holds no checkpoint" if self.path.is_dir() else "does not exist"
         return CheckpointNotFound(
             f"{self.path} {what}.{hint}",
@@ -331,7 +349,7 @@ class Run:
                 # Nothing is lost with it: every manifest repeats the id.
                 warn(f"{path} is damaged and written anew")
         told = (found.about.run_id for found in self._intact())
-        run_id = known or next(told, None) or secrets.token_hex(8)
+        run_id = known or next(told, None) or os.urandom(8).hex()
         self.adopt(run_id)
         return run_id
 
@@ -406,7 +424,7 @@ class Run:
             return known[1]
         facts = _named(name)
         with contextlib.suppress(CheckpointDamaged):
-            facts = _told(_opened(self.folder / name).about)
+            facts = policy.facts_of(_opened(self.folder / name).about)
         self._facts[name] = seen, facts
         return facts
 
@@ -424,7 +442,7 @@ class Run:
             changes.added.append(name)
         # (the checkpoint is durable; where it cannot be listed, whoever looks next is told)
         with self._guard, contextlib.suppress(CannotRead):
-            self._facts[name] = stamp(self.folder / name / manifest.NAME), _told(about)
+            self._facts[name] = stamp(self.folder / name / manifest.NAME), policy.facts_of(about)
             # Here, where nobody waits: the next one to look is the training.
             leaders = self._look().leaders
             for goal, leader in leaders.items():
@@ -480,19 +498,27 @@ class Run:
         with self._guard:
             names = self._look().parsed().names
             facts = [facts_of(name) for name in names.values()]
-            going = [names[number] for number in policy.to_prune(facts, keep, goal, protect)]
-        if not going:
-            return
+        for number, problem in self.remove(policy.to_prune(facts, keep, goal, protect)).items():
+            warn(f"checkpoint {number} in {self.path} could not be pruned: {problem}")
+
+    def remove(self, going: Iterable[int]) -> dict[int, str]:
+        """Delete checkpoints, whatever they are worth; return which could not be, and why."""
+        problems: dict[int, str] = {}
+        with self._guard:
+            names = self._look().parsed().names
+            there = {number: names[number] for number in going if number in names}
+        if not there:
+            return problems
         with self._changing() as changes:
-            for name in going:
+            for number, name in there.items():
                 try:
                     self._remove(self.folder / name)
                 except OSError as exc:
-                    what = f"checkpoint {number_of(name)} in {self.path}"
-                    warn(f"{what} could not be pruned: {exc.strerror or exc}")
+                    problems[number] = exc.strerror or str(exc)
                 # What could not be removed to the end has its name no more.
                 if not os.path.lexists(self.folder / name):
                     changes.removed.append(name)
+        return problems
 
     def _remove(self, path: Path) -> None:
         # It was a folder when it was listed. What a link leads to is not ours to delete.
@@ -500,11 +526,14 @@ class Run:
             raise OSError("it is a symbolic link")
         if others := checkpoint.unknown(path):
             raise OSError(f"it holds {', '.join(others)}, which resumable did not write")
+        # Another user's: it could be renamed, and then not be removed.
+        if not os.access(path, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         # Renamed first: a crash in between must not leave half a checkpoint under a checkpoint's name.
         checkpoint.remove(self._moved_away(path))
 
     def _moved_away(self, path: Path) -> Path:
-        trash = path.with_name(f".trash-{path.name.split('-')[0]}-{secrets.token_hex(4)}")
+        trash = path.with_name(f".trash-{path.name.split('-')[0]}-{os.urandom(4).hex()}")
         os.rename(path, trash)
         disk.flush_folder(self.folder)
         return trash
@@ -543,24 +572,27 @@ def _is_folder(path: Path) -> bool:
         ) from exc
 
 
-def _siblings(path: Path) -> list[str]:
+def _meant(path: Path) -> Path | None:
+    """Return a run that a path which is none may mean: in it, around it, or beside it with a similar name."""
+    around = (above for above in Path(os.path.realpath(path)).parents if _is_run(above))
+    similar = difflib.get_close_matches(path.name, _runs_in(path.parent), cutoff=0.5)
+    near = (path.parent / name for name in similar if name != path.name)
+    return next(chain((path / name for name in _runs_in(path)), around, near), None)
+
+
+def _runs_in(folder: Path) -> list[str]:
     with contextlib.suppress(OSError):
-        return [
-            entry.name
-            for entry in path.parent.iterdir()
-            if entry.name != path.name and (entry / "run.json").exists()
-        ]
+        return sorted(entry.name for entry in folder.iterdir() if _is_run(entry))
     return []
+
+
+def _is_run(path: Path) -> bool:
+    return os.path.lexists(path / "run.json")
 
 
 def _named(name: str) -> Facts:
     number, _, step = name.split("-")
     return Facts(int(number), int(step))
-
-
-def _told(about: Manifest) -> Facts:
-    saved = policy.moment(about.saved) or 0.0
-    return Facts(about.number, about.step, about.epoch, saved, about.metrics)
 
 
 def _opened(path: Path) -> Checkpoint:

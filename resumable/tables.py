@@ -1,20 +1,25 @@
-"""What `resumable ls` prints for people: tables, and how long ago things were."""
+"""What commands print for people: tables, colours, and how long ago things were."""
 
 from __future__ import annotations
 
+import os
+import re
+import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from .errors import printable
 from .policy import bytes_of, moment
 
-_HEAD = ("number", "epoch", "batch", "step", "metrics", "size", "saved", "why", "")
+_HEAD = ("number", "epoch", "batch", "step", "metrics", "size", "own", "saved", "why", "")
 
 
 def print_checkpoints(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print a line for each checkpoint."""
-    _print_table([_HEAD, *(_cells(row) for row in rows)], to_the_left=(4, 7, 8))
+    some_share = any(row["own"] != row["size"] for row in rows)
+    cells = (_cells(row, some_share) for row in rows)
+    print_table([_HEAD, *cells], to_the_left=(4, 8, 9), marks=len(_HEAD) - 1)
 
 
 def print_rest(remote: Mapping[str, str] | None, attempts: Sequence[Mapping[str, Any]]) -> None:
@@ -24,17 +29,29 @@ def print_rest(remote: Mapping[str, str] | None, attempts: Sequence[Mapping[str,
     if remote:
         print(printable(f"remote  {remote['url']} (push {remote['push']})", but=""))
     if attempts:
-        _print_table([_attempt_cells(attempt) for attempt in attempts], to_the_left=range(1, 6))
+        print_table([_attempt_cells(attempt) for attempt in attempts], to_the_left=range(1, 6))
 
 
-def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+def _cells(row: Mapping[str, Any], some_share: bool) -> tuple[str, ...]:
     remote = [row["remote"]] if row["remote"] else []
-    if row["problem"]:
+    if row["size"] is None:
         return (str(row["number"]), *[""] * (len(_HEAD) - 2), ", ".join(["damaged", *remote]))
-    metrics = ", ".join(f"{k} {float(v):.4g}" for k, v in row["metrics"].items())
-    marks = ", ".join([word for word in ("newest", "best", "abandoned") if row[word]] + remote)
+    damaged = ["damaged"] if row["problem"] else []
+    metrics = numbers(row["metrics"])
+    marks = ", ".join(damaged + [word for word in ("newest", "best", "abandoned") if row[word]] + remote)
     counts = (str(row[key]) for key in ("number", "epoch", "batch", "step"))
-    return (*counts, metrics, bytes_of(row["size"]), age(row["saved"]), str(row["why"] or ""), marks)
+    own = bytes_of(row["own"]) if some_share else ""
+    why = str(row["why"] or "")
+    return (*counts, metrics, bytes_of(row["size"]), own, age(row["saved"]), why, marks)
+
+
+def numbers(metrics: Mapping[str, float | str]) -> str:
+    """Return metrics as people write them.
+
+    >>> numbers({"loss": 0.51812, "acc": "nan"})
+    'loss 0.5181, acc nan'
+    """
+    return ", ".join(f"{name} {float(value):.4g}" for name, value in metrics.items())
 
 
 def _attempt_cells(attempt: Mapping[str, Any]) -> tuple[str, ...]:
@@ -49,16 +66,54 @@ def _attempt_cells(attempt: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _print_table(rows: Sequence[Sequence[str]], to_the_left: Collection[int]) -> None:
+def print_table(
+    rows: Iterable[Sequence[str]],
+    to_the_left: Collection[int] = (),
+    indent: str = "",
+    marks: int | None = None,
+) -> None:
+    """Print rows of cells in columns that fit; the words in the column of `marks` have their colours."""
     shown = [[printable(cell, but="") for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    # A column that is empty says nothing, whatever is above it.
+    used = [i for i, column in enumerate(zip(*shown, strict=True)) if any(column[1:] or column)]
+    widths = {i: max(len(row[i]) for row in shown) for i in used}
     for row in shown:
         # Numbers to the right, as they are added up; words to the left.
-        cells = [
-            c.ljust(w) if i in to_the_left else c.rjust(w)
-            for i, (c, w) in enumerate(zip(row, widths, strict=True))
-        ]
-        print("  ".join(cells).rstrip())
+        cells = [row[i].ljust(widths[i]) if i in to_the_left else row[i].rjust(widths[i]) for i in used]
+        if marks in used:
+            cells[used.index(marks)] = painted(cells[used.index(marks)])
+        print(indent + "  ".join(cells).rstrip())
+
+
+def painted(text: str) -> str:
+    """Return a text whose words for a checkpoint's state have colours, where a person looks at a terminal.
+
+    >>> painted("newest, best")
+    'newest, best'
+    """
+    if not _is_coloured():
+        return text
+    return _WORDS.sub(lambda word: f"\x1b[{_COLOURS[word[0]]}m{word[0]}\x1b[0m", text)
+
+
+def _is_coloured() -> bool:
+    # (https://no-color.org; a dumb terminal would show the signs; old ones of Windows, too)
+    is_unwanted = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or sys.platform == "win32"
+    return not is_unwanted and sys.stdout.isatty()
+
+
+_COLOURS = {
+    "newest": "1",
+    "best": "32",
+    "intact": "32",
+    "damaged": "31",
+    "abandoned": "2",
+    "not pushed": "33",
+    "pushed": "36",
+    "removed": "31",
+    "goes": "31",
+}
+_WORDS = re.compile("|".join(rf"\b{word}\b" for word in _COLOURS))
 
 
 def age(saved: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,8 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from . import headers
 from .errors import CannotStore
-from .sealed import MOST, Json, is_more_than, parse, typed
+from .sealed import MOST, Json, is_more_than
 
 DTYPES = {
     torch.bool: "BOOL",
@@ -40,9 +40,6 @@ DTYPES = {
 """Other dtypes are stored as their bytes (U8), and the JSON beside them says what they are."""
 
 _DTYPES_BY_CODE = {code: dtype for dtype, code in DTYPES.items()}
-_MOST_DIMENSIONS = 64
-_LONGEST_HEADER = 100_000_000
-"""What the safetensors library reads at most."""
 _ALIGNMENT = 16  # what the widest dtype, complex128, needs
 
 
@@ -94,7 +91,7 @@ def layout(tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, str]) -> L
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     # What no load would read must not be taken for saved.
-    if 8 + len(text) > _LONGEST_HEADER or is_more_than(MOST, text.decode()):
+    if 8 + len(text) > headers.LONGEST or is_more_than(MOST, text.decode()):
         raise CannotStore(
             f"{len(ordered):,} tensors are more than one file can describe.",
             fix="keep what is many in fewer, larger tensors. Nothing was written.",
@@ -125,52 +122,22 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(array)
 
 
-def header_size(start: bytes | memoryview, size: int) -> int:
-    """Return where the data of a file of `size` bytes begins, by its first eight."""
-    if len(start) < 8 or size < (length := 8 + int.from_bytes(start[:8], "little")):
-        raise ValueError("the header is longer than the file")
-    if length > _LONGEST_HEADER:
-        raise ValueError(f"the header has {length:,} bytes; at most {_LONGEST_HEADER:,} are read")
-    return length
-
-
 def read_header(header: bytes | memoryview, size: int) -> list[Slot]:
     """Return where the tensors of a file of `size` bytes lie; ValueError if that is no safetensors file."""
-    start = len(header)
-    entries = typed(dict, parse(header[8:]))
-    typed(dict, entries.pop("__metadata__", {}))
-    slots = [Slot(name, *_entry(entry, start)) for name, entry in entries.items()]
-    position = start
-    slots.sort(key=lambda slot: (slot.begin, slot.end))
-    for slot in slots:
-        if slot.begin != position or slot.end > size:
-            raise ValueError(f"{slot.name} does not begin where the tensor before it ends")
-        position = slot.end
-    if position != size:
-        raise ValueError("there are bytes that belong to no tensor")
-    return slots
+    try:
+        return [
+            Slot(name, _DTYPES_BY_CODE[code], shape, begin, end)
+            for name, code, shape, begin, end in headers.entries_of(header, size)
+        ]
+    except KeyError as exc:
+        raise ValueError(f"this version of torch has no {exc.args[0]}") from exc
 
 
 def from_safetensors(data: memoryview) -> dict[str, torch.Tensor]:
     """Return the tensors of a safetensors file as views of `data`; ValueError if it is not one."""
-    start = header_size(data[:8], len(data))
+    start = headers.header_size(data[:8], len(data))
     slots = read_header(data[:start], len(data))
     return dict(zip((slot.name for slot in slots), from_row(data[start:], slots), strict=True))
-
-
-def _entry(entry: Json, start: int) -> tuple[torch.dtype, tuple[int, ...], int, int]:
-    try:
-        shape, (begin, end) = typed(list, entry["shape"]), entry["data_offsets"]
-        dtype = _DTYPES_BY_CODE[entry["dtype"]]
-        if len(entry) != 3 or not {*map(type, shape), type(begin), type(end)} <= {int}:
-            raise ValueError("unknown")
-        if min(begin, end, *shape) < 0 or len(shape) > _MOST_DIMENSIONS:
-            raise ValueError("negative")
-        if end - begin != math.prod(shape) * dtype.itemsize:
-            raise ValueError("size")
-    except (KeyError, TypeError, ValueError) as exc:
-        raise ValueError(f"{entry!r} does not describe a tensor") from exc
-    return dtype, tuple(shape), start + begin, start + end
 
 
 def from_row(raw: memoryview, slots: Sequence[Slot]) -> list[torch.Tensor]:

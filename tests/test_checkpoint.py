@@ -253,6 +253,19 @@ def test_a_full_disk_is_named_with_how_to_make_room(
     assert _names(tmp_path) == []
 
 
+def test_a_file_that_several_write_is_made_at_once_and_is_what_one_would_write(tmp_path: Path) -> None:
+    whole = os.urandom(2 * blocks.BLOCK + 5)
+    cuts = [(0, blocks.BLOCK), (blocks.BLOCK, len(whole))]
+    stage = checkpoint.Stage(tmp_path, 1, 10)
+
+    with stage.making(shared={"model.safetensors": len(whole)}):
+        for begin, end in cuts:
+            share = Content(memoryview(whole)[begin:end], begin=begin, size=len(whole))
+            stage.write({"model.safetensors": share})
+
+        assert (stage.path / "model.safetensors").read_bytes() == whole
+
+
 def test_a_full_disk_that_does_not_say_what_is_free_is_named_all_the_same(tmp_path: Path) -> None:
     stage = checkpoint.Stage(tmp_path / "gone", 1, 10)
 
@@ -330,6 +343,32 @@ def test_every_file_is_read_as_one_that_can_be_damaged_alone(tmp_path: Path) -> 
     assert found.read_file("state.json") == b"{}"
     with pytest.raises(CheckpointDamaged, match=r"model\.safetensors is missing"):
         found.read()
+
+
+def test_a_look_finds_what_is_missing_or_of_another_size_without_reading(tmp_path: Path) -> None:
+    found = _commit(tmp_path)
+    files = found.look()
+    assert {name: file.st_size for name, file in files.items()} == {
+        n: r.size for n, r in found.about.files.items()
+    }
+    assert len({checkpoint.identity(file) for file in files.values()}) == len(files)
+
+    content = (found.path / "state.json").read_bytes()
+    (found.path / "state.json").write_bytes(content + b" ")
+    with pytest.raises(CheckpointDamaged, match=r"state\.json has 3 bytes, its manifest says 2"):
+        found.look()
+    (found.path / "state.json").unlink()
+    with pytest.raises(CheckpointDamaged, match=r"state\.json is missing"):
+        found.look()
+
+
+@pytest.mark.parametrize("way", ["verify", "pin"])
+def test_who_asks_is_told_of_every_byte_that_is_read(tmp_path: Path, way: str) -> None:
+    found, told = _commit(tmp_path), list[int]()
+
+    getattr(found, way)(told.append)
+
+    assert sum(told) == found.about.size
 
 
 @pytest.mark.parametrize("size", [0, 1, 2**40, 2**62])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from resumable import RunState
+from resumable import RunState, cli
 from resumable.cli import main
 from resumable.history import History
 from resumable.run import Run
@@ -80,7 +81,7 @@ def test_ls_shows_each_checkpoint_and_which_is_newest_and_best(
 def test_ls_json_has_just_the_documented_fields(told: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["ls", str(told), "--json"])
 
-    section = DOCS.read_text().partition("## `resumable verify")[0].partition("## `resumable ls")[2]
+    section = DOCS.read_text().partition("## `resumable show")[0].partition("## `resumable ls")[2]
     documented = [
         {
             name
@@ -175,33 +176,142 @@ def test_ls_names_a_damaged_manifest_and_still_lists_the_others(
     assert "manifest.json: its checksum does not match" in printed.err
 
 
-def test_verify_of_an_intact_run_exits_with_0(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ls_names_a_checkpoint_with_a_missing_file_and_one_with_a_short_one(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [missing], [short] = (run.glob(f"checkpoints/00000{n}-*/model.safetensors") for n in (1, 3))
+    missing.unlink()
+    short.write_bytes(short.read_bytes()[:-1])
+
+    assert main(["ls", str(run)]) == 0
+
+    printed = capsys.readouterr()
+    _, first, second, third = table(printed.out)
+    assert first.endswith("damaged")
+    assert second.endswith("newest, best")
+    assert third.endswith("damaged")
+    assert "model.safetensors is missing" in printed.err
+    assert re.search(r"model\.safetensors has \d+ bytes, its manifest says \d+", printed.err)
+
+
+def test_ls_tells_which_bytes_no_other_checkpoint_has(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = torch.nn.ModuleDict({"body": torch.nn.Linear(600, 600), "head": torch.nn.Linear(600, 1)})
+    model["body"].requires_grad_(False)
+    with RunState(run_dir, model=model, keep=None) as state:
+        state.save()
+        state.save()
+
+    main(["ls", str(run_dir), "--json"])
+    rows = json.loads(capsys.readouterr().out)["checkpoints"]
+    main(["ls", str(run_dir)])
+    head, *_ = table(capsys.readouterr().out)
+
+    frozen = next(run_dir.glob("checkpoints/000001-*/model-frozen.safetensors")).stat().st_size
+    assert [row["size"] - row["own"] for row in rows] == [frozen, frozen]
+    assert "own" in head.split()
+
+
+def test_ls_has_no_column_in_which_nothing_stands(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "history.jsonl").unlink()
+
+    main(["ls", str(run)])
+
+    head, *_ = table(capsys.readouterr().out)
+    assert not {"own", "why"} & {*head.split()}
+
+
+def test_verify_reads_what_a_resume_would_use(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(run)]) == 0
+    assert capsys.readouterr().out.split()[1::5] == ["3", "2"]
+
+
+def test_verify_goes_back_until_one_is_intact(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damage(run, 3, "model.safetensors")
+    damage(run, 2, "model.safetensors")
+
+    assert main(["verify", str(run)]) == 4
+
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1:3] for line in lines] == [["3", "damaged"], ["2", "damaged"], ["1", "intact"]]
+
+
+@pytest.mark.parametrize(("place", "number"), [("@1", "1"), ("@best", "2"), ("@newest", "3"), ("/best", "2")])
+def test_verify_of_one_checkpoint_reads_that_one(
+    run: Path, place: str, number: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", f"{run}{place}"]) == 0
+    assert capsys.readouterr().out.split()[1::5] == [number]
+
+
+def test_verify_of_all_of_an_intact_run_exits_with_0(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(run), "--all"]) == 0
     assert capsys.readouterr().out.count("intact") == 3
 
 
 def test_verify_finds_one_flipped_bit_and_exits_with_4(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     damage(run, 2, "model.safetensors")
 
-    assert main(["verify", str(run)]) == 4
+    assert main(["verify", str(run), "--all"]) == 4
 
     printed = capsys.readouterr()
     assert [line.split()[2] for line in printed.out.splitlines()] == ["intact", "damaged", "intact"]
     assert "model.safetensors has the digest" in printed.err
+    assert main(["verify", f"{run}@2"]) == 4
 
 
 def test_verify_json_has_just_the_documented_fields(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     damage(run, 1, "state.json")
 
-    assert main(["verify", str(run), "--json"]) == 4
+    assert main(["verify", str(run), "--all", "--json"]) == 4
 
     section = DOCS.read_text().partition("## `resumable verify")[2].partition("\n## ")[0]
-    documented = set(re.findall(r"`(\w+)`", section))
+    documented = {
+        name
+        for row in re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
+        for name in re.findall(r"`(\w+)`", row)
+    }
     rows = json.loads(capsys.readouterr().out)
     assert all(row.keys() == documented - {"pin"} for row in rows)
-    assert main(["verify", str(run), "--json", "--pin"]) == 4
+    assert main(["verify", str(run), "--all", "--json", "--pin"]) == 4
     assert all(row.keys() == documented for row in json.loads(capsys.readouterr().out))
     assert [bool(row["problem"]) for row in rows] == [True, False, False]
+
+
+@pytest.mark.parametrize("path", ["{run}@oldest", "{run}@"])
+def test_a_word_that_names_no_checkpoint_is_a_usage_error(
+    run: Path, path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["show", path.format(run=run)]) == 2
+    assert f"say {run}@41" in capsys.readouterr().err
+
+
+def test_a_folder_may_have_the_sign_before_a_number_in_its_name(run: Path) -> None:
+    other = run.rename(run.with_name("exp@2"))
+
+    assert main(["verify", str(other)]) == main(["verify", f"{other}@1"]) == 0
+
+
+def test_the_marks_have_colours_on_a_terminal_that_wants_them(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    for wanted, setting, value in ((True, "NO_COLOR", ""), (False, "NO_COLOR", "1"), (False, "TERM", "dumb")):
+        monkeypatch.setenv(setting, value)
+        main(["ls", str(run)])
+        main(["ls", str(run), "--json"])
+        assert capsys.readouterr().out.count("\x1b[32mbest\x1b[0m") == wanted
+        monkeypatch.setenv("TERM", "xterm")
+        monkeypatch.delenv("NO_COLOR", raising=False)
+
+
+def test_what_is_not_a_terminal_gets_no_colours(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["ls", str(run)])
+
+    assert "\x1b" not in capsys.readouterr().out
 
 
 def test_a_run_that_is_not_there_exits_with_3_and_suggests_one(
@@ -228,7 +338,7 @@ def test_demo_refuses_a_folder_that_is_there(tmp_path: Path) -> None:
     assert main(["demo", "--dir", str(tmp_path)]) == 2
 
 
-@pytest.mark.parametrize("command", ["ls", "verify", "demo"])
+@pytest.mark.parametrize("command", [name for names in cli._GROUPS.values() for name in names])
 def test_each_help_page_has_an_example_and_the_exit_codes(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -240,10 +350,12 @@ def test_each_help_page_has_an_example_and_the_exit_codes(
     assert "4 damaged" in page
 
 
-def test_output_that_nobody_reads_to_its_end_is_no_error(run: Path) -> None:
+@pytest.mark.parametrize("buffering", ["", "1"])
+def test_output_that_nobody_reads_to_its_end_is_no_error(run: Path, buffering: str) -> None:
     command = f"{sys.executable} -m resumable ls {run} | true; exit ${{PIPESTATUS[0]}}"
+    settings = {**os.environ, "PYTHONUNBUFFERED": buffering}
 
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=settings)
 
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -275,8 +387,37 @@ def test_sizes_and_ages_are_as_people_write_them() -> None:
 def test_a_checkpoint_that_is_pruned_meanwhile_is_left_out(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("resumable.cli.Run.numbers", lambda _: [1, 2, 3, 9])
+    monkeypatch.setattr("resumable.run.Run.numbers", lambda _: [1, 2, 3, 9])
 
-    assert main(["verify", str(run)]) == 0
+    assert main(["verify", str(run), "--all"]) == 0
     assert main(["ls", str(run)]) == 0
-    assert capsys.readouterr().out.count("intact") == 3
+    assert main(["prune", str(run), "--damaged", "--dry-run"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.count("intact") == 3
+    assert "damaged" not in printed.out + printed.err
+
+
+def test_each_group_is_listed_with_its_commands_and_a_command_alone_needs_no_other(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+
+    groups = re.findall(r"^(\w+):\n((?:  \w+ .*\n)+)", capsys.readouterr().out, re.MULTILINE)
+    assert {
+        name: tuple(re.findall(r"^  (\w+)", lines, re.MULTILINE)) for name, lines in groups
+    } == cli._GROUPS
+    for group, names in cli._GROUPS.items():
+        made = cli.parser(names[0])._subparsers
+        assert made
+        [commands] = made._group_actions
+        assert {*(commands.choices or ())} == {*names}, group
+
+
+def test_the_command_line_answers_without_torch_numpy_and_what_moves_checkpoints(run: Path) -> None:
+    script = f"import sys; from resumable.cli import main; main(['ls', {str(run)!r}]); print(*sys.modules)"
+
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+
+    heavy = {"torch", "numpy", "safetensors", "fsspec", "asyncio", "tqdm", "plotly"}
+    assert not heavy & {*done.stdout.splitlines()[-1].split()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -10,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from resumable import Run, demo
+from resumable.cli import main
 
 
-@pytest.mark.heavy
+@pytest.mark.nightly  # (CI runs the demo itself)
 def test_the_demo_is_killed_twice_in_mid_epoch_and_ends_with_equal_digests(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "resumable", "demo", "--dir", str(tmp_path / "demo")]
 
@@ -34,10 +36,24 @@ def test_the_demo_says_so_when_the_digests_differ(
     digests = iter(["a", None, None, "b"])
     monkeypatch.setattr(demo, "_start", lambda *_, **__: next(digests))
 
-    assert demo.main() == 1
+    assert main(["demo"]) == 1
     assert "NOT equal" in capsys.readouterr().out
 
 
+def test_the_demo_prints_json_alone_on_stdout(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    digests = iter(["a", None, None, "a"])
+    monkeypatch.setattr(demo, "_start", lambda *_, **__: next(digests))
+
+    assert main(["demo", "--json"]) == 0
+
+    told = capsys.readouterr()
+    assert json.loads(told.out) == {"straight": "a", "killed": "a", "equal": True, "dir": None}
+    assert "never stopped" in told.err
+
+
+@pytest.mark.heavy
 def test_a_training_that_fails_by_itself_is_an_error_of_the_demo(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
 

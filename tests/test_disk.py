@@ -445,3 +445,44 @@ def test_a_file_system_that_cannot_flush_folders_is_used_and_told_of(
 
     assert len(told) == 1
     Run(run_dir).open(1).verify()
+
+
+# Looking
+
+
+def test_a_look_opens_nothing_and_tells_the_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_bytes(b"abc")
+    calls = _record(monkeypatch, "open")
+
+    assert disk.look(tmp_path, "file").st_size == 3
+    assert calls == []
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, lambda path: os.symlink("/dev/null", path)])
+def test_what_is_no_file_is_damage_at_a_look(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / "file")
+
+    with pytest.raises(CheckpointDamaged, match="file is not a regular file"):
+        disk.look(tmp_path, "file")
+
+
+def test_a_look_tells_what_is_missing_from_what_may_not_be_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(CheckpointDamaged, match="file is missing"):
+        disk.look(tmp_path, "file")
+
+    def refuse(_: str) -> os.stat_result:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(os, "lstat", refuse)
+    with pytest.raises(CannotRead, match="cannot be read: Permission denied"):
+        disk.look(tmp_path, "file")
+
+
+def test_what_is_damaged_in_a_run_is_said_with_the_command_that_removes_it(tmp_path: Path) -> None:
+    inside = disk.damaged(tmp_path / "exp" / "checkpoints" / "000001-step-00000001", "it is torn")
+    elsewhere = disk.damaged(tmp_path / "copied", "it is torn")
+
+    assert f"resumable prune {tmp_path / 'exp'} --damaged" in inside.fix
+    assert "prune" not in elsewhere.fix

@@ -139,6 +139,7 @@ PLACES: list[Where] = [("body", 0, 2), ("body", 1, 0), ("body", 1, 5), ("validat
 
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("which", ["best", 1, 6, 7])
+@pytest.mark.sampled(5)
 def test_after_going_back_the_training_is_that_of_a_process_resumed_from_there(
     run_dir: Path, where: Where, which: Any
 ) -> None:
@@ -150,6 +151,7 @@ def test_after_going_back_the_training_is_that_of_a_process_resumed_from_there(
 
 @pytest.mark.parametrize("kind", [*LOADERS][1:])
 @pytest.mark.parametrize(("where", "which"), [(("body", 1, 2), 3), (("rest", 1, 5), 9), (("body", 1, 5), 7)])
+@pytest.mark.sampled(5)
 def test_the_same_with_workers_and_with_two_loaders(
     run_dir: Path, kind: str, where: Where, which: int
 ) -> None:
@@ -289,6 +291,7 @@ def skipping(training: Training, seen: Seen, at: tuple[int, int] | None, which: 
 
 @pytest.mark.parametrize("kind", LOADERS)
 @pytest.mark.parametrize(("at", "which"), [((0, 3), 1), ((1, 0), 3), ((1, 3), 7), ((1, 5), 6)])
+@pytest.mark.sampled(5)
 def test_what_is_left_out_is_not_trained_again_and_nothing_else_is_left_out(
     run_dir: Path, kind: str, at: tuple[int, int], which: int
 ) -> None:
@@ -304,6 +307,7 @@ def test_what_is_left_out_is_not_trained_again_and_nothing_else_is_left_out(
 
 @pytest.mark.parametrize("kind", LOADERS)
 @pytest.mark.parametrize("stop", [(1, 3), (1, 5), (2, 1)])
+@pytest.mark.sampled(5)
 def test_a_training_that_left_out_data_resumes_bit_for_bit(
     run_dir: Path, kind: str, stop: tuple[int, int]
 ) -> None:
@@ -670,8 +674,8 @@ def test_a_checkpoint_that_is_damaged_or_gone_is_passed_over(run_dir: Path) -> N
         state.save()
 
     assert len(told) == 2
-    # (the number of the one that is gone is free again)
-    assert Run(run_dir).open(5).about.parent == 3
+    # (the number of the one that is gone does not come again)
+    assert Run(run_dir).open(6).about.parent == 3
 
 
 def test_after_the_limit_it_is_an_error_that_says_where(run_dir: Path) -> None:

@@ -195,6 +195,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.heavy
 def test_a_save_whose_process_was_killed_before_it_noted_it_is_added_by_the_next(run: Run) -> None:
     run.release()
     for number, came_from in ((1, None), (3, 2)):

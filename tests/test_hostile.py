@@ -28,6 +28,7 @@ from resumable import (
     codec,
     disk,
     errors,
+    headers,
     journal,
     lock,
     sealed,
@@ -119,7 +120,7 @@ def looks_bad(case: Case, found: dict[str, Any]) -> list[str]:
         bad += ["changed the objects"] * (way.get("is_as_it_was") is False)
         told = [*way["warnings"], way.get("out", ""), *(error[1] for error in (way["error"],) if error)]
         bad += [f"obeyed by a terminal: {text!a}" for text in told if not is_plain(text)]
-    for name in ("ls", "json", "verify"):
+    for name in ("ls", "json", "verify", "show", "diff"):
         shown = found.get(name, {"code": 0, "out": "", "err": ""})
         bad += [f"{name}: {shown['code']}"] * (type(shown["code"]) is not int)
         bad += [f"{name} is obeyed by a terminal"] * (not is_plain(shown["out"] + shown["err"]))
@@ -259,15 +260,15 @@ def test_what_no_load_would_read_is_not_saved(monkeypatch: pytest.MonkeyPatch, l
         codec.to_texts(trees)
 
 
-@pytest.mark.parametrize("limit", ["MOST", "_LONGEST_HEADER"])
+@pytest.mark.parametrize("limit", ["MOST", "LONGEST"])
 def test_a_header_that_no_load_would_read_is_not_saved(monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
     tensors = codec.encode({"a": tiny.torch.zeros(2)}).tensors
     content = tensorfile.to_safetensors(tensors, {})
-    monkeypatch.setattr(tensorfile, limit, 5)
+    monkeypatch.setattr(tensorfile if limit == "MOST" else headers, limit, 5)
 
     with pytest.raises(CannotStore, match="1 tensors are more than one file can describe"):
         tensorfile.layout(tensors, {})
-    monkeypatch.setattr(tensorfile, "_LONGEST_HEADER", 20)
+    monkeypatch.setattr(headers, "LONGEST", 20)
     with pytest.raises(ValueError, match=r"the header has .* bytes; at most 20 are read"):
         tensorfile.from_safetensors(memoryview(content))
 

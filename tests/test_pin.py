@@ -333,16 +333,16 @@ def test_a_manifest_that_was_swapped_since_it_was_opened_is_noticed(run: Run) ->
 def test_the_command_line_prints_pins(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     pins = [run.open(number).pin() for number in (1, 2)]
 
-    assert cli.main(["verify", str(run.path), "--pin"]) == 0
+    assert cli.main(["verify", str(run.path), "--all", "--pin"]) == 0
     assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()] == pins
-    assert cli.main(["verify", str(run.path), "--pin", "--json"]) == 0
+    assert cli.main(["verify", str(run.path), "--all", "--pin", "--json"]) == 0
     assert [row["pin"] for row in json.loads(capsys.readouterr().out)] == pins
 
 
 def test_what_is_damaged_has_no_pin(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     (run.open(2).path / "state.json").write_bytes(b"{}")
 
-    assert cli.main(["verify", str(run.path), "--pin", "--json"]) == 4
+    assert cli.main(["verify", str(run.path), "--all", "--pin", "--json"]) == 4
     assert json.loads(capsys.readouterr().out)[1]["pin"] is None
     assert open_checkpoint(run.open(1).path).pin()
     assert tensorfile.from_safetensors(run.open(1).read_file("model.safetensors"))

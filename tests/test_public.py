@@ -6,6 +6,8 @@ import inspect
 import subprocess
 import sys
 
+import pytest
+
 import resumable
 from resumable import PendingSave, Run, RunState
 
@@ -66,14 +68,14 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
 def test_the_members_of_the_public_classes_are_just_these() -> None:
     assert members(RunState) == {
         *("load", "save", "restore", "wait", "close", "epochs", "batches", "steps"),
-        *("spiked", "patience", "split"),
+        *("spiked", "patience", "split", "report"),
         *("epoch", "batch", "step", "samples", "best", "metrics", "run_id"),
     }
     assert members(PendingSave) == {"wait", "wait_unless_told"}
     assert members(Run) == {
         *("check", "numbers", "open", "path_of", "checkpoints", "choose", "acquire", "release"),
         *("identity", "point", "prune", "adding", "best", "highest", "holds", "holds_more_than"),
-        *("known_id", "adopt", "take_in", "remove_pulls"),
+        *("known_id", "adopt", "take_in", "remove_pulls", "remove"),
     }
 
 
@@ -118,6 +120,7 @@ except SystemExit:
     assert not loaded_modules(code) & {"torch", "numpy"}
 
 
+@pytest.mark.heavy
 def test_importing_the_package_starts_no_thread_and_takes_no_signal() -> None:
     code = """
 import signal, threading

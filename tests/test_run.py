@@ -222,6 +222,15 @@ def test_a_mistyped_directory_suggests_the_one_beside_it(run: Run, tmp_path: Pat
         Run(tmp_path / "runs" / "exp2").check("must")
 
 
+@pytest.mark.parametrize("path", ["runs", "runs/exp/checkpoints", "runs/exp/newest"])
+def test_a_folder_above_or_inside_a_run_suggests_that_run(run: Run, tmp_path: Path, path: str) -> None:
+    run.identity()
+    run.point("newest", run.path_of(1))
+
+    with pytest.raises(CheckpointNotFound, match=f"holds no checkpoint. Did you mean {run.path}?"):
+        Run(tmp_path / path).check("must")
+
+
 def test_a_run_without_checkpoints_does_not_suggest_itself(run_dir: Path) -> None:
     run = Run(run_dir)
     run.acquire()

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from resumable import codec, tensorfile
+from resumable.headers import SIZES, header_size
 
 STORED = list(tensorfile.DTYPES)
 
@@ -226,7 +227,7 @@ def test_a_row_of_nothing_is_nothing() -> None:
 def test_where_the_tensors_lie_can_be_told_by_the_header_alone() -> None:
     tensors = samples(torch.float64) | {"mask": torch.ones(3, dtype=torch.bool)}
     data = content(tensors, {"tied": "matrix"})
-    start = tensorfile.header_size(data[:8], len(data))
+    start = header_size(data[:8], len(data))
 
     slots = tensorfile.read_header(memoryview(data)[:start], len(data))
 
@@ -239,14 +240,14 @@ def test_where_the_tensors_lie_can_be_told_by_the_header_alone() -> None:
 @pytest.mark.parametrize("length", range(8))
 def test_a_header_whose_size_is_cut_off_has_none(length: int) -> None:
     with pytest.raises(ValueError, match="the header is longer than the file"):
-        tensorfile.header_size(bytes(8)[:length], 100)
+        header_size(bytes(8)[:length], 100)
 
 
 @pytest.mark.parametrize(("claimed", "size"), [(93, 100), (2**64 - 1, 100), (1, 8), (2**63, 2**26)])
 def test_a_header_is_never_larger_than_its_file(claimed: int, size: int) -> None:
     with pytest.raises(ValueError, match="the header is longer than the file"):
-        tensorfile.header_size(struct.pack("<Q", claimed) + b"{}", size)
-    assert tensorfile.header_size(struct.pack("<Q", size - 8), size) == size
+        header_size(struct.pack("<Q", claimed) + b"{}", size)
+    assert header_size(struct.pack("<Q", size - 8), size) == size
 
 
 @pytest.mark.parametrize("size", [0, 7, 9, 2**62])
@@ -255,6 +256,18 @@ def test_a_file_of_another_size_than_its_header_says_is_refused(size: int) -> No
     assert tensorfile.read_header(header, len(header) + 8)
     with pytest.raises(ValueError, match=r"does not begin where|belong to no tensor"):
         tensorfile.read_header(header, len(header) + size)
+
+
+def test_a_dtype_that_this_torch_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    header = made({"a": entry()})
+    monkeypatch.setattr(tensorfile, "_DTYPES_BY_CODE", {})
+
+    with pytest.raises(ValueError, match="this version of torch has no "):
+        tensorfile.read_header(header, len(header) + 8)
+
+
+def test_the_sizes_of_the_elements_are_those_of_torch() -> None:
+    assert all(SIZES[code] == dtype.itemsize for dtype, code in tensorfile.DTYPES.items())
 
 
 def test_a_tensor_of_a_slot_is_made_where_it_is_wanted() -> None:

@@ -136,7 +136,9 @@ def attacked(watch: Watch, run: Path, saves: bool, skips: str = "") -> dict[str,
         found["ls"] = commanded("ls", str(run))
         found["json"] = commanded("ls", str(run), "--json")
         if skips != "verify":
-            found["verify"] = commanded("verify", str(run))
+            found["verify"] = commanded("verify", str(run), "--all")
+            found["show"] = commanded("show", f"{run}@2", "--all")
+            found["diff"] = commanded("diff", f"{run}@1", f"{run}@2", "--json")
         found["auto"] = started(run, "auto", saves)
     return found
 
