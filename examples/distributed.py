@@ -1,11 +1,14 @@
-"""A whole script for several processes: each has its share of the data; a signal to one is enough to leave.
+"""Several processes, each with its share of the data; one that dies is started again, and all go on.
 
-torchrun --nproc-per-node 2 examples/distributed.py runs/distributed
-python examples/distributed.py runs/distributed
+torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/distributed.py runs/distributed
+
+The restarts need TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 (docs/recipes/torchrun.md says why). Alone, as
+`python examples/distributed.py`, it goes on too.
 """
 
+import argparse
+import hashlib
 import os
-import sys
 
 import torch
 import torch.distributed as dist
@@ -15,11 +18,16 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from resumable import RunState
 
-device = "cpu"
-if torch.cuda.is_available():
-    device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-    torch.cuda.set_device(device)
-backend = "nccl" if torch.cuda.is_available() else "gloo"
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("run", nargs="?", default="runs/distributed", help="the run directory")
+parser.add_argument("--epochs", type=int, default=8)
+has_cuda = torch.cuda.is_available()
+parser.add_argument("--device", default=f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if has_cuda else "cpu")
+args = parser.parse_args()
+
+backend = "gloo" if args.device == "cpu" else "nccl"
+if backend == "nccl":
+    torch.cuda.set_device(args.device)
 if "RANK" in os.environ:
     dist.init_process_group(backend)
 else:
@@ -32,38 +40,41 @@ train_set, test_set = TensorDataset(images[:500], labels[:500]), (images[500:], 
 sampler = DistributedSampler(train_set)
 loader = DataLoader(train_set, batch_size=50, sampler=sampler)
 
-model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 2)).to(device)
+model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 2)).to(args.device)
 ddp = DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
 # From here on each rank draws its own: two that drop the same neurons train as one.
 torch.manual_seed(1 + dist.get_rank())
 
-run_dir = sys.argv[1] if len(sys.argv) > 1 else "runs/distributed"
-state = RunState.load(run_dir, model=ddp, optimizer=optimizer, loader=loader, maximize="accuracy", timeout=20)
+state = RunState.load(
+    args.run, model=ddp, optimizer=optimizer, loader=loader, maximize="accuracy", every=4, timeout=20
+)
 
 
 @torch.no_grad()
 def accuracy() -> float:
     """The share of right guesses; each rank looks at a part of the test set."""
-    x, y = (part[dist.get_rank() :: dist.get_world_size()].to(device) for part in test_set)
+    x, y = (part[dist.get_rank() :: dist.get_world_size()].to(args.device) for part in test_set)
     model.eval()
-    right = torch.tensor([float((model(x).argmax(1) == y).sum()), len(y)], device=device)
+    right = torch.tensor([float((model(x).argmax(1) == y).sum()), len(y)], device=args.device)
     model.train()
     dist.all_reduce(right)
     return (right[0] / right[1]).item()
 
 
-for epoch in state.epochs(8):
+for epoch in state.epochs(args.epochs):
     sampler.set_epoch(epoch)
-    for x, y in state.batches():
-        loss = nn.functional.cross_entropy(ddp(x.to(device)), y.to(device))
+    for x, y in state.batches(device=args.device):
+        loss = nn.functional.cross_entropy(ddp(x), y)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if state.step % 4 == 0:
-            state.save()
     state.save(accuracy=accuracy())
     if dist.get_rank() == 0:
         print(f"epoch {epoch}: best accuracy {state.best:.3f}", flush=True)
 state.close()
+
+if dist.get_rank() == 0:
+    weights = b"".join(tensor.cpu().numpy().tobytes() for tensor in model.state_dict().values())
+    print("weights", hashlib.sha256(weights).hexdigest()[:16])
 dist.destroy_process_group()

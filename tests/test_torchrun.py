@@ -294,7 +294,7 @@ NEEDS_SIGUSR1 = pytest.mark.skipif(
         pytest.param(
             signal.SIGUSR1,
             ["--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"],
-            marks=NEEDS_SIGUSR1,
+            marks=[NEEDS_SIGUSR1, pytest.mark.nightly],
         ),
     ],
 )
@@ -363,14 +363,14 @@ def test_an_epoch_may_go_on_with_another_number_of_processes(tmp_path: Path) -> 
     Run(tmp_path / "run").checkpoints()[-1].verify()
 
 
+EXAMPLE = ROOT / "examples" / "distributed.py"
+
+
 @pytest.mark.heavy
 def test_all_ranks_of_the_example_leave_well_when_one_is_told_to_end(tmp_path: Path) -> None:
-    text = (ROOT / "examples" / "distributed.py").read_text()
-    assert "state.epochs(8)" in text
-    # (eight are over before the processes have heard of each other)
-    example = tmp_path / "train.py"
-    example.write_text(text.replace("state.epochs(8)", "state.epochs(8000)"))
-    with torchrun(tmp_path, example, "--nproc-per-node=2", arguments=[str(tmp_path / "run")]) as job:
+    # (eight epochs are over before the processes have heard of each other)
+    arguments = [str(tmp_path / "run"), "--epochs=8000"]
+    with torchrun(tmp_path, EXAMPLE, "--nproc-per-node=2", arguments=arguments) as job:
         until(lambda: list(tmp_path.glob("run/checkpoints/0*")), "a checkpoint is there")
         worker = next(pid for pid in job.processes() if pid != job.child.pid)
         os.kill(worker, signal.SIGTERM)
@@ -381,3 +381,25 @@ def test_all_ranks_of_the_example_leave_well_when_one_is_told_to_end(tmp_path: P
     assert re.search(r"Root Cause.*exitcode +: 143 ", job.printed(), re.DOTALL), job.printed()
     for checkpoint in Run(tmp_path / "run").checkpoints():
         checkpoint.verify()
+
+
+@pytest.mark.nightly
+def test_the_example_goes_on_by_itself_when_a_worker_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    options, weights = ["--nproc-per-node=2", "--max-restarts=3"], []
+    for name, is_killed in (("killed", True), ("left-alone", False)):
+        arguments = [str(tmp_path / name / "run"), "--epochs=25", "--device=cpu"]
+        with torchrun(tmp_path / name, EXAMPLE, *options, arguments=arguments) as job:
+            if is_killed:
+                until(
+                    lambda: list(tmp_path.glob("killed/run/checkpoints/*-step-*[1-9]?")), "10 steps are done"
+                )
+                os.kill(max(job.processes()), signal.SIGKILL)
+            assert job.ended() == 0, job.printed()
+        weights.append(re.findall(r"^weights \w+$", job.printed(), re.MULTILINE))
+        assert job.printed().count("resumed ") == is_killed
+
+    assert weights[0] == weights[1]
+    assert len(weights[0]) == 1

@@ -1,0 +1,66 @@
+"""Hugging Face Accelerate: its model, optimizer and accumulation, our loops (pip install accelerate).
+
+python examples/with_accelerate.py runs/accelerate
+"""
+
+import argparse
+import hashlib
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from resumable import RunState
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("run", nargs="?", default="runs/accelerate", help="the run directory")
+parser.add_argument("--epochs", type=int, default=8)
+parser.add_argument("--device", default="auto", help="auto or cpu")
+args = parser.parse_args()
+accelerator = Accelerator(cpu=args.device == "cpu", mixed_precision="bf16", gradient_accumulation_steps=4)
+
+torch.manual_seed(0)
+images = torch.randn(1000, 64)
+labels = (images.mean(1) > 0).long()
+train_set = TensorDataset(images, labels)
+# The loader stays torch's own: what prepare makes of it counts its epochs anew at every start.
+sampler = DistributedSampler(train_set, accelerator.num_processes, accelerator.process_index)
+loader = DataLoader(train_set, batch_size=20, sampler=sampler)
+
+model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 2))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs * len(loader) // 4)
+model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+torch.manual_seed(1 + accelerator.process_index)
+
+state = RunState.load(
+    args.run,
+    model=model,
+    optimizer=optimizer,
+    scheduler=scheduler,
+    scaler=accelerator.scaler,
+    loader=loader,
+    minimize="loss",
+    every=3,
+)
+# Accelerate counts for itself where in a window of 4 batches it stands; an epoch ends in the middle of one.
+accelerator.step = state.vars.get("accelerator.step", 0)
+for epoch in state.epochs(args.epochs):
+    sampler.set_epoch(epoch)
+    for x, y in state.batches(device=accelerator.device):
+        with accelerator.accumulate(model):
+            state.vars["accelerator.step"] = accelerator.step
+            loss = nn.functional.cross_entropy(model(x), y)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    state.save(loss=accelerator.reduce(loss.detach(), "mean"))
+    accelerator.print(f"epoch {epoch}: loss {loss.item():.3f}, best {state.best:.3f}", flush=True)
+state.close()
+
+weights = b"".join(tensor.cpu().numpy().tobytes() for tensor in model.state_dict().values())
+accelerator.print("weights", hashlib.sha256(weights).hexdigest()[:16])
