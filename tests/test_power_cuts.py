@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import random
@@ -63,6 +64,20 @@ class Disk:
 
     def switch_off(self) -> None:
         _call("umount", str(self.path))
+        # A test beside this one may have a namespace with a copy of the mount: the dead disk would be the one
+        # that is mounted again.
+        end = time.monotonic() + 90
+        while self._is_in_use() and time.monotonic() < end:
+            time.sleep(0.05)
+
+    def _is_in_use(self) -> bool:
+        try:
+            os.close(os.open(self._device, os.O_RDONLY | os.O_EXCL))
+        except OSError as exc:
+            if exc.errno != errno.EBUSY:
+                raise
+            return True
+        return False
 
     def close(self) -> None:
         if os.path.ismount(self.path):
