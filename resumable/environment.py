@@ -35,13 +35,24 @@ def describe() -> dict[str, Any]:
         "cudnn": torch.backends.cudnn.version() if started else None,  # type: ignore[no-untyped-call]
         "driver": driver() if started else None,
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if started else [],
+        **flags(),
+        "git": _git_commit(_script_folder()),
+    }
+
+
+def flags() -> dict[str, Any]:
+    """Return the settings of torch that numerical results depend on, as JSON; no device is asked.
+
+    >>> flags()["cudnn_benchmark"]
+    False
+    """
+    return {
         "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "cudnn_deterministic": torch.backends.cudnn.deterministic,
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
         "tf32": _tf32(),
         "cudnn_tf32": _cudnn_tf32(),
-        "git": _git_commit(_script_folder()),
     }
 
 

@@ -51,7 +51,11 @@ def restore(state: Mapping[str, Any]) -> None:
 
 def begin_anew(seed: str) -> None:
     """Begin a stream of their own for all global generators, on all devices."""
-    number = _seed(seed)
+    begin(seed_of(seed))
+
+
+def begin(number: int) -> None:
+    """Seed all global generators; those of a device that is not in use yet get it when it is."""
     random.seed(number)
     np.random.seed(number % 2**32)
     torch.manual_seed(number)
@@ -59,7 +63,7 @@ def begin_anew(seed: str) -> None:
 
 def begin_own(generator: Generator, seed: str) -> None:
     """Begin a stream of its own for one generator."""
-    number = _seed(seed)
+    number = seed_of(seed)
     if isinstance(generator, random.Random):
         generator.seed(number)
     elif isinstance(generator, np.random.Generator):
@@ -70,7 +74,12 @@ def begin_own(generator: Generator, seed: str) -> None:
         generator.manual_seed(number)
 
 
-def _seed(text: str) -> int:
+def seed_of(text: str) -> int:
+    """Return a number of 63 bits that is always the same for a text.
+
+    >>> seed_of("7/0") == seed_of("7/0") != seed_of("7/1")
+    True
+    """
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 

@@ -1,0 +1,97 @@
+"""What a training needs to repeat itself: seeds, and the flags of torch."""
+
+from __future__ import annotations
+
+import os
+import weakref
+
+import torch
+
+from . import environment, ranks, rng
+from .errors import UsageError, warn
+from .sealed import Json
+
+_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+_SEEDS = 2**32
+# torchrun, srun and mpirun say which process this is before it has joined the others.
+_RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
+
+_resumed: weakref.WeakKeyDictionary[object, str] = weakref.WeakKeyDictionary()
+
+
+def seed_everything(seed: int, deterministic: bool = False, *, per_rank: bool = False) -> int:
+    """Seed the global generators of Python, NumPy and torch, on all devices; return the seed they got.
+
+    Call it first, before models, splits and `RunState.load`. Workers that load are seeded by torch, from its
+    generator. All processes of a training get the same numbers, since what they make (weights, splits) has to
+    agree; `per_rank=True`, once that is made, gives each its own. `deterministic=True` has torch do what
+    repeats itself, and raise where it cannot; False leaves its flags as they are.
+
+    >>> seed_everything(7)
+    7
+    >>> first = torch.rand(2)
+    >>> seed_everything(7), torch.equal(torch.rand(2), first)
+    (7, True)
+    """
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < _SEEDS:
+        raise UsageError(
+            f"seed={seed!r} is not an int from 0 to {_SEEDS - 1}.",
+            fix="give one that is; NumPy takes no larger one.",
+        )
+    for run in _resumed.values():
+        warn(
+            f"seed_everything({seed}) comes after {run} was resumed: the random numbers begin anew. The "
+            "loops of RunState put back those of the checkpoint; a loop of your own does not. "
+            "Fix: call it before RunState.load."
+        )
+    if deterministic:
+        make_deterministic()
+    number = rng.seed_of(f"{seed}/{_rank()}") % _SEEDS if per_rank else seed
+    rng.begin(number)
+    return number
+
+
+def make_deterministic() -> None:
+    """Have torch do what repeats itself, and raise where it cannot."""
+    if _CUBLAS not in os.environ:
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            warn(
+                f"CUDA was in use before {_CUBLAS} was set: products of matrices may differ from one run "
+                "to the next. Fix: call seed_everything before anything is on a GPU, or set "
+                f"{_CUBLAS}=:4096:8 in the environment."
+            )
+        os.environ[_CUBLAS] = ":4096:8"
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.deterministic = True
+
+
+def settings() -> dict[str, Json]:
+    """Return what decides whether a training repeats itself, as it stands now; no device is asked.
+
+    >>> settings()["deterministic"]
+    False
+    """
+    return {
+        **environment.flags(),
+        "deterministic_warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "interop_threads": torch.get_num_interop_threads(),
+        _CUBLAS: os.environ.get(_CUBLAS),
+        "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED"),
+    }
+
+
+def hold(owner: object, run: str) -> None:
+    """Note that the generators of this process are where a run that was resumed has put them."""
+    _resumed[owner] = run
+
+
+def let_go(owner: object) -> None:
+    """Note that the training goes on, and may do with its generators what it likes."""
+    _resumed.pop(owner, None)
+
+
+def _rank() -> int:
+    rank, size = ranks.of_this_training()
+    told = [os.environ[name] for name in _RANKS if os.environ.get(name, "").isdecimal()]
+    return rank if size > 1 or not told else int(told[0])
