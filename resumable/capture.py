@@ -146,6 +146,10 @@ class Capture:
             for key, value in _storable(part.built).items()
         }
 
+    def all_parts(self) -> Sequence[Part]:
+        """Return the parts, in the order of the restore."""
+        return self._parts
+
     def collect(self) -> tuple[Trees, dict[str, Json]]:
         """Return the trees of all parts, still with the live tensors, and what each part is."""
         # Somebody's state_dict may draw, and taking a checkpoint leaves every generator as it was:
@@ -159,6 +163,16 @@ class Capture:
         if self.saves_all:
             self._set_apart_what_is_frozen(trees)
         return trees, {name: {"kind": kind} for name, kind in self.kinds().items()}
+
+    def look(self) -> Trees:
+        """Return the trees of the parts that this process has, but for where it stands in the data."""
+        states = self._read_generators()
+        self._position.show_held()
+        try:
+            chosen = [part for part in self._parts if not isinstance(part, _PositionPart)]
+            return self._encoded(sorted(chosen, key=_has_no_generator))
+        finally:
+            _write_generators(states)
 
     def _encoded(self, chosen: Sequence[Part], is_all: bool = True) -> Trees:
         trees: Trees = {}
