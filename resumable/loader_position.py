@@ -40,6 +40,7 @@ class Counters(Protocol):
     samples: int
     counts_steps: bool
     processes: int
+    digest: Callable[[Any], Any] | None
 
     def progress(self) -> object:
         """Return what changes with every step and every gradient; None if nobody knows."""
@@ -50,8 +51,8 @@ class Counters(Protocol):
     def put_back(self) -> None:
         """Put the random generators back as they were held."""
 
-    def handed_out(self, batch: int) -> None:
-        """Note that a batch is in hand."""
+    def handed_out(self, batch: int, digest: Any) -> None:
+        """Note that a batch is in hand, and its digest if there is a trace."""
 
     def next_opened(self) -> int:
         """Return what tells which of several loops has handed out its first batch first."""
@@ -66,6 +67,8 @@ class Loaded:
 
     size: int
     mark: Any
+    digest: Any = None
+    """Where there is a trace."""
 
 
 class LoaderPosition:
@@ -299,7 +302,8 @@ class LoaderPosition:
         """Load a batch that nobody has been handed yet."""
         with self.lock:
             batch = next(batches)
-            loaded = Loaded(self.source.size(batch), self._marked())
+            digest = self._counters.digest(batch) if self._counters.digest else None
+            loaded = Loaded(self.source.size(batch), self._marked(), digest)
             with self._moving:
                 # A thread may have waited for it while the training went elsewhere.
                 if lap != self.lap:
@@ -329,7 +333,7 @@ class LoaderPosition:
         # (an iterator may be made long before the loop that it is asked in)
         self.opened = self.opened or self._counters.next_opened()
         self._step_then = self._counters.step
-        self._counters.handed_out(self.done)
+        self._counters.handed_out(self.done, loaded.digest)
 
     def take_back(self) -> None:
         """Note that the training is through with the batch in hand."""

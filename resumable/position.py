@@ -77,6 +77,12 @@ class Position:
         """Whether a hook counts the optimizer's steps here."""
         self.gradients: Callable[[], object] | None = None
         """What changes with every gradient that the optimizers have."""
+        self.digest: Callable[[Any], Any] | None = None
+        """What makes digests of the batches, if there is a trace."""
+        self.handed: list[Any] = []
+        """Those of the batches that were handed out, until the trace has written them down."""
+        self.body_begins: Hook | None = None
+        """What is called when the first body begins."""
         self._body: Boundary | None = None
         self._opened = 0
         self._step_in_hand = 0
@@ -143,6 +149,10 @@ class Position:
         """Whether a checkpoint taken now stands between two batches of an epoch."""
         return self.boundary() is Boundary.BATCH
 
+    def is_outside(self) -> bool:
+        """Whether no loop of ours is running."""
+        return self._body is None and not any(loader.in_hand for loader in self._all())
+
     def counters(self) -> dict[str, Any]:
         """Return the counters as a resume is to find them: what is in hand counts as done."""
         boundary = self.boundary()
@@ -182,9 +192,17 @@ class Position:
         """Return what changes with every step and every gradient; None if nobody knows."""
         return (self.step, self.gradients()) if self.gradients and self.counts_steps else None
 
-    def handed_out(self, batch: int) -> None:
-        """Note that a batch is in hand."""
+    def handed_out(self, batch: int, digest: Any) -> None:
+        """Note that a batch is in hand, and its digest if there is a trace."""
         self.batch, self._stepped = batch, set()
+        self._body_begins()
+        if digest:
+            self.handed.append(digest)
+
+    def _body_begins(self) -> None:
+        if self.body_begins:
+            begins, self.body_begins = self.body_begins, None
+            begins()
 
     def next_opened(self) -> int:
         """Return what tells which of several loops has handed out its first batch first."""
@@ -393,6 +411,7 @@ class Position:
             self.put_back()
             restores, outer, self._body = self.restores, self._body, Boundary.STEP
             self._step_in_hand = self.step
+            self._body_begins()
             try:
                 yield self.step
                 if restores == self.restores:

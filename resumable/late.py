@@ -1,0 +1,38 @@
+"""Numbers that a GPU has not computed yet: asking for them at once would stop it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Late:
+    """What is made of tensors on a GPU, once it has come so far.
+
+    >>> late = Late([torch.ones(2)], lambda copies: copies[0].sum().item())
+    >>> late.is_there(), late.value()
+    (True, 2.0)
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], make: Callable[[Sequence[Tensor]], Any]) -> None:
+        # (into pinned memory, in the order of the stream: what the training writes there later is not in it)
+        self._copies = [tensor.detach().to("cpu", non_blocking=tensor.is_cuda) for tensor in tensors]
+        self._make = make
+        self._copied: list[torch.cuda.Event] = []
+        for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(device))
+            self._copied.append(event)
+
+    def is_there(self) -> bool:
+        """Whether nobody has to wait for it."""
+        return all(event.query() for event in self._copied)  # type: ignore[no-untyped-call]
+
+    def value(self) -> Any:
+        """Wait for it, and return it."""
+        for event in self._copied:
+            event.synchronize()
+        return self._make(self._copies)
