@@ -32,7 +32,9 @@ from .errors import (
 from .run import Run
 
 if TYPE_CHECKING:
+    from .determinism import seed_everything as seed_everything
     from .state import RunState as RunState
+    from .unregistered import Unregistered as Unregistered
     from .weights import Misfit as Misfit
     from .weights import load_weights as load_weights
     from .writer import PendingSave as PendingSave
@@ -44,7 +46,9 @@ _LAZY = {
     "Misfit": ".weights",
     "PendingSave": ".writer",
     "RunState": ".state",
+    "Unregistered": ".unregistered",
     "load_weights": ".weights",
+    "seed_everything": ".determinism",
 }
 
 __all__ = [
@@ -72,9 +76,11 @@ __all__ = [
     "RunState",
     "SaveFailed",
     "StateMismatch",
+    "Unregistered",
     "Unsupported",
     "UsageError",
     "load_weights",
+    "seed_everything",
 ]
 
 

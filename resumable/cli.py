@@ -17,7 +17,7 @@ from .errors import ResumableError, ResumableWarning
 
 _GROUPS = {
     "look": ("ls", "show", "diff", "report"),
-    "trust": ("verify",),
+    "trust": ("verify", "audit"),
     "move": ("push", "pull", "export", "import"),
     "tidy": ("prune",),
     "try": ("demo",),

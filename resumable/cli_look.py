@@ -22,7 +22,7 @@ from .command import (
     read_at,
     run_at,
 )
-from .errors import CannotRead, CheckpointDamaged, CheckpointNotFound, FormatTooNew
+from .errors import CannotRead, CheckpointDamaged, CheckpointNotFound, FormatTooNew, UsageError, printable
 from .journal import Line, plain
 from .policy import bytes_of
 from .progress import Progress
@@ -45,6 +45,11 @@ def declare(commands: Any) -> None:
     add_checkpoint(sub, "before", "A")
     add_checkpoint(sub, "after", "B")
     _add_depth(sub)
+    sub.add_argument(
+        "--trace",
+        action="store_true",
+        help="A and B are traces, which RunState(..., trace=FILE) writes: where the two trainings part",
+    )
     sub.description = f"{sub.description}\n\nThe exit code is 0 if they are equal, and 1 if they differ."
     _declare_report(commands)
 
@@ -179,6 +184,8 @@ def _why(found: Checkpoint) -> str | None:
 
 
 def _diff(given: argparse.Namespace) -> int:
+    if given.trace:
+        return _diff_traces(given)
     from . import comparing, contents, details
 
     _, then = read_at(given.before, contents.read)
@@ -190,6 +197,23 @@ def _diff(given: argparse.Namespace) -> int:
     else:
         details.print_differences(then, now, found, given.depth, all_of_it=given.all)
     return 1 if found.pairs or found.changes else 0
+
+
+def _diff_traces(given: argparse.Namespace) -> int:
+    from . import parting
+
+    if given.all or given.depth:
+        raise UsageError(
+            "--trace compares what was written down at each boundary; --all and --depth are for checkpoints.",
+            fix="leave them out; with --json all that differs is told.",
+        )
+    compared = parting.compare(given.before, given.after)
+    if given.json:
+        print_json(parting.facts(compared))
+    else:
+        for line in parting.lines(compared):
+            print(printable(line))
+    return 1 if any(one.found.parted for one in compared) else 0
 
 
 def _history(run: Run) -> list[Line]:

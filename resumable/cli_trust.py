@@ -1,8 +1,9 @@
-"""The commands that tell whether a run can be trusted: verify."""
+"""The commands that tell whether a run, or a script, can be trusted: verify and audit."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -18,7 +19,7 @@ from .command import (
     print_problems,
     run_at,
 )
-from .errors import CheckpointDamaged, CheckpointNotFound, FormatTooNew
+from .errors import CheckpointDamaged, CheckpointNotFound, FormatTooNew, UsageError
 from .policy import bytes_of
 from .progress import Progress
 from .tables import painted
@@ -41,6 +42,73 @@ def declare(commands: Any) -> None:
         "--pin", action="store_true", help="print of each a digest of its content: RunState.load(expect=...)"
     )
     add_json(sub)
+    _declare_audit(commands)
+
+
+def _declare_audit(commands: Any) -> None:
+    summary = "whether a script resumes exactly, or the name of what does not: it is run several times"
+    sub = add(commands, "audit", _audit, summary, "resumable audit --steps 40 -- python train.py --lr 0.1")
+    sub.usage = "resumable audit [options] -- COMMAND ..."
+    sub.add_argument(
+        "script", metavar="COMMAND", nargs=argparse.REMAINDER, help="what starts the training, torchrun too"
+    )
+    sub.add_argument(
+        "--steps", type=_count, default=20, metavar="N", help="how many steps to train (default: 20)"
+    )
+    sub.add_argument(
+        "--at",
+        type=_count,
+        action="append",
+        default=[],
+        metavar="N",
+        help="stop after so many steps, and resume; may be given several times (default: in mid-epoch, at an "
+        "epoch's last batch, and at an epoch's end)",
+    )
+    sub.add_argument("--twice", action="store_true", help="after the last --at, stop and resume once more")
+    sub.add_argument(
+        "--deterministic", action="store_true", help="with deterministic operations, where torch has them"
+    )
+    sub.add_argument("--html", metavar="FILE", help="write a page about it, too")
+    add_json(sub)
+    sub.description = (
+        f"{sub.description}\n\nThe script is not changed and its runs are not touched: it trains in "
+        "directories that are thrown away,\nthree times without a stop and once with several. The exit code "
+        "is 0 if all is equal, bit for bit,\nand 1 if not."
+    )
+
+
+def _count(text: str) -> int:
+    if text.isdecimal() and int(text):
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
+
+
+def _audit(given: argparse.Namespace) -> int:
+    from . import audit, audit_page, verdicts
+
+    command = given.script[given.script[:1] == ["--"] :]
+    if not command:
+        raise UsageError(
+            "no command was given to audit.",
+            fix="give it after two dashes: resumable audit -- python train.py",
+        )
+    if given.html:
+        audit_page.check(given.html)
+    found = audit.audit(
+        command,
+        steps=given.steps,
+        at=given.at,
+        twice=given.twice,
+        deterministic=given.deterministic,
+        told=lambda text: print(text, end="", file=sys.stderr, flush=True),
+    )
+    if given.html:
+        audit_page.write(found, given.html)
+    if given.json:
+        print_json(found.to_json())
+    else:
+        verdicts.print_it(found)
+    return 0 if found.is_exact else 1
 
 
 def _verify(given: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from torch.utils.data import DataLoader, Dataset
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
 
 from .errors import Unsupported
 from .order import Order
@@ -54,6 +54,13 @@ def iterates_as_torch_does(loader: DataLoader[Any]) -> bool:
     """Whether the loader's class leaves it to torch to make its iterators."""
     kind = type(loader)
     return kind.__iter__ is DataLoader.__iter__ and kind._get_iterator is DataLoader._get_iterator
+
+
+def handed_out(value: object) -> int | None:
+    """Return how many batches one of torch's iterators has handed out; None of what is no such iterator."""
+    # (by the kind alone: to ask the object could call its code)
+    is_torchs = _BaseDataLoaderIter in type(value).__mro__
+    return value.__dict__.get("_num_yielded", 0) if is_torchs else None
 
 
 def in_process(view: DataLoader[Any]) -> Iterator[Any]:

@@ -54,6 +54,16 @@ def table(
     return tag("table", tag("caption", caption), *body)
 
 
+def section(title: str, level: int, *inside: object) -> Markup:
+    """Return a section below its heading."""
+    return tag("section", tag(f"h{level}", title), *inside)
+
+
+def scrolling(content: Markup, label: str) -> Markup:
+    """Return what is wide in a box of its own that scrolls, which the keyboard has to reach."""
+    return tag("div", content, class_="scroll", role="region", tabindex="0", aria_label=label)
+
+
 def in_script(value: Json) -> Markup:
     """Return JSON that can stand in a script element, whatever it holds.
 

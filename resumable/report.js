@@ -140,16 +140,12 @@
       details.addEventListener("toggle", () => details.open && drawAll());
     }
     for (const tools of document.querySelectorAll(".tools")) tools.hidden = false;
-    // On paper the charts are as wide as it is, and light.
+    // On paper the charts are as wide as it is.
     addEventListener("beforeprint", () => {
-      root.dataset.theme = "light";
-      tint();
-      drawAll();
       for (const place of plots) if (place._fullLayout) Plotly.relayout(place, { width: 640, height: place.clientHeight });
     });
     addEventListener("afterprint", () => {
       for (const place of plots) if (place._fullLayout) Plotly.relayout(place, { width: null, height: null, autosize: true });
-      setTheme(chosen());
     });
   }
 
@@ -161,28 +157,11 @@
     }
   }
 
-  const prefersDark = matchMedia("(prefers-color-scheme: dark)");
-  const theme = document.getElementById("theme");
-  let choice = null;
-  try { choice = localStorage.getItem("resumable-theme"); } catch { /* (a frame in a notebook has no storage) */ }
-  const chosen = () => choice || (prefersDark.matches ? "dark" : "light");
-
-  function setTheme(name) {
-    root.dataset.theme = name;
-    root.style.colorScheme = name;
-    theme.setAttribute("aria-pressed", String(name === "dark"));
+  root.addEventListener("theme", () => {
     tint();
     if (window.Plotly) drawAll();
-  }
-
-  theme.hidden = false;
-  theme.addEventListener("click", () => {
-    choice = chosen() === "dark" ? "light" : "dark";
-    try { localStorage.setItem("resumable-theme", choice); } catch { /* (as above) */ }
-    setTheme(choice);
   });
-  prefersDark.addEventListener("change", () => setTheme(chosen()));
-  setTheme(chosen());
+  tint();
 
   async function load() {
     const packed = Uint8Array.from(atob(document.getElementById("library").textContent), (c) => c.charCodeAt(0));

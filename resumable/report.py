@@ -3,33 +3,26 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import gzip
 import html
 import importlib.util
 import os
 import re
-import secrets
-import string
 from collections.abc import Mapping, Sequence
-from datetime import datetime, timezone
 from pathlib import Path
 
-from . import __version__, disk, sections
+from . import pages, sections
 from .checkpoint import Checkpoint
-from .errors import SaveFailed, UsageError
+from .errors import UsageError
 from .figures import Curves, metrics
-from .markup import Markup, escaped, in_script
+from .markup import Markup, in_script, tag
 from .overview import overview
-from .policy import when
 from .progress import Progress
 from .run import Run
 from .sealed import Json
 
 NAME = "report.html"
 """Where a report goes if nobody says where."""
-
-_MARK = b'<!doctype html>\n<html lang="en" data-made-by="resumable report">'
 
 
 class Report:
@@ -69,41 +62,11 @@ def write(
     `reads_all`: every byte is verified; else what sizes and manifests tell.
     """
     target = Path(path)
-    _check(target)
+    pages.check(target, "report")
     library = _library()
     told = facts(runs, reads_all=reads_all)
-    text = page(told, library).encode(errors="replace")
-    try:
-        disk.replace(Path(os.path.realpath(target)), text)
-    except OSError as exc:
-        raise SaveFailed(
-            f"the report could not be written to {target}: {exc.strerror}.",
-            fix="mend the cause (room on the disk, permissions), or name another file.",
-        ) from exc
+    pages.write(target, page(told, library))
     return Report(target), told
-
-
-def _check(path: Path) -> None:
-    if path.is_dir():
-        raise UsageError(f"{path} is a folder.", fix=f"name a file: {path / NAME}.")
-    if not (folder := Path(os.path.abspath(path)).parent).is_dir():
-        raise UsageError(f"there is no folder {folder} to write {path.name} to.", fix="make it first.")
-    if not os.path.lexists(path):
-        return
-    if not _is_ours(path):
-        raise UsageError(
-            f"{path} is there already, and is not a report that resumable has written.",
-            fix="name another file, or move that one away.",
-        )
-
-
-def _is_ours(path: Path) -> bool:
-    # (a pipe would never end)
-    with contextlib.suppress(OSError):
-        if path.is_file():
-            with path.open("rb") as file:
-                return file.read(len(_MARK)) == _MARK
-    return False
 
 
 def _library() -> bytes:
@@ -124,23 +87,20 @@ def page(told: Sequence[Mapping[str, Json]], library: bytes) -> str:
     curves = Curves(told)
     names = [str(run["run"]) for run in told]
     made = sections.Page(curves, metrics(told))
-    folder = Path(__file__).parent
-    values = {
-        "title": ", ".join(names),
-        "runs": Markup(sections.runs_named(names)),
-        "made": when(datetime.now(timezone.utc).isoformat()),
-        "version": __version__,
-        "library": _version(library),
-        "nonce": secrets.token_hex(16),
-        "body": made.make(),
-        "charts": in_script({"runs": names, "charts": made.charts}),
-        # Of the kinds of compression it is the one that browsers undo by themselves.
-        "packed": base64.b64encode(gzip.compress(library, 9, mtime=0)).decode(),
-        "style": Markup((folder / "report.css").read_text(encoding="utf-8")),
-        "script": Markup((folder / "report.js").read_text(encoding="utf-8")),
-    }
-    template = string.Template((folder / "report.html").read_text(encoding="utf-8"))
-    return template.substitute({key: escaped(value) for key, value in values.items()})
+    body = made.make()
+    charts = in_script({"runs": names, "charts": made.charts})
+    # Of the kinds of compression it is the one that browsers undo by themselves.
+    packed = base64.b64encode(gzip.compress(library, 9, mtime=0)).decode()
+    return pages.page(
+        "report",
+        title=", ".join(names),
+        heading=Markup(sections.runs_named(names)),
+        body=body,
+        note=f" Charts: plotly.js {_version(library)}, MIT licence.",
+        data=tag("script", charts, type="application/json", id="data")
+        + tag("script", Markup(packed), type="text/plain", id="library"),
+        script=pages.text_of("report.js"),
+    )
 
 
 def _version(library: bytes) -> str:

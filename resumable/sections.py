@@ -9,7 +9,7 @@ from typing import Any
 
 from .errors import printable
 from .figures import KINDS, Curves, number, sentence
-from .markup import Markup, escaped, table, tag
+from .markup import Markup, escaped, scrolling, section, table, tag
 from .policy import bytes_of, counted, duration, percent, when
 from .sealed import Json
 
@@ -51,17 +51,17 @@ class Page:
         """Return all sections."""
         alone = len(self._runs) == 1
         glance = tag("div", *map(_glance, self._runs), class_="cards")
-        parts = [_section("At a glance", 2, glance), self._curves_section(), self._cost_section()]
+        parts = [section("At a glance", 2, glance), self._curves_section(), self._cost_section()]
         for index, run in enumerate(self._runs):
             inner = [*self._about_run(index, 2 if alone else 3)]
-            parts += inner if alone else [_section(run["run"], 2, *inner)]
+            parts += inner if alone else [section(run["run"], 2, *inner)]
         return _joined(parts)
 
     def _curves_section(self) -> Markup:
         drawn = [self._figure(self._curves.metric(name), name) for name in self._metrics]
         if not drawn:
             empty = "No save was given a metric: state.save(loss=loss) draws a curve here."
-            return _section("Metrics", 2, tag("p", empty, class_="empty"))
+            return section("Metrics", 2, tag("p", empty, class_="empty"))
         parts = [self._tools(), tag("div", *drawn[:AT_ONCE], class_="charts")]
         if rest := drawn[AT_ONCE:]:
             summary = tag("summary", f"{counted(len(rest), 'more metric')}")
@@ -69,7 +69,7 @@ class Page:
         if self._left_out:
             more = f"{counted(self._left_out, 'further metric')}: resumable report --json tells them."
             parts.append(tag("p", more, class_="quiet"))
-        return _section("Metrics", 2, *parts)
+        return section("Metrics", 2, *parts)
 
     def _tools(self) -> Markup:
         runs = [_toggle("run", str(i), run["run"], f"run-{i % 6}") for i, run in enumerate(self._runs)]
@@ -90,11 +90,11 @@ class Page:
     def _cost_section(self) -> Markup:
         chart = self._curves.cost()
         if chart is None:
-            return _section("What saving costs", 2, tag("p", "The history tells of no save.", class_="empty"))
+            return section("What saving costs", 2, tag("p", "The history tells of no save.", class_="empty"))
         about = (
             "How long each save held up the training, and how long until it was durable, in the background."
         )
-        return _section("What saving costs", 2, tag("p", about), self._figure(chart, "Seconds per save"))
+        return section("What saving costs", 2, tag("p", about), self._figure(chart, "Seconds per save"))
 
     def _about_run(self, index: int, level: int) -> Iterator[Markup]:
         run, shown = self._runs[index], self._curves.shown[index]
@@ -108,9 +108,9 @@ class Page:
             parts.append(self._saves(run, shown))
         else:
             parts.append(tag("p", "Nothing was saved yet.", class_="empty"))
-        yield _section("Checkpoints", level, *parts)
-        yield _section("What happened", level, _happened(run))
-        yield _section("Attempts", level, _attempts(run))
+        yield section("Checkpoints", level, *parts)
+        yield section("What happened", level, _happened(run))
+        yield section("Attempts", level, _attempts(run))
 
     def _saves(self, run: Row, shown: Sequence[Row]) -> Markup:
         of_all = len(run["saves"])
@@ -121,7 +121,7 @@ class Page:
         head = [title for title, _, _ in columns]
         words = [index for index, (_, is_word, _) in enumerate(columns) if is_word]
         rows = ([cell(save) for _, _, cell in columns] for save in reversed(shown))
-        return _scrolling(table(caption, head, rows, words), caption)
+        return scrolling(table(caption, head, rows, words), caption)
 
 
 def runs_named(names: Sequence[str]) -> str:
@@ -251,7 +251,7 @@ def _happened(run: Row) -> Markup:
     some = f"the last {len(shown)} of {len(events):,}" if len(shown) < len(events) else "all"
     caption = f"Resumes, preemptions and the like of {run['run']}: {some}, oldest first"
     rows = ([_time(e["time"]), _text(sentence(e)), _grouped(e["step"]), _grouped(e["epoch"])] for e in shown)
-    return _scrolling(table(caption, ["when, UTC", "what", "at step", "epoch"], rows, (0, 1)), caption)
+    return scrolling(table(caption, ["when, UTC", "what", "at step", "epoch"], rows, (0, 1)), caption)
 
 
 def _attempts(run: Row) -> Markup:
@@ -263,7 +263,7 @@ def _attempts(run: Row) -> Markup:
     if len(attempts) > 100:
         caption += f": the last 100 of {len(attempts):,}"
     rows = [_attempt(one) for one in attempts[-100:]]
-    return _scrolling(table(caption, head, rows, range(1, 7)), caption)
+    return scrolling(table(caption, head, rows, range(1, 7)), caption)
 
 
 def _attempt(one: Row) -> list[object]:
@@ -309,15 +309,6 @@ def _short(value: Json, length: int = 80) -> str:
 
 def _lines(texts: Sequence[object]) -> Markup:
     return tag("div", *(tag("div", text) for text in texts if text), class_="text")
-
-
-def _section(title: str, level: int, *inside: object) -> Markup:
-    return tag("section", tag(f"h{level}", title), *inside)
-
-
-def _scrolling(content: Markup, label: str) -> Markup:
-    # Wide tables scroll in a box of their own, which the keyboard has to reach.
-    return tag("div", content, class_="scroll", role="region", tabindex="0", aria_label=label)
 
 
 def _toggle(kind: str, value: str, label: str, shape: str) -> Markup:

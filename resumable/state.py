@@ -18,7 +18,21 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from . import arguments, capture, changes, markup, pin, report, rng, spikes, url
+from . import (
+    arguments,
+    auditing,
+    capture,
+    changes,
+    determinism,
+    markup,
+    pin,
+    report,
+    rng,
+    spikes,
+    tracing,
+    unregistered,
+    url,
+)
 from .arguments import Copied
 from .autosave import Autosave, Due
 from .capture import Capture
@@ -27,7 +41,7 @@ from .crew import Crew
 from .errors import Diverged, Once, Preempted, RemoteError, UsageError, warn
 from .history import History
 from .loader_position import Hooks, LoaderPosition, Through
-from .policy import Keep
+from .policy import Every, Keep
 from .position import Batches, Position
 from .prefetch import ToDevice
 from .progress import Progress
@@ -40,6 +54,7 @@ from .sealed import Json
 from .signals import Signals
 from .spikes import Spikes
 from .split import split
+from .unregistered import Seen, Unregistered
 from .writer import PendingSave
 
 _open_runs: weakref.WeakValueDictionary[Path, RunState] = weakref.WeakValueDictionary()
@@ -73,6 +88,9 @@ class RunState:
     waits for another; `elastic`: whether their number may change; `shared`: whether all see the same
     disk; `write`: whether "one" of them or "all" write what all have; `check_replicas`: whether each
     save compares that.
+
+    `trace`: a file to which a line is written at each boundary, with a digest of the batch and what `note`
+    was given, and every `trace_every` steps one of each part: `resumable diff --trace` compares two such.
 
     >>> model = torch.nn.Linear(2, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -121,6 +139,8 @@ class RunState:
         shared: bool = True,
         write: str = "one",
         check_replicas: bool = False,
+        trace: str | os.PathLike[str] | None = None,
+        trace_every: int = tracing.EVERY,
     ) -> None:
         self._goal = arguments.goal(maximize, minimize)
         folder, remote = _places(run_dir, remote)
@@ -136,21 +156,21 @@ class RunState:
         self._crew = crew = Crew(self.run, late, at.stands_at, is_shared=shared, all_write=all_write)
         at.processes = crew.ranks.size
         slots = dict(zip(capture.SLOTS, (model, optimizer, scheduler, scaler, extra), strict=True))
-        own = arguments.per_rank(per_rank, capture.named("extra", extra))
-        self._capture = Capture(slots, self.vars, at, own, crew.rank)
+        self._capture = Capture(slots, self.vars, at, _of_each_rank(per_rank, extra), crew.rank)
         kept = arguments.keep(keep, self._goal)
         self._alike = {"keep": kept and kept.told(), "elastic": elastic, "check_replicas": check_replicas}
         self._checks_replicas = check_replicas and not crew.ranks.is_alone
         copied = arguments.copied(remote, push, remote_keep, push_timeout, remote_options, self._goal)
         self._furnish(kept, copied, elastic)
-        self._signals = Signals(arguments.save_on(save_on), is_told=crew.is_first)
-        rules, limit = arguments.when(every, mtbf, max_time)
-        self._autosave = Autosave(crew.ranks, self._signals, self._saving.pace, rules, limit)
         self._raises, self._how = arguments.on_preempt(on_preempt), "closed"
-        self._is_closed, self._is_prepared, self._is_calm = False, False, True
+        self._watch(arguments.save_on(save_on), *arguments.when(every, mtbf, max_time))
         self._hooks = self._count_steps(optimizer)
+        traced = trace, arguments.count("trace_every", trace_every)
+        self._trace = auditing.begin(self._capture, at, crew.rank, *traced, run=self.run.path)
 
     def _furnish(self, keep: Keep | None, copied: Copied | None, is_elastic: bool) -> None:
+        self._is_closed, self._is_prepared, self._is_calm = False, False, True
+        self._first_look: Mapping[str, Seen] | None = None
         once, run, crew = Once(), self.run, self._crew
         self._copies = copied and Copies(run, crew, copied, self._goal, self._progress, once.warn)
         where = run, crew, self._capture, self._position, self._goal, self._progress, self._copies
@@ -158,6 +178,10 @@ class RunState:
         self._resuming = Resuming(*where, self._saving, is_elastic=is_elastic)
         # One that is dropped without close() must not lock its run for the rest of the process.
         weakref.finalize(self, _end, os.getpid(), self._saving.history, run, self._position, self._copies)
+
+    def _watch(self, save_on: Sequence[signal.Signals], rules: Every, limit: float | None) -> None:
+        self._signals = Signals(save_on, is_told=self._crew.is_first)
+        self._autosave = Autosave(self._crew.ranks, self._signals, self._saving.pace, rules, limit)
 
     @classmethod
     def load(
@@ -191,6 +215,8 @@ class RunState:
         shared: bool = True,
         write: str = "one",
         check_replicas: bool = False,
+        trace: str | os.PathLike[str] | None = None,
+        trace_every: int = tracing.EVERY,
         resume: str | int | os.PathLike[str] = "auto",
         allow: Sequence[str] = (),
         override: Sequence[str] = (),
@@ -205,24 +231,24 @@ class RunState:
         that remembers where it started, that scales the whole schedule.
         `expect`: the only content to go on from, as `Checkpoint.pin()` or `resumable verify --pin` tells it
         ("sha256:..."): for a checkpoint that others may have written to. There has to be one then.
-        The environment variables RESUMABLE_RUN_DIR, RESUMABLE_RESUME and RESUMABLE_REMOTE (empty: none)
-        override the arguments.
+        The environment variables RESUMABLE_RUN_DIR, RESUMABLE_RESUME, RESUMABLE_REMOTE and RESUMABLE_TRACE
+        (empty: none) override the arguments.
         """
         parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
         data = {"loader": loader, "extra": extra, "sample_seeds": sample_seeds, "per_rank": per_rank}
         saves = {"maximize": maximize, "minimize": minimize, "keep": keep, "write": write, "shared": shared}
         when = {"every": every, "mtbf": mtbf, "save_on": save_on, "on_preempt": on_preempt}
-        shows = {"max_time": max_time, "progress": progress}
-        copies = {"remote": remote, "push": push, "remote_keep": remote_keep}
-        copies |= {"push_timeout": push_timeout, "remote_options": remote_options}
-        checks = {"timeout": timeout, "elastic": elastic, "check_replicas": check_replicas}
-        state = cls(run_dir, **parts, **data, **saves, **when, **shows, **copies, **checks)  # type: ignore[arg-type]
-        state._load_or_close(os.environ.get("RESUMABLE_RESUME") or resume, allow, override, expect)
-        return state
+        copies = {"remote": remote, "push": push, "remote_keep": remote_keep, "push_timeout": push_timeout}
+        shows = {"remote_options": remote_options, "max_time": max_time, "progress": progress, "trace": trace}
+        rest = {"timeout": timeout, "elastic": elastic, "check_replicas": check_replicas}
+        given = {**parts, **data, **saves, **when, **copies, **shows, **rest, "trace_every": trace_every}
+        how = os.environ.get("RESUMABLE_RESUME") or resume, allow, override, expect
+        return cls(run_dir, **given)._load_or_close(*how)
 
-    def _load_or_close(self, *how: Any) -> None:
+    def _load_or_close(self, *how: Any) -> RunState:
         try:
             self._load(*how)
+            return self
         except BaseException:
             self.close()
             raise
@@ -251,20 +277,32 @@ class RunState:
             self._saving.note_start({})
             self._saving.warn_of_room(self._capture.size())
             self._print(f"{self.run} is empty: starting fresh")
+            self._trace_begins()
             return
         fit = self._resuming.fit(*found, allow, override)
         self._own_run()
         self._resuming.go_on(*found, fit)
         self._go_on()
         self.resumed = self._is_prepared = True
+        determinism.hold(self, str(self.run))
         self._saving.note_start({"changed": [one.to_json() for one in fit.differences]})
         # What was pruned may be in a remote under its number: the next save must not take its place there.
         self._crew.count_from(ranks.first("the numbers", lambda: self._saving.history.highest))
         self._saving.warn_of_room(found[0].about.size)
         self._saving.prepare()
+        self._trace_begins()
         line = self._resuming.line("resumed", found[0], started, "from")
         resized = changes.resized(found[1].about.world_size, ranks.size)
         self._print(line + resized + self._resuming.of_import(*found))
+
+    def _went_back(self) -> None:
+        self._go_on()
+        if self._trace:
+            self._trace.went_back()
+
+    def _trace_begins(self) -> None:
+        if self._trace:
+            self._trace.begin(is_resumed=self.resumed)
 
     def _check_arguments(self, resume: Which, override: Sequence[str]) -> None:
         self._capture.check_patterns(override)
@@ -377,6 +415,7 @@ class RunState:
             self._loop_ends()
 
     def _loop_begins(self) -> None:
+        determinism.let_go(self)
         self._signals.begin()
         self._saving.pace.begin()
 
@@ -427,7 +466,11 @@ class RunState:
                 "saved while handling an exception that left the loop over the batches: that is not a "
                 "boundary, and a resume will not be bit for bit what an uninterrupted run does."
             )
-        return self._save("called", metrics)
+        handle = self._save("called", metrics)
+        # Where no loop of ours runs, a save is the only boundary that there is.
+        if self._trace and self._position.is_outside() and (due := self._trace.boundary()):
+            self._leave(due, due.leaves or signal.SIGTERM)
+        return handle
 
     def _save(self, why: str, metrics: Mapping[str, Any] | None = None) -> PendingSave:
         self._meet({})
@@ -462,7 +505,7 @@ class RunState:
         self._meet({})
         chosen = self._resuming.go_back(which, only, skip, expect)
         if only is None:
-            self._go_on()
+            self._went_back()
         what, way = (f"put back {only} of", "from") if only else ("went back in", "to")
         line = self._resuming.line(what, chosen, started, way)
         self._print(line + ("; the batches since are left out" if skip else ""))
@@ -503,13 +546,24 @@ the batches since are left out (1 of 3 times)
                 "resume=NUMBER.",
             )
         chosen = self._resuming.go_back_from_spike(where, not self._is_calm)
-        self._go_on()
+        self._went_back()
         self._position.spikes, self._is_calm = Spikes(count + 1, newest), False
         self._print(
             f"{where}: went back in {self.run} to checkpoint {chosen.about.number} (step {self.step}); the "
             f"batches since are left out ({count + 1} of {limit} times)"
         )
         return True
+
+    def note(self, **values: Any) -> None:
+        """Write values such as the loss into the trace, at the next boundary; without a trace, do nothing.
+
+        >>> with RunState.load("runs/traced", trace="steps.jsonl") as state:
+        ...     for step in state.steps(2):
+        ...         state.note(loss=1 / (step + 1))
+        runs/traced is empty: starting fresh
+        """
+        if self._trace:
+            self._trace.note(values)
 
     def patience(self, saves: int) -> bool:
         """Whether the last `saves` that gave the metric to maximize or minimize were none of them the best.
@@ -535,6 +589,26 @@ the batches since are left out (1 of 3 times)
         self._saving.hear_first()
         return self._saving.best is not None and self._saving.best.since >= saves
 
+    def check(self) -> list[Unregistered]:
+        """Return what has changed since the first call and is in no part: a resume would lose it.
+
+        To be called at the end of batches, or of epochs. The gravest come first: their `weight` is "state"
+        where the training would go on otherwise, "note" where only what is shown may be lost.
+
+        >>> seen = 0
+        >>> with RunState.load("runs/checked") as state:
+        ...     for step in state.steps(2):
+        ...         seen = seen + 2 if seen < 9 else 0
+        ...         lost = state.check()
+        runs/checked is empty: starting fresh
+        >>> for one in lost:
+        ...     print(one.name, "in", one.fix)
+        seen in state.vars["seen"]
+        """
+        look = unregistered.survey(self._capture, sys._getframe(1))
+        self._first_look = look if self._first_look is None else self._first_look
+        return unregistered.changed(self._first_look, look)
+
     def report(self, path: str | os.PathLike[str] = "report.html") -> Report | None:
         """Write a page about the run, as `resumable report` does; a notebook shows what this returns.
 
@@ -558,7 +632,10 @@ the batches since are left out (1 of 3 times)
         if self._is_closed:
             return
         self._is_closed = True
+        determinism.let_go(self)
         self._signals.close()
+        if self._trace:
+            self._trace.close()
         for hook in self._hooks:
             hook.remove()
         self._position.close()
@@ -674,7 +751,10 @@ the batches since are left out (1 of 3 times)
 
     def _at_boundary(self, has_changed: bool, step: int, epoch: int, *, is_rest_next: bool = False) -> None:
         """Save, or save and leave, if it is time to."""
-        due = self._autosave.due(step, epoch, is_rest_next=is_rest_next, is_saving=self._saving.is_busy)
+        due = self._trace.boundary() if self._trace else None
+        due = due or self._autosave.due(
+            step, epoch, is_rest_next=is_rest_next, is_saving=self._saving.is_busy
+        )
         if due is None:
             return
         # What one process has to save again, all have to.
@@ -711,6 +791,10 @@ the batches since are left out (1 of 3 times)
 def _position(loader: Any, extra: Any, sample_seeds: bool, shown: Progress) -> Position:
     own = {n: g for n, g in capture.named("extra", extra).items() if rng.is_generator(g)}
     return Position(capture.named("loader", loader), own, sample_seeds, shows=shown.is_shown)
+
+
+def _of_each_rank(per_rank: Sequence[str], extra: Any) -> set[str]:
+    return arguments.per_rank(per_rank, capture.named("extra", extra))
 
 
 def _weakly(method: Callable[..., object], *given: Any) -> Callable[..., None]:

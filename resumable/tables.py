@@ -86,7 +86,7 @@ def print_table(
 
 
 def painted(text: str) -> str:
-    """Return a text whose words for a checkpoint's state have colours, where a person looks at a terminal.
+    """Return a text whose words for a state have colours, where a person looks at a terminal.
 
     >>> painted("newest, best")
     'newest, best'
@@ -112,6 +112,10 @@ _COLOURS = {
     "pushed": "36",
     "removed": "31",
     "goes": "31",
+    "exact": "32",
+    "NOT exact": "31",
+    "NOT repeatable": "31",
+    "FAILED": "31",
 }
 _WORDS = re.compile("|".join(rf"\b{word}\b" for word in _COLOURS))
 

@@ -11,6 +11,7 @@ import numpy as np
 import proofs
 import pytest
 import torch
+from forks import forks  # noqa: F401 (pytest finds fixtures here)
 from proofs import nightly, tally  # noqa: F401 (pytest finds fixtures here)
 from servers import place, proxied_s3, s3, sftp  # noqa: F401 (pytest finds fixtures here)
 

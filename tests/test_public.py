@@ -36,9 +36,11 @@ NAMES = [
     "RunState",
     "SaveFailed",
     "StateMismatch",
+    "Unregistered",
     "Unsupported",
     "UsageError",
     "load_weights",
+    "seed_everything",
 ]
 
 PARTS = ["model", "optimizer", "scheduler", "scaler", "loader", "extra"]
@@ -46,6 +48,7 @@ OPTIONS = ["maximize", "minimize", "keep"]
 WHEN = ["every", "mtbf", "save_on", "on_preempt", "max_time", "progress"]
 COPIES = ["remote", "push", "remote_keep", "push_timeout", "remote_options"]
 REST = ["sample_seeds", "per_rank", "timeout", "elastic", "shared", "write", "check_replicas"]
+TRACE = ["trace", "trace_every"]
 
 
 def members(kind: type) -> set[str]:
@@ -68,7 +71,7 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
 def test_the_members_of_the_public_classes_are_just_these() -> None:
     assert members(RunState) == {
         *("load", "save", "restore", "wait", "close", "epochs", "batches", "steps"),
-        *("spiked", "patience", "split", "report"),
+        *("spiked", "patience", "split", "report", "note", "check"),
         *("epoch", "batch", "step", "samples", "best", "metrics", "run_id"),
     }
     assert members(PendingSave) == {"wait", "wait_unless_told"}
@@ -83,7 +86,7 @@ def test_load_takes_what_the_constructor_takes_and_how_to_go_on() -> None:
     made = list(inspect.signature(RunState).parameters)
     loaded = list(inspect.signature(RunState.load).parameters)
 
-    assert made == ["run_dir", *PARTS, *OPTIONS, *WHEN, *COPIES, *REST]
+    assert made == ["run_dir", *PARTS, *OPTIONS, *WHEN, *COPIES, *REST, *TRACE]
     assert loaded == [*made, "resume", "allow", "override", "expect"]
 
 

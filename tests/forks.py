@@ -1,0 +1,106 @@
+"""Starts scripts as an audit does, each in a fork of a process that has imported torch already."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from resumable import trials
+
+
+class Forks:
+    """What `audit(start=...)` takes: it starts `python SCRIPT ARGUMENTS` in the folder of this process.
+
+    What Python or torch read as they begin (the order of sets, the number of threads, `sitecustomize`) is in
+    a fork what it was in its parent: where such a variable is set, Python itself is started.
+    """
+
+    def __init__(self) -> None:
+        self._parent: subprocess.Popen[str] | None = None
+
+    def __call__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> int:
+        if not {"RESUMABLE_STILL", "PYTHONHASHSEED", "OMP_NUM_THREADS"}.isdisjoint(environment):
+            return trials.start(command, environment, log)
+        script = {"arguments": [*map(str, command[1:])], "environment": dict(environment)}
+        parent = self._begun()
+        assert parent.stdin
+        assert parent.stdout
+        print(json.dumps({**script, "log": str(log), "folder": os.getcwd()}), file=parent.stdin, flush=True)
+        return int(parent.stdout.readline())
+
+    def _begun(self) -> subprocess.Popen[str]:
+        if self._parent is None:
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            self._parent = subprocess.Popen([sys.executable, __file__], **pipes)  # type: ignore[call-overload]
+        return self._parent
+
+    def close(self) -> None:
+        """End the parent."""
+        if self._parent:
+            self._parent.communicate()
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Forks]:
+    """What starts scripts in forks."""
+    begun = Forks()
+    yield begun
+    begun.close()
+
+
+def main() -> None:
+    import gc
+    import random
+
+    import numpy as np
+    import torch
+    import torch.utils.data
+
+    import resumable.auditing
+    import resumable.state  # noqa: F401 (imported once, for all forks)
+
+    # The first optimizer imports torch's compiler.
+    torch.optim.SGD([torch.zeros(1)])
+    # (what was imported is neither copied nor looked through again in every fork)
+    gc.freeze()
+    if order := next(_forked(), None):
+        _become(order)
+        # (else all forks would draw the same where a script seeds nothing)
+        random.seed()
+        np.random.seed()
+        torch.seed()
+        # What is raised ends this process as it ends any other: with a traceback, and exit handlers.
+        # (Called in a loop of this file, the script's functions would be told to begin anew in each pass.)
+        runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def _forked() -> Iterator[dict[str, Any]]:
+    """Yield, in each fork, its order, and nothing in the process that all are forks of."""
+    for line in sys.stdin:
+        if (child := os.fork()) == 0:
+            yield json.loads(line)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+
+def _become(order: dict[str, Any]) -> None:
+    log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.chdir(order["folder"])
+    os.environ.clear()
+    os.environ.update(order["environment"])
+    sys.argv = order["arguments"]
+    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+
+
+if __name__ == "__main__":
+    main()
