@@ -1,0 +1,113 @@
+"""Broken scripts of strangers are diagnosed, by class and by name, and correct ones give no alarm."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from forks import Forks
+
+from resumable import trials
+from resumable.audit import audit
+from resumable.diagnosis import Finding
+
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(600)]
+
+ZOO = Path(__file__).parent / "zoo"
+BROKEN = {
+    "accumulation_by_enumerate": ("state", "i"),
+    "accumulation_counter": ("state", "pending"),
+    "attack_until_a_deadline": ("repeat: clock", "the time"),
+    "augmenter_forgotten": ("randomness", "dice"),
+    "average_only_at_the_end": ("state", "averaged"),
+    "batch_ahead": ("state", "x"),
+    "batch_generator_forgotten": ("randomness", "picker"),
+    "channels_last_at_the_first_start": ("state", "0.weight"),
+    "critic_forgotten": ("state", "critic"),
+    "curriculum_forgotten": ("data", "curriculum.level"),
+    "dropout_with_its_own_generator": ("randomness", "masks"),
+    "ema_forgotten": ("state", "ema"),
+    "fewer_threads_after_a_resume": ("numbers", "threads"),
+    "files_shuffled_in_place": ("data", "dataset.names"),
+    "group_added_after_load": ("script", "optimizer"),
+    "hard_examples_forgotten": ("data", "weights"),
+    "head_reset_after_load": ("state", "head"),
+    "hidden_state_forgotten": ("state", "hidden"),
+    "iterator_by_hand": ("data", "iterator"),
+    "learning_rate_by_hand": ("state", "rate"),
+    "loss_read_after_the_loop": ("state", "loss"),
+    "loss_weights_from_history": ("state", "history"),
+    "mixup_generator_forgotten": ("randomness", "mixup_rng"),
+    "module_counts_calls": ("state", "calls"),
+    "momentum_queue_forgotten": ("state", "queue"),
+    "noise_generator_forgotten": ("randomness", "noise"),
+    "nondeterministic_scatter": ("repeat: operation", "index_put"),
+    "numpy_unseeded": ("repeat: numpy", "NumPy's generator"),
+    "patience_in_a_variable": ("state", "epochs_without"),
+    "projection_drawn_after_load": ("state", "projection"),
+    "python_random_unseeded": ("repeat: python", "Python's generator"),
+    "replay_forgotten": ("state", "replay"),
+    "running_mean_is_no_buffer": ("state", "running_mean"),
+    "sampler_counts_by_itself": ("data", "rounds"),
+    "sanity_check_after_resume": ("randomness", "torch's generator"),
+    "scaler_forgotten": ("state", "scaler"),
+    "scheduler_after_load": ("state", "scheduler"),
+    "scheduler_forgotten": ("state", "scheduler"),
+    "second_optimizer_forgotten": ("state", "head_optimizer"),
+    "seed_from_the_time": ("repeat: clock", "the time"),
+    "seeded_at_the_first_batch": ("randomness", "torch's generator"),
+    "set_epoch_by_own_count": ("data", "passes"),
+    "set_epoch_too_late": ("data", "sampler.epoch"),
+    "set_order": ("repeat: hash", "set of strings"),
+    "split_by_a_fresh_generator": ("repeat: system", "splitter"),
+    "split_drawn_after_load": ("data", "train"),
+    "state_dict_leaves_out": ("state", "loss_scale.seen"),
+    "temperature_in_no_part": ("state", "log_temperature"),
+    "torch_unseeded": ("repeat: torch", "torch's generator"),
+    "validation_every_so_often": ("randomness", "since_validation"),
+    "warmup_by_hand": ("state", "updates"),
+    "worker_seeded_by_the_time": ("repeat: clock", "the time"),
+}
+"""What is wrong with each, and what the diagnosis has to name."""
+
+NOT_IN_FORKS = {"set_order"}
+"""What has its own in every process, but not in every fork of one."""
+
+
+def _said(finding: Finding) -> str:
+    return "\n".join([finding.what, finding.text, *finding.names])
+
+
+@pytest.mark.sampled(12)
+@pytest.mark.parametrize("name", sorted(BROKEN))
+def test_a_broken_script_is_diagnosed_by_its_class_and_by_name(
+    name: str, forks: Forks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    kind, named = BROKEN[name]
+    start = trials.start if name in NOT_IN_FORKS else forks
+
+    first = audit([sys.executable, str(ZOO / "broken" / f"{name}.py")], start=start).findings[0]
+
+    assert ": ".join(filter(None, (first.kind, first.cause))) == kind, _said(first)
+    assert re.search(rf"\b{re.escape(named)}\b", _said(first)), _said(first)
+
+
+@pytest.mark.sampled(12)
+@pytest.mark.parametrize("script", sorted((ZOO / "correct").glob("*.py")), ids=lambda script: script.stem)
+def test_a_correct_script_gives_no_alarm(
+    script: Path, forks: Forks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    verdict = audit([sys.executable, str(script)], start=forks)
+
+    assert verdict.is_exact, verdict.findings
+    assert len(verdict.stops) >= 2
+    assert not [one for one in verdict.lost if one.weight == "state"]
+
+
+def test_every_broken_script_is_in_the_table() -> None:
+    assert {script.stem for script in (ZOO / "broken").glob("*.py")} == BROKEN.keys()
