@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from resumable import RunState
 
 EPOCHS = 3
-RESULT = "result.txt"
+RESULT, TRACE = "result.txt", "boundaries.jsonl"
 
 
 class Noisy(Dataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -49,6 +49,8 @@ def main(run_dir: Path, seed: int) -> None:
         minimize="loss",
         keep=1 + seed % 3,
         every=3,
+        trace=run_dir / TRACE,
+        trace_every=1,
     )
     losses = state.vars.setdefault("losses", [])
     for _ in state.epochs(EPOCHS):

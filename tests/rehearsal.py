@@ -55,6 +55,7 @@ def run(script: str, order: dict[str, Any]) -> None:
     warnings.simplefilter("error", ResumableWarning)
     if order["kill"]:
         kill_after(*order["kill"])
+    os.environ.update(order["environment"])
     sys.argv = [script, *order["arguments"]]
     runpy.run_path(script, run_name="__main__")
 

@@ -51,7 +51,7 @@ class Script:
             training.step()
             handle = state.save(loss=loss)
             handle.wait()
-        assert training.digest() == tiny.uninterrupted()[state.step]
+        tiny.assert_stands_at(training, state, state.step)
         if self.rank == 0:
             self.saved(state.run, handle.number)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import same
 import torch
 from safetensors.torch import load_file
 from torch import nn
@@ -13,6 +14,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from resumable import RunState
 
 WINDOW = 3
+
+
+def trace_of(run_dir: Path) -> Path:
+    """Return where a training writes its trace, beside its run."""
+    return run_dir.with_suffix(".jsonl")
 
 
 def train(run_dir: Path | None, stop: int | None) -> list[torch.Tensor]:
@@ -25,7 +31,9 @@ def train(run_dir: Path | None, stop: int | None) -> list[torch.Tensor]:
     if run_dir is None:
         torch.manual_seed(1)
         [nn.init.normal_(p) for p in model.parameters()]
-    with RunState.load(run_dir or "nowhere", model=model, optimizer=optimizer, loader=loader) as state:
+    parts = {"model": model, "optimizer": optimizer, "loader": loader}
+    run_dir = run_dir or Path("nowhere")
+    with RunState.load(run_dir, **parts, trace=trace_of(run_dir), trace_every=1) as state:
         if not state.resumed:
             torch.manual_seed(1)
             [nn.init.normal_(p) for p in model.parameters()]
@@ -53,7 +61,8 @@ def test_a_stop_anywhere_in_the_window_is_exact(
 
     resumed = train(run_dir, None)
 
-    assert all(torch.equal(a, b) for a, b in zip(expected, resumed, strict=True))
+    are_equal = all(torch.equal(a, b) for a, b in zip(expected, resumed, strict=True))
+    assert are_equal, same.first_of_traces(trace_of(Path("nowhere")), trace_of(run_dir))
 
 
 @pytest.mark.parametrize(("stop", "kept"), [(2, True), (3, False)])
@@ -76,7 +85,8 @@ def two_rates(run_dir: Path, stop: int | None) -> list[torch.Tensor]:
     }
     loader = DataLoader(TensorDataset(torch.arange(6)), batch_size=1, shuffle=True)
     models = {"table": table, "layer": layer}
-    with RunState.load(run_dir, model=models, optimizer=optimizers, loader=loader) as state:
+    parts = {"model": models, "optimizer": optimizers, "loader": loader}
+    with RunState.load(run_dir, **parts, trace=trace_of(run_dir), trace_every=1) as state:
         for _ in state.epochs(2):
             for (batch,) in state.batches():
                 layer(table(batch)).square().sum().backward()
@@ -99,7 +109,8 @@ def test_each_optimizer_has_a_window_of_its_own_also_for_sparse_gradients(run_di
 
     resumed = two_rates(run_dir / "stopped", None)
 
-    assert all(torch.equal(a, b) for a, b in zip(expected, resumed, strict=True))
+    are_equal = all(torch.equal(a, b) for a, b in zip(expected, resumed, strict=True))
+    assert are_equal, same.first_of_traces(*(trace_of(run_dir / name) for name in ("straight", "stopped")))
 
 
 def test_going_back_leaves_no_gradient_behind(run_dir: Path) -> None:

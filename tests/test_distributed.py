@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import processes
 import pytest
+import same
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -141,15 +142,16 @@ def values(found: list[processes.Ended]) -> list[Any]:
 def test_a_training_stopped_twice_ends_as_one_that_was_not(
     tmp_path: Path, size: int, stops: tuple[int, ...], options: dict[str, Any]
 ) -> None:
-    whole = ended(size, tmp_path / "whole", None, options)
+    traces = [tmp_path / f"{name}.jsonl" for name in ("whole", "parts")]
+    whole = ended(size, tmp_path / "whole", None, options, trace=traces[0], trace_every=1)
 
-    parts = [ended(size, tmp_path / "parts", stop, options) for stop in stops]
-    last = ended(size, tmp_path / "parts", None, options)
+    stopped = {"trace": traces[1], "trace_every": 1}
+    parts = [ended(size, tmp_path / "parts", stop, options, **stopped) for stop in stops]
+    last = ended(size, tmp_path / "parts", None, options, **stopped)
 
     for rank in range(size):
         seen = [batch for part in parts for batch in part[rank]] + last[rank][0]
-        assert seen == whole[rank][0], f"rank {rank} has had other batches"
-        assert last[rank][1:] == whole[rank][1:], f"rank {rank} has ended elsewhere"
+        assert (seen, last[rank][1:]) == (whole[rank][0], whole[rank][1:]), same.first_of_traces(*traces)
     assert len({one[1] for one in whole}) == size, "the ranks draw the same"
 
 

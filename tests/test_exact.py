@@ -9,12 +9,15 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import same
 import torch
+from same import Trail
 from torch import nn
 from torch.utils.data import (
     DataLoader,
@@ -131,7 +134,8 @@ LOADERS: dict[str, Make] = {
 class Training:
     """All objects of one training, made from one seed, and what it has been fed."""
 
-    def __init__(self, seed: int, make: Make) -> None:
+    def __init__(self, seed: int, make: Make, trail: Trail | None = None) -> None:
+        self.trail = trail
         random.seed(seed)
         np.random.seed(seed)
         torch.manual_seed(seed)
@@ -157,19 +161,21 @@ class Training:
         self.scaler.update()
         self.scheduler.step()
         self.lrs += self.scheduler.get_last_lr()
+        if self.trail:
+            self.trail.note(len(self.fed), self.parts(), self.fed[-1:])
+
+    def parts(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+            "scaler": self.scaler,
+            "extra": {"noise": self.noise},
+        }
 
     def load(self, run_dir: Path, **more: Any) -> RunState:
         """Bind everything to the run, and go on from its newest checkpoint."""
-        state = RunState.load(
-            run_dir,
-            model=self.model,
-            optimizer=self.optimizer,
-            scheduler=self.scheduler,
-            scaler=self.scaler,
-            loader=self.loader,
-            extra={"noise": self.noise},
-            **more,
-        )
+        state = RunState.load(run_dir, **self.parts(), loader=self.loader, **more)
         self.fed, self.lrs = state.vars.setdefault("seen", ([], []))
         if state.resumed:
             # What is drawn before the loops go on must not count.
@@ -198,18 +204,31 @@ class Training:
         }
 
 
-def never_stopped(make: Make) -> Training:
+def never_stopped(make: Make, trail: Trail | None = None) -> Training:
     """Train with the plain DataLoader, and without anything of ours."""
-    training = Training(0, make)
+    training = Training(0, make, trail)
     for _ in range(EPOCHS):
         for batch in training.loader:  # type: ignore[union-attr]
             training.train(batch)
     return training
 
 
-def leg(run_dir: Path, seed: int, make: Make, batches: int, *, save: bool = True) -> Training | None:
+def assert_is_the_plain_one(stopped: Training, plain: Callable[..., Training]) -> None:
+    """Compare all there is in the end; if it differs, train the plain one again, and say where they part."""
+    assert stopped.outcome() == plain().outcome(), where_they_part(stopped, plain)
+
+
+def where_they_part(stopped: Training, plain: Callable[..., Training]) -> str:
+    trail = Trail()
+    plain(trail)
+    return same.first(trail, stopped.trail or Trail())
+
+
+def leg(
+    run_dir: Path, seed: int, make: Make, batches: int, trail: Trail | None = None, *, save: bool = True
+) -> Training | None:
     """Go on for some batches, save in the body of the last one, and stop; return the training if it ended."""
-    training = Training(seed, make)
+    training = Training(seed, make, trail)
     state = training.load(run_dir, keep=1)
     for _ in state.epochs(EPOCHS):
         for batch in state.batches():
@@ -226,11 +245,12 @@ def leg(run_dir: Path, seed: int, make: Make, batches: int, *, save: bool = True
 
 def chain(run_dir: Path, make: Make, batches: int, *, each_twice: bool = False) -> Training:
     """Train in legs of some batches, each of freshly made objects, until the training has ended."""
+    trail = Trail()
     for seed in itertools.count():
         if each_twice:
             # Killed before its save: the next leg stands where this one did.
             leg(run_dir, seed + 1000, make, 1, save=False) if seed else None
-        if training := leg(run_dir, seed, make, batches):
+        if training := leg(run_dir, seed, make, batches, trail):
             return training
     raise AssertionError("not reached")
 
@@ -243,7 +263,7 @@ def chain(run_dir: Path, make: Make, batches: int, *, each_twice: bool = False) 
 def test_a_training_stopped_at_every_batch_is_the_plain_one(run_dir: Path, name: str) -> None:
     stopped = chain(run_dir, LOADERS[name], batches=1)
 
-    assert stopped.outcome() == never_stopped(LOADERS[name]).outcome()
+    assert_is_the_plain_one(stopped, partial(never_stopped, LOADERS[name]))
 
 
 @pytest.mark.parametrize("batches", [2, 3, 4, 7])
@@ -252,7 +272,7 @@ def test_a_training_stopped_at_every_batch_is_the_plain_one(run_dir: Path, name:
 def test_a_training_in_longer_legs_is_the_plain_one(run_dir: Path, name: str, batches: int) -> None:
     stopped = chain(run_dir, LOADERS[name], batches)
 
-    assert stopped.outcome() == never_stopped(LOADERS[name]).outcome()
+    assert_is_the_plain_one(stopped, partial(never_stopped, LOADERS[name]))
 
 
 @pytest.mark.proves("exact")
@@ -260,12 +280,12 @@ def test_a_training_in_longer_legs_is_the_plain_one(run_dir: Path, name: str, ba
 def test_a_checkpoint_that_is_resumed_twice_gives_the_plain_training(run_dir: Path, name: str) -> None:
     stopped = chain(run_dir, LOADERS[name], batches=2, each_twice=True)
 
-    assert stopped.outcome() == never_stopped(LOADERS[name]).outcome()
+    assert_is_the_plain_one(stopped, partial(never_stopped, LOADERS[name]))
 
 
-def epoch_leg(run_dir: Path, seed: int, make: Make) -> Training | None:
+def epoch_leg(run_dir: Path, seed: int, make: Make, trail: Trail) -> Training | None:
     """Train one epoch, save after its loop, and stop; return the training if it had ended before."""
-    training = Training(seed, make)
+    training = Training(seed, make, trail)
     state = training.load(run_dir)
     for _ in state.epochs(EPOCHS):
         for batch in state.batches():
@@ -281,11 +301,11 @@ def epoch_leg(run_dir: Path, seed: int, make: Make) -> Training | None:
 @pytest.mark.parametrize("name", LOADERS)
 @pytest.mark.sampled(5)
 def test_a_training_stopped_at_every_epochs_end_is_the_plain_one(run_dir: Path, name: str) -> None:
-    make = LOADERS[name]
+    make, trail = LOADERS[name], Trail()
 
-    stopped = next(filter(None, (epoch_leg(run_dir, seed, make) for seed in itertools.count())))
+    stopped = next(filter(None, (epoch_leg(run_dir, seed, make, trail) for seed in itertools.count())))
 
-    assert stopped.outcome() == never_stopped(make).outcome()
+    assert_is_the_plain_one(stopped, partial(never_stopped, make))
 
 
 @pytest.mark.proves("transparent")
@@ -340,10 +360,11 @@ Script = Callable[[Training, Any, Callable[[], None]], None]
 """A training loop: its objects, the loops of a RunState or of Plain, and where it may stop."""
 
 
-def stopped_everywhere(run_dir: Path, script: Script, make: Make) -> Any:
+def stopped_everywhere(run_dir: Path, script: Script, make: Make) -> Training:
     """Run a script from each place where it may stop to the next one, always with fresh objects."""
+    trail = Trail()
     for seed in itertools.count():
-        training = Training(seed, make)
+        training = Training(seed, make, trail)
         state = training.load(run_dir, keep=1)
 
         def stop(state: RunState = state) -> None:
@@ -356,15 +377,15 @@ def stopped_everywhere(run_dir: Path, script: Script, make: Make) -> Any:
             continue
         finally:
             state.close()
-        return training.outcome()
+        return training
     raise AssertionError("not reached")
 
 
-def plain(script: Script, make: Make) -> Any:
+def plain(script: Script, make: Make, trail: Trail | None = None) -> Training:
     """Run a script with the plain loaders to its end."""
-    training = Training(0, make)
+    training = Training(0, make, trail)
     script(training, Plain(training), lambda: None)
-    return training.outcome()
+    return training
 
 
 def draws_before_its_batches(training: Training, state: Any, stop: Callable[[], None]) -> None:
@@ -472,7 +493,9 @@ SCRIPTS = [
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 @pytest.mark.sampled(5)
 def test_a_script_stopped_at_every_save_is_the_plain_one(run_dir: Path, script: Script, name: str) -> None:
-    assert stopped_everywhere(run_dir, script, LOADERS[name]) == plain(script, LOADERS[name])
+    stopped = stopped_everywhere(run_dir, script, LOADERS[name])
+
+    assert_is_the_plain_one(stopped, partial(plain, script, LOADERS[name]))
 
 
 def two_loaders(seed: int) -> Loaders:
@@ -505,7 +528,9 @@ def zips(training: Training, state: Any, stop: Callable[[], None]) -> None:
 def test_a_script_with_two_loaders_stopped_at_every_save_is_the_plain_one(
     run_dir: Path, script: Script
 ) -> None:
-    assert stopped_everywhere(run_dir, script, two_loaders) == plain(script, two_loaders)
+    stopped = stopped_everywhere(run_dir, script, two_loaders)
+
+    assert_is_the_plain_one(stopped, partial(plain, script, two_loaders))
 
 
 def test_samples_that_were_trained_before_the_stop_are_not_loaded_again(run_dir: Path) -> None:
@@ -528,10 +553,10 @@ def test_separate_interpreters_with_other_hash_seeds_give_the_plain_training(run
         command = [sys.executable, __file__, str(run_dir), str(seed)]
         subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": str(seed)}, check=True)
 
-    training = leg(run_dir, 2, LOADERS["a dataset with generators"], 100)
+    training = leg(run_dir, 2, LOADERS["a dataset with generators"], 100, Trail())
 
     assert training is not None
-    assert training.outcome() == never_stopped(LOADERS["a dataset with generators"]).outcome()
+    assert_is_the_plain_one(training, partial(never_stopped, LOADERS["a dataset with generators"]))
 
 
 if __name__ == "__main__":

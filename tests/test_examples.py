@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import same
 
 from resumable import Run
 
@@ -62,13 +63,22 @@ class Stage:
     def start(self, run: str, kill: tuple[int, float, int] | None = None) -> int:
         """Start it; return its exit code, negative for the signal that has ended it."""
         log, arguments = self._folder / "log", [str(self._folder / run), *SIZES[self._example].arguments]
-        order = {"arguments": [*arguments, "--device=cpu"], "kill": kill, "log": str(log)}
+        order = {
+            "arguments": [*arguments, "--device=cpu"],
+            "environment": {"RESUMABLE_TRACE": str(self.trace(run))},
+            "kill": kill,
+            "log": str(log),
+        }
         assert self._rehearsal.stdin
         assert self._rehearsal.stdout
         print(json.dumps(order), file=self._rehearsal.stdin, flush=True)
         code = int(self._rehearsal.stdout.readline())
         self.said = log.read_text()
         return code
+
+    def trace(self, run: str) -> Path:
+        """Return where a run writes down its boundaries."""
+        return self._folder / f"{run}.jsonl"
 
     def result(self, run: str) -> dict[str, str]:
         """Finish a run; return what it says of its weights, and what its last checkpoint holds."""
@@ -120,7 +130,8 @@ def assert_killed_or_not_all_the_same(example: str, folder: Path, seed: int, cou
         for moment in moments(example, seed, count):
             code = stage.start("killed", moment)
             assert code == {signal.SIGKILL: -9, signal.SIGTERM: 143}[signal.Signals(moment[2])], stage.said
-        assert stage.result("killed") == stage.result("left alone")
+        killed, left_alone = stage.result("killed"), stage.result("left alone")
+        assert killed == left_alone, same.first_of_traces(stage.trace("left alone"), stage.trace("killed"))
 
 
 @pytest.mark.heavy

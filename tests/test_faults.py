@@ -16,7 +16,17 @@ import injection
 import pytest
 from injection import Child, Fault, needs_strace  # noqa: F401 (a fixture)
 from proofs import Tally
-from tiny import Training, assert_all_verify, assert_goes_on, debris, fresh, load, save_next, uninterrupted
+from tiny import (
+    Training,
+    assert_all_verify,
+    assert_goes_on,
+    debris,
+    fresh,
+    load,
+    save_next,
+    uninterrupted,
+    what_differs,
+)
 
 from resumable import ResumableError, ResumableWarning, RunState, SaveFailed, blocks, environment
 
@@ -250,7 +260,9 @@ def _start(child: Child, run_dir: Path) -> None:
         training, state = load(run_dir)
         assert state.step == 2
     step = state.step
-    assert training.digest() == uninterrupted()[step], "what it has put back is not what was saved"
+    assert training.digest() == uninterrupted()[step], (
+        f"put back other than saved: {what_differs(training, step)}"
+    )
     save_next(training, state, 0.1)
     state.close()
     child.tell([state.run.numbers(), step, [*injection.open_files() - there]])

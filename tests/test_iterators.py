@@ -162,6 +162,10 @@ PRIVATE = {
 } | set(ATTRIBUTES)
 
 
+NO_OTHER_NAME = ("torch._ops.", "torch.utils._python_dispatch.", "torch.utils._pytree.")
+"""What torch's own documentation has people import for a dispatch mode."""
+
+
 def private_names(source: str) -> set[str]:
     """Return the private names of torch that a module uses: imported, or of an object other than self."""
     found = set()
@@ -169,7 +173,8 @@ def private_names(source: str) -> set[str]:
         if isinstance(node, (ast.ImportFrom, ast.Import)):
             module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
             names = [module + alias.name for alias in node.names]
-            found |= {name for name in names if name.startswith("torch") and "._" in name}
+            private = {name for name in names if name.startswith("torch") and "._" in name}
+            found |= {name for name in private if not name.startswith(NO_OTHER_NAME)}
         elif isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch.utils.data."):
             found |= {node.attr} if node.attr.startswith("_") else set()
         elif isinstance(node, ast.Attribute) and ast.unparse(node.value) != "self":

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import killed_training
 import pytest
+import same
 import tiny
 import victims
 from proofs import Tally
@@ -63,6 +64,10 @@ def _end_group(number: int) -> None:
         return
 
 
+def _what_differs(whole: Path, killed: Path) -> str:
+    return same.first_of_traces(whole / killed_training.TRACE, killed / killed_training.TRACE)
+
+
 @pytest.mark.parametrize("seed", [0, 1, 2, 3])
 def test_a_training_that_is_killed_again_and_again_ends_with_the_same_bits(
     tmp_path: Path, tally: Tally, nightly: bool, seed: int
@@ -77,7 +82,7 @@ def test_a_training_that_is_killed_again_and_again_ends_with_the_same_bits(
         run_dir = tmp_path / f"killed-{number}"
         kills += _killed_and_started_again(run_dir, seed, 5, seconds, dice)
         if _train(run_dir, seed)[0] != expected:
-            bad.append(f"{run_dir} has ended otherwise")
+            bad.append(f"{run_dir} has ended otherwise: {_what_differs(tmp_path / 'whole', run_dir)}")
 
     print(f"{kills} kills")
     tally("killed trainings", count, bad)
@@ -103,5 +108,6 @@ def test_a_script_that_is_killed_and_started_with_the_same_command_ends_with_the
         _end_group(process.pid)
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
-    bad = [] if (run_dir / killed_training.RESULT).read_text() == expected else ["it has ended otherwise"]
+    is_same = (run_dir / killed_training.RESULT).read_text() == expected
+    bad = [] if is_same else [f"it has ended otherwise: {_what_differs(tmp_path / 'whole', run_dir)}"]
     tally("killed trainings", 1, bad)

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import same
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -145,9 +146,12 @@ def ends_alike(name: str, script: str, folder: Path, monkeypatch: pytest.MonkeyP
     """Check that a script which is stopped twice ends with the bits of one that was left alone."""
     make = readers_parts if name in CHANGES else dict
     monkeypatch.chdir(folder)
-    monkeypatch.setenv("RESUMABLE_RUN_DIR", str(folder / "straight"))
+    traces = [folder / f"{run}.jsonl" for run in ("straight", "stopped")]
+    for variable, place in (("RUN_DIR", folder / "straight"), ("TRACE", traces[0])):
+        monkeypatch.setenv(f"RESUMABLE_{variable}", str(place))
     start(script, make())
-    monkeypatch.setenv("RESUMABLE_RUN_DIR", str(folder / "stopped"))
+    for variable, place in (("RUN_DIR", folder / "stopped"), ("TRACE", traces[1])):
+        monkeypatch.setenv(f"RESUMABLE_{variable}", str(place))
     for steps in STOPS.get(name, (8, 7)):
         with stopped_after(steps):
             start(script, make())
@@ -158,7 +162,7 @@ def ends_alike(name: str, script: str, folder: Path, monkeypatch: pytest.MonkeyP
 
     assert fresh is None
     assert first != second
-    assert content(folder / "stopped") == content(folder / "straight")
+    assert content(folder / "stopped") == content(folder / "straight"), same.first_of_traces(*traces)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

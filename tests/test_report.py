@@ -264,7 +264,7 @@ def test_what_is_no_report_is_not_overwritten(
     assert main(["report", str(trained), "-o", str(page)]) == 2
 
     assert page.read_bytes() == content
-    assert "is not a report that resumable has written" in capsys.readouterr().err
+    assert "is not a page that `resumable report` has written" in capsys.readouterr().err
 
 
 def test_a_place_that_cannot_be_written_to_is_named(trained: Path, tmp_path: Path) -> None:

@@ -203,7 +203,7 @@ class Chain:
         """Look at what a start has found: the newest state, to the last bit, and all of it whole."""
         # (one more may be there: what was committed, and could not say so any more)
         assert self.durable <= state.step <= self.durable + 1, (self.durable, state.step)
-        assert training.digest() == known()[state.step], state.step
+        assert training.digest() == known()[state.step], tiny.what_differs(training, state.step)
         assert tiny.debris(self.run_dir) == []
         tiny.assert_all_verify(state.run)
         if state.step:
