@@ -6,6 +6,7 @@ import re
 import signal
 import tempfile
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -247,7 +248,7 @@ def _of_unsteady(ignored: set[diagnosis.Leaf]) -> list[str]:
 def _rows(
     straight: Trial,
     others: Sequence[Trial],
-    ignored: set[diagnosis.Leaf] = frozenset(),  # type: ignore[assignment]
+    ignored: AbstractSet[diagnosis.Leaf] = frozenset(),
 ) -> list[dict[str, Any]]:
     kinds = diagnosis.kinds_of(straight)
     rows = []

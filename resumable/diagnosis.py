@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
 from . import naming, traces
@@ -405,7 +406,7 @@ def of_lost(one: Lost) -> Finding:
     )
 
 
-def is_alike(one: Record, other: Record, ignored: set[Leaf], kinds: Mapping[str, str]) -> bool:
+def is_alike(one: Record, other: Record, ignored: AbstractSet[Leaf], kinds: Mapping[str, str]) -> bool:
     """Whether two records of one boundary are of one training."""
     return not any(
         (found.part, found.name) not in ignored and is_essential(found.part, found.name, kinds)

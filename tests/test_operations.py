@@ -199,17 +199,17 @@ def test_what_a_script_has_asked_torch_to_refuse_is_still_raised() -> None:
 def test_an_operation_of_somebody_else_is_done_once_and_told() -> None:
     done: list[Tensor] = []
 
-    @torch.library.custom_op("tests::note_down", mutates_args=())
-    def note_down(value: Tensor) -> Tensor:
+    @torch.library.custom_op("tests::keep_a_line", mutates_args=())
+    def keep_a_line(value: Tensor) -> Tensor:
         done.append(value)
         return value.clone()
 
     inspection = Inspection()
     inspection.begin()
-    note_down(torch.ones(2))
+    keep_a_line(torch.ones(2))
     found = inspection.end()
 
-    assert (len(done), found, inspection.left_alone) == (1, [], {"tests::note_down"})
+    assert (len(done), found, inspection.left_alone) == (1, [], {"tests::keep_a_line"})
 
 
 def test_the_mode_of_somebody_else_that_is_still_open_stays() -> None:
