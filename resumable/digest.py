@@ -12,9 +12,9 @@ import struct
 import sys
 import types
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import PurePath
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,11 +32,18 @@ _WHOLE = 64
 """One with up to so many times as many is looked at as a whole: one after the other they are read fast."""
 
 _DEEPEST = 16
+_FLAT = 3
+"""What is deeper than this has a digest of its own, which is made once however often it is there."""
+_SMALL = 8
+"""One of up to so many values is made again: to remember it takes longer."""
 _ITEMS = 5_000
 """So many values of a batch are looked at: an object may lead to a whole dataset."""
+_OBJECTS = 50_000
+"""Of so many objects the attributes are looked at where a digest is one of everything."""
 
 _PLAIN = frozenset({int, float, bool, str, type(None)})
 _NAMED = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
+_WITHOUT_ATTRIBUTES = frozenset({list, tuple, dict, set, frozenset, deque})
 _TOLD = (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, range, torch.dtype, torch.device)
 _DOUBLE = struct.Struct("<d").pack
 _ROW = 4
@@ -68,15 +75,8 @@ def soon(value: Any, most: int | None = None) -> str | Late:
     pieces.add(value)
     if not pieces.on_device:
         return _hash(pieces.found)
-    # (what is on the host may be written to before the device has come so far)
-    found = [piece if isinstance(piece, (bytes, Tensor)) else bytes(piece) for piece in pieces.found]
-    tensors = {index: piece for index, piece in enumerate(found) if isinstance(piece, Tensor)}
-
-    def put_in(copies: Sequence[Tensor]) -> str:
-        there = dict(zip(tensors, map(_content, copies), strict=True))
-        return _hash(there.get(index, piece) for index, piece in enumerate(found))
-
-    return Late([*tensors.values()], put_in)
+    late = _LatePieces(_kept(pieces.found), True)
+    return Late(pieces.on_device, lambda copies: late.digest([*map(_content, copies)], {}))
 
 
 def of_tensors(text: str, tensors: Iterable[Tensor], most: int, whole: int) -> str | Late:
@@ -166,16 +166,63 @@ def _head(kind: type, dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     return f"{kind.__qualname__}({dtype}{[*shape]}".encode()
 
 
+class _LatePieces(NamedTuple):
+    """Pieces of which some are on a GPU: of those they have the number."""
+
+    pieces: list[Any]
+    is_ordered: bool
+
+    def digest(self, copies: Sequence[Any], known: dict[int, str]) -> str:
+        """Return the digest, once those are there."""
+        if id(self) not in known:
+            found = [self._bytes(piece, copies, known) for piece in self.pieces]
+            known[id(self)] = _hash(found if self.is_ordered else sorted(found))
+        return known[id(self)]
+
+    def _bytes(self, piece: Any, copies: Sequence[Any], known: dict[int, str]) -> Any:
+        if isinstance(piece, _LatePieces):
+            return piece.digest(copies, known).encode()
+        return copies[piece] if isinstance(piece, int) else piece
+
+
+_LATE = frozenset({int, _LatePieces})
+
+
+def _closed(pieces: list[Any], is_ordered: bool = True) -> Any:
+    """Return the digest of pieces; or what it can be made from, if some are on a GPU."""
+    if not _LATE.isdisjoint(map(type, pieces)):
+        return _LatePieces(_kept(pieces), is_ordered)
+    return _hash(pieces if is_ordered else sorted(pieces)).encode()
+
+
+def _kept(pieces: Iterable[Any]) -> list[Any]:
+    # (what is on the host may be written to before the device has come so far)
+    return [piece if isinstance(piece, (bytes, int, _LatePieces)) else bytes(piece) for piece in pieces]
+
+
+class _Known(NamedTuple):
+    """What was made of a value that is deep inside."""
+
+    value: Any
+    """Kept, since another may get the identity of one that is gone."""
+    piece: Any
+    taken: int
+    """So many values are in it."""
+
+
 class _Pieces:
     """The bytes that a digest is made from."""
 
     def __init__(self, most: int | None) -> None:
         self.found: list[Any] = []
-        self.on_device = False
+        self.on_device: list[Tensor] = []
+        """In `found` stand their numbers."""
         self._alive: list[Tensor] = []
         self._most = most
         self._whole = _WHOLE * most if most else 0
         self._left = _ITEMS
+        self._objects = _OBJECTS
+        self._known: dict[tuple[int, int], _Known] = {}
 
     def add(self, value: Any, depth: int = 0) -> None:
         """Add a value, and what is in it."""
@@ -193,9 +240,37 @@ class _Pieces:
             self.found.append(_plain(value))
         elif isinstance(value, _NAMED):
             self.found.append(getattr(value, "__qualname__", value.__name__).encode())
-        elif depth < _DEEPEST:
-            self._add_items(value, depth + 1)
+        else:
+            self._add_within(value, depth)
         self.found.append(b")")
+
+    def _add_within(self, value: Any, depth: int) -> None:
+        # As deep as this: what leads to itself has no end.
+        if depth < _FLAT:
+            self._add_items(value, depth + 1)
+        elif depth < _DEEPEST:
+            self._add_known(value, depth)
+
+    def _add_known(self, value: Any, depth: int) -> None:
+        """Add what is in a value by a digest of its own: that of an equal one, and of itself elsewhere."""
+        known = self._known.get((id(value), depth))
+        if known is not None and (known.taken <= self._left or not self._most):
+            self._left -= known.taken
+            self.found.append(known.piece)
+            return
+        before = self._left
+        piece = self._apart(self._add_items, value, depth + 1)
+        taken = before - self._left
+        # (one that was cut short is not what it would be elsewhere)
+        if taken > _SMALL and (self._left >= 0 or not self._most):
+            self._known[id(value), depth] = _Known(value, piece, taken)
+        self.found.append(piece)
+
+    def _apart(self, add: Callable[[Any, int], None], value: Any, depth: int) -> Any:
+        outer, self.found = self.found, []
+        add(value, depth)
+        inner, self.found = self.found, outer
+        return _closed(inner)
 
     def _add_tensor(self, value: Tensor) -> None:
         if type(value) is not Tensor:
@@ -216,8 +291,8 @@ class _Pieces:
             self._alive.append(picked)
             self.found.append(_content(picked))
         else:
-            self.on_device = True
-            self.found.append(picked.detach())
+            self.found.append(len(self.on_device))
+            self.on_device.append(picked.detach())
 
     def _add_strange(self, value: Tensor) -> None:
         self.found.append(f"{value.layout}{value.dtype}".encode())
@@ -234,12 +309,12 @@ class _Pieces:
             self.add([*value.unbind()])
 
     def _add_array(self, value: np.ndarray[Any, Any], depth: int) -> None:
-        if value.dtype.kind in "OVT":
-            # (what lies in the memory of these are addresses, or gaps)
-            self._add_items(value.reshape(-1).tolist(), depth + 1)
-            return
         # (which numpy named a dtype how does not count)
         self.found.append(f"{value.dtype.str}{value.shape}".encode())
+        if value.dtype.kind in "OVT":
+            # (what lies in the memory of these are addresses, or gaps)
+            self._add_within(value, depth)
+            return
         if self._most and value.size > self._whole:
             flat: Any = value.reshape(-1) if value.flags.c_contiguous else value.flat
             self.found.append(flat[_places(value.size, self._most).numpy()].tobytes())
@@ -263,18 +338,23 @@ class _Pieces:
         elif isinstance(value, (set, frozenset)):
             # (their order changes from process to process)
             inside = set.__iter__(value) if isinstance(value, set) else frozenset.__iter__(value)
-            self.found += sorted(of(item, self._most).encode() for item in inside)
+            found = [self._apart(self.add, item, depth) for item in inside]
+            self.found.append(_closed(found, is_ordered=False))
+        elif isinstance(value, np.ndarray):
+            self._add_row(value.reshape(-1).tolist(), depth)
         elif isinstance(value, (memoryview, array.array)):
             self.found.append(value.tobytes())
         elif isinstance(value, enum.Enum):
-            self.found.append(value.name.encode())
+            # (a flag of which no bit is set has no name, and one of the script's may have another .name)
+            self.add([value.__dict__.get("_name_"), value.__dict__.get("_value_")], depth)
         elif isinstance(value, _TOLD):
             self.found.append(repr(value).encode())
         elif isinstance(value, types.MappingProxyType):
             self.add({**value}, depth)
         elif _is_image(value):
             self._add_image(value)
-        self._add_attributes(value, depth)
+        if type(value) not in _WITHOUT_ATTRIBUTES:
+            self._add_attributes(value, depth)
 
     def _add_row(self, items: list[Any], depth: int) -> None:
         self.found.append(f"{len(items)} ".encode())
@@ -293,7 +373,8 @@ class _Pieces:
             self.found.append(value.tobytes())
 
     def _add_attributes(self, value: Any, depth: int) -> None:
-        if isinstance(value, enum.Enum) or _is_image(value):
+        self._objects -= 1
+        if isinstance(value, enum.Enum) or _is_image(value) or self._objects < 0:
             return
         if isinstance(own := getattr(value, "__dict__", None), dict) and own:
             self.add(own, depth)

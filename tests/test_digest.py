@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import array
+import copy
 import datetime
 import enum
 import gc
 import random
 import resource
+import time
 import warnings
 import weakref
 from collections import Counter, OrderedDict, deque
@@ -62,6 +64,14 @@ class Colour(enum.Enum):
 
     RED = 1
     BLUE = 2
+
+
+class Sides(enum.Flag):
+    """Something of which there may be none, or several."""
+
+    LEFT = 1
+    RIGHT = 2
+    TOP = 4
 
 
 class Moved(list[int]):
@@ -125,6 +135,7 @@ OTHERS: list[tuple[str, Any, Any]] = [
     ("numpy's dtype", np.arange(3), np.arange(3.0)),
     ("numpy's byte order", np.ones(3, "<i4"), np.ones(3, ">i4")),
     ("numpy's objects", np.array(["a", None], object), np.array(["b", None], object)),
+    ("the shape of numpy's objects", np.array([["a"]], object), np.array(["a"], object)),
     ("numpy's records", np.array([(1, 2.0)], "i4,f8"), np.array([(1, 3.0)], "i4,f8")),
     ("numpy's texts", np.array(["a"]), np.array(["b"])),
     ("numpy's numbers", np.float64(1), np.float64(2)),
@@ -149,6 +160,9 @@ OTHERS: list[tuple[str, Any, Any]] = [
     ("a date", datetime.date(2026, 1, 1), datetime.date(2026, 1, 2)),
     ("a path", PurePosixPath("a"), PurePosixPath("b")),
     ("an Enum", Colour.RED, Colour.BLUE),
+    ("no flag", Sides(0), None),
+    ("a flag or none", Sides(0), Sides.LEFT),
+    ("two flags", Sides.LEFT | Sides.RIGHT, Sides.LEFT | Sides.TOP),
     ("a function", len, repr),
     ("a class", int, str),
     ("a dtype of torch", torch.float32, torch.float64),
@@ -321,6 +335,48 @@ def test_what_leads_to_itself_comes_to_an_end() -> None:
     whole.others.append(whole)  # type: ignore[attr-defined]
 
     assert digest.of(whole, digest.MOST) == digest.of(whole, digest.MOST)
+
+
+def crowd(count: int, last: int = 0) -> list[Whole]:
+    """Return objects of which each leads to all."""
+    found = [Whole(number=number) for number in range(count - 1)] + [Whole(number=last)]
+    for one in found:
+        one.others, one.peers = found, {*found}  # type: ignore[attr-defined]
+    return found
+
+
+def test_where_all_lead_to_each_other_it_takes_no_longer_than_for_what_there_is() -> None:
+    start = time.monotonic()
+
+    assert digest.of(crowd(24)) == digest.of(crowd(24)) != digest.of(crowd(24, last=1))
+    assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize("most", [None, digest.MOST])
+def test_one_that_is_there_twice_is_two_equal_ones(most: int | None) -> None:
+    def one() -> Whole:
+        return Whole(x=X, deep=[[[[*range(20)], {"a": X}]]])
+
+    same, others = one(), crowd(5)
+
+    assert digest.of([same, {"again": same}], most) == digest.of([one(), {"again": one()}], most)
+    assert digest.of([others, others], most) == digest.of([others, copy.deepcopy(others)], most)
+
+
+def test_of_many_objects_no_number_of_a_tensor_is_left_out() -> None:
+    batch = [Whole(x=torch.zeros(2), y=[Whole(), Whole()]) for _ in range(5000)]
+    plain = digest.of(batch)
+
+    batch[-1].x[1] = 1  # type: ignore[attr-defined]
+
+    assert digest.of(batch) != plain
+
+
+def test_an_array_that_is_in_itself_comes_to_an_end() -> None:
+    array = np.empty(2, object)
+    array[:] = [array, array]
+
+    assert digest.of(array) == digest.of(array)
 
 
 def test_a_digest_of_many_tensors_sees_each_of_them() -> None:
