@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,11 @@ def of_tensor(value: Any) -> str:
     return digest.of(value, _LARGE if size > _LARGE else None)
 
 
+def is_of_objects(value: Any) -> bool:
+    """Whether an array of NumPy's has objects in it, as a list has."""
+    return bool(value.dtype.hasobject)
+
+
 class Inside:
     """What something tells by itself, and the objects in it that are looked at alone."""
 
@@ -52,13 +58,13 @@ class Inside:
         kinds = kind.__mro__
         if kind in NUMBERS or kind in TEXTS or value is None or np.generic in kinds:
             self._tell(path, digest.of(value))
-        elif kind in TENSORS or kind is np.ndarray:
+        elif kind in TENSORS or (kind is np.ndarray and not is_of_objects(value)):
             if kind is not np.ndarray and self._held.has_tensor(value):
                 self.has_held = True
                 return
             self.tensors += 1
             self._tell(path, of_tensor(value))
-        elif any(one in kinds for one in CONTAINERS) and depth < _DEEPEST:
+        elif (kind is np.ndarray or any(one in kinds for one in CONTAINERS)) and depth < _DEEPEST:
             if (path and self._held.has(value)) or any(one is value for one in self.kept):
                 self.has_held = True
                 return
@@ -105,6 +111,8 @@ def _items(value: Any) -> tuple[int, list[tuple[Any, Any]]]:
         whole: Any = set if set in kinds else frozenset
         length = whole.__len__(value)
         return length, [*enumerate([*whole.__iter__(value)] if length <= WIDEST else [])]
+    if np.ndarray in kinds:
+        return _items(value.reshape(-1).tolist())
     base: Any = next(one for one in (list, tuple, deque) if one in kinds)
     length = base.__len__(value)
     ends = {*range(min(length, WIDEST // 2)), *range(max(0, length - WIDEST // 2), length)}
@@ -120,3 +128,32 @@ def _newest_keys(value: Any) -> list[Any]:
         if len(keys) == WIDEST:
             break
     return keys
+
+
+def modules_of(root: Any) -> list[Any]:
+    """Return a module and those inside it, without calling any code of theirs."""
+    found, waiting = {id(root): root}, [root]
+    while waiting:
+        modules = waiting.pop().__dict__.get("_modules")
+        for inner in dict.copy(modules).values() if isinstance(modules, dict) else ():
+            if inner is not None and id(inner) not in found:
+                found[id(inner)] = inner
+                waiting.append(inner)
+    return [*found.values()]
+
+
+def tensors_of(root: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the parameters and buffers of a module and of those inside it, by a name."""
+    for number, module in enumerate(modules_of(root)):
+        for group in ("_parameters", "_buffers"):
+            for name, tensor in dict(module.__dict__.get(group, {})).items():
+                if tensor is not None:
+                    yield f"{number}.{name}", tensor
+
+
+def content_of(cell: Any) -> Any:
+    """Return what a variable has that a function inside of another reads."""
+    try:
+        return cell.cell_contents
+    except ValueError:  # the variable has no value yet
+        return None

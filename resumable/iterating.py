@@ -6,6 +6,7 @@ import gc
 import itertools
 import operator
 import types
+from collections.abc import Iterator
 from typing import Any
 
 from . import digest, iterators
@@ -18,6 +19,11 @@ _LENGTHS: tuple[Any, ...] = (
     iter(""),
     iter({}),
     iter({}.values()),
+    iter({}.items()),
+    iter(set()),
+    reversed([]),
+    reversed(()),
+    itertools.repeat(0, 0),
 )
 _LISTS = tuple(map(type, _LENGTHS))
 _AROUND = (
@@ -29,7 +35,15 @@ _AROUND = (
     itertools.cycle,
     itertools.chain,
     itertools.islice,
+    itertools.accumulate,
+    itertools.compress,
+    itertools.dropwhile,
+    itertools.pairwise,
+    itertools.starmap,
+    itertools.takewhile,
+    itertools.zip_longest,
 )
+_PLAIN = frozenset({int, float})
 _DEEPEST = 8
 
 
@@ -54,19 +68,22 @@ def _is_iterator(value: Any) -> bool:
     return iterators.handed_out(value) is not None
 
 
-def _told(value: Any, depth: int) -> list[int]:
+def _told(value: Any, depth: int) -> list[int | str]:
     kind = type(value)
     if (batches := iterators.handed_out(value)) is not None:
         return [batches]
     if kind in _LISTS:
         return [operator.length_hint(value)]
     if kind is itertools.count:
-        return [int(one) for one in gc.get_referents(value) if type(one) is int] or [_count(value)]
+        # (a number of the script's own class would be asked for its text)
+        is_plain = _PLAIN.issuperset(map(type, gc.get_referents(value)))
+        return [repr(value)] if is_plain else []
     if depth == _DEEPEST or kind not in _AROUND:
         return []
-    return [number for inner in gc.get_referents(value) for number in _told(inner, depth + 1)]
+    return [one for inner in _around(value) for one in _told(inner, depth + 1)]
 
 
-def _count(value: Any) -> int:
-    digits = repr(value).removeprefix("count(").removesuffix(")")
-    return int(digits) if digits.lstrip("-").isdigit() else 0
+def _around(value: Any) -> Iterator[Any]:
+    for inner in gc.get_referents(value):
+        # (zip() has its iterators in a tuple)
+        yield from inner if type(inner) is tuple else (inner,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from . import meters, scopes
 from .carried import Use
 from .held import Held
 
@@ -30,12 +32,15 @@ class Place(NamedTuple):
     @property
     def leaf(self) -> str:
         """The last of its names, by which it can be called alone."""
-        words: list[str] = re.findall(r"\w+", self.leaf_of or self.code)
+        words: list[str] = re.findall(r"[^\W\d]\w*", self.leaf_of or self.code)
         return words[-1] if words else "state"
 
     def attribute(self, name: str, owner: object) -> Place:
         """Return the place of an attribute."""
-        return Place(f"{self.name}.{name}", f"{self.code}.{name}", self.part, owner, self.code, name)
+        # (a list of modules has numbers for names)
+        code = f"{self.code}[{name}]" if name.isdigit() else f"{self.code}.{name}"
+        leaf = self.leaf if name.isdigit() else name
+        return Place(f"{self.name}.{name}", code, self.part, owner, self.code, leaf)
 
     def item(self, path: tuple[Any, ...]) -> Place:
         """Return the place of an item of a container."""
@@ -90,6 +95,8 @@ def fix(place: Place, kind: str, value: Any, use: Use, held: Held) -> str:
     kinds = type(value).__mro__
     if use is Use.COUNTED:
         return "state.batch instead of enumerate(), which begins at 0 after a resume"
+    if type(value) is itertools.count:
+        return f'state.vars["{place.leaf}"], as the number it has come to, and begin itertools.count() there'
     if kind == "iterator":
         return "give RunState the loader (loader=...), and loop over state.batches()"
     if nn.Module in kinds:
@@ -109,8 +116,18 @@ def fix(place: Place, kind: str, value: Any, use: Use, held: Held) -> str:
     if kind in ("number", "text", "none", "tensor", "array", "tuple", "frozenset") or (
         is_bound_anew and (kind in _CONTAINERS or kind.endswith("tensors"))
     ):
-        return f'state.vars["{place.leaf}"]'
+        return _of_plain(place.leaf, use)
     return _extra(place)
+
+
+def _of_plain(name: str, use: Use) -> str:
+    if use is not Use.RESET:
+        return f'state.vars["{name}"]'
+    # (to set it there as it was set before would begin it anew after each resume)
+    return (
+        f'state.vars["{name}"], by state.vars.setdefault("{name}", ...) before the loop over the batches and '
+        f'state.vars.pop("{name}") after it'
+    )
 
 
 def _extra(place: Place) -> str:
@@ -124,21 +141,29 @@ def _of_slot(slot: str, place: Place, held: Held) -> str:
 
 
 def _of_module(place: Place, module: Any, held: Held) -> str:
-    if any(
-        one.__qualname__ == "Metric" and one.__module__ == "torchmetrics.metric"
-        for one in type(module).__mro__
-    ):
-        return f"{place.code}.persistent(True), and {_extra(place)}"
     parameters = nn.Module.parameters(module)
     is_trained = any(id(parameter) in held.optimized for parameter in parameters)
     is_first = not held.slots.get("model")
     return _of_slot("model", place, held) if is_trained or is_first else _extra(place)
 
 
+def of_metric(place: Place) -> str:
+    """Return the lines that let a part hold a metric, which keeps its sums out of its state_dict.
+
+    >>> of_metric(Place("accuracy", "accuracy"))
+    'accuracy.persistent(True), and then RunState.load(..., extra={"accuracy": accuracy})'
+    """
+    given = "" if place.part else f"(..., {_extra(place)})"
+    return f"{place.code}.persistent(True), and then RunState.load{given}"
+
+
 def _of_attribute(place: Place, kind: str) -> str:
     """Return how the object whose attribute it is can be saved with it; "" where that needs nothing of it."""
     owner = place.owner if isinstance(place.owner, type) else type(place.owner)
     names = {name for one in owner.__mro__ for name in vars(one)}
+    if place.part and (not scopes.is_users_class(owner) or place.leaf == meters.COUNT):
+        # (nobody can give one of a library's another method)
+        return f'keep it: state.vars["{place.leaf}"], and set it from there after RunState.load'
     if nn.Module in owner.__mro__ and place.part:
         if kind not in ("number", "tensor"):
             return (
@@ -149,9 +174,6 @@ def _of_attribute(place: Place, kind: str) -> str:
     is_stateful = {"state_dict", "load_state_dict"} <= names
     if place.part and is_stateful:
         return f"let {owner.__name__}.state_dict() return {place.leaf}, and load_state_dict() take it"
-    if place.part and owner.__module__.startswith("torch."):
-        # (nobody can give one of torch's another method)
-        return f'keep it: state.vars["{place.leaf}"], and set it from there after RunState.load'
     if place.part:
         return f"give {owner.__name__} a state_dict() and a load_state_dict() with {place.leaf}"
     if is_stateful or "__dataclass_fields__" in names:

@@ -32,6 +32,8 @@ class Scope(NamedTuple):
     """Where it is running; 0 if nobody knows."""
     is_inner: bool = False
     """Whether it was called in a loop of the user's: it begins anew in each pass."""
+    arguments: tuple[str, ...] = ()
+    """Those of its variables that it was given."""
 
     def fact(self, name: str) -> Fact:
         """Return what the code does with a variable."""
@@ -130,7 +132,8 @@ def of_functions(frame: FrameType | None) -> list[Scope]:
         if function:
             prefix = f"{code.co_name}." if code.co_name.isidentifier() else ""
             scope = (prefix, _locals(running), code.co_filename, function, running.f_lineno)
-            found.append(Scope(*scope, is_inner=is_inner))
+            given = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+            found.append(Scope(*scope, is_inner=is_inner, arguments=given))
         script = carried.script(code.co_filename)
         is_inner |= script is not None and script.is_in_a_loop(function, running.f_lineno)
     return found
@@ -161,7 +164,9 @@ def attributes(value: object) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for kind in type(value).__mro__:
         members = vars(kind)
-        if type(members.get("__dict__")) is GetSetDescriptorType:
+        # (of a module, its variables would be told as its attributes)
+        has_dict = type(members.get("__dict__")) in (GetSetDescriptorType, MemberDescriptorType)
+        if has_dict and kind is not ModuleType:
             there = members["__dict__"].__get__(value)
             found |= dict.copy(there) if dict in type(there).__mro__ else {}
         for name, member in list(members.items()) if "__slots__" in members else ():

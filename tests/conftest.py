@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,15 @@ def _seeded() -> None:
 def run_dir(tmp_path: Path) -> Path:
     """A run directory that does not exist yet."""
     return tmp_path / "runs" / "exp"
+
+
+@pytest.fixture
+def as_in_a_script(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No module of another test: each would count as one of the user's, and be looked through."""
+    here = str(Path(__file__).parent)
+    for name, module in [*sys.modules.items()]:
+        if module is not request.module and (getattr(module, "__file__", None) or "").startswith(here):
+            monkeypatch.delitem(sys.modules, name)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

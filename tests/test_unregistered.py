@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import ast
+import functools
+import itertools
+import os
 import random
+import re
 import runpy
+import subprocess
 import sys
+import tempfile
 import threading
+import types
 import weakref
 from collections import deque
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from test_examples import EXAMPLES, NEEDS, ROOT, SIZES
 from torch import nn
+from torch.utils.data import DataLoader, Sampler
 
-from resumable import RunState, Unregistered
+from resumable import RunState, Unregistered, iterating
+
+pytestmark = pytest.mark.usefixtures("as_in_a_script")
 
 SHAPES = Path(__file__).parent / "shapes"
 
@@ -51,17 +64,8 @@ INSTEAD = {'best_val_loss = state.vars.get("best_val_loss", 1e9)': "best_val_los
 
 def lost_in(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Unregistered]:
     monkeypatch.chdir(folder)
-    _forget_other_scripts(monkeypatch)
     found: list[Unregistered] = runpy.run_path(str(path), run_name="__main__")["lost"]
     return [one for one in found if one.weight == "state"]
-
-
-def _forget_other_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The modules of all tests would count as the script's own, and be looked through.
-    here = str(Path(__file__).parent)
-    for name, module in [*sys.modules.items()]:
-        if (getattr(module, "__file__", None) or "").startswith(here):
-            monkeypatch.delitem(sys.modules, name)
 
 
 @pytest.mark.parametrize("shape", sorted(path.name for path in SHAPES.glob("*.py")))
@@ -297,7 +301,29 @@ def test_dicts_that_a_thread_changes_meanwhile_are_no_error(run_dir: Path) -> No
         thread.join()
 
 
-def test_what_no_variable_leads_to_is_found_by_its_kind(run_dir: Path) -> None:
+def trained(epoch: int, total: int, state: RunState, model: nn.Module) -> Any:
+    total += epoch
+    model(torch.randn(3, 2)).sum().backward()
+    return state.check()
+
+
+def test_a_number_that_a_function_is_given_in_each_pass_is_not_told(run_dir: Path) -> None:
+    model = nn.Linear(2, 1)
+    with RunState.load(run_dir, model=model) as state:
+        for epoch in state.epochs(3):
+            found = trained(epoch, 2 * epoch, state, model)
+
+    assert found == []
+
+
+class Crowd:
+    def __init__(self, width: int, depth: int) -> None:
+        vars(self).update({f"m{i}": Crowd(width, depth - 1) for i in range(width if depth else 0)})
+
+
+@pytest.mark.parametrize("width", [1, 105])
+def test_what_no_variable_leads_to_is_found_by_its_kind_in_a_crowd_too(run_dir: Path, width: int) -> None:
+    crowd = Crowd(width, 2)
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -310,6 +336,295 @@ def test_what_no_variable_leads_to_is_found_by_its_kind(run_dir: Path) -> None:
             found = state.check()
 
     assert "StepLR" in [one.kind for one in found if one.weight == "state"]
+    assert vars(crowd)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        itertools.count,
+        lambda: itertools.count(0.5, 0.25),
+        lambda: itertools.count(sys.maxsize, 3),
+        lambda: enumerate(itertools.count()),
+        lambda: zip("abc", itertools.count(), strict=False),
+        lambda: itertools.pairwise([1, 2, 3]),
+        lambda: reversed([1, 2, 3]),
+        lambda: itertools.repeat(0, 3),
+    ],
+)
+def test_an_iterator_that_has_gone_on_stands_elsewhere(make: Callable[[], Iterator[Any]]) -> None:
+    iterator, twin = make(), make()
+    before = iterating.standing(iterator)
+
+    assert before is not None
+    assert iterating.standing(iterator) == before
+    assert next(iterator) == next(twin)
+    assert iterating.standing(iterator) == iterating.standing(twin) != before
+
+
+def test_a_namespace_and_what_counts_by_itself_are_looked_at(run_dir: Path) -> None:
+    here, numbers = types.SimpleNamespace(scale=1.0), itertools.count()
+
+    def training(model: nn.Module) -> None:
+        here.scale *= 0.9
+        model.weight.data.mul_(here.scale + next(numbers))  # type: ignore[operator, union-attr]
+
+    found = checked(run_dir, training)
+
+    assert found.keys() == {"here.scale", "numbers"}
+    assert 'state.vars["numbers"], as the number' in found["numbers"].fix
+
+
+def test_what_functions_and_arrays_have_in_them_is_looked_at(run_dir: Path) -> None:
+    drawn = functools.partial(lambda by, at: by.random(), random.Random(1))
+    gathered = np.array([random.Random(2), None], object)
+
+    def noise(_: nn.Module, by: Any = random.Random(3), *, also: Any = random.Random(4)) -> None:  # noqa: B008
+        drawn(1), gathered[0].random(), by.random(), also.random()
+
+    found = checked(run_dir, noise)
+
+    assert {name: one.fix for name, one in found.items()} == {
+        "noise.by": 'extra={"by": noise.__defaults__[0]}',
+        "noise.also": 'extra={"also": noise.__kwdefaults__["also"]}',
+        "drawn.args[0]": 'extra={"args": drawn.args[0]}',
+        "gathered[0]": 'extra={"gathered": gathered[0]}',
+    }
+
+
+class Growing(Sampler[int]):
+    """Draws more each time."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.count += 1
+        return iter(range(self.count))
+
+
+def drawn_for_ever(one: Any) -> Iterator[Any]:
+    while True:
+        yield from one if isinstance(one, (Sampler, DataLoader)) else [one.random()]
+
+
+def test_what_only_a_generator_function_holds_is_found_and_what_a_library_holds_is_not(
+    run_dir: Path,
+) -> None:
+    hidden = [random.Random(1), np.random.default_rng(2), np.random.RandomState(3), Growing()]
+    loader = DataLoader([1, 2, 3], sampler=Growing())  # type: ignore[arg-type]
+    endless = [*map(drawn_for_ever, [*hidden, loader])]
+    hidden.clear()
+    del loader
+
+    def draw(_: nn.Module) -> None:
+        # (whoever makes a name for a file draws it from a generator of the library's own)
+        assert [next(one) for one in endless]
+        assert tempfile.mktemp()
+
+    found = checked(run_dir, draw)
+
+    # (the numbers are those of this process)
+    names = [re.sub(r"#\d+", "#", one.name) for one in found.values() if "endless" not in one.name]
+    assert sorted(names) == [
+        "DataLoader#.sampler.count",
+        "Generator#",
+        "Growing#.count",
+        "Random#",
+        "RandomState#",
+    ]
+
+
+METRIC = """
+import torch
+from torch import nn
+
+class Metric(nn.Module):
+    # Sums that are plain attributes, and in no state_dict unless it is asked for.
+    def __init__(self):
+        super().__init__()
+        self._defaults, self._persistent, self._reductions, self._update_count = {}, {}, {}, 0
+
+    def add_state(self, name, default):
+        setattr(self, name, default.clone())
+        self._defaults[name], self._persistent[name] = default, False
+
+    def persistent(self, mode=False):
+        self._persistent = dict.fromkeys(self._persistent, mode)
+
+    def reset(self):
+        self._update_count = 0
+        for name, default in self._defaults.items():
+            setattr(self, name, default.clone())
+
+    def state_dict(self, destination=None, prefix="", keep_vars=False):
+        found = super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        found.update({prefix + name: getattr(self, name).clone() for name in self._defaults
+                      if self._persistent[name]})
+        return found
+
+    def _load_from_state_dict(self, state, prefix, *rest):
+        for name in self._defaults:
+            if prefix + name in state:
+                setattr(self, name, state.pop(prefix + name))
+        super()._load_from_state_dict(state, prefix, *rest)
+"""
+MEAN_METRIC = """
+import torch
+from .metric import Metric
+
+class MeanMetric(Metric):
+    def __init__(self):
+        super().__init__()
+        self.add_state("total", torch.tensor(0.0))
+        self.add_state("weight", torch.tensor(0.0))
+
+    def update(self, value):
+        self.total, self.weight, self._update_count = self.total + value, self.weight + 1, 1
+
+    def compute(self):
+        return self.total / self.weight
+"""
+
+
+SUMMED = """
+import torch, torchmetrics
+from torch import nn
+from resumable import RunState
+
+torch.manual_seed(0)
+model, metric = nn.Linear(2, 1), torchmetrics.MeanMetric()
+model.inner = torchmetrics.MeanMetric()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+given = {}
+# given
+with RunState.load(run, model=model, optimizer=optimizer, extra=given) as state:
+    for step in state.steps(6):
+        loss = model(torch.ones(1, 2)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        metric.update(loss.detach())
+        model.inner.update(loss.detach())
+        # used
+        lost = state.check()
+        state.save()
+        if step == stop:
+            break
+print(metric.compute())
+found = metric.compute().item(), model.inner.compute().item()
+"""
+GIVEN = """metric.persistent(True)
+model.inner.persistent(True)
+given = {"metric": metric}
+"""
+
+
+@pytest.fixture(params=[pytest.param("torchmetrics itself", marks=pytest.mark.nightly), "one of its shape"])
+def summed(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., dict[str, Any]]:
+    """What runs a script with metrics, changed at its two places, and returns its variables."""
+    if request.param == "torchmetrics itself":
+        pytest.importorskip("torchmetrics")
+    else:
+        package = tmp_path / "site-packages" / "torchmetrics"
+        package.mkdir(parents=True)
+        (package / "metric.py").write_text(METRIC)
+        (package / "__init__.py").write_text(MEAN_METRIC)
+        for name in [name for name in sys.modules if name.partition(".")[0] == "torchmetrics"]:
+            monkeypatch.delitem(sys.modules, name)
+        monkeypatch.syspath_prepend(package.parent)
+
+    def run(given: str = "", used: str = "", folder: str = "run", stop: int = -1) -> dict[str, Any]:
+        script = tmp_path / "script.py"
+        script.write_text(SUMMED.replace("# given", given).replace("# used", used))
+        variables = {"run": tmp_path / folder, "stop": stop}
+        return runpy.run_path(str(script), init_globals=variables, run_name="__main__")
+
+    return run
+
+
+def test_the_sums_of_a_metric_are_told_and_not_once_it_is_given(
+    summed: Callable[..., dict[str, Any]],
+) -> None:
+    lost, given = summed()["lost"], summed(GIVEN, folder="other")["lost"]
+
+    assert {one.name: (one.weight, one.fix) for one in lost} == {
+        "metric": ("note", 'metric.persistent(True), and then RunState.load(..., extra={"metric": metric})'),
+        "model.inner": ("note", "model.inner.persistent(True), and then RunState.load"),
+    }
+    assert not given
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    ("used", "weight"),
+    [
+        ("if metric.compute() < 0: break", "state"),
+        ("mean = metric.compute(); optimizer.param_groups[0]['lr'] = 0.1 * mean", "state"),
+        ("mean = metric.compute(); print(mean)", "note"),
+        ("if metric.compute() < 0: break\n        if step == 9: metric.reset()", "note"),
+    ],
+)
+def test_a_metric_that_decides_something_is_graver_than_one_that_is_shown(
+    used: str, weight: str, summed: Callable[..., dict[str, Any]]
+) -> None:
+    lost = summed(used=used)["lost"]
+
+    assert [one.weight for one in lost if one.name == "metric"] == [weight]
+
+
+@pytest.mark.heavy
+def test_a_metric_that_is_given_as_the_fix_says_goes_on_exactly_after_two_stops(
+    summed: Callable[..., dict[str, Any]],
+) -> None:
+    straight = summed(GIVEN)["found"]
+    for folder, given in [("as it was", ""), ("mended", GIVEN)]:
+        for stop in (1, 3):
+            summed(given, folder=folder, stop=stop)
+        assert (summed(given, folder=folder)["found"] == straight) is (given == GIVEN)
+
+
+class Checked(ast.NodeTransformer):
+    """Calls check() after each save of a script."""
+
+    def visit_Expr(self, node: ast.Expr) -> Any:
+        return self._checked(node)
+
+    def visit_Assign(self, node: ast.Assign) -> Any:
+        return self._checked(node)
+
+    def _checked(self, node: Any) -> Any:
+        call = node.value
+        if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
+            return node
+        owner = ast.unparse(call.func.value)
+        if call.func.attr != "save" or not owner.endswith("state"):
+            return node
+        text = f"print('LOST', [str(one) for one in {owner}.check() if one.weight == 'state'])"
+        return [node, *ast.parse(text).body]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("example", SIZES)
+def test_no_example_loses_anything(example: str, tmp_path: Path) -> None:
+    if example in NEEDS:
+        pytest.importorskip(NEEDS[example])
+    tree = Checked().visit(ast.parse((EXAMPLES / example).read_text()))
+    script = tmp_path / "examples" / example
+    script.parent.mkdir()
+    script.write_text(ast.unparse(ast.fix_missing_locations(tree)))
+    (tmp_path / "docs").symlink_to(ROOT / "docs")
+    command = [sys.executable, str(script), "run", *SIZES[example].arguments, "--device=cpu"]
+    path = f"{ROOT}{os.pathsep}{EXAMPLES}"
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
+
+    said = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True).stdout
+
+    told = [line for line in said.splitlines() if line.startswith("LOST")]
+    assert len(told) > 1
+    assert {*told} == {"LOST []"}
 
 
 def test_it_is_told_in_one_line_what_is_true_and_what_to_do() -> None:
