@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from resumable import RunState
 from resumable.tracing import EVERY, Trace
@@ -33,6 +33,8 @@ from .training import Gpt
 README = Path(__file__).with_name("README.md")
 _TURN = 10
 """So many steps are taken without a trace, then with one: what slows the machine slows both."""
+_LOOKS = 2
+"""So many looks at the parts each epoch has: at its last step, which is the hundredth, and at its end."""
 _seconds = time.thread_time
 
 Made = tuple[nn.Module, torch.Tensor, torch.Tensor]
@@ -85,8 +87,8 @@ class Script:
         torch.manual_seed(0)
         self.model, x, y = make()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
-        rows = TensorDataset(x.repeat(10, *[1] * (x.dim() - 1)), y.repeat(10, *[1] * (y.dim() - 1)))
-        loader = DataLoader(rows, len(x), shuffle=True)
+        rows = TensorDataset(x, y)
+        loader = DataLoader(rows, len(x), sampler=RandomSampler(rows, num_samples=len(x) * EVERY))
         with quiet():
             self.state = RunState.load(
                 run, model=self.model, optimizer=self.optimizer, loader=loader, trace=trace, progress=False
@@ -137,7 +139,7 @@ class Clock:
 
 
 def measure(make: Callable[[], Made], folder: Path, pairs: int, clock: Clock) -> dict[str, list[float]]:
-    """Return the figures of each pair: so many steps that one look at the parts is among them."""
+    """Return the figures of each pair, which is an epoch."""
     plain = Script(make, folder / "plain", None)
     traced = Script(make, folder / "traced", folder / "steps.jsonl")
     found: dict[str, list[float]] = {name: [] for name in ("plain", "traced", "boundary", "look")}
@@ -149,7 +151,7 @@ def measure(make: Callable[[], Made], folder: Path, pairs: int, clock: Clock) ->
                 seconds[index] += (plain, traced)[index].take(_TURN)
         often, looks = clock.read()
         if number >= 0:
-            figures = (seconds[0] / EVERY, seconds[1] / EVERY, often / EVERY, looks)
+            figures = (seconds[0] / EVERY, seconds[1] / EVERY, often / EVERY, looks / _LOOKS)
             for name, figure in zip(found, figures, strict=True):
                 found[name].append(figure)
     return found
@@ -166,7 +168,7 @@ def show(result: Result) -> str:
         ratios = sorted(b / a for a, b in zip(figures["plain"], figures["traced"], strict=True))
         step, boundary, look = (statistics.median(figures[key]) for key in ("plain", "boundary", "look"))
         ratio = statistics.median(figures["traced"]) / step
-        share = (boundary + look / EVERY) / step
+        share = (boundary + _LOOKS * look / EVERY) / step
         spread = f"({ratios[len(ratios) // 4]:.3f}..{ratios[-1 - len(ratios) // 4]:.3f})"
         lines.append(
             f"| {name} | {step * 1e3:.2f} | {ratio:.3f} {spread} | {share:.2%} | {boundary * 1e6:.0f} | "

@@ -213,7 +213,7 @@ def _diff_traces(given: argparse.Namespace) -> int:
     else:
         for line in parting.lines(compared):
             print(printable(line))
-    return 1 if any(one.found.parted for one in compared) else 0
+    return 0 if parting.are_equal(compared) else 1
 
 
 def _history(run: Run) -> list[Line]:

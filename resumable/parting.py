@@ -21,6 +21,7 @@ class Compared(NamedTuple):
     found: Comparison
     environment: Mapping[str, tuple[Json, Json]]
     """What differs of what the two trainings run on."""
+    paths: Sequence[str]
 
 
 def compare(before: str, after: str) -> list[Compared]:
@@ -34,7 +35,7 @@ def compare(before: str, after: str) -> list[Compared]:
         found.append(Compared(rank, *_compared(one, other)))
 
 
-def _compared(before: Path, after: Path) -> tuple[Comparison, Mapping[str, tuple[Json, Json]]]:
+def _compared(before: Path, after: Path) -> tuple[Comparison, Mapping[str, tuple[Json, Json]], Sequence[str]]:
     one, other = traces.read(before), traces.read(after)
     found = traces.compare(one, other)
     if not found.compared:
@@ -43,7 +44,8 @@ def _compared(before: Path, after: Path) -> tuple[Comparison, Mapping[str, tuple
             fix="give the traces of two trainings that begin at the same place and loop over the same data.",
         )
     then, now = _environment(one), _environment(other)
-    return found, {key: (then[key], now[key]) for key in then if key in now and then[key] != now[key]}
+    unlike = {key: (then[key], now[key]) for key in then if key in now and then[key] != now[key]}
+    return found, unlike, (str(before), str(after))
 
 
 def _reach(records: Sequence[Record]) -> str:
@@ -59,10 +61,15 @@ def _environment(records: Sequence[Record]) -> Mapping[str, Json]:
     return {}
 
 
+def are_equal(compared: Sequence[Compared]) -> bool:
+    """Whether no rank ever parts, and what was trained was looked at on all of them."""
+    return all(one.found.is_equal for one in compared)
+
+
 def first(compared: Sequence[Compared]) -> Compared:
-    """Return the rank that parts first, and rank 0 where none does."""
+    """Return the rank that parts first; where none does, one of which too little is known, or rank 0."""
     parted = [one for one in compared if one.found.parted]
-    return min(parted, key=_order) if parted else compared[0]
+    return min(parted, key=_order) if parted else min(compared, key=lambda one: one.found.is_equal)
 
 
 def _order(compared: Compared) -> tuple[int, int, int]:
@@ -73,20 +80,27 @@ def _order(compared: Compared) -> tuple[int, int, int]:
 
 def facts(compared: Sequence[Compared]) -> dict[str, Json]:
     """Return what --json prints."""
-    rank, found, environment = first(compared)
+    rank, found, environment, paths = first(compared)
     parted: Json = None
     if found.parted:
         differences: list[Json] = [_fact(one) for one in found.differences]
         parted = {"rank": rank, "why": found.parted.why, "at": _place(found.parted.at)}
         parted |= {"differences": differences}
     return {
-        "equal": parted is None,
-        "compared": sum(one.found.compared for one in compared) if parted is None else found.compared,
-        "looked": sum(one.found.looked for one in compared) if parted is None else found.looked,
+        "equal": are_equal(compared),
+        "compared": found.compared if parted else sum(one.found.compared for one in compared),
+        "looked": found.looked if parted else sum(one.found.looked for one in compared),
+        "looked_later": found.looked_later if parted else sum(one.found.looked_later for one in compared),
+        "noted": [*found.noted],
         "ranks": len(compared),
         "last_equal": _place(found.equal),
         "last_equal_parts": _place(found.equal_parts),
         "parted": parted,
+        "further": [
+            {"trace": path, "boundaries": len(rest), "last": _place(rest[-1])}
+            for path, rest in zip(paths, found.rest, strict=True)
+            if rest
+        ],
         "unlike": [*found.unlike],
         "environment": [{"name": k, "before": a, "after": b} for k, (a, b) in environment.items()],
     }
@@ -107,18 +121,27 @@ def _place(at: At | None) -> dict[str, Json] | None:
 
 def lines(compared: Sequence[Compared]) -> Iterator[str]:
     """Yield what people read: the first line says it all."""
-    rank, found, environment = first(compared)
+    rank, found, environment, paths = first(compared)
     on = f" on rank {rank}" if len(compared) > 1 else ""
     if found.parted:
         yield f"part at {_where(found.parted)}{on}: {_what(found)}"
         if found.equal:
             yield f"equal before: {_boundaries(found.compared - 1)}{_until(found.equal)}"
-    else:
+    elif found.is_equal:
         ranks = f" of {len(compared)} ranks" if len(compared) > 1 else ""
         yield (
             f"equal: {_boundaries(found.compared)}{ranks}{_until(found.equal)}; "
-            f"at {found.looked:,} of them the parts were looked at"
+            f"at {found.looked:,} of them the parts were looked at, last at {found.equal_parts}"
         )
+    else:
+        yield f"weights not compared{on}: {_alike(found)}"
+        yield (
+            "Fix: trace both again with a lower trace_every= (such as 10), or up to an epoch's end, or until "
+            "both are closed; state.note(loss=loss) shows at each step what the weights do"
+        )
+    for path, rest in zip(paths, found.rest, strict=True):
+        if rest:
+            yield f"{path} goes on for {_boundaries(len(rest))} more{_until(rest[-1])}"
     if found.unlike:
         named = ", ".join(found.unlike)
         yield f"generators that are not seeded alike (where they are used, it shows): {named}"
@@ -127,8 +150,17 @@ def lines(compared: Sequence[Compared]) -> Iterator[str]:
         yield f"environment: {', '.join(told)}"
 
 
+def _alike(found: Comparison) -> str:
+    names = ", ".join([*(["batches"] if found.has_batches else []), *found.noted])
+    what = f"{names} equal" if names else "nothing differs"
+    return (
+        f"{what} at {_boundaries(found.compared)}{_until(found.equal)}, but at none after they began have "
+        "both looked at the parts"
+    )
+
+
 def _where(record: Record) -> str:
-    named = {"start": "the start, ", "resumed": "the resume, "}
+    named = {"start": "the start, ", "resumed": "the resume, ", traces.CLOSED: "the end, "}
     return f"{named.get(record.why, '')}{record.at}"
 
 
@@ -176,7 +208,7 @@ def _value(before: Json, after: Json) -> str:
 def _parts(by_part: Mapping[str, Sequence[Difference]], found: Comparison) -> str:
     told = f"{', '.join(_named(part, some) for part, some in by_part.items())} "
     told += "differs" if len(by_part) == 1 else "differ"
-    if found.parted and found.parted.why == "boundary":
+    if found.parted and found.parted.why in ("boundary", traces.CLOSED):
         # (a digest of a part says that it differs, not since when)
         last = f"last equal at step {found.equal_parts.step}" if found.equal_parts else "never before"
         told += f" (looked at now and then: {last})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +19,8 @@ from .sealed import Json
 FORMAT = 1
 RANDOM = "random"
 """The part that has the generators of the process, each under its name."""
+CLOSED = "closed"
+"""Why a record is written where a training has come to its end."""
 _HEAD = '{"at":'
 _PIECE = 1 << 16
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
@@ -46,7 +49,7 @@ class Record:
     at: At
     why: str
     """"boundary"; where a process begins "start" or "resumed" (and "first", at its first batch); "restored"
-    where the training has gone back."""
+    where the training has gone back; "closed" where it has come to its end."""
     batches: Sequence[str] = ()
     """Digests of the batches that were handed out since the record before."""
     noted: Mapping[str, Json] = field(default_factory=dict)
@@ -151,6 +154,16 @@ def read(path: str | Path) -> list[Record]:
     return records
 
 
+def begins(path: str | Path) -> list[str]:
+    """Return how each training began that has written a trace: "start" or "resumed"."""
+    return [found[1] for line in _lines(path) if (found := _BEGINS.search(line, 0, _NEAR))]
+
+
+_BEGIN = ("start", "resumed")
+_BEGINS = re.compile(rf'"why":"({"|".join(_BEGIN)})"')
+_NEAR = 200
+
+
 def _order(at: At) -> tuple[int, int, int]:
     return at.step, at.epoch, at.batch
 
@@ -251,6 +264,12 @@ class Comparison:
     """At how many boundaries both have been, up to where they part."""
     looked: int
     """At how many of these both have looked at the parts."""
+    looked_later: int
+    """At how many of those both have trained something since they began."""
+    has_batches: bool
+    """Whether both have batches."""
+    noted: Sequence[str]
+    """What both have noted, by name."""
     equal: At | None
     """The last boundary at which all was equal that both have written down."""
     equal_parts: At | None
@@ -260,25 +279,53 @@ class Comparison:
     differences: Sequence[Difference]
     unlike: Sequence[str]
     """The generators that stood elsewhere from the start, which matters only where they are used."""
+    rest: Sequence[Sequence[At]]
+    """The boundaries to which each went on after the last at which both have been, if they do not part."""
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether they never part, and it was looked at what they have trained."""
+        return self.parted is None and self.looked_later > 0
 
 
 def compare(one: Sequence[Record], other: Sequence[Record]) -> Comparison:
     """Compare two trainings up to the first boundary at which they differ."""
-    compared = looked = 0
-    equal: At | None = None
-    equal_parts: At | None = None
+    pairs: list[tuple[Record, Record]] = []
     unlike: dict[str, None] = {}
+    parted: list[Difference] = []
     for record, met in _pairs(one, other):
-        compared += 1
-        has_parts = bool(record.parts and met.parts)
-        looked += has_parts
+        pairs.append((record, met))
         found = differences(record, met)
         if record.why != "boundary":
             unlike |= dict.fromkeys(_generator(one) for one in found if one.part == RANDOM)
         if parted := [one for one in found if one.part != RANDOM or _generator(one) not in unlike]:
-            return Comparison(compared, looked, equal, equal_parts, record, parted, [*unlike])
-        equal, equal_parts = record.at, record.at if has_parts else equal_parts
-    return Comparison(compared, looked, equal, equal_parts, None, [], [*unlike])
+            break
+    looks = [record for record, met in pairs if record.parts and met.parts]
+    last = pairs[-1] if pairs else (None, None)
+    alike = [record for record, _ in (pairs[:-1] if parted else pairs)]
+    return Comparison(
+        compared=len(pairs),
+        looked=len(looks),
+        # (where both begin they may have trained nothing yet)
+        looked_later=sum(one.why not in _BEGIN or one.at[1:] != pairs[0][0].at[1:] for one in looks),
+        has_batches=any(record.batches for record, _ in pairs),
+        noted=[*dict.fromkeys(name for then, now in pairs for name in then.noted if name in now.noted)],
+        equal=alike[-1].at if alike else None,
+        equal_parts=next((one.at for one in reversed(looks) if not parted or one is not last[0]), None),
+        parted=last[0] if parted else None,
+        differences=parted,
+        unlike=[*unlike],
+        rest=[[], []] if parted else [_after(one, last[0]), _after(other, last[1])],
+    )
+
+
+def _after(records: Sequence[Record], last: Record | None) -> list[At]:
+    found: list[At] = []
+    for record in reversed(records):
+        if record is last:
+            break
+        found += [record.at] if record.why == "boundary" else []
+    return found[::-1]
 
 
 def _generator(found: Difference) -> str:

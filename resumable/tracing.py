@@ -29,6 +29,9 @@ from .traces import At, Record
 EVERY = 100
 """At how many steps' distance the parts are looked at too, unless the script says otherwise."""
 
+_TENTH = 10
+"""An epoch's end is looked at too, but no more often than at every tenth of so many steps."""
+
 _LATE = 8
 """So many records may wait for a number that a GPU has not computed yet: asking at once would stop it."""
 
@@ -51,7 +54,8 @@ class Trace:
         self._position = position
         self._every = every
         self._noted: dict[str, Any] = {}
-        self._step_then = 0
+        self._step_then, self._epoch_then = 0, -1
+        self._seen: At | None = None
         self._has_begun = self._is_over = False
         self._once = Once()
         position.digest = self.digest_of_batch
@@ -75,6 +79,10 @@ class Trace:
             except Exception as exc:
                 self._once.warn(_unseen(f"note({name}=...)", type(value), exc), f"noted {name}")
 
+    def saved(self, metrics: Mapping[str, float]) -> None:
+        """Write down what a save was given, as if it was noted."""
+        self.note(metrics)
+
     def begin(self, *, is_resumed: bool) -> None:
         """Write down where the training begins."""
         self._lines.open()
@@ -91,36 +99,59 @@ class Trace:
         """Write down that the training has come to a boundary; return what is to be done there."""
         if self._is_over:
             return None
+        self._write_boundary(is_full=False)
+        return None
+
+    def _write_boundary(self, *, is_full: bool) -> At:
         if not self._has_begun:
             # (one that was made without load() has not said that it starts)
             self._has_begun = True
             self._put_down(Record(here(self._position), "start"))
-        self._write("boundary", is_full=False)
-        return None
+        return self._write("boundary", is_full=is_full)
 
     def _write(self, why: str, *, is_full: bool) -> At:
         at = here(self._position)
         batches, self._position.handed = self._position.handed, []
         noted, self._noted = self._noted, {}
-        is_due = self._is_due(at)
+        is_due = self._is_due(at, why)
         if is_full or (is_due and why == "boundary"):
             self._put_down(replace(self._record(at, why, batches, True), noted=noted))
+            if is_full or at.kind == "epoch":
+                self._seen = at
         else:
             self._put_down(Record(at, why, batches, noted))
         return at
 
-    def _is_due(self, at: At) -> bool:
+    def _is_due(self, at: At, why: str) -> bool:
         if not self._every:
             return False
         if not self._position.counts_steps and at.kind != "step":
             # (nobody counts steps: batches, and always what is as rare as an epoch)
             return at.kind != "batch" or at.batch % self._every == 0
-        # Not the remainder alone: a batch may have more steps than one.
+        # Not the remainder alone: a batch may have more steps than one. And not how long ago the last look
+        # was: after a resume that is something else.
         before, self._step_then = self._step_then, at.step
-        return at.step // self._every != before // self._every
+        is_due = at.step // self._every != before // self._every
+        if why != "boundary":
+            # (where the epoch has begun that is resumed here nobody knows: its end is looked at)
+            self._epoch_then = -1
+        elif at.kind == "epoch":
+            tenth = max(1, self._every // _TENTH)
+            before, self._epoch_then = self._epoch_then, at.step
+            is_due |= at.step // tenth != before // tenth
+        return is_due
+
+    def _write_end(self, at: At) -> None:
+        # Not left out for a look at a last batch: with another trace_every there is none.
+        is_due = self._every and (self._seen is None or self._seen[1:] != at[1:])
+        parts = self._record(at, traces.CLOSED, [], True).parts if is_due else {}
+        # What is drawn after the training has come to its end is no part of it.
+        parts = {part: found for part, found in parts.items() if part != traces.RANDOM}
+        if parts or self._noted:
+            self._put_down(Record(at, traces.CLOSED, noted=self._noted, parts=parts))
 
     def _record(self, at: At, why: str, batches: list[str], is_full: bool) -> Record:
-        begins = why != "boundary"
+        begins = why not in ("boundary", traces.CLOSED)
         more = {"format": traces.FORMAT, "environment": environment.describe()} if begins else {}
         try:
             parts = self._parts_by_name() if begins else self._parts()
@@ -176,8 +207,13 @@ class Trace:
             "and its trace ends here."
         )
 
-    def close(self) -> None:
-        """Write down what is left."""
+    def close(self, *, is_at_end: bool = False) -> None:
+        """Write down what is left, and at the end of a training look at the parts once more."""
+        if is_at_end and self._has_begun and not self._is_over:
+            # (in a body of epochs() that has looped over something else nobody knows which boundary it is)
+            # Warning: it may be an error here, after which the run would stay locked.
+            with contextlib.suppress(UsageError, Warning):
+                self._write_end(here(self._position))
         try:
             self._lines.close()
         except OSError as exc:

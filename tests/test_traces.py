@@ -28,14 +28,18 @@ def start(**parts: Any) -> Record:
     return Record(At("outside", 0, 0, 0), "start", parts=parts)
 
 
-def resumed(number: int, why: str = "resumed") -> Record:
-    return Record(At("batch", 0, number, number), why)
+def resumed(number: int, why: str = "resumed", **more: Any) -> Record:
+    return Record(At("batch", 0, number, number), why, **more)
 
 
 def write(path: Path, *records: Record) -> str:
     path.parent.mkdir(exist_ok=True)
     path.write_text("".join(f"{traces.to_line(record)}\n" for record in records))
     return str(path)
+
+
+def closed(number: int, **parts: Any) -> Record:
+    return Record(At("outside", 0, 0, number), "closed", parts=parts)
 
 
 def digests(records: Sequence[Record]) -> list[str]:
@@ -174,7 +178,7 @@ def diff(
     words = [write(tmp_path / name, *some) for name, some in (("a.jsonl", one), ("b.jsonl", other))]
     code = main(["diff", "--trace", *words])
     lines = capsys.readouterr().out.splitlines()
-    assert code == (1 if lines[0].startswith("part at") else 0)
+    assert code == (0 if lines[0].startswith("equal: ") else 1)
     return lines
 
 
@@ -184,9 +188,95 @@ def but(number: int, **changed: Any) -> list[Record]:
 
 
 def test_two_trainings_that_do_the_same_are_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told = "equal: 11 boundaries, up to step 10 (epoch 0, batch 10); at 1 of them the parts were looked at"
+    looked = [*TEN, batch(11, parts={"model": "a"}), batch(12)]
 
-    assert diff(tmp_path, TEN, TEN, capsys) == [told]
+    assert diff(tmp_path, looked, looked, capsys) == [
+        "equal: 13 boundaries, up to step 12 (epoch 0, batch 12); at 2 of them the parts were looked at, "
+        "last at step 11 (epoch 0, batch 11)"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "alike"),
+    [
+        (TEN, TEN, "batches equal at 11 boundaries, up to step 10 (epoch 0, batch 10)"),
+        (
+            [start(), batch(1, noted={"loss": 1, "lr": 1}), batch(2, noted={"loss": 2})],
+            [start(), batch(1, noted={"loss": 1}), batch(2, noted={"loss": 2, "more": 1})],
+            "batches, loss equal at 3 boundaries, up to step 2 (epoch 0, batch 2)",
+        ),
+        # (looks at the parts, but nowhere both)
+        (
+            [*TEN, batch(11, parts={"model": "a"}), batch(12)],
+            [*TEN, batch(11), batch(12, parts={"model": "b"})],
+            "batches equal at 13 boundaries, up to step 12 (epoch 0, batch 12)",
+        ),
+        ([start(model="a")], [start(model="a")], "nothing differs at 1 boundary, up to step 0"),
+        (
+            [start(model="a"), Record(At("outside", 0, 0, 0), "resumed", parts={"model": "a"})],
+            [start(model="a"), Record(At("outside", 0, 0, 0), "resumed", parts={"model": "a"})],
+            "nothing differs at 2 boundaries, up to step 0",
+        ),
+    ],
+)
+def test_two_are_not_called_equal_if_nobody_has_looked_at_what_they_have_trained(
+    one: list[Record], other: list[Record], alike: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, fix = diff(tmp_path, one, other, capsys)
+
+    assert first == (
+        f"weights not compared: {alike}, but at none after they began have both looked at the parts"
+    )
+    assert fix.startswith("Fix: trace both again with a lower trace_every= ")
+
+
+@pytest.mark.parametrize(
+    "look", [batch(11, parts={"model": "a"}), closed(10, model="a"), resumed(10, parts={"model": {"w": "a"}})]
+)
+def test_one_look_after_the_start_is_enough_wherever_it_is(
+    look: Record, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert diff(tmp_path, [*TEN, look], [*TEN, look], capsys)[0].startswith("equal: 12 boundaries")
+
+
+def test_what_the_last_look_has_found_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, other = ([*TEN, closed(10, model=model, optimizer="o")] for model in "ab")
+
+    assert diff(tmp_path, one, other, capsys) == [
+        "part at the end, step 10: model differs (looked at now and then: last equal at step 0)",
+        "equal before: 11 boundaries, up to step 10 (epoch 0, batch 10)",
+    ]
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_how_far_one_goes_on_after_the_other_has_ended_is_told(
+    is_first: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    looked = [*TEN[:5], batch(5, parts={"model": "a"})]
+    longer = [*looked, *(batch(number) for number in range(6, 9)), closed(8, model="b")]
+    both = (longer, looked) if is_first else (looked, longer)
+
+    name = tmp_path / ("a.jsonl" if is_first else "b.jsonl")
+    assert diff(tmp_path, *both, capsys)[1:] == [
+        f"{name} goes on for 3 boundaries more, up to step 8 (epoch 0, batch 8)"
+    ]
+
+
+def test_ranks_are_equal_only_if_all_of_them_were_looked_at(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    looked = [*TEN, batch(11, parts={"model": "a"})]
+    for name in "ab":
+        write(tmp_path / f"{name}-rank00001.jsonl", *TEN)
+    assert diff(tmp_path, looked, looked, capsys)[0].startswith(
+        "weights not compared on rank 1: batches equal"
+    )
+
+    for name in "ab":
+        write(tmp_path / f"{name}-rank00001.jsonl", *looked)
+    assert diff(tmp_path, looked, looked, capsys)[0].startswith(
+        "equal: 12 boundaries of 2 ranks, up to step 11"
+    )
 
 
 @pytest.mark.parametrize(
@@ -262,7 +352,7 @@ def test_boundaries_that_only_one_of_them_has_are_not_compared(
 ) -> None:
     late = [resumed(5), *(batch(number, noted={"more": 1}) for number in range(6, 16))]
 
-    assert diff(tmp_path, TEN, late, capsys)[0].startswith("equal: 5 boundaries, up to step 10 ")
+    assert "batches equal at 5 boundaries, up to step 10 " in diff(tmp_path, TEN, late, capsys)[0]
 
 
 def test_what_they_run_on_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -270,7 +360,7 @@ def test_what_they_run_on_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[
         more = {"environment": {"torch": version, "cuda": None}}
         return [Record(At("outside", 0, 0, 0), "start", more=more), batch(1)]
 
-    assert diff(tmp_path, on("2.12.0"), on("2.13.0"), capsys)[1] == "environment: torch 2.12.0 -> 2.13.0"
+    assert diff(tmp_path, on("2.12.0"), on("2.13.0"), capsys)[-1] == "environment: torch 2.12.0 -> 2.13.0"
 
 
 def test_the_rank_that_parts_first_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -323,5 +413,18 @@ def test_the_fields_of_the_json_are_documented(tmp_path: Path, capsys: pytest.Ca
     section = re.split("^##+ ", DOCS.read_text(), flags=re.MULTILINE)
     [table] = [text for text in section if text.startswith("Where two traces part")]
     assert {*found} == rows_of(table)
-    inner = {*found["parted"], *found["parted"]["at"], *found["parted"]["differences"][0]}
+
+    words = [write(tmp_path / "a.jsonl", *TEN), write(tmp_path / "b.jsonl", *TEN, batch(11))]
+    assert main(["diff", "--trace", "--json", *words]) == 1
+    longer = json.loads(capsys.readouterr().out)
+    assert (longer["equal"], longer["parted"], longer["looked"], longer["looked_later"]) == (
+        False,
+        None,
+        1,
+        0,
+    )
+    [further] = longer["further"]
+    assert (further["trace"], further["boundaries"], further["last"]["step"]) == (words[1], 1, 11)
+
+    inner = {*found["parted"], *found["parted"]["at"], *found["parted"]["differences"][0], *further}
     assert inner <= {*re.findall(r"`(\w+)`", table)}

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from resumable import ResumableWarning, RunState, UsageError, digest, traces
+from resumable import Preempted, ResumableWarning, RunState, UsageError, digest, traces
 from resumable.cli import main
 from resumable.traces import Record
 
@@ -103,7 +103,11 @@ def test_there_is_a_line_for_each_boundary(straight: list[Record]) -> None:
     assert len(places) == 15
     assert [len(one.batches) for one in straight] == [0, *([1, 1, 1, 1, 0] * 3)]
     assert len({digest for one in straight for digest in one.batches}) == 12
-    assert [one.at.step for one in straight if one.parts] == [0, 3, 6, 9, 12]
+    looks = [(one.at.kind, one.at.step) for one in straight if one.parts]
+    assert looks == [
+        *(("outside", 0), ("batch", 3), ("epoch", 4), ("batch", 6)),
+        *(("epoch", 8), ("batch", 9), ("batch", 12), ("epoch", 12)),
+    ]
     assert all(isinstance(one.noted["loss"], float) for one in straight if one.batches)
 
 
@@ -268,7 +272,7 @@ def test_the_batches_of_an_accumulation_window_are_gathered(tmp_path: Path) -> N
             script.optimizer.step()
     script.state.close()
 
-    assert [len(one.batches) for one in traces.read(tmp_path / "a.jsonl")] == [0, 2, 2]
+    assert [len(one.batches) for one in boundaries(traces.read(tmp_path / "a.jsonl"))] == [2, 2]
 
 
 def test_a_loop_over_steps_has_the_batches_that_it_notes(tmp_path: Path) -> None:
@@ -287,8 +291,12 @@ def test_a_loop_over_steps_has_the_batches_that_it_notes(tmp_path: Path) -> None
     a, b = (traces.read(tmp_path / f"{name}.jsonl") for name in "ab")
 
     assert not traces.first_difference(a, b)
-    assert [one.at.kind for one in a] == ["outside", *["step"] * 4]
-    assert len({one.noted["batch"] for one in a[1:]}) == 4
+    assert [(one.at.kind, one.why) for one in a] == [
+        ("outside", "start"),
+        *[("step", "boundary")] * 4,
+        ("outside", "closed"),
+    ]
+    assert len({one.noted["batch"] for one in boundaries(a)}) == 4
     assert str(a[1].noted["batch"]).startswith("#")
 
 
@@ -312,7 +320,7 @@ def test_a_number_is_noted_as_it_is(value: Any, told: Any, tmp_path: Path) -> No
         for _ in state.steps(1):
             state.note(value=value)
 
-    [_, record] = traces.read(tmp_path / "a.jsonl")
+    [record] = boundaries(traces.read(tmp_path / "a.jsonl"))
     assert repr(record.noted) == repr({"value": told})
 
 
@@ -384,6 +392,7 @@ def test_a_training_that_only_saves_has_a_boundary_at_each_save(tmp_path: Path) 
     assert [(one.why, one.at.kind, one.at.step) for one in found] == [
         ("start", "outside", 1),
         *(("boundary", "outside", step) for step in (1, 2, 3)),
+        ("closed", "outside", 3),
     ]
 
 
@@ -394,9 +403,8 @@ def test_steps_are_counted_and_not_batches_where_a_batch_has_several(tmp_path: P
             script.step(batch)
     script.state.close()
 
-    found = traces.read(tmp_path / "a.jsonl")
+    found = boundaries(traces.read(tmp_path / "a.jsonl"))
     assert [(one.at.step, bool(one.parts)) for one in found] == [
-        (0, True),
         (3, False),
         (6, True),
         (9, False),
@@ -420,14 +428,17 @@ def test_a_body_of_steps_without_an_optimizer_is_not_looked_at_every_time(tmp_pa
     with RunState.load(tmp_path / "run", trace=tmp_path / "a.jsonl", trace_every=4) as state:
         assert len([*state.steps(9)]) == 9
 
-    assert [one.at.step for one in traces.read(tmp_path / "a.jsonl") if one.parts] == [0, 4, 8]
+    found = boundaries(traces.read(tmp_path / "a.jsonl"))
+    assert [one.at.step for one in found if one.parts] == [4, 8]
 
 
-def test_epochs_without_batches_have_their_boundaries(tmp_path: Path) -> None:
+def test_epochs_without_batches_have_their_boundaries_and_short_ones_are_not_all_looked_at(
+    tmp_path: Path,
+) -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with RunState.load(
-        tmp_path / "run", model=model, optimizer=optimizer, trace=tmp_path / "a.jsonl", trace_every=2
+        tmp_path / "run", model=model, optimizer=optimizer, trace=tmp_path / "a.jsonl", trace_every=20
     ) as state:
         for _ in state.epochs(4):
             optimizer.step()
@@ -435,8 +446,110 @@ def test_epochs_without_batches_have_their_boundaries(tmp_path: Path) -> None:
 
     found = boundaries(traces.read(tmp_path / "a.jsonl"))
     assert [(*one.at, bool(one.parts)) for one in found] == [
-        ("epoch", epoch, 0, epoch, epoch % 2 == 0) for epoch in (1, 2, 3, 4)
+        ("epoch", epoch, 0, epoch, epoch != 3) for epoch in (1, 2, 3, 4)
     ]
+
+
+@pytest.mark.parametrize("stops", [(), (7,), (3, 9), (4, 8)])
+def test_the_looks_at_epochs_ends_are_at_the_same_ones_after_a_resume(
+    stops: tuple[int, ...], tmp_path: Path
+) -> None:
+    for until in (*stops, 99):
+        script = Script(tmp_path / "run", trace=tmp_path / "a.jsonl", trace_every=40)
+        script.train(until)
+        script.state.close()
+
+    looks = [one.at.step for one in boundaries(traces.read(tmp_path / "a.jsonl")) if one.parts]
+    assert looks == [4, 8, 12]
+
+
+def test_what_a_save_is_given_is_in_the_trace(tmp_path: Path) -> None:
+    script = Script(tmp_path / "run", trace=tmp_path / "a.jsonl")
+    for epoch in script.state.epochs(2):
+        for batch in script.state.batches():
+            script.step(batch)
+        script.state.save(accuracy=torch.tensor(0.5 + epoch), bad=float("nan"))
+        script.state.save()
+    script.state.close()
+
+    found = boundaries(traces.read(tmp_path / "a.jsonl"))
+    noted = [one.noted for one in found if one.at.kind == "epoch"]
+    assert noted == [{"accuracy": 0.5, "bad": "nan"}, {"accuracy": 1.5, "bad": "nan"}]
+    assert not any("accuracy" in one.noted for one in found if one.at.kind == "batch")
+
+
+def steps(folder: Path, name: str, lr: float = 0.1, **options: Any) -> list[Record]:
+    """Make five steps without a batch or a note; return the trace."""
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    path = folder / f"{name}.jsonl"
+    with RunState.load(folder / name, model=model, optimizer=optimizer, trace=path, **options) as state:
+        for step in state.steps(5):
+            optimizer.param_groups[0]["lr"] = lr if step == 3 else 0.1
+            optimizer.zero_grad()
+            model(torch.ones(2)).backward()
+            optimizer.step()
+        state.note(accuracy=1)
+        torch.rand(9 if lr == 0.1 else 7)
+    return traces.read(path)
+
+
+def test_at_the_end_the_parts_are_looked_at_once_more_so_that_one_other_step_shows(tmp_path: Path) -> None:
+    a, b = steps(tmp_path, "a"), steps(tmp_path, "b", lr=0.2)
+
+    assert [(one.at.kind, one.at.step, one.why) for one in a if one.parts] == [
+        ("outside", 0, "start"),
+        ("outside", 5, "closed"),
+    ]
+    assert a[-1].noted == {"accuracy": 1}
+    # (not the generators: what was drawn after the last step has trained nothing)
+    assert [one.part for one in traces.first_difference(a, b)] == ["model"]
+
+
+@pytest.mark.parametrize(("every", "count"), [(0, 0), (1, 5), (2, 2), (5, 1), (100, 0)])
+def test_the_look_at_the_end_can_be_compared_whatever_trace_every_was(
+    every: int, count: int, tmp_path: Path
+) -> None:
+    found = steps(tmp_path, "a", trace_every=every)
+
+    assert len([one for one in boundaries(found) if one.parts]) == count
+    assert [bool(one.parts) for one in found if one.why == "closed"] == [every > 0]
+
+
+def test_a_training_that_is_complete_is_not_looked_at_again(tmp_path: Path) -> None:
+    for _ in range(2):
+        Script(tmp_path / "run", trace=tmp_path / "a.jsonl").train()
+
+    found = traces.read(tmp_path / "a.jsonl")
+    assert [one.why for one in found if one.why != "boundary"] == ["start", "resumed"]
+
+
+def leave_by_an_error(script: Script) -> None:
+    with script.state as state:
+        for batch in state.batches():
+            script.step(batch)
+            raise KeyError("stop")
+
+
+def leave_by_a_signal(script: Script) -> None:
+    with script.state as state:
+        for batch in state.batches():
+            script.step(batch)
+            signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("leave", [leave_by_an_error, leave_by_a_signal])
+@pytest.mark.parametrize("on_preempt", ["exit", "raise"])
+def test_one_that_is_not_at_its_end_is_not_held_up_by_a_look(
+    leave: Any, on_preempt: str, tmp_path: Path
+) -> None:
+    script = Script(tmp_path / "run", trace=tmp_path / "a.jsonl", on_preempt=on_preempt)
+
+    with pytest.raises((KeyError, SystemExit, Preempted)):
+        leave(script)
+
+    assert "closed" not in {one.why for one in traces.read(tmp_path / "a.jsonl")}
 
 
 def test_a_part_that_cannot_be_stored_leaves_the_digests_of_the_batches(tmp_path: Path) -> None:
@@ -447,6 +560,20 @@ def test_a_part_that_cannot_be_stored_leaves_the_digests_of_the_batches(tmp_path
     state.close()
 
     assert [len(one.batches) for one in traces.read(tmp_path / "a.jsonl")] == [0, 1, 1]
+
+
+def test_a_run_is_let_go_of_even_if_a_warning_of_its_last_look_is_an_error(tmp_path: Path) -> None:
+    extra: dict[str, Any] = {"odd": {"made": 1}}
+    options: dict[str, Any] = {"extra": extra, "trace": tmp_path / "a.jsonl"}
+    # (here warnings are errors)
+    with RunState.load(tmp_path / "run", **options) as state:
+        for _ in state.steps(2):
+            state.save().wait()
+        extra["odd"]["made"] = print
+    extra["odd"]["made"] = 1
+
+    with RunState.load(tmp_path / "run", **options) as state:
+        assert state.step == 2
 
 
 def test_what_a_forked_child_does_is_not_in_the_trace(tmp_path: Path) -> None:
@@ -573,6 +700,6 @@ def test_one_number_that_is_drawn_shows_in_the_next_look(name: str, draw: Any, t
             for _ in state.steps(1):
                 for _ in range(9 + (path == "b")):
                     draw()
-    [_, a], [_, b] = (traces.read(tmp_path / f"{path}.jsonl") for path in "ab")
+    [a], [b] = (boundaries(traces.read(tmp_path / f"{path}.jsonl")) for path in "ab")
 
     assert [(one.part, one.name) for one in traces.differences(a, b)] == [("random", name)]
