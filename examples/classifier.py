@@ -93,7 +93,7 @@ for epoch in state.epochs(args.epochs):
         scheduler.step()
         average.update_parameters(model)
     state.save(accuracy=accuracy())
-    print(f"epoch {epoch}: loss {loss.item():.3f}, best accuracy {state.best:.3f}", flush=True)
+    print(f"epoch {epoch}: best accuracy {state.best:.3f}", flush=True)
 state.close()
 
 weights = b"".join(tensor.cpu().numpy().tobytes() for tensor in model.state_dict().values())

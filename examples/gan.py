@@ -70,7 +70,7 @@ for epoch in state.epochs(args.epochs):
         optimizers["generator"].step()
         average.update_parameters(generator)
     state.save()
-    print(f"epoch {epoch}: generator {loss.item():.3f}, critic {critic_loss.item():.3f}", flush=True)
+    print(f"epoch {epoch}: {state.samples:,} images seen", flush=True)
 state.close()
 
 tensors = [tensor for model in models.values() for tensor in model.state_dict().values()]

@@ -58,7 +58,11 @@ for epoch in state.epochs(args.epochs):
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-    state.save(loss=accelerator.reduce(loss.detach(), "mean"))
+    with torch.no_grad():
+        loss = nn.functional.cross_entropy(
+            model(images.to(accelerator.device)), labels.to(accelerator.device)
+        )
+    state.save(loss=accelerator.reduce(loss, "mean"))
     accelerator.print(f"epoch {epoch}: loss {loss.item():.3f}, best {state.best:.3f}", flush=True)
 state.close()
 

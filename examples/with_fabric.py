@@ -48,7 +48,9 @@ for epoch in state.epochs(args.epochs):
         fabric.clip_gradients(model, optimizer, max_norm=1.0)
         optimizer.step()
     scheduler.step()
-    state.save(loss=fabric.all_reduce(loss.detach()))
+    with torch.no_grad():
+        loss = nn.functional.cross_entropy(model(images.to(fabric.device)), labels.to(fabric.device))
+    state.save(loss=fabric.all_reduce(loss))
     fabric.print(f"epoch {epoch}: loss {loss.item():.3f}, best {state.best:.3f}", flush=True)
 state.close()
 

@@ -252,6 +252,8 @@ class Resuming:
             found = [loader.length() for loader in self._position.loaders.values()]
             lengths = [length for length in found if length is not None]
             facts.append(f"batch {at['batch']}" + (f"/{lengths[0]}" if len(lengths) == 1 else ""))
+            if lengths == [at["batch"]]:
+                facts[-1] += " (only the rest of its body is left)"
         return [*facts, f"step {at['step']}"]
 
 

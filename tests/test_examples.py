@@ -18,7 +18,7 @@ from typing import NamedTuple
 import pytest
 import same
 
-from resumable import Run
+from resumable import Run, audit, verdicts
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -156,3 +156,24 @@ def test_every_example_is_started_here_and_listed_with_its_own_command() -> None
     assert scripts.keys() == {*SIZES}
     assert [name for name, _ in rows] == [*SIZES]
     assert all(f"\n\n{command}\n" in scripts[name] for name, command in rows)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("example", SIZES)
+def test_an_audit_finds_nothing_that_an_example_has_forgotten(
+    example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if example in NEEDS:
+        pytest.importorskip(NEEDS[example])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    arguments, steps, _ = SIZES[example]
+
+    # (so many that an epoch comes to its end)
+    found = audit.audit(
+        [sys.executable, str(EXAMPLES / example), "run", *arguments, "--device=cpu"], steps=steps // 2 + 4
+    )
+
+    assert found.is_exact, verdicts.headline(found)
+    assert not [one for one in found.lost if one.weight == "state"]

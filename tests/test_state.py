@@ -115,6 +115,22 @@ def test_a_resumed_run_says_in_one_line_where_it_goes_on(
     assert state.resumed
 
 
+def test_after_the_last_batch_the_line_says_that_none_is_left(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(2):
+        training = Training(run_dir, loader=DataLoader(range(10), 4))
+        for _ in training.state.epochs(1):
+            for _ in training.state.batches():
+                if training.state.batch == 2:
+                    training.saved()
+            break
+        training.state.close()
+
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert re.search(r": epoch 0, batch 3/3 \(only the rest of its body is left\), step \d", last)
+
+
 def test_the_line_leaves_out_what_a_run_does_not_have(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
