@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import signal
 import tempfile
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
@@ -15,7 +14,7 @@ from . import diagnosis, experiments, naming, trials
 from .diagnosis import Finding, Lost
 from .errors import UsageError
 from .traces import At
-from .trials import Start, Trial, Trials
+from .trials import Attempt, Start, Trial, Trials
 
 
 @dataclass(slots=True)
@@ -94,17 +93,15 @@ def audit(
 def _examine(made: Trials, verdict: Verdict, at: Sequence[int], twice: bool) -> None:
     straight = made.straight("straight")
     verdict.settings = next((one.more["settings"] for one in straight.records if "settings" in one.more), {})
-    if failed := _failed(straight):
+    if failed := _failed(straight) or _broke_off(straight):
         verdict.findings.append(experiments.of_refused(made, straight) or failed)
         return
-    again = [made.straight("again"), made.straight("once more")]
-    verdict.rows = _rows(straight, again)
-    for other in again:
-        if failed := _failed(other) or _fell_short(straight, other):
-            verdict.findings.append(failed)
-            return
-        if unlike := diagnosis.first_unlike(straight, other):
-            verdict.findings.append(experiments.why(made, straight, unlike))
+    again: list[Trial] = []
+    for name in ("again", "once more"):
+        again.append(made.straight(name))
+        verdict.rows = _rows(straight, again)
+        if found := _of_other(made, straight, again[-1]):
+            verdict.findings.append(found)
             return
     ignored = diagnosis.unsteady([straight, *again])
     verdict.notes += _of_unsteady(ignored)
@@ -121,11 +118,36 @@ def _examine(made: Trials, verdict: Verdict, at: Sequence[int], twice: bool) -> 
     verdict.lost = diagnosis.lost(straight, stopped, verdict.stops, unsteady)
     if unlike := diagnosis.after_resume(straight, stopped, verdict.stops, ignored):
         gone = verdict.lost or diagnosis.made_otherwise(unlike, unsteady)
-        verdict.findings.append(diagnosis.of_resume(straight, stopped, unlike, gone))
-    elif failed := _failed(stopped) or _fell_short(straight, stopped):
+        parted = diagnosis.of_resume(straight, stopped, unlike, gone)
+        verdict.findings.append(_of_chance(made, straight, parted) or parted)
+    elif failed := _failed(stopped) or _fell_short(straight, stopped, verdict.stops, unsteady):
         verdict.findings.append(failed)
     else:
         verdict.findings += map(diagnosis.of_lost, (one for one in verdict.lost if one.weight == "state"))
+
+
+def _of_other(made: Trials, straight: Trial, other: Trial) -> Finding | None:
+    """Return what is wrong with a script that has done something else, or has failed, in another training."""
+    if failed := _failed(other):
+        return failed
+    unlike = diagnosis.first_unlike(straight, other)
+    if (unlike is None or unlike.first.name == diagnosis.LENGTH) and (failed := _broke_off(other)):
+        return failed
+    return experiments.why(made, straight, unlike) if unlike else None
+
+
+def _of_chance(made: Trials, straight: Trial, found: Finding) -> Finding | None:
+    """Return why the script does not repeat itself, where the first trainings were alike by chance only."""
+    if found.kind != diagnosis.NUMBERS or found.names:
+        return None
+    for _ in range(_MORE):
+        if unlike := diagnosis.first_unlike(straight, made.straight("once more")):
+            return experiments.why(made, straight, unlike)
+    return None
+
+
+_MORE = 2
+"""So many more trainings are made before it is said that nobody knows what a resume does not bring back."""
 
 
 def _failed(trial: Trial) -> Finding | None:
@@ -133,27 +155,63 @@ def _failed(trial: Trial) -> Finding | None:
     if trial.boundaries():
         return None
     last = trial.attempts[-1]
-    text = f"the script came to no boundary: {last.end}"
+    text = f"the script came to no boundary: {_end_of(last)}"
     if not trial.records:
         text += ", and made no RunState" if last.code == 0 else ""
-    fix = "look at what it printed last"
+    fix = _fix_of(last)
     if last.code == 0:
-        fix = "let it train with RunState.load and its loops, or call state.save() where it has its own"
-    return Finding(diagnosis.SCRIPT, "the script", None, text, fix=f"{fix}.")
+        fix = "let it train with RunState.load and its loops, or call state.save() where it has its own."
+    return Finding(diagnosis.SCRIPT, "the script", None, text, fix=fix)
+
+
+def _broke_off(trial: Trial) -> Finding | None:
+    """Return that a training has ended before its end, and not because it was told to, if so."""
+    last = trial.attempts[-1]
+    if not last.has_failed:
+        return None
+    at = [*trial.boundaries()][-1]
+    begun = "after a resume" if len(trial.attempts) > 1 else "without any stop"
+    return Finding(
+        diagnosis.SCRIPT,
+        "the script",
+        at,
+        f"{begun} the script failed after {at}: {_end_of(last)}",
+        fix=_fix_of(last),
+    )
+
+
+def _fix_of(attempt: Attempt) -> str:
+    """Return what to do about a failure; an error of ours says it by itself."""
+    if attempt.has_left and attempt.has_hung:
+        return _FIX_OF_A_HANG
+    own = re.findall(r"^(?:\[rank\d+\]: ?)?Fix: (.*)", attempt.log, re.MULTILINE)
+    return (
+        str(own[-1])
+        if own and attempt.error.startswith(f"{__package__}.")
+        else "look at what it printed last."
+    )
+
+
+def _end_of(attempt: Attempt) -> str:
+    return ": ".join(filter(None, (attempt.end, attempt.error)))
+
+
+_FIX_OF_A_HANG = (
+    "let it end when SystemExit is raised, as by SIGTERM: with daemon threads, or with try and finally "
+    "around what starts threads and processes."
+)
 
 
 def _began_anew(stopped: Trial, stops: Sequence[At]) -> Finding | None:
     # (it would do the same as one that was never stopped, and pass for exact)
-    resumes = sum(record.why in ("resumed", "restored") for record in stopped.records)
-    last = stopped.attempts[-1]
-    has_failed = bool(last.error) and last.code not in (0, 128 + signal.SIGTERM)
-    if resumes >= len(stopped.attempts) - 1 or has_failed:
+    place = next((n for n, one in enumerate(stopped.attempts[1:]) if one.began == "start"), None)
+    if place is None:
         return None
     return Finding(
         diagnosis.STATE,
         "the script",
-        stops[resumes],
-        f"the script, started again after the stop at {stops[resumes]}, did not resume: it began anew",
+        stops[place],
+        f"the script, started again after the stop at {stops[place]}, did not resume: it began anew",
         fix="make the state with RunState.load(...), which goes on from the newest checkpoint of the run.",
     )
 
@@ -169,24 +227,48 @@ def _of_no_stop(straight: Trial) -> Finding:
     )
 
 
-def _fell_short(straight: Trial, other: Trial) -> Finding | None:
-    missing = [at for at in straight.boundaries() if at not in other.boundaries()]
+def _fell_short(straight: Trial, stopped: Trial, stops: Sequence[At], unsteady: set[str]) -> Finding | None:
+    """Return what a training that was stopped did not come to, if so."""
+    there = stopped.boundaries()
+    expected = (one.at for one in diagnosis.unasked(straight.records, there) if one.why == "boundary")
+    missing = [at for at in expected if at not in there]
+    last = stopped.attempts[-1]
     if not missing:
-        return None
-    last = other.attempts[-1]
-    if unset := re.search(r"(?:NameError|UnboundLocalError): .*?'(\w+)'", last.log.rpartition("\n")[2]):
-        return _of_unset(unset[1], other, missing[0])
-    begun = "after a resume" if len(other.attempts) > 1 else "in another trial"
+        return _broke_off(stopped) if last.has_hung else None
+    begun = "after a resume" if len(stopped.attempts) > 1 else "told to leave"
+    unset = re.search(r"(?:NameError|UnboundLocalError): .*?'(\w+)'", last.error)
+    if unset and _is_last_batch(stops[: len(stopped.attempts) - 1], [*straight.boundaries()]):
+        return _of_unset(unset[1], missing[0])
+    if _OTHER_BATCHES in last.error:
+        said = last.error.partition(": ")[2].rstrip(".")
+        gone = diagnosis.lost(straight, stopped, stops, unsteady, at_once=True)
+        return Finding(
+            diagnosis.DATA,
+            "the order of the samples",
+            missing[0],
+            f"{begun} {said}, and the script did not come to {missing[0]}",
+            names=[one.name for one in gone],
+            fix=gone[0].fix if gone else "give what the order depends on as extra=.",
+        )
     return Finding(
         diagnosis.SCRIPT,
         "the script",
         missing[0],
-        f"{begun} the script did not come to {missing[0]}: {': '.join(filter(None, (last.end, last.error)))}",
-        fix="look at what it printed last.",
+        f"{begun} the script did not come to {missing[0]}: {_end_of(last)}",
+        fix=_fix_of(last),
     )
 
 
-def _of_unset(name: str, other: Trial, at: At) -> Finding:
+def _is_last_batch(stops: Sequence[At], boundaries: Sequence[At]) -> bool:
+    """Whether the last of the stops was right before an epoch's end."""
+    after = boundaries[boundaries.index(stops[-1]) + 1 :] if stops else []
+    return bool(after) and stops[-1].kind == "batch" and after[0].kind == "epoch"
+
+
+_OTHER_BATCHES = "StateMismatch: the loader does not give the batches that it gave before"
+
+
+def _of_unset(name: str, at: At) -> Finding:
     # At an epoch's last batch a resume runs only the rest of the body, and what the loop sets is not set.
     return Finding(
         diagnosis.STATE,
@@ -235,6 +317,10 @@ def _chosen(counted: Sequence[At], at: Sequence[int], twice: bool, notes: list[s
     if twice and chosen:
         rest = counted[counted.index(chosen[-1]) + 1 : -1]
         chosen += rest[len(rest) // 2 :][:1]
+        if not rest:
+            notes.append(
+                f"--twice: not stopped once more, since no boundary is between {chosen[-1]} and the end"
+            )
     return chosen
 
 

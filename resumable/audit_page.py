@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import shlex
-import signal
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from . import pages, verdicts
 from .audit import Verdict
-from .diagnosis import SCRIPT, Finding, Lost
+from .diagnosis import REPEAT, SCRIPT, Finding, Lost
 from .errors import printable
 from .markup import Markup, escaped, scrolling, section, table, tag
 from .policy import counted, duration
@@ -21,7 +20,8 @@ Row = Mapping[str, Any]
 MOST = 300
 """Up to how many boundaries are all shown."""
 
-_ENDS = {"batch": "batch", "step": "step", "epoch": "epoch's end", "save": "save()"}
+_ENDS = {"batch": "batch", "step": "step", "epoch": "epoch's end", "outside": "save()"}
+_STOPPED = "stopped and resumed"
 _WORDS = {True: "equal", False: "differs", None: "not reached"}
 
 
@@ -45,7 +45,9 @@ def page(verdict: Verdict) -> str:
 def _sections(verdict: Verdict) -> Iterator[Markup]:
     yield section("Verdict", 2, _verdict(verdict), _glance(verdict))
     if verdict.findings:
-        yield section("What is wrong", 2, *(_finding(verdict, one) for one in verdict.findings))
+        first, *more = verdict.findings
+        told = [_finding(verdict, first, is_said=True), *(_finding(verdict, one) for one in more)]
+        yield section("What is wrong", 2, *told)
     if verdict.lost:
         yield section("What a resume does not bring back", 2, _lost(verdict.lost))
     if notes := verdicts.notes_of(verdict):
@@ -86,18 +88,15 @@ def _facts(verdict: Verdict) -> Iterator[tuple[str, ...]]:
     yield "Took", duration(seconds), f"{counted(len(verdict.attempts), 'start')} of the script"
 
 
-def _finding(verdict: Verdict, finding: Finding) -> Markup:
+def _finding(verdict: Verdict, finding: Finding, *, is_said: bool = False) -> Markup:
+    """Return a card about it; what the verdict says already is not said again."""
     names = [tag("li", verdicts.with_values(name, verdict.lost)) for name in finding.names]
-    equal = verdicts.equal(finding)
+    equal = "" if is_said and finding.kind != REPEAT else verdicts.equal(finding)
+    text = None if is_said else verdicts.text_of(finding)
     return tag(
         "article",
         tag("h3", finding.what),
-        tag(
-            "p",
-            tag("span", verdicts.WORDS[finding.kind], class_="badge differs"),
-            " ",
-            verdicts.text_of(finding),
-        ),
+        tag("p", tag("span", verdicts.WORDS[finding.kind], class_="badge differs"), " ", text),
         tag("ul", *names) if names else None,
         tag("p", f"There {equal}.", class_="quiet") if equal else None,
         tag("p", tag("strong", "Fix: "), finding.fix),
@@ -107,22 +106,26 @@ def _finding(verdict: Verdict, finding: Finding) -> Markup:
 
 def _lost(lost: Sequence[Lost]) -> Markup:
     caption = "What changes in the training, is in no part, and is another one after a resume"
-    columns = [
-        (title, column)
-        for title, column in zip(_LOST, zip(*map(_cells, lost), strict=True), strict=True)
-        if any(column)
-    ]
-    rows = zip(*(map(_text, column) for _, column in columns), strict=True)
-    return scrolling(table(caption, [title for title, _ in columns], rows, range(len(columns))), caption)
+    rows = (
+        [_text(tag("div", one.name), *_about(one)), _text(one.fix), _text(*_first_lost(one))] for one in lost
+    )
+    return scrolling(table(caption, ["name", "fix", "first lost"], rows, range(3)), caption)
 
 
-_LOST = ("name", "what it is", "made at", "fix", "first lost", "without a stop", "after one", "weight")
+def _about(one: Lost) -> Iterator[Markup]:
+    for told in filter(None, (one.kind, one.where)):
+        yield tag("div", told, class_="quiet")
+    if one.weight == "state":
+        yield tag("span", "state of the training", class_="badge differs")
+    else:
+        yield tag("span", "may not matter", class_="badge")
 
 
-def _cells(one: Lost) -> tuple[str, ...]:
-    weight = "state of the training" if one.weight == "state" else "may not matter"
-    values = map(verdicts.value_of, (one.before, one.after))
-    return (one.name, one.kind, one.where, one.fix, str(one.at), *values, weight)
+def _first_lost(one: Lost) -> Iterator[Markup]:
+    yield tag("div", str(one.at))
+    for value, when in ((one.before, "without a stop"), (one.after, "after one")):
+        if told := verdicts.value_of(value):
+            yield tag("div", f"{told} {when}", class_="quiet")
 
 
 def _boundaries(verdict: Verdict) -> Markup:
@@ -134,17 +137,19 @@ def _boundaries(verdict: Verdict) -> Markup:
     )
     if len(shown) < len(verdict.rows):
         caption += f": the {len(shown)} at which that changes, or a stop was"
-    head = ["step", "epoch", "batch", "after", *trials, ""]
+    # (on a phone what differs has to be seen without scrolling)
+    head = ["step", *trials, "", "after", "epoch", "batch"]
     rows = (
         [
-            *(f"{row[key]:,}" for key in ("step", "epoch", "batch")),
-            _ENDS.get(row["kind"], row["kind"]),
+            f"{row['step']:,}",
             *(_alike(row["alike"][trial]) for trial in trials),
             Markup("".join(marks.get(_at(row), ()))),
+            _ENDS.get(row["kind"], row["kind"]),
+            *(f"{row[key]:,}" for key in ("epoch", "batch")),
         ]
         for row in shown
     )
-    return scrolling(table(caption, head, rows, range(3, len(head))), caption)
+    return scrolling(table(caption, head, rows, range(1, len(head) - 2)), caption)
 
 
 def _shown(rows: Sequence[Row], marks: Mapping[At, Any]) -> Iterator[Row]:
@@ -183,23 +188,32 @@ def _at(row: Row) -> At:
 def _attempts(verdict: Verdict) -> Iterator[Markup]:
     about = "Each start of the script, and what it printed last."
     yield tag("p", about, class_="quiet")
+    left = _left(verdict)
     for number, one in enumerate(verdict.attempts, 1):
         is_wanted = number == len(verdict.attempts) and verdicts.log_of(verdict)
         # (a wide line scrolls in a box of its own, which the keyboard has to reach)
         named = {"tabindex": "0", "role": "region", "aria_label": f"what start {number} printed last"}
         yield tag(
             "details",
-            tag("summary", f"{number}. {one['trial']}: {_end(one)}, {duration(one['seconds'])}"),
+            tag("summary", f"{number}. {one['trial']}: {_end(one, next(left))}, {duration(one['seconds'])}"),
             tag("pre", one["log"] or "It printed nothing.", **named),
             **({"open": ""} if is_wanted else {}),
         )
 
 
-def _end(attempt: Row) -> str:
+def _left(verdict: Verdict) -> Iterator[str]:
+    """Yield where each start was told to leave."""
+    stops = [f"stopped at {at}" for at in verdict.stops]
+    for one in verdict.attempts:
+        at = stops.pop(0) if one["trial"] == _STOPPED and stops else ""
+        yield at or "ended after the last boundary that was asked for"
+
+
+def _end(attempt: Row, left: str) -> str:
     if attempt["has_hung"]:
-        return "it hung, and was ended"
-    stopped = " (stopped in good order)" if attempt["code"] == 128 + signal.SIGTERM else ""
-    return f"exit code {attempt['code']}{stopped}"
+        return "it did not leave, and was ended" if attempt["has_left"] else "it hung, and was ended"
+    code = f"exit code {attempt['code']}"
+    return f"{left}, {code}" if attempt["has_left"] else code
 
 
 def _settings(settings: Mapping[str, Any]) -> Markup:
@@ -208,5 +222,5 @@ def _settings(settings: Mapping[str, Any]) -> Markup:
     return scrolling(table(caption, ["setting", "value"], rows, (0, 1)), caption)
 
 
-def _text(value: object) -> Markup:
-    return tag("div", value, class_="text")
+def _text(*told: object) -> Markup:
+    return tag("div", *told, class_="text")

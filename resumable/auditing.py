@@ -7,13 +7,13 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
-from . import determinism, digest, remedies, tensorfile, tracing, unregistered
+from . import determinism, digest, remedies, survey, tensorfile, tracing
 from .autosave import Due
 from .capture import Capture
 from .errors import UsageError
@@ -21,7 +21,7 @@ from .operations import Inspection
 from .position import Position
 from .sealed import Json
 from .threads import no_garbage_collection
-from .traces import At, Record, path_of
+from .traces import Record, path_of
 from .tracing import EVERY, Trace, here, is_place, plain, tensors_of
 
 VARIABLE = "RESUMABLE_AUDIT"
@@ -39,13 +39,20 @@ def begin(
     every: int,
     *,
     run: Path,
+    given: str | os.PathLike[str],
 ) -> Trace | None:
-    """Return what writes down this process's boundaries, if anybody wants that."""
-    if plan := os.environ.get(VARIABLE):
-        if _left:
-            # What catches SystemExit, and begins again in the same process, must not train beyond the stop.
+    """Return what writes down this process's boundaries, if anybody wants that.
+
+    `run` is where the run lies, `given` where the script says that it does.
+    """
+    if text := os.environ.get(VARIABLE):
+        plan = _read(text)
+        if path_of(plan["left"], rank or 0).exists():
+            # What catches SystemExit and begins again, or starts another process in the place of one that
+            # has left, must not train beyond the stop.
             os._exit(128 + signal.SIGTERM)
-        return Audit(_read(plan), capture, position, rank or 0)
+        _follow(given)
+        return Audit(plan, capture, position, rank or 0)
     trace = os.environ.get("RESUMABLE_TRACE", trace) or None
     return Trace(tracing.path_of(trace, rank, run), capture, position, every) if trace else None
 
@@ -53,7 +60,7 @@ def begin(
 def _read(plan: str) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(plan)
-        return {"trace": found["trace"], "steps": found["steps"], **found}
+        return {"trace": found["trace"], "left": found["left"], "steps": found["steps"], **found}
     except (ValueError, TypeError, KeyError) as exc:
         raise UsageError(
             f"the environment variable {VARIABLE} is {plan!r:.80}, which is no plan of an audit.",
@@ -61,8 +68,19 @@ def _read(plan: str) -> dict[str, Any]:
         ) from exc
 
 
-_left: list[At] = []
-"""Where this process was stopped."""
+def _follow(run_dir: str | os.PathLike[str]) -> None:
+    # The boundaries of two could not be told apart, and both would lie in one directory.
+    _followed.setdefault(os.path.abspath(run_dir))
+    if len(_followed) > 1:
+        first, second = map(os.path.relpath, _followed)
+        raise UsageError(
+            f"an audit follows one run, and the script has begun {first} and now {second}.",
+            fix="audit each by itself, with a script or an argument that trains only one of them.",
+        )
+
+
+_followed: dict[str, None] = {}
+"""The run directory that the script has given."""
 
 
 class Audit(Trace):
@@ -72,22 +90,23 @@ class Audit(Trace):
         path = path_of(plan["trace"], rank)
         super().__init__(path, capture, position, EVERY)
         self._samples = path.with_suffix(".samples")
+        self._left = path_of(plan["left"], rank)
+        self._leaves: float | None = plan.get("leaves")
         self._stop: list[Json] | None = plan.get("stop")
         self._most: int = plan["steps"]
         self._count, self._is_between_epochs = 0, True
         self._inspection = Inspection() if plan.get("inspects") else None
         if plan.get("deterministic"):
             determinism.make_deterministic()
-        if plan.get("benchmark") is False:
-            torch.backends.cudnn.benchmark = False
         self._limit: float | None = plan.get("limit")
-        if self._limit:
-            # (it prints where all threads stand, and exits with 1)
-            faulthandler.dump_traceback_later(self._limit, exit=True, file=2)
+        _end_after(self._limit)
 
-    def digest_of_batch(self, batch: Any) -> str:
-        """Return the digest of all its bits."""
-        return digest.of(batch)
+    def digest_of_batch(self, batch: Any) -> Any:
+        """Return the digest of all its bits; where there is none for such an object, what a trace has."""
+        try:
+            return digest.of(batch)
+        except Exception:
+            return super().digest_of_batch(batch)
 
     def begin(self, *, is_resumed: bool) -> None:
         """Write down where the training begins, and again when its first body does."""
@@ -103,25 +122,30 @@ class Audit(Trace):
 
     def boundary(self) -> Due | None:
         """Write the boundary down, and leave where the plan says so."""
-        at = here(self._position)
-        self._write("boundary", is_full=True)
+        at = self._write_boundary(is_full=True)
         if at.kind == "epoch":
             # What an epoch's first lines change shows before its first batch does.
             self._position.body_begins = self._body_begins
         # (an epoch of which no batch was counted counts itself: its loop is the script's own)
         self._count += at.kind != "epoch" or self._is_between_epochs
         self._is_between_epochs = at.kind == "epoch"
-        is_last = self._count >= self._most if self._stop is None else [*at] == self._stop
-        _left.append(at) if is_last else None
-        return Due("audit", signal.SIGTERM) if is_last else None
+        if not (self._count >= self._most if self._stop is None else [*at] == self._stop):
+            return None
+        self._left.touch()
+        _end_after(self._leaves)
+        return Due("audit", signal.SIGTERM)
 
-    def close(self) -> None:
+    def saved(self, metrics: Mapping[str, float]) -> None:
+        """Leave metrics to the part that says where the training stands, which has them."""
+
+    def close(self, *, is_at_end: bool = False) -> None:
         """Write down which operations were not deterministic."""
         if self._inspection:
             found = [operation._asdict() for operation in self._inspection.end()]
             self._put_down(Record(here(self._position), "end", more={"operations": found}))
             self._inspection = None
-        if self._limit:
+        if not self._left.exists():
+            # (one that has left is to end now)
             faulthandler.cancel_dump_traceback_later()
         super().close()
 
@@ -131,12 +155,18 @@ class Audit(Trace):
         kinds = self._capture.kinds()
         with open(self._samples, "ab") as file:
             parts = whole(self._capture, file)
-        seen = unregistered.survey(self._capture, sys._getframe())
+        seen = survey.take(self._capture, sys._getframe())
         told = {n: {**one._asdict(), "fix": remedies.sentence(one.fix)} for n, one in seen.items()}
         more: dict[str, Any] = {"unregistered": told, "settings": determinism.settings()}
         if why != "boundary":
             more["kinds"] = kinds
         return Record(at, why, batches, parts=parts, more=more)
+
+
+def _end_after(seconds: float | None) -> None:
+    if seconds:
+        # (it prints where all threads stand, and exits with 1)
+        faulthandler.dump_traceback_later(seconds, exit=True, file=2)
 
 
 def whole(capture: Capture, samples: IO[bytes]) -> dict[str, Json]:

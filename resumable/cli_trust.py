@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 from .checkpoint import Checkpoint, open_checkpoint
 from .command import (
@@ -64,7 +67,11 @@ def _declare_audit(commands: Any) -> None:
         help="stop after so many steps, and resume; may be given several times (default: in mid-epoch, at an "
         "epoch's last batch, and at an epoch's end)",
     )
-    sub.add_argument("--twice", action="store_true", help="after the last --at, stop and resume once more")
+    sub.add_argument(
+        "--twice",
+        action="store_true",
+        help="after the last --at, stop and resume once more (without --at it is done several times anyway)",
+    )
     sub.add_argument(
         "--deterministic", action="store_true", help="with deterministic operations, where torch has them"
     )
@@ -84,7 +91,7 @@ def _count(text: str) -> int:
 
 
 def _audit(given: argparse.Namespace) -> int:
-    from . import audit, audit_page, verdicts
+    from . import audit, audit_page, trials, verdicts
 
     command = given.script[given.script[:1] == ["--"] :]
     if not command:
@@ -92,16 +99,18 @@ def _audit(given: argparse.Namespace) -> int:
             "no command was given to audit.",
             fix="give it after two dashes: resumable audit -- python train.py",
         )
+    trials.check(command)
     if given.html:
         audit_page.check(given.html)
-    found = audit.audit(
-        command,
-        steps=given.steps,
-        at=given.at,
-        twice=given.twice,
-        deterministic=given.deterministic,
-        told=lambda text: print(text, end="", file=sys.stderr, flush=True),
-    )
+    with _leaving():
+        found = audit.audit(
+            command,
+            steps=given.steps,
+            at=given.at,
+            twice=given.twice,
+            deterministic=given.deterministic,
+            told=lambda text: print(text, end="", file=sys.stderr, flush=True),
+        )
     if given.html:
         audit_page.write(found, given.html)
     if given.json:
@@ -109,6 +118,22 @@ def _audit(given: argparse.Namespace) -> int:
     else:
         verdicts.print_it(found)
     return 0 if found.is_exact else 1
+
+
+@contextlib.contextmanager
+def _leaving() -> Iterator[None]:
+    """End what was started when this process is told to leave: else it would train on, with nobody to ask."""
+    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    before = {number: signal.signal(number, _leave) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _leave(number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)
 
 
 def _verify(given: argparse.Namespace) -> int:

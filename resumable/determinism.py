@@ -56,8 +56,9 @@ def make_deterministic() -> None:
     if _CUBLAS not in os.environ:
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             warn(
-                f"CUDA was in use before {_CUBLAS} was set: products of matrices may differ from one run "
-                "to the next. Fix: call seed_everything before anything is on a GPU, or set "
+                f"CUDA was in use before {_CUBLAS} was set. If a product of matrices was already done, "
+                "torch up to about 2.9 raises at the next one, and later versions do it with what cuBLAS "
+                "has begun with. Fix: call seed_everything before anything is on a GPU, or set "
                 f"{_CUBLAS}=:4096:8 in the environment."
             )
         os.environ[_CUBLAS] = ":4096:8"

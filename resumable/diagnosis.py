@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from . import naming, traces
@@ -99,7 +100,25 @@ def first_unlike(one: Trial, other: Trial) -> Unlike | None:
             if serious:
                 found.append(Unlike(record, met, differ, first_of(serious), place, rank))
                 break
+        else:
+            found += _of_length(records, others, rank)
     return min(found, key=lambda unlike: unlike.place, default=None)
+
+
+def _of_length(records: Sequence[Record], others: Sequence[Record], rank: int) -> Iterator[Unlike]:
+    place = min(len(records), len(others))
+    more = [record for record in (*records[place:], *others[place:]) if record.why == "boundary"]
+    if place and more:
+        ends = str(records[-1].at), str(others[-1].at)
+        differ = [Difference(more[0].at, "position", LENGTH, *ends)]
+        one = records[place] if place < len(records) else records[-1]
+        yield Unlike(one, others[min(place, len(others) - 1)], differ, differ[0], place, rank)
+
+
+_ELSEWHERE = "boundary"
+
+LENGTH = "length"
+"""What differs where one training goes on and the other does not."""
 
 
 def unsteady(trials: Sequence[Trial]) -> set[Leaf]:
@@ -144,7 +163,7 @@ def _of_rank(
     for place, (record, reference) in enumerate(_pairs(straight, stopped, stops, rank)):
         if reference is None:
             there = min(boundaries.values(), key=lambda one: abs(one.at.step - record.at.step))
-            differ = [Difference(record.at, "position", "boundary", str(there.at), str(record.at))]
+            differ = [Difference(record.at, "position", _ELSEWHERE, str(there.at), str(record.at))]
             yield Unlike(there, record, differ, differ[0], place, rank)
             return
         is_same_place = reference.why == record.why
@@ -162,18 +181,39 @@ def _pairs(
     straight: Trial, stopped: Trial, stops: Sequence[At], rank: int
 ) -> Iterator[tuple[Record, Record | None]]:
     """Yield each record of a stopped training with the straight one's of the same place."""
-    boundaries = straight.boundaries(rank)
+    there = unasked(straight.ranks[rank], {*stopped.boundaries(rank), *stops})
+    boundaries = Trial("", straight.folder, ranks=[there]).boundaries()
     firsts = {record.at: record for record in straight.ranks[rank] if record.why == "first"}
-    resumes = 0
-    for record in stopped.ranks[rank]:
+    resumes, met = 0, set[At]()
+    for record in unasked(stopped.ranks[rank], straight.boundaries(rank)):
         resumes += record.why == "resumed"
         if record.why == "boundary":
-            yield record, boundaries.get(record.at)
+            if record.at not in met:
+                yield record, boundaries.get(record.at)
+            met.add(record.at)
         elif record.why == "first" and record.at in firsts:
             yield record, firsts[record.at]
         elif record.why in ("resumed", "first") and resumes:
             # (a script may go back, or load again, by itself)
             yield record, boundaries[stops[min(resumes, len(stops)) - 1]]
+
+
+def unasked(records: Sequence[Record], there: Container[At]) -> list[Record]:
+    """Return records without the ends of last batches that another training has come to as an epoch's end.
+
+    A library's loop may ask for one batch more than there are, or know that there are no more.
+    """
+    found: list[Record] = []
+    batches: Sequence[str] = ()
+    for record in records:
+        at = record.at
+        end = At("epoch", at.epoch + 1, 0, at.step)
+        if record.why == "boundary" and at.kind == "batch" and at not in there and end in there:
+            batches = [*batches, *record.batches]
+            continue
+        found.append(replace(record, batches=[*batches, *record.batches]) if batches else record)
+        batches = ()
+    return found
 
 
 def _counts(found: Difference, why: str, kinds: Mapping[str, str]) -> bool:
@@ -185,15 +225,20 @@ def _counts(found: Difference, why: str, kinds: Mapping[str, str]) -> bool:
     )
 
 
-def lost(straight: Trial, stopped: Trial, stops: Sequence[At], unsteady: set[str]) -> list[Lost]:
-    """Return what changes in the training, is in no part, and is not the same after a resume."""
+def lost(
+    straight: Trial, stopped: Trial, stops: Sequence[At], unsteady: set[str], *, at_once: bool = False
+) -> list[Lost]:
+    """Return what changes in the training, is in no part, and is not the same after a resume.
+
+    `at_once`: what is not the same before the first batch counts too.
+    """
     found: dict[str, Lost] = {}
     for rank in range(min(len(straight.ranks), len(stopped.ranks))):
         first = next((one for one in straight.ranks[rank] if one.why == "boundary"), None)
         for record, reference in _pairs(straight, stopped, stops, rank):
             if reference is None or first is None:
                 break
-            if record.why == "resumed":
+            if record.why == "resumed" and not at_once:
                 # (what the script still sets before the first batch is not lost)
                 continue
             for name, seen in _seen(reference).items():
@@ -234,6 +279,8 @@ def of_resume(straight: Trial, stopped: Trial, unlike: Unlike, gone: Sequence[Lo
         "first": f"between the resume at {unlike.one.at} and the first batch",
     }.get(unlike.other.why, f"at {unlike.one.at}")
     text = f"{naming.of(first)} {how_far(straight, stopped, first, unlike.rank)} {when}"
+    if first.name == _ELSEWHERE:
+        text = f"the resumed training came to {first.after}, and the other one to {first.before} in its place"
     return Finding(
         kind,
         naming.of(first),
@@ -315,7 +362,18 @@ def is_generator(kind: str) -> bool:
 
 def _fix_of(kind: str, unlike: Unlike, first: Difference, suspects: Sequence[Lost]) -> str:
     if suspects:
-        return suspects[0].fix
+        return "; ".join(dict.fromkeys(one.fix for one in suspects[:_FIXES]))
+    if first.name == _ELSEWHERE:
+        return (
+            "look for what decides when an optimizer steps, or a loop ends: a count of the script's own "
+            "begins anew in a resumed process, where state.batch, state.step and state.epoch go on."
+        )
+    if first.part == "position" and first.name.startswith("metrics."):
+        given = f"save({first.name.partition('.')[2]}=...)"
+        return (
+            f"compute what {given} is given after the loop over the batches, or keep in state.vars what it "
+            "is made of: after a stop at an epoch's last batch, no batch is trained before it."
+        )
     if unlike.other.why == "first":
         return (
             f"something between RunState.load and the first batch changes {naming.of(first)}: do it before "
@@ -335,6 +393,10 @@ def _fix_of(kind: str, unlike: Unlike, first: Difference, suspects: Sequence[Los
         "something that no part holds takes part in the computation, or an operation is not deterministic: "
         "try --deterministic.",
     )
+
+
+_FIXES = 3
+"""For so many suspects the fix is told at once."""
 
 
 def evidence(unlike: Unlike) -> list[str]:
@@ -393,7 +455,7 @@ def _by(one: Trial, other: Trial, before: Mapping[str, Any], after: Mapping[str,
 
 def of_lost(one: Lost) -> Finding:
     """Return that something is lost, though within the audit nothing that was trained depended on it."""
-    values = [naming.shown(value) for value in (one.before, one.after)]
+    values = ["" if value is None else naming.shown(value) for value in (one.before, one.after)]
     told = f" ({values[0]} in the training that was not stopped, {values[1]} in the resumed one)"
     return Finding(
         STATE,

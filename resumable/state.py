@@ -29,6 +29,7 @@ from . import (
     report,
     rng,
     spikes,
+    survey,
     tracing,
     unregistered,
     url,
@@ -166,7 +167,7 @@ class RunState:
         self._watch(arguments.save_on(save_on), *arguments.when(every, mtbf, max_time))
         self._hooks = self._count_steps(optimizer)
         traced = trace, arguments.count("trace_every", trace_every)
-        self._trace = auditing.begin(self._capture, at, crew.rank, *traced, run=self.run.path)
+        self._trace = auditing.begin(self._capture, at, crew.rank, *traced, run=self.run.path, given=run_dir)
 
     def _furnish(self, keep: Keep | None, copied: Copied | None, is_elastic: bool) -> None:
         self._is_closed, self._is_prepared, self._is_calm = False, False, True
@@ -467,6 +468,8 @@ class RunState:
                 "boundary, and a resume will not be bit for bit what an uninterrupted run does."
             )
         handle = self._save("called", metrics)
+        if self._trace:
+            self._trace.saved(self._position.metrics)
         # Where no loop of ours runs, a save is the only boundary that there is.
         if self._trace and self._position.is_outside() and (due := self._trace.boundary()):
             self._leave(due, due.leaves or signal.SIGTERM)
@@ -605,7 +608,7 @@ the batches since are left out (1 of 3 times)
         ...     print(one.name, "in", one.fix)
         seen in state.vars["seen"]
         """
-        look = unregistered.survey(self._capture, sys._getframe(1))
+        look = survey.take(self._capture, sys._getframe(1))
         self._first_look = look if self._first_look is None else self._first_look
         return unregistered.changed(self._first_look, look)
 
@@ -635,7 +638,7 @@ the batches since are left out (1 of 3 times)
         determinism.let_go(self)
         self._signals.close()
         if self._trace:
-            self._trace.close()
+            self._trace.close(is_at_end=self._how == "closed" and sys.exc_info()[1] is None)
         for hook in self._hooks:
             hook.remove()
         self._position.close()

@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import dropwhile, takewhile
 from pathlib import Path
 
@@ -33,22 +36,27 @@ class Attempt:
     seconds: float
     log: str
     """The end of what it printed."""
+    error: str = ""
+    """The error that has ended it, as Python prints it after the last frame; else its last line."""
     has_hung: bool = False
     """Whether it had to be ended."""
+    has_left: bool = False
+    """Whether it came to where it was to leave."""
+    began: str = ""
+    """How its training began, "start" or "resumed"; nothing where it did not come so far."""
 
     @property
     def end(self) -> str:
         """How it ended, in words."""
         if self.has_hung:
-            return f"it hung, and was ended after {self.seconds:.0f} s"
+            hung = "did not leave when it was told to" if self.has_left else "hung"
+            return f"it {hung}, and was ended after {self.seconds:.0f} s"
         return f"it ended with exit code {self.code}"
 
     @property
-    def error(self) -> str:
-        """The error that ended it, as Python prints it after the last frame; nothing where it prints none."""
-        after = self.log.rpartition('\n  File "')[2].splitlines()[1:]
-        told = [*dropwhile(lambda line: line[:1] in ("", " "), after)]
-        return " ".join([*told[:1], *map(str.strip, takewhile(lambda line: line[:1] == " ", told[1:]))])
+    def has_failed(self) -> bool:
+        """Whether it ended in another way than a training does that is over, or was told to leave."""
+        return self.has_hung or not (self.has_left or self.code == 0)
 
 
 @dataclass(slots=True)
@@ -68,8 +76,12 @@ class Trial:
 
     def boundaries(self, rank: int = 0) -> dict[At, Record]:
         """Return the boundaries that a rank has come to, in order."""
-        records = self.ranks[rank] if rank < len(self.ranks) else []
-        return {record.at: record for record in records if record.why == "boundary"}
+        found: dict[At, Record] = {}
+        for record in self.ranks[rank] if rank < len(self.ranks) else ():
+            if record.why == "boundary":
+                # (a script may save twice at one step: where it is stopped there, it has come to the first)
+                found.setdefault(record.at, record)
+        return found
 
     def sample(self, rank: int, begin: int, end: int) -> bytes:
         """Return the sample of a tensor that lies there."""
@@ -132,14 +144,18 @@ class Trials:
         self, trial: Trial, said: str, plan: Mapping[str, Json], environment: Mapping[str, str]
     ) -> None:
         self._told(f"{said} ... ")
+        left = trial.folder / f"left-{len(trial.attempts)}"
         whole = {
             "trace": str(trial.folder / _TRACE),
+            "left": str(left),
+            "leaves": LEAVES,
             "steps": self._steps,
             "deterministic": self._deterministic,
             "limit": self._limit(),
             **plan,
         }
         log = trial.folder / f"log-{len(trial.attempts)}"
+        before = len(_begins(trial.folder))
         started = time.perf_counter()
         try:
             code = self._start(self._command, {**os.environ, **_orders(trial, whole), **environment}, log)
@@ -147,9 +163,13 @@ class Trials:
             self._told("\n")
             raise
         seconds = time.perf_counter() - started
-        limit = whole["limit"]
-        has_hung = code == 1 and isinstance(limit, (int, float)) and seconds > limit
-        trial.attempts.append(Attempt(code, seconds, _end_of(log), has_hung))
+        lines = _last_lines(log)
+        has_hung = code == 1 and any(map(_HUNG.match, lines))
+        began = [*_begins(trial.folder)[before:], ""][0]
+        end = "\n".join(lines[-_LINES:])
+        attempt = Attempt(code, seconds, end, "", has_hung, left.exists(), began)
+        error = error_in(lines) or (_last_words(lines) if attempt.has_failed else "")
+        trial.attempts.append(replace(attempt, error=error))
         trial.ranks = [*_read(trial.folder)]
         self._told(f"{seconds:.1f} s\n")
 
@@ -172,12 +192,12 @@ def _orders(trial: Trial, plan: Mapping[str, Json]) -> dict[str, str]:
     }
 
 
-STILLED_BY = ("clock", "python", "numpy", "torch", "system")
+STILLED_BY = ("clock", "python", "numpy", "torch", "system", "benchmark")
 """What can be the same in every process."""
 
 
 def stilled(*what: str) -> dict[str, str]:
-    """Return the environment in which these are the same in every process: clock, python, numpy, system."""
+    """Return the environment in which these are the same in every process, such as "clock"."""
     before = os.environ.get("PYTHONPATH")
     return {
         "RESUMABLE_STILL": " ".join(what),
@@ -196,11 +216,50 @@ def _of_rank(folder: Path, rank: int) -> Path:
     return traces.path_of(folder / _TRACE, rank)
 
 
-def _end_of(log: Path) -> str:
+def _begins(folder: Path) -> list[str]:
+    path = _of_rank(folder, 0)
+    return traces.begins(path) if path.exists() else []
+
+
+def _last_lines(log: Path) -> list[str]:
     if not log.exists():
-        return ""
-    lines = log.read_text(errors="replace").splitlines()
-    return "\n".join(lines[-_LINES:])
+        return []
+    with open(log, "rb") as file:
+        file.seek(max(0, os.path.getsize(log) - _READ))
+        return file.read().decode(errors="replace").splitlines()
+
+
+def error_in(lines: Sequence[str]) -> str:
+    """Return the last error that Python has printed after its frames, of any rank; nothing if there is none.
+
+    >>> error_in(["epoch 1", "Traceback (most recent call last):", '  File "x.py", line 3', "KeyError: 'lr'"])
+    "KeyError: 'lr'"
+    """
+    bare = [_RANK.sub("", line) for line in lines]
+    frames = [number for number, line in enumerate(bare) if _FRAME.fullmatch(line)]
+    for number in reversed(frames):
+        told = [*dropwhile(lambda line: line[:1] in ("", " "), bare[number + 1 :])]
+        # (torchrun's own says only that a process has failed)
+        if told and "ChildFailedError" not in told[0]:
+            return " ".join([told[0], *map(str.strip, takewhile(lambda line: line[:1] == " ", told[1:]))])
+    return ""
+
+
+def _last_words(lines: Sequence[str]) -> str:
+    # (such as those of argparse; at the end of what torchrun prints is a table)
+    said = [line.strip() for line in lines if line.strip()]
+    return said[-1] if said and not any("ChildFailedError" in line for line in said) else ""
+
+
+def check(command: Sequence[str]) -> None:
+    """Check that there is such a program."""
+    if shutil.which(command[0]) is None:
+        is_script = command[0].endswith(".py") and Path(command[0]).exists()
+        raise UsageError(
+            f"{command[0]} cannot be started: it is no program.",
+            fix=f"give the command that starts the training, as in: resumable audit -- python "
+            f"{command[0] if is_script else 'train.py'}",
+        )
 
 
 def start(command: Sequence[str], environment: Mapping[str, str], log: Path) -> int:
@@ -224,21 +283,42 @@ def start(command: Sequence[str], environment: Mapping[str, str], log: Path) -> 
         try:
             return child.wait()
         except BaseException:
-            _end(child)
+            _end(child, environment.get("RESUMABLE_AUDIT"))
             raise
 
 
-def _end(child: subprocess.Popen[bytes]) -> None:
-    child.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        # (torchrun ends the processes that it has started)
-        child.wait(_PATIENCE)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
+def _end(child: subprocess.Popen[bytes], plan: str | None) -> None:
+    told = f"interrupted: what was started is told to end, and is killed after {_PATIENCE:.0f} s"
+    print(f"\n{told}", file=sys.stderr, flush=True)
+    try:
+        child.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            # (torchrun ends the processes that it has started)
+            child.wait(_PATIENCE)
+    finally:
+        # (also where somebody could not wait, and has pressed Ctrl-C again)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        if plan:
+            _kill_all_with(plan)
+        child.wait()
+
+
+def _kill_all_with(plan: str) -> None:
+    """Kill what follows a plan: torchrun's processes are in no group of ours. (Only Linux tells.)"""
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if plan.encode() in path.read_bytes():
+                os.kill(int(path.parent.name), signal.SIGKILL)
 
 
 _TRACE = "boundaries.jsonl"
+LEAVES = 300.0
+"""How long a process may take to save and to leave."""
 _LINES = 20
+_READ = 1 << 20
+_RANK = re.compile(r"^\[rank\d+\]: ?")
+_FRAME = re.compile(r'\s+File ".*", line \d+(, in .*)?')
+_HUNG = re.compile(r"Timeout \([\d:.]+\)!")
 _PATIENCE = 10.0
 _LIMIT = 120.0

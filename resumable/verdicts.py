@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 
 from . import naming
@@ -61,8 +60,7 @@ def headline(verdict: Verdict) -> tuple[str, str]:
         return _fine(verdict)
     first = verdict.findings[0]
     if first.kind == SCRIPT:
-        error = error_in(log_of(verdict))
-        return "FAILED", text_of(first) + (f": {error}" if error else "")
+        return "FAILED", text_of(first)
     names = [*dict.fromkeys(map(bare, first.names))]
     if first.kind == REPEAT:
         unsaid = [name for name in names if name not in first.text]
@@ -142,24 +140,17 @@ def notes_of(verdict: Verdict) -> list[str]:
         return [*verdict.notes]
     places = [f"{one.name} ({one.where})" if one.where else one.name for one in idle]
     verb, them = ("is", "it") if len(idle) == 1 else ("are", "them")
-    text = f"{some(places)} {verb} lost by a resume; nothing that was trained here depends on {them}"
-    return [f"{text}, but a longer training may", *verdict.notes]
+    if any(finding.kind == SCRIPT for finding in verdict.findings):
+        rest = f"what has failed may depend on {them}"
+    else:
+        rest = f"nothing that was trained here depends on {them}, but a longer training may"
+    return [f"{some(places)} {verb} lost by a resume; {rest}", *verdict.notes]
 
 
 def log_of(verdict: Verdict) -> str:
     """Return what a script that failed has printed last."""
     failed = any(finding.kind == SCRIPT for finding in verdict.findings)
     return verdict.attempts[-1]["log"] if failed and verdict.attempts else ""
-
-
-def error_in(log: str) -> str:
-    """Return the line of an error that a script has ended with; nothing where its end is no error's.
-
-    >>> error_in("epoch 1\\nTraceback (most recent call last):\\n  File ...\\nKeyError: 'lr'\\n")
-    "KeyError: 'lr'"
-    """
-    found = re.findall(r"^Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)+(\S.*)", log, re.MULTILINE)
-    return found[-1] if found else ""
 
 
 def bare(name: str) -> str:

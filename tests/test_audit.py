@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 from forks import Forks
 from told import Script, Start
 
-from resumable import RunState, UsageError, audit, cli, verdicts
+from resumable import RunState, UsageError, audit, cli, trials, verdicts
 from resumable.audit import Verdict
 from resumable.traces import At, Record
 from resumable.trials import Trials
@@ -133,7 +135,9 @@ def test_a_script_that_fails_at_once_came_to_no_boundary() -> None:
     (finding,) = of(lambda record, start: None).findings
 
     assert (finding.kind, finding.at) == ("script", None)
-    assert finding.text == "the script came to no boundary: it ended with exit code 1"
+    assert finding.text == (
+        "the script came to no boundary: it ended with exit code 1: ValueError: it fails here"
+    )
 
 
 def test_a_script_that_fails_only_after_a_resume_is_told_where() -> None:
@@ -149,11 +153,96 @@ def test_a_script_that_fails_only_after_a_resume_is_told_where() -> None:
     )
 
 
-def test_a_script_that_fails_only_now_and_then_is_told_as_that() -> None:
-    (finding,) = of(lambda r, start: None if start.trial == 1 and r.at.step == 3 else r).findings
+@pytest.mark.parametrize("trials", [{0, 1, 2, 3}, {1}, {2}])
+def test_a_script_that_fails_without_a_stop_does_not_pass_for_exact(trials: set[int]) -> None:
+    found = of(lambda r, start: None if start.trial in trials and r.at.step == 3 else r)
 
-    assert finding.kind == "script"
-    assert finding.text.startswith("in another trial the script did not come to step 3")
+    (finding,) = found.findings
+    assert (finding.kind, finding.at) == ("script", At("batch", 0, 2, 2))
+    assert len(found.attempts) == min(trials) + 1
+    assert finding.text == (
+        "without any stop the script failed after step 2 (epoch 0, batch 2): it ended with exit code 1: "
+        "ValueError: it fails here"
+    )
+
+
+class Short(Script):
+    """A script that is over early in one of its trainings, and has done the same so far."""
+
+    short = 0
+
+    def _records(self, done: Sequence[Record], plan: Mapping[str, Any]) -> Iterator[Record]:
+        last = 9 if self.starts[-1].trial == self.short else 99
+        return itertools.takewhile(lambda record: record.at.step < last, super()._records(done, plan))
+
+
+@pytest.mark.parametrize("short", [0, 1, 2])
+def test_a_script_that_ends_earlier_in_one_training_does_not_repeat_itself(short: int) -> None:
+    script = Short(told.boundaries(5, 5))
+    script.short = short
+
+    (finding,) = audit.audit(COMMAND, start=script).findings
+
+    assert (finding.kind, finding.what) == ("repeat", "where the training ends")
+    assert finding.at is not None
+    assert finding.at.step in (8, 9)
+
+
+def test_what_differs_is_told_before_that_the_other_training_fails() -> None:
+    def differs(record: Record, start: Start) -> Record | None:
+        if start.trial == 1 and record.at.step == 5:
+            return None
+        return told.other(record, "model", weight=told.tensor(start.trial)) if record.at.step > 1 else record
+
+    (finding,) = of(differs).findings
+
+    assert (finding.kind, finding.what) == ("repeat", "model weight")
+
+
+@pytest.mark.parametrize("is_asked_when_resumed", [True, False])
+def test_a_loop_that_asks_for_a_batch_behind_the_last_only_sometimes_gives_no_alarm(
+    is_asked_when_resumed: bool,
+) -> None:
+    class Asks(Script):
+        def _records(self, done: Sequence[Record], plan: Mapping[str, Any]) -> Iterator[Record]:
+            batches: list[str] = []
+            for one in super()._records(done, plan):
+                is_last = one.at.batch == 5 and one.why == "boundary" and [*one.at] != plan["stop"]
+                if is_last and bool(done) is not is_asked_when_resumed:
+                    batches = [*one.batches]
+                    continue
+                yield replace(one, batches=[*batches, *one.batches])
+                batches = []
+
+    found = audit.audit(COMMAND, at=[3], start=Asks(told.boundaries(5, 5)))
+
+    assert found.is_exact, verdicts.headline(found)
+
+
+def test_trainings_that_were_alike_by_chance_are_not_told_as_numbers_that_nobody_knows() -> None:
+    def differs(record: Record, start: Start) -> Record:
+        is_other = start.trial > 2 and record.at.step > 1
+        return told.other(record, "model", weight=told.tensor(start.trial)) if is_other else record
+
+    (finding,) = of(differs).findings
+
+    assert (finding.kind, finding.what) == ("repeat", "model weight")
+
+
+def test_a_script_that_saves_twice_at_a_step_gives_no_alarm() -> None:
+    places = [at for at in told.steps(16) for _ in range(1 + (at.step % 4 == 0))]
+
+    class Twice(Script):
+        def _records(self, done: Sequence[Record], plan: Mapping[str, Any]) -> Iterator[Record]:
+            met = set()
+            for record in super()._records(done, plan):
+                is_second = record.at in met and record.why == "boundary"
+                met.add(record.at)
+                yield told.other(record, "position", **{"metrics.acc": 1.0}) if is_second else record
+
+    found = audit.audit(COMMAND, start=Twice(places))
+
+    assert found.is_exact, verdicts.headline(found)
 
 
 def test_what_is_only_told_and_differs_each_time_is_a_note() -> None:
@@ -436,6 +525,18 @@ BROKEN: dict[str, tuple[dict[str, str], str, str, str]] = {
         "the script",
         "exit code 0",
     ),
+    "a name that only a first start assigns": (
+        {"batch": "scale = scale if state.resumed else 1.0"},
+        "script",
+        "the script",
+        "UnboundLocalError",
+    ),
+    "a second run": (
+        {"main": "RunState.load('runs/first', model=model)\nmain()"},
+        "script",
+        "the script",
+        "an audit follows one run, and the script has begun runs/first and now runs/exp",
+    ),
     "no resume at all": (
         {"main": "RunState.load = RunState\nmain()"},
         "state",
@@ -475,6 +576,29 @@ def test_a_start_that_hangs_is_ended_and_it_is_told_where(tmp_path: Path, forks:
     assert re.search(r"it hung, and was ended after \d+ s", attempt.end)
 
 
+THREADED = """
+import threading
+goes_on = threading.Event()
+threading.Thread(target=goes_on.wait).start()
+main()
+goes_on.set()
+"""
+
+
+@pytest.mark.heavy
+def test_a_script_that_does_not_leave_is_ended_and_told_as_that(
+    tmp_path: Path, forks: Forks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(trials, "LEAVES", 2.0)
+
+    (finding,) = audited(forks, tmp_path, main=THREADED).findings
+
+    assert (finding.kind, finding.what) == ("script", "the script")
+    assert "it did not leave when it was told to, and was ended after" in finding.text
+    assert "daemon threads" in finding.fix
+
+
 OF_TWO = """
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -496,6 +620,9 @@ dist.destroy_process_group()
 """
 
 
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize(("extra", "is_exact"), [('{"noise": noise}', True), ("{}", False)])
 def test_a_training_of_two_ranks_is_audited_as_torchrun_starts_it(
@@ -504,11 +631,31 @@ def test_a_training_of_two_ranks_is_audited_as_torchrun_starts_it(
     monkeypatch.chdir(tmp_path)
     begin = SCRIPT.partition("\ndef main")[0]
     (tmp_path / "train.py").write_text(begin + OF_TWO.replace("{extra}", extra))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-
-    found = audit.audit([*torchrun, str(tmp_path / "train.py")], steps=6)
+    found = audit.audit([*TORCHRUN, "--nproc-per-node=2", str(tmp_path / "train.py")], steps=6)
 
     assert found.is_exact is is_exact, verdicts.headline(found)
     if not is_exact:
         assert found.findings[0].kind == "randomness"
         assert found.findings[0].names[0].startswith("noise (torch.Generator")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("load", "restarts", "said"),
+    [
+        ("RunState.load", 1, "exact"),
+        ("RunState", 0, "NOT exact: the script, started again after the stop at step 2"),
+    ],
+)
+def test_what_torchrun_starts_again_and_says_of_its_processes_hides_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: str, restarts: int, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = SCRIPT.format(**PIECES).replace("RunState.load", load)
+    (tmp_path / "train.py").write_text(text)
+
+    found = audit.audit(
+        [*TORCHRUN, f"--max-restarts={restarts}", str(tmp_path / "train.py")], steps=6, at=[2]
+    )
+
+    assert ": ".join(verdicts.headline(found)).startswith(said)

@@ -109,5 +109,18 @@ def test_a_correct_script_gives_no_alarm(
     assert not [one for one in verdict.lost if one.weight == "state"]
 
 
+@pytest.mark.heavy
+def test_where_no_batch_can_be_given_after_a_resume_the_data_are_said_to_differ(
+    forks: Forks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = ZOO / "broken" / "sampler_counts_by_itself.py"
+
+    (found,) = audit([sys.executable, str(script)], at=[10], start=forks).findings
+
+    assert (found.kind, list(found.names)) == ("data", ["loader.sampler.rounds"])
+    assert "a load_state_dict() with rounds" in found.fix
+
+
 def test_every_broken_script_is_in_the_table() -> None:
     assert {script.stem for script in (ZOO / "broken").glob("*.py")} == BROKEN.keys()

@@ -212,6 +212,25 @@ def test_an_operation_of_somebody_else_is_done_once_and_told() -> None:
     assert (len(done), found, inspection.left_alone) == (1, [], {"tests::keep_a_line"})
 
 
+def test_a_product_that_torch_refuses_for_want_of_a_variable_is_neither_named_nor_left_alone() -> None:
+    def product(value: Tensor) -> Tensor:
+        if torch.are_deterministic_algorithms_enabled():
+            raise RuntimeError(
+                "not deterministic because it uses CuBLAS: set CUBLAS_WORKSPACE_CONFIG=:4096:8"
+            )
+        return value * 2
+
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    library.define("a_product(Tensor value) -> Tensor")
+    library.impl("a_product", product, "CPU")
+    inspection = Inspection()
+    inspection.begin()
+    torch.ops.torchvision.a_product(torch.ones(2))
+    found = inspection.end()
+
+    assert (found, inspection.left_alone) == ([], set())
+
+
 def test_the_mode_of_somebody_else_that_is_still_open_stays() -> None:
     seen: list[str] = []
 

@@ -93,3 +93,14 @@ def test_a_child_of_a_stilled_process_is_stilled_too() -> None:
 
 def test_the_folder_of_the_stilled_leaves_the_path_of_the_script() -> None:
     assert "stilled" not in said("import sys; print(sys.path)", "python")
+
+
+def test_cudnn_measures_nothing_whatever_a_script_asks_for() -> None:
+    text = (
+        "import torch\n"
+        "torch.backends.cudnn.benchmark = True\n"
+        "with torch.backends.cudnn.flags(benchmark=True):\n"
+        "    print(torch.backends.cudnn.benchmark, torch._C._get_cudnn_benchmark())\n"
+    )
+
+    assert said(text, "benchmark") == "False False\n"

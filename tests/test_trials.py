@@ -14,7 +14,7 @@ import pytest
 import told
 from told import Script
 
-from resumable import UsageError, traces, trials
+from resumable import UsageError, cli, traces, trials
 from resumable.traces import At
 from resumable.trials import Trials
 
@@ -72,9 +72,44 @@ def test_a_stopped_trial_is_not_started_again_once_it_has_missed_a_stop(tmp_path
 
 
 def test_the_end_of_what_a_start_printed_is_kept(tmp_path: Path) -> None:
-    trial = made(tmp_path, Script(told.boundaries(1, 4))).straight("straight")
+    script = Script(told.boundaries(1, 4), lambda record, start: None)
 
-    assert trial.attempts[0].log.endswith("ValueError: it fails here")
+    (attempt,) = made(tmp_path, script).straight("straight").attempts
+
+    assert attempt.log.endswith("ValueError: it fails here")
+    assert attempt.error == "ValueError: it fails here"
+    assert attempt.has_failed
+
+
+FRAMES = [
+    "Traceback (most recent call last):",
+    '  File "train.py", line 3, in main',
+    "    step()",
+    "    ^^^^",
+]
+OF_TORCHRUN = [
+    *("Traceback (most recent call last):", '  File "/torch/run.py", line 901, in main'),
+    *("torch.distributed.elastic.multiprocessing.errors.ChildFailedError: ", "===", "train.py FAILED"),
+]
+
+
+@pytest.mark.parametrize(
+    ("lines", "error"),
+    [
+        (["epoch 0", "loss 0.5"], ""),
+        ([*FRAMES, "ValueError: boom"], "ValueError: boom"),
+        ([*FRAMES, "Refused: no", "  such thing", "", "bye"], "Refused: no such thing"),
+        ([*FRAMES, "KeyError: 1", "", *FRAMES, "ValueError: boom"], "ValueError: boom"),
+        ([*(f"[rank1]: {line}" for line in [*FRAMES, "ValueError: boom"]), *OF_TORCHRUN], "ValueError: boom"),
+        (OF_TORCHRUN, ""),
+        (
+            ['  File "train.py", line 3', "    x = = 1", "        ^", "SyntaxError: invalid syntax"],
+            "SyntaxError: invalid syntax",
+        ),
+    ],
+)
+def test_the_error_is_that_of_the_script_and_not_of_what_has_started_it(lines: list[str], error: str) -> None:
+    assert trials.error_in(lines) == error
 
 
 def test_ranks_are_read_as_long_as_the_next_one_has_written(tmp_path: Path) -> None:
@@ -98,6 +133,37 @@ def test_a_command_that_is_not_there_is_told_with_what_a_command_looks_like(tmp_
         trials.start(["no-such-program"], os.environ, tmp_path / "log")
 
 
+@pytest.mark.parametrize(
+    ("command", "fix"), [("no-such-program", "python train.py"), ("./fit.py", "python ./fit.py")]
+)
+def test_what_is_no_program_is_refused_before_anything_is_said(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    fix: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "fit.py").touch()
+
+    assert cli.main(["audit", "--", command]) == 2
+
+    assert capsys.readouterr().err == (
+        f"resumable: {command} cannot be started: it is no program.\n"
+        f"Fix: give the command that starts the training, as in: resumable audit -- {fix}\n"
+    )
+
+
+def test_the_last_words_of_what_fails_without_a_traceback_are_its_error(tmp_path: Path) -> None:
+    def fails(command: object, environment: object, log: Path) -> int:
+        log.write_text("usage: train.py DATA\ntrain.py: error: the following arguments are required: DATA\n")
+        return 2
+
+    (attempt,) = made(tmp_path, fails).straight("straight").attempts  # type: ignore[arg-type]
+
+    assert attempt.error == "train.py: error: the following arguments are required: DATA"
+
+
 def test_a_start_returns_how_it_ended_and_gives_no_input(tmp_path: Path) -> None:
     text = "import sys; print(repr(sys.stdin.read())); sys.exit(7)"
 
@@ -107,30 +173,47 @@ def test_a_start_returns_how_it_ended_and_gives_no_input(tmp_path: Path) -> None
 
 
 WAITS = """
-import os, sys, time
-child = os.fork() if sys.argv[1:] == ["forks"] else 0
+import os, signal, sys, time
+child = os.fork() if sys.argv[1:] in (["forks"], ["sessions"]) else 0
+if sys.argv[1:] == ["sessions"] and not child:
+    os.setsid()
+if sys.argv[1:] == ["ignores"]:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 open(f"pid-{os.getpid()}", "w").close()
 time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("how", ["alone", "forks"])
-def test_ctrl_c_ends_what_was_started(tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize(
+    ("sent", "how", "code"),
+    [
+        (signal.SIGINT, "alone", 130),
+        (signal.SIGINT, "forks", 130),
+        (signal.SIGTERM, "forks", 143),
+        (signal.SIGHUP, "alone", 129),
+        (signal.SIGTERM, "ignores", 143),
+        (signal.SIGTERM, "sessions", 143),
+    ],
+)
+def test_an_audit_that_is_told_to_leave_ends_what_it_has_started(
+    tmp_path: Path, sent: signal.Signals, how: str, code: int
+) -> None:
     (tmp_path / "waits.py").write_text(WAITS)
-    text = f"import os, pathlib; from resumable import trials; trials.start([{sys.executable!r}, 'waits.py', "
-    text += f"{how!r}], os.environ, pathlib.Path('log'))"
     environment = {**os.environ, "PYTHONPATH": str(Path(trials.__file__).parents[1])}
+    command = [sys.executable, "-m", "resumable", "audit", "--", sys.executable, "waits.py", how]
     # (a shell gives the whole group Ctrl-C; here only the parent gets it)
-    audit = subprocess.Popen(
-        [sys.executable, "-c", text], cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL
-    )
-    while len(pids := [*tmp_path.glob("pid-*")]) < (2 if how == "forks" else 1):
+    audit = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL)
+    while len(pids := [*tmp_path.glob("pid-*")]) < (2 if how in ("forks", "sessions") else 1):
         assert audit.poll() is None
         time.sleep(0.01)
 
-    audit.send_signal(signal.SIGINT)
+    audit.send_signal(sent)
+    if how == "ignores":
+        with pytest.raises(subprocess.TimeoutExpired):
+            audit.wait(1)
+        audit.send_signal(sent)
 
-    assert audit.wait(30) != 0
+    assert audit.wait(30) == code
     for path in pids:
         assert not is_alive(int(path.name.removeprefix("pid-")))
 

@@ -44,7 +44,14 @@ ALIKE = {"again": True, "once more": True, "stopped and resumed": True}
 def made(*findings: Finding, **facts: Any) -> Verdict:
     """A verdict about two boundaries, at the first of which the training was stopped."""
     rows = [{**at._asdict(), "alike": ALIKE} for at in (MIDDLE, END)]
-    one = {"trial": "straight", "code": 143, "seconds": 1.5, "log": "epoch 0: loss 0.5", "has_hung": False}
+    one = {
+        "trial": "straight",
+        "code": 143,
+        "seconds": 1.5,
+        "log": "epoch 0: loss 0.5",
+        "has_hung": False,
+        "has_left": False,
+    }
     given: dict[str, Any] = {"stops": [MIDDLE], "rows": rows, "attempts": [one], "settings": {"threads": 2}}
     return Verdict(["python", "train.py"], [*findings], **given | facts)
 
@@ -100,11 +107,21 @@ def test_the_error_of_a_script_stands_in_the_verdict_and_its_last_lines_at_the_e
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     log = "epoch 0\nTraceback (most recent call last):\n  File ...\nKeyError: 'lr'\n\x1b[2J"
-    attempt = {"trial": "straight", "code": 1, "seconds": 1.0, "log": log, "has_hung": False}
+    failed = FAILED._replace(
+        text="it did not come to step 6 (epoch 1): it ended with exit code 1: KeyError: 'lr'"
+    )
+    attempt = {
+        "trial": "straight",
+        "code": 1,
+        "seconds": 1.0,
+        "log": log,
+        "has_hung": False,
+        "has_left": False,
+    }
 
-    lines = printed(made(FAILED, attempts=[attempt], notes=["a note"]), capsys)
+    lines = printed(made(failed, attempts=[attempt], notes=["a note"]), capsys)
 
-    assert lines[0] == "FAILED: it did not come to step 6 (epoch 1): KeyError: 'lr'"
+    assert lines[0] == f"FAILED: {failed.text}"
     assert lines[-6:-4] == ["It printed last:", "  epoch 0"]
     assert lines[-1] == "  \\x1b[2J"
     assert lines.index("note: a note") < lines.index("It printed last:")
@@ -209,7 +226,14 @@ def test_json_has_just_the_documented_fields(capsys: pytest.CaptureFixture[str])
 
 
 def test_the_page_has_all_that_was_found_and_nothing_of_what_a_script_says_is_taken_for_markup() -> None:
-    attempt = {"trial": HOSTILE, "code": 1, "seconds": 2.0, "log": HOSTILE, "has_hung": False}
+    attempt = {
+        "trial": HOSTILE,
+        "code": 1,
+        "seconds": 2.0,
+        "log": HOSTILE,
+        "has_hung": False,
+        "has_left": False,
+    }
     finding = FINDING._replace(text=HOSTILE, names=[HOSTILE], fix=HOSTILE, what=HOSTILE)
     lost = EMA._replace(name=HOSTILE, kind=HOSTILE, where=HOSTILE, before=HOSTILE[:20], after=HOSTILE[:20])
     facts = {"notes": [HOSTILE], "settings": {HOSTILE: HOSTILE}, "attempts": [attempt], "lost": [lost]}
@@ -248,16 +272,29 @@ def test_a_boundary_that_was_not_reached_is_no_stop_and_no_difference() -> None:
     assert "<strong>1 time</strong><span>step 4</span>" in text
 
 
+def test_the_page_says_what_is_wrong_once() -> None:
+    text = audit_page.page(made(FINDING, FINDING._replace(text="also this"), lost=[EMA]))
+
+    assert text.count("differs by up to 0.0002 at step 4") == 1
+    assert text.count("also this") == 1
+    repeat = FINDING._replace(kind="repeat")
+    assert "There batch digests and learning rates are equal." in audit_page.page(made(repeat))
+
+
 def test_the_page_says_how_each_start_ended() -> None:
-    one = {"trial": "again", "code": 1, "seconds": 3.0, "log": "", "has_hung": False}
-    starts = [one, {**one, "code": 143}, {**one, "has_hung": True}]
+    one = {"trial": "again", "code": 1, "seconds": 3.0, "log": "", "has_hung": False, "has_left": False}
+    left = {**one, "code": 143, "has_left": True}
+    stopped = {**left, "trial": "stopped and resumed"}
+    starts = [one, left, stopped, stopped, {**one, "has_hung": True}]
 
     text = audit_page.page(made(attempts=starts))
 
     assert re.findall(r"<summary>(.*?)</summary>", text) == [
         "1. again: exit code 1, 3 s",
-        "2. again: exit code 143 (stopped in good order), 3 s",
-        "3. again: it hung, and was ended, 3 s",
+        "2. again: ended after the last boundary that was asked for, exit code 143, 3 s",
+        "3. stopped and resumed: stopped at step 4 (epoch 0, batch 4), exit code 143, 3 s",
+        "4. stopped and resumed: ended after the last boundary that was asked for, exit code 143, 3 s",
+        "5. again: it hung, and was ended, 3 s",
     ]
 
 
@@ -267,7 +304,14 @@ def test_the_page_fits_a_phone_is_dark_where_that_is_liked_and_is_reached_by_the
     tmp_path: Path,
 ) -> None:
     wide = FINDING._replace(text="wide" * 90, names=["name" * 90], fix="fix" * 90)
-    attempt = {"trial": "straight", "code": 1, "seconds": 1.0, "log": "x" * 500, "has_hung": False}
+    attempt = {
+        "trial": "straight",
+        "code": 1,
+        "seconds": 1.0,
+        "log": "x" * 500,
+        "has_hung": False,
+        "has_left": False,
+    }
     verdict = made(wide, lost=[EMA._replace(where="p" * 300)], attempts=[attempt], notes=["n" * 300])
     verdict.command = ["python", "train" * 60]
     audit_page.write(verdict, file := tmp_path / "page.html")
@@ -298,6 +342,34 @@ def test_the_page_fits_a_phone_is_dark_where_that_is_liked_and_is_reached_by_the
     assert levels[0] == 1
     assert all(later - before <= 1 for before, later in pairwise(levels))
     assert (len(reached), unnamed) == (count, 0)
+
+
+@pytest.mark.heavy
+@pytest.mark.skipif(CHROMIUM is None, reason="needs a browser: apt-get install chromium")
+def test_what_differs_is_seen_on_a_phone_and_what_is_lost_in_a_window_without_scrolling(
+    tmp_path: Path,
+) -> None:
+    rows = [{**END._asdict(), "alike": {**ALIKE, "stopped and resumed": False}}]
+    lost = [EMA._replace(name="loader.sampler.level", where="curriculum_forgotten.py:62", fix="fix it " * 9)]
+    audit_page.write(made(FINDING, rows=rows, lost=lost), file := tmp_path / "page.html")
+    with sync_playwright() as playwright:
+        flags = ["--no-sandbox"] if os.getuid() == 0 else []
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=flags)
+        page = browser.new_page(viewport={"width": 1100, "height": 700})
+        page.goto(file.as_uri())
+        hidden = page.eval_on_selector_all(
+            ".scroll", "all => all.map(one => one.scrollWidth - one.clientWidth)"
+        )
+        line = page.get_by_text("curriculum_forgotten.py:62").last.bounding_box()
+        page.set_viewport_size({"width": 390, "height": 700})
+        badge = page.locator("td .differs", has_text="differs").bounding_box()
+        browser.close()
+
+    assert hidden == [0, 0, 0]
+    assert line is not None
+    assert badge is not None
+    assert line["height"] < 30
+    assert badge["x"] + badge["width"] < 375
 
 
 SHOWN = re.findall(r"```text\n((?:NOT|note).*?)```", (DOCS.parent / "audit.md").read_text(), re.DOTALL)

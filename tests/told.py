@@ -45,6 +45,11 @@ class Start(NamedTuple):
     plan: Mapping[str, Any]
 
 
+FAILED = """Traceback (most recent call last):
+  File "train.py", line 7, in <module>
+ValueError: it fails here
+"""
+
 Change = Callable[[Record, Start], Record | None]
 """What is otherwise in a record of one start; None: there the script fails."""
 
@@ -67,13 +72,14 @@ class Script:
         resumes = sum(record.why == "resumed" for record in done) + bool(done)
         start = Start(self._trials.index(path), resumes, environment, plan)
         self.starts.append(start)
-        log.write_text("Traceback ...\nValueError: it fails here\n")
+        log.write_text("epoch 0\n")
         with open(path, "a") as file:
             for record in self._records(done, plan):
                 if (changed := self._change(record, start)) is None:
+                    log.write_text(FAILED)
                     return 1
                 file.write(traces.to_line(changed) + "\n")
-        return 143
+        return 143 if Path(plan["left"]).exists() else 0
 
     def _records(self, done: Sequence[Record], plan: Mapping[str, Any]) -> Iterator[Record]:
         at = done[-1].at if done else At("outside", 0, 0, 0)
@@ -86,6 +92,7 @@ class Script:
             counted += place.kind != "epoch" or before == "epoch"
             before = place.kind
             if [*place] == plan["stop"] or (plan["stop"] is None and counted == plan["steps"]):
+                Path(plan["left"]).touch()
                 return
 
 

@@ -76,8 +76,15 @@ def _still_system(is_numpys: bool, is_others: bool) -> None:
         random.seed = random._inst.seed  # type: ignore[attr-defined]
 
 
-class _SeedsTorch:
-    """Finds torch as it would have been found, and seeds its generator once it has been imported."""
+def _leave_benchmark_off(torch) -> None:  # type: ignore[no-untyped-def]
+    torch._C._set_cudnn_benchmark(False)
+    # The script, or a library, may turn it on at any time: by its name, or with torch.backends.cudnn.flags.
+    torch._C._set_cudnn_benchmark = lambda _: None
+    vars(type(torch.backends.cudnn))["benchmark"].setter = lambda _: None
+
+
+class _ChangesTorch:
+    """Finds torch as it would have been found, and changes it once it has been imported."""
 
     def find_spec(self, name, path=None, target=None):  # type: ignore[no-untyped-def]
         if name != "torch":
@@ -89,14 +96,17 @@ class _SeedsTorch:
 
             def executed(module):  # type: ignore[no-untyped-def]
                 execute(module)
-                module.manual_seed(20)
+                if "torch" in _what:
+                    module.manual_seed(20)
+                if "benchmark" in _what:
+                    _leave_benchmark_off(module)
 
             spec.loader.exec_module = executed  # type: ignore[method-assign]
         return spec
 
 
-if "torch" in _what:
-    sys.meta_path.insert(0, _SeedsTorch())  # type: ignore[arg-type]
+if "torch" in _what or "benchmark" in _what:
+    sys.meta_path.insert(0, _ChangesTorch())  # type: ignore[arg-type]
 if "clock" in _what:
     _still_clock()
 if "python" in _what:
