@@ -67,7 +67,7 @@ def _a_bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     server.remove("bucket")
 
 
-@pytest.mark.usefixtures("_a_bucket")
+@pytest.mark.usefixtures("_a_bucket", "as_in_a_script")
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page) and page != RECORDED])
 def test_the_code_on_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -85,6 +85,7 @@ def test_the_code_on_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.
     assert list(tmp_path.glob("runs/*/checkpoints/*/manifest.json"))
 
 
+@pytest.mark.usefixtures("as_in_a_script")
 @pytest.mark.parametrize("module", MODULES)
 def test_the_examples_in_docstrings_are_true(
     module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -10,8 +10,10 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "resumable"
 
 LAYERS = (
-    ("errors", "boundary", "sealed", "signals", "threads", "request", "etag", "wrappers", "carried"),
-    ("line", "pin", "headers", "scopes"),
+    ("errors", "boundary", "sealed", "signals", "threads", "request", "etag", "wrappers", "statements"),
+    ("line", "pin", "headers", "flow", "units"),
+    ("carried", "meters"),
+    ("scopes",),
     ("disk", "lock", "manifest", "tensorfile", "rng", "environment", "seeds", "prefetch", "memory"),
     ("fence", "late"),
     ("url", "filesystem", "refusal", "archive", "repeating"),
@@ -60,8 +62,9 @@ LAYERS = (
     ("parts", "unpacking", "adopting"),
     ("capture", "exporting"),
     ("saving", "importing", "tracing", "held"),
-    ("inside", "remedies"),
+    ("inside", "remedies", "nameless"),
     ("unregistered",),
+    ("survey",),
     ("auditing",),
     ("resuming",),
     ("state",),
