@@ -104,7 +104,7 @@ def _examine(made: Trials, verdict: Verdict, at: Sequence[int], twice: bool) -> 
             verdict.findings.append(found)
             return
     ignored = diagnosis.unsteady([straight, *again])
-    verdict.notes += _of_unsteady(ignored)
+    verdict.notes += [*_of_unseen(straight), *_of_unsteady(ignored)]
     verdict.stops = _stops(straight, at, twice, verdict.notes)
     if not verdict.stops:
         verdict.findings.append(_of_no_stop(straight))
@@ -322,6 +322,13 @@ def _chosen(counted: Sequence[At], at: Sequence[int], twice: bool, notes: list[s
                 f"--twice: not stopped once more, since no boundary is between {chosen[-1]} and the end"
             )
     return chosen
+
+
+def _of_unseen(straight: Trial) -> list[str]:
+    unseen = next((one.more["unseen"] for one in straight.records if "unseen" in one.more), "")
+    return (
+        [f"the batches were not compared whole, since they cannot be told apart ({unseen})"] if unseen else []
+    )
 
 
 def _of_unsteady(ignored: set[diagnosis.Leaf]) -> list[str]:

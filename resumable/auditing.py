@@ -95,6 +95,7 @@ class Audit(Trace):
         self._stop: list[Json] | None = plan.get("stop")
         self._most: int = plan["steps"]
         self._count, self._is_between_epochs = 0, True
+        self._unseen = ""
         self._inspection = Inspection() if plan.get("inspects") else None
         if plan.get("deterministic"):
             determinism.make_deterministic()
@@ -105,7 +106,10 @@ class Audit(Trace):
         """Return the digest of all its bits; where there is none for such an object, what a trace has."""
         try:
             return digest.of(batch)
-        except Exception:
+        except Exception as exc:
+            # (a batch can be any object; that it was not compared whole has to be told with the verdict)
+            kind = type(batch)
+            self._unseen = f"{kind.__module__}.{kind.__qualname__}: {type(exc).__name__}: {exc}"
             return super().digest_of_batch(batch)
 
     def begin(self, *, is_resumed: bool) -> None:
@@ -158,6 +162,8 @@ class Audit(Trace):
         seen = survey.take(self._capture, sys._getframe())
         told = {n: {**one._asdict(), "fix": remedies.sentence(one.fix)} for n, one in seen.items()}
         more: dict[str, Any] = {"unregistered": told, "settings": determinism.settings()}
+        if self._unseen:
+            more["unseen"] = self._unseen
         if why != "boundary":
             more["kinds"] = kinds
         return Record(at, why, batches, parts=parts, more=more)

@@ -576,6 +576,42 @@ def test_a_start_that_hangs_is_ended_and_it_is_told_where(tmp_path: Path, forks:
     assert re.search(r"it hung, and was ended after \d+ s", attempt.end)
 
 
+UNSEEN = """
+class Veiled:
+    def __init__(self, batch):
+        object.__setattr__(self, "batch", batch)
+
+    def __getattribute__(self, name):
+        if name == "__dict__":
+            raise ValueError("behind a veil")
+        return object.__getattribute__(self, name)
+"""
+
+
+@pytest.mark.heavy
+def test_batches_that_cannot_be_told_apart_are_told_with_the_verdict(
+    tmp_path: Path, forks: Forks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = f"""{UNSEEN}
+def collate(rows):
+    return Veiled(torch.stack([row[0] for row in rows]))
+
+loader = DataLoader(loader.dataset, batch_size=3, shuffle=True, collate_fn=collate)
+state = RunState.load("runs/exp", model=model, optimizer=optimizer, loader=loader)
+for epoch in state.epochs(4):
+    for veiled in state.batches():
+        step(veiled.batch)
+state.close()
+"""
+
+    found = audited(forks, tmp_path, script)
+
+    assert found.is_exact, verdicts.headline(found)
+    assert "the batches were not compared whole" in found.notes[0]
+    assert "ValueError: behind a veil" in found.notes[0]
+
+
 THREADED = """
 import threading
 goes_on = threading.Event()
