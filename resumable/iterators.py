@@ -14,7 +14,7 @@ from .errors import Unsupported
 from .order import Order
 from .worker import Stamp, Worker
 
-METHODS = ("_reset", "_try_put_index", "_process_data", "_get_data")
+METHODS = ("_reset", "_try_put_index", "_process_data", "_get_data", "_try_get_data", "_next_data")
 ATTRIBUTES = ("_worker_queue_idx_cycle", "_send_idx", "_task_info", "_workers_status")
 """What is used of torch's iterator beyond its public side, and what of it only exists in an instance."""
 
@@ -85,13 +85,25 @@ class Workers(_MultiProcessingDataLoaderIter):
         self._turn = turn
         """The worker to give the first batch to."""
         self._told = told
-        self._is_draining = False
+        self._is_draining = self._has_ended = False
         self._given: defaultdict[int, deque[int]] = defaultdict(deque)
         super().__init__(view)
 
     def end(self) -> None:
-        """End the workers."""
+        """End the workers; who waits for a batch of theirs, in another thread, has come to the end."""
+        self._has_ended = True
         self._shutdown_workers()
+
+    def _next_data(self) -> Any:
+        if self._has_ended:
+            raise StopIteration
+        return super()._next_data()  # type: ignore[no-untyped-call]
+
+    def _try_get_data(self, *timeout: float) -> tuple[bool, Any]:
+        found: tuple[bool, Any] = super()._try_get_data(*timeout)  # type: ignore[no-untyped-call]
+        if self._has_ended and not found[0]:
+            raise StopIteration
+        return found
 
     def begin_anew(self, view: DataLoader[Any]) -> None:
         """Begin another epoch with the same workers."""
