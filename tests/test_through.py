@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import random
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -68,9 +69,11 @@ class Background(threading.Thread):
 @pytest.fixture(autouse=True)
 def _threads_end() -> Iterator[None]:
     yield
+    until = time.monotonic() + 60
     while Background.running:
         thread = Background.running.pop()
         while thread.is_alive():
+            assert time.monotonic() < until, "a thread does not end: it waits for a batch that never comes"
             thread.batches = ()
             try:
                 thread.queue.get(timeout=0.01)
