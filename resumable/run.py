@@ -71,6 +71,8 @@ class Run:
         self.path = Path(path).absolute()
         self.folder = self.path / "checkpoints"
         self._lock: lock.Lock | None = None
+        self._is_free = threading.Event()
+        self._is_free.set()
         # A save looks at the run in the background, while the script may do so too.
         self._guard = threading.RLock()
         self._kept: Listing | None = None
@@ -319,6 +321,7 @@ class Run:
             disk.make_folder(self.path)
             disk.flush_names(self.path)
             self._lock = lock.Lock(self.path / ".lock")
+            self._is_free.clear()
             self._remove_debris()
         if is_held:
             warn(
@@ -331,6 +334,11 @@ class Run:
         if self._lock:
             self._lock.release()
             self._lock = None
+        self._is_free.set()
+
+    def wait_until_free(self, patience: float) -> None:
+        """Wait until what writes this run by this object has let go of it, as long as that."""
+        self._is_free.wait(patience)
 
     def identity(self, known: str | None = None) -> str:
         """Return the run's id; the first call in its life writes it down, the `known` one if there is one."""

@@ -59,6 +59,9 @@ from .unregistered import Seen, Unregistered
 from .writer import PendingSave
 
 _open_runs: weakref.WeakValueDictionary[Path, RunState] = weakref.WeakValueDictionary()
+_written: weakref.WeakValueDictionary[Path, Run] = weakref.WeakValueDictionary()
+_PATIENCE = 30.0
+"""So long another thread may take to let go of a run whose state it has dropped."""
 
 
 class RunState:
@@ -700,8 +703,11 @@ the batches since are left out (1 of 3 times)
                 older.close()
             except RemoteError as exc:
                 warn(exc.problem)
+        elif older is None and (run := _written.get(path)):
+            # The thread that wrote its save was the last to keep it, and is letting go of the run just now.
+            run.wait_until_free(_PATIENCE)
         self._crew.own_still()
-        _open_runs[path] = self
+        _open_runs[path], _written[path] = self, self.run
 
     def _count_steps(self, optimizer: Any) -> list[Any]:
         hooks = []

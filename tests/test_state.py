@@ -42,6 +42,7 @@ from resumable import (
     checkpoint,
 )
 from resumable.blocks import Content
+from resumable.history import History
 
 
 class Training:
@@ -662,6 +663,31 @@ def test_an_object_that_is_dropped_without_close_leaves_the_run_to_the_next(run_
         del training
 
     assert Training(run_dir).state.step == 3
+
+
+def test_an_object_that_another_thread_is_dropping_is_waited_for(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, goes_on, ended = threading.Event(), threading.Event(), History.ended
+
+    def slowly(self: History, *args: Any, **kwargs: Any) -> None:
+        began.set()
+        goes_on.wait(30)
+        ended(self, *args, **kwargs)
+
+    last = [Training(run_dir)]
+    last[0].saved()
+    monkeypatch.setattr(History, "ended", slowly)
+    dropping = threading.Thread(target=last.clear)
+    dropping.start()
+    began.wait(30)
+    monkeypatch.undo()
+    threading.Timer(0.2, goes_on.set).start()
+    again = Training(run_dir)
+    dropping.join()
+
+    assert again.state.step == 1
+    assert again.saved() == 2
 
 
 def test_a_run_that_another_object_in_the_process_holds_is_in_use(run_dir: Path) -> None:
