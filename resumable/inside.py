@@ -13,6 +13,7 @@ from torch import nn
 
 from . import digest, scopes
 from .held import TENSORS, Held
+from .remedies import Nth
 
 WIDEST = 256
 _DEEPEST = 12
@@ -89,14 +90,20 @@ class Inside:
             plain = [digest.of(inner) for _, inner in items if type(inner) in (*NUMBERS, *TEXTS)]
             self._tell(path, digest.of(sorted(plain)))
             return
-        for key, inner in items:
-            self.add(inner, (*path, key), depth + 1)
+        for number, (key, inner) in enumerate(items):
+            named = key if _is_plain(key) else Nth(number, type(key).__name__)
+            self.add(inner, (*path, named), depth + 1)
 
 
 def _is_own_state(name: str, value: object) -> bool:
     kinds = type(value).__mro__
     is_others = nn.Module in kinds or torch.optim.Optimizer in kinds or type in kinds or type(value) in BARE
     return not is_others and name != "_per_optimizer_states"
+
+
+def _is_plain(key: object) -> bool:
+    parts = key if type(key) is tuple else (key,)
+    return all(part is None or type(part) in NUMBERS or type(part) in TEXTS for part in parts)
 
 
 def _items(value: Any) -> tuple[int, list[tuple[Any, Any]]]:

@@ -17,6 +17,13 @@ from .held import Held
 _CONTAINERS = ("list", "dict", "set", "deque")
 
 
+class Nth(NamedTuple):
+    """What stands for a key that is an object: its text may have an address in it, or all of a tensor."""
+
+    number: int
+    kind: str
+
+
 class Place(NamedTuple):
     """Where something is: its name for people, and the expression that a script writes for it."""
 
@@ -44,10 +51,15 @@ class Place(NamedTuple):
 
     def item(self, path: tuple[Any, ...]) -> Place:
         """Return the place of an item of a container."""
-        name = "".join(f".{key}" if type(key) is str else f"[{key!r}]" for key in path)
-        code = "".join(f"[{key!r}]".replace("'", '"') for key in path)
+        name, code = self.name, self.code
+        for key in path:
+            if type(key) is Nth:
+                name, code = f"{name}[{key.kind} {key.number}]", f"[*{code}.values()][{key.number}]"
+            else:
+                name += f".{key}" if type(key) is str else f"[{key!r}]"
+                code += f"[{key!r}]".replace("'", '"')
         leaf = next((key for key in reversed(path) if type(key) is str), "")
-        return self._replace(name=self.name + name, code=self.code + code, leaf_of=leaf or self.leaf)
+        return self._replace(name=name, code=code, leaf_of=leaf or self.leaf)
 
 
 def of_module(name: str, code: str, path: str, part: str) -> Place:

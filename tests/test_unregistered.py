@@ -293,12 +293,41 @@ def test_dicts_that_a_thread_changes_meanwhile_are_no_error(run_dir: Path) -> No
             shared.pop(random.randrange(9), None)
 
     thread = threading.Thread(target=change)
+    # (as often as can be; else each of the two would wait for the other's five milliseconds)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
     thread.start()
     try:
         checked(run_dir, lambda _: None)
     finally:
         ended.set()
         thread.join()
+        sys.setswitchinterval(interval)
+
+
+class Key:
+    def __repr__(self) -> str:
+        raise AssertionError("the code of the script is not called")
+
+
+def test_keys_that_are_objects_are_told_by_their_number(run_dir: Path) -> None:
+    model = nn.Linear(2, 1)
+    fixed = {parameter: torch.zeros(1) for parameter in model.parameters()}
+    clocks = {Key(): 0, (1, "a"): 0}
+    generators = {Key(): [random.Random(0)]}
+
+    def training(model: nn.Module) -> None:
+        model(torch.ones(3, 2)).sum().backward()
+        clocks[next(iter(clocks))] += 1
+        next(iter(generators.values()))[0].random()
+
+    found = checked(run_dir, training, model)
+
+    assert len(fixed) == 2
+    assert {name: one.fix for name, one in found.items()} == {
+        "clocks": 'extra={"clocks": clocks}',
+        "generators[Key 0][0]": 'extra={"generators": [*generators.values()][0][0]}',
+    }
 
 
 def trained(epoch: int, total: int, state: RunState, model: nn.Module) -> Any:
