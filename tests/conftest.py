@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +38,15 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def as_in_a_script(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No module of another test: each would count as one of the user's, and be looked through."""
+def as_in_a_script(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing of another test: its modules and objects would count as the script's, and be looked through."""
     here = str(Path(__file__).parent)
     for name, module in [*sys.modules.items()]:
         if module is not request.module and (getattr(module, "__file__", None) or "").startswith(here):
             monkeypatch.delitem(sys.modules, name)
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
