@@ -14,7 +14,7 @@ from typing import IO, Any
 import torch
 
 from . import determinism, digest, remedies, survey, tensorfile, tracing
-from .autosave import Due
+from .boundary import Due
 from .capture import Capture
 from .errors import UsageError
 from .operations import Inspection

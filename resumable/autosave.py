@@ -5,23 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from . import policy
+from .boundary import Due
 from .calls import Calls
 from .pace import Pace
 from .policy import Every, Interval, Since
 from .ranks import Ranks
 from .signals import Signals
-
-
-@dataclass(frozen=True, slots=True)
-class Due:
-    """What is to be done at a boundary: to save, and perhaps to leave as a signal asks."""
-
-    why: str
-    leaves: signal.Signals | None = None
 
 
 class Autosave:
@@ -41,6 +33,8 @@ class Autosave:
         self._leaves_at = None if max_time is None else began() + max_time
         self._calls = None if ranks.is_alone else Calls(ranks, pace.body)
         self._saved_at, self._step, self._epoch = time.monotonic(), 0, 0
+        self._waiting: Due | None = None
+        """What was due at an epoch's last batch, and waits for the end of the epoch's body."""
 
     @property
     def chosen(self) -> Interval | None:
@@ -50,9 +44,38 @@ class Autosave:
     def saved(self, step: int, epoch: int) -> None:
         """Note that there is a save of this place: the rules count from here."""
         self._saved_at, self._step, self._epoch = time.monotonic(), step, epoch
+        if self._waiting and not self._waiting.leaves:
+            self._waiting = None
 
     def due(self, step: int, epoch: int, *, is_rest_next: bool, is_saving: bool) -> Due | None:
-        """Return what is to be done here."""
+        """Return what is to be done here; `is_rest_next`: only the rest of the epoch's body comes next.
+
+        A resume at an epoch's last batch runs that rest with nothing of what the loop before it left. So
+        what is due there waits for the end of the body, a signal as long as its grace allows.
+        """
+        waiting, self._waiting = self._waiting, None
+        found = self._due(step, epoch, is_rest_next=is_rest_next, is_saving=is_saving)
+        if waiting and not (found and found.leaves):
+            found = waiting
+        if found and self._can_wait(found, is_rest_next):
+            # (alone it is due again there; what several have agreed on is called for once)
+            self._waiting, found = found if self._calls else None, None
+        return found
+
+    def _can_wait(self, found: Due, is_rest_next: bool) -> bool:
+        can_wait = is_rest_next and (found.leaves is None or self._is_in_time(found))
+        # (processes whose epochs have other lengths have their last batches at other boundaries)
+        return all(self._ranks.agree("the end of the epoch", lambda: can_wait))
+
+    def _is_in_time(self, found: Due) -> bool:
+        left = _GRACE
+        if found.why == _MAX_TIME and self._leaves_at is not None:
+            left = self._leaves_at - time.time()
+        elif self._signals.received:
+            left -= time.monotonic() - self._signals.received_at
+        return self._pace.is_rest_known and self._pace.time_to_leave(is_rest_next=True) < left
+
+    def _due(self, step: int, epoch: int, *, is_rest_next: bool, is_saving: bool) -> Due | None:
         since = Since(time.monotonic() - self._saved_at, step - self._step, epoch - self._epoch)
         leaves = self._leaves(is_rest_next)
         by_count = policy.due_by_count(self._every, since)
@@ -104,4 +127,5 @@ def began() -> float:
 
 
 _MAX_TIME = "max_time"
+_GRACE = 30.0  # seconds from a signal to SIGKILL: what SLURM, Kubernetes and torchrun give if nothing is said
 _IMPORTED = time.time()

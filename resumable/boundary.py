@@ -1,7 +1,9 @@
-"""The places between two steps where a training can stand."""
+"""The places between two steps where a training can stand, and what may be due there."""
 
 from __future__ import annotations
 
+import signal
+from dataclasses import dataclass
 from enum import Enum
 
 
@@ -20,3 +22,11 @@ class Boundary(Enum):
     """Between two bodies of ``steps()``."""
     OUTSIDE = "outside"
     """No loop of ours was running."""
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """What is to be done at a boundary: to save, and perhaps to leave as a signal asks."""
+
+    why: str
+    leaves: signal.Signals | None = None

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from . import adopting, changes, codec, image, parts, rng, tensorfile, wrappers
+from . import aliases, changes, codec, parts, rng, tensorfile, wrappers
 from .codec import Encoded
 from .errors import CannotRead, CannotStore, ResumableError, StateMismatch, UsageError
-from .image import Taken
 from .loader_position import LoaderPosition
+from .loaders import LoaderSource
 from .loading import Reading
 from .manifest import Manifest
 from .modules import ModulePart
 from .optimizers import OptimizerPart
-from .part import Difference, Part, Saved, same_device
+from .part import Difference, Part, Saved, clones, same_device
 from .position import Position
 from .sealed import Json
 from .threads import no_garbage_collection
@@ -37,6 +37,8 @@ _States = tuple[
     Sequence[tuple[LoaderPosition, Mapping[str, Any]]],
 ]
 
+_FLEETING = frozenset({"gradients", "used", "syncs", "zeroed"})
+
 SLOTS = ("model", "optimizer", "scheduler", "scaler", "extra")
 
 
@@ -47,7 +49,7 @@ class _RandomPart(Part):
         return {self.stem: rng.collect()}
 
     def restore(self, saved: Saved, unfit: AbstractSet[str], code_wins: AbstractSet[str]) -> None:
-        rng.restore(saved.view(self.stem))
+        rng.restore(rng.moved(saved.view(self.stem), saved.moved(self.stem)))
 
 
 class _PositionPart(Part):
@@ -57,7 +59,11 @@ class _PositionPart(Part):
         return {self.stem: self.live.collect()}
 
     def restore(self, saved: Saved, unfit: AbstractSet[str], code_wins: AbstractSet[str]) -> None:
-        self.live.restore(saved.copy(self.stem, same_device), unfit)
+        state = saved.copy(self.stem, same_device)
+        for states in (state.get("body_start"), *state.get("loop_ends", ())):
+            if states:
+                states["global"] = rng.moved(states["global"], saved.moved(self.stem))
+        self.live.restore(state, unfit)
 
     def resized(self, saved: Saved, then: int, now: int) -> Iterator[Difference]:
         for name, at in saved.view(self.stem).get("iterables", {}).items():
@@ -70,6 +76,8 @@ class _LoaderPart(_PositionPart):
     def __init__(self, name: str, live: LoaderPosition) -> None:
         super().__init__(name, live, "rank")
         self.built = live.source.settings()
+        self.keeps: Callable[[Any], bool] = lambda _: False
+        """Whether an object is saved with the training."""
 
     def restore(self, saved: Saved, unfit: AbstractSet[str], code_wins: AbstractSet[str]) -> None:
         self.live.restore(saved.copy(self.stem, same_device), unfit)
@@ -87,7 +95,16 @@ class _LoaderPart(_PositionPart):
 
     def differences(self, saved: Saved, built: Mapping[str, Json]) -> Iterator[Difference]:
         for name, text in self.live.differences(saved.view(self.stem)):
-            yield Difference(self.name, name, text)
+            # One that grew in the training may be as long again when the loop over the batches begins.
+            is_grown = name == "dataset_length" and built.get(name) == self.live.source.settings().get(name)
+            is_checked = bool(saved.view(self.stem)["source"].get("lengths"))
+            yield Difference(self.name, name, text, is_open=is_grown and is_checked)
+
+    def outgrown(self) -> Iterator[str]:
+        if isinstance(source := self.live.source, LoaderSource):
+            at = {"is_under_way": self.live.is_under_way()}
+            if text := source.outgrown(self.keeps, **at):
+                yield f"{self.name}: {text}"
 
 
 def _is_generator(part: Part) -> bool:
@@ -135,10 +152,13 @@ class Capture:
             _RandomPart("random", None, "rank"),  # last: any of the above may have drawn
         ]
         for part in self._parts:
-            if isinstance(part, OptimizerPart):
-                part.is_accumulating = partial(position.is_accumulating, part.name)
             if part.stem != "rank":
                 part.rank = rank
+        self._aliases = aliases.Aliases(self._parts)
+        for part in self._parts:
+            if isinstance(part, _LoaderPart):
+                part.keeps = self._aliases.holds
+        position.devices = self.devices_in_use
         self._memos: dict[tuple[str, str], codec.Memo] = {}
         self.settings = {
             f"{part.name}.{key}": value
@@ -158,11 +178,26 @@ class Capture:
         self._position.show_held()
         try:
             trees = self._encoded(sorted(self._parts, key=_has_no_generator), self.saves_all)
+            if found := self._aliases.collect(partial(self._made_by_parts, trees)):
+                trees["rank"].json["position"]["aliases"] = found
         finally:
             _write_generators(states)
         if self.saves_all:
             self._set_apart_what_is_frozen(trees)
         return trees, {name: {"kind": kind} for name, kind in self.kinds().items()}
+
+    def _made_by_parts(self, trees: Trees) -> dict[str, list[torch.Tensor]]:
+        """Return the tensors in the state of the parts that may make new ones when they are restored."""
+        return {
+            part.name: [trees[part.stem].tensors[name] for name in codec.tensor_names(json)]
+            for part in self._parts
+            if isinstance(part, (parts.StatefulPart, OptimizerPart))
+            if (json := trees[part.stem].json.get(part.name) if part.stem in trees else None)
+        }
+
+    def notes(self) -> list[str]:
+        """Return what a resume from the last `collect` would not restore."""
+        return [*self._aliases.notes, *(text for part in self._parts for text in part.outgrown())]
 
     def look(self) -> Trees:
         """Return the trees of the parts that this process has, but for where it stands in the data."""
@@ -193,10 +228,6 @@ class Capture:
         if frozen and (there := trees["model"].tensors.keys()) - frozen:
             trees["model"].frozen = frozenset(frozen & there)
 
-    def adopt(self, reading: Reading) -> None:
-        """Turn what was read of an imported checkpoint into what these parts would have saved."""
-        adopting.adopt(reading, self._parts, self._position.processes)
-
     def live(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return the tensors that a checkpoint's can be read into, by tree and name in the file."""
         chosen = [
@@ -216,6 +247,18 @@ class Capture:
             for stem, tree in trees.items()
             if stem != "rank"
         }
+
+    def devices_in_use(self) -> set[str]:
+        """Return the devices of what is trained."""
+        modules = [part.live.parameters() for part in self._parts if isinstance(part, ModulePart)]
+        groups = [group["params"] for live in self.optimizers() for group in live.param_groups]
+        return {str(tensor.device) for tensors in (*modules, *groups) for tensor in tensors}
+
+    def has_dropout_in_cudnn(self) -> bool:
+        """Whether cuDNN draws the dropout of a recurrent layer, whose state cannot be read."""
+        modules = [m for part in self._parts if isinstance(part, ModulePart) for m in part.live.modules()]
+        recurrent = [m for m in modules if isinstance(m, torch.nn.RNNBase) and m.dropout and m.num_layers > 1]
+        return torch.backends.cudnn.enabled and any(p.is_cuda for m in recurrent for p in m.parameters())
 
     def size(self) -> int:
         """Return about how many bytes the tensors of a checkpoint take, without asking every part."""
@@ -243,6 +286,16 @@ class Capture:
         for name, order in orders.items():
             trees["extra"].json[name]["buckets"] = order
 
+    def note_steps(self, step: int) -> None:
+        """Let torch know which optimizers have made steps before this process, if the first made so many.
+
+        Else it warns of a scheduler that comes before its optimizer, after a resume at an epoch's last batch.
+        """
+        optimizers = [part for part in self._parts if isinstance(part, OptimizerPart)]
+        for number, part in enumerate(optimizers if step else ()):
+            if number == 0 or part.live.state:
+                part.live._opt_called = True
+
     def outlines(self) -> dict[str, str]:
         """Return what tells whether the models and optimizers of two processes have the same tensors."""
         return {part.name: part.outline() for part in self._parts if part.stem in ("model", "optimizer")}
@@ -254,6 +307,16 @@ class Capture:
     def optimizers(self) -> list[Any]:
         """Return the live optimizers."""
         return [part.live for part in self._parts if isinstance(part, OptimizerPart)]
+
+    def given(self) -> list[Any]:
+        """Return the live objects of all parts."""
+        return [part.live for part in self._parts]
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """Yield the parameters of the models."""
+        for part in self._parts:
+            if isinstance(part, ModulePart):
+                yield from part.live.parameters()
 
     def check_patterns(self, override: Sequence[str]) -> None:
         """Raise UsageError for an override that names no setting of any part."""
@@ -270,6 +333,76 @@ class Capture:
         for part in self._parts:
             if isinstance(part, OptimizerPart):
                 part.forget_gradients(Saved(trees, part.name))
+
+    def hold_settings(self) -> Callable[[], None]:
+        """Remember the small parts, and return what puts back those that have changed since."""
+        small = [part for part in self._parts if _is_small(part)]
+        states = self._read_generators()
+        then = self._encoded(small)
+        then = {stem: replace(tree, tensors=clones(tree.tensors)) for stem, tree in then.items()}
+        _write_generators(states)
+        owned = {id(tensor) for tensor in self._aliases.owned().values()}
+        containers = [part for part in self._parts if part.is_container]
+        fields = [part.fields() for part in containers if isinstance(part, parts.DataclassPart)]
+        groups = [group for live in self.optimizers() for group in getattr(live, "param_groups", ())]
+        held = [aliases.held(part.collect()[part.stem], owned) for part in containers]
+        held += [aliases.held(_settings_of(group)) for group in groups]
+        settings = [_settings_of(group) for group in groups]
+
+        def put_back() -> None:
+            states = self._read_generators()
+            now = self._encoded(small)
+            for part in small:
+                if not _is_as_before(part.name, then[part.stem], now[part.stem]):
+                    _restore(part, Saved(then, part.name), set(), set())
+            for owner, name, value in [one for each in fields for one in each]:
+                setattr(owner, name, value)
+            for group, before in zip(groups, settings, strict=True):
+                group.update(before)
+            for put_in in held:
+                put_in()
+            _write_generators(states)
+
+        return put_back
+
+    def changed_models(self) -> Callable[[], list[str]]:
+        """Begin to look at the models, and return what says which of them have been changed since."""
+        models = {part.name: part for part in self._parts if isinstance(part, ModulePart)}
+        then = {name: _counts(part.tensors()) for name, part in models.items()}
+        return lambda: [name for name, part in models.items() if _counts(part.tensors()) != then[name]]
+
+    def changed_settings(self) -> Callable[[], list[str]]:
+        """Begin to look at the optimizers' settings, and return what says which have been changed since."""
+        groups = [
+            (part.name, group)
+            for part in self._parts
+            if isinstance(part, OptimizerPart)
+            for group in getattr(part.live, "param_groups", ())
+        ]
+        then = [_cloned(_settings_of(group)) for _, group in groups]
+
+        def changed() -> list[str]:
+            found = {
+                f"{name}.{key}"
+                for (name, group), before in zip(groups, then, strict=True)
+                for key, value in _settings_of(group).items()
+                if key not in before or not _is_equal(value, before[key])
+            }
+            return sorted(found)
+
+        return changed
+
+    def stepped(self, name: str) -> None:
+        """Note that an optimizer has made a step."""
+        for part in self._parts:
+            if isinstance(part, OptimizerPart) and part.name == name:
+                part.gradients.stepped()
+
+    def note_captured(self, name: str) -> None:
+        """Note that an optimizer's steps are replayed, and use the gradients that are made with them."""
+        for part in self._parts:
+            if isinstance(part, OptimizerPart) and part.name == name:
+                part.gradients.is_captured = True
 
     def gradients(self) -> list[tuple[int, int]]:
         """Return what tells, without reading it, that a gradient has changed."""
@@ -353,7 +486,12 @@ class Capture:
         """Return what does not fit but is allowed, by part; StateMismatch for all the rest at once."""
         trees, about = reading.trees, reading.about
         every = [*self._differences(trees, about), *reading.misfits]
-        found = [d for d in every if only is None or d.part in only]
+        found = [
+            d
+            for d in every
+            if (only is None or d.part in only)
+            and not (d.is_open and not any(d.matches(pattern) for pattern in allow))
+        ]
         refused = [
             d
             for d in found
@@ -418,7 +556,6 @@ class Capture:
         `unfit` names stay as they are; for the `overridden` settings the script's value stays. `each`
         does what it is given in every process, and raises what one of them refuses in all.
         """
-        trees = reading.trees
         chosen = [
             part
             for part in self._parts
@@ -426,8 +563,9 @@ class Capture:
         ]
         code_wins = self._code_wins(overridden)
         # The counters of the position come last and refuse nothing, so they need no way back.
-        users = [part for part in self._parts if not isinstance(part, (_PositionPart, _RandomPart))]
-        early = [part for part in chosen if part in users]
+        late = [part for part in self._parts if isinstance(part, (_PositionPart, _RandomPart))]
+        early = [part for part in chosen if part not in late]
+        restoring = aliases.Restoring(self._aliases, chosen, reading.trees)
         for part in chosen:
             if unfit.get(part.name):
                 reading.apart(part.name)
@@ -435,26 +573,28 @@ class Capture:
         is_early = any(not part.is_torchs_own() for part in chosen)
         states = self._read_generators()
         held = [part.hold() for part in chosen if isinstance(part, OptimizerPart)]
-        before = _copied(self._encoded(users), reading, is_early)
+        others = [part for part in self._parts if part not in late and not part.is_container]
+        before = _copied(self._encoded(others), reading, is_early)
         _write_generators(states)
 
         def put_in(some: Sequence[Part]) -> None:
             for number, part in enumerate(some):
                 if not part.is_torchs_own():
                     reading.fill([part.name for part in some[:number]])
-                _restore(part, trees, unfit.get(part.name, set()), code_wins.get(part.name, set()))
+                _restore(part, restoring.saved(part.name), unfit.get(part.name, set()), code_wins[part.name])
             self._set_last_lr(code_wins)
 
         try:
             each("the restore", lambda: put_in(early))
-            each("the restore of the position", lambda: put_in([p for p in chosen if p not in early]))
+            each("the restore of the position", lambda: put_in([p for p in chosen if p in late]))
         except BaseException:
+            restoring.undo()
             for put_back in held:
                 put_back()
-            for part in users:
+            for part in others:
                 # One that refuses even its own state must not keep the others from theirs.
                 with contextlib.suppress(StateMismatch):
-                    _restore(part, before, set(), set())
+                    _restore(part, Saved(before, part.name), set(), set())
             _write_generators(states)
             raise
         if reading.is_heir and only is None:
@@ -518,6 +658,35 @@ class Capture:
                 scheduler.live._last_lr = [group["lr"] for group in optimizer.live.param_groups]
 
 
+def _is_small(part: Part) -> bool:
+    large = (ModulePart, OptimizerPart, parts.GeneratorPart, _PositionPart, _RandomPart)
+    return not isinstance(part, large) and not part.is_container
+
+
+def _is_as_before(name: str, then: Encoded, now: Encoded) -> bool:
+    if then.json.get(name) != now.json.get(name):
+        return False
+    names = codec.tensor_names(then.json.get(name))
+    return all(tensorfile.is_equal(then.tensors[key], now.tensors[key]) for key in names)
+
+
+def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    kinds = (bool, int, float, str, tuple, torch.Tensor)
+    return {key: value for key, value in group.items() if isinstance(value, kinds)}
+
+
+def _cloned(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in settings.items()
+    }
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one.cpu(), other.cpu())
+    return type(one) is type(other) and bool(one == other)
+
+
 def _write_generators(states: _States) -> None:
     everywhere, own, loaders = states
     rng.restore(everywhere)
@@ -535,11 +704,10 @@ def merge(into: Encoded, more: Encoded) -> None:
     into.key += more.key
 
 
-def _without_fleeting(tree: Json) -> Json:
+def without_fleeting(tree: Json) -> Json:
+    """Return the tree of a part without what is state only until it is used up."""
     # zero_grad() after a save loses nothing, and an evaluation only tells DDP to broadcast buffers again.
-    return (
-        {k: v for k, v in tree.items() if k not in ("gradients", "syncs")} if isinstance(tree, dict) else tree
-    )
+    return {k: v for k, v in tree.items() if k not in _FLEETING} if isinstance(tree, dict) else tree
 
 
 def _told(part: Part, saved: Saved, built: Mapping[str, Any]) -> Iterator[Difference]:
@@ -550,10 +718,20 @@ def _told(part: Part, saved: Saved, built: Mapping[str, Any]) -> Iterator[Differ
         yield Difference(part.name, "", f"its state in the checkpoint is not that of a {part.kind}: {exc!r}")
 
 
+class Image(Protocol):
+    """The copies that a save has made of the tensors, by the paths of their files."""
+
+    def paths(self) -> Iterable[str]:
+        """Return the paths of the files."""
+
+    def tensors(self, path: str) -> dict[str, torch.Tensor]:
+        """Return the tensors of a file, by their names."""
+
+
 class Held:
     """What a save saw: the trees, and the image of their tensors."""
 
-    def __init__(self, trees: Trees, taken: Taken) -> None:
+    def __init__(self, trees: Trees, taken: Image) -> None:
         self.trees = trees
         self._taken = taken
         self._tensors: dict[str, dict[str, torch.Tensor]] = {}
@@ -595,7 +773,7 @@ def _copied(trees: Trees, reading: Reading, is_all: bool) -> Trees:
     for stem, tree in trees.items():
         left = set() if is_all else tree.tensors.keys() & reading.names_in_place(stem)
         own = {name: tensor for name, tensor in tree.tensors.items() if name not in left}
-        tensors = {**image.clones(own), **{name: tree.tensors[name] for name in left}}
+        tensors = {**clones(own), **{name: tree.tensors[name] for name in left}}
         copied[stem] = replace(tree, tensors=tensors, kept=frozenset(left))
     return copied
 
@@ -631,8 +809,8 @@ def _is_untouched(before: Mapping[str, torch.Tensor], counts: Mapping[str, int |
 def _has_changed(
     part: str, stem: str, versions: Versions, held: Held, now: Trees, is_untouched: bool
 ) -> bool:
-    then = _without_fleeting(held.trees[stem].json.get(part))
-    if then != _without_fleeting(now[stem].json.get(part)):
+    then = without_fleeting(held.trees[stem].json.get(part))
+    if then != without_fleeting(now[stem].json.get(part)):
         return True
     for name in () if is_untouched else codec.tensor_names(then):
         after = now[stem].tensors[name]
@@ -659,9 +837,9 @@ def check_readable(trees: Trees, built: Mapping[str, Json]) -> None:
             raise ValueError(f"{where}: what it says of {stem} is not that: {exc}") from exc
 
 
-def _restore(part: Part, trees: Trees, unfit: AbstractSet[str], code_wins: AbstractSet[str]) -> None:
+def _restore(part: Part, saved: Saved, unfit: AbstractSet[str], code_wins: AbstractSet[str]) -> None:
     try:
-        part.restore(Saved(trees, part.name), unfit, code_wins)
+        part.restore(saved, unfit, code_wins)
     except Exception as exc:
         raise StateMismatch(
             f"{part.name} refused its state: {type(exc).__name__}: {exc}.",

@@ -18,8 +18,11 @@ from .manifest import FILE_NAME, FileRecord, Manifest
 from .pin import Pin
 from .progress import Told
 
-NAME = re.compile(r"([0-9]{6,})-step-([0-9]{8,})")
+NAME = re.compile(r"([0-9]{6,15})-step-([0-9]{8,})")
 """Save number and optimizer steps. Folders with other names are not ours."""
+
+HIGHEST = 10**15 - 1
+"""The highest save number that a name has room for."""
 
 DEBRIS = re.compile(r"\.(?:stage|trash)-[0-9]{6,}-[0-9a-f]{8}")
 """What a killed save or a killed prune leaves behind."""

@@ -48,7 +48,7 @@ def declare(commands: Any) -> None:
     sub.add_argument(
         "--trace",
         action="store_true",
-        help="A and B are traces, which RunState(..., trace=FILE) writes: where the two trainings part",
+        help="A and B are traces, which RunState.load(..., trace=FILE) writes: where the two trainings part",
     )
     sub.description = f"{sub.description}\n\nThe exit code is 0 if they are equal, and 1 if they differ."
     _declare_report(commands)

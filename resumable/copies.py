@@ -65,6 +65,17 @@ class Copies:
             self._crew.count_from(max(self.numbers))
             self._crew.ranks.each("the run's id", lambda: self._adopt(str(run_id)))
 
+    def count(self) -> int:
+        """Return how many checkpoints are there, as far as a quick look can tell."""
+        remote = Remote(self._store.with_patience(_QUICK))
+        try:
+            return len(remote.whose()[1])
+        except (RemoteError, CheckpointDamaged):
+            # Who pushes will meet it too, and say so.
+            return 0
+        finally:
+            remote.store.close()
+
     def _look(self) -> tuple[str | None, list[tuple[int, str]]]:
         is_empty = self._run.highest() is None
         # Where there is something to go on from, a remote that does not answer must not keep it.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,16 +12,19 @@ from . import blocks, checkpoint, codec, fingerprint, manifest, shares
 from .blocks import Content, Way, Written
 from .checkpoint import Checkpoint
 from .codec import Encoded
-from .errors import CheckpointDamaged, RankLost, RanksDiffer, RemoteError
+from .errors import CheckpointDamaged, RankLost, RanksDiffer, RemoteError, SaveFailed, UsageError
 from .manifest import Manifest
 from .ranks import Place, Ranks, by_disk, versions
 from .run import Copies, Run, Which
 from .sealed import Json
 from .shares import Range
 from .together import Group, Said, Together
-from .writer import SaveSkipped
 
 T = TypeVar("T")
+
+
+class SaveSkipped(SaveFailed):
+    """Another process has not made this save: it was told of an earlier one, as this one was."""
 
 
 class Crew:
@@ -138,17 +141,21 @@ class Crew:
             self._run.acquire()
 
     def choose(
-        self, which: Which, read: Callable[[Checkpoint], T], copies: Copies | None = None
+        self,
+        which: Which,
+        read: Callable[[Checkpoint], T],
+        copies: Copies | None = None,
+        skip: Container[int] = (),
     ) -> tuple[Checkpoint, T] | None:
         """Return the checkpoint that `which` means, read by all processes; None to start fresh."""
         if self.ranks.is_alone:
-            return self._run.choose(which, read, copies)
+            return self._run.choose(which, read, copies, skip)
         if not self.is_first:
             return self._follow(read, copies)
         self._is_told = False
         try:
             announced = _Announced(copies, self._pull) if copies else None
-            found = self._run.choose(which, lambda found: self._propose(found, read), announced)
+            found = self._run.choose(which, lambda found: self._propose(found, read), announced, skip)
         except BaseException as exc:
             # What was wrong with a proposal all know; that there is none left they do not.
             if not self._is_told:
@@ -207,12 +214,21 @@ class Crew:
     def next_number(self, last: int) -> int:
         """Return the number of the next save."""
         if self.ranks.is_alone:
-            return max(last, self._run.highest() or 0, self._highest_elsewhere) + 1
+            return self._checked(max(last, self._run.highest() or 0, self._highest_elsewhere) + 1)
         # Each counts for itself, from what they agreed on when they met; one that fails has its number too.
         self.ranks.saves_begun = (
             max(self.ranks.saves_begun, self._highest_at_start, self._highest_elsewhere) + 1
         )
-        return self.ranks.saves_begun
+        return self._checked(self.ranks.saves_begun)
+
+    def _checked(self, number: int) -> int:
+        if number > checkpoint.HIGHEST:
+            raise UsageError(
+                f"{self._run.folder} holds a folder with the highest save number that there is, "
+                f"{checkpoint.HIGHEST}: no save can follow it.",
+                fix="rename or remove that folder, if no training made it.",
+            )
+        return number
 
     def compare(self, groups: Mapping[str, Encoded], differing: Collection[int]) -> None:
         """Look at the tensors that should be the same on every rank: the next save tells which are not."""

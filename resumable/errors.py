@@ -28,6 +28,7 @@ from __future__ import annotations
 import sys
 import warnings
 from functools import partial
+from types import FrameType
 from typing import Any
 
 
@@ -250,11 +251,15 @@ class ResumableWarning(UserWarning):
     """What every warning of this library is."""
 
 
+def _top(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__")).partition(".")[0]
+
+
 def warn(text: str) -> None:
-    """Warn at the line of the script that called the library, not at one of ours."""
+    """Warn at the line of the script that called the library, not at one of ours or of torch's."""
     text = printable(text)
     level, frame = 2, sys._getframe(1)
-    while frame.f_back and frame.f_globals.get("__package__") == __package__:
+    while frame.f_back and _top(frame) in (__package__, "torch"):
         level, frame = level + 1, frame.f_back
     if frame.f_globals.get("__name__") in ("threading", "weakref"):
         # In the background, or when the process ends: no line of the script has called.

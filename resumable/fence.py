@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+
+untraced: Any = torch.compiler.disable
+"""Keeps a hook out of what `torch.compile` makes of a step: there it would not wait, or crash the process."""
 
 
 class Fence:
     """Stands before the steps of some optimizers, and opens when the image of what they change is taken.
 
-    Only a hook tells of a step, so only what hooked steps change is guarded. Optimizers that are not
-    torch's own may also write elsewhere (in `eval()`, in a `first_step()`), and a captured graph calls
-    no hook: of those nothing is guarded.
+    Only a hook tells of a step, so only what hooked steps change is guarded. An optimizer with methods
+    that torch's do not have may also write elsewhere (in `eval()`, in a `first_step()`), and a captured
+    graph calls no hook: of those nothing is guarded.
     """
 
     def __init__(self, optimizers: Iterable[Any]) -> None:
@@ -32,6 +35,22 @@ class Fence:
         for gate in self._gates:
             theirs[gate.is_proven()].update(gate.places() if is_wanted else ())
         return theirs[True] - theirs[False] - {0}
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """Yield the parameters of all optimizers."""
+        for gate in self._gates:
+            yield from gate.parameters()
+
+    def has_stepped(self) -> bool:
+        """Whether a hook has told of a step."""
+        return any(gate.has_stepped for gate in self._gates)
+
+    def catch_up(self) -> None:
+        """Let this thread's current streams wait for the streams in which the last steps were queued."""
+        for gate in self._gates:
+            for device, stream in gate.streams.items():
+                if stream != (here := torch.cuda.current_stream(device)):
+                    here.wait_stream(stream)
 
     def shut(self, wait: Callable[[], None]) -> None:
         """Let every step call `wait` first, until `open`."""
@@ -62,31 +81,67 @@ class _Gate:
         self._live = live
         self._passed = passed
         self._steps = 0
-        # A method of that name switches the parameters between two sets of values.
-        switches = hasattr(live, "train") or hasattr(live, "eval")
-        self.is_blind = not type(live).__module__.startswith("torch.optim.") or switches
-        self._hook = None if self.is_blind else live.register_step_pre_hook(self._before_step)
+        self._devices: tuple[int, list[torch.device]] = (0, [])
+        self.has_stepped = False
+        self.streams: dict[torch.device, Any] = {}
+        """By device: the stream in which the last step was queued."""
+        # One that does not call torch's constructor has hooks that nothing calls.
+        is_hooked = isinstance(live, torch.optim.Optimizer) and getattr(type(live).step, "hooked", False)
+        self.is_blind = not is_hooked or _has_more_methods(live)
+        self._hooks: list[Any] = []
+        if is_hooked:
+            self._hooks.append(live.register_step_post_hook(untraced(self._after_step)))
+        if not self.is_blind:
+            self._hooks.append(live.register_step_pre_hook(untraced(self._before_step)))
 
     def _before_step(self, *_: object) -> None:
         self._steps += 1
         # Replays of the graph will not come this way.
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if is_capturing():
             self.is_blind = True
         else:
             self._passed()
+
+    def _after_step(self, *_: object) -> None:
+        self.has_stepped = True
+        for device in self._gpus():
+            self.streams[device] = torch.cuda.current_stream(device)
+
+    def _gpus(self) -> list[torch.device]:
+        # Thousands of parameters at each step would take too long.
+        count = sum(len(group["params"]) for group in self._live.param_groups)
+        if count != self._devices[0]:
+            found = dict.fromkeys(p.device for p in self.parameters() if p.is_cuda)
+            self._devices = count, [*found]
+        return self._devices[1]
+
+    def parameters(self) -> list[Any]:
+        return [p for group in getattr(self._live, "param_groups", ()) for p in group["params"]]
 
     def is_proven(self) -> bool:
         steps, self._steps = self._steps, 0
         return steps > 0 and not self.is_blind
 
     def places(self) -> set[int]:
-        parameters = [p for group in getattr(self._live, "param_groups", ()) for p in group["params"]]
         values = [v for state in getattr(self._live, "state", {}).values() for v in _values(state)]
-        return {t.data_ptr() for t in (*parameters, *values) if _has_place(t)}
+        return {t.data_ptr() for t in (*self.parameters(), *values) if _has_place(t)}
 
     def remove(self) -> None:
-        if self._hook:
-            self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
+
+
+def is_capturing() -> bool:
+    """Whether this thread captures a CUDA graph: what it queues runs whenever the graph is replayed."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def _has_more_methods(live: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer has public methods besides torch's own, which may write to the parameters."""
+    kinds = [kind for kind in type(live).__mro__ if not kind.__module__.startswith("torch.optim.")]
+    own = [*vars(live).items(), *(item for kind in kinds for item in vars(kind).items())]
+    known = {*dir(torch.optim.Optimizer)}
+    return any(callable(value) and not name.startswith("_") and name not in known for name, value in own)
 
 
 def _values(state: Any) -> Iterable[Any]:

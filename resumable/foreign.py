@@ -427,7 +427,7 @@ def _why(key: str, value: Any) -> str:
     if _is_random(key):
         return RANDOM
     if key == "saver":
-        return "which files timm keeps; RunState(keep=) says that here"
+        return "which files timm keeps; RunState.load(keep=) says that here"
     if key in _SETTING_KEYS:
         return _SETTINGS
     if key.startswith("best_") or key == "metric":

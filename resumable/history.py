@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypeGuard
 
 from . import journal
+from .checkpoint import HIGHEST
 from .errors import CannotRead, ResumableError, warn
 from .journal import Line
 from .manifest import Manifest
@@ -53,13 +54,15 @@ class History:
         self._has_warned = False
         self.last_took: tuple[float | None, float] | None = None
         """What the last save of the processes before cost: the seconds lost, if known, and until durable."""
+        self.stands_on: int | None = None
+        """The checkpoint that the training stands on: the one loaded, until there is a save after it."""
         self.attempt: int | None = None
         """Which start of the run this is, from 1; None before it, after its end, and if nobody can tell."""
 
     @property
     def highest(self) -> int:
         """The highest save number that is known, also of a checkpoint that is not there any more."""
-        return max((number for number in self._parents if number < _MOST_SAVES), default=0)
+        return max((number for number in self._parents if number <= HIGHEST), default=0)
 
     def begin(self, facts: Mapping[str, Json], came_from: int | None) -> int | None:
         """Note that a process (with these `facts` about it) goes on from a checkpoint, or starts fresh."""
@@ -100,6 +103,7 @@ class History:
                 return
             # The folder has lost its newest checkpoint, or all: this is another one of that number.
             self._replaced |= {number} & self._parents.keys()
+            self.stands_on = None
             took = {"lost": _rounded(lost), "durable": _rounded(durable)}
             line = _save(about, self.attempt, why=why, interval=interval, **took)
             self._take_in([line])
@@ -111,6 +115,12 @@ class History:
             if self.attempt is not None:
                 self._go_on_from(number)
                 self._write(self._line("restore", **{"from": number}, what=what))
+
+    def skip(self, number: int, problem: str) -> None:
+        """Note that a resume from this checkpoint fails, so that the next start skips it."""
+        with self._guard:
+            if self.attempt is not None:
+                self._write(self._line("skip", number=number, problem=problem[:_LONGEST_TEXT]))
 
     def pushed(
         self, number: int, to: str, *, sent: int, copied: int, seconds: float, removed: Sequence[int] = ()
@@ -161,6 +171,7 @@ class History:
             (self._superseded.add if line["superseded"] else self._superseded.discard)(line["number"])
 
     def _go_on_from(self, number: int | None) -> None:
+        self.stands_on = number
         left = abandoned(self._parents, number, self._superseded)
         self._marks |= {other: other in left for other in left ^ self._superseded}
         self._superseded = left
@@ -236,6 +247,21 @@ def pushed(lines: Iterable[Line]) -> dict[str, set[int]]:
     return there
 
 
+def skipped(folder: Path) -> dict[int, str]:
+    """Return the checkpoints of the run in a folder that a start is not to resume from, and why."""
+    found: dict[int, str] = {}
+    # (a training needs no history; who writes it tells that it cannot be read)
+    with contextlib.suppress(OSError):
+        if journal.mentions(folder / NAME, b'"skip"'):
+            for line in journal.read(folder / NAME):
+                if line.get("event") == "skip" and _holds(line, number=int, problem=str):
+                    found[line["number"]] = line["problem"]
+                elif is_save(line):
+                    # The folder had lost its newest checkpoint: this is another one of that number.
+                    found.pop(line["number"], None)
+    return found
+
+
 def remote(lines: Sequence[Line]) -> dict[str, str] | None:
     """Return where the last start pushes to (`url`) and which checkpoints (`push`); None if nowhere.
 
@@ -289,7 +315,6 @@ def left_behind(lines: Iterable[Line], here: Mapping[int, int | None], newest: i
 
 # (each is about 500 bytes)
 _MOST_DUE = 1000
-_MOST_SAVES = 1 << 53
 _LONGEST_TEXT = 1000
 _SUMMARY = ("attempt", "time", "host", "pid", "argv", "git", "dirty", "versions", "from")
 

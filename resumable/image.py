@@ -18,11 +18,11 @@ from .blocks import Content, Written
 from .codec import Encoded
 from .errors import SaveFailed
 from .fence import Fence
-from .memory import HostMemory, current_gpu
+from .memory import HostMemory, gpu_of
 from .shares import Range
 from .tensorfile import Layout, Slot
-from .threads import yield_to_training
-from .transfers import Copy, Transfer
+from .threads import allow_captures, yield_to_training
+from .transfers import Buffers, Copy, Transfer
 
 _WORTH_A_FENCE = 64 << 20
 """Fewer bytes in host memory are copied at once: that takes some milliseconds, and needs no trust."""
@@ -30,21 +30,6 @@ _WORTH_A_FENCE = 64 << 20
 _SMALL = 64 << 10
 _AT_A_TIME = 32 << 20
 _LENT = 32 << 20
-
-
-def clones(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies in host memory, made before this function returns.
-
-    >>> live = {"weight": torch.zeros(2)}
-    >>> copy = clones(live)
-    >>> _ = live["weight"].add_(1)
-    >>> copy["weight"]
-    tensor([0., 0.])
-    """
-    return {
-        name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-        for name, tensor in tensors.items()
-    }
 
 
 class WrittenAround(SaveFailed):
@@ -124,6 +109,8 @@ class Image:
         self._plans: dict[str, tuple[tuple[Any, ...], Layout]] = {}
         self._files: dict[str, _File] = {}
         self._memory: HostMemory | None = None
+        self._buffers: dict[torch.device, Buffers] = {}
+        self._has_taken = False
         self._owner = os.getpid()
         self._reserving: threading.Thread | None = None
         self._is_reserved = threading.Event()
@@ -134,11 +121,12 @@ class Image:
         self.settle()
         if self._memory is None or self._memory.size < size:
             self._is_reserved.clear()
-            reserving = threading.Thread(target=self._reserve, args=(size, then, current_gpu()))
+            gpu = gpu_of(self._fence.parameters())
+            reserving = threading.Thread(target=self._reserve, args=(size, then, gpu))
             reserving.start()
             self._reserving = reserving
 
-    def _reserve(self, size: int, then: Callable[[memoryview], None], gpu: int | None) -> None:
+    def _reserve(self, size: int, then: Callable[[memoryview], None], gpu: torch.device | None) -> None:
         try:
             yield_to_training()
             self._allocate(size, gpu)
@@ -149,13 +137,18 @@ class Image:
             return
         finally:
             self._is_reserved.set()
-        then(lent)
+        try:
+            then(lent)
+        except RuntimeError:
+            # At the end of the script no more threads can be started.
+            if threading.main_thread().is_alive():
+                raise
 
     def settle(self) -> None:
         """Wait until nothing is at work in the background."""
         if self._owner != os.getpid():
             # The memory of the process that this one was forked from did not come along.
-            self._owner, self._memory, self._files = os.getpid(), None, {}
+            self._owner, self._memory, self._files, self._buffers = os.getpid(), None, {}, {}
             self._reserving = self._last = None
         if self._reserving:
             self._is_reserved.wait()
@@ -167,6 +160,14 @@ class Image:
     def _forget_what_is_there(self) -> None:
         for file in self._files.values():
             file.fingerprint = None
+
+    def catch_up(self) -> None:
+        """Let this thread's streams wait for the last steps of the optimizers, wherever those were queued."""
+        self._fence.catch_up()
+
+    def is_pageable(self) -> bool:
+        """Whether the driver of a GPU refused the memory of the image."""
+        return self._memory is not None and self._memory.is_refused
 
     def sizes(self, groups: Mapping[str, Encoded]) -> dict[str, int]:
         """Return how large each file is, which is planned once until a tensor has another shape."""
@@ -183,7 +184,7 @@ class Image:
             layout = tensorfile.layout(group.tensors, group.aliases)
         return layout
 
-    def _allocate(self, size: int, gpu: int | None) -> None:
+    def _allocate(self, size: int, gpu: torch.device | None) -> None:
         self._release()
         memory = HostMemory(_in_pages(size))
         memory.touch()
@@ -202,7 +203,7 @@ class Image:
         self.settle()
         if self._reserving:
             self._reserving.join()
-        self._files = {}
+        self._files, self._buffers = {}, {}
         self._release()
         self._fence.remove()
 
@@ -214,7 +215,10 @@ class Image:
         """
         self.settle()
         self._plan(groups, mine)
-        taken = self._last = Taken(self._fence)
+        # How much memory the training needs is known when it has made a step.
+        may_clone = self._has_taken or self._fence.has_stepped()
+        taken = self._last = Taken(self._fence, self._buffers, may_clone)
+        self._has_taken = True
         try:
             for path, group in groups.items():
                 if path in self._files:
@@ -250,9 +254,11 @@ class Image:
         if files == self._files and self._memory:
             return
         self._files = files
+        gpu = gpu_of(tensor for group in groups.values() for tensor in group.tensors.values())
         if self._memory is None or self._memory.size < size:
-            self._allocate(size, current_gpu())
+            self._allocate(size, gpu)
         assert self._memory
+        self._memory.register(gpu)
         begin = 0
         for file in files.values():
             file.begin, file.is_placed, file.fingerprint = begin, True, None
@@ -271,8 +277,12 @@ class Image:
 class Taken:
     """An image, from the moment when it is begun; what goes wrong is raised to whoever reads it."""
 
-    def __init__(self, fence: Fence) -> None:
+    def __init__(self, fence: Fence, buffers: dict[torch.device, Buffers], may_clone: bool) -> None:
         self._fence = fence
+        self._buffers = buffers
+        self._may_clone = may_clone
+        self.waited_for = 0
+        """How many bytes were copied to the host at once, because their device has no room for a copy."""
         self._data: dict[str, memoryview] = {}
         self._shares: dict[str, _Share] = {}
         self._copies: list[Copy] = []
@@ -312,9 +322,17 @@ class Taken:
         if guarded:
             guarded -= {*written_elsewhere()}
         if is_worth_it:
-            self._later = [copy.put_off() for copy in at_once if copy.is_guarded(guarded)]
-            at_once = [copy for copy in at_once if not copy.is_guarded(guarded)]
-        self._transfers = [Transfer(device, copies, guarded) for device, copies in by_device.items()]
+            # Other devices than these order their kernels by thread.
+            later = [copy for copy in at_once if copy.source.is_cpu and copy.is_guarded(guarded)]
+            at_once = [copy for copy in at_once if not copy.source.is_cpu or not copy.is_guarded(guarded)]
+            self._later = [copy.put_off() for copy in later]
+            for copy in later:
+                copy.sample = copy.taken().clone()
+        for device, copies in by_device.items():
+            buffers = self._buffers.setdefault(device, Buffers(device))
+            transfer = Transfer(device, copies, guarded, buffers, may_clone=self._may_clone)
+            self._transfers.append(transfer)
+            self.waited_for += transfer.waited_for
         self._on_devices = {copy.path for copies in by_device.values() for copy in copies}
         for number, copy in enumerate(self._later, 1):
             self._places.setdefault(copy.path, []).append((copy.begin, number))
@@ -332,6 +350,8 @@ class Taken:
 
     def _run(self) -> None:
         try:
+            if self._transfers:
+                allow_captures()
             with torch.no_grad():
                 for transfer in self._transfers:
                     transfer.queue()

@@ -70,6 +70,11 @@ def plain(value: Json) -> Json:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def mentions(path: Path, text: bytes) -> bool:
+    """Whether a file has these bytes: much faster than to read its lines."""
+    return text in _content(path)
+
+
 def _text(line: Line) -> bytes:
     return json.dumps(plain(line), ensure_ascii=False, allow_nan=False).encode() + b"\n"
 

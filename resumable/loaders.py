@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 from . import blocks, rng, shards, stamp
 from .changes import HARMLESS, MAY, WILL
 from .errors import StateMismatch, UsageError, warn
-from .iterators import Workers, in_process, stand_in
+from .iterators import Workers, in_process, sheltered, stand_in
 from .order import Draws, Generators, Order, Pulled, draws_at_once, other_data, plain
 from .seeds import Seeded
 from .stamp import States
@@ -61,7 +61,12 @@ class LoaderSource:
         self._stream = Stream(loader) if self._is_stream else None
         self._split = _split(loader.dataset)
         self._saved: Mapping[str, Any] | None = None
+        self._given = self._drawn = self._dataset_length()
+        """How long the dataset was when the script gave it, and when the last order was drawn."""
         self._forget()
+
+    def _dataset_length(self) -> int | None:
+        return None if self._is_stream else _length(self.loader.dataset)
 
     def _forget(self) -> None:
         self._order = Order(self.loader, self._generators, keeps_draws=not self.loader.num_workers)
@@ -112,6 +117,9 @@ class LoaderSource:
         """Return the batches that are left of the epoch. Where it goes on, no generator is moved."""
         saved, self._saved = self._saved, None
         loaded: Sequence[Any] = ()
+        if saved and (lengths := saved.get("lengths")):
+            self._check_lengths(*lengths, is_drawn=bool(saved["order"]) and not saved["is_left"])
+        self._drawn = self._dataset_length()
         if saved is None:
             batches = self._begin_anew()
         elif saved["is_left"]:
@@ -125,6 +133,48 @@ class LoaderSource:
             batches = self._begin_anew()
         self._is_open = True
         return _Reading(self, batches, loaded)
+
+    def _check_lengths(self, drawn: int | None, then: int | None, *, is_drawn: bool) -> None:
+        """Look whether the dataset has what was added to it before the checkpoint."""
+        now = self._dataset_length()
+        if is_drawn and not now == drawn == then:
+            raise StateMismatch(
+                f"the dataset has {now} items. It had {drawn} when this epoch's order was drawn, and {then} "
+                "at the checkpoint.",
+                fix="let the script add the items again before it loops over the batches (a list of them "
+                "in extra= is restored by then), and add items only between two epochs; or begin the "
+                "epoch's data anew with allow=['loader'].",
+            )
+        if now == self._given != then:
+            warn(
+                f"the dataset has {now} items, as the script makes it, and had {then} at the checkpoint: "
+                "what was added or removed is lost, and the training goes on without it. Keep the items "
+                "in extra= (the very list that the dataset has), or give the dataset state_dict and "
+                "load_state_dict."
+            )
+
+    def outgrown(self, keeps: Callable[[Any], bool], *, is_under_way: bool) -> str | None:
+        """Return what a resume would not have of a dataset that has changed its length.
+
+        `keeps`: whether an object is saved with the training.
+        """
+        now, drawn = self._dataset_length(), self._drawn
+        if now == drawn or self._saved is not None:
+            return None
+        if is_under_way:
+            return (
+                f"the dataset has {now} items, and had {drawn} when this epoch's order was drawn: a resume "
+                "from here is refused, as the order cannot be drawn again. Add items only after the loop "
+                "over the batches has ended."
+            )
+        dataset = self.loader.dataset
+        if is_stateful(dataset) or any(map(keeps, getattr(dataset, "__dict__", {}).values())):
+            return None
+        return (
+            f"the dataset has {now} items, and had {drawn} before: a resume has those that the script "
+            "makes, and not what was added. Keep the items in extra= (the very list that the dataset "
+            "has), or give the dataset state_dict and load_state_dict."
+        )
 
     def _begin_anew(self) -> Iterator[Any]:
         if self._pool is None:
@@ -183,6 +233,9 @@ class LoaderSource:
         if self._stream is None or self.loader.num_workers or not starts or starts[0].standing.data:
             return
         began, now, live = starts[0].standing.began, stamp.read({}), self._draws_at_save
+        if not began:
+            # Stopped in the first batch: nothing was run again.
+            return
         shared = [
             name
             for name in now
@@ -225,7 +278,7 @@ class LoaderSource:
         elif self._again:
             self._reseed(self._again)
         self._made = self._generators.read()
-        pool = self._sent_to_workers()
+        pool = self._sent_to_workers(worker)
         self._pool = pool if loader.persistent_workers else None
         return pool
 
@@ -238,10 +291,11 @@ class LoaderSource:
         for path, generator in rng.find([self.loader.dataset, self.loader.collate_fn]).items():
             rng.begin_own(generator, f"{text} {path}")
 
-    def _sent_to_workers(self) -> Workers:
+    def _sent_to_workers(self, worker: Worker) -> Workers:
         context = self.loader.multiprocessing_context or multiprocessing
         try:
-            found = Workers(self._view, self._order, self._turn if self._again else 0, self)
+            with sheltered(self._view, worker.spared):
+                found = Workers(self._view, self._order, self._turn if self._again else 0, self)
         except Exception as exc:
             is_of_pickling = isinstance(exc, (TypeError, AttributeError)) or "Pickl" in type(exc).__name__
             if context.get_start_method() == "fork" or not is_of_pickling:
@@ -323,8 +377,8 @@ class LoaderSource:
 
     def load(self, batches: Iterator[Any]) -> tuple[Any, Stamp]:
         """Load a batch in this process."""
-        if self._is_stream and not self._began:
-            self._began = stamp.read(rng.find(self._generators.root()))
+        if self._stream and not self._began:
+            self._began = self._stream.began or stamp.read(rng.find(self._generators.root()))
         self.draws = self._generators.read() if self.loads_ahead else None
         try:
             batch, stamped = next(batches)
@@ -386,6 +440,7 @@ class LoaderSource:
             "is_left": is_left,
             "ahead": [at.draws for at in ahead if at.draws is not None],
             "dataset": self._dataset_state(),
+            "lengths": [self._drawn, self._dataset_length()],
         }
 
     def _dataset_state(self) -> Any:
@@ -442,6 +497,8 @@ class LoaderSource:
     def restore(self, saved: Mapping[str, Any], other: AbstractSet[str]) -> None:
         """Go on from what `collect` returned. Of the settings, the `other` ones have changed since."""
         self._forget()
+        if "dataset_length" in other:
+            saved = {**saved, "lengths": None}
         if saved["dataset"] is not None and is_stateful(self.loader.dataset):
             self.loader.dataset.load_state_dict(saved["dataset"]["state"])  # type: ignore[attr-defined]
         self._order.load_states(saved["samplers"])
@@ -505,10 +562,18 @@ class LoaderSource:
             # An epoch that was never gone on with: its workers are what is left of it.
             self._saved = {**self._saved, "is_left": True} if self.loader.persistent_workers else None
 
+    def workers(self) -> Workers | None:
+        """Return torch's iterator over the workers that were made last, if there is one."""
+        return None if self._latest is None else self._latest()
+
+    def processes(self) -> set[int | None]:
+        """Return the process ids of the workers."""
+        return set() if (latest := self.workers()) is None else latest.processes()
+
     def close(self, *, now: bool) -> None:
         """Let the workers go; end them `now`, though a loop may still hold them."""
         self._pool = None
-        if now and self._latest and (latest := self._latest()) is not None:
+        if now and (latest := self.workers()) is not None:
             latest.end()
 
 

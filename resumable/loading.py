@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -72,6 +73,7 @@ class Reading:
         rank: int = 0,
         show: Show = _show_nothing,
         expect: str | None = None,
+        used: Collection[str] = (),
     ) -> None:
         self.about = found.about
         """What the checkpoint says of itself; of one that was imported, in the terms of the live parts."""
@@ -93,10 +95,14 @@ class Reading:
         records = {path: record for path, record in found.about.files.items() if path not in others}
         texts = {path: self._text(found, path) for path in records if not codec.is_tensor_file(path)}
         trees = codec.to_trees(texts, rank)
-        self._used = {str(tensor.device) for tree in live.values() for tensor in tree.values()}
-        self._moved: dict[str, dict[str, str]] = {}
-        if found.about.world_size > 1 or self.is_heir:
-            self._moved = {stem: moved(_devices(tree), self._used) for stem, tree in trees.items()}
+        self._used = {*used, *(str(tensor.device) for tree in live.values() for tensor in tree.values())}
+        self._moved = _moved_trees(trees, self._used, is_alone=found.about.world_size == 1)
+        own = self._moved.get("rank", {})
+        self.without_device = sorted(there for there, here in own.items() if here == "cpu")
+        """The devices of the process that saved for which this process has none of its own."""
+        if len(self.without_device) == len(own):
+            # It works on the CPU now, which `Capture.devices` tells.
+            self.without_device = []
         tensors = {}
         large = {path: record for path, record in records.items() if codec.is_tensor_file(path)}
         size = sum(size for size, _ in large.values())
@@ -241,11 +247,42 @@ def moved(saved: Collection[str], used: Collection[str]) -> dict[str, str]:
     >>> moved({"cpu", "cuda:0"}, {"cuda:3"})
     {'cuda:0': 'cuda:3'}
     """
-    theirs, ours = (sorted({*devices} - {"cpu"}) for devices in (saved, used))
+    theirs, ours = (sorted({*devices} - {"cpu"}, key=_by_index) for devices in (saved, used))
     if {*theirs} <= {*ours}:
         return {}
     # The parts of a model that is spread over several keep their order; what has no place is for the host.
     return dict(zip(theirs, [*ours, *["cpu"] * len(theirs)], strict=False))
+
+
+def _by_index(device: str) -> tuple[str, int]:
+    kind, _, index = device.partition(":")
+    return kind, int(index or 0)
+
+
+def _moved_trees(
+    trees: Mapping[str, Json], used: Collection[str], *, is_alone: bool
+) -> dict[str, dict[str, str]]:
+    """Return, by tree, which device of this process stands for one of the process that saved.
+
+    What is trained decides: all else follows it, or stays where it was.
+    """
+    if not used:
+        return {}
+    trained = {device for stem in ("model", "optimizer") if stem in trees for device in _devices(trees[stem])}
+    own = _own_devices(trees["rank"]) or (trained if is_alone else set())
+    found = {}
+    for stem, tree in trees.items():
+        theirs = own if stem == "rank" else trained
+        # What another rank had on a GPU of its own may be on somebody else's here.
+        found[stem] = moved(theirs if is_alone else theirs | _devices(tree), used)
+    return found
+
+
+def _own_devices(tree: Json) -> set[str]:
+    """Return the devices that the process used whose tree it is; older versions did not say."""
+    at = tree.get("position")
+    found = at.get("devices") if isinstance(at, dict) else None
+    return {str(device) for device in found} if isinstance(found, list) else set()
 
 
 def _devices(tree: Json) -> set[str]:
@@ -361,27 +398,36 @@ class _DeviceLane(Lane):
     """Two pinned buffers: while one crosses the bus, the other is read into."""
 
     def __init__(self) -> None:
-        self._buffers = [torch.empty(_ROOM, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        self._sent: list[torch.cuda.Event | None] = [None, None]
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._buffers = [
+            torch.empty(_ROOM, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)
+        ]
+        self._sent: list[tuple[torch.device, torch.cuda.Event] | None] = [None, None]
         self._turn = 0
 
     def room(self) -> memoryview:
         self._turn = 1 - self._turn
         if sent := self._sent[self._turn]:
-            sent.synchronize()
+            device, event = sent
+            # A thread's device is the first one until it is set: waiting there would create a context on it.
+            with torch.cuda.device(device):
+                event.synchronize()
         array: Any = self._buffers[self._turn].numpy()
         return memoryview(array)
 
     def send(self, to: Tensor) -> None:
         """Begin to copy what was read into the room to its place."""
-        if to.device not in self._streams:
-            self._streams[to.device] = _cuda.Stream(to.device)
-        stream = self._streams[to.device]
+        stream = _side_stream(to.device)
         with torch.cuda.device(to.device), torch.cuda.stream(stream):
             to.copy_(self._buffers[self._turn][: to.numel()], non_blocking=True)
-            sent = self._sent[self._turn] = _cuda.Event()
-            sent.record(stream)
+            event = _cuda.Event()
+            event.record(stream)
+        self._sent[self._turn] = to.device, event
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> Any:
+    # torch deals out the same 32 streams in turn: new ones for each load would soon be the user's.
+    return _cuda.Stream(device)
 
 
 def _on_lanes(devices: Collection[torch.device], scan: Callable[[Callable[[], Lane]], Any]) -> Any:

@@ -8,12 +8,16 @@ import os
 import sys
 import threading
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+from .threads import allow_captures
+
 _cuda: Any = torch.cuda
 _PIECE = 16 << 20
+_PORTABLE = 1  # for all GPUs of this process; else copies from the others would take a detour
 
 
 class HostMemory:
@@ -36,6 +40,9 @@ class HostMemory:
         self.bytes = memoryview(self._map)
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
         self._unregister: weakref.finalize[..., HostMemory] | None = None
+        self._is_known = False
+        self.is_refused = False
+        """Whether the driver refused to register it."""
 
     def touch(self) -> None:
         """Let the kernel give the pages now: on first use that takes many times as long as a copy."""
@@ -44,22 +51,23 @@ class HostMemory:
             if threading.main_thread().is_alive():
                 self.tensor[at : at + _PIECE].zero_()
 
-    def register(self, gpu: int | None) -> None:
-        """Let GPUs copy to it without a detour; where that is refused, they take the detour."""
-        if gpu is None:
+    def register(self, gpu: torch.device | None) -> None:
+        """Let GPUs copy to it directly; if the driver refuses, they copy through memory of its own."""
+        if gpu is None or self._is_known:
             return
+        self._is_known = True
         # In a thread of its own: an error would stay behind in this one, for its next kernel to raise.
         registering = threading.Thread(target=self._register, args=(gpu,))
         registering.start()
         registering.join()
 
-    def _register(self, gpu: int) -> None:
+    def _register(self, gpu: torch.device) -> None:
+        allow_captures()
         with torch.cuda.device(gpu):
-            code = _cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), self.size, 0)
-        if int(code) == 0:
-            self._unregister = weakref.finalize(
-                self, _cuda.cudart().cudaHostUnregister, self.tensor.data_ptr()
-            )
+            code = _cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), self.size, _PORTABLE)
+        self.is_refused = int(code) != 0
+        if not self.is_refused:
+            self._unregister = weakref.finalize(self, _unregister, os.getpid(), gpu, self.tensor.data_ptr())
             self._unregister.atexit = False
 
     def free(self) -> None:
@@ -69,11 +77,21 @@ class HostMemory:
         del self.bytes, self.tensor
 
 
-def current_gpu() -> int | None:
-    """Return the GPU that this thread works with, if it works with one already."""
-    if torch.cuda.is_available() and _cuda.is_initialized():
-        return int(torch.cuda.current_device())
-    return None
+def _unregister(process: int, gpu: torch.device, place: int) -> None:
+    # A forked child has neither the memory nor the driver.
+    if process == os.getpid():
+        # This may be any thread: one whose device was never set would create a context on the first GPU.
+        with torch.cuda.device(gpu):
+            _cuda.cudart().cudaHostUnregister(place)
+
+
+def gpu_of(tensors: Iterable[torch.Tensor]) -> torch.device | None:
+    """Return the GPU that holds the first tensor that is on one.
+
+    >>> gpu_of([torch.zeros(2)]) is None
+    True
+    """
+    return next((tensor.device for tensor in tensors if tensor.is_cuda), None)
 
 
 _maps: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()

@@ -72,6 +72,31 @@ class ModulePart(Part):
         self._refuse_lazy()
         self.built = {"frozen": self._frozen()}
         self._buffers_of_the_script = self._buffers().keys()
+        self._given = self._shapes()
+
+    def _shapes(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        """Return the shapes of the tensors that have to be the same at a resume."""
+        persistent = {
+            f"{name}.{leaf}" if name else leaf: buffer
+            for name, module in self._modules()
+            for leaf, buffer in module._buffers.items()
+            if buffer is not None and leaf not in module._non_persistent_buffers_set
+        }
+        return {
+            name: (live.shape, live.dtype) for name, live in (*self._named_parameters(), *persistent.items())
+        }
+
+    def outgrown(self) -> Iterator[str]:
+        """Yield that it has other tensors than it was given with."""
+        now = self._shapes()
+        if names := [name for name in {**self._given, **now} if self._given.get(name) != now.get(name)]:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            yield (
+                f"{self.name} has changed since it was given to RunState ({', '.join(names[:3])}{more}: "
+                "new, gone or of another shape). A resume, which makes it as the script does, will be "
+                "refused. Make it before RunState.load as it is to be trained; only a buffer with "
+                "persistent=False, and a tensor in state.vars or in a dict in extra=, may come, go and grow."
+            )
 
     def is_torchs_own(self) -> bool:
         """Whether no module in it has a way of its own to save or to load."""
@@ -197,6 +222,11 @@ class ModulePart(Part):
             for leaf, parameter in module._parameters.items():
                 if parameter is not None:
                     yield bare(f"{path}.{leaf}" if path else leaf), parameter
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the parameters and buffers by their bare names."""
+        buffers = {name: buffer for name, buffer in self._buffers().items() if buffer is not None}
+        return {**self.parameters(), **buffers}
 
     def name_in_optimizers(self, name: str) -> str:
         """Return the name under which an optimizer keeps the state of a parameter."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from . import blocks
 from .codec import Path, Place
+from .gradients import Gradients
 from .modules import ModulePart, refuse_split
 from .part import Difference, Part, Saved, kind_of, plain, same_device, shape
 
@@ -31,9 +32,23 @@ class OptimizerPart(Part):
         self.kind = kind_of(live, "optimizer")
         self._model_parts = modules
         self._refuse_split()
-        self.is_accumulating: Callable[[], bool] = bool
-        """Whether gradients are on their way to a later step, and so are state."""
+        self.gradients = Gradients(live)
         self.built = settings_of_groups(live.param_groups)
+        self._given = self._sizes()
+
+    def _sizes(self) -> list[int]:
+        return [len(group["params"]) for group in self.live.param_groups]
+
+    def outgrown(self) -> Iterator[str]:
+        """Yield that it has other groups, or other parameters in them, than it was given with."""
+        then, now = self._given, self._sizes()
+        if then != now:
+            yield (
+                f"{self.name} has {sum(now)} parameters in {len(now)} groups, and had {sum(then)} in "
+                f"{len(then)} when it was given to RunState. A resume, which makes it as the script does, "
+                "will be refused. Make all groups before RunState.load: parameters with "
+                "requires_grad_(False) are not trained until the script sets it, and a resume restores that."
+            )
 
     def _refuse_split(self) -> None:
         refuse_split(self.name, self.live)
@@ -94,6 +109,10 @@ class OptimizerPart(Part):
             for name, parameter in zip(names, group["params"], strict=True)
         }
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the parameters by their names."""
+        return self.parameters()
+
     def _loose(self, known: Mapping[int, str] | None = None) -> dict[str, Tensor]:
         # Trained, but in no model that we were given (a temperature, a latent): nobody else would save it.
         known = self._names_in_models() if known is None else known
@@ -118,7 +137,7 @@ class OptimizerPart(Part):
                     if isinstance(value, Tensor) and value.is_cpu and not parameter.is_cpu:
                         on_host.add(key)
         rest = {k: v for k, v in state.items() if k not in ("state", "param_groups")}
-        gradients = self._gradients() if self.rank is None and self.is_accumulating() else {}
+        gradients = self._gradients() if self.rank is None else {}
         return {
             **self.differing(),
             self.stem: {
@@ -129,17 +148,20 @@ class OptimizerPart(Part):
                 "on_host": sorted(on_host),
                 "loose": self._loose(known),
                 "gradients": gradients,
+                "used": [name for name in self.gradients.used if name in gradients],
+                "zeroed": self.gradients.collect(),
             },
         }
 
     def differing(self) -> dict[str, Any]:
         """Return the gradients of this rank, which the others get only with the next step."""
-        if self.rank is None or not self.is_accumulating():
+        if self.rank is None or not (gradients := self._gradients()):
             return {}
-        return {"rank": {"gradients": self._gradients()}}
+        return {"rank": {"gradients": gradients}}
 
     def _gradients(self) -> dict[str, Any]:
-        return {name: _grad_out(p.grad) for name, p in self.parameters().items() if p.grad is not None}
+        pending = self.gradients.pending(self.parameters(), is_alone=self.rank is None)
+        return {name: _grad_out(gradient) for name, gradient in pending.items()}
 
     def _saved_gradients(self, saved: Saved, tree: Tree | None = None) -> dict[str, Any]:
         of_rank = {} if self.stem == "rank" else saved.of_rank().get("gradients", {})
@@ -191,7 +213,7 @@ class OptimizerPart(Part):
 
     def resized(self, saved: Saved, then: int, now: int) -> Iterator[Difference]:
         """Yield that gradients were on their way to a step: each process has its own."""
-        if self._saved_gradients(saved):
+        if self._saved_gradients(saved).keys() - {*saved.view(self.stem).get("used", ())}:
             text = f"summed up by {then} processes, each for itself; there are {now} in the code"
             yield Difference(self.name, "gradients", text)
 
@@ -226,6 +248,7 @@ class OptimizerPart(Part):
         with torch.no_grad():
             for name in tree["loose"].keys() & self._loose(known).keys() - unfit:
                 parameters[name].copy_(tree["loose"][name])
+        self.gradients.restore(tree.get("zeroed", 0))
         gradients = {} if "gradients" in unfit else self._saved_gradients(saved, tree)
         for name in gradients.keys() & parameters.keys() - unfit:
             parameters[name].grad = _grad_in(gradients[name]).to(parameters[name].device)

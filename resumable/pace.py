@@ -24,6 +24,8 @@ class Pace:
         self._quiet: deque[float] = deque(maxlen=_REMEMBERED)
         """How long bodies took while nothing was saved."""
         self._rest = 0.0
+        self.is_rest_known = False
+        """Whether an epoch has ended, so that it is known what comes after its last body."""
         self._is_lost_known = True
         """Whether bodies could be compared when the cost was found."""
         self._save: _Save | None = None
@@ -42,7 +44,7 @@ class Pace:
     def rest_ended(self) -> None:
         """Note that an epoch has ended, and with it what came after its last body."""
         if self._last is not None:
-            self._rest = max(self._rest, self._now() - self._last)
+            self._rest, self.is_rest_known = max(self._rest, self._now() - self._last), True
         self._last = None
 
     def body_ended(self) -> None:

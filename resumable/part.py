@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from . import codec
 from .codec import Encoded, Place
@@ -17,14 +18,20 @@ from .codec import Encoded, Place
 class Saved:
     """What a checkpoint holds of one part."""
 
-    def __init__(self, trees: Mapping[str, Encoded], part: str) -> None:
+    def __init__(self, trees: Mapping[str, Encoded], part: str, restoring: Any = None) -> None:
         self._trees = trees
         self._part = part
+        self.restoring = restoring
+        """What restores the containers of all parts, see `aliases.Restoring`."""
 
     def view(self, stem: str) -> Any:
         """Return the tree; its tensors share the checkpoint's memory."""
         tree = self._trees[stem]
         return codec.decode(tree.json[self._part], tree.tensors)
+
+    def moved(self, stem: str) -> Mapping[str, str]:
+        """Return which device of this process stands for one of the process that saved."""
+        return self._trees[stem].moved
 
     def of_rank(self) -> Any:
         """Return what only this process has of a part that all share, in tensors that nobody else changes."""
@@ -73,6 +80,8 @@ class Difference:
     part: str
     name: str
     text: str
+    is_open: bool = False
+    """Whether it may be gone when the training needs it, so that only then it is an error."""
 
     def matches(self, pattern: str) -> bool:
         """Whether the pattern names it: model.head.*, head.*, or the whole part."""
@@ -92,6 +101,8 @@ class Part:
     """One object of a training. `built` is how the script made it, before anything was restored."""
 
     kind = "state"
+    is_container = False
+    """Whether its tree is made of the very containers and tensors that the script has."""
 
     def __init__(self, name: str, live: Any, stem: str = "extra") -> None:
         self.name = name
@@ -117,6 +128,14 @@ class Part:
         """Return its trees, by the file that they belong to."""
         raise NotImplementedError
 
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """Return the live tensors that it restores in place, by name."""
+        return {}
+
+    def outgrown(self) -> Iterator[str]:
+        """Yield what has changed since it was given, so that a resume would be refused."""
+        yield from ()
+
     def is_torchs_own(self) -> bool:
         """Whether only torch's code, or ours, is called to restore it."""
         return True
@@ -132,3 +151,18 @@ class Part:
     def restore(self, saved: Saved, unfit: AbstractSet[str], code_wins: AbstractSet[str]) -> None:
         """Put `saved` into the live object, but for `unfit` names and settings where the code wins."""
         raise NotImplementedError
+
+
+def clones(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies in host memory, made before this function returns.
+
+    >>> live = {"weight": torch.zeros(2)}
+    >>> copy = clones(live)
+    >>> _ = live["weight"].add_(1)
+    >>> copy["weight"]
+    tensor([0., 0.])
+    """
+    return {
+        name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        for name, tensor in tensors.items()
+    }

@@ -121,6 +121,7 @@ class ContainerPart(Part):
     """A dict, list, set or deque of plain values and tensors, filled again in place."""
 
     kind = "container"
+    is_container = True
 
     def collect(self) -> dict[str, Any]:
         """Return the container itself."""
@@ -134,39 +135,26 @@ class ContainerPart(Part):
 
     def restore(self, saved: Saved, unfit: AbstractSet[str], code_wins: AbstractSet[str]) -> None:
         """Empty it and fill it with what was saved."""
-        _into(self.live, saved.copy(self.stem, same_device))
-
-
-def _into(live: Any, then: Any) -> Any:
-    """Return `then`, in the live containers and parameters wherever they fit: others hold them too."""
-    if isinstance(live, nn.Parameter) and isinstance(then, torch.Tensor):
-        # (another tensor may be a view of the script's data, which must not be written to)
-        if (live.shape, live.dtype) != (then.shape, then.dtype):
-            return then
-        with torch.no_grad():
-            return live.copy_(then)
-    if type(live) is not type(then) or not isinstance(live, (dict, list, set, deque)):
-        return then
-    if isinstance(live, dict):
-        content: Any = {key: _into(live.get(key), value) for key, value in then.items()}
-    elif isinstance(live, list):
-        content = [*map(_into, live, then), *then[len(live) :]]
-    else:
-        content = then
-    live.clear()
-    (live.extend if isinstance(live, (list, deque)) else live.update)(content)
-    return live
+        content = saved.restoring.into(self)
+        if content is not self.live:
+            # (it was one with another part, and is not any more)
+            saved.restoring.fill(self.live, content)
 
 
 class DataclassPart(Part):
     """A dataclass of plain values, whose fields are set again."""
 
     kind = "dataclass"
+    is_container = True
 
     def __init__(self, name: str, live: Any, stem: str = "extra") -> None:
         super().__init__(name, live, stem)
         # One that the training puts into a field later could not be made again: no class is in the file.
         self._nested = set(_nested_in(live, ""))
+
+    def fields(self) -> list[tuple[Any, str, Any]]:
+        """Return the fields: the dataclass that has each, its name, and its value."""
+        return [(owner, name, getattr(owner, name)) for _, owner, name in self._fields(self.live, "")]
 
     def collect(self) -> dict[str, Any]:
         """Return the fields by their paths, those of dataclasses inside it too."""
@@ -193,10 +181,10 @@ class DataclassPart(Part):
 
     def restore(self, saved: Saved, unfit: AbstractSet[str], code_wins: AbstractSet[str]) -> None:
         """Set the fields."""
-        then = saved.copy(self.stem, same_device)
-        for path, owner, name in self._fields(self.live, ""):
+        then = saved.restoring.into(self)
+        for path, owner, name in [*self._fields(self.live, "")]:
             if path not in unfit:
-                setattr(owner, name, _into(getattr(owner, name), then[path]))
+                saved.restoring.set(owner, name, then[path])
 
 
 def _is_settable(live: Any) -> bool:

@@ -70,6 +70,8 @@ class Progress:
         self._next = 0.0
         self._saved: tuple[int, float] | None = None
         self._saving: int | None = None
+        self.means: Callable[[], str] = str
+        """What returns the running means as text."""
 
     def is_shown(self) -> bool:
         """Whether bars are shown."""
@@ -82,7 +84,7 @@ class Progress:
             yield
             return
         self.end_batches(self._loop)
-        self._outer = _Count(what, total, done, self._tail)
+        self._outer = _Count(what, total, done, self._tail_of_loop)
         self._epoch, self._has_batches = done, False
         if what == "steps":
             self._draw()
@@ -106,7 +108,7 @@ class Progress:
         if self._loop is not None or (self._outer and self._outer.what == "steps") or not self.is_shown():
             return
         self._loop = loop
-        self._batches = _Count("batches", total, done, None if self._outer else self._tail, leave=False)
+        self._batches = _Count("batches", total, done, self._tail_of_batches, leave=False)
         self._has_batches = True
         if self._outer:
             # These batches are another process's work: its rate is not this one's.
@@ -169,6 +171,12 @@ class Progress:
         """Note that a checkpoint has been durable since `when` (seconds since 1970)."""
         self._saved = number, when
 
+    def _tail_of_loop(self) -> str:
+        return self._tail() if self._has_batches else _joined(self.means(), self._tail())
+
+    def _tail_of_batches(self) -> str:
+        return _joined(self.means(), "" if self._outer else self._tail())
+
     def _tail(self) -> str:
         # (the writer's thread changes both)
         saving, saved = self._saving, self._saved
@@ -217,6 +225,10 @@ class Progress:
             yield told
         finally:
             count.close()
+
+
+def _joined(*texts: str) -> str:
+    return ", ".join(filter(None, texts))
 
 
 def _to_nobody(size: int) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from . import adopting, capture, changes, disk, environment, position, spikes, split
+from . import adopting, aliases, capture, changes, disk, environment, history, position, spikes, split
+from .boundary import Boundary
 from .capture import Capture
 from .changes import Fit
 from .checkpoint import Checkpoint
@@ -60,12 +61,37 @@ class Resuming:
         self._progress = progress
         self._copies = copies
 
-    def choose(self, which: Which, expect: str | None = None) -> tuple[Checkpoint, Reading] | None:
+    def choose(
+        self, which: Which, expect: str | None = None, skip: Container[int] = ()
+    ) -> tuple[Checkpoint, Reading] | None:
         """Return the checkpoint that `which` means, read and verified; None to start fresh.
 
         One with another content than the expected one is an error, and no older one is looked for.
         """
-        return self._crew.choose(which, partial(self._read, expect), self._copies)
+        return self._crew.choose(which, partial(self._read, expect), self._copies, skip)
+
+    def choose_first(self, which: Which, expect: str | None) -> tuple[tuple[Checkpoint, Reading] | None, str]:
+        """Return the checkpoint to begin with, and what to say where the newest one is passed over.
+
+        It is where the start that resumed from it failed behind an epoch's last batch.
+        """
+        if which not in ("auto", "must") or expect:
+            return self.choose(which, expect), ""
+        listed = self._crew.ranks.first("what to skip", lambda: [*history.skipped(self._run.path).items()])
+        problems = dict(listed)
+        found = self.choose(which, expect, problems)
+        if found is None or not problems:
+            return found, ""
+        about = found[0].about
+        number = about.number
+        if number not in problems:
+            passed = [one for one in problems if one > number and self._run.path_of(one)]
+            newest = max(passed, default=None)
+            return found, _skipped(newest, problems, f"to resume from it: resume={newest}") if newest else ""
+        if which == "auto" and about.epoch == 0 and about.parent is None:
+            # A kill before the run's first checkpoint loses as much; the same bits are trained again.
+            return None, _skipped(number, problems, "there is no earlier one")
+        return found, f"checkpoint {number} is the only one, so it is used again: {_ended(problems[number])}"
 
     @no_garbage_collection()
     @torch.inference_mode(False)
@@ -78,13 +104,15 @@ class Resuming:
             )
         try:
             live, rank = self._capture.live(), self._crew.ranks.rank
-            reading = Reading(found, live, rank, self._progress.reading, expect)
+            used = self._capture.devices_in_use()
+            reading = Reading(found, live, rank, self._progress.reading, expect, used)
             capture.check_readable(reading.trees, found.about.built)
             position.check(_of_position(reading))
+            aliases.check(_of_position(reading).get("aliases", {}))
             held = {name for tree in reading.trees.values() for name in tree.json}
             if lacking := found.about.parts.keys() - held:
                 raise ValueError(f"it lacks {', '.join(sorted(lacking))}")
-            self._capture.adopt(reading)
+            adopting.adopt(reading, self._capture.all_parts(), self._position.processes)
         except (ValueError, KeyError, TypeError) as exc:
             if isinstance(exc, ResumableError):
                 raise
@@ -109,6 +137,7 @@ class Resuming:
             return Fit(unfit, self._checked_best(chosen, override), differences)
 
         found = ranks.each("what does not fit", look)
+        self._warn_of_devices(reading)
         self._adopt_splits(chosen, reading)
         # Before anything is touched: where warnings are errors, this ends the load.
         rows = ranks.agree("what has changed", lambda: [one.to_json() for one in found.differences])
@@ -117,6 +146,25 @@ class Resuming:
         kept = {name: about.built[name] for name in found.names(changes.CHECKPOINTS)}
         self._saving.built = {**self._saving.built, **kept}
         return found
+
+    def _warn_of_devices(self, reading: Reading) -> None:
+        if reading.without_device:
+            self._saving.once.warn(
+                f"the training that saved used {', '.join(reading.without_device)}, and this one uses fewer "
+                "devices: the state of those random generators is not restored, so what is drawn on a device "
+                "differs. Resume with as many devices for the same numbers.",
+                about="generators without a device",
+            )
+
+    def warn_of_dropout(self) -> None:
+        """Warn if a resume cannot restore the dropout of a recurrent layer."""
+        if self._capture.has_dropout_in_cudnn():
+            self._saving.once.warn(
+                "cuDNN keeps the state of the dropout in nn.LSTM, nn.GRU and nn.RNN where it cannot be read: "
+                "after a resume this dropout differs. For an exact resume set "
+                "torch.backends.cudnn.enabled = False, or give these layers dropout=0.",
+                about="dropout in cuDNN",
+            )
 
     def _of_devices(self, chosen: Checkpoint, reading: Reading) -> list[changes.Difference]:
         # (other tools do not say where a part of a model was)
@@ -168,9 +216,21 @@ class Resuming:
 
     def go_on(self, chosen: Checkpoint, reading: Reading, fit: Fit) -> None:
         """Put everything back at the start."""
+        before = self._position.streams.read()
         self._capture.restore(reading, fit.unfit, fit.names(changes.OVERRIDES), each=self._crew.ranks.each)
         self._saving.go_on_from(chosen, fit.best, reading)
-        self._position.hold()
+        self._position.streams.go_on(before)
+        self._capture.note_steps(chosen.about.step)
+        self._warn_of_lost_sums(chosen)
+
+    def _warn_of_lost_sums(self, chosen: Checkpoint) -> None:
+        then, now = chosen.about.world_size, self._crew.ranks.size
+        is_finished = chosen.about.boundary is Boundary.EPOCH
+        if now < then and self._crew.is_first and self._position.means and not is_finished:
+            self._saving.once.warn(
+                f"state.means lacks what {then - now} of the {then} processes have summed up so far: until "
+                "the next epoch (or means.reset()) its values are those of the others."
+            )
 
     def go_back(
         self, which: Which, only: str | None = None, skip: bool = False, expect: str | None = None
@@ -255,6 +315,14 @@ class Resuming:
             if lengths == [at["batch"]]:
                 facts[-1] += " (only the rest of its body is left)"
         return [*facts, f"step {at['step']}"]
+
+
+def _skipped(number: int, problems: Mapping[int, str], rest: str) -> str:
+    return f"checkpoint {number} is skipped: {_ended(problems[number])}; {rest}"
+
+
+def _ended(problem: str) -> str:
+    return f"the start that resumed from it ended with {problem}"
 
 
 _LACKING = {"random": "random generators", "loader": "place in the data"}

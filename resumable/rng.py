@@ -5,18 +5,20 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 import numpy as np
 import torch
 
 Generator = random.Random | np.random.Generator | np.random.RandomState | torch.Generator
+T = TypeVar("T")
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 
 _BACKENDS = ("cuda", "xpu", "mps")
+_GPU_STATE = 16  # bytes: a seed and an offset
 # Where generators are looked for: deep enough for a transform of a subset of a concatenation.
 _DEEPEST = 16
 _WIDEST = 256
@@ -27,26 +29,42 @@ _PLAIN = (str, bytes, int, float, complex, type(None))
 def collect(devices: bool = True) -> dict[str, Any]:
     """Return the state of every global generator, as plain values, arrays and tensors.
 
-    Devices that this process has not used are not touched: asking must not create a context.
+    Devices that this process has not used are not touched: asking must not create a context. Without
+    `devices` theirs are left out, unless loaders too draw on one (`torch.set_default_device`).
     """
     found: dict[str, Any] = {
         "python": _python_out(random.getstate()),
         "numpy": np.random.get_state(legacy=False),
         "torch": torch.get_rng_state(),
     }
-    if devices:
+    if devices or torch.get_default_device().type != "cpu":
         found |= {name: states for name in _BACKENDS if (states := _read_devices(name))}
     return found
 
 
 def restore(state: Mapping[str, Any]) -> None:
-    """Put back what `collect` returned. A device that is not here any more is left out."""
+    """Put back what `collect` returned. A device that this process does not have is left out."""
     random.setstate(_python_in(state["python"]))
     np.random.set_state(state["numpy"])
     # torch reads from where the memory of a view begins, which is not where the view does.
     torch.set_rng_state(state["torch"].clone())
     for name in _BACKENDS:
         _write_devices(name, state.get(name, []))
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Whether two states that were read are the same.
+
+    >>> is_same(collect(), collect())
+    True
+    """
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(is_same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(is_same, one, other))
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    return bool(np.array_equal(one, other)) if isinstance(one, np.ndarray) else bool(one == other)
 
 
 def begin_anew(seed: str) -> None:
@@ -108,7 +126,7 @@ def write(generator: Generator, state: Any) -> None:
     elif isinstance(generator, np.random.RandomState):
         generator.set_state(state)
     else:
-        generator.set_state(torch.as_tensor(state).clone())
+        generator.set_state(torch.as_tensor(state, device="cpu").clone())
 
 
 def plant(root: object, path: str, state: Any) -> Generator | None:
@@ -148,7 +166,8 @@ def _at(root: object, names: list[str]) -> Any:
 
 def _made_for(state: Any) -> Generator:
     if not isinstance(state, Mapping):
-        return torch.Generator()
+        is_for_gpu = torch.as_tensor(state, device="cpu").numel() == _GPU_STATE and torch.cuda.is_available()
+        return torch.Generator("cuda" if is_for_gpu else "cpu")
     if "words" in state:
         return random.Random()
     bits = _BIT_GENERATORS[state["bit_generator"]]()
@@ -169,7 +188,15 @@ _BIT_GENERATORS = {
 
 def find(root: object) -> dict[str, Generator]:
     """Return the generators that hang off an object, by their path from it."""
-    found: dict[str, Generator] = {}
+    return {path: value for path, value in _walk(root) if is_generator(value)}
+
+
+def inside(root: object, kind: type[T]) -> list[T]:
+    """Return the objects of a kind that hang off an object."""
+    return [value for _, value in _walk(root) if isinstance(value, kind)]
+
+
+def _walk(root: object) -> Iterator[tuple[str, object]]:
     seen: set[int] = set()
     # Breadth first: where there is too much to look at, what is near is found all the same.
     waiting = deque([(root, "", 0)])
@@ -178,12 +205,10 @@ def find(root: object) -> dict[str, Generator]:
         if id(value) in seen:
             continue
         seen.add(id(value))
-        if is_generator(value):
-            found[path] = value
-        elif depth < _DEEPEST:
+        yield path, value
+        if not is_generator(value) and depth < _DEEPEST:
             children = (child for child in _children(value) if not isinstance(child[1], _PLAIN))
             waiting.extend((child, f"{path}.{name}" if path else name, depth + 1) for name, child in children)
-    return found
 
 
 def _children(value: object) -> Iterator[tuple[str, object]]:
@@ -240,11 +265,36 @@ def _read_devices(name: str) -> list[torch.Tensor]:
     return [generator.get_state() for generator in backend.default_generators]
 
 
-def _write_devices(name: str, states: list[torch.Tensor]) -> None:
+def _write_devices(name: str, states: Sequence[torch.Tensor | None]) -> None:
     backend = getattr(torch, name)
     # Without a state nothing is asked: even counting devices loads a driver.
+    there = _read_devices(name) if states else []
     for index, state in enumerate(states[: backend.device_count()] if states else ()):
+        # Any write makes cuDNN draw a new seed for the dropout of recurrent layers.
+        if state is None or (index < len(there) and torch.equal(there[index], state)):
+            continue
         if name == "mps":
             backend.set_rng_state(state.clone())
         else:
             backend.set_rng_state(state.clone(), index)
+
+
+def moved(saved: Mapping[str, Any], devices: Mapping[str, str]) -> dict[str, Any]:
+    """Return what `collect` returned with the states of devices that have another index here.
+
+    >>> one, other = torch.zeros(16), torch.ones(16)
+    >>> moved({"cuda": [one, other]}, {"cuda:1": "cuda:0"})["cuda"][0] is other
+    True
+    """
+    return {**saved, **{kind: _renumbered(kind, saved[kind], devices) for kind in _BACKENDS if kind in saved}}
+
+
+def _renumbered(kind: str, states: Sequence[Any], devices: Mapping[str, str]) -> list[Any]:
+    found: dict[int, Any] = {}
+    for number, state in enumerate(states):
+        there = f"{kind}:{number}"
+        if there not in devices:
+            found.setdefault(number, state)
+        elif devices[there].startswith(f"{kind}:"):
+            found[int(devices[there].partition(":")[2])] = state
+    return [found.get(number) for number in range(max(found, default=-1) + 1)]

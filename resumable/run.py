@@ -9,7 +9,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from datetime import datetime, timezone
 from itertools import chain
 from pathlib import Path
@@ -202,27 +202,33 @@ class Run:
                 yield path
 
     def choose(
-        self, which: Which, read: Callable[[Checkpoint], T], copies: Copies | None = None
+        self,
+        which: Which,
+        read: Callable[[Checkpoint], T],
+        copies: Copies | None = None,
+        skip: Container[int] = (),
     ) -> tuple[Checkpoint, T] | None:
         """Return the checkpoint that `which` means and what `read` returned for it; None to start fresh.
 
-        What is not here, or is damaged, is taken from its `copies`.
+        What is not here, or is damaged, is taken from its `copies`. Of the newest, those to `skip` come last.
         """
         is_empty = self.highest() is None and not (copies and copies.numbers)
         if which == "never" or (which == "auto" and is_empty):
             return None
         if which == "auto" or which in _NEWEST:
-            return self._newest_intact(read, copies)
+            return self._newest_intact(read, copies, skip)
         if which != "best" and not is_number(which):
             found = self._open_named(which)
             return found, read(found)
         number = self._best_number(copies) if which == "best" else int(which)
         return self._read(number, read, copies)
 
-    def _newest_intact(self, read: Callable[[Checkpoint], T], copies: Copies | None) -> tuple[Checkpoint, T]:
+    def _newest_intact(
+        self, read: Callable[[Checkpoint], T], copies: Copies | None, skip: Container[int]
+    ) -> tuple[Checkpoint, T]:
         # Newest is the highest save number: after going back, the highest step is of an abandoned branch.
         last: ResumableError | None = None
-        for number in self._newest_numbers(copies):
+        for number in _those_last(skip, self._newest_numbers(copies)):
             try:
                 return self._read(number, read, copies)
             except (CheckpointDamaged, RemoteError) as exc:
@@ -561,6 +567,16 @@ class Run:
 
 
 _LINK_DEBRIS = re.compile(r"\.(?:newest|best|run\.json|splits\.json|history\.jsonl|probe)-[0-9a-f]{8}")
+
+
+def _those_last(last: Container[int], numbers: Iterable[int]) -> Iterator[int]:
+    kept = []
+    for number in numbers:
+        if number in last:
+            kept.append(number)
+        else:
+            yield number
+    yield from kept
 
 
 def is_number(which: object) -> TypeGuard[int | str]:

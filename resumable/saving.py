@@ -7,13 +7,14 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from typing import Any
 
 import torch
 
 from . import arguments, blocks, capture, checkpoint, codec, environment, policy, split
+from .boundary import Boundary
 from .capture import Capture, Held, Trees
 from .checkpoint import Checkpoint
 from .copies import Copies
@@ -131,14 +132,18 @@ class Saving:
         self._seen = None
         with _failing(f"checkpoint {number}"):
             self._position.splits = split.records(self._run.path) if self._crew.is_first else {}
+        self._image.catch_up()
         # (save() may be called where a model is evaluated)
         with no_garbage_collection(), torch.inference_mode(False):
             trees, parts = self._capture.collect()
+            for text in self._capture.notes():
+                self.once.warn(text)
             groups = codec.to_groups(trees, self._crew.ranks.rank)
             if self._checks_replicas:
                 self._crew.compare(groups, self._capture.differing())
             mine = self._crew.share(self._image.sizes(groups), self._image.headers)
             taken = self._image.take(groups, mine)
+        self._warn_of_slow_copies(taken)
         about = self._describe(number, values or {}, parts)
         self.number = self.parent = number
         if self._crew.is_first:
@@ -147,9 +152,28 @@ class Saving:
             self._unheard = number
         self._place = self._position.counters()
         step, body = self._position.step, self._position.body()
-        self._seen = _Seen(number, step, body, capture.versions(trees), Held(trees, taken))
+        sums = self._position.means.version
+        self._seen = _Seen(number, step, body, sums, capture.versions(trees), Held(trees, taken))
         path = self._run.folder / checkpoint.name(number, about.step)
-        return self._writer.submit(number, path, lambda: self._commit(about, trees, taken, before, told))
+        # While the disk writes, the training may need the memory of tensors that it has dropped.
+        texts = {stem: replace(tree, tensors={}) for stem, tree in trees.items()}
+        return self._writer.submit(number, path, lambda: self._commit(about, texts, taken, before, told))
+
+    def _warn_of_slow_copies(self, taken: Taken) -> None:
+        if taken.waited_for:
+            self.once.warn(
+                f"the device has no room for a copy of {taken.waited_for:,} bytes of the state, so the "
+                "training waits while each save copies them to host memory. Parameters and moments of an "
+                "optimizer of torch.optim need no such copy.",
+                about="room on the device",
+            )
+        if self._image.is_pageable():
+            self.once.warn(
+                "the driver refused to register the host memory for saves, so copies from the GPU are "
+                "slower, and the step after each save waits for them. Raise the limit of locked memory "
+                "(ulimit -l), if there is one.",
+                about="pageable memory",
+            )
 
     def _wait_for_the_one_before(self) -> float:
         started = time.perf_counter()
@@ -286,9 +310,13 @@ class Saving:
         stepped = self._capture.trained() if self._position.step > seen.step else []
         # (what went wrong with the image the writer tells)
         changed = []
+        self._image.catch_up()
         with contextlib.suppress(SaveFailed):
             changed = self._capture.changed_since(seen.versions, seen.held)
-        changed = [*dict.fromkeys([*stepped, *changed])]
+        # (an epoch that is finished has no more use for its means)
+        is_finished = self._place["boundary"] is Boundary.EPOCH
+        summed = [] if is_finished or self._position.means.version == seen.sums else ["means"]
+        changed = [*dict.fromkeys([*stepped, *changed, *summed])]
         if changed:
             self.once.warn(
                 f"{', '.join(changed)} changed after save() in the same body: a resume from checkpoint "
@@ -423,6 +451,8 @@ class _Seen:
     number: int
     step: int
     body: Any
+    sums: int
+    """The version of the means."""
     versions: capture.Versions
     held: Held
 

@@ -9,14 +9,18 @@ import os
 import signal
 import sys
 import threading
+import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from multiprocessing import sharedctypes, util
 from types import FrameType
 from typing import Any
 
 Shared = tuple[tuple[int, ...], Any]
 """The signals that a training notes, and whether it does so now: for the processes that load for it."""
+
+CAN_BLOCK = hasattr(signal, "pthread_sigmask")
+"""Whether signals can be blocked here: not on Windows."""
 
 _noting: weakref.ref[Signals] | None = None
 
@@ -41,6 +45,8 @@ class Signals:
         self._process = os.getpid()
         self.received: signal.Signals | None = None
         """The first signal that nobody has acted on yet."""
+        self.received_at = 0.0
+        """When it came, by the monotonic clock."""
 
     def begin(self) -> None:
         """Note signals from here on: a loop has begun."""
@@ -82,7 +88,8 @@ class Signals:
             # Who has put another handler on top of this one still calls it.
             if signal.getsignal(number) in (self._note, _ignore):
                 signal.signal(number, before)
-                del self._before[number]
+                # (a loop that is collected meanwhile lets go, too)
+                self._before.pop(number, None)
 
     def acted_on(self) -> None:
         """Note that the training has done what was asked for: the next signal is the first again."""
@@ -107,7 +114,8 @@ class Signals:
             return
         if number == signal.SIGINT:
             self._count_interrupt(frame)
-        self.received = self.received or signal.Signals(number)
+        if self.received is None:
+            self.received, self.received_at = signal.Signals(number), time.monotonic()
         self._quiet_lost_workers()
         if callable(before) and before is not signal.default_int_handler:
             before(number, frame)
@@ -180,6 +188,22 @@ def shared_with_workers() -> Shared | None:
     return there.shared() if there else None
 
 
+@contextlib.contextmanager
+def blocked(numbers: Collection[int]) -> Iterator[None]:
+    """Block signals in this thread, and in the processes that it starts, from their first instruction on.
+
+    Without this, one that reaches a worker before `spare` was called there would end it.
+    """
+    if not numbers or not CAN_BLOCK:
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def spare(shared: Shared) -> None:
     """Let this process, a worker, live through the signals that its training notes.
 
@@ -194,6 +218,8 @@ def spare(shared: Shared) -> None:
 
     for number in numbers:
         signal.signal(number, note)
+    if CAN_BLOCK:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
 
 def _do(number: int, frame: FrameType | None, before: Any) -> None:

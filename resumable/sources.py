@@ -232,6 +232,8 @@ class Count:
     batches: int
     before: int
     """Batches that the same iterator gave in epochs before this one."""
+    draws: Mapping[str, Any] | None = None
+    """The generators before the newest batch was asked for: a prefetcher loads the next one then."""
 
     def all(self) -> int:
         """Return the batches of all epochs."""
@@ -291,12 +293,12 @@ class PlainSource:
         return self._reading(self._begin())
 
     def _go_on(self, saved: Mapping[str, Any]) -> Iterator[Any]:
-        live = _read(self._all())
+        live = _read(self._all(), devices=True)
         self._start = saved["start"]
         _write(self._all(), saved["start"])
         self._used, self._has_ended = self.loader, False
         batches = self._begin()
-        self._count = Count(saved["batches"], saved["before"])
+        self._count = Count(saved["batches"], saved["before"], saved.get("draws"))
         self._skip(batches, self._count.all())
         _write(self._all(), live)
         return self._reading(batches)
@@ -314,12 +316,17 @@ class PlainSource:
     def _skip(self, batches: Iterator[Any], count: int) -> None:
         from tqdm import tqdm
 
-        warn(
-            f"{self._name} keeps no position, so {count} batches of it are loaded once more and thrown away. "
-            "A DataLoader, or anything with state_dict and load_state_dict, goes on at once."
-        )
+        # (these load nothing: their items are there)
+        if not isinstance(self.loader, (range, list, tuple)):
+            warn(
+                f"{self._name} keeps no position, so {count} batches of it are loaded once more and thrown "
+                "away. A DataLoader, or anything with state_dict and load_state_dict, goes on at once."
+            )
         what = f"skipping what {self._name} gave before"
         for number in tqdm(range(count), desc=what, unit=" batches", disable=not self._shows()):
+            if number == count - 1 and self._count.draws is not None:
+                # A prefetcher loads the batch after this one here, and may draw for it.
+                _write(self._all(), self._count.draws)
             try:
                 next(batches)
             except StopIteration:
@@ -330,8 +337,13 @@ class PlainSource:
                 ) from None
 
     def _reading(self, batches: Iterator[Any]) -> Iterator[Any]:
-        for batch in batches:
-            self._count = Count(self._count.batches + 1, self._count.before)
+        while True:
+            draws = None if isinstance(self.loader, _NEVER_DRAW) else _read(self._all(), devices=True)
+            try:
+                batch = next(batches)
+            except StopIteration:
+                break
+            self._count = Count(self._count.batches + 1, self._count.before, draws)
             yield batch
         self._has_ended = True
 
@@ -362,8 +374,8 @@ class PlainSource:
         goes_on = self._is_one_shot() and not self._has_ended
         before = mark.before + (0 if is_under_way else mark.batches) if goes_on else 0
         batches = mark.batches if is_under_way else 0
-        start = self._start if batches or before else None
-        return {"batches": batches, "before": before, "start": start}
+        start, draws = (self._start, mark.draws) if batches or before else (None, None)
+        return {"batches": batches, "before": before, "start": start, "draws": draws}
 
     def in_question(self, setting: str, saved: Mapping[str, Any]) -> tuple[str, str] | None:
         """Return everything, where it was no iterable of any kind."""
@@ -396,9 +408,12 @@ def _state_of(loader: Any) -> Any:
     return None
 
 
-def _read(root: object) -> dict[str, Any]:
+def _read(root: object, devices: bool = False) -> dict[str, Any]:
     states = {path: rng.read(generator) for path, generator in rng.find(root).items()}
-    return {"random": rng.collect(devices=False), "generators": states}
+    return {"random": rng.collect(devices), "generators": states}
+
+
+_NEVER_DRAW = (range, list, tuple)
 
 
 def _write(root: object, states: Mapping[str, Any]) -> None:
@@ -437,9 +452,22 @@ def make(
     if is_stateful(loader) and isinstance(loader, Iterable):
         return StatefulSource(loader, own)
     if isinstance(loader, Iterable) or (callable(loader) and not isinstance(loader, torch.nn.Module)):
+        _refuse_kept_workers(name, loader)
         return PlainSource(loader, name.removeprefix("loader."), own, shows)
     raise UsageError(
         f"{name} is a {type(loader).__name__}, which cannot be looped over.",
         fix="pass a torch DataLoader, another iterable, a function that returns an iterator, or a dict of "
         "named ones.",
     )
+
+
+def _refuse_kept_workers(name: str, loader: Any) -> None:
+    """Raise UsageError for what wraps a DataLoader with persistent workers: it cannot put them back."""
+    if any(inner.persistent_workers and inner.num_workers for inner in rng.inside(loader, DataLoader)):
+        kind = type(loader).__name__
+        raise UsageError(
+            f"{name} is a {kind} around a DataLoader with persistent_workers=True: to go on in the middle of "
+            "an epoch it would load the epoch again, and the workers' random numbers would be others.",
+            fix="give RunState the DataLoader itself, and put the rest around its batches: "
+            f"state.batches(through=lambda batches: {kind}(batches, ...)).",
+        )

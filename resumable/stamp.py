@@ -48,7 +48,7 @@ class Watch:
     def add(self, own: Mapping[str, rng.Generator], is_new: bool = False) -> None:
         """Watch these too, and those in the place of others; one that is new has been drawn from."""
         for path, generator in own.items():
-            if self._own.get(path) is not generator:
+            if self._own.get(path) is not generator and not _is_on_gpu(generator):
                 name, self._own[path] = f"own.{path}", generator
                 self._readers[name] = partial(_read_own, generator)
                 self._seen[name] = {"state": None} if is_new else self._readers[name]()
@@ -239,6 +239,11 @@ _WRITERS: dict[str, Callable[[Mapping[str, Any]], None]] = {
     "numpy": _write_numpy,
     "torch": _write_torch,
 }
+
+
+def _is_on_gpu(generator: rng.Generator) -> bool:
+    # A worker that was forked can use no GPU: even to read the state of a generator fails.
+    return isinstance(generator, torch.Generator) and generator.device.type != "cpu"
 
 
 def _read_own(generator: rng.Generator) -> Pieces:

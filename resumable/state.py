@@ -12,15 +12,17 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
 from . import (
     arguments,
     auditing,
+    behind,
     capture,
     changes,
     determinism,
@@ -35,15 +37,18 @@ from . import (
     url,
 )
 from .arguments import Copied
-from .autosave import Autosave, Due
+from .autosave import Autosave
+from .boundary import Due
 from .capture import Capture
 from .copies import Copies
 from .crew import Crew
-from .errors import Diverged, Once, Preempted, RemoteError, UsageError, warn
+from .errors import Diverged, Preempted, RemoteError, UsageError, warn
+from .fence import is_capturing, untraced
 from .history import History
 from .loader_position import Hooks, LoaderPosition, Through
-from .policy import Every, Keep
-from .position import Batches, Position
+from .means import Means
+from .policy import Every, Keep, counted
+from .position import Batches, Enumerated, Position
 from .prefetch import ToDevice
 from .progress import Progress
 from .ranks import of_this_training
@@ -56,6 +61,7 @@ from .signals import Signals
 from .spikes import Spikes
 from .split import split
 from .unregistered import Seen, Unregistered
+from .unseen import NotGiven, Unseen
 from .writer import PendingSave
 
 _open_runs: weakref.WeakValueDictionary[Path, RunState] = weakref.WeakValueDictionary()
@@ -66,6 +72,8 @@ _PATIENCE = 30.0
 
 class RunState:
     """A whole training as one object: it saves it, and puts it back.
+
+    Begin with `RunState.load(...)`. One that was made without it only trains where the run is empty.
 
     The parts exist, on their devices and wrapped, before they are given. Each of model,
     optimizer, scheduler, scaler and loader is one object or a dict of named ones. `extra` is
@@ -150,17 +158,16 @@ class RunState:
         folder, remote = _places(run_dir, remote)
         self.run = Run(folder)
         """The run directory."""
-        self.vars: dict[str, Any] = {}
-        """Your own small values: they are saved and put back with the rest."""
-        self.resumed = False
-        """Whether this training goes on from a checkpoint."""
+        self._vars: dict[str, Any] = {}
+        self._resumed = False
         self._progress = shown = Progress(progress, is_first=of_this_training()[0] == 0)
         self._position = at = _position(loader, extra, sample_seeds, shown)
         late, all_write = arguments.seconds("timeout", timeout), arguments.write(write)
         self._crew = crew = Crew(self.run, late, at.stands_at, is_shared=shared, all_write=all_write)
         at.processes = crew.ranks.size
+        at.means.gather, shown.means = partial(_gather, crew), at.means.glance
         slots = dict(zip(capture.SLOTS, (model, optimizer, scheduler, scaler, extra), strict=True))
-        self._capture = Capture(slots, self.vars, at, _of_each_rank(per_rank, extra), crew.rank)
+        self._capture = Capture(slots, self._vars, at, _of_each_rank(per_rank, extra), crew.rank)
         kept = arguments.keep(keep, self._goal)
         self._alike = {"keep": kept and kept.told(), "elastic": elastic, "check_replicas": check_replicas}
         self._checks_replicas = check_replicas and not crew.ranks.is_alone
@@ -174,14 +181,17 @@ class RunState:
 
     def _furnish(self, keep: Keep | None, copied: Copied | None, is_elastic: bool) -> None:
         self._is_closed, self._is_prepared, self._is_calm = False, False, True
+        self._process = os.getpid()
+        self._has_begun = False
         self._first_look: Mapping[str, Seen] | None = None
-        once, run, crew = Once(), self.run, self._crew
+        once, run, crew = self._position.once, self.run, self._crew
         self._copies = copied and Copies(run, crew, copied, self._goal, self._progress, once.warn)
         where = run, crew, self._capture, self._position, self._goal, self._progress, self._copies
         self._saving = Saving(*where, keep=keep, checks_replicas=self._checks_replicas, once=once)
         self._resuming = Resuming(*where, self._saving, is_elastic=is_elastic)
         # One that is dropped without close() must not lock its run for the rest of the process.
-        weakref.finalize(self, _end, os.getpid(), self._saving.history, run, self._position, self._copies)
+        what = os.getpid(), self._saving.history, run, self._position, self._copies
+        self._dropped = weakref.finalize(self, _end, *what)
 
     def _watch(self, save_on: Sequence[signal.Signals], rules: Every, limit: float | None) -> None:
         self._signals = Signals(save_on, is_told=self._crew.is_first)
@@ -252,13 +262,15 @@ class RunState:
     def _load_or_close(self, *how: Any) -> RunState:
         try:
             self._load(*how)
+            self._position.outside.look()
+            self._position.before_loop.begin(is_resumed=self._resumed)
             return self
         except BaseException:
             self.close()
             raise
 
     def _load(self, resume: Which, allow: Sequence[str], override: Sequence[str], expect: str | None) -> None:
-        started, expect = time.perf_counter(), pin.checked(expect)
+        started, expect, self._has_begun = time.perf_counter(), pin.checked(expect), True
         resume = pin.due(resume, expect)
         allow, override = arguments.patterns("allow", allow), arguments.patterns("override", override)
         facts: dict[str, Json] = {"resume": str(resume), "allow": [*allow], "override": [*override]}
@@ -266,6 +278,7 @@ class RunState:
         facts["remote"] = self._copies and str(self._copies)
         self._crew.is_copied = self._copies is not None
         self._meet(facts, lambda: self.run.check(resume, self._crew.is_copied))
+        self._resuming.warn_of_dropout()
         ranks = self._crew.ranks
         self._position.seed = ranks.first("the seed of the samples", lambda: self._position.seed)
         ranks.each("the arguments", lambda: self._check_arguments(resume, override))
@@ -276,18 +289,22 @@ class RunState:
             self._crew.is_copied = bool(self._copies.numbers)
         if ranks.first("the run", lambda: os.path.exists(self.run.path)):
             self._own_run()
-        if (found := self._resuming.choose(resume, expect)) is None:
+        found, skipped = self._resuming.choose_first(resume, expect)
+        if skipped:
+            self._print(f"{self.run}: {skipped}")
+        if found is None:
             self._own_run()
+            self._position.streams.begin()
             self._saving.note_start({})
             self._saving.warn_of_room(self._capture.size())
-            self._print(f"{self.run} is empty: starting fresh")
+            self._print(f"{self.run}: starting fresh" if skipped else f"{self.run} is empty: starting fresh")
             self._trace_begins()
             return
         fit = self._resuming.fit(*found, allow, override)
         self._own_run()
         self._resuming.go_on(*found, fit)
         self._go_on()
-        self.resumed = self._is_prepared = True
+        self._resumed = self._is_prepared = True
         determinism.hold(self, str(self.run))
         self._saving.note_start({"changed": [one.to_json() for one in fit.differences]})
         # What was pruned may be in a remote under its number: the next save must not take its place there.
@@ -301,12 +318,13 @@ class RunState:
 
     def _went_back(self) -> None:
         self._go_on()
+        self._position.before_loop.forget()
         if self._trace:
             self._trace.went_back()
 
     def _trace_begins(self) -> None:
         if self._trace:
-            self._trace.begin(is_resumed=self.resumed)
+            self._trace.begin(is_resumed=self._resumed)
 
     def _check_arguments(self, resume: Which, override: Sequence[str]) -> None:
         self._capture.check_patterns(override)
@@ -314,12 +332,39 @@ class RunState:
             self.run.check(resume, self._copies is not None)
 
     def _go_on(self) -> None:
-        self._autosave.saved(self.step, self.epoch)
-        self._progress.go_to(epochs=self.epoch, steps=self.step)
+        self._autosave.saved(self._position.step, self._position.epoch)
+        self._progress.go_to(epochs=self._position.epoch, steps=self._position.step)
 
     def _print(self, line: str) -> None:
         if self._crew.is_first:
             self._progress.print(line)
+
+    @property
+    def resumed(self) -> bool:
+        """Whether this training goes on from a checkpoint."""
+        self._position.before_loop.was_read(may_begin_loop=False)
+        return self._resumed
+
+    @property
+    def vars(self) -> dict[str, Any]:
+        """Your own small values: saved and restored with everything else.
+
+        Assigning a dict replaces the contents; what you later add to that dict itself is not saved.
+        """
+        self._position.was_read(is_counter=False)
+        return self._vars
+
+    @vars.setter
+    def vars(self, values: Mapping[str, Any]) -> None:
+        if not isinstance(values, Mapping):
+            raise UsageError(
+                f"state.vars is a dict, and {type(values).__name__} was assigned to it.",
+                fix='write state.vars["name"] = value, or assign a dict.',
+            )
+        # The same dict stays: the parts that are saved hold it.
+        values = dict(values)
+        self._vars.clear()
+        self._vars.update(values)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -328,23 +373,40 @@ class RunState:
         return self._position.metrics
 
     @property
+    def means(self) -> Means:
+        """What `mean` was given in this epoch so far, averaged: `means["loss"]`, `save(**means)`.
+
+        It can be read in the epoch's body and after it, until the next one begins. Of several processes each
+        has its own; `means.reduced()`, called by all, returns those over all processes.
+        """
+        return self._position.means
+
+    @property
     def epoch(self) -> int:
         """Epochs done; in the body of `epochs()`, the index of the one in hand."""
-        return self._position.epoch
+        self._position.was_read()
+        return self._position.epochs_done()
 
     @property
     def batch(self) -> int:
         """Batches of this epoch done; in the body of `batches()`, the index of the one in hand."""
+        self._position.was_read()
         return self._position.batch
 
     @property
     def step(self) -> int:
-        """Optimizer steps done. A hook counts them; of several optimizers, those of the first."""
+        """Steps done: those of the first optimizer; in `steps()`, its bodies.
+
+        Where no optimizer is given, or the first has no hooks, each batch of the outermost loop over
+        `batches()` is a step.
+        """
+        self._position.was_read()
         return self._position.step
 
     @property
     def samples(self) -> int:
         """Samples trained on, over all epochs."""
+        self._position.was_read()
         return self._position.samples
 
     @property
@@ -368,11 +430,11 @@ class RunState:
 
     def epochs(self, total: int) -> Iterator[int]:
         """Loop over the epochs that are left of `total`, which counts those done before."""
-        self._refuse_closed()
-        if self.resumed and self.epoch >= arguments.count("total", total):
-            self._print(f"{self.run} is complete: {self.epoch} of {total} epochs are done")
+        self._begin_training()
+        if self._resumed and self._position.epoch >= arguments.count("total", total):
+            self._print(f"{self.run} is complete: {self._position.epoch} of {total} epochs are done")
         epochs = self._position.epochs(arguments.count("total", total), self._epoch_ended)
-        with self._progress.loop("epochs", total, self.epoch):
+        with self._progress.loop("epochs", total, self._position.epoch):
             yield from self._watched(epochs)
 
     def batches(
@@ -384,30 +446,53 @@ class RunState:
     ) -> Batches:
         """Loop over the batches that are left of this epoch; of several loaders, name one or pass it.
 
+        `len()` of what is returned is the length of the whole epoch, as that of the loader is.
         `loader` may also be an iterable, or a function that returns an iterator, that was not given before.
         `device`: the batches come on this device, the next one copied while the training has this one.
         `through`: what gets the iterator of the batches and returns an iterable of the same ones (a thread
         that loads ahead): a batch counts when it comes out of that.
         """
-        self._refuse_closed()
+        self._begin_training()
         name = self._loader_name(loader)
-        loads_ahead = through is not None
+        loads_ahead = self._position.at(name).keeps_draws = through is not None
         if device is not None:
             ahead = self._position.at(name).source.can_load_ahead()
             loads_ahead |= ahead
             through = _both(through, ToDevice(device, ahead))
         at = self._position.at(name)
-        begin, end = partial(self._batches_begin, at), partial(self._batches_end, at)
+        begin, end = partial(self._batches_begin, name, at), partial(self._batches_end, at)
         hooks = Hooks(begin, partial(self._batch_ended, name, at), end)
         return self._position.batches(name, hooks, through, loads_ahead)
 
+    def enumerate(
+        self,
+        loader: Any = None,
+        *,
+        device: str | int | torch.device | None = None,
+        through: Through | None = None,
+        start: int = 0,
+    ) -> Enumerated:
+        """Loop over the batches that are left of this epoch, each with its index in the epoch.
+
+        Like `enumerate(state.batches())`, but the index is right after a resume in mid-epoch too. The
+        arguments are those of `batches()`; `start` is the index of the epoch's first batch.
+
+        >>> with RunState.load("runs/indexed", loader=torch.arange(4.0).split(2)) as state:
+        ...     for index, batch in state.enumerate():
+        ...         print(index, batch.tolist())
+        runs/indexed is empty: starting fresh
+        0 [0.0, 1.0]
+        1 [2.0, 3.0]
+        """
+        return Enumerated(self.batches(loader, device=device, through=through), start)
+
     def steps(self, total: int) -> Iterator[int]:
-        """Loop over the steps that are left of `total`; each body is one optimizer step."""
-        self._refuse_closed()
-        if self.resumed and self.step >= arguments.count("total", total):
-            self._print(f"{self.run} is complete: {self.step} of {total} steps are done")
+        """Loop over the steps that are left of `total`; each body is one, however often optimizers step."""
+        self._begin_training()
+        if self._resumed and self._position.step >= arguments.count("total", total):
+            self._print(f"{self.run} is complete: {self._position.step} of {total} steps are done")
         steps = self._position.steps(arguments.count("total", total), self._step_ended)
-        with self._progress.loop("steps", total, self.step):
+        with self._progress.loop("steps", total, self._position.step):
             yield from self._watched(steps)
 
     def _watched(self, loop: Iterator[int]) -> Iterator[int]:
@@ -419,6 +504,10 @@ class RunState:
             self._loop_ends()
 
     def _loop_begins(self) -> None:
+        if self._position.is_outside():
+            self._position.outside.begin_loop()
+            self._position.accelerate.begin_loop()
+            self._position.before_loop.end()
         determinism.let_go(self)
         self._signals.begin()
         self._saving.pace.begin()
@@ -426,12 +515,15 @@ class RunState:
     def _loop_ends(self) -> None:
         self._signals.end()
 
-    def _batches_begin(self, at: LoaderPosition) -> None:
+    def _batches_begin(self, name: str, at: LoaderPosition) -> None:
         self._loop_begins()
+        self._position.accelerate.begin(name, at, self._position.processes)
+        self._find_unseen_steps()
         self._progress.begin_batches(at, at.length(), at.done)
 
     def _batches_end(self, at: LoaderPosition) -> None:
         self._progress.end_batches(at)
+        self._position.accelerate.end(at)
         self._loop_ends()
 
     def _loader_name(self, loader: Any) -> str:
@@ -464,12 +556,14 @@ class RunState:
         done, so call it after `optimizer.step()`; after the loop over an epoch's batches, the epoch does.
         What goes wrong in the background is raised by the next call.
         """
-        self._refuse_closed()
+        self._begin_training()
         if any(loader.is_interrupted() for loader in self._position.loaders.values()):
             self._saving.once.warn(
                 "saved while handling an exception that left the loop over the batches: that is not a "
                 "boundary, and a resume will not be bit for bit what an uninterrupted run does."
             )
+        self._position.was_saved()
+        self._warn_at_save(metrics)
         handle = self._save("called", metrics)
         if self._trace:
             self._trace.saved(self._position.metrics)
@@ -478,8 +572,36 @@ class RunState:
             self._leave(due, due.leaves or signal.SIGTERM)
         return handle
 
+    def _warn_at_save(self, metrics: Mapping[str, Any]) -> None:
+        if self._position.streams.has_late_read():
+            self._saving.once.warn(
+                "random numbers were drawn between reading state.step (or another counter) and the loop that "
+                "begins with it: a resume puts the generators back at the first such read, so they are "
+                "others then. Read the counters in the head of the loop only, or use state.steps()."
+            )
+        if self._position.is_in_inner_loop():
+            self._saving.once.warn(
+                "save() in a loop over batches that runs in the body of another such loop counts the outer "
+                "batch as done: a resume goes on with the next one, and loses the rest of the inner loop. "
+                "Call save() in the outer loop, after the inner one."
+            )
+        if unlooped := self._position.unlooped():
+            names = ", ".join(name.removeprefix("loader.") for name in unlooped)
+            self._saving.once.warn(
+                f"save() in the body of epochs() says that the epoch is finished, and {names} has not been "
+                "looped over in it: a resume begins the next epoch. If it is due in this epoch, call save() "
+                "in or after its loop."
+            )
+        if metrics and self._position.is_behind_last_batch() and not self._position.means:
+            self._saving.once.warn(
+                "the training went on behind the last batch of an epoch, so the loop over its batches was "
+                f"empty: if {', '.join(metrics)} is of what that loop sums up, it is wrong here. Average "
+                "with state.mean(loss=loss) in the loop, and save(**state.means) after it."
+            )
+
     def _save(self, why: str, metrics: Mapping[str, Any] | None = None) -> PendingSave:
         self._meet({})
+        self._not_given.look_for_schedulers()
         handle = self._saving.save(why, metrics, self._own_run, self._autosave.chosen)
         self._autosave.saved(*self._saving.stood_at)
         return handle
@@ -511,6 +633,7 @@ class RunState:
         self._meet({})
         chosen = self._resuming.go_back(which, only, skip, expect)
         if only is None:
+            self._has_begun = True
             self._went_back()
         what, way = (f"put back {only} of", "from") if only else ("went back in", "to")
         line = self._resuming.line(what, chosen, started, way)
@@ -570,6 +693,28 @@ the batches since are left out (1 of 3 times)
         """
         if self._trace:
             self._trace.note(values)
+
+    def mean(self, *, weight: Any = 1, **values: Any) -> None:
+        """Add values, such as the loss of a batch, to the running means of the epoch.
+
+        `weight` is how many samples a value stands for. A value is a number or a tensor with one element; a
+        tensor on a GPU is summed up there, and nothing waits for it. `means` has the result. The sums are
+        part of each checkpoint: after a resume in mid-epoch they go on, bit for bit. Each epoch begins with
+        none; a loop over `steps()` outside of `epochs()` keeps them until `means.reset()`.
+
+        >>> with RunState.load("runs/means", loader=torch.arange(6.0).split(4)) as state:
+        ...     for epoch in state.epochs(1):
+        ...         for batch in state.batches():
+        ...             state.mean(value=batch.mean(), weight=len(batch))
+        ...         _ = state.save(**state.means)
+        runs/means is empty: starting fresh
+        >>> state.metrics
+        {'value': 2.5}
+        """
+        self._refuse_closed()
+        if not values:
+            raise UsageError("mean() was given no values.", fix="name them: mean(loss=loss, weight=len(x)).")
+        self._position.means.add(values, weight)
 
     def patience(self, saves: int) -> bool:
         """Whether the last `saves` that gave the metric to maximize or minimize were none of them the best.
@@ -634,10 +779,14 @@ the batches since are left out (1 of 3 times)
         self._saving.wait()
 
     def close(self) -> None:
-        """Wait for the last save, and let go of the run; the parts stay as they are."""
-        if self._is_closed:
+        """Wait for the last save, and let go of the run; the parts stay as they are.
+
+        In a forked process it does nothing: the run is its parent's.
+        """
+        if self._is_closed or os.getpid() != self._process:
             return
         self._is_closed = True
+        self._explain(sys.exc_info()[1])
         determinism.let_go(self)
         self._signals.close()
         if self._trace:
@@ -648,8 +797,15 @@ the batches since are left out (1 of 3 times)
         self._progress.close()
         reason = "it has closed its RunState" if self._how == "closed" else self._how
         self._saving.close(lambda: self._crew.leave(reason), self._how)
+        # (what it keeps may lead to the variables of the script)
+        self._dropped.detach()
         if sys.exc_info()[1] is None:
             self._signals.pass_on()
+
+    def _explain(self, error: BaseException | None) -> None:
+        if error and (text := behind.explain(error, self._saving.history, self._position)):
+            # (Python 3.10 has no notes)
+            error.add_note(text) if hasattr(error, "add_note") else warn(text)
 
     def __enter__(self) -> RunState:
         return self
@@ -676,7 +832,8 @@ the batches since are left out (1 of 3 times)
         return f"{markup.tag('code', repr(self))}{self.run._repr_html_()}"
 
     def __repr__(self) -> str:
-        return f"<RunState {self.run}: epoch {self.epoch}, batch {self.batch}, step {self.step}>"
+        epoch, batch, step = self._position.stands_at()
+        return f"<RunState {self.run}: epoch {epoch}, batch {batch}, step {step}>"
 
     @property
     def run_id(self) -> str | None:
@@ -711,14 +868,38 @@ the batches since are left out (1 of 3 times)
 
     def _count_steps(self, optimizer: Any) -> list[Any]:
         hooks = []
-        for number, (name, live) in enumerate(capture.named("optimizer", optimizer).items()):
+        named = capture.named("optimizer", optimizer)
+        for number, (name, live) in enumerate(named.items()):
             if hasattr(live, "register_step_post_hook"):
-                hooks.append(live.register_step_post_hook(_weakly(self._stepped, name, number == 0)))
+                hook = untraced(_weakly(self._stepped, name, number == 0))
+                hooks.append(live.register_step_post_hook(hook))
                 self._position.counts_steps |= number == 0
+                self._position.streams.has_optimizer = True
         self._position.gradients = self._capture.gradients
+        self._position.first_lines.look = self._capture.changed_models
+        self._position.before_loop.look_at_models = self._capture.changed_models
+        self._position.before_loop.look_at_settings = self._capture.changed_settings
+        self._position.streams.hold_settings = self._capture.hold_settings
+        self._position.accelerate.optimizers = [*named.values()]
+        self._not_given = NotGiven(self._capture.given(), self._capture.parameters)
+        # (`untraced` takes a second to import torch's compiler, as the first optimizer of a process has done)
+        if "torch._dynamo" in sys.modules:
+            hook = untraced(_weakly(self._not_given.stepped))
+            hooks.append(register_optimizer_step_post_hook(hook))
+        self._first_optimizer = next(iter(named), None)
+        self._unseen = Unseen(
+            {name: live for name, live in named.items() if hasattr(live, "register_step_post_hook")}
+        )
         return hooks
 
-    def _stepped(self, name: str, is_first: bool) -> None:
+    def _stepped(self, name: str, is_first: bool, optimizer: Any) -> None:
+        self._unseen.seen(name)
+        if is_capturing():
+            self._note_captured(name)
+            return
+        if _is_inner_step(optimizer, sys._getframe(1)):
+            return
+        self._capture.stepped(name)
         self._position.count_step(name, is_first)
         if not self._is_prepared:
             # Before its first step most optimizers have no state.
@@ -732,13 +913,41 @@ the batches since are left out (1 of 3 times)
                 fix="go on with the newer one, or make one with RunState.load(...).",
             )
 
+    def _begin_training(self) -> None:
+        """Raise UsageError where this training would begin anew over the checkpoints of another."""
+        self._refuse_closed()
+        if not self._has_begun and (held := self._held()):
+            raise UsageError(
+                f"{held}, and this RunState was not loaded: it would train from the start and prune them.",
+                fix="go on from them with RunState.load(...), or give the new training another directory.",
+            )
+        self._has_begun = True
+
+    def _held(self) -> str | None:
+        if count := len(self.run.numbers()):
+            return f"{self.run} holds {counted(count, 'checkpoint')}"
+        if self._copies and (count := self._copies.count()):
+            return f"{self._copies} holds {counted(count, 'checkpoint')}"
+        return None
+
+    def _find_unseen_steps(self) -> None:
+        for name in self._unseen.stepped():
+            self._note_captured(name)
+
+    def _note_captured(self, name: str) -> None:
+        self._capture.note_captured(name)
+        self._position.before_loop.forget()
+        self._position.note_captured(name == self._first_optimizer)
+
     def _batch_ended(self, name: str, at: LoaderPosition) -> None:
+        self._find_unseen_steps()
         has_changed = self._body_ended()
         self._progress.count_batches(at, at.done + 1)
         if self._position.is_between(name):
             self._saving.pace.body_ended()
             is_rest_next = self._position.is_rest_next(name)
-            self._at_boundary(has_changed, self.step, self.epoch, is_rest_next=is_rest_next)
+            step = self._position.steps_done()
+            self._at_boundary(has_changed, step, self.epoch, is_rest_next=is_rest_next)
 
     def _step_ended(self) -> None:
         has_changed = self._body_ended()
@@ -802,6 +1011,12 @@ def _position(loader: Any, extra: Any, sample_seeds: bool, shown: Progress) -> P
     return Position(capture.named("loader", loader), own, sample_seeds, shows=shown.is_shown)
 
 
+def _gather(crew: Crew, own: Json) -> Sequence[Json]:
+    if not crew.has_met:
+        raise UsageError("the processes have not met yet.", fix="call means.reduced() after RunState.load.")
+    return crew.ranks.agree("means.reduced()", lambda: own, is_due=True)
+
+
 def _of_each_rank(per_rank: Sequence[str], extra: Any) -> set[str]:
     return arguments.per_rank(per_rank, capture.named("extra", extra))
 
@@ -810,11 +1025,24 @@ def _weakly(method: Callable[..., object], *given: Any) -> Callable[..., None]:
     """Return a hook that does not keep alive what it calls: it hangs on the user's own objects."""
     known = weakref.WeakMethod(method)
 
-    def hook(*_: Any) -> None:
+    def hook(live: Any, *_: Any) -> None:
         if found := known():
-            found(*given)
+            found(*given, live)
 
     return hook
+
+
+def _is_inner_step(optimizer: Any, frame: FrameType | None) -> bool:
+    """Whether this step of an optimizer was called by another: its class calls super().step()."""
+    wrappers = 0
+    while frame is not None and wrappers < 2:
+        is_wrapper = frame.f_code is _STEP_WRAPPER and frame.f_locals["args"][0] is optimizer
+        wrappers, frame = wrappers + is_wrapper, frame.f_back
+    return wrappers == 2
+
+
+_STEP_WRAPPER = torch.optim.Optimizer.profile_hook_step(lambda self: None).__code__
+"""What torch wraps around the step() of every optimizer class: it calls the hooks."""
 
 
 def _both(first: Through | None, second: Through) -> Through:
@@ -843,6 +1071,9 @@ def _end(process: int, history: History, run: Run, at: Position, copies: Copies 
             with contextlib.suppress(Warning):
                 copies.leave()
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        if error and (text := behind.explain(error, history, at)):
+            with contextlib.suppress(Warning):
+                warn(text)
         end(history, run, at, _told(error) if error else "left without close()")
 
 

@@ -66,7 +66,7 @@ class Layout:
         return [
             memory[slot.begin : slot.end].view(slot.dtype).view(slot.shape)
             if slot.end > slot.begin
-            else torch.empty(slot.shape, dtype=slot.dtype)
+            else torch.empty(slot.shape, dtype=slot.dtype, device="cpu")
             for slot in self.slots
         ]
 
@@ -180,7 +180,7 @@ def empty(slot: Slot, device: torch.device | None = None) -> torch.Tensor:
     except (RuntimeError, TypeError) as exc:
         # Nothing times 2**63 is nothing, but torch cannot count to it.
         raise ValueError(f"no tensor has the shape {list(slot.shape)}") from exc
-    return torch.empty(slot.shape, dtype=slot.dtype, device=device)
+    return torch.empty(slot.shape, dtype=slot.dtype, device=device or "cpu")
 
 
 def is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:

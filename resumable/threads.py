@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import gc
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -19,6 +21,27 @@ def yield_to_training() -> None:
         # (a sandbox may forbid it)
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)
+
+
+def allow_captures() -> None:
+    """Let other threads capture CUDA graphs while this one works with the GPU.
+
+    A capture in the default mode fails as soon as any thread makes a call that such a capture forbids,
+    unless that thread has opted out.
+    """
+    if driver := _driver():
+        driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_RELAXED)))
+
+
+@functools.cache
+def _driver() -> Any:
+    """Return the driver of NVIDIA's GPUs, if there is one."""
+    with contextlib.suppress(OSError):
+        return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    return None
+
+
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 @contextlib.contextmanager

@@ -61,7 +61,7 @@ class TorchFile:
             self._memory[stored.entry] = self._archive.content(stored.entry)
         memory = self._memory[stored.entry]
         if not memory.nbytes:
-            return torch.empty(stored.shape, dtype=stored.dtype)
+            return torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
         flat = torch.frombuffer(memory, dtype=torch.uint8)
         refuse_no_booleans(flat, stored.dtype)
         return viewed(flat, stored.dtype).as_strided(stored.shape, stored.stride, stored.begin)

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from . import codec, digest, environment, traces
-from .autosave import Due
-from .capture import NAMERS, Capture, Trees
+from .boundary import Due
+from .capture import NAMERS, Capture, Trees, without_fleeting
 from .contents import leaves
 from .errors import Once, UsageError
 from .late import Late
@@ -40,9 +40,6 @@ _WHOLE = 1 << 16
 
 _DIGEST = "#"
 """What is noted and is no number is a digest, with this in front."""
-
-FLEETING = frozenset({"gradients", "syncs"})
-"""What is state only while it is not used up, which a resume need not bring back."""
 
 
 class Trace:
@@ -170,7 +167,7 @@ class Trace:
             whole = digest.MOST if stem in ("model", "optimizer") else _WHOLE
             for part, values in tree.json.items():
                 if part != traces.RANDOM:
-                    looks.setdefault(part, _Look(whole)).add(_lasting(values), tree.tensors)
+                    looks.setdefault(part, _Look(whole)).add(without_fleeting(values), tree.tensors)
                     continue
                 for name, state in values.items():
                     generators.setdefault(name, _Look(whole)).add(state, tree.tensors)
@@ -343,7 +340,7 @@ def tensors_of(trees: Trees, part: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of a part by their names."""
     for stem, tree in trees.items():
         prefix = "" if stem in NAMERS else f"{part}."
-        for name in codec.tensor_names(_lasting(tree.json.get(part))):
+        for name in codec.tensor_names(without_fleeting(tree.json.get(part))):
             yield name.removeprefix(prefix), tree.tensors[name]
 
 
@@ -353,14 +350,10 @@ def plain(trees: Trees, part: str) -> dict[str, Json]:
         name: value
         for tree in trees.values()
         if part in tree.json
-        for name, value in leaves(_lasting(tree.json[part]))
+        for name, value in leaves(without_fleeting(tree.json[part]))
         # (a rank may have gradients of its own only, where there are any)
         if name or value != {}
     }
-
-
-def _lasting(tree: Json) -> Json:
-    return {k: v for k, v in tree.items() if k not in FLEETING} if isinstance(tree, dict) else tree
 
 
 def _without_tensors(tree: Json, names: list[str]) -> Json:
@@ -397,8 +390,9 @@ def path_of(given: str | os.PathLike[str], rank: int | None, run: Path) -> Path:
 
     So do those of further runs of one process, which RESUMABLE_TRACE leads to the same file.
     """
-    path = traces.path_of(given, rank or 0)
-    runs = _runs.setdefault(path.absolute(), [])
+    # A script may change its working directory; its trace stays where it was.
+    path = traces.path_of(given, rank or 0).absolute()
+    runs = _runs.setdefault(path, [])
     if run not in runs:
         runs.append(run)
     number = runs.index(run) + 1

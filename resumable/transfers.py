@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import math
 import threading
-from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,14 +16,19 @@ from . import tensorfile
 
 _cuda: Any = torch.cuda
 _PIECE = 32 << 20
+_STAGED = 8 << 20
 _SMALL = 1 << 20  # tensors of fewer bytes are packed on the device, and cross the bus together
+_TOGETHER = 64 << 20
 _SAMPLES = 64
+_MARGIN = 0.8  # memory that is free may be in pieces too small for a tensor
+_ALIGNMENT = 16  # what the widest dtype, complex128, needs
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 class Copy:
     """A tensor, or some of its numbers in a row, and its place in the image."""
 
-    __slots__ = ("_offset", "_version", "begin", "name", "path", "sample", "source", "view")
+    __slots__ = ("_offset", "_order", "_version", "begin", "name", "path", "sample", "source", "view")
 
     def __init__(
         self,
@@ -40,21 +48,28 @@ class Copy:
         self._offset = part[0] * source.element_size() if part else 0
         if source.dtype == torch.bool:
             # Memory that nobody has set yet holds any byte, and readers refuse all but 0 and 1.
-            self.source = self.source.view(torch.uint8).ne(0)
+            self.source = _without_room(lambda one: one.view(torch.uint8).ne(0), self.source)
         self._version: int | None = None
+        self._order: list[int] | None = None
         self.sample: Tensor | None = None
 
     def is_guarded(self, places: Collection[int]) -> bool:
         """Whether its tensor lies at one of the places, as a whole."""
-        return self.source.is_contiguous() and self.source.data_ptr() - self._offset in places
+        lies_well = self.source.is_contiguous() or _can_be_staged(self.source)
+        return lies_well and self.source.data_ptr() - self._offset in places
 
     def put_off(self) -> Copy:
         """Remember what tells whether the tensor is still the same when it is copied."""
         # Where `.data` is set to another tensor meanwhile, the old one is what is to be saved.
         self.source = self.source.detach()
         self._version = _version(self.source)
-        self.sample = _sample(self.source).clone()
+        if not self.source.is_contiguous():
+            self._order = _order_of(self.source)
         return self
+
+    def taken(self) -> Tensor:
+        """Return the elements of the source that are compared later, still where they lie."""
+        return _sample(self.source.permute(self._order) if self._order else self.source)
 
     def has_another_version(self) -> bool:
         """Whether an operation has told of writing to the tensor."""
@@ -63,7 +78,8 @@ class Copy:
     def has_another_content(self) -> bool:
         """Whether the copy is not of the tensor as it was."""
         assert self.sample is not None
-        return not tensorfile.is_equal(_sample(self.view), self.sample)
+        view = self.view.permute(self._order).contiguous() if self._order else self.view
+        return not tensorfile.is_equal(_sample(view), self.sample)
 
 
 def _row_of(tensor: Tensor, begin: int, end: int) -> Tensor:
@@ -74,12 +90,39 @@ def _row_of(tensor: Tensor, begin: int, end: int) -> Tensor:
     count = tensor[0].numel()
     first = begin // count
     some = tensor[first : -(-end // count)]
-    try:
-        some = some.clone(memory_format=torch.contiguous_format)
-    except torch.OutOfMemoryError:
-        # There is no room for a second one on the device, so the training has to wait.
-        some = some.cpu().contiguous()
+    some = _without_room(lambda one: one.clone(memory_format=torch.contiguous_format), some)
     return some.view(-1)[begin - first * count : end - first * count]
+
+
+def _without_room(make: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+    """Return what is made of a tensor, in host memory if there is no room on its device."""
+    try:
+        return make(tensor)
+    except torch.OutOfMemoryError:
+        # The training has to wait for it.
+        return make(_on_host(tensor)).contiguous()
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """Return a copy in host memory, with the same strides."""
+    if tensor.is_contiguous():
+        return tensor.cpu()
+    # torch itself would first make a contiguous copy on the device.
+    span = 1 + sum((count - 1) * step for count, step in zip(tensor.shape, tensor.stride(), strict=True))
+    row = tensor.detach().as_strided([span], [1], tensor.storage_offset())
+    return row.cpu().as_strided(tensor.shape, tensor.stride(), 0)
+
+
+def _order_of(tensor: Tensor) -> list[int]:
+    """Return the order of the dimensions in which a dense tensor lies in memory."""
+    return sorted(range(tensor.dim()), key=lambda d: (-tensor.stride()[d], tensor.shape[d] == 1))
+
+
+def _can_be_staged(tensor: Tensor) -> bool:
+    """Whether a tensor lies densely in another order, and can be put in order in pieces on its GPU."""
+    return (
+        tensor.is_cuda and tensor[0].nbytes <= _STAGED and tensor.permute(_order_of(tensor)).is_contiguous()
+    )
 
 
 def _version(tensor: Tensor) -> int | None:
@@ -94,62 +137,177 @@ def _sample(tensor: Tensor) -> Tensor:
     return tensor.as_strided([last // step + 1], [step], tensor.storage_offset() + last % step)
 
 
+@functools.cache
+def side_stream(device: torch.device) -> Any:
+    """Return the stream on which the copies of all saves are made."""
+    # torch deals out the same 32 streams in turn: a new one for each save would soon be one of the user's.
+    return _cuda.Stream(device)
+
+
+class Buffers:
+    """Memory for the small copies of all saves from one device.
+
+    Allocated once: a save that allocates while the training is at its peak could fail.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory: Tensor | None = None
+        self._samples: Tensor | None = None
+        self._peak = self._most = 0
+        self._is_full = False
+
+    def memory(self, size: int) -> Tensor | None:
+        """Return at least `size` bytes on the device, or None if there is no room."""
+        if self._memory is None or self._memory.numel() < size:
+            self._memory = None
+            self._memory = self.made([size], torch.uint8)
+        return self._memory
+
+    def samples(self, size: int) -> Tensor:
+        """Return `size` bytes of host memory."""
+        if self._samples is None or self._samples.numel() < size:
+            pinned = torch.cuda.is_available()
+            self._samples = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+        return self._samples[:size]
+
+    def made(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+        """Return a new tensor on the device, or None if there is no room."""
+        if not self._is_full:
+            try:
+                # In a pool of its own: a part of one of the training's free blocks could be what makes the
+                # next step's largest allocation fail.
+                with torch.cuda.stream(side_stream(self._device)):
+                    return torch.empty(shape, dtype=dtype, device=self._device)
+            except torch.OutOfMemoryError:
+                # Try no further: each failure empties the allocator's cache, and the device waits for that.
+                self._is_full = True
+        return None
+
+    def room(self) -> int:
+        """Return how many bytes are free even when the training is at its peak."""
+        if self._is_full:
+            return 0
+        try:
+            free, _ = torch.cuda.mem_get_info(self._device)
+            reserved = torch.cuda.memory_reserved(self._device)
+            # The script may reset the statistics.
+            self._peak = max(self._peak, torch.cuda.max_memory_allocated(self._device))
+        except RuntimeError:
+            # An allocator other than torch's has no statistics.
+            return 0
+        return min(int(_MARGIN * (free + reserved - self._peak)), free + self._most)
+
+    def clone(self, copy: Copy) -> Tensor | None:
+        """Return a contiguous copy on the device, or None if there is no room."""
+        clone = self.made(copy.view.shape, copy.source.dtype)
+        return None if clone is None else clone.copy_(copy.source)
+
+    def note_clones(self, size: int) -> None:
+        """Note how many bytes of clones a save has made: the allocator keeps that memory for the next one."""
+        self._most = max(self._most, size)
+
+
 class Transfer:
     """The copies from one device.
 
-    A large tensor that is guarded stays where it is until it is copied; all others are copied on the
-    device, before the training's next kernel.
+    A large tensor that is guarded stays where it is until it is copied. All others are copied on the
+    device before the training's next kernel, or, where it has no room for that, to the host at once.
     """
 
-    def __init__(self, device: torch.device, copies: Sequence[Copy], guarded: Collection[int]) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        copies: Sequence[Copy],
+        guarded: Collection[int],
+        buffers: Buffers,
+        *,
+        may_clone: bool = True,
+    ) -> None:
         self._device = device
+        self._buffers = buffers
+        self._pairs: list[tuple[Tensor, Tensor]] = []
         self.guarded: list[Copy] = []
-        large = [copy for copy in copies if copy.view.nbytes >= _SMALL]
+        self.waited_for = 0
+        """How many bytes were copied to the host at once, because the device has no room for a copy."""
         with torch.cuda.device(device):
-            self._pairs = _packed([copy for copy in copies if copy.view.nbytes < _SMALL], device)
-            for copy in large:
-                if copy.is_guarded(guarded):
-                    self.guarded.append(copy.put_off())
-                    self._pairs.append((copy.view, copy.source))
-                else:
-                    self._copy_at_once(copy)
-            self._add_samples()
+            together, apart = _split(copies)
+            others: list[Copy] = []
+            for copy in apart:
+                (self.guarded if copy.is_guarded(guarded) else others).append(copy)
+            if self._pack(together):
+                self._clone(others, buffers.room() if may_clone else 0)
+            else:
+                self.guarded = []
+                self._copy_at_once(copies)
+            if not may_clone:
+                self.waited_for = 0
             self._begun = _cuda.Event()
             self._begun.record()
-        self._copied = _cuda.Event()
+        # One that spins would take a processor from the training.
+        self._copied = _cuda.Event(blocking=True)
         self._is_queued = threading.Event()
 
-    def _add_samples(self) -> None:
-        # With the rest: asked for one by one, each would wait for all that the training has queued.
-        rows = [copy.sample.view(torch.uint8) for copy in self.guarded if copy.sample is not None]
-        if rows:
-            flat = torch.cat(rows)
-            self._samples = torch.empty(flat.numel(), dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-            self._pairs.append((self._samples, flat))
+    def _pack(self, together: Sequence[Copy]) -> bool:
+        """Copy small tensors, and samples of the guarded ones, side by side; False if there is no room."""
+        rows = [_Row.of_views(row) for row in _rows(together)]
+        samples = _Row.of_samples([copy.put_off() for copy in self.guarded])
+        staged = _STAGED if any(not copy.source.is_contiguous() for copy in self.guarded) else 0
+        sizes = [_ALIGNMENT, *(_aligned(row.size) for row in (*rows, samples))]
+        memory = self._buffers.memory(sum(sizes) + staged)
+        if memory is None:
+            return False
+        begins = [*itertools.accumulate(sizes)]
+        self._tick, self._staging = memory[:1], memory[begins[-1] : begins[-1] + staged]
+        _gather(memory, zip(begins, (*rows, samples), strict=False))
+        for begin, row in zip(begins, rows, strict=False):
+            self._pairs.append((row.place, memory[begin : begin + row.size]))
+        for copy in self.guarded:
+            self._pairs.append((copy.view, copy.source))
+        if samples.size:
+            self._samples, begin = self._buffers.samples(samples.size), begins[len(rows)]
+            self._pairs.append((self._samples, memory[begin : begin + samples.size]))
+        return True
 
-    def _copy_at_once(self, copy: Copy) -> None:
-        try:
-            self._pairs.append((copy.view, copy.source.clone()))
-        except torch.OutOfMemoryError:
-            # There is no room for a second one on the device, so the training has to wait.
-            copy.view.copy_(copy.source)
+    def _clone(self, copies: Sequence[Copy], room: int) -> None:
+        rest, size = [], 0
+        for copy in copies:
+            fits = size + copy.view.nbytes <= room
+            clone = self._buffers.clone(copy) if fits else None
+            if clone is None:
+                rest.append(copy)
+            else:
+                size += copy.view.nbytes
+                self._pairs.append((copy.view, clone))
+        self._buffers.note_clones(size)
+        self._copy_at_once(rest)
+
+    def _copy_at_once(self, copies: Sequence[Copy]) -> None:
+        self.waited_for = sum(copy.view.nbytes for copy in copies)
+        for copy in copies:
+            copy.view.copy_(copy.source if copy.source.is_contiguous() else _on_host(copy.source))
 
     def queue(self) -> None:
         """Hand all copies to the device; to be called in a thread of its own."""
         try:
-            side = _cuda.Stream(self._device)
+            side = side_stream(self._device)
             with torch.cuda.device(self._device), torch.cuda.stream(side), torch.no_grad():
                 side.wait_event(self._begun)
-                tick = torch.zeros(1, device=self._device)
                 for to, of in self._pairs:
                     for place, piece in _pieces(to, of):
-                        place.copy_(piece, non_blocking=True)
+                        place.copy_(self._in_order(piece), non_blocking=True)
                         # Copies go one after the other, and the training's own small ones wait behind
                         # them; at a kernel in between they get their turn.
-                        tick.add_(1)
+                        self._tick.add_(1)
                 self._copied.record(side)
         finally:
             self._is_queued.set()
+
+    def _in_order(self, piece: Tensor) -> Tensor:
+        if piece.is_contiguous():
+            return piece
+        staged = self._staging[: piece.nbytes].view(piece.dtype).view(piece.shape)
+        return staged.copy_(piece)
 
     def hold_back(self) -> None:
         """Let what the training queues from now on begin when the copies are done; nobody waits here."""
@@ -163,18 +321,52 @@ class Transfer:
 
     def wait(self) -> None:
         """Wait until all is in host memory."""
-        self._copied.synchronize()
+        # A thread's device is the first one until it is set: waiting there would create a context on it.
+        with torch.cuda.device(self._device):
+            self._copied.synchronize()
         self._pairs.clear()
         at = 0
         for copy in self.guarded:
-            assert copy.sample is not None
-            end = at + copy.sample.nbytes
-            copy.sample = self._samples[at:end].clone().view(copy.sample.dtype)
-            at = end
+            sample = copy.taken()
+            copy.sample = self._samples[at : at + sample.nbytes].clone().view(sample.dtype)
+            at += _aligned(sample.nbytes)
 
 
-def _packed(copies: Sequence[Copy], device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """Return one pair for each row of places that lie next to each other."""
+class _Row(NamedTuple):
+    """Tensors that are packed on the device: where each lies in the row, and the row's place on the host."""
+
+    place: Tensor
+    parts: Sequence[tuple[int, Tensor]]
+    size: int
+
+    @classmethod
+    def of_views(cls, copies: Sequence[Copy]) -> _Row:
+        begin = copies[0].view.data_ptr()
+        parts = [(copy.view.data_ptr() - begin, copy.source) for copy in copies]
+        size = parts[-1][0] + copies[-1].view.nbytes
+        return cls(copies[0].view.view(-1).view(torch.uint8).as_strided([size], [1]), parts, size)
+
+    @classmethod
+    def of_samples(cls, copies: Sequence[Copy]) -> _Row:
+        taken = [copy.taken() for copy in copies]
+        ends = [*itertools.accumulate((_aligned(one.nbytes) for one in taken), initial=0)]
+        return cls(torch.empty(0, device="cpu"), [*zip(ends, taken, strict=False)], ends[-1])
+
+
+def _split(copies: Sequence[Copy]) -> tuple[list[Copy], list[Copy]]:
+    """Return the copies that are packed, and those that are made one by one."""
+    together: list[Copy] = []
+    apart: list[Copy] = []
+    room = _TOGETHER
+    for copy in copies:
+        is_small = copy.view.nbytes < _SMALL and copy.view.nbytes <= room
+        (together if is_small else apart).append(copy)
+        room -= copy.view.nbytes if is_small else 0
+    return together, apart
+
+
+def _rows(copies: Sequence[Copy]) -> list[list[Copy]]:
+    """Return the copies by rows of places that lie next to each other."""
     rows: list[list[Copy]] = []
     end = 0
     for copy in copies:
@@ -183,20 +375,41 @@ def _packed(copies: Sequence[Copy], device: torch.device) -> list[tuple[Tensor, 
         else:
             rows.append([copy])
         end = copy.view.data_ptr() + copy.view.nbytes
-    return [_row(row, device) for row in rows]
+    return rows
 
 
-def _row(row: Sequence[Copy], device: torch.device) -> tuple[Tensor, Tensor]:
-    flat = torch.empty(sum(copy.view.nbytes for copy in row), dtype=torch.uint8, device=device)
-    parts = torch.split(flat, [copy.view.nbytes for copy in row])
-    views = [part.view(c.view.dtype).view(c.view.shape) for part, c in zip(parts, row, strict=True)]
-    torch._foreach_copy_(views, [copy.source for copy in row])
-    place = row[0].view.view(-1).view(torch.uint8).as_strided([flat.numel()], [1])
-    return place, flat
+def _gather(memory: Tensor, rows: Iterable[tuple[int, _Row]]) -> None:
+    """Copy the tensors of rows into the memory on the device, each row to where it begins."""
+    wholes = {bits: memory[: memory.numel() // size * size].view(bits) for size, bits in _BITS.items()}
+    groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+    for begin, row in rows:
+        for at, source in row.parts:
+            # As bits: that takes one call for many dtypes, some of which torch cannot copy together.
+            bits = _BITS[source.element_size()]
+            source = source.detach().view(bits)
+            strides = source.stride() if source.is_contiguous() else _strides(source.shape)
+            place = wholes[bits].as_strided(source.shape, strides, (begin + at) // source.element_size())
+            places, sources = groups.setdefault((bits, source.is_contiguous()), ([], []))
+            places.append(place)
+            sources.append(source)
+    for places, sources in groups.values():
+        torch._foreach_copy_(places, sources)
+
+
+def _strides(shape: Sequence[int]) -> list[int]:
+    """Return the strides of a contiguous tensor."""
+    return [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def _pieces(to: Tensor, of: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    if not of.is_contiguous() or of.nbytes <= _PIECE:
+    if not of.is_contiguous():
+        count = max(1, _STAGED // of[0].nbytes)
+        return zip(torch.split(to, count), torch.split(of, count), strict=True)
+    if of.nbytes <= _PIECE:
         return iter([(to, of)])
     count = _PIECE // of.element_size()
     return zip(torch.split(to.view(-1), count), torch.split(of.view(-1), count), strict=True)

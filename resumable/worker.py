@@ -10,7 +10,7 @@ import sys
 import threading
 import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from multiprocessing import connection, util
@@ -160,7 +160,8 @@ class Stream(IterableDataset[Any]):
         return found
 
     def _fresh(self) -> Any:
-        self.began = self.watch.states() if self.watch else None
+        # Before iter(): a dataset may draw its order there, and not only with its first sample.
+        self.began = self.watch.states() if self.watch else stamp.read(rng.find(self.root))
         if self._is_stuck:
             self._load(self._first)
         return iter(self.dataset)
@@ -294,6 +295,11 @@ class Worker:
         self._dataset: Any = None
         self._watch: Watch | None = None
         self._told: dict[str, Any] = {}
+
+    @property
+    def spared(self) -> Collection[int]:
+        """The signals that this worker lives through, and begins with blocked."""
+        return self._signals[0] if self._signals else ()
 
     def begin(self, number: int) -> None:
         """Do what the user's `worker_init_fn` does, and then stand where this worker stood."""

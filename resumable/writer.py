@@ -9,12 +9,8 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from .errors import SaveFailed
+from .crew import SaveSkipped
 from .threads import yield_to_training
-
-
-class SaveSkipped(SaveFailed):
-    """Another process has not made this save: it was told of an earlier one, as this one was."""
 
 
 class PendingSave:

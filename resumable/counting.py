@@ -1,0 +1,59 @@
+"""How a script asks for batches: with for or by hand, and through what of Python's own iterators."""
+
+from __future__ import annotations
+
+import dis
+import gc
+import inspect
+from collections.abc import Iterator
+from itertools import cycle, islice
+from types import FrameType, GeneratorType
+from typing import Any
+
+_COUNTERS: tuple[type, ...] = (type(iter(range(0))), type(iter([])))
+
+
+def holders(iterator: Iterator[Any]) -> set[type]:
+    """Return those of `cycle`, `islice` and `zip` that get their items from an iterator.
+
+    A `zip` counts only if it has a range or a list beside the iterator.
+
+    >>> batches = map(str, range(3))
+    >>> first_two = islice(batches, 2)
+    >>> holders(batches) == {islice}
+    True
+    """
+    found: set[type] = set()
+    for holder in gc.get_referrers(iterator):
+        if type(holder) in (cycle, islice):
+            found.add(type(holder))
+        elif type(holder) is tuple and any(type(item) in _COUNTERS for item in holder):
+            found |= {zip} & {type(outer) for outer in gc.get_referrers(holder)}
+    return found
+
+
+def numbers(iterator: Iterator[Any], frame: FrameType) -> Iterator[int]:
+    """Yield what each `enumerate` around an iterator is at, or around the generator that asks for its items.
+
+    `frame` is the one that asks.
+
+    >>> batches = map(str, range(3))
+    >>> numbered = enumerate(batches, start=4)
+    >>> import sys
+    >>> [*numbers(batches, sys._getframe())]
+    [4]
+    """
+    around = gc.get_referrers(iterator)
+    if frame.f_code.co_flags & inspect.CO_GENERATOR:
+        generators = [one for one in gc.get_objects() if type(one) is GeneratorType and one.gi_running]
+        for generator in generators:
+            around += gc.get_referrers(generator) if generator.gi_frame is frame else []
+    for one in around:
+        if type(one) is enumerate:
+            yield int(one.__reduce__()[1][1])
+
+
+def is_call(frame: FrameType) -> bool:
+    """Whether a frame is calling a function just now, such as next(), and not looping with for."""
+    # (3.11 has two instructions for a call, 3.10 has several kinds)
+    return "CALL" in dis.opname[frame.f_code.co_code[frame.f_lasti]]
