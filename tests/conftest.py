@@ -31,6 +31,13 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _quick_to_look_through() -> None:
+    """Let what looks through the objects of the process pass over a million of pytest's and other tests'."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
     """A run directory that does not exist yet."""

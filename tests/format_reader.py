@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 from safetensors import deserialize
 
-NAME = re.compile(r"[0-9]{6,}-step-[0-9]{8,}")
+NAME = re.compile(r"[0-9]{6,15}-step-[0-9]{8,}")
 BLOCK = 16 << 20
 DTYPES = {
     **{"F64": "<f8", "F32": "<f4", "F16": "<f2", "BOOL": "?", "C64": "<c8"},

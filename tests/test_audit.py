@@ -539,9 +539,9 @@ BROKEN: dict[str, tuple[dict[str, str], str, str, str]] = {
     ),
     "no resume at all": (
         {"main": "RunState.load = RunState\nmain()"},
-        "state",
+        "script",
         "the script",
-        "it began anew",
+        "this RunState was not loaded",
     ),
 }
 

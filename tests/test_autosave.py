@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from resumable import autosave
-from resumable.autosave import Autosave, Due
+from resumable.autosave import Autosave
+from resumable.boundary import Due
 from resumable.pace import Pace
 from resumable.policy import Cost, Every
 from resumable.ranks import Ranks
@@ -100,6 +101,31 @@ def test_the_time_that_the_rest_of_an_epoch_takes_is_left_of_the_limit() -> None
 
     assert due(found) is None
     assert due(found, is_rest_next=True) == Due("max_time", signal.SIGTERM)
+
+
+def test_a_save_at_an_epochs_last_batch_waits_for_the_end_of_its_body() -> None:
+    found = make(Every(steps=5))
+
+    assert due(found, step=5, is_rest_next=True) is None
+    assert due(found, step=5, epoch=1) == Due("every 5 steps")
+
+
+@pytest.mark.parametrize(
+    ("rest", "durable", "ago", "waits"),
+    [(5, 1, 0, True), (28, 1, 0, False), (5, 14, 0, False), (5, 1, 24, False), (None, 1, 0, False)],
+    ids=["in time", "too long", "too slow a save", "too late", "not known"],
+)
+def test_a_signal_at_an_epochs_last_batch_waits_as_long_as_the_grace_allows(
+    rest: float | None, durable: float, ago: float, waits: bool
+) -> None:
+    found = make()
+    found._signals.received, found._signals.received_at = signal.SIGTERM, time.monotonic() - ago
+    found._pace.cost, found._pace.is_rest_known = Cost(lost=0, durable=durable), rest is not None
+    found._pace._rest = rest or 0.0
+    leaves = Due("SIGTERM", signal.SIGTERM)
+
+    assert due(found, is_rest_next=True) == (None if waits else leaves)
+    assert due(found, epoch=1) == leaves
 
 
 def test_the_time_counts_from_the_start_of_the_queues_job(monkeypatch: pytest.MonkeyPatch) -> None:

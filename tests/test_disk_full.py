@@ -76,9 +76,9 @@ class Training:
 
     def train(self, steps: int = 1) -> None:
         for _ in self.state.steps(self.state.step + steps):
-            self.optimizer.zero_grad()
             self.model(torch.randn(4, 256)).square().mean().backward()
             self.optimizer.step()
+            self.optimizer.zero_grad()
 
     def save(self) -> int:
         self.train()

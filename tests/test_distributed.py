@@ -168,6 +168,7 @@ def big(rank: int, run_dir: Path, keywords: dict[str, Any]) -> Any:
         for step in state.steps(3):
             model[0].weight.grad = torch.full_like(model[0].weight, step + 1.0)
             optimizer.step()
+            optimizer.zero_grad()
             state.save()
         state.wait()
         memory = state._saving._image._memory

@@ -33,6 +33,13 @@ def blocks(page: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
 
 
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, images: torch.Tensor) -> torch.Tensor:
+    loss = model(images).sum()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
 def readers_parts() -> dict[str, object]:
     """What the reader of a page is taken to have."""
     model = nn.Linear(2, 1)
@@ -45,7 +52,7 @@ def readers_parts() -> dict[str, object]:
         "loader": DataLoader(TensorDataset(torch.randn(4, 2), torch.randn(4)), batch_size=2),
         "ema": AveragedModel(model),
         "numpy_generator": np.random.default_rng(0),
-        "train": lambda images, labels: (model(images).sum().backward(), optimizer.step()),
+        "train": lambda images, labels: train(model, optimizer, images),
         "evaluate": lambda: torch.rand(()),
     }
 

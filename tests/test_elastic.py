@@ -202,13 +202,14 @@ def train(state: RunState, loader: DataLoader[Any], seen: Batches, stop: Any) ->
         if isinstance(loader.sampler, DistributedSampler):
             loader.sampler.set_epoch(epoch)
         left = state.batches()
-        number, length = len(left), state.batch
+        length = state.batch
         if stop == (epoch, 0):
             return state.save()
-        for done, batch in enumerate(left, 1):
+        before = state.batch
+        for batch in left:
             seen[epoch].append(batch.tolist())
-            length = state.batch + number - done + 1
-            if stop in (done, (epoch, state.batch + 1), (epoch, state.batch - length)):
+            length = len(left)
+            if stop in (state.batch + 1 - before, (epoch, state.batch + 1), (epoch, state.batch - length)):
                 return state.save()
         assert state.batch == length
         if stop == (epoch, "end"):
@@ -586,8 +587,8 @@ def test_the_counters_and_the_length_go_on_from_the_batches_done_before(tmp_path
                 found.append([*counted, len(state.batches())])
 
     # 48 of 103 are done, so each of two ranks has 28 left
-    assert found[0] == [7, *((number, 4) for number in range(3, 10)), 0]
-    assert found[1] == [5, *((number, 5) for number in range(3, 8)), 0]
+    assert found[0] == [10, *((number, 4) for number in range(3, 10)), 10]
+    assert found[1] == [8, *((number, 5) for number in range(3, 8)), 8]
 
 
 @pytest.mark.filterwarnings("default:.* has changed since checkpoint")

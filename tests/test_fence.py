@@ -16,7 +16,16 @@ needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a fork")
 
 
 class Own(torch.optim.SGD):
-    """A user's own optimizer, which may write wherever it likes."""
+    """A user's own optimizer, which writes in its step alone."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+class TwoSteps(torch.optim.SGD):
+    """A user's own optimizer, which also writes where no hook is called."""
+
+    def first_step(self) -> None: ...
 
 
 def weights(*shapes: tuple[int, ...]) -> list[nn.Parameter]:
@@ -87,13 +96,22 @@ def test_a_step_without_the_hook_is_no_step() -> None:
     assert not is_guarded(fence, parameters)
 
 
-def test_a_users_own_optimizer_is_not_trusted() -> None:
+@pytest.mark.parametrize("kind", [Own, TwoSteps])
+def test_a_users_own_optimizer_is_trusted_if_only_its_step_can_write(kind: Any) -> None:
     parameters = weights()
-    optimizer = Own(parameters)
+    optimizer = kind(parameters)
     fence = Fence([optimizer])
     step(optimizer, parameters)
 
-    assert not is_guarded(fence, parameters)
+    assert is_guarded(fence, parameters) is (kind is Own)
+
+
+def test_an_optimizer_whose_hooks_are_never_called_is_not_trusted() -> None:
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+
+    assert Fence([Wrapper(torch.optim.SGD(weights()))]).guarded() == set()
 
 
 @pytest.mark.parametrize("method", ["train", "eval"])
@@ -107,7 +125,7 @@ def test_an_optimizer_that_switches_its_parameters_is_not_trusted(method: str) -
     assert not is_guarded(fence, parameters)
 
 
-@pytest.mark.parametrize("kind", [Own, torch.optim.SGD])
+@pytest.mark.parametrize("kind", [TwoSteps, torch.optim.SGD])
 def test_what_is_also_anothers_who_has_not_stepped_here_is_not_guarded(kind: Any) -> None:
     alone, shared = weights((3,)), weights((2,))
     first, second = torch.optim.SGD([*alone, *shared]), kind(shared)
@@ -212,7 +230,7 @@ def test_an_open_fence_lets_a_step_pass() -> None:
 def test_a_fence_that_was_removed_has_left_no_hooks() -> None:
     parameters = weights()
     optimizer = torch.optim.SGD(parameters)
-    fence = Fence([optimizer, Own(parameters)])
+    fence = Fence([optimizer, TwoSteps(parameters)])
     waited: list[int] = []
     fence.shut(lambda: waited.append(1))
     fence.remove()
@@ -220,6 +238,7 @@ def test_a_fence_that_was_removed_has_left_no_hooks() -> None:
 
     assert waited == []
     assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
 
 
 @needs_fork

@@ -87,8 +87,8 @@ def trained(run: Path) -> dict[str, Any]:
                 if state.batch == 2:
                     parts["weights"] = {k: v.clone() for k, v in model.state_dict().items()}
                     parts["random"] = random.getstate()
-                    break
-    return parts
+                    return parts
+    raise AssertionError("the third batch never came")
 
 
 def test_a_reader_made_from_the_page_finds_the_weights_and_moments(

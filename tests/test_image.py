@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from resumable import RunState, SaveFailed, codec, memory, tensorfile
 from resumable import image as image_module
 from resumable.codec import Encoded
-from resumable.image import Image, Taken, clones
+from resumable.image import Image, Taken
+from resumable.part import clones
 
 TENSORS = {
     "plain": torch.arange(6.0).reshape(2, 3),

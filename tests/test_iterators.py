@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import multiprocessing
 import os
 import select
 import signal
@@ -12,6 +13,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing import forkserver as python_forkserver
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +23,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from resumable import RunState, Unsupported
-from resumable.iterators import ATTRIBUTES, METHODS, Workers, in_process, stand_in
+from resumable import RunState, Unsupported, forkserver
+from resumable.iterators import ATTRIBUTES, METHODS, Workers, in_process, sheltered, stand_in
 from resumable.order import Generators, Order
 from resumable.worker import Stream, Worker
 
@@ -396,3 +399,75 @@ def test_a_thread_that_waits_for_workers_comes_to_the_end_when_they_are_ended() 
     assert not thread.is_alive()
     assert found == [0]
     assert [*workers] == []
+
+
+# Signals while workers start.
+
+NOTED = (signal.SIGTERM, signal.SIGINT)
+
+
+def _blocked() -> set[Any]:
+    return signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_the_signals_stay_blocked_where_the_resource_tracker_has_to_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(resource_tracker._resource_tracker, "_fd", None)
+    monkeypatch.setattr(resource_tracker._resource_tracker, "_pid", None)
+    view = DataLoader(Numbers(), num_workers=1, multiprocessing_context="spawn")
+    before = _blocked()
+
+    with sheltered(view, NOTED):
+        kept = multiprocessing.get_context("spawn").Event()
+        assert _blocked() >= {*NOTED}
+
+    del kept
+    resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
+    assert _blocked() == before
+
+
+def test_a_spawned_worker_begins_with_the_signals_blocked() -> None:
+    view = DataLoader(Numbers(), num_workers=1, multiprocessing_context="spawn")
+    process = multiprocessing.get_context("spawn").Process(
+        target=signal.raise_signal, args=(signal.SIGTERM,), daemon=True
+    )
+
+    with sheltered(view, NOTED):
+        process.start()
+        assert process.pid
+        os.kill(process.pid, signal.SIGINT)
+    process.join()
+
+    assert process.exitcode == 0
+
+
+def test_workers_of_a_fork_server_and_the_server_outlive_the_signals(monkeypatch: pytest.MonkeyPatch) -> None:
+    # (what the other tests preload takes seconds)
+    monkeypatch.setattr(python_forkserver._forkserver, "_preload_modules", [])
+    view = DataLoader(Numbers(), num_workers=1, multiprocessing_context="forkserver")
+
+    ended, servers = [], set()
+    for _ in range(2):
+        with sheltered(view, NOTED):
+            context: Any = view.multiprocessing_context
+            process = context.Process(target=signal.raise_signal, args=(signal.SIGTERM,), daemon=True)
+            process.start()
+            servers.add(forkserver._server()._forkserver_pid)  # type: ignore[attr-defined]
+        os.kill(max(servers), signal.SIGTERM)
+        process.join()
+        ended.append(process.exitcode)
+
+    assert ended == [0, 0]
+    assert len(servers) == 1
+    assert forkserver._server() is not python_forkserver._forkserver
+
+
+def test_nothing_is_blocked_where_the_training_notes_no_signals() -> None:
+    view = DataLoader(Numbers(), num_workers=1, multiprocessing_context="forkserver")
+    given, before = view.multiprocessing_context, _blocked()
+
+    with sheltered(view, ()):
+        assert _blocked() == before
+
+    assert view.multiprocessing_context is given

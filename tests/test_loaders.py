@@ -225,6 +225,15 @@ class Stream(IterableDataset[torch.Tensor]):
         return shard(self.length)
 
 
+class OrderedAtOnce(Stream):
+    """A stream that draws its order when `iter` is called, and not with its first sample."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        indices = [*self.order()]
+        random.shuffle(indices)
+        return (torch.tensor([index, *self.augment()], dtype=torch.float64) for index in indices)
+
+
 class Endless(Stream):
     """A stream that does not end."""
 
@@ -462,6 +471,7 @@ SETUPS: dict[str, Setup] = {
     "stream, no batches": Setup(lambda **how: on(Stream(), None, **how)),
     "stream, drop last": Setup(lambda **how: on(Stream(), drop_last=True, **how)),
     "stream, collate": Setup(lambda **how: on(Stream(), collate_fn=noisy_collate, **how)),
+    "stream, ordered at once": Setup(lambda **how: on(OrderedAtOnce(quiet), **how)),
     "stream, endless": Setup(lambda **how: on(Endless(), **how), break_at=5),
     "buffered": Setup(lambda **how: on(Buffered(), **how), in_process=False),
     "buffered, own": Setup(lambda **how: on(OwnBuffered(), **how)),
@@ -662,6 +672,15 @@ def test_a_training_that_is_stopped_again_and_again_is_the_one_that_never_was(
 
 
 @pytest.mark.proves("exact")
+def test_a_stream_that_draws_its_order_at_once_is_stopped_and_goes_on(run_dir: Path) -> None:
+    expected = reference("stream, ordered at once", 0)
+
+    seen = set_up("stream, ordered at once", 0).chain(run_dir, stops(expected))
+
+    assert seen == expected
+
+
+@pytest.mark.proves("exact")
 @pytest.mark.heavy
 @pytest.mark.parametrize("persists", [False, True])
 @pytest.mark.parametrize(
@@ -773,6 +792,7 @@ def opened_early(state: Any, loaders: Loaders, log: Log) -> None:
 
 
 @pytest.mark.parametrize(("workers", "persists"), [(0, False), (2, False), HEAVY_PERSISTENT])
+@pytest.mark.filterwarnings("ignore:the loop over batches is cut by islice")
 @pytest.mark.parametrize("script", [limited, opened_early])
 @pytest.mark.parametrize("name", ["own", "stateful stream"])
 @pytest.mark.sampled(3)
@@ -1194,3 +1214,41 @@ def run_and_die(run_dir: str, name: str, seed: int, stop: list[Any] | None) -> N
 
 if __name__ == "__main__":
     run_and_die(*json.loads(sys.argv[1]))
+
+
+def _caught(run_dir: Path, fails: set[int], stops: int | None = None) -> list[float]:
+    """Train on a stream, some of whose batches fail before their step; stop after one of those."""
+    seen: list[float] = []
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(Stream(), batch_size=4)
+    with RunState.load(run_dir, model=model, optimizer=optimizer, loader=loader, progress=False) as state:
+        for _ in range(len(fails) + 1):
+            try:
+                for _epoch in state.epochs(2):
+                    for x in state.batches():
+                        seen.append(float(x.sum()))
+                        if len(seen) in fails:
+                            raise Stopped
+                        optimizer.step()
+                return seen
+            except Stopped:
+                pass
+            if len(seen) == stops:
+                state.save().wait()
+                return seen
+    return seen
+
+
+@pytest.mark.parametrize("fails", [1, 9])
+def test_a_stream_goes_on_after_an_error_in_an_epochs_first_batch(tmp_path: Path, fails: int) -> None:
+    seeded(0)
+    straight = _caught(tmp_path / "straight", {fails, fails + 1})
+
+    seeded(0)
+    seen = _caught(tmp_path / "stopped", {fails}, stops=fails)
+    for turn in range(2):
+        seeded(turn + 1)
+        seen += _caught(tmp_path / "stopped", set() if turn else {1}, stops=None if turn else 1)
+
+    assert seen == straight

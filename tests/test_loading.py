@@ -33,7 +33,7 @@ from resumable import (
     RunState,
     StateMismatch,
     blocks,
-    image,
+    capture,
     loading,
     manifest,
     tensorfile,
@@ -1151,13 +1151,13 @@ class _Counting:
         self.places: set[int] = set()
         for name in ("empty", "empty_strided"):
             monkeypatch.setattr(torch, name, self._counting(getattr(torch, name)))
-        clones = image.clones
+        clones = capture.clones
 
         def counting(tensors: Any) -> Any:
             self.copied += sum(tensor.nbytes for tensor in tensors.values())
             return clones(tensors)
 
-        monkeypatch.setattr(image, "clones", counting)
+        monkeypatch.setattr(capture, "clones", counting)
 
     def _counting(self, make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def made(*args: Any, **options: Any) -> Tensor:
@@ -1185,6 +1185,7 @@ def test_a_load_makes_no_second_copy_of_the_state(run_dir: Path, monkeypatch: py
     with RunState.load(run_dir, model=model, optimizer=optimizer) as state:
         _backward(model)
         optimizer.step()
+        optimizer.zero_grad()
         state.save()
     large = model[0].weight.nbytes
     for _ in range(2):

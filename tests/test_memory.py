@@ -167,13 +167,15 @@ class Driver:
         self.code = code
         self.known: list[tuple[int, int]] = []
         self.gpus: list[int] = []
+        self.flags: list[int] = []
 
-    def at(self, gpu: int) -> contextlib.AbstractContextManager[None]:
-        self.gpus.append(gpu)
+    def at(self, gpu: torch.device) -> contextlib.AbstractContextManager[None]:
+        self.gpus.append(gpu.index)
         return contextlib.nullcontext()
 
     def cudaHostRegister(self, place: int, size: int, flags: int) -> int:  # noqa: N802
         self.known.append((place, size))
+        self.flags.append(flags)
         return self.code
 
     def cudaHostUnregister(self, place: int) -> int:  # noqa: N802
@@ -181,11 +183,8 @@ class Driver:
         return 0
 
 
-def with_driver(monkeypatch: pytest.MonkeyPatch, driver: Any, is_initialized: bool = True) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: is_initialized)
+def with_driver(monkeypatch: pytest.MonkeyPatch, driver: Any) -> None:
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "device", driver.at)
 
 
@@ -194,19 +193,31 @@ def test_a_gpu_is_told_of_the_memory_and_of_its_end(monkeypatch: pytest.MonkeyPa
     with_driver(monkeypatch, driver)
     found = HostMemory(5000)
     place = found.tensor.data_ptr()
-    found.register(memory.current_gpu())
+    found.register(torch.device("cuda", 1))
     assert driver.known == [(place, 5000)]
 
     assert driver.gpus == [1]
+    assert driver.flags == [1], "pinned for one context only: copies from other GPUs take a detour"
     found.free()
     assert driver.known == []
+    assert driver.gpus == [1, 1], "unregistered with the first device, on which that creates a context"
+
+
+def test_memory_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver()
+    with_driver(monkeypatch, driver)
+    found = HostMemory(5000)
+    for _ in range(2):
+        found.register(torch.device("cuda", 1))
+
+    assert len(driver.known) == 1
 
 
 def test_memory_that_is_dropped_is_unregistered_too(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver()
     with_driver(monkeypatch, driver)
     found = HostMemory(5000)
-    found.register(memory.current_gpu())
+    found.register(torch.device("cuda", 1))
     del found
     gc.collect()
 
@@ -217,16 +228,17 @@ def test_memory_that_a_gpu_refuses_is_used_all_the_same(monkeypatch: pytest.Monk
     driver = Driver(code=2)
     with_driver(monkeypatch, driver)
     found = HostMemory(5000)
-    found.register(memory.current_gpu())
+    found.register(torch.device("cuda", 1))
+    assert found.is_refused
     found.free()
 
     assert len(driver.known) == 1, "what was not registered was unregistered"
 
 
-def test_a_driver_that_nobody_uses_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_not_registered_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver()
-    with_driver(monkeypatch, driver, is_initialized=False)
+    with_driver(monkeypatch, driver)
     found = HostMemory(5000)
-    found.register(memory.current_gpu())
+    found.register(memory.gpu_of([torch.zeros(3)]))
 
     assert driver.known == []

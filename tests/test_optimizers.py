@@ -280,6 +280,7 @@ def test_parameters_of_no_module_go_by_their_place_in_the_optimizer(run_dir: Pat
         with RunState.load(run_dir, optimizer=optimizer, extra={"held": held}) as state:
             held.tensor.square().sum().backward()
             optimizer.step()
+            optimizer.zero_grad()
             state.save()
 
     saved = load_file(run_dir / "newest" / "optimizer.safetensors")
@@ -295,6 +296,7 @@ def test_a_trained_parameter_of_no_part_comes_back(run_dir: Path) -> None:
         with RunState.load(run_dir, model=model, optimizer=optimizer) as state:
             temperature.sum().backward()
             optimizer.step()
+            optimizer.zero_grad()
             state.save()
 
         assert temperature.tolist() == [expected] * 3
@@ -317,6 +319,7 @@ def test_parameters_that_the_optimizer_knows_by_name_go_by_it(run_dir: Path) -> 
         with RunState.load(run_dir, optimizer=optimizer) as state:
             sum(parameter.sum() for parameter in named.values()).backward()  # type: ignore[union-attr]
             optimizer.step()
+            optimizer.zero_grad()
             state.save()
 
     for parameter in named.values():

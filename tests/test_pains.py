@@ -196,7 +196,7 @@ def split(seed: int) -> DataLoader[Any]:
 
 def save_after(run_dir: Path, loader: DataLoader[Any], batches: int) -> None:
     state = RunState.load(run_dir, loader=loader)
-    for number, _ in enumerate(state.batches(), start=1):
+    for number, _ in state.enumerate(start=1):
         if number == batches:
             state.save()
     if batches > len(loader):

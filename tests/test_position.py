@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -273,15 +274,36 @@ def test_a_step_that_the_scaler_skips_is_still_one_body(run_dir: Path) -> None:
     assert training.state.step == 4
 
 
-def test_two_optimizer_steps_in_a_body_of_steps_are_two_steps(run_dir: Path) -> None:
+def test_two_optimizer_steps_in_a_body_of_steps_are_one_step(run_dir: Path) -> None:
     training = Training(run_dir, loader={})
     bodies = []
 
     for step in training.state.steps(5):
-        bodies.append(step)
         training.train(torch.ones(1)), training.train(torch.ones(1))
+        bodies.append((step, training.state.step))
 
-    assert bodies == [0, 2, 4]
+    assert bodies == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]
+    assert training.state.step == 5
+
+
+class AnotherAdam(torch.optim.Adam):
+    """An optimizer of the user's, which leaves the work to torch's."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def test_an_optimizer_whose_step_calls_another_makes_one_step(run_dir: Path) -> None:
+    model = nn.Linear(2, 1)
+    # (torch puts its hooks around the step of a class as the first object of that class is made)
+    torch.optim.Adam(model.parameters())
+    optimizer = AnotherAdam(model.parameters())
+    with RunState.load(run_dir, model=model, optimizer=optimizer, loader=torch.ones(6, 2).split(2)) as state:
+        for x in state.batches():
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+        assert state.step == 3
 
 
 def test_steps_of_a_finished_run_returns_at_once_and_says_so(
@@ -300,7 +322,7 @@ def test_steps_of_a_finished_run_returns_at_once_and_says_so(
 # batches().
 
 
-def test_the_length_of_batches_is_what_is_left(run_dir: Path) -> None:
+def test_the_length_of_batches_is_that_of_the_epoch_however_many_are_done(run_dir: Path) -> None:
     lengths = []
     for _ in range(3):
         state = Training(run_dir, numbers(10, 4, drop_last=True)).state
@@ -308,7 +330,116 @@ def test_the_length_of_batches_is_what_is_left(run_dir: Path) -> None:
         state.close()
         one_batch(run_dir, numbers(10, 4, drop_last=True))
 
-    assert lengths == [2, 1, 0]
+    assert lengths == [2, 2, 2]
+
+
+def test_the_length_of_batches_stays_the_same_in_the_loop_and_after_it(run_dir: Path) -> None:
+    training = Training(run_dir)
+    for _ in training.state.epochs(1):
+        batches = training.state.batches()
+        lengths = [len(batches), *(len(batches) for _ in batches), len(batches)]
+
+    assert lengths == [3] * 5
+
+
+# enumerate().
+
+
+def indexed(training: Training, **options: Any) -> list[tuple[int, int]]:
+    """Train what is left of one epoch; return the indices, and what `state.batch` was beside each."""
+    found = []
+    for index, batch in training.state.enumerate(**options):
+        found.append((index, training.state.batch))
+        training.train(batch)
+    return found
+
+
+def test_enumerate_goes_on_with_the_index_in_the_epoch_after_each_resume(run_dir: Path) -> None:
+    seen = []
+    for _ in range(4):
+        training = Training(run_dir, numbers(10))
+        for _ in training.state.epochs(2):
+            for index, batch in training.state.enumerate():
+                seen.append((training.state.epoch, index))
+                training.train(batch)
+                training.state.save()
+                training.state.close()
+                break
+            if training.state._is_closed:
+                break
+
+    assert seen == [(0, 0), (0, 1), (0, 2), (1, 0)]
+
+
+def test_enumerate_counts_from_start_and_knows_the_length(run_dir: Path) -> None:
+    training = Training(run_dir)
+
+    assert indexed(training, start=1) == [(1, 0), (2, 1), (3, 2)]
+    assert len(training.state.enumerate()) == 3
+
+
+@pytest.mark.parametrize("options", [{"device": "cpu"}, {"through": lambda batches: [*batches]}])
+def test_enumerate_takes_what_batches_takes(run_dir: Path, options: dict[str, Any]) -> None:
+    one_batch(run_dir)
+    one_batch(run_dir)
+
+    assert indexed(Training(run_dir), **options) == [(2, 2)]
+
+
+def test_enumerate_over_an_epoch_whose_batches_are_done_is_empty(run_dir: Path) -> None:
+    for _ in range(3):
+        one_batch(run_dir)
+    training = Training(run_dir)
+
+    assert [indexed(training) for _ in training.state.epochs(1)] == [[]]
+
+
+def test_a_break_out_of_enumerate_ends_the_epochs_batches(run_dir: Path) -> None:
+    training = Training(run_dir)
+    seen = []
+
+    for epoch in training.state.epochs(2):
+        for index, batch in training.state.enumerate():
+            seen.append((epoch, index))
+            training.train(batch)
+            if index == 1:
+                break
+
+    assert seen == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert training.counters() == (2, 0, 4, 16)
+
+
+class _OneAhead:
+    """An object that has always asked for one more than it has given."""
+
+    def __init__(self, batches: Any) -> None:
+        self.batches = iter(batches)
+        self.fetch()
+
+    def fetch(self) -> None:
+        self.next = next(self.batches, None)
+
+    def __iter__(self) -> _OneAhead:
+        return self
+
+    def __next__(self) -> Any:
+        found = self.next
+        if found is None:
+            raise StopIteration
+        self.fetch()
+        return found
+
+
+def test_a_stream_prefetcher_around_enumerate_gets_the_right_indices(run_dir: Path) -> None:
+    training = Training(run_dir)
+    seen = []
+
+    for index, batch in _OneAhead(training.state.enumerate()):
+        seen.append((index, batch.flatten().tolist()[0]))
+        training.train(batch)
+
+    assert seen == [(0, 0.0), (1, 4.0), (2, 8.0)]
+    assert training.state.samples == 10
 
 
 def test_batches_of_a_stream_have_no_length(run_dir: Path) -> None:
@@ -344,7 +475,7 @@ def test_without_epochs_the_next_loop_is_the_next_epoch(run_dir: Path) -> None:
             seen.append((training.state.epoch, training.state.samples))
         training.state.close()
 
-    assert seen == [(0, 10), (1, 20), (2, 30), (3, 40), (4, 50), (5, 60)]
+    assert seen == [(1, 10), (2, 20), (3, 30), (4, 40), (5, 50), (6, 60)]
     assert [found.about.epoch for found in Run(run_dir).checkpoints()] == [4, 5, 6]
 
 
@@ -424,7 +555,7 @@ def test_a_batch_that_was_not_trained_before_the_break_is_not_counted(run_dir: P
             break
         training.train(batch)
 
-    assert training.counters() == (0, 2, 2, 8)
+    assert training.counters() == (1, 2, 2, 8)
 
 
 def interrupted(training: Training, fed: list[list[float]], at: int, *, is_trained: bool = True) -> None:
@@ -638,6 +769,7 @@ def test_a_restore_of_the_model_alone_leaves_the_loops_where_they_are(run_dir: P
 # Where a checkpoint stands.
 
 
+@pytest.mark.filterwarnings("ignore:the loop over batches was left right after save")
 def test_a_checkpoint_says_at_which_boundary_it_was_taken(run_dir: Path) -> None:
     training = Training(run_dir, keep=None)
     state = training.state
@@ -800,12 +932,18 @@ def step(parts: dict[str, Any], batch: torch.Tensor) -> None:
     parts["optimizer"].step()
 
 
-def test_a_loader_that_is_looped_over_directly_is_told_at_the_save(run_dir: Path) -> None:
+def train_on(parts: dict[str, Any]) -> None:
+    for (batch,) in parts["loader"]:
+        step(parts, batch)
+
+
+def test_a_loader_that_is_trained_from_directly_is_refused_at_its_second_batch(run_dir: Path) -> None:
     parts = small()
     with RunState(run_dir, **parts) as state:
         for _ in state.epochs(1):
-            for (batch,) in parts["loader"]:
-                step(parts, batch)
+            with pytest.raises(UsageError, match=r"not in a loop over state\.batches\(\)"):
+                train_on(parts)
+            assert state.step == 1
             with pytest.raises(UsageError, match=r"not in a loop over state\.batches\(\)"):
                 state.save()
 
@@ -883,3 +1021,86 @@ def test_epochs_that_are_left_after_the_batches_go_on_with_the_next_epoch(run_di
         seen = [(epoch, len([step(parts, b) for (b,) in state.batches()])) for epoch in state.epochs(3)]
 
     assert seen == [(2, 3)]
+
+
+# What counts the batches by itself.
+
+
+@pytest.mark.parametrize(
+    ("cut", "name"), [(lambda b: islice(b, 2), "islice"), (lambda b: zip(b, range(2), strict=False), "zip")]
+)
+def test_a_loop_that_is_cut_by_a_counter_of_pythons_is_told(run_dir: Path, cut: Any, name: str) -> None:
+    training = Training(run_dir)
+
+    with pytest.warns(ResumableWarning, match=rf"cut by {name}\(\), which counts from 0 again"):
+        next(cut(training.state.batches()))
+
+
+def test_a_cycle_over_the_batches_is_told(run_dir: Path) -> None:
+    training = Training(run_dir)
+
+    with pytest.warns(ResumableWarning, match=r"cycle\(\) repeats the batches that it has seen"):
+        next(cycle(training.state.batches()))
+
+
+def one_ahead(batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
+    waiting = next(batches)
+    for batch in batches:
+        yield waiting, False
+        waiting = batch
+    yield waiting, True
+
+
+def test_a_generator_that_is_one_batch_ahead_is_told_at_the_second_batch(run_dir: Path) -> None:
+    training = Training(run_dir)
+    ahead = one_ahead(iter(training.state.batches()))
+
+    with pytest.warns(ResumableWarning, match=r"one_ahead\(\) has asked for two batches.*through=one_ahead"):
+        next(ahead)
+
+
+def test_a_list_of_all_batches_is_told_at_the_first_step(run_dir: Path) -> None:
+    training = Training(run_dir)
+    batches = list(training.state.batches())
+
+    with pytest.warns(ResumableWarning, match="all batches of the epoch were asked for before the first"):
+        training.train(batches[0])
+    training.train(batches[1])
+
+
+def test_a_break_after_a_save_in_the_same_body_is_told_as_the_epoch_ends(run_dir: Path) -> None:
+    training = Training(run_dir)
+    epochs = training.state.epochs(2)
+
+    next(epochs)
+    for batch in training.state.batches():
+        training.train(batch)
+        training.state.save()
+        break
+    with pytest.warns(ResumableWarning, match="left right after save"):
+        next(epochs)
+
+
+def test_draws_before_the_first_next_by_hand_are_told(run_dir: Path) -> None:
+    training = Training(run_dir)
+    batches = iter(training.state.batches())
+    torch.rand(1)
+
+    with pytest.warns(ResumableWarning, match=r"drawn before next\(\) is called"):
+        next(batches)
+
+
+def test_a_save_in_an_inner_loop_over_batches_is_told(run_dir: Path) -> None:
+    training = Training(run_dir, {"a": numbers(4, 2), "b": numbers(4, 2)})
+
+    for pair in zip(training.state.batches("a"), training.state.batches("b"), strict=False):
+        training.train(pair[0])
+        training.state.save()
+    for batch in training.state.batches("a"):
+        training.train(batch)
+        for inner in training.state.batches("b"):
+            training.train(inner)
+            with pytest.warns(ResumableWarning, match="loses the rest of the inner loop"):
+                training.state.save()
+            break
+        break

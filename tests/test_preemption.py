@@ -9,6 +9,8 @@ import random
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -63,9 +65,8 @@ def train(
     loader = DataLoader(
         Augmented(), 2, shuffle=True, num_workers=workers, persistent_workers=where == "persistent"
     )
-    # (workers that persist are seeded once, from a generator that the training does not draw from)
-    own = torch.Generator()
-    others = DataLoader(Augmented(), 8, num_workers=1, persistent_workers=is_group, generator=own)
+    # A group signal reaches these workers too, though the loader is not given.
+    others = DataLoader(Augmented(), 8, num_workers=1, generator=torch.Generator())
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     size = WINDOW if where == "window" else 1
 
@@ -150,8 +151,6 @@ def _when(place: int, index: int) -> list[pytest.MarkDecorator]:
                 (signal.SIGINT, True),
             ]
         )
-        # The workers that validate are nobody's whom the training knows: signals to all end them.
-        if not (is_group and place[0] == "validation")
     ],
 )
 @pytest.mark.sampled(3)
@@ -477,3 +476,100 @@ def test_the_loops_tell_how_long_bodies_and_the_rest_of_an_epoch_take(
 
     assert pace.body() > 0
     assert pace.time_to_leave(is_rest_next=True) > 2 + 2 * 30
+
+
+# Signals to the whole process group while workers start, or load.
+
+_at_fork: list[Callable[[], None]] = []
+os.register_at_fork(after_in_child=lambda: [call() for call in _at_fork])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_at_a_workers_first_instruction_does_not_end_it(
+    run_dir: Path, training: Training, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    loader = DataLoader(Augmented(), 4, num_workers=2)
+    seen = []
+    with training.load(run_dir, loader=loader, on_preempt="raise") as state:
+        for _ in state.epochs(1):
+            batches = state.batches()
+            monkeypatch.setattr(sys.modules[__name__], "_at_fork", [lambda: signal.raise_signal(number)])
+            for x in batches:
+                monkeypatch.undo()
+                training.step()
+                seen.append(x)
+
+    assert len(seen) == 8
+
+
+GROUP = """
+import sys
+import threading
+import torch
+from torch.utils.data import DataLoader, Dataset
+from resumable import RunState
+
+class Slow(Dataset):
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        import time
+        # The workers are in the middle of a sample when the signal comes.
+        time.sleep(0.05)
+        return torch.randn(4)
+
+if __name__ == "__main__":
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(Slow(), 4, num_workers=2, multiprocessing_context=sys.argv[2])
+    with RunState.load(sys.argv[1], model=model, optimizer=optimizer, loader=loader, progress=False) as state:
+        for epoch in state.epochs(3):
+            print("start", epoch, flush=True)
+            for batch in state.batches():
+                print("mid", epoch, flush=True)
+                model(batch).sum().backward()
+                optimizer.step()
+    print("done after", state.step)
+"""
+
+
+@contextlib.contextmanager
+def _no_longer_than(seconds: float, started: subprocess.Popen[str]) -> Iterator[None]:
+    """End a process and its group if it hangs: a test that waits for its output would hang, too."""
+    timer = threading.Timer(seconds, os.killpg, (started.pid, signal.SIGKILL))
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@pytest.mark.proves("in good order")
+@pytest.mark.heavy
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("when", ["start", "mid"])
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_a_signal_to_the_group_saves_with_every_start_method(
+    tmp_path: Path, method: str, when: str, name: str
+) -> None:
+    number, run_dir = getattr(signal, name), tmp_path / "run"
+    (tmp_path / "script.py").write_text(GROUP)
+    command = [sys.executable, str(tmp_path / "script.py"), str(run_dir), method]
+    options: Any = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True}
+    for epoch in (0, 1):
+        with subprocess.Popen(command, **options) as started, _no_longer_than(100, started):
+            assert started.stdout
+            is_sent = False
+            for line in started.stdout:
+                # Once: a second Ctrl-C leaves without a save.
+                if line == f"{when} {epoch}\n" and not is_sent:
+                    is_sent = True
+                    # The workers are just starting then.
+                    time.sleep(0.3 if when == "start" else 0)
+                    os.killpg(started.pid, number)
+            assert started.wait(60) == 128 + number
+        assert Run(run_dir).highest() == epoch + 1
+
+    left = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert left.stdout.endswith("done after 12\n")

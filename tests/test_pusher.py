@@ -529,10 +529,11 @@ def test_what_has_the_number_of_one_there_from_elsewhere_is_pushed(place: Place,
     shutil.copytree(tmp_path / "here", tmp_path / "elsewhere")
     saved(tmp_path / "elsewhere", [2.0, 1.0], **keeps)
 
-    # (one that never loads does not ask which numbers there are)
+    # (one that is loaded from a path does not ask which numbers there are)
+    path = Run(tmp_path / "here").open(1).path
     training = Training()
     parts = {"model": training.model, "optimizer": training.optimizer, "loader": training.loader}
-    state = RunState(tmp_path / "here", **parts, minimize="loss", **keeps)  # type: ignore[arg-type]
+    state = RunState.load(tmp_path / "here", **parts, minimize="loss", resume=path, **keeps)  # type: ignore[arg-type]
     with heard(), state:
         for _ in range(2):
             step_and_save(state, training, 7.0)

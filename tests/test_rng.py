@@ -81,8 +81,9 @@ def test_all_generators_draw_on_as_if_never_stopped(run_dir: Path) -> None:
         _seed(resume)
         own = Own(resume)
         with RunState.load(run_dir, extra=_parts(own)) as state:
-            found.append(_draw() + own.draw())
-            state.save()
+            for _ in range(state.step, 1):
+                found.append(_draw() + own.draw())
+                state.save()
 
     assert found == expected
 
@@ -181,7 +182,8 @@ def test_saving_touches_no_generator_of_a_loader(run_dir: Path) -> None:
     with RunState(run_dir, loader=loader, extra={"it": Drawing(own)}) as state:
         state.save()
     loaded = _loaders(2, np.random.PCG64)["first"]
-    RunState.load(run_dir, loader=loaded, extra={"it": Drawing(Own())}).close()
+    with RunState.load(run_dir, loader=loaded, extra={"it": Drawing(Own())}) as state:
+        next(state.epochs(1))
 
     for generator in (loader.generator, loaded.generator):
         assert torch.equal(generator.get_state(), torch.Generator().manual_seed(1).get_state())

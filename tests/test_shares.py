@@ -612,6 +612,9 @@ class Full(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.clone:
             raise torch.OutOfMemoryError("no room")
+        if func is Tensor.cpu:
+            with torch._C.DisableTorchFunctionSubclass():
+                return args[0].as_subclass(Tensor).clone()
         return super().__torch_function__(func, types, args, kwargs or {})
 
 

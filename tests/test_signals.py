@@ -259,3 +259,33 @@ def test_a_forked_process_that_leaves_the_loops_does_not_end_the_sparing_of_its_
 
     _, is_in_loop = noting.shared() or pytest.fail("nothing is shared")
     assert is_in_loop.value
+
+
+@pytest.mark.parametrize("number", ALL)
+def test_a_worker_lives_through_a_signal_that_comes_before_its_handler(
+    noting: Signals, number: signal.Signals
+) -> None:
+    shared = signals.shared_with_workers()
+    assert shared
+
+    def work() -> None:
+        signal.raise_signal(number)
+        signals.spare(shared)
+        os._exit(8 if signal.pthread_sigmask(signal.SIG_BLOCK, ()) else 7)
+
+    with signals.blocked(shared[0]):
+        ended = ends_with(work)
+
+    assert ended == 7
+
+
+@pytest.mark.parametrize("number", ALL)
+def test_a_signal_is_noted_once_the_workers_have_started(noting: Signals, number: signal.Signals) -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+    with signals.blocked(ALL):
+        signal.raise_signal(number)
+        assert noting.received is None
+
+    assert noting.received is number
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before

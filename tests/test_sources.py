@@ -354,7 +354,7 @@ def test_the_counters_of_a_loader_that_keeps_its_position_go_on(run_dir: Path) -
     leg(run_dir, BeginsAnew, (1, 3))
 
     with RunState.load(run_dir, loader=BeginsAnew()) as state:
-        assert (state.epoch, state.batch, state.samples, len(state.batches())) == (1, 3, 13 + 9, 2)
+        assert (state.epoch, state.batch, state.samples, len(state.batches())) == (1, 3, 13 + 9, 5)
 
 
 def test_a_state_that_cannot_be_stored_is_named_at_the_save(run_dir: Path) -> None:
@@ -560,12 +560,27 @@ def of_the_module() -> Iterator[float]:
 def test_what_is_loaded_once_more_is_told_with_its_cost_and_a_way_around(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    leg(run_dir, PLAIN["list"], (0, 4))
+    leg(run_dir, PLAIN["iterable"], (0, 4))
 
     with pytest.warns(ResumableWarning, match="loader keeps no position, so 4 batches of it are loaded once"):
-        leg(run_dir, PLAIN["list"], (0, 5), progress=True)
+        leg(run_dir, PLAIN["iterable"], (0, 5), progress=True)
 
     assert "skipping what loader gave before" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("make", [lambda: range(3, 8), lambda: [*range(3, 8)], lambda: (3, 4, 5, 6, 7)])
+def test_a_range_or_a_list_goes_on_without_a_warning(run_dir: Path, make: Callable[[], Any]) -> None:
+    seen = []
+    for stop in (2, 2, None):
+        with RunState.load(run_dir) as state:
+            before = state.batch
+            for item in state.batches(make()):
+                seen.append(item)
+                if state.batch + 1 - before == stop:
+                    state.save()
+                    break
+
+    assert seen == [*range(3, 8)]
 
 
 @keeps_none

@@ -40,6 +40,7 @@ from resumable import (
     StateMismatch,
     UsageError,
     checkpoint,
+    history,
 )
 from resumable.blocks import Content
 from resumable.history import History
@@ -485,6 +486,54 @@ def test_metrics_vars_and_extra_come_back_twice(run_dir: Path) -> None:
         training.state.close()
 
 
+def test_vars_that_are_assigned_come_back_twice(run_dir: Path) -> None:
+    for turn in range(3):
+        training = Training(run_dir)
+        assert training.state.vars == ({"seen": turn, "late": 1} if turn else {})
+        training.state.vars = {"seen": turn + 1}
+        training.state.vars["late"] = 1
+        training.saved()
+        training.state.close()
+
+
+def test_vars_can_be_assigned_to_themselves(run_dir: Path) -> None:
+    with Training(run_dir).state as state:
+        state.vars["seen"] = 1
+
+        state.vars |= {"late": 2}
+
+        assert state.vars == {"seen": 1, "late": 2}
+
+
+def test_vars_that_are_no_dict_are_a_usage_error(run_dir: Path) -> None:
+    with Training(run_dir).state as state, pytest.raises(UsageError, match="list was assigned"):
+        state.vars = [1]  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("digits", [16, 39])
+def test_a_folder_with_a_huge_number_leads_no_save_astray(run_dir: Path, digits: int) -> None:
+    five(run_dir)
+    (run_dir / "checkpoints" / f"{'9' * digits}-step-00000001").mkdir()
+
+    for turn in range(2):
+        training = Training(run_dir, keep=2, minimize="loss")
+        assert training.saved(loss=9.0) == 6 + turn
+        training.state.close()
+
+    assert numbers(run_dir) == [3, 6, 7]
+
+
+def test_no_save_gets_a_number_that_a_name_has_no_room_for(run_dir: Path) -> None:
+    five(run_dir)
+    (run_dir / "checkpoints" / f"{'9' * 15}-step-00000001").mkdir()
+    with pytest.warns(ResumableWarning, match="is skipped"):
+        training = Training(run_dir, keep=2, minimize="loss")
+
+    for _ in range(2):
+        with pytest.raises(UsageError, match="the highest save number"):
+            training.state.save(loss=0.0)
+
+
 # restore().
 
 
@@ -561,17 +610,20 @@ def test_restoring_a_part_that_is_not_there_is_a_usage_error(run_dir: Path) -> N
 # Objects that never loaded, were closed, dropped or replaced.
 
 
-def test_a_state_that_never_loaded_goes_on_with_the_numbers_and_keeps_the_run(run_dir: Path) -> None:
+def test_a_state_that_only_restored_goes_on_with_the_numbers_and_keeps_the_run(run_dir: Path) -> None:
     five(run_dir)
+    weight = nn.Parameter(torch.zeros(1))
+    parts = {"model": nn.ParameterDict({"weight": weight}), "optimizer": torch.optim.SGD([weight], lr=1.0)}
     for number in (6, 7):
-        state = RunState(run_dir, keep=None)
+        state = RunState(run_dir, **parts, keep=None)  # type: ignore[arg-type]
         assert state.run_id is None
+        state.restore("newest")
         assert state.save().number == number
         state.close()
 
     assert numbers(run_dir) == [1, 2, 3, 4, 5, 6, 7]
     assert len({found.about.run_id for found in Run(run_dir).checkpoints()}) == 1
-    assert Run(run_dir).open(6).about.parent is None
+    assert [Run(run_dir).open(number).about.parent for number in (6, 7)] == [5, 6]
 
 
 def test_a_state_that_never_loaded_can_restore_and_records_the_parent(run_dir: Path) -> None:
@@ -862,12 +914,13 @@ def test_a_read_only_run_can_be_restored_and_says_so_when_it_is_to_be_written(
 ) -> None:
     five(run_dir)
     read_only(monkeypatch, run_dir)
-    model = nn.ParameterDict({"weight": nn.Parameter(torch.zeros(1))})
-    state = RunState(run_dir, model=model)
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0, momentum=0.5)
+    state = RunState(run_dir, model=nn.ParameterDict({"weight": weight}), optimizer=optimizer)
 
     for number in (2, 4):
-        state.restore(number, only="model")
-        assert torch.equal(model["weight"].detach(), weight_after(number))
+        state.restore(number)
+        assert torch.equal(weight.detach(), weight_after(number))
     with pytest.raises(OSError, match="Read-only file system"):
         state.save()
     assert numbers(run_dir) == [1, 2, 3, 4, 5]
@@ -945,7 +998,9 @@ def test_a_change_after_the_save_in_the_same_body_is_warned_of_once(
 ) -> None:
     training = Whole(run_dir)
 
-    with pytest.warns(ResumableWarning, match=rf"^{text} after save\(\) in the same body") as caught:
+    # (a step after the save that ends an epoch is told in words of its own)
+    text = f"^{text} after save\\(\\) in the same body|the training goes on in it"
+    with pytest.warns(ResumableWarning, match=text) as caught:
         loop(training, change)
 
     assert len(caught) == 1
@@ -1197,3 +1252,121 @@ def test_a_state_that_is_dropped_is_gone_at_once(run_dir: Path) -> None:
         assert kept() is None, "something in it leads back to it: its run stays locked until a collection"
     finally:
         gc.enable()
+
+
+# Processes that are forked in a loop.
+
+
+def _looped(run_dir: Path, workers: int, forks_at: int | None) -> list[int]:
+    """Return what is trained on; at one step a child is forked, which leaves as sys.exit does."""
+    parent, seen = os.getpid(), []
+    loader = DataLoader(range(24), 1, shuffle=True, num_workers=workers, timeout=20 if workers else 0)
+    try:
+        with Training(run_dir, loader=loader, keep=None).state as state:
+            for _ in state.epochs(1):
+                for x in state.batches():
+                    seen.append(int(x))
+                    if len(seen) in (2, 20):
+                        state.save()
+                    if len(seen) == forks_at and (child := os.fork()):
+                        assert os.waitpid(child, 0)[1] == 0
+                    elif len(seen) == forks_at:
+                        sys.exit()
+    except SystemExit:
+        if os.getpid() == parent:
+            raise
+    if os.getpid() != parent:
+        gc.collect()
+        os._exit(0)
+    return seen
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
+def test_a_forked_child_that_exits_leaves_the_run_and_its_workers_alone(tmp_path: Path, workers: int) -> None:
+    torch.manual_seed(0)
+    expected = _looped(tmp_path / "straight", workers, None)
+    torch.manual_seed(0)
+
+    seen = _looped(tmp_path / "forked", workers, 3)
+
+    assert seen == expected
+    events = [line["event"] for line in history.read(tmp_path / "forked")]
+    assert events == ["start", "save", "save", "end"]
+    assert numbers(tmp_path / "forked") == [1, 2]
+
+
+# A run that was not loaded.
+
+BEGINNINGS: dict[str, Callable[[RunState], object]] = {
+    "epochs": lambda state: next(iter(state.epochs(9))),
+    "steps": lambda state: next(iter(state.steps(9))),
+    "batches": lambda state: state.batches([1]),
+    "save": lambda state: state.save(),
+}
+
+
+@pytest.mark.parametrize("begin", BEGINNINGS.values(), ids=BEGINNINGS)
+def test_a_state_that_was_not_loaded_trains_over_no_checkpoints(
+    run_dir: Path, begin: Callable[[RunState], object]
+) -> None:
+    five(run_dir)
+    state = RunState(run_dir, keep=1)
+
+    for _ in range(2):
+        with pytest.raises(UsageError, match=r"holds 5 checkpoints, (.|\n)* RunState\.load\(\.\.\.\)"):
+            begin(state)
+
+    state.close()
+    assert numbers(run_dir) == [1, 2, 3, 4, 5]
+
+
+def test_a_state_that_was_not_loaded_trains_over_no_checkpoints_of_a_remote(tmp_path: Path) -> None:
+    remote = (tmp_path / "remote").as_uri()
+    five(tmp_path / "here", remote=remote, push="all")
+
+    with (
+        RunState(tmp_path / "empty", remote=remote) as state,
+        pytest.raises(UsageError, match="remote holds 3 checkpoints, and this RunState was not loaded"),
+    ):
+        state.save()
+
+    assert Run(tmp_path / "empty").numbers() == []
+
+
+def test_a_state_that_was_not_loaded_can_split_and_begins_an_empty_run(run_dir: Path) -> None:
+    assert RunState(run_dir).split(4, [0.5, 0.5]) == RunState(run_dir).split(4, [0.5, 0.5])
+
+    with RunState(run_dir) as state:
+        for _ in state.steps(3):
+            state.save()
+
+    assert RunState(run_dir).split(4, [0.5, 0.5]) == RunState(run_dir).split(4, [0.5, 0.5])
+    assert numbers(run_dir) == [1, 2, 3]
+
+
+SCRIPT = """
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+from resumable import RunState
+
+class Data(IterableDataset):
+    def __iter__(self):
+        yield torch.ones(1)
+
+loader = DataLoader(Data())
+with RunState.load(run_dir, loader=loader) as state:
+    for batch in state.batches():
+        state.save()
+"""
+
+
+def test_a_closed_run_keeps_nothing_of_the_script_alive(run_dir: Path) -> None:
+    scope = {"run_dir": run_dir, "__name__": "script"}
+    exec(SCRIPT, scope)
+    loader = weakref.ref(scope["loader"])
+
+    del scope
+    gc.collect()
+
+    assert loader() is None

@@ -109,7 +109,7 @@ def plain(state: RunState) -> Iterable[Any]:
 
 
 def counted(state: RunState) -> Iterable[Any]:
-    return (batch for _, batch in enumerate(state.batches()))
+    return (batch for _, batch in state.enumerate())
 
 
 def three_threads(batches: Iterator[Any]) -> Iterable[Any]:
@@ -367,11 +367,11 @@ def test_the_counters_are_those_of_what_was_handed_out(run_dir: Path) -> None:
     assert (state.batch, state.step, state.samples) == (0, 6, SAMPLES)
 
 
-def test_the_length_of_batches_is_what_is_left_whatever_loads_them(run_dir: Path) -> None:
+def test_the_length_of_batches_is_that_of_the_epoch_whatever_loads_them(run_dir: Path) -> None:
     leg(run_dir, plain, 2, 2, 0)
 
     with Training(2).load(run_dir) as state:
-        assert len(state.batches(through=Background)) == len(state.batches(device="cpu")) == 4
+        assert len(state.batches(through=Background)) == len(state.batches(device="cpu")) == 6
 
 
 def repeated(batches: Iterator[Any]) -> Iterator[Any]:

@@ -703,3 +703,17 @@ def test_one_number_that_is_drawn_shows_in_the_next_look(name: str, draw: Any, t
     [a], [b] = (boundaries(traces.read(tmp_path / f"{path}.jsonl")) for path in "ab")
 
     assert [(one.part, one.name) for one in traces.differences(a, b)] == [("random", name)]
+
+
+def test_a_relative_trace_stays_where_it_was_when_the_script_changes_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with RunState("run", trace="trace.jsonl") as state:
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        for _ in state.steps(2):
+            state.note(loss=1.0)
+
+    assert [at.why for at in traces.read(tmp_path / "trace.jsonl")][:1] == ["start"]
+    assert [*(tmp_path / "elsewhere").iterdir()] == []

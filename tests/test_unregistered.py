@@ -27,7 +27,7 @@ from test_examples import EXAMPLES, NEEDS, ROOT, SIZES
 from torch import nn
 from torch.utils.data import DataLoader, Sampler
 
-from resumable import RunState, Unregistered, iterating
+from resumable import ResumableWarning, RunState, Unregistered, iterating
 
 pytestmark = pytest.mark.usefixtures("as_in_a_script")
 
@@ -75,6 +75,7 @@ def test_a_script_that_gives_everything_loses_nothing(
     assert not lost_in(SHAPES / shape, tmp_path, monkeypatch)
 
 
+@pytest.mark.filterwarnings("ignore:an optimizer", "ignore:a scheduler")
 @pytest.mark.parametrize(("shape", "line", "name", "fix"), FORGOTTEN)
 def test_what_a_script_forgets_to_give_is_named_with_its_fix(
     shape: str, line: str, name: str, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -451,7 +452,8 @@ def test_what_only_a_generator_function_holds_is_found_and_what_a_library_holds_
         assert [next(one) for one in endless]
         assert tempfile.mktemp()
 
-    found = checked(run_dir, draw)
+    with pytest.warns(ResumableWarning, match="over list was not given to RunState"):
+        found = checked(run_dir, draw)
 
     # (the numbers are those of this process)
     names = [re.sub(r"#\d+", "#", one.name) for one in found.values() if "endless" not in one.name]

@@ -593,8 +593,9 @@ def test_in_the_trainings_process_a_stream_is_just_iterated_over() -> None:
     found = next(iter(stream))
     random.seed(1)
 
+    assert stream.began
+    assert stamp.is_same(stream.began["python"], stamp.read({})["python"])
     assert found[1] == random.random()
-    assert stream.began is None
 
 
 class NewEveryEpoch(IterableDataset[Any]):

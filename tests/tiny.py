@@ -66,16 +66,17 @@ def uninterrupted() -> list[bytes]:
     with torch.random.fork_rng(devices=[]):
         training = fresh()
         digests = [training.digest()]
-        for _ in range(STEPS):
+        for _ in range(STEPS + 2):
             training.step()
             digests.append(training.digest())
     return digests
 
 
 def load(run_dir: Path | str, **options: Any) -> tuple[Training, RunState]:
-    """Start the script: fresh, or from what is there."""
+    """Start the script: fresh, or from what is there, up to where its loop begins."""
     training = fresh()
     state = RunState.load(run_dir, **training.parts(), **{"minimize": "loss", "keep": 1, **options})
+    state._position.put_back()
     return training, state
 
 

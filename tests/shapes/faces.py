@@ -27,7 +27,7 @@ img_list, g_losses, d_losses = [], [], []
 iters = state.step
 lost = []
 for epoch in state.epochs(2):
-    for i, data in enumerate(state.batches()):
+    for i, data in state.enumerate():
         net_d.zero_grad()
         real = data[0]
         label = torch.full((len(real),), real_label)

@@ -31,7 +31,7 @@ def train(state, model, criterion, optimizer, scheduler):
     batch_time, losses = AverageMeter("time"), AverageMeter("loss")
     model.train()
     end = time.time()
-    for i, (images, target) in enumerate(state.batches()):
+    for i, (images, target) in state.enumerate():
         loss = criterion(model(images), target)
         losses.update(loss.item(), images.size(0))
         optimizer.zero_grad()

@@ -30,7 +30,7 @@ with RunState.load(
 ) as state:
     for epoch in state.epochs(6):
         running = 0.0
-        for step, (inputs, targets) in enumerate(state.batches()):
+        for step, (inputs, targets) in state.enumerate():
             loss = nn.functional.mse_loss(net(inputs), targets)
             optimizer.zero_grad()
             loss.backward()

