@@ -92,7 +92,8 @@ for epoch in state.epochs(args.epochs):
         scaler.update()
         scheduler.step()
         average.update_parameters(model)
-    state.save(accuracy=accuracy())
+        state.mean(loss=loss, weight=len(y))
+    state.save(accuracy=accuracy(), **state.means)
     print(f"epoch {epoch}: best accuracy {state.best:.3f}", flush=True)
 state.close()
 

@@ -69,7 +69,8 @@ for epoch in state.epochs(args.epochs):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    state.save(accuracy=accuracy())
+        state.mean(loss=loss, weight=len(y))
+    state.save(accuracy=accuracy(), **state.means.reduced())
     if dist.get_rank() == 0:
         print(f"epoch {epoch}: best accuracy {state.best:.3f}", flush=True)
 state.close()

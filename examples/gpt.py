@@ -94,9 +94,11 @@ for step in state.steps(args.steps):
         loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
+    state.mean(loss=micro_batches * loss)
     if state.step % (args.steps // 5) == 0:
-        state.save(test_loss=test_loss())
-        print(f"step {state.step}: loss {micro_batches * loss.item():.3f}, best {state.best:.3f}", flush=True)
+        loss = state.means.reset()["loss"]
+        state.save(test_loss=test_loss(), loss=loss)
+        print(f"step {state.step}: loss {loss:.3f}, best {state.best:.3f}", flush=True)
 
 weights = b"".join(tensor.cpu().numpy().tobytes() for tensor in model.state_dict().values())
 print("weights", hashlib.sha256(weights).hexdigest()[:16])

@@ -5,6 +5,7 @@ python examples/with_accelerate.py runs/accelerate
 
 import argparse
 import hashlib
+import math
 
 import torch
 from accelerate import Accelerator
@@ -30,7 +31,8 @@ loader = DataLoader(train_set, batch_size=20, sampler=sampler)
 
 model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 2))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs * len(loader) // 4)
+# (an epoch ends in the middle of a window of 4 batches, and with a step)
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs * math.ceil(len(loader) / 4))
 model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
 torch.manual_seed(1 + accelerator.process_index)
 
@@ -44,13 +46,10 @@ state = RunState.load(
     minimize="loss",
     every=3,
 )
-# Accelerate counts for itself where in a window of 4 batches it stands; an epoch ends in the middle of one.
-accelerator.step = state.vars.get("accelerator.step", 0)
 for epoch in state.epochs(args.epochs):
     sampler.set_epoch(epoch)
     for x, y in state.batches(device=accelerator.device):
         with accelerator.accumulate(model):
-            state.vars["accelerator.step"] = accelerator.step
             loss = nn.functional.cross_entropy(model(x), y)
             accelerator.backward(loss)
             if accelerator.sync_gradients:
@@ -58,12 +57,10 @@ for epoch in state.epochs(args.epochs):
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-    with torch.no_grad():
-        loss = nn.functional.cross_entropy(
-            model(images.to(accelerator.device)), labels.to(accelerator.device)
-        )
-    state.save(loss=accelerator.reduce(loss, "mean"))
-    accelerator.print(f"epoch {epoch}: loss {loss.item():.3f}, best {state.best:.3f}", flush=True)
+        state.mean(loss=loss, weight=len(y))
+    means = state.means.reduced()
+    state.save(**means)
+    accelerator.print(f"epoch {epoch}: loss {means['loss']:.3f}, best {state.best:.3f}", flush=True)
 state.close()
 
 weights = b"".join(tensor.cpu().numpy().tobytes() for tensor in model.state_dict().values())

@@ -47,11 +47,11 @@ for epoch in state.epochs(args.epochs):
         fabric.backward(loss)
         fabric.clip_gradients(model, optimizer, max_norm=1.0)
         optimizer.step()
+        state.mean(loss=loss, weight=len(y))
     scheduler.step()
-    with torch.no_grad():
-        loss = nn.functional.cross_entropy(model(images.to(fabric.device)), labels.to(fabric.device))
-    state.save(loss=fabric.all_reduce(loss))
-    fabric.print(f"epoch {epoch}: loss {loss.item():.3f}, best {state.best:.3f}", flush=True)
+    means = state.means.reduced()
+    state.save(**means)
+    fabric.print(f"epoch {epoch}: loss {means['loss']:.3f}, best {state.best:.3f}", flush=True)
 state.close()
 
 weights = b"".join(tensor.cpu().numpy().tobytes() for tensor in model.state_dict().values())
