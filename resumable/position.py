@@ -14,7 +14,7 @@ import torch
 from . import means, rng, sources
 from .accumulating import Accelerate
 from .boundary import Boundary
-from .errors import Once, UsageError
+from .errors import Once, UsageError, warn
 from .first_lines import BeforeLoop, FirstLines
 from .loader_position import Hook, Hooks, LoaderPosition, Through
 from .loaders import LoaderSource
@@ -113,6 +113,8 @@ class Position:
         self._opened = self._step_in_hand = self._step_at_start = 0
         self._is_in_epochs = self._has_looped = self._has_saved_end = self._has_ended_body = False
         """Whether the body of `epochs()` has ended, and the next epoch has not begun."""
+        self._left_for: str | None = None
+        """What a resume begins with, if `epochs()` or `steps()` was left right after `save()`."""
         self._stepped: set[str] | None = None
         """The optimizers that have made a step since the last batch was handed out."""
         self.spikes, self.once = Spikes(), Once()
@@ -406,6 +408,15 @@ class Position:
         for name, loader in self.loaders.items():
             loader.begin_own_streams(f"{seed}/{name}")
 
+    def warn_of_left_after_save(self) -> None:
+        """Warn of a `break` right after `save()`: the checkpoint does not know of it."""
+        if self._left_for:
+            warn(
+                f"the loop was left by a break right after save(): the same command trains on, with "
+                f"{self._left_for}. To keep a training that has ended from going on, break at the top of the "
+                "body instead: on state.patience(), or on a value in state.vars that was set before save()."
+            )
+
     def close(self, *, now: bool = False) -> None:
         """Let go of what loads in the background; end `now` what a loop still holds, too."""
         self.streams.close()
@@ -487,6 +498,8 @@ class Position:
             try:
                 yield self.epoch
             except GeneratorExit:
+                if self.is_saved_body() and self.boundary() is Boundary.EPOCH and self.epoch + 1 < total:
+                    self._left_for = f"epoch {self.epoch + 1}"
                 self._stay()
                 self.streams.leave_loop("epochs", total, number)
                 raise
@@ -502,6 +515,7 @@ class Position:
     def _begin_loop(self, kind: str, total: int) -> int | None:
         """Return the number of an outermost loop that begins; None for one in the body of another."""
         done = {"epochs": self.epoch, "steps": self.step}
+        self._left_for = None
         return None if self._body is not None else self.streams.begin_loop(kind, total, done)
 
     def _end_body(self, body_ended: Hook) -> None:
@@ -566,6 +580,8 @@ class Position:
                             if loader.in_hand and loader not in around:
                                 loader.take_back()
             except GeneratorExit:
+                if self.is_saved_body() and self.steps_done() < total:
+                    self._left_for = f"step {self.steps_done()}"
                 self.streams.leave_loop("steps", total, number)
                 raise
             finally:

@@ -793,6 +793,8 @@ the batches since are left out (1 of 3 times)
             self._trace.close(is_at_end=self._how == "closed" and sys.exc_info()[1] is None)
         for hook in self._hooks:
             hook.remove()
+        if sys.exc_info()[1] is None:
+            self._position.warn_of_left_after_save()
         self._position.close()
         self._progress.close()
         reason = "it has closed its RunState" if self._how == "closed" else self._how

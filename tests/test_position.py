@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Iterator
 from itertools import cycle, islice
@@ -1079,6 +1080,35 @@ def test_a_break_after_a_save_in_the_same_body_is_told_as_the_epoch_ends(run_dir
         break
     with pytest.warns(ResumableWarning, match="left right after save"):
         next(epochs)
+
+
+@pytest.mark.parametrize("loop", ["epochs", "steps"])
+def test_a_break_right_after_a_save_is_warned_of_as_the_run_is_closed(run_dir: Path, loop: str) -> None:
+    training = Training(run_dir, {})
+    for number in getattr(training.state, loop)(5):
+        training.train(torch.ones(2))
+        training.state.save()
+        if number == 2:
+            break
+
+    with pytest.warns(ResumableWarning, match=rf"trains on, with {loop[:-1]} 3\. .* top of the body"):
+        training.state.close()
+
+
+@pytest.mark.parametrize("end", ["the last body", "an exception", "at the top"])
+def test_nothing_is_warned_of_where_a_saved_loop_ends_otherwise(run_dir: Path, end: str) -> None:
+    training = Training(run_dir, {})
+    warnings.simplefilter("error")
+    with contextlib.suppress(KeyError), training.state:
+        for epoch in training.state.epochs(3):
+            if end == "at the top" and epoch == 1:
+                break
+            training.train(torch.ones(2))
+            training.state.save()
+            if end == "an exception":
+                raise KeyError
+            if end == "the last body" and epoch == 2:
+                break
 
 
 def test_draws_before_the_first_next_by_hand_are_told(run_dir: Path) -> None:
