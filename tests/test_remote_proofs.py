@@ -92,24 +92,30 @@ def shelf(s3: S3) -> Iterator[Shelf]:
     s3.remove(made.bucket)
 
 
-def load(run_dir: Path, options: dict[str, Any], megabytes: float = MEGABYTES) -> RunState:
-    # (a part of it in a file of its own, that stays as it was: it is copied there)
+def made(megabytes: float = MEGABYTES) -> torch.nn.Sequential:
+    """Return a model of which a part is in a file of its own, that stays as it is and is copied there."""
     model = torch.nn.Sequential(torch.nn.Linear(1000, int(250 * megabytes)), torch.nn.Linear(1000, 500))
     model[1].requires_grad_(False)
-    state = RunState.load(run_dir, model=model, push="all", **options)
-    state.vars["model"] = 0
-    for number, parameter in enumerate(model.parameters()):
-        if parameter.requires_grad:
-            with torch.no_grad():
-                parameter.add_(number + random.random())
-    return state
+    return model
+
+
+def load(run_dir: Path, options: dict[str, Any], megabytes: float = MEGABYTES) -> RunState:
+    return RunState.load(run_dir, model=made(megabytes), push="all", **options)
+
+
+def train(model: torch.nn.Sequential) -> None:
+    with torch.no_grad():
+        for parameter in model[0].parameters():
+            parameter.add_(random.random())
 
 
 def go_on(run_dir: Path, options: dict[str, Any], pipe: int) -> None:
     """Save once more, tell that pushing has begun, and wait for its end."""
     store.PART = 5 << 20
-    state = load(run_dir, options)
+    model = made()
+    state = RunState.load(run_dir, model=model, push="all", **options)
     for _ in state.steps(state.step + 1):
+        train(model)
         state.save().wait()
         os.write(pipe, b".")
     state.close()
