@@ -129,7 +129,7 @@ class Resumable(Contender):
 
     def tidy(self) -> None:
         """Keep the newest, of which the next may link what did not change."""
-        from resumable.policy import Keep
+        from resumable.run.policy import Keep
 
         self.run_state.run.prune(Keep(1), ())
 

@@ -242,7 +242,8 @@ class Alone(Ours):
 
     def prepare(self) -> None:
         """Bind the parts to a run of its own."""
-        from resumable import RunState, ranks
+        from resumable import RunState
+        from resumable.processes import ranks
 
         known = ranks.of_this_training
         ranks.of_this_training = lambda: (0, 1)
@@ -418,9 +419,9 @@ def _is_sign_of_life(name: str, key: str) -> bool:
 def count_from_now(here: Here) -> None:
     """Count what the next RunState asks of its store."""
     # A store of torch cannot be wrapped from outside: it is made in C++ and asked from there.
-    from resumable import line
+    from resumable.processes import store_thread
 
-    kind: Any = line.Line
+    kind: Any = store_thread.Line
     prefixed = kind._prefixed
 
     def counting(self: Any, store: Any, token: str) -> Any:

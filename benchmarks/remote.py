@@ -155,8 +155,8 @@ def _ready(connection: Connection) -> None:
 
 def _push(connection: Connection, place: Place) -> None:
     from resumable import Run
-    from resumable.remote import Remote
-    from resumable.store import Store
+    from resumable.remote.run_copy import Remote
+    from resumable.remote.storage import Store
 
     remote, found = Remote(Store(place.url, place.options)), Run(place.run).open(1)
     remote.begin(found.about.run_id)
@@ -181,9 +181,10 @@ def _put(connection: Connection, place: Place) -> None:
 
 
 def _pull(connection: Connection, place: Place) -> None:
-    from resumable import Run, pulling
-    from resumable.remote import Remote
-    from resumable.store import Store
+    from resumable import Run
+    from resumable.remote import pull
+    from resumable.remote.run_copy import Remote
+    from resumable.remote.storage import Store
 
     target = place.run.parent / "pulled"
     remote, run = Remote(Store(place.url, place.options)), Run(target)
@@ -191,7 +192,7 @@ def _pull(connection: Connection, place: Place) -> None:
     run.acquire()
     _ready(connection)
     start = _seconds()
-    found = pulling.pull(remote, name, run, lambda size: None)
+    found = pull.pull(remote, name, run, lambda size: None)
     taken = _seconds() - start
     run.release()
     shutil.rmtree(target)
@@ -335,9 +336,9 @@ def _steps_beside(place: Place, megabytes: float, rounds: int, folder: Path, res
 def _beside(connection: Connection, place: Place) -> None:
     """Step while this process pushes, while another one copies the same, and alone."""
     from resumable import Run
-    from resumable.remote import Remote
-    from resumable.store import Store
-    from resumable.threads import yield_to_training
+    from resumable.files.threads import yield_to_training
+    from resumable.remote.run_copy import Remote
+    from resumable.remote.storage import Store
 
     training = _Training()
     remote, found = Remote(Store(place.url, place.options)), Run(place.run).open(1)

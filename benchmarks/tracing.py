@@ -24,7 +24,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from resumable import RunState
-from resumable.tracing import EVERY, Trace
+from resumable.trace.tracer import EVERY, Trace
 
 from . import machine
 from .contenders import quiet

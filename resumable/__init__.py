@@ -6,7 +6,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .boundary import Boundary
-from .checkpoint import Checkpoint
 from .errors import (
     CannotRead,
     CannotStore,
@@ -29,25 +28,25 @@ from .errors import (
     Unsupported,
     UsageError,
 )
-from .run import Run
+from .run.checkpoint import Checkpoint
+from .run.directory import Run
+from .version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from .audit.unregistered import Unregistered as Unregistered
     from .determinism import seed_everything as seed_everything
+    from .interop.weights import Misfit as Misfit
+    from .interop.weights import load_weights as load_weights
+    from .saving.writer import PendingSave as PendingSave
     from .state import RunState as RunState
-    from .unregistered import Unregistered as Unregistered
-    from .weights import Misfit as Misfit
-    from .weights import load_weights as load_weights
-    from .writer import PendingSave as PendingSave
-
-__version__ = "0.1.0.dev0"
 
 # These import torch, which the command line and a mere `import resumable` do not wait for.
 _LAZY = {
-    "Misfit": ".weights",
-    "PendingSave": ".writer",
+    "Misfit": ".interop.weights",
+    "PendingSave": ".saving.writer",
     "RunState": ".state",
-    "Unregistered": ".unregistered",
-    "load_weights": ".weights",
+    "Unregistered": ".audit.unregistered",
+    "load_weights": ".interop.weights",
     "seed_everything": ".determinism",
 }
 

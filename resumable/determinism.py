@@ -7,9 +7,11 @@ import weakref
 
 import torch
 
-from . import environment, ranks, rng
 from .errors import UsageError, warn
-from .sealed import Json
+from .files.strict_json import Json
+from .loaders import rng
+from .processes import ranks
+from .run import environment
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 _SEEDS = 2**32

@@ -9,30 +9,27 @@ from typing import Any
 
 import torch
 
-from . import adopting, aliases, capture, changes, disk, environment, history, position, spikes, split
 from .boundary import Boundary
-from .capture import Capture
-from .changes import Fit
-from .checkpoint import Checkpoint
-from .copies import Copies
-from .crew import Crew
-from .errors import (
-    CheckpointDamaged,
-    CheckpointNotFound,
-    Diverged,
-    ResumableError,
-    StateMismatch,
-    UsageError,
-)
-from .loading import Reading
-from .manifest import Best, Goal
-from .part import Saved
-from .position import Position
+from .errors import CheckpointDamaged, CheckpointNotFound, Diverged, ResumableError, StateMismatch, UsageError
+from .files import disk
+from .files.strict_json import Json
+from .files.threads import no_garbage_collection
+from .interop import adopting
+from .parts import aliases, capture
+from .parts.capture import Capture
+from .parts.part import Saved
+from .parts.reading import Reading
+from .position import position, spikes
+from .position.position import Position
+from .processes.roles import Crew
 from .progress import Progress
-from .run import Run, Which
-from .saving import Saving
-from .sealed import Json
-from .threads import no_garbage_collection
+from .remote.in_training import Copies
+from .run import changes, environment, history, splits
+from .run.changes import Fit
+from .run.checkpoint import Checkpoint
+from .run.directory import Run, Which
+from .run.manifest import Best, Goal
+from .saving.saver import Saving
 
 
 class Resuming:
@@ -182,7 +179,7 @@ class Resuming:
 
         def adopt() -> None:
             try:
-                split.adopt(self._run.path, found)
+                splits.adopt(self._run.path, found)
             except ValueError as exc:
                 if isinstance(exc, ResumableError):
                     raise

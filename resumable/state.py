@@ -19,50 +19,43 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
-from . import (
-    arguments,
-    auditing,
-    behind,
-    capture,
-    changes,
-    determinism,
-    markup,
-    pin,
-    report,
-    rng,
-    spikes,
-    survey,
-    tracing,
-    unregistered,
-    url,
-)
-from .arguments import Copied
-from .autosave import Autosave
+from . import determinism, options
+from .audit import recorder, survey, unregistered
+from .audit.unregistered import Seen, Unregistered
 from .boundary import Due
-from .capture import Capture
-from .copies import Copies
-from .crew import Crew
 from .errors import Diverged, Preempted, RemoteError, UsageError, warn
-from .fence import is_capturing, untraced
-from .history import History
-from .loader_position import Hooks, LoaderPosition, Through
-from .means import Means
-from .policy import Every, Keep, counted
-from .position import Batches, Enumerated, Position
-from .prefetch import ToDevice
+from .files import pin
+from .files.strict_json import Json
+from .loaders import rng
+from .options import Copied
+from .parts import capture
+from .parts.capture import Capture
+from .position import last_batch, spikes
+from .position.loader_position import Hooks, LoaderPosition, Through
+from .position.means import Means
+from .position.position import Batches, Enumerated, Position
+from .position.prefetch import ToDevice
+from .position.spikes import Spikes
+from .processes.ranks import of_this_training
+from .processes.roles import Crew
+from .processes.signals import Signals
 from .progress import Progress
-from .ranks import of_this_training
-from .report import Report
+from .remote import url
+from .remote.in_training import Copies
 from .resuming import Resuming
-from .run import Run, Which
-from .saving import Saving, end
-from .sealed import Json
-from .signals import Signals
-from .spikes import Spikes
-from .split import split
-from .unregistered import Seen, Unregistered
-from .unseen import NotGiven, Unseen
-from .writer import PendingSave
+from .run import changes, html
+from .run.directory import Run, Which
+from .run.history import History
+from .run.policy import Every, Keep, counted
+from .run.splits import split
+from .saving.autosave import Autosave
+from .saving.fence import is_capturing, untraced
+from .saving.saver import Saving, end
+from .saving.unhooked import NotGiven, Unseen
+from .saving.writer import PendingSave
+from .trace import tracer
+from .views import report
+from .views.report import Report
 
 _open_runs: weakref.WeakValueDictionary[Path, RunState] = weakref.WeakValueDictionary()
 _written: weakref.WeakValueDictionary[Path, Run] = weakref.WeakValueDictionary()
@@ -135,7 +128,7 @@ class RunState:
         keep: int | Mapping[str, Any] | None = 3,
         every: Any = None,
         mtbf: Any = None,
-        save_on: Sequence[str] = arguments.SAVE_ON,
+        save_on: Sequence[str] = options.SAVE_ON,
         on_preempt: str = "exit",
         max_time: Any = None,
         progress: bool | None = None,
@@ -152,9 +145,9 @@ class RunState:
         write: str = "one",
         check_replicas: bool = False,
         trace: str | os.PathLike[str] | None = None,
-        trace_every: int = tracing.EVERY,
+        trace_every: int = tracer.EVERY,
     ) -> None:
-        self._goal = arguments.goal(maximize, minimize)
+        self._goal = options.goal(maximize, minimize)
         folder, remote = _places(run_dir, remote)
         self.run = Run(folder)
         """The run directory."""
@@ -162,22 +155,22 @@ class RunState:
         self._resumed = False
         self._progress = shown = Progress(progress, is_first=of_this_training()[0] == 0)
         self._position = at = _position(loader, extra, sample_seeds, shown)
-        late, all_write = arguments.seconds("timeout", timeout), arguments.write(write)
+        late, all_write = options.seconds("timeout", timeout), options.write(write)
         self._crew = crew = Crew(self.run, late, at.stands_at, is_shared=shared, all_write=all_write)
         at.processes = crew.ranks.size
         at.means.gather, shown.means = partial(_gather, crew), at.means.glance
         slots = dict(zip(capture.SLOTS, (model, optimizer, scheduler, scaler, extra), strict=True))
         self._capture = Capture(slots, self._vars, at, _of_each_rank(per_rank, extra), crew.rank)
-        kept = arguments.keep(keep, self._goal)
+        kept = options.keep(keep, self._goal)
         self._alike = {"keep": kept and kept.told(), "elastic": elastic, "check_replicas": check_replicas}
         self._checks_replicas = check_replicas and not crew.ranks.is_alone
-        copied = arguments.copied(remote, push, remote_keep, push_timeout, remote_options, self._goal)
+        copied = options.copied(remote, push, remote_keep, push_timeout, remote_options, self._goal)
         self._furnish(kept, copied, elastic)
-        self._raises, self._how = arguments.on_preempt(on_preempt), "closed"
-        self._watch(arguments.save_on(save_on), *arguments.when(every, mtbf, max_time))
+        self._raises, self._how = options.on_preempt(on_preempt), "closed"
+        self._watch(options.save_on(save_on), *options.when(every, mtbf, max_time))
         self._hooks = self._count_steps(optimizer)
-        traced = trace, arguments.count("trace_every", trace_every)
-        self._trace = auditing.begin(self._capture, at, crew.rank, *traced, run=self.run.path, given=run_dir)
+        traced = trace, options.count("trace_every", trace_every)
+        self._trace = recorder.begin(self._capture, at, crew.rank, *traced, run=self.run.path, given=run_dir)
 
     def _furnish(self, keep: Keep | None, copied: Copied | None, is_elastic: bool) -> None:
         self._is_closed, self._is_prepared, self._is_calm = False, False, True
@@ -213,7 +206,7 @@ class RunState:
         keep: int | Mapping[str, Any] | None = 3,
         every: Any = None,
         mtbf: Any = None,
-        save_on: Sequence[str] = arguments.SAVE_ON,
+        save_on: Sequence[str] = options.SAVE_ON,
         on_preempt: str = "exit",
         max_time: Any = None,
         progress: bool | None = None,
@@ -230,7 +223,7 @@ class RunState:
         write: str = "one",
         check_replicas: bool = False,
         trace: str | os.PathLike[str] | None = None,
-        trace_every: int = tracing.EVERY,
+        trace_every: int = tracer.EVERY,
         resume: str | int | os.PathLike[str] = "auto",
         allow: Sequence[str] = (),
         override: Sequence[str] = (),
@@ -272,7 +265,7 @@ class RunState:
     def _load(self, resume: Which, allow: Sequence[str], override: Sequence[str], expect: str | None) -> None:
         started, expect, self._has_begun = time.perf_counter(), pin.checked(expect), True
         resume = pin.due(resume, expect)
-        allow, override = arguments.patterns("allow", allow), arguments.patterns("override", override)
+        allow, override = options.patterns("allow", allow), options.patterns("override", override)
         facts: dict[str, Json] = {"resume": str(resume), "allow": [*allow], "override": [*override]}
         facts["expect"] = expect
         facts["remote"] = self._copies and str(self._copies)
@@ -431,9 +424,9 @@ class RunState:
     def epochs(self, total: int) -> Iterator[int]:
         """Loop over the epochs that are left of `total`, which counts those done before."""
         self._begin_training()
-        if self._resumed and self._position.epoch >= arguments.count("total", total):
+        if self._resumed and self._position.epoch >= options.count("total", total):
             self._print(f"{self.run} is complete: {self._position.epoch} of {total} epochs are done")
-        epochs = self._position.epochs(arguments.count("total", total), self._epoch_ended)
+        epochs = self._position.epochs(options.count("total", total), self._epoch_ended)
         with self._progress.loop("epochs", total, self._position.epoch):
             yield from self._watched(epochs)
 
@@ -489,9 +482,9 @@ class RunState:
     def steps(self, total: int) -> Iterator[int]:
         """Loop over the steps that are left of `total`; each body is one, however often optimizers step."""
         self._begin_training()
-        if self._resumed and self._position.step >= arguments.count("total", total):
+        if self._resumed and self._position.step >= options.count("total", total):
             self._print(f"{self.run} is complete: {self._position.step} of {total} steps are done")
-        steps = self._position.steps(arguments.count("total", total), self._step_ended)
+        steps = self._position.steps(options.count("total", total), self._step_ended)
         with self._progress.loop("steps", total, self._position.step):
             yield from self._watched(steps)
 
@@ -658,7 +651,7 @@ class RunState:
 the batches since are left out (1 of 3 times)
         """
         self._refuse_closed()
-        arguments.count("limit", limit)
+        options.count("limit", limit)
         value = spikes.number("loss", loss)
         if not spikes.is_spike(value, spikes.number("above", above)):
             self._is_calm = True
@@ -735,7 +728,7 @@ the batches since are left out (1 of 3 times)
                 "patience() has nothing to count: no metric says which save is the best.",
                 fix="give RunState maximize= or minimize=, and that metric to save().",
             )
-        if arguments.count("saves", saves) == 0:
+        if options.count("saves", saves) == 0:
             raise UsageError("patience(0) waits for nothing.", fix="give it a whole number from 1.")
         self._saving.hear_first()
         return self._saving.best is not None and self._saving.best.since >= saves
@@ -805,7 +798,7 @@ the batches since are left out (1 of 3 times)
             self._signals.pass_on()
 
     def _explain(self, error: BaseException | None) -> None:
-        if error and (text := behind.explain(error, self._saving.history, self._position)):
+        if error and (text := last_batch.explain(error, self._saving.history, self._position)):
             # (Python 3.10 has no notes)
             error.add_note(text) if hasattr(error, "add_note") else warn(text)
 
@@ -831,7 +824,7 @@ the batches since are left out (1 of 3 times)
             warn(exc.problem)
 
     def _repr_html_(self) -> str:
-        return f"{markup.tag('code', repr(self))}{self.run._repr_html_()}"
+        return f"{html.tag('code', repr(self))}{self.run._repr_html_()}"
 
     def __repr__(self) -> str:
         epoch, batch, step = self._position.stands_at()
@@ -1020,7 +1013,7 @@ def _gather(crew: Crew, own: Json) -> Sequence[Json]:
 
 
 def _of_each_rank(per_rank: Sequence[str], extra: Any) -> set[str]:
-    return arguments.per_rank(per_rank, capture.named("extra", extra))
+    return options.per_rank(per_rank, capture.named("extra", extra))
 
 
 def _weakly(method: Callable[..., object], *given: Any) -> Callable[..., None]:
@@ -1073,7 +1066,7 @@ def _end(process: int, history: History, run: Run, at: Position, copies: Copies 
             with contextlib.suppress(Warning):
                 copies.leave()
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-        if error and (text := behind.explain(error, history, at)):
+        if error and (text := last_batch.explain(error, history, at)):
             with contextlib.suppress(Warning):
                 warn(text)
         end(history, run, at, _told(error) if error else "left without close()")

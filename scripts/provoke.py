@@ -20,8 +20,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from resumable import ResumableError, Run, RunState, load_weights, sealed
+from resumable import ResumableError, Run, RunState, load_weights
 from resumable import errors as kinds
+from resumable.files import strict_json
 
 EXP = "runs/exp"
 
@@ -129,7 +130,7 @@ def _cannot_read() -> None:
 def _too_new() -> None:
     _saved()
     file = Path(EXP, "run.json")
-    file.write_bytes(sealed.seal({**sealed.unseal(file.read_bytes()), "format": 2}))
+    file.write_bytes(strict_json.seal({**strict_json.unseal(file.read_bytes()), "format": 2}))
     RunState.load(EXP, **_parts())
 
 

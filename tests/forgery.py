@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from resumable import blocks, manifest
-from resumable.checkpoint import Checkpoint
+from resumable.files import large_files
+from resumable.run import manifest
+from resumable.run.checkpoint import Checkpoint
 
 
 def forge(found: Checkpoint, change: Callable[[bytes], bytes], file: str = "model.safetensors") -> None:
     """Change a file of a checkpoint, and its manifest to fit."""
     content = change((found.path / file).read_bytes())
     (found.path / file).write_bytes(content)
-    record = manifest.FileRecord(len(content), blocks.digest(content))
+    record = manifest.FileRecord(len(content), large_files.digest(content))
     about = replace(found.about, files={**found.about.files, file: record})
     (found.path / manifest.NAME).write_bytes(manifest.to_json(about))
 

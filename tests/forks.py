@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from resumable import trials
+from resumable.audit import trials
 
 
 class Forks:
@@ -64,7 +64,7 @@ def main() -> None:
     import torch
     import torch.utils.data
 
-    import resumable.auditing
+    import resumable.audit.audit
     import resumable.state  # noqa: F401 (imported once, for all forks)
 
     # The first optimizer imports torch's compiler.

@@ -13,7 +13,9 @@ from typing import Any
 import atheris
 
 with atheris.instrument_imports(include=["resumable"]):
-    from resumable import CannotStore, codec, manifest, sealed, tensorfile
+    from resumable import CannotStore
+    from resumable.files import codec, strict_json, tensor_file
+    from resumable.run import manifest
 
 import torch
 from hostile import build
@@ -101,7 +103,7 @@ TENSORS = codec.encode({f"t{n}": torch.zeros(n, dtype=torch.uint8) for n in rang
 
 def read_state(data: bytes) -> None:
     """Read a tree, and what it says of tensors, and store what was read."""
-    tree = sealed.parse(data)
+    tree = strict_json.parse(data)
     codec.tensor_facts(tree)
     value = codec.decode(tree, TENSORS)
     again = codec.encode(value)
@@ -121,13 +123,13 @@ def unnamed(tree: Any) -> Any:
 
 def read_header(data: bytes) -> None:
     """Read a file of tensors, and write it again."""
-    found = tensorfile.from_safetensors(memoryview(bytearray(data)))
+    found = tensor_file.from_safetensors(memoryview(bytearray(data)))
     assert sum(tensor.nbytes for tensor in found.values()) <= len(data)
-    again = tensorfile.from_safetensors(memoryview(tensorfile.to_safetensors(found, {})))
+    again = tensor_file.from_safetensors(memoryview(tensor_file.to_safetensors(found, {})))
     assert {name: (t.dtype, t.shape) for name, t in again.items()} == {
         name: (t.dtype, t.shape) for name, t in found.items()
     }
-    assert all(tensorfile.is_equal(found[name], again[name]) for name in found)
+    assert all(tensor_file.is_equal(found[name], again[name]) for name in found)
 
 
 TARGETS: dict[str, Callable[[bytes], None]] = {

@@ -19,9 +19,10 @@ from scenarios import RUN, Scenario
 from states import State
 from traced import Disk, Said, Told, Traced
 
-from resumable import ResumableWarning, Run, RunState, checkpoint, history
-from resumable.checkpoint import PULL, Checkpoint
-from resumable.history import History
+from resumable import ResumableWarning, Run, RunState
+from resumable.run import checkpoint, history
+from resumable.run.checkpoint import PULL, Checkpoint
+from resumable.run.history import History
 
 Files = Mapping[str, bytes]
 

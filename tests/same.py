@@ -7,12 +7,13 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from resumable import auditing, diagnosis, naming, traces
-from resumable.capture import SLOTS, Capture
-from resumable.diagnosis import Unlike
-from resumable.position import Position
-from resumable.traces import At, Record
-from resumable.trials import Trial
+from resumable.audit import diagnosis, naming, recorder
+from resumable.audit.diagnosis import Unlike
+from resumable.audit.trials import Trial
+from resumable.parts.capture import SLOTS, Capture
+from resumable.position.position import Position
+from resumable.trace import trace_file
+from resumable.trace.trace_file import At, Record
 
 
 class Trail(Trial):
@@ -28,7 +29,7 @@ class Trail(Trial):
         """Write all down, as an audited process does at a boundary; the training goes on as if it had not."""
         slots = {slot: parts.get(slot) for slot in SLOTS}
         at = At("step", 0, 0, step)
-        whole = auditing.whole(Capture(slots, {}, Position({})), self._samples)
+        whole = recorder.whole(Capture(slots, {}, Position({})), self._samples)
         self._found[at] = Record(at, "boundary", [*batches], parts=self._own(whole))
         self.ranks = [[*self._found.values()]]
 
@@ -58,7 +59,7 @@ def _told(straight: Trial, other: Trial) -> Iterator[str]:
         there = {(record.at, record.why): record for record in others}
         for place, record in enumerate(records):
             met = there.get((record.at, record.why))
-            if met and (found := traces.differences(record, met)):
+            if met and (found := trace_file.differences(record, met)):
                 yield _line(
                     straight, other, Unlike(record, met, found, diagnosis.first_of(found), place, rank)
                 )
@@ -84,6 +85,6 @@ def first_of_traces(straight: Path, other: Path) -> str:
 
 def _read(path: Path) -> Trial:
     trial = Trial(path.name, path.parent)
-    while (file := traces.path_of(path, len(trial.ranks))).exists():
-        trial.ranks.append(traces.read(file))
+    while (file := trace_file.path_of(path, len(trial.ranks))).exists():
+        trial.ranks.append(trace_file.read(file))
     return trial

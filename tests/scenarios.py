@@ -21,10 +21,11 @@ import tiny
 from tiny import Training
 from traced import Tell
 
-from resumable import ResumableWarning, Run, RunState, environment
-from resumable.copying import Copying
-from resumable.remote import Remote
-from resumable.store import Store
+from resumable import ResumableWarning, Run, RunState
+from resumable.remote.by_hand import Copying
+from resumable.remote.run_copy import Remote
+from resumable.remote.storage import Store
+from resumable.run import environment
 
 RUN = "runs/exp"
 """Where the run is, in the folder that is traced."""

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from resumable import RunState, UsageError, arguments
-from resumable.manifest import Goal
-from resumable.policy import Every, Keep
+from resumable import RunState, UsageError, options
+from resumable.run.manifest import Goal
+from resumable.run.policy import Every, Keep
 
 GOAL = Goal("loss", maximize=False)
 DAY = 86400
@@ -38,7 +38,7 @@ DAY = 86400
     ],
 )
 def test_a_time_is_taken_in_the_ways_people_write_it(given: Any, seconds: float) -> None:
-    assert arguments.seconds("max_time", given) == seconds
+    assert options.seconds("max_time", given) == seconds
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_a_time_is_taken_in_the_ways_people_write_it(given: Any, seconds: float)
 )
 def test_what_is_not_a_time_is_refused_with_what_may_be_said(given: Any) -> None:
     with pytest.raises(UsageError, match=r"(?s)^max_time=.* is not a time.*'3:50:00'"):
-        arguments.seconds("max_time", given)
+        options.seconds("max_time", given)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_what_is_not_a_time_is_refused_with_what_may_be_said(given: Any) -> None
     ],
 )
 def test_when_to_save_is_said_in_words(given: Any, mtbf: Any, expected: Every | None) -> None:
-    assert arguments.every(given, mtbf) == expected
+    assert options.every(given, mtbf) == expected
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_when_to_save_is_said_in_words(given: Any, mtbf: Any, expected: Every | 
 )
 def test_what_does_not_say_how_often_is_refused_with_what_may_be_said(given: Any) -> None:
     with pytest.raises(UsageError, match=r"(?s)^every=.* does not say how often.*'500 steps'.*'1 %'"):
-        arguments.every(given)
+        options.every(given)
 
 
 @pytest.mark.parametrize(
@@ -93,12 +93,12 @@ def test_what_does_not_say_how_often_is_refused_with_what_may_be_said(given: Any
 )
 def test_a_list_of_rules_has_at_least_one_and_none_twice(given: Any, problem: str) -> None:
     with pytest.raises(UsageError, match=rf"(?s)^every=.*{problem}.*one of each at most: '10 min'"):
-        arguments.every(given)
+        options.every(given)
 
 
 def test_a_time_between_failures_that_is_none_is_refused() -> None:
     with pytest.raises(UsageError, match=r"mtbf='often' is not a time"):
-        arguments.every("1 %", mtbf="often")
+        options.every("1 %", mtbf="often")
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_a_time_between_failures_that_is_none_is_refused() -> None:
     ],
 )
 def test_what_stays_is_a_count_or_says_which(given: Any, expected: Keep | None) -> None:
-    assert arguments.keep(given, GOAL) == expected
+    assert options.keep(given, GOAL) == expected
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_what_stays_is_a_count_or_says_which(given: Any, expected: Keep | None) 
 )
 def test_what_does_not_say_how_many_stay_is_refused(given: Any) -> None:
     with pytest.raises(UsageError, match=r"(?s)does not say how many checkpoints stay.*'newest': 3"):
-        arguments.keep(given, GOAL)
+        options.keep(given, GOAL)
 
 
 @pytest.mark.parametrize("every", [0, "1 %", "often", ""])
@@ -136,15 +136,15 @@ def test_what_stays_for_ever_is_said_in_steps_epochs_or_a_time(every: Any) -> No
     with pytest.raises(
         UsageError, match=r"(?s)keep\['every'\]=.*does not say how often.*or a list of them\."
     ):
-        arguments.keep({"every": every}, None)
+        options.keep({"every": every}, None)
 
 
 def test_several_best_need_a_metric_that_decides() -> None:
-    assert arguments.keep({"best": 1}, None) == Keep(1)
+    assert options.keep({"best": 1}, None) == Keep(1)
     with pytest.raises(
         UsageError, match=r"(?s)nothing says which checkpoints are the best.*maximize='val_acc'"
     ):
-        arguments.keep({"best": 2}, None)
+        options.keep({"best": 2}, None)
 
 
 def test_what_a_run_keeps_is_checked_before_anything_is_made(run_dir: Any) -> None:
@@ -157,7 +157,7 @@ def test_what_a_run_keeps_is_checked_before_anything_is_made(run_dir: Any) -> No
 @pytest.mark.parametrize("given", ["SIGTERM", None, [15]])
 def test_signals_are_a_list_of_names_and_the_error_shows_one(given: Any) -> None:
     with pytest.raises(UsageError, match=r"(?s)is not a list of names.*write save_on=\['SIGTERM'\]"):
-        arguments.save_on(given)
+        options.save_on(given)
 
 
 @pytest.mark.parametrize(
@@ -165,13 +165,13 @@ def test_signals_are_a_list_of_names_and_the_error_shows_one(given: Any) -> None
 )
 def test_a_signal_that_nobody_can_note_is_refused(name: str, what: str) -> None:
     with pytest.raises(UsageError, match=f"save_on names '{name}', which {what}"):
-        arguments.save_on([name])
+        options.save_on([name])
 
 
 def test_how_to_leave_is_one_of_two_words() -> None:
-    assert [arguments.on_preempt(value) for value in ("exit", "raise")] == [False, True]
+    assert [options.on_preempt(value) for value in ("exit", "raise")] == [False, True]
     with pytest.raises(UsageError, match="on_preempt='stop' does not say how to leave"):
-        arguments.on_preempt("stop")
+        options.on_preempt("stop")
 
 
 @pytest.mark.parametrize("remote", [None, "memory://exp"])
@@ -190,4 +190,4 @@ def test_what_to_copy_is_checked_also_where_no_remote_is_given_yet(
 ) -> None:
     told = {"push": "newest", "keep_there": 3, "patience": "5 min", "options": None, "goal": None, **given}
     with pytest.raises(UsageError, match=re.escape(problem)):
-        arguments.copied(remote, **told)
+        options.copied(remote, **told)

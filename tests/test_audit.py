@@ -17,10 +17,12 @@ import torch
 from forks import Forks
 from told import Script, Start
 
-from resumable import RunState, UsageError, audit, cli, trials, verdicts
-from resumable.audit import Verdict
-from resumable.traces import At, Record
-from resumable.trials import Trials
+from resumable import RunState, UsageError
+from resumable.audit import audit, trials, verdicts
+from resumable.audit.audit import Verdict
+from resumable.audit.trials import Trials
+from resumable.cli import app
+from resumable.trace.trace_file import At, Record
 
 COMMAND = ["python", "train.py"]
 
@@ -328,7 +330,7 @@ FAILS = [sys.executable, "-c", "print('so far'); raise SystemExit(3)"]
 
 
 def test_the_command_prints_the_verdict_and_exits_with_1(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["audit", "--", *FAILS]) == 1
+    assert app.main(["audit", "--", *FAILS]) == 1
 
     printed = capsys.readouterr()
     assert "the script came to no boundary: it ended with exit code 3" in printed.out
@@ -337,7 +339,7 @@ def test_the_command_prints_the_verdict_and_exits_with_1(capsys: pytest.CaptureF
 
 
 def test_the_command_prints_json_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["audit", "--json", "--steps", "5", "--", *FAILS]) == 1
+    assert app.main(["audit", "--json", "--steps", "5", "--", *FAILS]) == 1
 
     found = json.loads(capsys.readouterr().out)
     assert (found["exact"], found["command"], found["attempts"][0]["code"]) == (False, FAILS, 3)
@@ -348,7 +350,7 @@ def test_the_command_prints_json_and_nothing_else(capsys: pytest.CaptureFixture[
     [["audit"], ["audit", "--"], ["audit", "--at", "20", "--", "x"], ["audit", "--", "no-such-thing"]],
 )
 def test_a_command_that_says_nothing_to_start_exits_with_2(given: list[str]) -> None:
-    assert cli.main(given) == 2
+    assert app.main(given) == 2
 
 
 # A training as people write them, into which tests put what is wrong.

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from forks import Forks
 
-from resumable import trials
-from resumable.audit import audit
-from resumable.diagnosis import Finding
+from resumable.audit import trials
+from resumable.audit.audit import audit
+from resumable.audit.diagnosis import Finding
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(600)]
 

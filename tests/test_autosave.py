@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from resumable import autosave
-from resumable.autosave import Autosave
 from resumable.boundary import Due
-from resumable.pace import Pace
-from resumable.policy import Cost, Every
-from resumable.ranks import Ranks
-from resumable.signals import Signals
+from resumable.processes.ranks import Ranks
+from resumable.processes.signals import Signals
+from resumable.run.policy import Cost, Every
+from resumable.saving import autosave
+from resumable.saving.autosave import Autosave
+from resumable.saving.pace import Pace
 
 
 def make(every: Every = Every(), max_time: float | None = None) -> Autosave:  # noqa: B008

@@ -24,8 +24,9 @@ import xxhash
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from resumable import CannotRead, CheckpointDamaged, SaveFailed, blocks, disk
-from resumable.blocks import Content, Lane, Target, Way
+from resumable import CannotRead, CheckpointDamaged, SaveFailed
+from resumable.files import disk, large_files
+from resumable.files.large_files import Content, Lane, Target, Way
 
 PAGE = mmap.PAGESIZE
 WAYS: list[Way] = ["uncached", "paced", "direct", "plain"]
@@ -43,12 +44,12 @@ class Sizes(NamedTuple):
 def sized(sizes: Sizes) -> Iterator[None]:
     """Let files be as large as they have to be for blocks and threads, and links be worth it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "BLOCK", sizes.block)
-        patch.setattr(blocks, "_PIECE", sizes.piece)
-        patch.setattr(blocks, "_WRITERS", sizes.threads)
-        patch.setattr(blocks, "_READERS", sizes.threads)
-        patch.setattr(blocks, "_PREALLOCATE", 1)
-        patch.setattr(blocks, "_WORTH_A_LINK", 0)
+        patch.setattr(large_files, "BLOCK", sizes.block)
+        patch.setattr(large_files, "_PIECE", sizes.piece)
+        patch.setattr(large_files, "_WRITERS", sizes.threads)
+        patch.setattr(large_files, "_READERS", sizes.threads)
+        patch.setattr(large_files, "_PREALLOCATE", 1)
+        patch.setattr(large_files, "_WORTH_A_LINK", 0)
         yield
 
 
@@ -70,7 +71,7 @@ def is_possible(way: Way) -> bool:
     """Whether this system can write in that way."""
     with tempfile.TemporaryDirectory() as folder:
         try:
-            blocks.write(Path(folder) / "file", Content(in_pages(bytes(PAGE))), way)
+            large_files.write(Path(folder) / "file", Content(in_pages(bytes(PAGE))), way)
         except OSError:
             return False
     return True
@@ -104,7 +105,8 @@ def recorded(patch: pytest.MonkeyPatch, module: Any, name: str) -> list[tuple[An
 def digest_of(data: bytes) -> str:
     """Return the digest of a file as the format describes it."""
     found = [
-        xxhash.xxh3_128(data[at : at + blocks.BLOCK]).digest() for at in range(0, len(data), blocks.BLOCK)
+        xxhash.xxh3_128(data[at : at + large_files.BLOCK]).digest()
+        for at in range(0, len(data), large_files.BLOCK)
     ]
     return (
         xxhash.xxh3_128(b"".join(found)).hexdigest() if len(found) > 1 else xxhash.xxh3_128(data).hexdigest()
@@ -119,18 +121,18 @@ def digest_of(data: bytes) -> str:
 def test_the_digest_of_a_file_is_that_of_its_blocks_digests(tmp_path: Path, size: int) -> None:
     data = secrets.token_bytes(size)
 
-    written = blocks.write(tmp_path / "file", Content(data))
+    written = large_files.write(tmp_path / "file", Content(data))
 
-    assert blocks.digest(data) == written.digest == digest_of(data)
+    assert large_files.digest(data) == written.digest == digest_of(data)
     assert written[:3] == (tmp_path / "file", size, written.blocks)
     assert len(written.blocks) == max(1, math.ceil(size / 1000))
 
 
 def test_a_file_of_at_most_sixteen_mebibytes_has_the_plain_digest() -> None:
     data = bytes(16 << 20)
-    assert blocks.digest(data) == xxhash.xxh3_128(data).hexdigest()
+    assert large_files.digest(data) == xxhash.xxh3_128(data).hexdigest()
     whole, rest = xxhash.xxh3_128(data).digest(), xxhash.xxh3_128(b"\0").digest()
-    assert blocks.digest(data + b"\0") == xxhash.xxh3_128(whole + rest).hexdigest()
+    assert large_files.digest(data + b"\0") == xxhash.xxh3_128(whole + rest).hexdigest()
 
 
 # Writing
@@ -144,7 +146,7 @@ def test_the_bytes_are_the_same_whatever_the_way(
 ) -> None:
     data = secrets.token_bytes(size)
     with sized(Sizes(block=2 * PAGE)):
-        written = blocks.write(tmp_path / "file", Content(memory(data)), way)
+        written = large_files.write(tmp_path / "file", Content(memory(data)), way)
 
         assert (tmp_path / "file").read_bytes() == data
         assert (written.size, written.digest) == (size, digest_of(data))
@@ -154,15 +156,15 @@ def test_a_file_is_written_past_the_page_cache_but_for_what_is_left_of_a_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passed: list[tuple[int, int, bool]] = []
-    real = blocks._pwrite
+    real = large_files._pwrite
 
     def pwrite(fd: int, data: memoryview, at: int) -> int:
         passed.append((at, len(data), bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)))
         return real(fd, data, at)
 
-    monkeypatch.setattr(blocks, "_pwrite", pwrite)
+    monkeypatch.setattr(large_files, "_pwrite", pwrite)
     with sized(Sizes(block=2 * PAGE, threads=1)):
-        blocks.write(tmp_path / "file", Content(in_pages(bytes(3 * PAGE + 5))), "direct")
+        large_files.write(tmp_path / "file", Content(in_pages(bytes(3 * PAGE + 5))), "direct")
 
     assert passed == [(0, 2 * PAGE, True), (2 * PAGE, PAGE, True), (3 * PAGE, 5, False)]
 
@@ -172,20 +174,20 @@ def test_a_file_is_written_past_the_page_cache_but_for_what_is_left_of_a_page(
 def test_a_disk_that_takes_only_a_part_at_a_time_gets_all_of_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: Way
 ) -> None:
-    real = blocks._pwrite
-    monkeypatch.setattr(blocks, "_pwrite", lambda fd, data, at: real(fd, data[:7], at))
+    real = large_files._pwrite
+    monkeypatch.setattr(large_files, "_pwrite", lambda fd, data, at: real(fd, data[:7], at))
 
-    blocks.write(tmp_path / "file", Content(DATA), way)
+    large_files.write(tmp_path / "file", Content(DATA), way)
 
     assert (tmp_path / "file").read_bytes() == DATA
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("put", [blocks.write, blocks.put])
+@pytest.mark.parametrize("put", [large_files.write, large_files.put])
 def test_a_file_that_is_there_is_never_written_again(
     tmp_path: Path, put: Callable[[Path, Content], object]
 ) -> None:
-    before = blocks.write(tmp_path / "parent", Content(b"other"))
+    before = large_files.write(tmp_path / "parent", Content(b"other"))
     (tmp_path / "file").write_bytes(b"committed")
 
     for content in (Content(b"other"), Content(b"other", None, before)):
@@ -201,12 +203,12 @@ def test_a_file_is_flushed_once_after_its_last_byte(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: Way
 ) -> None:
     events: list[str] = []
-    write, uncached, fsync = blocks._pwrite, blocks._pwrite_uncached, os.fsync
-    monkeypatch.setattr(blocks, "_pwrite", lambda *a: (write(*a), events.append("write"))[0])
-    monkeypatch.setattr(blocks, "_pwrite_uncached", lambda *a: (uncached(*a), events.append("write"))[0])
+    write, uncached, fsync = large_files._pwrite, large_files._pwrite_uncached, os.fsync
+    monkeypatch.setattr(large_files, "_pwrite", lambda *a: (write(*a), events.append("write"))[0])
+    monkeypatch.setattr(large_files, "_pwrite_uncached", lambda *a: (uncached(*a), events.append("write"))[0])
     monkeypatch.setattr(os, "fsync", lambda fd: (fsync(fd), events.append("fsync"))[0])
 
-    blocks.write(tmp_path / "file", Content(DATA), way)
+    large_files.write(tmp_path / "file", Content(DATA), way)
 
     assert events == ["write"] * 11 + ["fsync"]
 
@@ -215,7 +217,7 @@ def test_a_file_is_flushed_once_after_its_last_byte(
 def test_the_permissions_of_a_file_follow_the_umask(tmp_path: Path, umask: int, expected: int) -> None:
     before = os.umask(umask)
     try:
-        blocks.write(tmp_path / "file", Content(b"x"))
+        large_files.write(tmp_path / "file", Content(b"x"))
     finally:
         os.umask(before)
 
@@ -242,7 +244,7 @@ def test_no_byte_is_looked_at_before_it_is_there(tmp_path: Path, way: Way, threa
     data = secrets.token_bytes(7 * PAGE + 11)
     filling = Filling(data)
     with sized(Sizes(block=2 * PAGE, threads=threads)):
-        written = blocks.write(tmp_path / "file", Content(filling.memory, filling.ready), way)
+        written = large_files.write(tmp_path / "file", Content(filling.memory, filling.ready), way)
 
         assert (tmp_path / "file").read_bytes() == data
         assert written.digest == digest_of(data)
@@ -253,7 +255,7 @@ def test_no_byte_is_looked_at_before_it_is_there(tmp_path: Path, way: Way, threa
 def test_nothing_is_waited_for_in_an_empty_file(tmp_path: Path) -> None:
     filling = Filling(b"")
 
-    blocks.write(tmp_path / "file", Content(filling.memory, filling.ready))
+    large_files.write(tmp_path / "file", Content(filling.memory, filling.ready))
 
     assert filling.ends == [0]
 
@@ -278,10 +280,10 @@ def test_an_error_in_one_thread_ends_the_write_and_nothing_is_flushed(
         if end > 3 * PAGE:
             time.sleep(0.002)
 
-    flushed, written = recorded(monkeypatch, os, "fsync"), recorded(monkeypatch, blocks, "_pwrite")
+    flushed, written = recorded(monkeypatch, os, "fsync"), recorded(monkeypatch, large_files, "_pwrite")
     descriptors, running = os.listdir("/dev/fd"), threading.active_count()
     with sized(Sizes(block=PAGE, threads=threads)), pytest.raises(type(error)) as caught:
-        blocks.write(tmp_path / "file", Content(in_pages(bytes(200 * PAGE)), ready), way)
+        large_files.write(tmp_path / "file", Content(in_pages(bytes(200 * PAGE)), ready), way)
 
     assert caught.value is error
     assert flushed == []
@@ -302,9 +304,9 @@ def test_an_error_in_one_thread_ends_the_write_while_another_still_waits(
             failed.set()
             raise ZeroDivisionError
 
-    written = recorded(monkeypatch, blocks, "_pwrite")
+    written = recorded(monkeypatch, large_files, "_pwrite")
     with sized(Sizes(block=PAGE, threads=2)), pytest.raises(ZeroDivisionError):
-        blocks.write(tmp_path / "file", Content(bytes(200 * PAGE), ready))
+        large_files.write(tmp_path / "file", Content(bytes(200 * PAGE), ready))
 
     assert len(written) <= 2
 
@@ -314,10 +316,10 @@ def test_an_error_of_a_write_names_the_file_and_nothing_is_flushed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flushed = recorded(monkeypatch, os, "fsync")
-    monkeypatch.setattr(blocks, "_pwrite", failing(errno.ENOSPC))
+    monkeypatch.setattr(large_files, "_pwrite", failing(errno.ENOSPC))
 
     with pytest.raises(OSError, match=r"No space left on device: '.*weights'"):
-        blocks.write(tmp_path / "weights", Content(DATA))
+        large_files.write(tmp_path / "weights", Content(DATA))
 
     assert flushed == []
 
@@ -331,7 +333,7 @@ def test_a_full_disk_says_so_before_the_work(
     monkeypatch.setattr(os, "posix_fallocate", failing(errno.ENOSPC))
 
     with pytest.raises(OSError, match=r"No space left on device: '.*weights'"):
-        blocks.write(tmp_path / "weights", Content(DATA, asked.append), way)
+        large_files.write(tmp_path / "weights", Content(DATA, asked.append), way)
 
     assert asked == []
 
@@ -343,7 +345,7 @@ def test_a_disk_that_cannot_reserve_is_written_all_the_same(
 ) -> None:
     monkeypatch.setattr(os, "posix_fallocate", failing(code))
 
-    blocks.write(tmp_path / "file", Content(DATA))
+    large_files.write(tmp_path / "file", Content(DATA))
 
     assert (tmp_path / "file").read_bytes() == DATA
 
@@ -353,8 +355,8 @@ def test_as_much_is_reserved_as_will_be_written_and_nothing_for_small_files(
 ) -> None:
     asked = recorded(monkeypatch, os, "posix_fallocate")
 
-    blocks.write(tmp_path / "large", Content(bytes(1 << 20)))
-    blocks.write(tmp_path / "small", Content(bytes((1 << 20) - 1)))
+    large_files.write(tmp_path / "large", Content(bytes(1 << 20)))
+    large_files.write(tmp_path / "small", Content(bytes((1 << 20) - 1)))
 
     assert [(begin, size) for _, begin, size in asked] == [(0, 1 << 20)]
 
@@ -366,7 +368,7 @@ def test_a_system_that_lacks_a_call_is_written_all_the_same(
 ) -> None:
     monkeypatch.delattr(os, name)
 
-    blocks.write(tmp_path / "file", Content(DATA), "paced")
+    large_files.write(tmp_path / "file", Content(DATA), "paced")
 
     assert (tmp_path / "file").read_bytes() == DATA
 
@@ -377,7 +379,7 @@ def test_a_disk_that_takes_no_advice_is_written_all_the_same(
 ) -> None:
     monkeypatch.setattr(os, "posix_fadvise", failing(errno.EINVAL))
 
-    blocks.write(tmp_path / "file", Content(DATA), "paced")
+    large_files.write(tmp_path / "file", Content(DATA), "paced")
 
     assert (tmp_path / "file").read_bytes() == DATA
 
@@ -389,7 +391,7 @@ def test_only_a_paced_file_is_begun_to_be_flushed_block_by_block(
 ) -> None:
     advised = recorded(monkeypatch, os, "posix_fadvise")
 
-    blocks.write(tmp_path / "file", Content(DATA), way)
+    large_files.write(tmp_path / "file", Content(DATA), way)
 
     expected = [(at, min(1000, len(DATA) - at)) for at in range(0, len(DATA), 1000)][:count]
     assert sorted((at, size) for _, at, size, _ in advised) == expected
@@ -400,7 +402,7 @@ def test_only_a_paced_file_is_begun_to_be_flushed_block_by_block(
 
 def shared(data: bytes, *edges: int) -> list[Content]:
     """Return the shares of a file that begin or end at some blocks."""
-    cuts = [edge * blocks.BLOCK for edge in (0, *edges)] + [len(data)]
+    cuts = [edge * large_files.BLOCK for edge in (0, *edges)] + [len(data)]
     return [
         Content(in_pages(data[begin:end]), begin=begin, size=len(data))
         for begin, end in itertools.pairwise(cuts)
@@ -415,22 +417,22 @@ def test_a_file_that_is_written_in_shares_is_the_file_that_is_written_at_once(
 ) -> None:
     data = secrets.token_bytes(size)
     with sized(Sizes(block=2 * PAGE)):
-        blocks.create(tmp_path / "file", size)
+        large_files.create(tmp_path / "file", size)
         shares = shared(data, *edges)
-        found = [blocks.write_share(tmp_path / "file", share, way) for share in reversed(shares)]
+        found = [large_files.write_share(tmp_path / "file", share, way) for share in reversed(shares)]
 
         assert (tmp_path / "file").read_bytes() == data
-        expected = blocks.write(tmp_path / "one", Content(data)).blocks
+        expected = large_files.write(tmp_path / "one", Content(data)).blocks
     assert [*itertools.chain(*reversed(found))] == expected
 
 
 def test_several_write_their_shares_at_the_same_time_each_in_its_own_way(tmp_path: Path) -> None:
     data = secrets.token_bytes(300 * PAGE + 5)
     with sized(Sizes(block=2 * PAGE)):
-        blocks.create(tmp_path / "file", len(data))
+        large_files.create(tmp_path / "file", len(data))
         jobs = zip(shared(data, 30, 70, 110), itertools.cycle(WAYS_HERE), strict=False)
         writers = [
-            threading.Thread(target=blocks.write_share, args=(tmp_path / "file", share, way))
+            threading.Thread(target=large_files.write_share, args=(tmp_path / "file", share, way))
             for share, way in jobs
         ]
         for writer in writers:
@@ -448,7 +450,7 @@ def test_a_file_that_is_created_has_its_size_its_room_and_its_permissions(
     asked = recorded(monkeypatch, os, "posix_fallocate")
     before = os.umask(0o027)
     try:
-        blocks.create(tmp_path / "file", size)
+        large_files.create(tmp_path / "file", size)
     finally:
         os.umask(before)
 
@@ -456,7 +458,7 @@ def test_a_file_that_is_created_has_its_size_its_room_and_its_permissions(
     assert (found.st_size, stat.S_IMODE(found.st_mode)) == (size, 0o640)
     assert [(begin, end) for _, begin, end in asked] == [(0, size)] * (size >= 1 << 20)
     with pytest.raises(FileExistsError):
-        blocks.create(tmp_path / "file", size)
+        large_files.create(tmp_path / "file", size)
 
 
 def test_a_full_disk_says_so_when_the_file_is_created(
@@ -465,7 +467,7 @@ def test_a_full_disk_says_so_when_the_file_is_created(
     monkeypatch.setattr(os, "posix_fallocate", failing(errno.ENOSPC))
 
     with pytest.raises(OSError, match=r"No space left on device: '.*weights'"):
-        blocks.create(tmp_path / "weights", 1 << 20)
+        large_files.create(tmp_path / "weights", 1 << 20)
 
 
 @pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS], ids=errno.errorcode.get)
@@ -474,7 +476,7 @@ def test_a_file_of_which_the_disk_reserves_nothing_has_its_size_all_the_same(
 ) -> None:
     monkeypatch.setattr(os, "posix_fallocate", failing(code))
 
-    blocks.create(tmp_path / "file", 1 << 20)
+    large_files.create(tmp_path / "file", 1 << 20)
 
     assert (tmp_path / "file").stat().st_size == 1 << 20
 
@@ -484,17 +486,17 @@ def test_a_file_of_which_the_disk_reserves_nothing_has_its_size_all_the_same(
 def test_a_share_is_flushed_once_after_its_last_byte_and_reserves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: Way
 ) -> None:
-    blocks.create(tmp_path / "file", len(DATA))
+    large_files.create(tmp_path / "file", len(DATA))
     share = shared(DATA, 2, 5)[1]
     events: list[str] = []
-    write, uncached, fsync = blocks._pwrite, blocks._pwrite_uncached, os.fsync
-    monkeypatch.setattr(blocks, "_pwrite", lambda *a: (write(*a), events.append("write"))[0])
-    monkeypatch.setattr(blocks, "_pwrite_uncached", lambda *a: (uncached(*a), events.append("write"))[0])
+    write, uncached, fsync = large_files._pwrite, large_files._pwrite_uncached, os.fsync
+    monkeypatch.setattr(large_files, "_pwrite", lambda *a: (write(*a), events.append("write"))[0])
+    monkeypatch.setattr(large_files, "_pwrite_uncached", lambda *a: (uncached(*a), events.append("write"))[0])
     monkeypatch.setattr(os, "fsync", lambda fd: (fsync(fd), events.append("fsync"))[0])
     # (where a disk cannot, the C library writes to every page, which another may be writing just now)
     monkeypatch.setattr(os, "posix_fallocate", failing(errno.EIO))
 
-    blocks.write_share(tmp_path / "file", share, way)
+    large_files.write_share(tmp_path / "file", share, way)
 
     assert events == ["write"] * 3 + ["fsync"]
 
@@ -506,7 +508,7 @@ def test_only_the_bytes_of_a_share_are_written_and_handed_to_the_disk(
     (tmp_path / "file").write_bytes(b"x" * len(DATA))
     advised = recorded(monkeypatch, os, "posix_fadvise")
 
-    blocks.write_share(tmp_path / "file", shared(DATA, 2, 4)[1], "paced")
+    large_files.write_share(tmp_path / "file", shared(DATA, 2, 4)[1], "paced")
 
     assert sorted((at, size) for _, at, size, _ in advised) == [(2000, 1000), (3000, 1000)]
     expected = b"x" * 2000 + DATA[2000:4000] + b"x" * (len(DATA) - 4000)
@@ -518,8 +520,8 @@ def test_a_share_is_waited_for_from_its_own_first_byte_on(tmp_path: Path, thread
     filling = Filling(secrets.token_bytes(5 * PAGE))
     with sized(Sizes(block=2 * PAGE, threads=threads)):
         share = Content(filling.memory, filling.ready, begin=4 * PAGE, size=9 * PAGE)
-        blocks.create(tmp_path / "file", 9 * PAGE)
-        blocks.write_share(tmp_path / "file", share)
+        large_files.create(tmp_path / "file", 9 * PAGE)
+        large_files.write_share(tmp_path / "file", share)
 
     assert sorted(filling.ends) == [2 * PAGE, 4 * PAGE, 5 * PAGE]
     assert (tmp_path / "file").read_bytes() == bytes(4 * PAGE) + filling.memory
@@ -533,10 +535,10 @@ def test_an_error_of_a_share_is_raised_and_nothing_is_flushed(
     def ready(end: int) -> None:
         raise error
 
-    blocks.create(tmp_path / "weights", 3000)
+    large_files.create(tmp_path / "weights", 3000)
     flushed, descriptors = recorded(monkeypatch, os, "fsync"), os.listdir("/dev/fd")
     with pytest.raises(type(error)) as caught:
-        blocks.write_share(tmp_path / "weights", Content(bytes(2000), ready, begin=1000, size=3000))
+        large_files.write_share(tmp_path / "weights", Content(bytes(2000), ready, begin=1000, size=3000))
 
     assert caught.value is error
     assert not isinstance(error, OSError) or error.filename == str(tmp_path / "weights")
@@ -546,15 +548,15 @@ def test_an_error_of_a_share_is_raised_and_nothing_is_flushed(
 
 @pytest.mark.usefixtures("small")
 def test_a_share_of_another_file_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    blocks.create(tmp_path / "file", 3000)
+    large_files.create(tmp_path / "file", 3000)
 
     with pytest.raises(SaveFailed, match="3,000 bytes, but this process has a share of 4,000") as told:
-        blocks.write_share(tmp_path / "file", Content(b"x" * 1000, begin=1000, size=4000))
+        large_files.write_share(tmp_path / "file", Content(b"x" * 1000, begin=1000, size=4000))
 
     assert "in every process" in told.value.fix
     assert (tmp_path / "file").read_bytes() == bytes(3000)
     with pytest.raises(FileNotFoundError):
-        blocks.write_share(tmp_path / "missing", Content(b"x"))
+        large_files.write_share(tmp_path / "missing", Content(b"x"))
 
 
 @pytest.mark.parametrize(
@@ -575,9 +577,9 @@ def test_only_whole_blocks_can_be_shared(begin: int, count: int, size: int) -> N
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("put", [blocks.write, blocks.put])
+@pytest.mark.parametrize("put", [large_files.write, large_files.put])
 def test_a_share_is_never_taken_for_a_file(tmp_path: Path, put: Callable[[Path, Content], object]) -> None:
-    before = blocks.write(tmp_path / "parent", Content(DATA[:1000]))
+    before = large_files.write(tmp_path / "parent", Content(DATA[:1000]))
 
     for share in (Content(DATA[:1000], None, before, size=2000), Content(bytes(1000), begin=1000, size=2000)):
         with pytest.raises(ValueError, match="others write"):
@@ -600,11 +602,11 @@ def inode(path: Path) -> int:
 def test_what_has_not_changed_is_a_link_to_what_was_written_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: Way, data: bytes
 ) -> None:
-    before = blocks.put(tmp_path / "parent", Content(data), way)
-    written = recorded(monkeypatch, blocks, "_pwrite")
+    before = large_files.put(tmp_path / "parent", Content(data), way)
+    written = recorded(monkeypatch, large_files, "_pwrite")
 
-    after = blocks.put(tmp_path / "child", Content(data, None, before), way)
-    third = blocks.put(tmp_path / "grandchild", Content(data, None, after), way)
+    after = large_files.put(tmp_path / "child", Content(data, None, before), way)
+    third = large_files.put(tmp_path / "grandchild", Content(data, None, after), way)
 
     assert inode(tmp_path / "parent") == inode(tmp_path / "child") == inode(tmp_path / "grandchild")
     assert (after, third) == (
@@ -619,11 +621,11 @@ def test_what_has_not_changed_is_a_link_to_what_was_written_before(
 def test_one_changed_byte_in_any_block_is_written_and_leaves_the_one_before_alone(
     tmp_path: Path, position: int
 ) -> None:
-    before = blocks.put(tmp_path / "parent", Content(DATA))
+    before = large_files.put(tmp_path / "parent", Content(DATA))
     data = bytearray(DATA)
     data[position] ^= 1
 
-    after = blocks.put(tmp_path / "child", Content(data, None, before))
+    after = large_files.put(tmp_path / "child", Content(data, None, before))
 
     assert inode(tmp_path / "parent") != inode(tmp_path / "child")
     assert (tmp_path / "parent").read_bytes() == DATA
@@ -636,9 +638,9 @@ def test_one_changed_byte_in_any_block_is_written_and_leaves_the_one_before_alon
 )
 @pytest.mark.usefixtures("small")
 def test_content_of_another_length_is_written(tmp_path: Path, data: bytes) -> None:
-    before = blocks.put(tmp_path / "parent", Content(DATA[:4000]))
+    before = large_files.put(tmp_path / "parent", Content(DATA[:4000]))
 
-    after = blocks.put(tmp_path / "child", Content(data, None, before))
+    after = large_files.put(tmp_path / "child", Content(data, None, before))
 
     assert (tmp_path / "child").read_bytes() == data
     assert after.digest == digest_of(data)
@@ -649,10 +651,10 @@ def test_content_of_another_length_is_written(tmp_path: Path, data: bytes) -> No
 def test_where_no_link_can_be_made_the_content_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    before = blocks.put(tmp_path / "parent", Content(DATA))
+    before = large_files.put(tmp_path / "parent", Content(DATA))
     monkeypatch.setattr(os, "link", failing(code))
 
-    after = blocks.put(tmp_path / "child", Content(DATA, None, before))
+    after = large_files.put(tmp_path / "child", Content(DATA, None, before))
 
     assert inode(tmp_path / "parent") != inode(tmp_path / "child")
     assert (tmp_path / "child").read_bytes() == DATA
@@ -661,20 +663,20 @@ def test_where_no_link_can_be_made_the_content_is_written(
 
 @pytest.mark.usefixtures("small")
 def test_where_the_one_before_was_pruned_the_content_is_written(tmp_path: Path) -> None:
-    before = blocks.put(tmp_path / "parent", Content(DATA))
+    before = large_files.put(tmp_path / "parent", Content(DATA))
     (tmp_path / "parent").unlink()
 
-    blocks.put(tmp_path / "child", Content(DATA, None, before))
+    large_files.put(tmp_path / "child", Content(DATA, None, before))
 
     assert (tmp_path / "child").read_bytes() == DATA
 
 
 @pytest.mark.usefixtures("small")
 def test_what_is_compared_with_the_last_save_is_waited_for_too(tmp_path: Path) -> None:
-    before = blocks.put(tmp_path / "parent", Content(DATA))
+    before = large_files.put(tmp_path / "parent", Content(DATA))
     filling = Filling(DATA)
 
-    blocks.put(tmp_path / "child", Content(filling.memory, filling.ready, before))
+    large_files.put(tmp_path / "child", Content(filling.memory, filling.ready, before))
 
     assert inode(tmp_path / "parent") == inode(tmp_path / "child")
     assert {*filling.ends} == {*range(1000, 10_001, 1000), len(DATA)}
@@ -683,11 +685,11 @@ def test_what_is_compared_with_the_last_save_is_waited_for_too(tmp_path: Path) -
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("touch", [b"another content", b""])
 def test_a_file_that_somebody_has_touched_is_not_shared(tmp_path: Path, touch: bytes) -> None:
-    before = blocks.put(tmp_path / "parent", Content(DATA))
+    before = large_files.put(tmp_path / "parent", Content(DATA))
     with open(tmp_path / "parent", "r+b") as file:
         file.write(touch or DATA)
 
-    blocks.put(tmp_path / "child", Content(DATA, None, before))
+    large_files.put(tmp_path / "child", Content(DATA, None, before))
 
     assert (tmp_path / "child").read_bytes() == DATA
     assert inode(tmp_path / "parent") != inode(tmp_path / "child")
@@ -698,9 +700,9 @@ def test_a_small_file_is_not_shared_since_damage_would_be_too(
     tmp_path: Path, size: int, is_shared: bool
 ) -> None:
     data = bytes(size)
-    before = blocks.put(tmp_path / "parent", Content(data))
+    before = large_files.put(tmp_path / "parent", Content(data))
 
-    blocks.put(tmp_path / "child", Content(data, None, before))
+    large_files.put(tmp_path / "child", Content(data, None, before))
 
     assert (inode(tmp_path / "parent") == inode(tmp_path / "child")) == is_shared
 
@@ -733,37 +735,37 @@ def test_the_fastest_way_is_the_first_that_is_not_clearly_slower(
             now[0] = 0.0
             raise OSError(errno.EINVAL, "cannot")
 
-    monkeypatch.setattr(blocks, "write", write)
+    monkeypatch.setattr(large_files, "write", write)
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
 
-    assert blocks.fastest_way(tmp_path, memoryview(b"")) == expected
+    assert large_files.fastest_way(tmp_path, memoryview(b"")) == expected
 
 
 def test_trying_the_disk_ends_when_somebody_needs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tried = recorded(monkeypatch, blocks, "write")
+    tried = recorded(monkeypatch, large_files, "write")
     answers = iter([True, True, False])
 
-    found = blocks.fastest_way(tmp_path, in_pages(bytes(PAGE)), lambda: next(answers))
+    found = large_files.fastest_way(tmp_path, in_pages(bytes(PAGE)), lambda: next(answers))
 
     assert len(tried) == 2
     assert found in WAYS[:2]
-    assert blocks.fastest_way(tmp_path, in_pages(bytes(PAGE)), lambda: False) == "paced"
+    assert large_files.fastest_way(tmp_path, in_pages(bytes(PAGE)), lambda: False) == "paced"
     assert os.listdir(tmp_path) == []
 
 
 def test_trying_the_disk_leaves_nothing_behind(tmp_path: Path) -> None:
-    assert blocks.fastest_way(tmp_path, in_pages(bytes(8 * PAGE))) in WAYS
-    assert blocks.fastest_way(tmp_path, memoryview(bytes(100))) in WAYS
+    assert large_files.fastest_way(tmp_path, in_pages(bytes(8 * PAGE))) in WAYS
+    assert large_files.fastest_way(tmp_path, memoryview(bytes(100))) in WAYS
     assert os.listdir(tmp_path) == []
-    assert blocks.fastest_way(tmp_path / "nowhere", in_pages(bytes(PAGE))) == "paced"
+    assert large_files.fastest_way(tmp_path / "nowhere", in_pages(bytes(PAGE))) == "paced"
 
 
 @pytest.mark.parametrize(
     ("module", "name"),
     [
         *((os, name) for name in ("open", "fsync", "close", "unlink", "posix_fallocate", "posix_fadvise")),
-        (blocks, "_pwrite"),
-        (blocks, "_pwrite_uncached"),
+        (large_files, "_pwrite"),
+        (large_files, "_pwrite_uncached"),
         (fcntl, "fcntl"),
     ],
 )
@@ -774,7 +776,7 @@ def test_trying_the_disk_survives_whatever_fails(
         (folder := tmp_path / str(number)).mkdir()
         with monkeypatch.context() as patch, sized(Sizes(block=2 * PAGE, threads=1)):
             failed = _fail_nth(patch, module, name, number)
-            assert blocks.fastest_way(folder, in_pages(bytes(3 * PAGE))) in WAYS
+            assert large_files.fastest_way(folder, in_pages(bytes(3 * PAGE))) in WAYS
         # Only what cannot be removed stays; the next start removes it.
         assert len(os.listdir(folder)) == (name == "unlink" and bool(failed))
         if not failed:
@@ -804,7 +806,7 @@ def test_an_interrupted_try_leaves_nothing_behind(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(os, "fsync", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        blocks.fastest_way(tmp_path, in_pages(bytes(PAGE)))
+        large_files.fastest_way(tmp_path, in_pages(bytes(PAGE)))
 
     assert os.listdir(tmp_path) == []
 
@@ -821,7 +823,7 @@ def put_file(folder: Path, data: bytes = DATA) -> tuple[Path, str, int, str]:
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("data", [b"", b"x", DATA[:1000], DATA[:1001], DATA], ids=len)
 def test_what_is_read_is_private_memory_that_the_file_cannot_change(tmp_path: Path, data: bytes) -> None:
-    found = blocks.read(*put_file(tmp_path, data))
+    found = large_files.read(*put_file(tmp_path, data))
     with open(tmp_path / "file", "r+b") as file:
         file.write(b"CHANGED")
 
@@ -906,13 +908,13 @@ def test_every_range_of_a_file_gets_its_bytes_and_the_gaps_are_verified_too(
         described = put_file(Path(name), data)
         targets, _ = targets_of(wanted)
 
-        digests = blocks.scan(*described, targets, lane)
+        digests = large_files.scan(*described, targets, lane)
 
-        assert blocks.fold(digests) == digest_of(data)
+        assert large_files.fold(digests) == digest_of(data)
         assert_filled(data, targets)
 
         again, _ = targets_of(wanted[1:2] if more else wanted)
-        blocks.scan_again(*described[:3], digests, again, lane)
+        large_files.scan_again(*described[:3], digests, again, lane)
         assert_filled(data, again)
 
         if size and more:
@@ -921,10 +923,10 @@ def test_every_range_of_a_file_gets_its_bytes_and_the_gaps_are_verified_too(
                 data[:position] + bytes([data[position] ^ 0x10]) + data[position + 1 :]
             )
             with pytest.raises(CheckpointDamaged, match=r"file has the digest \w+, its manifest says"):
-                blocks.scan(*described, targets_of(wanted)[0], lane)
+                large_files.scan(*described, targets_of(wanted)[0], lane)
             if any(begin <= position < end for begin, end, _ in wanted):
                 with pytest.raises(CheckpointDamaged, match="file has changed since it was verified"):
-                    blocks.scan_again(*described[:3], digests, targets_of(wanted)[0], lane)
+                    large_files.scan_again(*described[:3], digests, targets_of(wanted)[0], lane)
 
 
 @pytest.mark.usefixtures("small")
@@ -934,9 +936,9 @@ def test_one_flipped_byte_anywhere_is_found_and_named(tmp_path: Path) -> None:
         with open(tmp_path / "file", "r+b", buffering=0) as file:
             os.pwrite(file.fileno(), bytes([DATA[position] ^ 1]), position)
             with pytest.raises(CheckpointDamaged, match=r"file has the digest \w+, its manifest says \w+\."):
-                blocks.scan(*described)
+                large_files.scan(*described)
             os.pwrite(file.fileno(), DATA[position : position + 1], position)
-    blocks.scan(*described)
+    large_files.scan(*described)
 
 
 @pytest.mark.usefixtures("small")
@@ -945,16 +947,16 @@ def test_two_blocks_that_have_changed_places_are_found(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(DATA[1000:2000] + DATA[:1000] + DATA[2000:])
 
     with pytest.raises(CheckpointDamaged, match="file has the digest"):
-        blocks.scan(*described)
+        large_files.scan(*described)
 
 
 READERS: dict[str, Callable[[Path, str, int, str], object]] = {
-    "read": blocks.read,
-    "scan": blocks.scan,
-    "scan_again": lambda folder, name, size, digest: blocks.scan_again(
+    "read": large_files.read,
+    "scan": large_files.scan,
+    "scan_again": lambda folder, name, size, digest: large_files.scan_again(
         folder, name, size, [bytes.fromhex(digest)], [Target(0, size, memoryview(bytearray(size)))]
     ),
-    "read_start": lambda folder, name, size, digest: blocks.read_start(folder, name, size, 3),
+    "read_start": lambda folder, name, size, digest: large_files.read_start(folder, name, size, 3),
 }
 
 
@@ -997,7 +999,7 @@ def test_damage_is_named_and_what_to_do_is_said(
     descriptors = os.listdir("/dev/fd")
 
     with pytest.raises(CheckpointDamaged, match=rf"(?s)folder is damaged: {problem}.*\nFix: resume='auto'"):
-        read(folder, "file", 7, blocks.digest(b"content"))
+        read(folder, "file", 7, large_files.digest(b"content"))
 
     assert len(os.listdir("/dev/fd")) == len(descriptors)
 
@@ -1012,22 +1014,22 @@ def test_a_subfolder_that_is_a_link_is_not_followed(
     (tmp_path / "folder" / "ranks").symlink_to("../outside")
 
     with pytest.raises(CheckpointDamaged, match="folder is damaged: ranks is a symbolic link"):
-        read(tmp_path / "folder", "ranks/file", 7, blocks.digest(b"content"))
+        read(tmp_path / "folder", "ranks/file", 7, large_files.digest(b"content"))
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("read", [blocks.read, blocks.scan])
+@pytest.mark.parametrize("read", [large_files.read, large_files.scan])
 def test_a_file_that_shrinks_while_it_is_read_is_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Callable[..., object]
 ) -> None:
     described = put_file(tmp_path)
-    real = blocks._preadv
+    real = large_files._preadv
 
     def shrinking(fd: int, buffers: list[memoryview], at: int) -> int:
         os.truncate(tmp_path / "file", 5)
         return real(fd, buffers, at)
 
-    monkeypatch.setattr(blocks, "_preadv", shrinking)
+    monkeypatch.setattr(large_files, "_preadv", shrinking)
     with pytest.raises(CheckpointDamaged, match=r"file cannot be read: the file ended \d+ bytes early"):
         read(*described)
 
@@ -1037,18 +1039,18 @@ def test_a_file_that_shrinks_while_it_is_read_is_damaged(
 def test_a_disk_that_gives_only_a_part_at_a_time_is_read_to_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
-    real = blocks._preadv
-    monkeypatch.setattr(blocks, "_preadv", lambda fd, buffers, at: real(fd, [buffers[0][:most]], at))
+    real = large_files._preadv
+    monkeypatch.setattr(large_files, "_preadv", lambda fd, buffers, at: real(fd, [buffers[0][:most]], at))
 
-    assert blocks.read(*put_file(tmp_path)) == DATA
-    assert blocks.read_start(tmp_path, "file", len(DATA), 2500) == DATA[:2500]
+    assert large_files.read(*put_file(tmp_path)) == DATA
+    assert large_files.read_start(tmp_path, "file", len(DATA), 2500) == DATA[:2500]
 
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(
     "code", [errno.EMFILE, errno.EACCES, errno.ENOMEM, errno.EIO], ids=errno.errorcode.get
 )
-@pytest.mark.parametrize(("module", "name"), [(os, "open"), (blocks, "_preadv")])
+@pytest.mark.parametrize(("module", "name"), [(os, "open"), (large_files, "_preadv")])
 def test_what_is_not_the_files_fault_is_not_called_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, module: Any, name: str
 ) -> None:
@@ -1056,7 +1058,7 @@ def test_what_is_not_the_files_fault_is_not_called_damage(
     monkeypatch.setattr(module, name, failing(code))
 
     with pytest.raises(CheckpointDamaged if code == errno.EIO else CannotRead, match=os.strerror(code)):
-        blocks.read(*described)
+        large_files.read(*described)
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError(), KeyboardInterrupt()], ids=["error", "interrupt"])
@@ -1073,7 +1075,7 @@ def test_an_error_of_who_takes_the_bytes_ends_the_reading(tmp_path: Path, error:
     data = DATA * 10
     descriptors, running = os.listdir("/dev/fd"), threading.active_count()
     with pytest.raises(type(error)) as caught:
-        blocks.scan(*put_file(tmp_path, data), [Target(0, len(data), None, take)])
+        large_files.scan(*put_file(tmp_path, data), [Target(0, len(data), None, take)])
 
     assert caught.value is error
     assert len(taken) < len(data) // 300 // 2
@@ -1089,12 +1091,12 @@ def test_each_thread_has_one_lane_of_its_own_and_only_where_it_needs_one(tmp_pat
         return made[-1]
 
     described = put_file(tmp_path)
-    blocks.scan(*described, [Target(0, len(DATA), memoryview(bytearray(len(DATA))))], make)
+    large_files.scan(*described, [Target(0, len(DATA), memoryview(bytearray(len(DATA))))], make)
     assert made == []
 
     taking = Taking(len(DATA))
-    blocks.scan(*described, [Target(0, len(DATA), None, taking.take)], make)
-    assert 1 <= len(made) <= blocks._READERS
+    large_files.scan(*described, [Target(0, len(DATA), None, taking.take)], make)
+    assert 1 <= len(made) <= large_files._READERS
     assert taking.lanes <= {id(lane) for lane in made}
 
 
@@ -1115,11 +1117,11 @@ def test_only_the_blocks_that_are_needed_are_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: list[tuple[int, int]], expected: list[int]
 ) -> None:
     described = put_file(tmp_path)
-    digests = blocks.scan(*described)
+    digests = large_files.scan(*described)
     targets, _ = targets_of([(begin, end, "memory") for begin, end in wanted])
-    read = recorded(monkeypatch, blocks, "_preadv")
+    read = recorded(monkeypatch, large_files, "_preadv")
 
-    blocks.scan_again(*described[:3], digests, targets)
+    large_files.scan_again(*described[:3], digests, targets)
 
     assert_filled(DATA, targets)
     assert sorted({at // 1000 for _, _, at in read}) == expected
@@ -1128,7 +1130,7 @@ def test_only_the_blocks_that_are_needed_are_read_again(
 @pytest.mark.usefixtures("small")
 def test_a_change_since_the_file_was_verified_is_noticed_in_every_block_that_is_read(tmp_path: Path) -> None:
     described = put_file(tmp_path)
-    digests = blocks.scan(*described)
+    digests = large_files.scan(*described)
     with open(tmp_path / "file", "r+b") as file:
         file.seek(4_200)
         file.write(b"CHANGED")
@@ -1145,14 +1147,14 @@ def test_a_change_since_the_file_was_verified_is_noticed_in_every_block_that_is_
             if is_noticed
             else contextlib.nullcontext()
         ):
-            blocks.scan_again(*described[:3], digests, targets)
+            large_files.scan_again(*described[:3], digests, targets)
 
 
 @pytest.mark.parametrize("count", [0, 3, 7, 8, 2**62])
 def test_the_start_of_a_file_is_never_more_than_the_file(tmp_path: Path, count: int) -> None:
     put_file(tmp_path, b"content")
 
-    assert blocks.read_start(tmp_path, "file", 7, count) == b"content"[:count]
+    assert large_files.read_start(tmp_path, "file", 7, count) == b"content"[:count]
 
 
 @pytest.mark.parametrize("read", [READERS["read"], READERS["scan"], READERS["read_start"]])
@@ -1163,13 +1165,13 @@ def test_a_size_that_is_only_claimed_takes_no_memory(
     put_file(tmp_path, b"content")
 
     with pytest.raises(CheckpointDamaged, match=rf"file has 7 bytes, its manifest says {size:,}"):
-        read(tmp_path, "file", size, blocks.digest(b"content"))
+        read(tmp_path, "file", size, large_files.digest(b"content"))
 
 
 def test_what_is_written_in_one_way_is_read_in_blocks_of_its_true_size(tmp_path: Path) -> None:
-    data = in_pages(bytes(blocks.BLOCK) + secrets.token_bytes(70_001))
+    data = in_pages(bytes(large_files.BLOCK) + secrets.token_bytes(70_001))
     for way in WAYS_HERE:
-        written = blocks.write(tmp_path / way, Content(data), way)
+        written = large_files.write(tmp_path / way, Content(data), way)
         assert len(written.blocks) == 2
-        assert blocks.read(tmp_path, way, written.size, written.digest) == data
+        assert large_files.read(tmp_path, way, written.size, written.digest) == data
         assert disk.read_small(tmp_path, way) == data

@@ -18,9 +18,10 @@ from torch.distributed import BuiltinCommHookType, HashStore
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from resumable import buckets, codec
-from resumable.modules import ModulePart
-from resumable.part import Saved
+from resumable.files import codec
+from resumable.parts import ddp_buckets
+from resumable.parts.models import ModulePart
+from resumable.parts.part import Saved
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without processes")
 
@@ -131,7 +132,7 @@ def _run(rank: int, names: Sequence[str]) -> dict[str, list[list[str]]]:
         if not name.endswith(FORGETS):
             # Into a training that has come to another order by itself.
             training = Training(*made)
-            buckets.restore(training.ddp, _shuffled(training.ddp))
+            ddp_buckets.restore(training.ddp, _shuffled(training.ddp))
             training.train(rank, 0, 2, window)
             training.load(saved[1])
             found[name].append(straight[: first + 1] + training.train(rank, first + 1, STEPS, window))
@@ -177,7 +178,7 @@ def _steps(ddp: DistributedDataParallel, count: int) -> None:
 
 def _names(ddp: DistributedDataParallel) -> list[str] | None:
     names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
-    order = buckets.layout(ddp)
+    order = ddp_buckets.layout(ddp)
     return None if order is None else [names[id(parameter)] for parameter in order]
 
 
@@ -210,8 +211,8 @@ def test_an_order_is_taken_up_at_any_time(static: bool, before: int) -> None:
     _steps(ddp, before)
     for order in (_shuffled(ddp), [*ddp.parameters()], _shuffled(ddp)):
         ddp.zero_grad()
-        assert buckets.restore(ddp, order)
-        assert buckets.layout(ddp) == order
+        assert ddp_buckets.restore(ddp, order)
+        assert ddp_buckets.layout(ddp) == order
         _steps(ddp, 3)
 
         assert ddp.module.last.bias.grad.tolist() == [6.0, 6.0, 6.0]
@@ -222,8 +223,8 @@ def test_an_order_that_only_this_process_knows_is_not_taken_for_that_of_all() ->
     ddp = DistributedDataParallel(Net())
     for backwards, is_kept in ((1, False), (2, True)):
         _steps(ddp, backwards)
-        reducer, order = ddp.reducer, buckets.layout(ddp)
-        assert buckets.restore(ddp, order)
+        reducer, order = ddp.reducer, ddp_buckets.layout(ddp)
+        assert ddp_buckets.restore(ddp, order)
 
         assert (ddp.reducer is reducer) is is_kept
 
@@ -233,8 +234,8 @@ def test_without_an_order_it_begins_as_it_was_made() -> None:
     ddp = DistributedDataParallel(Net())
     _steps(ddp, 3)
 
-    assert buckets.restore(ddp, None)
-    assert buckets.layout(ddp) is None
+    assert ddp_buckets.restore(ddp, None)
+    assert ddp_buckets.layout(ddp) is None
     _steps(ddp, 3)
     assert _names(ddp)
 
@@ -247,7 +248,7 @@ def test_where_the_last_bucket_is_the_small_one_it_stays_so(monkeypatch: pytest.
     for _ in range(2):
         again = DistributedDataParallel(Net(), bucket_cap_mb=0.05)
         names = dict(again.module.named_parameters())
-        assert buckets.restore(again, [names[name] for name in _names(made) or []])
+        assert ddp_buckets.restore(again, [names[name] for name in _names(made) or []])
         _steps(again, 3)
 
         assert _in_use(again) == _in_use(made)
@@ -261,8 +262,8 @@ def test_what_is_not_broadcast_is_not_broadcast_from_then_on() -> None:
     ddp.module.register_buffer("own", torch.ones(2))
     _steps(ddp, 1)
 
-    assert buckets.layout(ddp)
-    assert buckets.restore(ddp, _shuffled(ddp))
+    assert ddp_buckets.layout(ddp)
+    assert ddp_buckets.restore(ddp, _shuffled(ddp))
     assert not ddp.modules_buffers
 
 
@@ -270,7 +271,7 @@ def test_what_is_not_broadcast_is_not_broadcast_from_then_on() -> None:
 def test_the_buckets_of_before_are_freed() -> None:
     ddp = DistributedDataParallel(Net())
     reducer = weakref.ref(ddp.reducer)
-    assert buckets.restore(ddp, _shuffled(ddp))
+    assert ddp_buckets.restore(ddp, _shuffled(ddp))
 
     assert reducer() is None
     made = weakref.ref(ddp)
@@ -282,7 +283,7 @@ def test_the_buckets_of_before_are_freed() -> None:
 @pytest.mark.usefixtures("_alone")
 def test_sparse_gradients_stay_sparse() -> None:
     ddp = DistributedDataParallel(nn.Sequential(nn.Embedding(5, 20, sparse=True), nn.Linear(20, 3)))
-    assert buckets.restore(ddp, [*ddp.parameters()][::-1])
+    assert ddp_buckets.restore(ddp, [*ddp.parameters()][::-1])
     for _ in range(3):
         ddp.zero_grad()
         ddp(torch.tensor([1, 3])).sum().backward()
@@ -307,9 +308,9 @@ def test_what_cannot_take_up_an_order_stays_as_it_is(kind: str) -> None:
     order, reducer = _shuffled(ddp), ddp.reducer
     change(ddp)
 
-    assert not buckets.restore(ddp, order)
+    assert not ddp_buckets.restore(ddp, order)
     assert ddp.reducer is reducer
-    assert buckets.layout(ddp) is None
+    assert ddp_buckets.layout(ddp) is None
     if kind != "other parameters":
         _steps(ddp, 3)
 
@@ -320,7 +321,7 @@ def test_what_was_frozen_since_has_no_place_in_an_order() -> None:
     _steps(ddp, 3)
     ddp.module.first.weight.requires_grad_(False)
 
-    assert buckets.layout(ddp) is None
+    assert ddp_buckets.layout(ddp) is None
 
 
 @pytest.mark.usefixtures("_alone")
@@ -329,6 +330,6 @@ def test_no_order_is_told_by_a_torch_that_does_not_note_it() -> None:
     _steps(ddp, 3)
     ddp._get_ddp_logging_data = dict
 
-    assert buckets.layout(ddp) is None
+    assert ddp_buckets.layout(ddp) is None
     ddp.logger = None
-    assert buckets.layout(ddp) is None
+    assert ddp_buckets.layout(ddp) is None

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from resumable import Run, RunState
-from resumable.calls import Calls
-from resumable.ranks import Ranks
+from resumable.processes.meeting_point import Calls
+from resumable.processes.ranks import Ranks
 
 pytestmark = pytest.mark.timeout(120)
 

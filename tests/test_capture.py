@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler, swa_utils
 
-from resumable import CannotStore, ResumableWarning, RunState, StateMismatch, UsageError, codec
-from resumable.capture import SLOTS, Capture
-from resumable.part import Difference
-from resumable.position import Position
+from resumable import CannotStore, ResumableWarning, RunState, StateMismatch, UsageError
+from resumable.files import codec
+from resumable.parts.capture import SLOTS, Capture
+from resumable.parts.part import Difference
+from resumable.position.position import Position
 
 
 class Net(nn.Module):

@@ -6,8 +6,8 @@ import textwrap
 
 import pytest
 
-from resumable import carried
-from resumable.carried import Script, Use
+from resumable.audit.source import uses
+from resumable.audit.source.uses import Script, Use
 
 
 def of(text: str, name: str, *, line: int = 0, function: tuple[str, int] | None = None) -> Use:
@@ -16,7 +16,7 @@ def of(text: str, name: str, *, line: int = 0, function: tuple[str, int] | None 
 
 
 def made(text: str) -> Script:
-    script = carried._parsed(textwrap.dedent(text))
+    script = uses._parsed(textwrap.dedent(text))
     assert script
     return script
 
@@ -208,5 +208,5 @@ def test_the_line_is_the_first_that_assigns_it() -> None:
 
 
 def test_a_file_that_is_no_python_has_no_facts(tmp_path: object) -> None:
-    assert carried._parsed("for for") is None
-    assert carried.script(f"{tmp_path}/nowhere.py") is None
+    assert uses._parsed("for for") is None
+    assert uses.script(f"{tmp_path}/nowhere.py") is None

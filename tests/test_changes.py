@@ -14,9 +14,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from resumable import ResumableWarning, RunState, changes, history
-from resumable.changes import CHECKPOINTS, CODES, HARMLESS, MAY, OVERRIDES, WILL, Difference
-from resumable.environment import describe
+from resumable import ResumableWarning, RunState
+from resumable.run import changes, history
+from resumable.run.changes import CHECKPOINTS, CODES, HARMLESS, MAY, OVERRIDES, WILL, Difference
+from resumable.run.environment import describe
 
 # What each difference does, where a GPU is used and where none is.
 ENVIRONMENT = [

@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 
-from resumable import Boundary, CheckpointDamaged, FormatTooNew, SaveFailed, blocks, checkpoint, manifest
-from resumable.blocks import Content, Way, Written
-from resumable.checkpoint import Checkpoint
-from resumable.manifest import Manifest
+from resumable import Boundary, CheckpointDamaged, FormatTooNew, SaveFailed
+from resumable.files import large_files
+from resumable.files.large_files import Content, Way, Written
+from resumable.run import checkpoint, manifest
+from resumable.run.checkpoint import Checkpoint
+from resumable.run.manifest import Manifest
 
 FILES = {
     "state.json": b"{}",
@@ -147,7 +149,7 @@ def _in_a_row(folder: Path, count: int) -> list[Checkpoint]:
 @pytest.fixture
 def links(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let files of any size be shared."""
-    monkeypatch.setattr(blocks, "_WORTH_A_LINK", 0)
+    monkeypatch.setattr(large_files, "_WORTH_A_LINK", 0)
 
 
 @pytest.mark.usefixtures("links")
@@ -188,7 +190,7 @@ def test_pruning_any_of_the_checkpoints_leaves_the_others_whole(
 
 def _written(found: Checkpoint) -> dict[str, Written]:
     return {
-        name: Written(path, record.size, [bytes.fromhex(record.xxh3_128)], blocks.identity(path.stat()))
+        name: Written(path, record.size, [bytes.fromhex(record.xxh3_128)], large_files.identity(path.stat()))
         for name, record in found.about.files.items()
         if (path := found.path / name).exists()
     }
@@ -242,7 +244,7 @@ def test_a_commit_over_a_checkpoint_leaves_that_one_intact(tmp_path: Path) -> No
 def test_a_full_disk_is_named_with_how_to_make_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int, name: str
 ) -> None:
-    monkeypatch.setattr(os if name == "write" else blocks, name, _failing(error))
+    monkeypatch.setattr(os if name == "write" else large_files, name, _failing(error))
 
     with pytest.raises(SaveFailed, match=r"checkpoint 1 \(step 10\) could not be written: ") as caught:
         _commit(tmp_path)
@@ -254,8 +256,8 @@ def test_a_full_disk_is_named_with_how_to_make_room(
 
 
 def test_a_file_that_several_write_is_made_at_once_and_is_what_one_would_write(tmp_path: Path) -> None:
-    whole = os.urandom(2 * blocks.BLOCK + 5)
-    cuts = [(0, blocks.BLOCK), (blocks.BLOCK, len(whole))]
+    whole = os.urandom(2 * large_files.BLOCK + 5)
+    cuts = [(0, large_files.BLOCK), (large_files.BLOCK, len(whole))]
     stage = checkpoint.Stage(tmp_path, 1, 10)
 
     with stage.making(shared={"model.safetensors": len(whole)}):

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from resumable import RunState, cli
-from resumable.cli import main
-from resumable.history import History
-from resumable.run import Run
+from resumable import RunState
+from resumable.cli import app
+from resumable.cli.app import main
+from resumable.run.directory import Run
+from resumable.run.history import History
 
 DOCS = Path(__file__).parent.parent / "docs" / "cli.md"
 
@@ -338,7 +339,7 @@ def test_demo_refuses_a_folder_that_is_there(tmp_path: Path) -> None:
     assert main(["demo", "--dir", str(tmp_path)]) == 2
 
 
-@pytest.mark.parametrize("command", [name for names in cli._GROUPS.values() for name in names])
+@pytest.mark.parametrize("command", [name for names in app._GROUPS.values() for name in names])
 def test_each_help_page_has_an_example_and_the_exit_codes(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -363,8 +364,8 @@ def test_output_that_nobody_reads_to_its_end_is_no_error(run: Path, buffering: s
 def test_sizes_and_ages_are_as_people_write_them() -> None:
     from datetime import datetime, timedelta, timezone
 
-    from resumable.policy import bytes_of
-    from resumable.tables import age
+    from resumable.run.policy import bytes_of
+    from resumable.views.tables import age
 
     def ago(**length: float) -> str:
         return age((datetime.now(timezone.utc) - timedelta(**length)).isoformat())
@@ -387,7 +388,7 @@ def test_sizes_and_ages_are_as_people_write_them() -> None:
 def test_a_checkpoint_that_is_pruned_meanwhile_is_left_out(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("resumable.run.Run.numbers", lambda _: [1, 2, 3, 9])
+    monkeypatch.setattr("resumable.run.directory.Run.numbers", lambda _: [1, 2, 3, 9])
 
     assert main(["verify", str(run), "--all"]) == 0
     assert main(["ls", str(run)]) == 0
@@ -406,16 +407,18 @@ def test_each_group_is_listed_with_its_commands_and_a_command_alone_needs_no_oth
     groups = re.findall(r"^(\w+):\n((?:  \w+ .*\n)+)", capsys.readouterr().out, re.MULTILINE)
     assert {
         name: tuple(re.findall(r"^  (\w+)", lines, re.MULTILINE)) for name, lines in groups
-    } == cli._GROUPS
-    for group, names in cli._GROUPS.items():
-        made = cli.parser(names[0])._subparsers
+    } == app._GROUPS
+    for group, names in app._GROUPS.items():
+        made = app.parser(names[0])._subparsers
         assert made
         [commands] = made._group_actions
         assert {*(commands.choices or ())} == {*names}, group
 
 
 def test_the_command_line_answers_without_torch_numpy_and_what_moves_checkpoints(run: Path) -> None:
-    script = f"import sys; from resumable.cli import main; main(['ls', {str(run)!r}]); print(*sys.modules)"
+    script = (
+        f"import sys; from resumable.cli.app import main; main(['ls', {str(run)!r}]); print(*sys.modules)"
+    )
 
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
 

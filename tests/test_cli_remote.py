@@ -17,15 +17,16 @@ import pytest
 import torch
 from servers import S3, Place
 
-from resumable import RunState, history, manifest
-from resumable.cli import main
+from resumable import RunState
+from resumable.cli.app import main
 from resumable.errors import RemoteError
-from resumable.history import History
-from resumable.lock import Lock
-from resumable.pulling import attended
-from resumable.remote import Remote
-from resumable.run import Run
-from resumable.store import Store
+from resumable.files.lock import Lock
+from resumable.remote.pull import attended
+from resumable.remote.run_copy import Remote
+from resumable.remote.storage import Store
+from resumable.run import history, manifest
+from resumable.run.directory import Run
+from resumable.run.history import History
 
 DOCS = Path(__file__).parent.parent / "docs" / "cli.md"
 Captured = pytest.CaptureFixture[str]
@@ -562,7 +563,7 @@ DEADLY = """
 import os, shutil, signal, sys, threading
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
-from resumable.cli import main
+from resumable.cli.app import main
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 how, mode, name = sys.argv[1:4]
@@ -894,7 +895,7 @@ def test_other_warnings_are_shown_as_python_shows_them(run: Path) -> None:
         "        super().__init__(**more)\n"
         "        warnings.warn('something is old', FutureWarning)\n"
         "fsspec.register_implementation('file', Warns, clobber=True)\n"
-        "from resumable.cli import main\n"
+        "from resumable.cli.app import main\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )
 

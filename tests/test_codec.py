@@ -19,9 +19,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from resumable import codec, tensorfile
 from resumable.boundary import Boundary
 from resumable.errors import CannotStore
+from resumable.files import codec, tensor_file
 
 CPU = torch.device("cpu")
 PLACES = [None, lambda path, device: CPU]
@@ -833,10 +833,10 @@ def full_picture(encoded: codec.Encoded) -> Any:
     )
 
 
-def layouts(encoded: codec.Encoded) -> list[tensorfile.Layout]:
+def layouts(encoded: codec.Encoded) -> list[tensor_file.Layout]:
     """Return how the tensors lie in their files."""
     groups = codec.to_groups({"extra": encoded}).values()
-    return [tensorfile.layout(group.tensors, group.aliases) for group in groups]
+    return [tensor_file.layout(group.tensors, group.aliases) for group in groups]
 
 
 class Remembering:
@@ -845,7 +845,7 @@ class Remembering:
     def __init__(self) -> None:
         self.memo: codec.Memo = {}
         # (the tensors of the last one may have another shape by now)
-        self.layouts: dict[Any, list[tensorfile.Layout]] = {}
+        self.layouts: dict[Any, list[tensor_file.Layout]] = {}
 
     def encode(self, tree: Any, frozen: Callable[[str], bool] = lambda name: False) -> codec.Encoded:
         plain, found = codec.encode(tree), codec.encode(tree, memo=self.memo)
@@ -1170,6 +1170,6 @@ def test_a_tensor_that_two_files_hold_is_a_value_error() -> None:
     "name", ["model-frozen.safetensors", "-frozen.safetensors", "rank-frozen.safetensors"]
 )
 def test_a_frozen_file_that_nothing_speaks_of_is_a_value_error(name: str) -> None:
-    empty = bytes(tensorfile.to_safetensors({}, {}))
+    empty = bytes(tensor_file.to_safetensors({}, {}))
     with pytest.raises(ValueError, match="nothing says what"):
         read({**FILES, name: empty})

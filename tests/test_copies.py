@@ -31,11 +31,11 @@ from resumable import (
     Run,
     RunExists,
     RunState,
-    history,
 )
-from resumable import copies as copies_module
-from resumable.remote import Remote
-from resumable.store import Store
+from resumable.remote import in_training as copies_module
+from resumable.remote.run_copy import Remote
+from resumable.remote.storage import Store
+from resumable.run import history
 
 EPOCHS, BATCHES = 2, 5
 ANYWHERE = pytest.mark.parametrize("place", ["memory", "file", "s3"], indirect=True)

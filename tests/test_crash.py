@@ -18,8 +18,10 @@ from typing import Any, NamedTuple
 import pytest
 from tiny import DEBRIS, Training, assert_all_verify, assert_goes_on, debris, load, save_next
 
-from resumable import ResumableWarning, RunState, SaveFailed, blocks, environment
-from resumable.blocks import Way
+from resumable import ResumableWarning, RunState, SaveFailed
+from resumable.files import large_files
+from resumable.files.large_files import Way
+from resumable.run import environment
 
 CALLS = (
     "open",
@@ -60,17 +62,17 @@ def _set(patch: pytest.MonkeyPatch, name: str, call: Callable[..., Any]) -> None
     """Have the library make a call of `os` through this function."""
     patch.setattr(os, name, call)
     if name == "pwrite":
-        patch.setattr(blocks, "_pwrite", call)
+        patch.setattr(large_files, "_pwrite", call)
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the files of a small model have several blocks, room that is reserved, and links."""
-    monkeypatch.setattr(blocks, "BLOCK", 4096)
-    monkeypatch.setattr(blocks, "_PREALLOCATE", 1)
-    monkeypatch.setattr(blocks, "_WORTH_A_LINK", 0)
+    monkeypatch.setattr(large_files, "BLOCK", 4096)
+    monkeypatch.setattr(large_files, "_PREALLOCATE", 1)
+    monkeypatch.setattr(large_files, "_WORTH_A_LINK", 0)
     # (in more threads the calls would come in another order each time)
-    monkeypatch.setattr(blocks, "_WRITERS", 1)
+    monkeypatch.setattr(large_files, "_WRITERS", 1)
 
 
 class Wire:
@@ -189,7 +191,7 @@ def _child(run_dir: Path, scenario: Scenario, wire: Wire) -> None:
     state._saving._way = scenario.way
     wire.is_tapped = "try" in scenario.tapped
     if wire.is_tapped:
-        blocks.fastest_way(run_dir, memoryview(mmap.mmap(-1, 5000)))
+        large_files.fastest_way(run_dir, memoryview(mmap.mmap(-1, 5000)))
     wire.is_tapped = "save" in scenario.tapped
     save_next(training, state, scenario.loss)
     wire.tell("acknowledged")
@@ -238,8 +240,8 @@ def test_a_kill_at_any_disk_call_of_a_save_leaves_the_newest_committed_state(
 def test_a_kill_while_threads_write_leaves_the_newest_committed_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blocks, "_WRITERS", 3)
-    monkeypatch.setattr(blocks, "BLOCK", 512)
+    monkeypatch.setattr(large_files, "_WRITERS", 3)
+    monkeypatch.setattr(large_files, "BLOCK", 512)
     folder = _prepare(tmp_path, 1)
     scenario = Scenario(1, 0.5, ("save",))
     calls = _save_in_child(_copy(folder, "whole"), scenario).calls
@@ -256,7 +258,7 @@ def test_a_kill_while_threads_write_leaves_the_newest_committed_state(
 def test_a_kill_while_the_disk_is_tried_leaves_a_run_that_the_next_start_tidies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blocks, "_WAYS", ("direct",))
+    monkeypatch.setattr(large_files, "_WAYS", ("direct",))
     folder = _prepare(tmp_path, TRYING.steps)
 
     outcomes = [outcome for outcome, _ in _kill_at_every_call(folder, TRYING)]

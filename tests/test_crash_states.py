@@ -15,7 +15,7 @@ from opening import Opening, scratch
 from proofs import Tally
 from traced import Tell, Traced
 
-from resumable import blocks
+from resumable.files import large_files
 
 pytestmark = pytest.mark.proves("durable")
 
@@ -34,7 +34,7 @@ def look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tally: Tally) -> Itera
     def through(name: str, most: int, each: int) -> int:
         scenario = scenarios.ALL[name]
         for key, value in scenario.blocks.items():
-            monkeypatch.setattr(blocks, key, value)
+            monkeypatch.setattr(large_files, key, value)
         found = traced.trace(scenario.begin(root), root, tmp_path / "logs", scenario.delays)
         opening = Opening(scenario, found, place, scenarios.remote(root))
         problems = [

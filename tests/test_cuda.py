@@ -13,8 +13,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from resumable import ResumableWarning, RunState, tensorfile
-from resumable.memory import HostMemory
+from resumable import ResumableWarning, RunState
+from resumable.files import tensor_file
+from resumable.saving.host_memory import HostMemory
 
 pytestmark = [
     pytest.mark.cuda,
@@ -62,7 +63,7 @@ class Training:
 
 
 def saved(path: Path, stem: str = "model") -> dict[str, torch.Tensor]:
-    return tensorfile.from_safetensors(memoryview(bytearray((path / f"{stem}.safetensors").read_bytes())))
+    return tensor_file.from_safetensors(memoryview(bytearray((path / f"{stem}.safetensors").read_bytes())))
 
 
 def assert_holds(path: Path, expected: dict[str, torch.Tensor]) -> None:
@@ -284,7 +285,7 @@ def test_saves_and_loads_work_with_a_default_device(run_dir: Path) -> None:
 
 
 def test_any_dtype_is_saved(run_dir: Path) -> None:
-    kinds = [kind for kind in tensorfile.DTYPES if kind != torch.bool]
+    kinds = [kind for kind in tensor_file.DTYPES if kind != torch.bool]
     bits = torch.arange(48, dtype=torch.uint8)
     live = {str(kind): bits.view(kind).cuda() for kind in kinds}
     with RunState.load(run_dir, extra={"x": live}) as state:

@@ -21,11 +21,13 @@ import tiny
 import torch
 from proofs import Tally
 
-from resumable import CheckpointDamaged, Run, blocks, checkpoint, codec, disk, manifest, tensorfile
+from resumable import CheckpointDamaged, Run
 from resumable.boundary import Boundary
-from resumable.checkpoint import Checkpoint
-from resumable.loading import Reading
-from resumable.manifest import Manifest
+from resumable.files import codec, disk, large_files, tensor_file
+from resumable.parts.reading import Reading
+from resumable.run import checkpoint, manifest
+from resumable.run.checkpoint import Checkpoint
+from resumable.run.manifest import Manifest
 
 pytestmark = pytest.mark.proves("noticed")
 
@@ -63,7 +65,7 @@ def saved(folder: Path, number: int, ranks: int = 1) -> Checkpoint:
         mine = {"extra": codec.encode({}), "rank": trees(number + rank, rank)["rank"]}
         texts, groups = codec.to_texts(mine, rank), codec.to_groups(mine, rank)
         files |= {path: text for path, text in texts.items() if path != "state.json"}
-        files |= {p: tensorfile.to_safetensors(g.tensors, g.aliases) for p, g in groups.items()}
+        files |= {p: tensor_file.to_safetensors(g.tensors, g.aliases) for p, g in groups.items()}
     about = Manifest(
         number=number,
         parent=None,
@@ -82,7 +84,7 @@ def saved(folder: Path, number: int, ranks: int = 1) -> Checkpoint:
         environment={"torch": "2"},
         world_size=ranks,
     )
-    contents = {path: blocks.Content(memoryview(data)) for path, data in files.items()}
+    contents = {path: large_files.Content(memoryview(data)) for path, data in files.items()}
     return checkpoint.commit(folder, about, contents)[0]
 
 
@@ -310,7 +312,7 @@ def loaded(found: Checkpoint) -> list[bytes]:
     reading.fill(["model"])
     held = {name: value for tree in reading.trees.values() for name, value in tree.tensors.items()}
     values = [json.dumps(tree.json).encode() for tree in reading.trees.values()]
-    return [*values, *(bytes(tensorfile.as_bytes(value)) for _, value in sorted(held.items()))]
+    return [*values, *(bytes(tensor_file.as_bytes(value)) for _, value in sorted(held.items()))]
 
 
 @contextlib.contextmanager
@@ -329,7 +331,7 @@ def seams(monkeypatch: pytest.MonkeyPatch, do: Callable[[int], None]) -> Iterato
     with monkeypatch.context() as patch:
         for name in ("open", "fstat", "stat"):
             patch.setattr(os, name, watched(getattr(os, name)))
-        patch.setattr(blocks, "_preadv", watched(blocks._preadv))
+        patch.setattr(large_files, "_preadv", watched(large_files._preadv))
         yield calls
 
 
@@ -459,13 +461,13 @@ def test_what_happens_to_a_file_after_a_load_does_not_reach_what_was_loaded(
     found, other = (saved(tmp_path / "checkpoints", number) for number in (1, 2))
     reading = Reading(found, {})
     tensors = {n: t for tree in reading.trees.values() for n, t in tree.tensors.items()}
-    before = {name: bytes(tensorfile.as_bytes(tensor)) for name, tensor in tensors.items()}
+    before = {name: bytes(tensor_file.as_bytes(tensor)) for name, tensor in tensors.items()}
 
     for name in found.about.files:
         change(found.path / name, (other.path / name).read_bytes())
 
     # (a mapped file would end the process here: SIGBUS)
-    assert {name: bytes(tensorfile.as_bytes(tensor)) for name, tensor in tensors.items()} == before
+    assert {name: bytes(tensor_file.as_bytes(tensor)) for name, tensor in tensors.items()} == before
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: /proc/self/maps")

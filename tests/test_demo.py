@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from resumable import Run, demo
-from resumable.cli import main
+from resumable import Run
+from resumable.cli import demo
+from resumable.cli.app import main
 
 
 @pytest.mark.nightly  # (CI runs the demo itself)

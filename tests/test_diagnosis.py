@@ -11,9 +11,9 @@ import pytest
 import told
 from told import KINDS
 
-from resumable import diagnosis
-from resumable.traces import At, Record
-from resumable.trials import Trial
+from resumable.audit import diagnosis
+from resumable.audit.trials import Trial
+from resumable.trace.trace_file import At, Record
 
 PLACES = [*told.boundaries(3, 4)]
 STOP = PLACES[2]

@@ -17,7 +17,7 @@ from test_show import rows_of
 from torch import nn
 
 from resumable import Run, RunState
-from resumable.cli import main
+from resumable.cli.app import main
 
 DOCS = Path(__file__).parent.parent / "docs" / "cli.md"
 

@@ -23,7 +23,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from resumable import digest
+from resumable.trace import digest
 
 X = torch.arange(6.0).reshape(2, 3)
 

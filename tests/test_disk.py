@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from resumable import CannotRead, CheckpointDamaged, ResumableWarning, Run, RunState, SaveFailed, disk
+from resumable import CannotRead, CheckpointDamaged, ResumableWarning, Run, RunState, SaveFailed
+from resumable.files import disk
 
 
 def _content(folder: Path) -> list[str]:

@@ -20,13 +20,18 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
-from resumable import ResumableError, cli
+from resumable import ResumableError
+from resumable.cli import app
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 RECORDED = "docs/quickstart.md"
 """Its script takes its time, so that it can be killed; a test of its own does."""
-MODULES = sorted(path.stem for path in (ROOT / "resumable").glob("*.py") if path.stem != "__main__")
+MODULES = sorted(
+    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for path in (ROOT / "resumable").rglob("*.py")
+    if path.stem != "__main__" and "stilled" not in path.parts
+)
 
 
 def blocks(page: str) -> list[str]:
@@ -98,7 +103,7 @@ def test_the_examples_in_docstrings_are_true(
     module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    found = import_module(f"resumable.{module}" if module != "__init__" else "resumable")
+    found = import_module(module.removesuffix(".__init__"))
 
     assert doctest.testmod(found, extraglobs={"torch": torch}).failed == 0
 
@@ -139,7 +144,7 @@ def test_what_the_pages_say_of_the_code_is_what_it_does() -> None:
 
 
 def test_every_command_is_on_the_page_of_the_command_line() -> None:
-    commands = [sub for action in cli.parser()._actions for sub in getattr(action, "choices", None) or ()]
+    commands = [sub for action in app.parser()._actions for sub in getattr(action, "choices", None) or ()]
     page = (ROOT / "docs" / "cli.md").read_text()
 
     assert [name for name in commands if f"resumable {name}" not in page.split("```text", 2)[2]] == []

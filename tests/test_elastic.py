@@ -29,7 +29,7 @@ from torch.utils.data import (
 )
 
 from resumable import ResumableWarning, Run, RunState, StateMismatch
-from resumable.shards import Deal, base, count, obstacle
+from resumable.loaders.resharding import Deal, base, count, obstacle
 
 pytestmark = [
     # What torch says of this machine, and Python of every worker that is forked while a save is on its way.

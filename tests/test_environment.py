@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from resumable import environment
+from resumable.run import environment
 
 
 def test_the_description_is_json_and_starts_no_device() -> None:

@@ -18,7 +18,8 @@ from typing import NamedTuple
 import pytest
 import same
 
-from resumable import Run, audit, verdicts
+from resumable import Run
+from resumable.audit import audit, verdicts
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"

@@ -11,10 +11,11 @@ import pytest
 import told
 from told import Script, Start
 
-from resumable import audit, experiments, verdicts
-from resumable.diagnosis import Finding
-from resumable.operations import CHANGED, DIFFERED, REFUSED
-from resumable.traces import Record
+from resumable.audit import audit, verdicts
+from resumable.audit import causes as experiments
+from resumable.audit.diagnosis import Finding
+from resumable.audit.nondeterminism import CHANGED, DIFFERED, REFUSED
+from resumable.trace.trace_file import Record
 
 
 def is_away(cause: str, start: Start) -> bool:

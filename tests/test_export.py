@@ -13,8 +13,10 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from resumable import CannotStore, Run, RunState, SaveFailed, UsageError, disk, exporting
-from resumable.cli import main
+from resumable import CannotStore, Run, RunState, SaveFailed, UsageError
+from resumable.cli.app import main
+from resumable.files import disk
+from resumable.interop import exporting
 
 
 class Tied(nn.Module):

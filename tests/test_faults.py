@@ -28,7 +28,9 @@ from tiny import (
     what_differs,
 )
 
-from resumable import ResumableError, ResumableWarning, RunState, SaveFailed, blocks, environment
+from resumable import ResumableError, ResumableWarning, RunState, SaveFailed
+from resumable.files import large_files
+from resumable.run import environment
 
 pytestmark = [pytest.mark.proves("durable"), pytest.mark.usefixtures("needs_strace", "small_blocks")]
 
@@ -64,9 +66,9 @@ FILLS = ("pwrite64", "write", "fallocate")
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the files of a small model have room that is reserved, and links."""
-    monkeypatch.setattr(blocks, "_PREALLOCATE", 1)
-    monkeypatch.setattr(blocks, "_WORTH_A_LINK", 0)
-    monkeypatch.setattr(blocks, "_WRITERS", 1)
+    monkeypatch.setattr(large_files, "_PREALLOCATE", 1)
+    monkeypatch.setattr(large_files, "_WORTH_A_LINK", 0)
+    monkeypatch.setattr(large_files, "_WRITERS", 1)
     # Once a process, by a process of its own, git is asked.
     environment.attempt()
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from resumable.fence import Fence
+from resumable.saving.fence import Fence
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a fork")
 

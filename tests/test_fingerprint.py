@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from resumable import fingerprint, tensorfile
+from resumable.files import fingerprint, tensor_file
 
 Of = Callable[[Tensor], Any]
 
@@ -28,7 +28,7 @@ def on_device(tensor: Tensor) -> Any:
 
 
 WAYS = [on_host, on_device]
-DTYPES = [*tensorfile.DTYPES, torch.complex128]
+DTYPES = [*tensor_file.DTYPES, torch.complex128]
 
 numbers = st.lists(st.integers(0, 255), min_size=1, max_size=70)
 

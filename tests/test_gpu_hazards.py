@@ -16,8 +16,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from resumable import Preempted, Run, RunState, blocks, loading, rng, stamp, threads
-from resumable.fence import Fence
+from resumable import Preempted, Run, RunState
+from resumable.files import large_files, threads
+from resumable.loaders import rng, worker_rng
+from resumable.parts import reading
+from resumable.saving.fence import Fence
 
 Fake = Callable[[int], tuple[list[torch.Generator], list[int]]]
 
@@ -77,13 +80,13 @@ def test_generators_follow_the_devices_of_the_training(
     saved = rng.collect()
     expected = torch.rand(3, generator=generators[int(then[5:])])
     generators, _ = fake_gpus(count)
-    rng.restore(rng.moved(saved, loading.moved({then}, {now})))
+    rng.restore(rng.moved(saved, reading.moved({then}, {now})))
 
     assert torch.equal(torch.rand(3, generator=generators[int(now[5:])]), expected)
 
 
 def test_devices_are_paired_in_the_order_of_their_numbers() -> None:
-    assert loading.moved({"cuda:2", "cuda:10"}, {"cuda:0", "cuda:1"}) == {
+    assert reading.moved({"cuda:2", "cuda:10"}, {"cuda:0", "cuda:1"}) == {
         "cuda:2": "cuda:0",
         "cuda:10": "cuda:1",
     }
@@ -96,20 +99,20 @@ def on(device: str) -> dict[str, Any]:
 @pytest.mark.parametrize("is_alone", [True, False])
 def test_all_tensors_follow_what_is_trained_to_another_gpu(is_alone: bool) -> None:
     trees = {"model": on("cuda:0"), "extra": on("cuda:0"), "rank": {}}
-    moved = loading._moved_trees(trees, {"cuda:1"}, is_alone=is_alone)
+    moved = reading._moved_trees(trees, {"cuda:1"}, is_alone=is_alone)
     assert moved["extra"] == moved["model"] == {"cuda:0": "cuda:1"}
 
 
 def test_nothing_moves_while_what_is_trained_stays() -> None:
     trees = {"model": on("cuda:0"), "extra": on("cuda:1"), "rank": {}}
-    moved = loading._moved_trees(trees, {"cuda:0"}, is_alone=True)
+    moved = reading._moved_trees(trees, {"cuda:0"}, is_alone=True)
     assert not any(moved.values())
 
 
 def test_each_ranks_own_state_follows_its_own_device() -> None:
     rank = {"position": {"devices": ["cuda:3"]}}
     trees = {"model": on("cuda:0"), "rank": rank}
-    moved = loading._moved_trees(trees, {"cuda:0"}, is_alone=False)
+    moved = reading._moved_trees(trees, {"cuda:0"}, is_alone=False)
     assert moved == {"model": {}, "rank": {"cuda:3": "cuda:0"}}
 
 
@@ -120,7 +123,7 @@ def test_a_worker_leaves_the_generator_of_a_gpu_alone() -> None:
         def get_state(self) -> Any:
             raise AssertionError("a forked process can use no GPU")
 
-    watch = stamp.Watch({"own": OnGpu(), "other": np.random.default_rng(1)})
+    watch = worker_rng.Watch({"own": OnGpu(), "other": np.random.default_rng(1)})
     assert "own.other" in watch.states()
     assert "own.own" not in watch.states()
 
@@ -297,13 +300,13 @@ def test_a_save_on_its_way_keeps_no_tensor_that_the_training_has_dropped(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_write = threading.Event()
-    write = blocks.write
+    write = large_files.write
 
     def late(*args: Any, **given: Any) -> Any:
         assert may_write.wait(20)
         return write(*args, **given)
 
-    monkeypatch.setattr(blocks, "write", late)
+    monkeypatch.setattr(large_files, "write", late)
     made: list[weakref.ref[torch.Tensor]] = []
 
     class Average:

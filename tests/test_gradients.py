@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from resumable import ResumableWarning, RunState
-from resumable.gradients import Gradients
+from resumable.parts.gradients import Gradients
 
 
 def make(loader: bool = False) -> dict[str, Any]:

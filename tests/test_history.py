@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 
-from resumable import Boundary, CannotRead, ResumableWarning, RunState, checkpoint, history
-from resumable.blocks import Content
-from resumable.history import History
-from resumable.manifest import Manifest
-from resumable.run import Run
+from resumable import Boundary, CannotRead, ResumableWarning, RunState
+from resumable.files.large_files import Content
+from resumable.run import checkpoint, history
+from resumable.run.directory import Run
+from resumable.run.history import History
+from resumable.run.manifest import Manifest
 
 HERE = {"host": "node7", "pid": 4711, "boot": "b1"}
 ABOUT = Manifest(

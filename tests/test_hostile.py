@@ -21,19 +21,8 @@ from hostile.build import CALM, START, Case
 from injection import Line, needs_strace  # noqa: F401 (a fixture)
 from proofs import Tally
 
-from resumable import (
-    CannotStore,
-    CheckpointDamaged,
-    Run,
-    codec,
-    disk,
-    errors,
-    headers,
-    journal,
-    lock,
-    sealed,
-    tensorfile,
-)
+from resumable import CannotStore, CheckpointDamaged, Run, errors
+from resumable.files import codec, disk, jsonl, lock, safetensors_header, strict_json, tensor_file
 
 pytestmark = pytest.mark.proves("safe")
 
@@ -240,14 +229,14 @@ NESTED = "[" * 900 + "]" * 900
 def test_lists_objects_and_keys_are_counted_wherever_a_part_of_the_text_ends(
     monkeypatch: pytest.MonkeyPatch, text: str, count: int, part: int
 ) -> None:
-    monkeypatch.setattr(sealed, "_PART", part)
-    assert [sealed.is_more_than(most, text) for most in (count, count - 1)] == [False, True]
+    monkeypatch.setattr(strict_json, "_PART", part)
+    assert [strict_json.is_more_than(most, text) for most in (count, count - 1)] == [False, True]
 
 
 def test_a_text_of_more_pieces_than_are_read_is_refused_before_it_takes_memory() -> None:
     text = b"[" + b"[]," * 2_000_000 + b"1]"
     with pytest.raises(ValueError, match="more than 1,000,000 lists, objects and keys"):
-        sealed.unseal(b'{"checksum": "' + sealed._first_line(text)[14:46] + b'",' + text)
+        strict_json.unseal(b'{"checksum": "' + strict_json._first_line(text)[14:46] + b'",' + text)
 
 
 @pytest.mark.parametrize("limit", ["MOST", "LONGEST"])
@@ -263,14 +252,14 @@ def test_what_no_load_would_read_is_not_saved(monkeypatch: pytest.MonkeyPatch, l
 @pytest.mark.parametrize("limit", ["MOST", "LONGEST"])
 def test_a_header_that_no_load_would_read_is_not_saved(monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
     tensors = codec.encode({"a": tiny.torch.zeros(2)}).tensors
-    content = tensorfile.to_safetensors(tensors, {})
-    monkeypatch.setattr(tensorfile if limit == "MOST" else headers, limit, 5)
+    content = tensor_file.to_safetensors(tensors, {})
+    monkeypatch.setattr(tensor_file if limit == "MOST" else safetensors_header, limit, 5)
 
     with pytest.raises(CannotStore, match="1 tensors are more than one file can describe"):
-        tensorfile.layout(tensors, {})
-    monkeypatch.setattr(headers, "LONGEST", 20)
+        tensor_file.layout(tensors, {})
+    monkeypatch.setattr(safetensors_header, "LONGEST", 20)
     with pytest.raises(ValueError, match=r"the header has .* bytes; at most 20 are read"):
-        tensorfile.from_safetensors(memoryview(content))
+        tensor_file.from_safetensors(memoryview(content))
 
 
 def test_a_tree_is_read_as_deep_as_it_can_be_saved_and_not_deeper() -> None:
@@ -313,17 +302,17 @@ def test_a_history_that_is_another_file_too_is_put_in_place_anew(tmp_path: Path)
     (tmp_path / "backup").write_bytes(b'{"a": 1}\ntorn')
     os.link(tmp_path / "backup", tmp_path / "history")
 
-    journal.append(tmp_path / "history", [{"a": 2}])
+    jsonl.append(tmp_path / "history", [{"a": 2}])
 
     assert (tmp_path / "backup").read_bytes() == b'{"a": 1}\ntorn'
-    assert journal.read(tmp_path / "history") == [{"a": 1}, {"a": 2}]
+    assert jsonl.read(tmp_path / "history") == [{"a": 1}, {"a": 2}]
 
 
 def test_a_history_of_a_terabyte_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "history").touch()
     os.truncate(tmp_path / "history", 1 << 40)
     with pytest.raises(OSError, match="1,099,511,627,776 bytes"):
-        journal.read(tmp_path / "history")
+        jsonl.read(tmp_path / "history")
 
 
 def test_an_error_that_quotes_a_file_cannot_move_the_cursor() -> None:

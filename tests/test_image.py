@@ -16,11 +16,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from resumable import RunState, SaveFailed, codec, memory, tensorfile
-from resumable import image as image_module
-from resumable.codec import Encoded
-from resumable.image import Image, Taken
-from resumable.part import clones
+from resumable import RunState, SaveFailed
+from resumable.files import codec, tensor_file
+from resumable.files.codec import Encoded
+from resumable.parts.part import clones
+from resumable.saving import host_memory
+from resumable.saving import image as image_module
+from resumable.saving.image import Image, Taken
 
 TENSORS = {
     "plain": torch.arange(6.0).reshape(2, 3),
@@ -131,7 +133,7 @@ def test_an_image_has_the_same_bits_in_memory_of_its_own(name: str, worth_a_fenc
     taken = take(Image(worth_a_fence=worth_a_fence), {name: live})[name]
 
     assert (taken.dtype, taken.shape, taken.is_contiguous()) == (live.dtype, live.shape, True)
-    assert tensorfile.is_equal(taken, live)
+    assert tensor_file.is_equal(taken, live)
     assert not live.numel() or taken.data_ptr() != live.data_ptr()
 
 
@@ -150,7 +152,7 @@ def test_clones_do_not_follow_the_training() -> None:
     for name, tensor in live.items():
         if tensor.numel():
             tensor.copy_(torch.zeros_like(tensor))
-        assert tensorfile.is_equal(copies[name], TENSORS[name])
+        assert tensor_file.is_equal(copies[name], TENSORS[name])
 
 
 def test_a_bool_that_nobody_has_set_is_a_bool_in_the_image() -> None:
@@ -164,8 +166,8 @@ def test_a_bool_that_nobody_has_set_is_a_bool_in_the_image() -> None:
 def test_a_file_of_the_image_is_a_safetensors_file() -> None:
     content = Image().take(groups(TENSORS)).contents({})["file"]
 
-    read = tensorfile.from_safetensors(content.block(0))
-    assert all(tensorfile.is_equal(read[name], TENSORS[name]) for name in TENSORS)
+    read = tensor_file.from_safetensors(content.block(0))
+    assert all(tensor_file.is_equal(read[name], TENSORS[name]) for name in TENSORS)
 
 
 def test_a_step_waits_until_what_it_changes_is_copied(copier: Copier) -> None:
@@ -229,7 +231,7 @@ def test_what_no_step_changes_is_copied_before_take_returns(copier: Copier) -> N
     copier.may_go_on.set()
 
     found = taken.tensors("file")
-    assert all(tensorfile.is_equal(found[name], tensor) for name, tensor in expected.items())
+    assert all(tensor_file.is_equal(found[name], tensor) for name, tensor in expected.items())
     assert copier.later == 1
 
 
@@ -514,15 +516,15 @@ def test_a_fence_is_not_opened_by_the_image_before(copier: Copier) -> None:
 def sizes() -> list[int]:
     """Return the sizes of the images that are in memory."""
     gc.collect()
-    return [len(found) for found in memory._maps]
+    return [len(found) for found in host_memory._maps]
 
 
 @pytest.fixture
 def _alone() -> Iterator[None]:
     """No image of another test is in memory."""
-    memory._maps.clear()
+    host_memory._maps.clear()
     yield
-    memory._maps.clear()
+    host_memory._maps.clear()
 
 
 def places(taken: Taken) -> list[int]:
@@ -553,13 +555,13 @@ def test_an_image_grows_with_the_state_and_the_old_memory_is_given_back_first(
     image = Image()
     take(image, state)
     most: list[int] = []
-    touch = memory.HostMemory.touch
+    touch = host_memory.HostMemory.touch
 
-    def touched(new: memory.HostMemory) -> None:
+    def touched(new: host_memory.HostMemory) -> None:
         most.append(sum(sizes()))
         touch(new)
 
-    monkeypatch.setattr(memory.HostMemory, "touch", touched)
+    monkeypatch.setattr(host_memory.HostMemory, "touch", touched)
     state["b"] = torch.full((1 << 18,), 2.0)
 
     found = take(image, state)
@@ -596,8 +598,8 @@ def test_an_image_is_laid_out_anew_when_the_tensors_are_others(change: str) -> N
 
     found = take(image, changed)
 
-    assert [*found] == [slot.name for slot in tensorfile.layout(changed, {}).slots]
-    assert all(tensorfile.is_equal(found[name], tensor) for name, tensor in changed.items())
+    assert [*found] == [slot.name for slot in tensor_file.layout(changed, {}).slots]
+    assert all(tensor_file.is_equal(found[name], tensor) for name, tensor in changed.items())
     assert lists(take(image, state)) == lists(state)
 
 
@@ -614,7 +616,7 @@ def test_memory_that_was_reserved_is_the_images() -> None:
     found = take(image, state)
 
     assert lent == [b"####\0\0\0\0"]
-    assert tensorfile.is_equal(found["a"], state["a"])
+    assert tensor_file.is_equal(found["a"], state["a"])
     assert len(sizes()) == 1
     assert sizes()[0] <= 1.02 * (1 << 20)
     image.reserve(1 << 20, borrow)
@@ -625,8 +627,8 @@ def test_memory_that_was_reserved_is_the_images() -> None:
 @pytest.mark.usefixtures("_alone")
 def test_an_image_waits_for_the_memory_that_is_being_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
     image, state, go = Image(), {"a": torch.ones(9)}, threading.Event()
-    touch = memory.HostMemory.touch
-    monkeypatch.setattr(memory.HostMemory, "touch", lambda self: (go.wait(20), touch(self))[1])
+    touch = host_memory.HostMemory.touch
+    monkeypatch.setattr(host_memory.HostMemory, "touch", lambda self: (go.wait(20), touch(self))[1])
     image.reserve(9000, lambda scratch: None)
     found: list[dict[str, Tensor]] = []
     taking = threading.Thread(target=lambda: found.append(take(image, state)))
@@ -637,7 +639,7 @@ def test_an_image_waits_for_the_memory_that_is_being_reserved(monkeypatch: pytes
     taking.join(20)
 
     assert found[0]["a"].tolist() == [1.0] * 9
-    assert len(memory._maps) == 1
+    assert len(host_memory._maps) == 1
 
 
 def test_an_image_does_not_wait_for_who_was_lent_the_memory_but_close_does() -> None:
@@ -658,7 +660,7 @@ def test_a_closed_image_has_given_back_memory_hooks_and_threads() -> None:
     training.image.reserve(1 << 21, lambda scratch: None)
     training.step()
     values(training.take())
-    (found,) = memory._maps
+    (found,) = host_memory._maps
     kept = weakref.ref(found)
     del found
     assert training.optimizer._optimizer_step_pre_hooks

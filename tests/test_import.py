@@ -21,17 +21,9 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from resumable import (
-    ResumableWarning,
-    Run,
-    RunState,
-    StateMismatch,
-    Unsupported,
-    foreign,
-    importing,
-    load_weights,
-)
-from resumable.cli import main
+from resumable import ResumableWarning, Run, RunState, StateMismatch, Unsupported, load_weights
+from resumable.cli.app import main
+from resumable.interop import importing, other_tools
 
 FOREIGN = Path(__file__).parent / "foreign"
 
@@ -696,7 +688,7 @@ def test_an_epoch_of_lightnings_is_done_when_its_last_batch_is(is_last: bool, ep
     loop["epoch_progress"]["current"]["processed"] = 0
     loop["epoch_loop.batch_progress"]["is_last_batch"] = is_last
 
-    assert foreign.of_dict(found, {}).epoch == epoch
+    assert other_tools.of_dict(found, {}).epoch == epoch
 
 
 @pytest.mark.heavy

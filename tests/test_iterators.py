@@ -23,16 +23,17 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from resumable import RunState, Unsupported, forkserver
-from resumable.iterators import ATTRIBUTES, METHODS, Workers, in_process, sheltered, stand_in
-from resumable.order import Generators, Order
-from resumable.worker import Stream, Worker
+from resumable import RunState, Unsupported
+from resumable.loaders import forkserver
+from resumable.loaders.order import Generators, Order
+from resumable.loaders.torch_iterators import ATTRIBUTES, METHODS, Workers, in_process, sheltered, stand_in
+from resumable.loaders.worker import Stream, Worker
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 PACKAGE = Path(__file__).parent.parent / "resumable"
 ITERATOR: Any = _MultiProcessingDataLoaderIter
-CHANGED = f"torch {torch.__version__} has another loader, and iterators.py has to follow it"
+CHANGED = f"torch {torch.__version__} has another loader, and torch_iterators.py has to follow it"
 
 
 class Numbers(Dataset[int]):
@@ -95,7 +96,7 @@ def test_torch_still_has_all_that_is_used_of_it() -> None:
     inherited = {name for name in METHODS if name in vars(Workers)}
 
     assert not missing, f"{CHANGED}: it has no {', '.join(missing)} any more"
-    assert inherited == set(METHODS), "what iterators.py replaces is not what it says it does"
+    assert inherited == set(METHODS), "what torch_iterators.py replaces is not what it says it does"
     for name, parameters in {
         "_reset": ["self", "loader", "first_iter"],
         "_try_put_index": ["self"],
@@ -195,11 +196,11 @@ def private_names(source: str) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.glob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: path.stem)
 def test_no_other_module_uses_a_private_name_of_torchs_loader(path: Path) -> None:
     used = private_names(path.read_text())
 
-    assert bool(used) == (path.stem == "iterators"), used
+    assert bool(used) == (path.stem == "torch_iterators"), used
 
 
 @pytest.mark.parametrize(

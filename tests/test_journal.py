@@ -10,20 +10,20 @@ from typing import Any
 
 import pytest
 
-from resumable import journal
-from resumable.journal import Line
+from resumable.files import jsonl
+from resumable.files.jsonl import Line
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     """A file of two lines."""
     path = tmp_path / "lines.jsonl"
-    journal.append(path, [{"n": 1}, {"n": 2}])
+    jsonl.append(path, [{"n": 1}, {"n": 2}])
     return path
 
 
 def numbers(path: Path) -> list[Any]:
-    return [line["n"] for line in journal.read(path)]
+    return [line["n"] for line in jsonl.read(path)]
 
 
 def same(line: Line) -> Line:
@@ -31,13 +31,11 @@ def same(line: Line) -> Line:
 
 
 def test_a_file_that_is_not_there_has_no_lines(tmp_path: Path) -> None:
-    assert journal.read(tmp_path / "lines.jsonl") == []
+    assert jsonl.read(tmp_path / "lines.jsonl") == []
 
 
 def test_each_line_is_strict_json_and_utf_8(path: Path) -> None:
-    journal.append(
-        path, [{"n": float("nan"), "argv": ("Müller\udcff",), "deep": {"x": [float("-inf"), 1.5]}}]
-    )
+    jsonl.append(path, [{"n": float("nan"), "argv": ("Müller\udcff",), "deep": {"x": [float("-inf"), 1.5]}}])
 
     text = path.read_bytes().splitlines()[-1].decode()
     found = json.loads(text, parse_constant=pytest.fail)
@@ -52,9 +50,9 @@ def test_a_torn_last_line_is_dropped_and_no_other_is_lost(path: Path, torn: byte
     assert numbers(path) == [1, 2]
 
     if change == "append":
-        journal.append(path, [{"n": 4}])
+        jsonl.append(path, [{"n": 4}])
     else:
-        journal.rewrite(path, same, [{"n": 4}])
+        jsonl.rewrite(path, same, [{"n": 4}])
 
     assert path.read_bytes() == b'{"n": 1}\n{"n": 2}\n{"n": 4}\n'
 
@@ -64,9 +62,9 @@ def test_a_last_line_that_lacks_only_its_end_is_kept(path: Path, change: str) ->
     path.write_bytes(path.read_bytes().rstrip())
 
     if change == "append":
-        journal.append(path, [{"n": 4}])
+        jsonl.append(path, [{"n": 4}])
     else:
-        journal.rewrite(path, same, [{"n": 4}])
+        jsonl.rewrite(path, same, [{"n": 4}])
 
     assert path.read_bytes() == b'{"n": 1}\n{"n": 2}\n{"n": 4}\n'
 
@@ -74,7 +72,7 @@ def test_a_last_line_that_lacks_only_its_end_is_kept(path: Path, change: str) ->
 def test_a_damaged_line_in_the_middle_is_not_read_and_stays(path: Path) -> None:
     path.write_bytes(b'{"n": 0}\n{"n": \xff\n[1]\n' + path.read_bytes())
 
-    journal.rewrite(path, lambda line: {"n": -line["n"]}, [])
+    jsonl.rewrite(path, lambda line: {"n": -line["n"]}, [])
 
     assert numbers(path) == [0, -1, -2]
     assert path.read_bytes().splitlines()[1:3] == [b'{"n": \xff', b"[1]"]
@@ -83,7 +81,7 @@ def test_a_damaged_line_in_the_middle_is_not_read_and_stays(path: Path) -> None:
 def test_a_rewrite_leaves_out_what_is_changed_into_none_and_not_one_byte_of_the_others(path: Path) -> None:
     path.write_bytes(b'{"n":   9}\n' + path.read_bytes())
 
-    journal.rewrite(path, lambda line: None if line["n"] == 1 else line, [])
+    jsonl.rewrite(path, lambda line: None if line["n"] == 1 else line, [])
 
     assert path.read_bytes() == b'{"n":   9}\n{"n": 2}\n'
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
@@ -106,7 +104,7 @@ def test_a_disk_that_fails_in_mid_append_leaves_no_part_of_a_line(
     with monkeypatch.context() as patch:
         patch.setattr(os, fails, half if fails == "write" else full)
         with pytest.raises(OSError, match=r"No space|Input/output"):
-            journal.append(path, [{"n": 3}])
+            jsonl.append(path, [{"n": 3}])
 
     assert path.read_bytes() == before
 
@@ -119,8 +117,8 @@ def test_a_line_is_flushed_and_so_is_the_name_of_a_new_file(
         real = getattr(os, name)
         monkeypatch.setattr(os, name, lambda fd, real=real, name=name: (calls.append(name), real(fd)))
 
-    journal.append(tmp_path / "lines.jsonl", [{"n": 1}])
-    journal.append(tmp_path / "lines.jsonl", [{"n": 2}])
+    jsonl.append(tmp_path / "lines.jsonl", [{"n": 1}])
+    jsonl.append(tmp_path / "lines.jsonl", [{"n": 2}])
 
     assert calls == ["fdatasync", "fsync", "fdatasync"]
 
@@ -134,7 +132,7 @@ def test_what_is_not_a_file_is_neither_read_nor_written(tmp_path: Path, kind: st
     ]()
 
     with pytest.raises(OSError, match=r"regular|directory|symbolic"):
-        journal.read(path)
+        jsonl.read(path)
     with pytest.raises(OSError, match=r"regular|directory|symbolic"):
-        journal.append(path, [{"n": 2}])
+        jsonl.append(path, [{"n": 2}])
     assert elsewhere.read_bytes() == b'{"n": 1}\n'

@@ -19,7 +19,8 @@ import victims
 from proofs import Tally
 from victims import Tell, Victim
 
-from resumable import Run, environment
+from resumable import Run
+from resumable.run import environment
 
 pytestmark = [pytest.mark.heavy, pytest.mark.proves("exact")]
 

@@ -18,10 +18,13 @@ import victims
 from proofs import Tally
 from victims import Chain, Tell, Victim
 
-from resumable import Run, blocks, checkpoint, environment, filesystem
-from resumable.copying import Copying
-from resumable.remote import Remote
-from resumable.store import Store
+from resumable import Run
+from resumable.files import large_files
+from resumable.remote import filesystem
+from resumable.remote.by_hand import Copying
+from resumable.remote.run_copy import Remote
+from resumable.remote.storage import Store
+from resumable.run import checkpoint, environment
 
 pytestmark = [pytest.mark.heavy, pytest.mark.proves("durable")]
 
@@ -42,7 +45,7 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.fixture(autouse=True)
 def links(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Let small files be linked; and what each process does once, it has done before it is forked."""
-    monkeypatch.setattr(blocks, "_WORTH_A_LINK", 0)
+    monkeypatch.setattr(large_files, "_WORTH_A_LINK", 0)
     environment.attempt()
     training, state = tiny.load(tmp_path / "warm")
     tiny.save_next(training, state, 1.0)
@@ -52,8 +55,8 @@ def links(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture
 def many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a small file have several blocks, written by two threads, and room that is reserved."""
-    monkeypatch.setattr(blocks, "BLOCK", 1024)
-    monkeypatch.setattr(blocks, "_PREALLOCATE", 1)
+    monkeypatch.setattr(large_files, "BLOCK", 1024)
+    monkeypatch.setattr(large_files, "_PREALLOCATE", 1)
 
 
 def _killed(chain: Chain, count: int, of_starts: float) -> Chain:

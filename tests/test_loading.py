@@ -25,20 +25,12 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler, swa_utils
 from torch.utils.data import DataLoader
 
-from resumable import (
-    CannotRead,
-    CheckpointDamaged,
-    ResumableWarning,
-    Run,
-    RunState,
-    StateMismatch,
-    blocks,
-    capture,
-    loading,
-    manifest,
-    tensorfile,
-)
-from resumable.loading import Reading
+from resumable import CannotRead, CheckpointDamaged, ResumableWarning, Run, RunState, StateMismatch
+from resumable.files import large_files, tensor_file
+from resumable.parts import capture
+from resumable.parts import reading as loading
+from resumable.parts.reading import Reading
+from resumable.run import manifest
 
 LARGE = 64 << 10
 """Tensors of so many bytes are read into memory of their own; smaller ones together."""
@@ -48,7 +40,7 @@ def bits(value: Any) -> Any:
     """Return what is equal only for the same content, tensors to the last bit."""
     if isinstance(value, Tensor):
         flags = value.requires_grad if value.is_leaf else None
-        return str(value.dtype), tuple(value.shape), flags, tensorfile.as_bytes(value).tobytes()
+        return str(value.dtype), tuple(value.shape), flags, tensor_file.as_bytes(value).tobytes()
     if isinstance(value, dict):
         return {key: bits(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -125,7 +117,7 @@ class Training:
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let large tensors lie in several blocks."""
-    monkeypatch.setattr(blocks, "BLOCK", 24 << 10)
+    monkeypatch.setattr(large_files, "BLOCK", 24 << 10)
 
 
 @pytest.fixture
@@ -160,7 +152,7 @@ def forge(found: Path, **files: bytes | tuple[bytes, int]) -> None:
         name = key.replace("__", "/").replace("_dot_", ".")
         data, size = content if isinstance(content, tuple) else (content, len(content))
         put(found / name, data)
-        records[name] = manifest.FileRecord(size, blocks.digest(data))
+        records[name] = manifest.FileRecord(size, large_files.digest(data))
     put(found / manifest.NAME, manifest.to_json(replace(about, files=records)))
 
 
@@ -172,7 +164,7 @@ def _offsets(path: Path) -> list[int]:
     header = 0
     if path.suffix == ".safetensors":
         header = 8 + int.from_bytes(path.read_bytes()[:8], "little")
-    edges = [at + by for at in range(0, size, blocks.BLOCK * 3) for by in (-1, 0, 1)]
+    edges = [at + by for at in range(0, size, large_files.BLOCK * 3) for by in (-1, 0, 1)]
     return sorted(
         {at for at in (0, 7, 8, header // 2, header - 1, header, size - 1, *edges) if 0 <= at < size}
     )
@@ -684,7 +676,7 @@ CASES = [
 def test_any_training_comes_back_to_the_last_bit(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, seed: int, optimizer: str
 ) -> None:
-    monkeypatch.setattr(blocks, "BLOCK", [1 << 12, LARGE, LARGE - 8, 16 << 20][seed % 4])
+    monkeypatch.setattr(large_files, "BLOCK", [1 << 12, LARGE, LARGE - 8, 16 << 20][seed % 4])
     training = RandomTraining(seed, optimizer)
     with RunState.load(run_dir, **training.parts, keep=None) as state:
         training.step()
@@ -1362,7 +1354,7 @@ def test_bytes_of_a_live_tensor_that_are_no_booleans_are_refused(run_dir: Path, 
 def test_a_header_that_changes_before_the_file_is_verified_is_noticed(
     run_dir: Path, saved: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = blocks.read_start
+    read = large_files.read_start
 
     def swapped(found: Path, name: str, size: int, count: int) -> memoryview:
         # Two weights of one shape, each under the name of the other.
@@ -1373,7 +1365,7 @@ def test_a_header_that_changes_before_the_file_is_verified_is_noticed(
 
     live = Training(1)
     before = live.look()
-    monkeypatch.setattr(blocks, "read_start", swapped)
+    monkeypatch.setattr(large_files, "read_start", swapped)
 
     with pytest.raises(CheckpointDamaged, match="has changed while it was read"):
         RunState.load(run_dir, **live.parts, resume=2)
@@ -1453,7 +1445,7 @@ def test_a_lack_of_memory_is_no_damage_and_no_older_checkpoint_is_used(
     model, optimizer = trained()
     before = model.weight.detach().clone()
     with monkeypatch.context() as patch:
-        patch.setattr(tensorfile, "empty", full)
+        patch.setattr(tensor_file, "empty", full)
         for _ in range(2):
             with pytest.raises(CannotRead, match=r"no room on cpu for the 160,000 bytes of exp_avg") as told:
                 RunState.load(run_dir, model=model, optimizer=optimizer)
@@ -1492,7 +1484,9 @@ def test_what_goes_to_a_device_goes_there_when_it_is_told_of_too(tmp_path: Path)
     content = bytes(range(200))
     (tmp_path / "file").write_bytes(content)
     took, told = bytearray(), []
-    target = blocks.Target(0, 200, None, lambda lane, at, piece: took.extend(piece))
-    blocks.scan(tmp_path, "file", 200, blocks.digest(content), loading._telling([target], told.append))
+    target = large_files.Target(0, 200, None, lambda lane, at, piece: took.extend(piece))
+    large_files.scan(
+        tmp_path, "file", 200, large_files.digest(content), loading._telling([target], told.append)
+    )
 
     assert (took, told) == (content, [200])

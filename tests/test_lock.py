@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from resumable import RunInUse
-from resumable.lock import Lock
+from resumable.files.lock import Lock
 
 
 @contextlib.contextmanager
@@ -183,7 +183,9 @@ def test_a_disk_that_knows_no_locks_is_an_error_of_its_own(
 def test_a_lock_that_was_lost_to_another_process_is_not_believed_in(tmp_path: Path) -> None:
     lock = Lock(tmp_path / "lock")
     (tmp_path / "lock").read_bytes()
-    code = f"from resumable.lock import Lock; Lock(__import__('pathlib').Path({str(tmp_path / 'lock')!r}))"
+    code = (
+        f"from resumable.files.lock import Lock; Lock(__import__('pathlib').Path({str(tmp_path / 'lock')!r}))"
+    )
     other = subprocess.Popen(
         [sys.executable, "-c", f"{code}; print(flush=True); input()"], stdin=-1, stdout=-1
     )

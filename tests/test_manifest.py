@@ -11,10 +11,11 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resumable import manifest, sealed
 from resumable.boundary import Boundary
 from resumable.errors import FormatTooNew
-from resumable.manifest import Best, FileRecord, Goal, Manifest
+from resumable.files import strict_json
+from resumable.run import manifest
+from resumable.run.manifest import Best, FileRecord, Goal, Manifest
 
 ABOUT = Manifest(
     number=41,
@@ -88,13 +89,13 @@ def test_no_truncated_manifest_is_accepted() -> None:
 
 
 def test_a_newer_format_is_named_with_what_to_do() -> None:
-    text = sealed.seal({**BODY, "format": manifest.FORMAT + 1, "unheard of": 1})
+    text = strict_json.seal({**BODY, "format": manifest.FORMAT + 1, "unheard of": 1})
     with pytest.raises(FormatTooNew, match=r"in format 2; .* reads up to 1\.\nFix: upgrade"):
         manifest.from_json(text)
 
 
 def test_a_damaged_manifest_of_a_newer_format_is_damaged() -> None:
-    text = sealed.seal({**BODY, "format": manifest.FORMAT + 1})
+    text = strict_json.seal({**BODY, "format": manifest.FORMAT + 1})
     with pytest.raises(ValueError, match="checksum") as caught:
         manifest.from_json(text.replace(b'"step"', b'"stop"'))
     assert not isinstance(caught.value, FormatTooNew)
@@ -103,12 +104,12 @@ def test_a_damaged_manifest_of_a_newer_format_is_damaged() -> None:
 @pytest.mark.parametrize("found", [0, -1, True, "1", 1.0, None, [1], 10**400])
 def test_what_is_no_format_number_of_ours_is_refused(found: Any) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 (many reasons, one kind)
-        manifest.from_json(sealed.seal({"format": found, **BODY}))
+        manifest.from_json(strict_json.seal({"format": found, **BODY}))
 
 
 def test_a_manifest_without_a_format_number_is_refused() -> None:
     with pytest.raises(ValueError, match="None stands where int belongs"):
-        manifest.from_json(sealed.seal(BODY))
+        manifest.from_json(strict_json.seal(BODY))
 
 
 @pytest.mark.parametrize("key", BODY)

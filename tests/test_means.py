@@ -17,8 +17,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from resumable import ResumableWarning, RunState, UsageError, means, progress
-from resumable.means import Means
+from resumable import ResumableWarning, RunState, UsageError, progress
+from resumable.position import means
+from resumable.position.means import Means
 
 
 class Training:

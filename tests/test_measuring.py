@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from resumable import measuring, tensorfile
+from resumable.files import tensor_file
+from resumable.views import magnitudes
 
-NUMBERS = [dtype for dtype in tensorfile.DTYPES if dtype != torch.bool]
+NUMBERS = [dtype for dtype in tensor_file.DTYPES if dtype != torch.bool]
 
 
 def name(dtype: torch.dtype) -> str:
@@ -19,7 +20,7 @@ def name(dtype: torch.dtype) -> str:
 
 
 def raw(tensor: torch.Tensor) -> memoryview:
-    return tensorfile.as_bytes(tensor)
+    return tensor_file.as_bytes(tensor)
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:
@@ -32,7 +33,7 @@ def test_every_pattern_of_bits_is_what_torch_takes_it_for(dtype: torch.dtype) ->
     bits = patterns.to(torch.uint8) if dtype.itemsize == 1 else patterns.to(torch.int16)
     values = bits.view(torch.uint8).repeat(dtype.itemsize).view(dtype)
 
-    found = measuring.size_of(raw(values), name(dtype), dtype.itemsize)
+    found = magnitudes.size_of(raw(values), name(dtype), dtype.itemsize)
 
     expected = wide(values)
     finite = expected[torch.isfinite(expected)]
@@ -48,7 +49,7 @@ def test_each_of_the_256_bytes_of_a_small_float_is_what_torch_takes_it_for(dtype
         pytest.skip("it has more than one byte")
     for byte in range(256):
         value = torch.tensor([byte], dtype=torch.uint8).view(dtype)
-        found, expected = measuring.size_of(raw(value), name(dtype), 1), float(wide(value))
+        found, expected = magnitudes.size_of(raw(value), name(dtype), 1), float(wide(value))
         assert (found.nan, found.inf) == (math.isnan(expected), math.isinf(expected)), byte
         assert found.norm == (abs(expected) if math.isfinite(expected) else 0), byte
 
@@ -59,7 +60,7 @@ def test_a_distance_is_the_one_that_torch_computes(dtype: torch.dtype) -> None:
     other = one.clone()
     other[::3] = (torch.rand(334) * 4).to(dtype)
 
-    found = measuring.distance_of(raw(one), raw(other), name(dtype), dtype.itemsize)
+    found = magnitudes.distance_of(raw(one), raw(other), name(dtype), dtype.itemsize)
 
     gap = wide(other) - wide(one)
     assert found.changed == int(wide(one).ne(wide(other)).sum())
@@ -73,7 +74,7 @@ def test_a_bit_is_a_difference_where_the_numbers_are_equal() -> None:
     one, other = torch.tensor([0.0, math.nan]), torch.tensor([-0.0, math.nan])
     other.view(torch.int32)[1] += 1
 
-    found = measuring.distance_of(raw(one), raw(other), "float32", 4)
+    found = magnitudes.distance_of(raw(one), raw(other), "float32", 4)
 
     assert (found.changed, found.most, found.relative) == (2, 0.0, 0.0)
 
@@ -82,14 +83,14 @@ def test_what_is_not_finite_does_not_hide_how_far_the_others_are() -> None:
     one = torch.tensor([1.0, math.inf, math.nan, 4.0])
     other = torch.tensor([math.nan, math.inf, 3.0, 4.5])
 
-    found = measuring.distance_of(raw(one), raw(other), "float32", 4)
+    found = magnitudes.distance_of(raw(one), raw(other), "float32", 4)
 
     assert (found.changed, found.most, found.not_finite) == (3, 0.5, 1)
     assert (found.before.nan, found.before.inf) == (1, 1)
 
 
 def test_what_was_nothing_has_no_relative_distance() -> None:
-    found = measuring.distance_of(raw(torch.zeros(2)), raw(torch.ones(2)), "float32", 4)
+    found = magnitudes.distance_of(raw(torch.zeros(2)), raw(torch.ones(2)), "float32", 4)
 
     assert (found.most, found.relative) == (1.0, None)
 
@@ -99,13 +100,13 @@ def test_what_is_no_number_is_compared_bit_by_bit(array: Any) -> None:
     one, other = (memoryview(bytearray(array.tobytes())) for _ in range(2))
     other[0] ^= 1
 
-    found = measuring.distance_of(one, other, array.dtype.str, array.itemsize)
+    found = magnitudes.distance_of(one, other, array.dtype.str, array.itemsize)
 
     assert (found.changed, found.relative) == (1, None)
-    assert measuring.size_of(one, array.dtype.str, array.itemsize).norm is None
+    assert magnitudes.size_of(one, array.dtype.str, array.itemsize).norm is None
 
 
 @pytest.mark.parametrize("dtype", ["O", "|O8", "float4", "<u3", "V8", "i4,i4", "M8[x]", ""])
 def test_no_other_dtype_is_made_from_its_name(dtype: str) -> None:
-    assert measuring.width(dtype) is None
-    assert not measuring.is_number(dtype)
+    assert magnitudes.width(dtype) is None
+    assert not magnitudes.is_number(dtype)

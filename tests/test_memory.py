@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from resumable import memory
-from resumable.memory import HostMemory
+from resumable.saving import host_memory
+from resumable.saving.host_memory import HostMemory
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a fork")
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -68,7 +68,7 @@ def test_memory_that_was_touched_is_there_and_goes_when_it_is_given_back() -> No
 
 @pytest.mark.parametrize("piece", [1, 3000, 1 << 30])
 def test_touching_sets_every_byte(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
-    monkeypatch.setattr(memory, "_PIECE", piece)
+    monkeypatch.setattr(host_memory, "_PIECE", piece)
     found = HostMemory(7001)
     found.tensor.fill_(5)
     found.touch()
@@ -239,6 +239,6 @@ def test_memory_is_not_registered_without_a_gpu(monkeypatch: pytest.MonkeyPatch)
     driver = Driver()
     with_driver(monkeypatch, driver)
     found = HostMemory(5000)
-    found.register(memory.gpu_of([torch.zeros(3)]))
+    found.register(host_memory.gpu_of([torch.zeros(3)]))
 
     assert driver.known == []

@@ -20,7 +20,7 @@ from proofs import Tally
 from tiny import Training, assert_all_verify, assert_goes_on, load, save_next, uninterrupted
 
 from resumable import ResumableError, ResumableWarning, Run, RunInUse, RunState, SaveFailed
-from resumable.lock import Lock
+from resumable.files.lock import Lock
 
 pytestmark = [
     pytest.mark.proves("durable"),

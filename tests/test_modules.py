@@ -19,8 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel
 
-from resumable import ResumableWarning, RunState, StateMismatch, Unsupported, UsageError, buckets
-from resumable.modules import ModulePart, bare_name, unwrap
+from resumable import ResumableWarning, RunState, StateMismatch, Unsupported, UsageError
+from resumable.parts import ddp_buckets
+from resumable.parts.models import ModulePart, bare_name, unwrap
 
 Wrap = Callable[[nn.Module], nn.Module]
 
@@ -482,7 +483,7 @@ def _forth_and_back(model: nn.Module, count: int = 1) -> None:
 
 def _order(ddp: nn.Module) -> list[str]:
     names = {id(parameter): name for name, parameter in unwrap(ddp).named_parameters()}
-    return [bare_name(unwrap(ddp))(names[id(parameter)]) for parameter in buckets.layout(ddp) or []]
+    return [bare_name(unwrap(ddp))(names[id(parameter)]) for parameter in ddp_buckets.layout(ddp) or []]
 
 
 REPLICATED: Mapping[str, Callable[[], tuple[nn.Module, nn.Module]]] = {

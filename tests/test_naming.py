@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from resumable import naming
-from resumable.sealed import Json
-from resumable.traces import At, Difference
+from resumable.audit import naming
+from resumable.files.strict_json import Json
+from resumable.trace.trace_file import At, Difference
 
 AT = At("batch", 0, 8, 8)
 

@@ -13,8 +13,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
 
-from resumable import repeating
-from resumable.operations import CHANGED, DIFFERED, REFUSED, Inspection, Operation
+from resumable.audit import replay
+from resumable.audit.nondeterminism import CHANGED, DIFFERED, REFUSED, Inspection, Operation
 
 PLACES = torch.randint(0, 50, (20_000,), generator=torch.Generator().manual_seed(0))
 
@@ -300,7 +300,7 @@ def test_twins_lie_as_their_originals_do() -> None:
     memory = torch.arange(100.0)
     one, other = memory[3:23:2], memory.as_strided((2, 5), (5, 2), 20)
 
-    (twin, second), _ = repeating.twins(((one, other), {}))
+    (twin, second), _ = replay.twins(((one, other), {}))
     twin += 1
 
     assert (twin.stride(), second.stride()) == (one.stride(), other.stride())

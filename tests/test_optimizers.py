@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from resumable import RunState, StateMismatch, Unsupported
-from resumable.optimizers import OptimizerPart
+from resumable.parts.optimizers import OptimizerPart
 
 Make = Callable[[nn.Module], Any]
 

@@ -21,7 +21,7 @@ from torch.utils.data import (
 )
 
 from resumable import StateMismatch
-from resumable.order import Generators, Order, Pulled
+from resumable.loaders.order import Generators, Order, Pulled
 
 SAMPLES, BATCH = 26, 4
 

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from resumable import ResumableWarning, RunState, UsageError, iterators
+from resumable import ResumableWarning, RunState, UsageError
+from resumable.loaders import torch_iterators
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork"),
@@ -25,10 +26,10 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def _no_other_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """What another test has left open knows of no loader here."""
-    if iterators._torchs:
-        monkeypatch.setattr(DataLoader, "_get_iterator", iterators._torchs[0])
-    monkeypatch.setattr(iterators, "_torchs", [])
-    monkeypatch.setattr(iterators, "_owners", [])
+    if torch_iterators._torchs:
+        monkeypatch.setattr(DataLoader, "_get_iterator", torch_iterators._torchs[0])
+    monkeypatch.setattr(torch_iterators, "_torchs", [])
+    monkeypatch.setattr(torch_iterators, "_owners", [])
 
 
 EPOCHS = 3

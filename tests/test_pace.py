@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from resumable.pace import Pace
-from resumable.policy import Cost
+from resumable.run.policy import Cost
+from resumable.saving.pace import Pace
 
 
 class Clock:

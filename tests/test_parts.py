@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from resumable import CannotStore, RunState, StateMismatch, Unsupported, UsageError
-from resumable.part import same_device, shape
+from resumable.parts.part import same_device, shape
 
 
 def _save(run_dir: Path, extra: Any) -> None:

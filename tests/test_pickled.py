@@ -19,17 +19,11 @@ import pytest
 import torch
 from proofs import Tally
 
-from resumable import (
-    CheckpointDamaged,
-    CheckpointNotFound,
-    ResumableError,
-    Unsupported,
-    UsageError,
-    pickled,
-)
-from resumable.pickled import Objects, plain
-from resumable.torchfile import Other, Stored, TorchFile
-from resumable.unpacking import look
+from resumable import CheckpointDamaged, CheckpointNotFound, ResumableError, Unsupported, UsageError
+from resumable.interop import pickle_values
+from resumable.interop.other_files import look
+from resumable.interop.pickle_values import Objects, plain
+from resumable.interop.torch_file import Other, Stored, TorchFile
 
 safe = pytest.mark.proves("safe")
 FOREIGN = Path(__file__).parent / "foreign"
@@ -89,8 +83,8 @@ def test_numbers_and_arrays_of_numpy_come_back(dtype: str) -> None:
 
 
 def test_a_boolean_that_is_neither_is_not_made() -> None:
-    made = pickled.Object("numpy.core.multiarray _reconstruct", ())
-    made.state = (1, (2,), pickled.Object("numpy dtype", ("b1", False, True)), False, b"\x01\x02")
+    made = pickle_values.Object("numpy.core.multiarray _reconstruct", ())
+    made.state = (1, (2,), pickle_values.Object("numpy dtype", ("b1", False, True)), False, b"\x01\x02")
 
     assert plain(made) == Other("numpy.core.multiarray._reconstruct")
 
@@ -153,7 +147,7 @@ def test_what_would_run_a_command_is_only_a_name(tmp_path: Path) -> None:
 def test_a_list_that_stands_in_many_places_does_not_fill_the_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pickled, "_MOST", 10_000)
+    monkeypatch.setattr(pickle_values, "_MOST", 10_000)
     inner: list[Any] = [1]
     for _ in range(40):
         inner = [inner] * 10

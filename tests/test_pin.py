@@ -26,14 +26,12 @@ from resumable import (
     Run,
     RunState,
     UsageError,
-    blocks,
-    cli,
-    disk,
     load_weights,
-    manifest,
-    tensorfile,
 )
-from resumable.checkpoint import Checkpoint, open_checkpoint
+from resumable.cli import app
+from resumable.files import disk, large_files, tensor_file
+from resumable.run import manifest
+from resumable.run.checkpoint import Checkpoint, open_checkpoint
 
 pytestmark = pytest.mark.proves("safe")
 
@@ -197,7 +195,7 @@ class Weak:
 def weak(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files are vouched for by what can be forged: only what is pinned is certain then."""
     weak = SimpleNamespace(xxh3_128=Weak, xxh3_128_digest=lambda _: bytes(16))
-    monkeypatch.setattr(blocks, "xxhash", weak)
+    monkeypatch.setattr(large_files, "xxhash", weak)
 
 
 def swap_when_opened(
@@ -304,8 +302,8 @@ def test_all_processes_go_on_from_the_expected_content_and_none_from_another(
 def test_the_tensors_of_a_large_file_are_hashed_in_their_order(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blocks, "BLOCK", 64)
-    monkeypatch.setattr(blocks, "_PIECE", 16)
+    monkeypatch.setattr(large_files, "BLOCK", 64)
+    monkeypatch.setattr(large_files, "_PIECE", 16)
     training, state = load(run_dir)
     with state:
         save_next(training, state, 1.0)
@@ -333,16 +331,16 @@ def test_a_manifest_that_was_swapped_since_it_was_opened_is_noticed(run: Run) ->
 def test_the_command_line_prints_pins(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     pins = [run.open(number).pin() for number in (1, 2)]
 
-    assert cli.main(["verify", str(run.path), "--all", "--pin"]) == 0
+    assert app.main(["verify", str(run.path), "--all", "--pin"]) == 0
     assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()] == pins
-    assert cli.main(["verify", str(run.path), "--all", "--pin", "--json"]) == 0
+    assert app.main(["verify", str(run.path), "--all", "--pin", "--json"]) == 0
     assert [row["pin"] for row in json.loads(capsys.readouterr().out)] == pins
 
 
 def test_what_is_damaged_has_no_pin(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     (run.open(2).path / "state.json").write_bytes(b"{}")
 
-    assert cli.main(["verify", str(run.path), "--all", "--pin", "--json"]) == 4
+    assert app.main(["verify", str(run.path), "--all", "--pin", "--json"]) == 4
     assert json.loads(capsys.readouterr().out)[1]["pin"] is None
     assert open_checkpoint(run.open(1).path).pin()
-    assert tensorfile.from_safetensors(run.open(1).read_file("model.safetensors"))
+    assert tensor_file.from_safetensors(run.open(1).read_file("model.safetensors"))

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from resumable.manifest import Best, Goal
-from resumable.policy import (
+from resumable.run.manifest import Best, Goal
+from resumable.run.policy import (
     Cost,
     Every,
     Facts,

@@ -21,7 +21,9 @@ import victims
 from proofs import Tally
 from victims import Chain, Tell
 
-from resumable import ResumableError, ResumableWarning, blocks, environment
+from resumable import ResumableError, ResumableWarning
+from resumable.files import large_files
+from resumable.run import environment
 
 pytestmark = [pytest.mark.heavy, pytest.mark.proves("durable")]
 
@@ -164,10 +166,10 @@ def test_what_was_saved_before_a_power_cut_is_there_after_it(
     kind: str,
     keep: int | None,
 ) -> None:
-    monkeypatch.setattr(blocks, "_WORTH_A_LINK", 0)
+    monkeypatch.setattr(large_files, "_WORTH_A_LINK", 0)
     if keep == 3:
-        monkeypatch.setattr(blocks, "BLOCK", 1024)
-        monkeypatch.setattr(blocks, "_PREALLOCATE", 1)
+        monkeypatch.setattr(large_files, "BLOCK", 1024)
+        monkeypatch.setattr(large_files, "_PREALLOCATE", 1)
     tiny.load(tmp_path / "warm")[1].close()
     environment.attempt()
     disk = disk_of(kind)

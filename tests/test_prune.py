@@ -16,7 +16,7 @@ import torch
 from test_show import rows_of
 
 from resumable import Run, RunState
-from resumable.cli import main
+from resumable.cli.app import main
 
 DOCS = Path(__file__).parent.parent / "docs" / "cli.md"
 
@@ -181,12 +181,13 @@ def test_what_may_not_be_emptied_keeps_its_name(
 
 
 def test_the_best_stays_where_the_newest_says_nothing_of_it(run: Path) -> None:
-    from resumable import manifest, sealed
+    from resumable.files import strict_json
+    from resumable.run import manifest
 
     path = Run(run).path_of(6)
     assert path
-    text = sealed.unseal((path / manifest.NAME).read_bytes())
-    (path / manifest.NAME).write_bytes(sealed.seal({**text, "best": None}))
+    text = strict_json.unseal((path / manifest.NAME).read_bytes())
+    (path / manifest.NAME).write_bytes(strict_json.seal({**text, "best": None}))
 
     assert pruned(run, "--keep", "1") == [2, 6]
 
@@ -281,12 +282,13 @@ def test_the_best_cannot_be_kept_where_nothing_says_which_those_are(
 
 
 def test_what_a_newer_version_wrote_is_not_judged(run: Path) -> None:
-    from resumable import manifest, sealed
+    from resumable.files import strict_json
+    from resumable.run import manifest
 
     path = Run(run).path_of(1)
     assert path
-    text = sealed.unseal((path / manifest.NAME).read_bytes())
-    (path / manifest.NAME).write_bytes(sealed.seal({**text, "format": 99}))
+    text = strict_json.unseal((path / manifest.NAME).read_bytes())
+    (path / manifest.NAME).write_bytes(strict_json.seal({**text, "format": 99}))
 
     assert pruned(run, "--damaged", code=4) == [1, 2, 3, 4, 5, 6]
 

@@ -114,7 +114,7 @@ def test_importing_the_package_imports_neither_torch_nor_numpy() -> None:
 
 def test_the_help_and_ls_of_the_command_line_do_not_import_torch() -> None:
     code = """
-from resumable.cli import main
+from resumable.cli.app import main
 try:
     main(["--help"])
 except SystemExit:
@@ -129,7 +129,7 @@ def test_importing_the_package_starts_no_thread_and_takes_no_signal() -> None:
     code = """
 import signal, threading
 before = signal.getsignal(signal.SIGTERM)
-import resumable.state, resumable.cli
+import resumable.state, resumable.cli.app
 assert threading.active_count() == 1
 assert signal.getsignal(signal.SIGTERM) is before
 """

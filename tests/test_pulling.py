@@ -18,18 +18,13 @@ import pytest
 from servers import Place, ProxiedS3
 from test_remote import a_place, a_shelf, about_of, commit, nowhere, sealed  # noqa: F401 (fixtures too)
 
-from resumable import (
-    CheckpointDamaged,
-    FormatTooNew,
-    RemoteError,
-    SaveFailed,
-    manifest,
-    pulling,
-)
-from resumable.checkpoint import Checkpoint
-from resumable.remote import Remote
-from resumable.run import Run
-from resumable.store import Store
+from resumable import CheckpointDamaged, FormatTooNew, RemoteError, SaveFailed
+from resumable.remote import pull
+from resumable.remote.run_copy import Remote
+from resumable.remote.storage import Store
+from resumable.run import manifest
+from resumable.run.checkpoint import Checkpoint
+from resumable.run.directory import Run
 
 ALL = pytest.mark.parametrize("place", ["memory", "file", "s3", "sftp", "sshfs"], indirect=True)
 BOTH = pytest.mark.parametrize("place", ["memory", "s3"], indirect=True)
@@ -89,7 +84,7 @@ def spoilt(content: bytes) -> bytes:
 def refused(remote: Remote, run: Run, problem: str, kind: type[Exception] = CheckpointDamaged) -> None:
     """Pull in vain: what is wrong is said, and nothing is there."""
     with pytest.raises(kind) as raised:
-        pulling.pull(again(remote), NAME, run, nowhere)
+        pull.pull(again(remote), NAME, run, nowhere)
     assert problem in str(raised.value)
     assert f"{remote}/checkpoints/{NAME}" in str(raised.value)
     assert run.numbers() == []
@@ -99,7 +94,7 @@ def refused(remote: Remote, run: Run, problem: str, kind: type[Exception] = Chec
 @ALL
 def test_what_is_pulled_is_what_was_pushed(run: Run, remote: Remote, source: Run) -> None:
     told: list[int] = []
-    found = pulling.pull(remote, NAME, run, told.append)
+    found = pull.pull(remote, NAME, run, told.append)
     assert is_as_it_was(found)
     assert run.numbers() == [1]
     assert found.about == source.open(1).about
@@ -137,7 +132,10 @@ def test_a_file_with_a_bit_turned_over_is_named(run: Run, remote: Remote, file: 
         (sealed(2), "manifest.json is the one of 000002-step-00000020"),
         (sealed(1, step=20), "manifest.json is the one of 000001-step-00000020"),
         (sealed(1, run_id="c3d4"), "it is of another run (c3d4) than the others (a1b2)"),
-        (manifest.sealed.seal({"format": 1, "a": [[]]}).replace(b"[[]]", b"[" * 99_999), "does not match"),
+        (
+            manifest.strict_json.seal({"format": 1, "a": [[]]}).replace(b"[[]]", b"[" * 99_999),
+            "does not match",
+        ),
         (sealed(1, files={"../x": {"size": 1, "xxh3_128": "0"}}), "'../x' cannot be the name of a file"),
         (sealed(1, files={"/tmp/x": {"size": 1, "xxh3_128": "0"}}), "'/tmp/x' cannot be the name of"),
         (sealed(1, files={"..\\x": {"size": 1, "xxh3_128": "0"}}), "cannot be the name of a file"),
@@ -157,7 +155,7 @@ def test_a_manifest_that_is_not_this_checkpoints_is_refused(
 def resealed(text: str) -> bytes:
     """Return a JSON text of somebody who knows how to seal one."""
     rest = text.encode()
-    return manifest.sealed._first_line(rest) + rest
+    return manifest.strict_json._first_line(rest) + rest
 
 
 def test_a_manifest_that_says_two_things_is_refused(run: Run, remote: Remote) -> None:
@@ -172,7 +170,7 @@ def test_a_manifest_that_is_nested_without_end_is_refused(run: Run, remote: Remo
 
 
 def test_a_manifest_of_a_newer_version_is_refused_as_that(run: Run, remote: Remote) -> None:
-    remote.store.write(f"checkpoints/{NAME}/manifest.json", manifest.sealed.seal({"format": 99}))
+    remote.store.write(f"checkpoints/{NAME}/manifest.json", manifest.strict_json.seal({"format": 99}))
     refused(remote, run, "it was written in format 99", FormatTooNew)
 
 
@@ -195,19 +193,19 @@ def test_what_else_lies_there_is_not_brought(run: Run, tmp_path: Path, source: R
 
     remote = Remote(Listed(f"file://{tmp_path}/place"))
     remote.push(source.open(1), nowhere)
-    assert is_as_it_was(pulling.pull(remote, NAME, run, nowhere))
+    assert is_as_it_was(pull.pull(remote, NAME, run, nowhere))
 
 
 @pytest.mark.parametrize("name", ["../source/checkpoints/000001-step-00000010", "..", ""])
 def test_a_name_that_leads_elsewhere_is_refused(run: Run, tmp_path: Path, source: Run, name: str) -> None:
     with pytest.raises(CheckpointDamaged):
-        pulling.pull(Remote(Store(f"file://{tmp_path}/place")), name, run, nowhere)
+        pull.pull(Remote(Store(f"file://{tmp_path}/place")), name, run, nowhere)
     assert run.numbers() == []
 
 
 def test_a_remote_without_a_name_is_that_of_its_checkpoints(run: Run, remote: Remote) -> None:
     remote.store.remove("run.json")
-    assert is_as_it_was(pulling.pull(remote, NAME, run, nowhere))
+    assert is_as_it_was(pull.pull(remote, NAME, run, nowhere))
 
 
 # On the way.
@@ -238,7 +236,7 @@ def test_what_goes_wrong_once_on_the_way_costs_a_second_try(
 ) -> None:
     proxied_s3.rules.add(**fault, method="GET", path="model.safetensors", count=1)
     told: list[int] = []
-    assert is_as_it_was(pulling.pull(broken, NAME, run, told.append))
+    assert is_as_it_was(pull.pull(broken, NAME, run, told.append))
     assert len(proxied_s3.proxy.seen.struck()) == 1
     assert sum(told) == source_size(run)
 
@@ -257,12 +255,12 @@ def test_a_remote_that_goes_away_is_an_error_and_the_next_pull_goes_on(
 ) -> None:
     proxied_s3.rules.add("status", status=403, path="state.json")
     with pytest.raises(RemoteError, match=r"state\.json cannot be read"):
-        pulling.pull(broken, NAME, run, nowhere)
+        pull.pull(broken, NAME, run, nowhere)
     assert run.numbers() == []
     proxied_s3.rules.clear()
     proxied_s3.proxy.forget()
     told: list[int] = []
-    assert is_as_it_was(pulling.pull(broken, NAME, run, told.append))
+    assert is_as_it_was(pull.pull(broken, NAME, run, told.append))
     assert proxied_s3.proxy.seen.of("GET", "model.safetensors") == []
     assert sum(told) == source_size(run)
 
@@ -279,7 +277,7 @@ def test_what_an_ended_pull_has_left_is_looked_at_before_it_is_believed(
     (run.folder / ".pull-000009-0123abcd").mkdir()
     (run.folder / ".pull-mine").mkdir()
     remote.store.write(f"checkpoints/{NAME}/state.json", CONTENTS["state.json"])
-    found = pulling.pull(remote, NAME, run, nowhere)
+    found = pull.pull(remote, NAME, run, nowhere)
     (run.folder / ".pull-mine").rmdir()
     assert is_as_it_was(found)
 
@@ -287,9 +285,9 @@ def test_what_an_ended_pull_has_left_is_looked_at_before_it_is_believed(
 CHILD = """
 import json, sys
 from resumable import pulling
-from resumable.remote import Remote
-from resumable.run import Run
-from resumable.store import Store
+from resumable.remote.run_copy import Remote
+from resumable.run.directory import Run
+from resumable.remote.storage import Store
 place, options, name, folder = json.loads(sys.argv[1])
 run = Run(folder)
 run.acquire()
@@ -319,7 +317,7 @@ def test_a_pull_that_is_killed_leaves_nothing_half_and_the_next_one_goes_on(
     run = Run(run_dir)
     run.acquire()
     told: list[int] = []
-    pulled = pulling.pull(remote, found.path.name, run, told.append)
+    pulled = pull.pull(remote, found.path.name, run, told.append)
     run.release()
     pulled.verify()
     assert {path.name for path in pulled.path.iterdir()} == {*contents, "state.json", manifest.NAME}
@@ -337,7 +335,7 @@ def test_a_damaged_checkpoint_is_replaced(run: Run, remote: Remote) -> None:
     here = commit(run, 1, CONTENTS)
     (here.path / "state.json").write_bytes(spoilt(b"state"))
     assert run.best(None) is None
-    assert is_as_it_was(pulling.pull(remote, NAME, run, nowhere))
+    assert is_as_it_was(pull.pull(remote, NAME, run, nowhere))
     assert run.numbers() == [1]
     run.open(1).verify()
 
@@ -347,16 +345,16 @@ def test_a_damaged_checkpoint_stays_where_the_remote_has_nothing_better(run: Run
     (here.path / "state.json").write_bytes(spoilt(b"state"))
     remote.store.write(f"checkpoints/{NAME}/model.safetensors", spoilt(CONTENTS["model.safetensors"]))
     with pytest.raises(CheckpointDamaged, match="has the digest"):
-        pulling.pull(remote, NAME, run, nowhere)
+        pull.pull(remote, NAME, run, nowhere)
     assert (here.path / "state.json").read_bytes() == spoilt(b"state")
     assert run.numbers() == [1]
 
 
 def test_a_run_is_the_one_of_the_remote_unless_it_is_that_already(run: Run) -> None:
-    pulling.adopt(run, "a1b2")
+    pull.adopt(run, "a1b2")
     assert run.identity() == "a1b2"
-    pulling.adopt(run, "a1b2")
-    pulling.adopt(run, "c3d4")
+    pull.adopt(run, "a1b2")
+    pull.adopt(run, "c3d4")
     assert run.identity() == "c3d4"
 
 
@@ -384,7 +382,7 @@ def test_a_disk_without_room_says_so_before_anything_is_brought(
     run = Run(disk / "exp")
     run.acquire()
     with pytest.raises(SaveFailed, match=r"takes 2\.1 MB; .* are free for .*exp(.|\n)*make room there"):
-        pulling.pull(remote, found.path.name, run, nowhere)
+        pull.pull(remote, found.path.name, run, nowhere)
     run.release()
     assert [*run.path.glob("checkpoints/*")] == []
 
@@ -406,14 +404,14 @@ def test_a_disk_that_fills_up_meanwhile_says_so_and_the_next_pull_goes_on(
             os.posix_fallocate(others.fileno(), 0, max(free - 400_000, 1))
 
     with pytest.raises(SaveFailed, match=r"could not be written to .*No space left on device"):
-        pulling.pull(remote, found.path.name, run, fill)
+        pull.pull(remote, found.path.name, run, fill)
     assert run.numbers() == []
     os.unlink(disk / "others")
     # (there is room for what is missing, but not for all of it once more)
     with open(disk / "others", "wb") as others:
         os.posix_fallocate(others.fileno(), 0, os.statvfs(disk).f_bavail * 4096 - 400_000)
     told: list[int] = []
-    pulling.pull(remote, found.path.name, run, told.append).verify()
+    pull.pull(remote, found.path.name, run, told.append).verify()
     run.release()
     assert told[0] == 300_000
     assert run.numbers() == [2]
@@ -422,7 +420,7 @@ def test_a_disk_that_fills_up_meanwhile_says_so_and_the_next_pull_goes_on(
 def test_a_run_that_cannot_be_written_is_named(run: Run, remote: Remote) -> None:
     run.folder.write_bytes(b"")
     with pytest.raises(SaveFailed, match=rf"{NAME} could not be written to .*exp: "):
-        pulling.pull(remote, NAME, run, nowhere)
+        pull.pull(remote, NAME, run, nowhere)
 
 
 def test_the_facts_of_a_pulled_checkpoint_are_known_to_the_run(run: Run, tmp_path: Path) -> None:
@@ -431,5 +429,5 @@ def test_the_facts_of_a_pulled_checkpoint_are_known_to_the_run(run: Run, tmp_pat
     assert goal
     for number, loss in ((1, 0.1), (2, 0.2)):
         remote.push(commit(source, number, best=1, loss=loss), nowhere)
-        pulling.pull(remote, remote.numbers()[number], run, nowhere)
+        pull.pull(remote, remote.numbers()[number], run, nowhere)
     assert run.best(goal.goal) == replace(goal, value=0.1)

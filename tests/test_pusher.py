@@ -29,9 +29,9 @@ from servers import S3, Place, ProxiedS3
 from test_copies import HERE, Training, at, damage, events, heard, saved, step_of, there, verified
 
 from resumable import RemoteError, ResumableWarning, Run, RunState, SaveFailed
-from resumable.lock import Lock
-from resumable.remote import Remote
-from resumable.store import Store
+from resumable.files.lock import Lock
+from resumable.remote.run_copy import Remote
+from resumable.remote.storage import Store
 
 
 class Gated(MemoryFileSystem):  # type: ignore[misc, unused-ignore]

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from resumable import RunState, codec, tensorfile
+from resumable import RunState
+from resumable.files import codec, tensor_file
 
 MORE = 5
 """Steps after each stop."""
@@ -82,7 +83,7 @@ class Training:
     def picture(self, state: RunState) -> tuple[str, list[bytes]]:
         whole = [self.model.state_dict(), self.optimizer.state_dict(), self.scheduler.state_dict()]
         encoded = codec.encode([*map(dict, whole), self.log, state.vars, torch.rand(3)])
-        return repr(encoded.json), [bytes(tensorfile.as_bytes(t)) for t in encoded.tensors.values()]
+        return repr(encoded.json), [bytes(tensor_file.as_bytes(t)) for t in encoded.tensors.values()]
 
 
 def made(tree: Any) -> nn.Module:

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from resumable import RankLost, RanksDiffer, StateMismatch, Unsupported, errors, line, ranks
-from resumable.image import WrittenAround
-from resumable.ranks import Ranks
+from resumable import RankLost, RanksDiffer, StateMismatch, Unsupported, errors
+from resumable.processes import ranks, store_thread
+from resumable.processes.ranks import Ranks
+from resumable.saving.image import WrittenAround
 
 TIMEOUT = 1.0
 
@@ -63,9 +64,9 @@ class Crowd:
         self.store = store or Silent()
         _crowds.append(self)
         self.places = [(0, 0, 0)] * size
-        monkeypatch.setattr(line, "shared_store", lambda: self.store)
+        monkeypatch.setattr(store_thread, "shared_store", lambda: self.store)
         if store is None:
-            monkeypatch.setattr(line.Line, "_prefixed", lambda self, shared, token: shared)
+            monkeypatch.setattr(store_thread.Line, "_prefixed", lambda self, shared, token: shared)
         self.ranks = []
         for rank in range(size):
             monkeypatch.setattr(ranks, "of_this_training", lambda rank=rank: (rank, size))
@@ -297,4 +298,4 @@ def test_a_training_without_a_store_is_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: None)
 
     with pytest.raises(Unsupported, match="no store in common"):
-        line.shared_store()
+        store_thread.shared_store()

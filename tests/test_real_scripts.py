@@ -19,7 +19,8 @@ from typing import NamedTuple
 import pytest
 import tiny
 
-from resumable import Run, history
+from resumable import Run
+from resumable.run import history
 
 REAL = Path(__file__).parent / "real"
 NAMES = (

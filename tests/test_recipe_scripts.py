@@ -22,7 +22,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
-from resumable import Run, cli, history
+from resumable import Run
+from resumable.cli import app
+from resumable.run import history
 
 DOCS = Path(__file__).parent.parent / "docs"
 NAMES = ("loops", "amp", "models", "finetuning", "streaming")
@@ -223,7 +225,7 @@ def test_what_a_migration_leads_to_goes_on_from_what_was_there(
     checkpoint, how = saved_by_others(parts)[name]
     torch.save(checkpoint, "theirs.pth.tar")
 
-    assert cli.main(["import", "runs/migrated", "theirs.pth.tar", *how]) == 0
+    assert app.main(["import", "runs/migrated", "theirs.pth.tar", *how]) == 0
     start(without("-", CHANGES[name]), readers_parts())
 
     assert "resumed runs/migrated from checkpoint 1" in capsys.readouterr().out

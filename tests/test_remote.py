@@ -13,21 +13,15 @@ from typing import Any
 import pytest
 from servers import S3, Place, ProxiedS3, place_at
 
-from resumable import (
-    Boundary,
-    CheckpointDamaged,
-    FormatTooNew,
-    RemoteError,
-    checkpoint,
-    manifest,
-)
-from resumable.blocks import Content
-from resumable.checkpoint import Checkpoint
-from resumable.manifest import Best, Goal, Manifest
-from resumable.policy import Every, Keep
-from resumable.remote import MARK, Remote, Sent
-from resumable.run import Run
-from resumable.store import Store
+from resumable import Boundary, CheckpointDamaged, FormatTooNew, RemoteError
+from resumable.files.large_files import Content
+from resumable.remote.run_copy import MARK, Remote, Sent
+from resumable.remote.storage import Store
+from resumable.run import checkpoint, manifest
+from resumable.run.checkpoint import Checkpoint
+from resumable.run.directory import Run
+from resumable.run.manifest import Best, Goal, Manifest
+from resumable.run.policy import Every, Keep
 
 ALL = pytest.mark.parametrize("place", ["memory", "file", "s3", "sftp", "sshfs"], indirect=True)
 GOAL = Goal("loss", maximize=False)
@@ -403,10 +397,12 @@ def test_a_remote_with_a_run_json_that_is_not_ours_is_refused_and_left_as_it_is(
 
 
 def test_a_remote_of_a_newer_version_is_named_as_that(remote: Remote) -> None:
-    remote.store.write("run.json", manifest.sealed.seal({"format": 99, "run_id": "a"}))
+    remote.store.write("run.json", manifest.strict_json.seal({"format": 99, "run_id": "a"}))
     with pytest.raises(FormatTooNew, match=r"run\.json cannot be read: it was written in format 99"):
         remote.run_id()
-    remote.store.write("checkpoints/000001-step-00000010/manifest.json", manifest.sealed.seal({"format": 99}))
+    remote.store.write(
+        "checkpoints/000001-step-00000010/manifest.json", manifest.strict_json.seal({"format": 99})
+    )
     with pytest.raises(FormatTooNew, match="000001-step-00000010 cannot be read: it was written in format"):
         remote.about("000001-step-00000010")
 

@@ -21,7 +21,9 @@ import xxhash
 from proxy import Proxy
 from servers import S3, ProxiedS3
 
-from resumable import Run, RunState, environment, manifest, store
+from resumable import Run, RunState
+from resumable.remote import storage
+from resumable.run import environment, manifest
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(400)]
 KILLS, SEEDS = 50, 4
@@ -111,7 +113,7 @@ def train(model: torch.nn.Sequential) -> None:
 
 def go_on(run_dir: Path, options: dict[str, Any], pipe: int) -> None:
     """Save once more, tell that pushing has begun, and wait for its end."""
-    store.PART = 5 << 20
+    storage.PART = 5 << 20
     model = made()
     state = RunState.load(run_dir, model=model, push="all", **options)
     for _ in state.steps(state.step + 1):

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from resumable import Preempted, RunState, UsageError, report
-from resumable.cli import main
-from resumable.figures import MOST, Curves, metrics, shown
-from resumable.overview import overview
-from resumable.run import Run
+from resumable import Preempted, RunState, UsageError
+from resumable.cli.app import main
+from resumable.run.directory import Run
+from resumable.views import report
+from resumable.views.charts import MOST, Curves, metrics, shown
+from resumable.views.overview import overview
 
 DOCS = Path(__file__).parent.parent / "docs" / "cli.md"
 

@@ -14,9 +14,10 @@ import torch
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 from test_report import many, train, trained  # noqa: F401 (pytest finds the fixture here)
 
-from resumable import RunState, report
-from resumable.overview import overview
-from resumable.run import Run
+from resumable import RunState
+from resumable.run.directory import Run
+from resumable.views import report
+from resumable.views.overview import overview
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 

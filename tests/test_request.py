@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from resumable.request import Meter, Request, TooLong
+from resumable.remote.deadline import Meter, Request, TooLong
 
 PATIENCE = 0.2
 

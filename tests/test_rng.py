@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from resumable import CannotStore, RunState, StateMismatch, rng
+from resumable import CannotStore, RunState, StateMismatch
+from resumable.loaders import rng
 
 
 def _draw() -> list[float]:

@@ -28,14 +28,13 @@ from resumable import (
     RunInUse,
     SaveFailed,
     UsageError,
-    checkpoint,
-    manifest,
 )
-from resumable.blocks import Content
-from resumable.checkpoint import Checkpoint
-from resumable.manifest import Best, Goal, Manifest
-from resumable.policy import Every, Keep
-from resumable.run import Run
+from resumable.files.large_files import Content
+from resumable.run import checkpoint, manifest
+from resumable.run.checkpoint import Checkpoint
+from resumable.run.directory import Run
+from resumable.run.manifest import Best, Goal, Manifest
+from resumable.run.policy import Every, Keep
 
 GOAL = Goal("loss", maximize=False)
 
@@ -321,7 +320,7 @@ def _save(run: Run, keep: Keep | None = None, **metrics: float) -> int:
 
 def _patient(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let time alone never be the reason to list a folder again."""
-    monkeypatch.setattr("resumable.listing._PATIENCE", 1e9)
+    monkeypatch.setattr("resumable.run.listing._PATIENCE", 1e9)
 
 
 def test_the_newest_of_many_is_found_with_one_listing_and_one_manifest(

@@ -18,9 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from resumable import ResumableWarning, RunState, SaveFailed, codec, memory, tensorfile
-from resumable import image as image_module
-from resumable.image import Image
+from resumable import ResumableWarning, RunState, SaveFailed
+from resumable.files import codec, tensor_file
+from resumable.saving import host_memory
+from resumable.saving import image as image_module
+from resumable.saving.image import Image
 
 Files = dict[str, dict[str, Tensor]]
 
@@ -273,7 +275,7 @@ def assert_holds(path: Path, expected: Files) -> None:
     for name, file in found.items():
         read = safetensors.torch.load_file(file)
         assert read.keys() == expected[name].keys()
-        wrong = [key for key, tensor in read.items() if not tensorfile.is_equal(tensor, expected[name][key])]
+        wrong = [key for key, tensor in read.items() if not tensor_file.is_equal(tensor, expected[name][key])]
         assert not wrong, f"{name}: {wrong}"
 
 
@@ -308,7 +310,7 @@ def run_schedule(seed: int, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> N
             again = resumed.picture(state)
         for path in before:
             assert before[path].keys() == again[path].keys()
-            assert all(tensorfile.is_equal(before[path][n], again[path][n]) for n in before[path]), path
+            assert all(tensor_file.is_equal(before[path][n], again[path][n]) for n in before[path]), path
 
 
 @pytest.mark.usefixtures("_behind_the_fence")
@@ -349,7 +351,7 @@ class Training:
     def bits(self) -> list[bytes]:
         moments = [v for state in self.optimizer.state.values() for v in state.values()]
         tensors = [*self.model.state_dict().values(), *moments, torch.get_rng_state()]
-        return [bytes(tensorfile.as_bytes(tensor)) for tensor in tensors]
+        return [bytes(tensor_file.as_bytes(tensor)) for tensor in tensors]
 
 
 def plain_bits(make: Callable[[Any], Any], epochs: int) -> tuple[list[bytes], list[float]]:
@@ -541,7 +543,7 @@ def test_a_save_after_one_that_the_disk_refused_is_right(
     small = Small(run_dir)
     small.step()
     with monkeypatch.context() as full:
-        full.setattr("resumable.checkpoint.commit", no_space)
+        full.setattr("resumable.run.checkpoint.commit", no_space)
         with pytest.raises(OSError, match="No space left"):
             small.state.save().wait()
     threading.Timer(0.05, held.may_go_on.set).start()
@@ -575,7 +577,7 @@ def test_a_save_waits_for_the_one_in_flight(run_dir: Path, held: Held) -> None:
 
 def images() -> list[int]:
     """Return the sizes of the images that are in memory, without any help by the garbage collector."""
-    return [len(found) for found in memory._maps]
+    return [len(found) for found in host_memory._maps]
 
 
 @pytest.mark.proves("quiet")
@@ -584,8 +586,8 @@ def test_a_training_has_one_image_which_is_no_larger_than_its_state_and_goes_wit
     run_dir: Path, large: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if large:
-        monkeypatch.setattr("resumable.saving._WORTH_PREPARING", 0)
-    memory._maps.clear()
+        monkeypatch.setattr("resumable.saving.saver._WORTH_PREPARING", 0)
+    host_memory._maps.clear()
     threads = {*threading.enumerate()}
     for resume in range(3):
         small = Small(run_dir)

@@ -11,7 +11,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resumable import sealed
+from resumable.files import strict_json
 
 numbers = st.integers() | st.floats(allow_nan=False, allow_infinity=False)
 values = st.recursive(
@@ -21,7 +21,7 @@ values = st.recursive(
 )
 bodies = st.dictionaries(st.text().filter(lambda key: key != "checksum"), values, min_size=1, max_size=4)
 
-TEXT = sealed.seal({"number": 1, "name": "é", "list": [True, None, 0.5]})
+TEXT = strict_json.seal({"number": 1, "name": "é", "list": [True, None, 0.5]})
 
 
 def vouched(rest: bytes) -> bytes:
@@ -32,8 +32,8 @@ def vouched(rest: bytes) -> bytes:
 @settings(deadline=None, database=None)
 @given(bodies)
 def test_what_was_sealed_is_unsealed_as_it_was(body: dict[str, Any]) -> None:
-    once = sealed.unseal(sealed.seal(body))
-    assert sealed.unseal(sealed.seal(once)) == body
+    once = strict_json.unseal(strict_json.seal(body))
+    assert strict_json.unseal(strict_json.seal(once)) == body
 
 
 def test_a_sealed_text_has_a_line_for_each_key() -> None:
@@ -51,7 +51,7 @@ def test_a_text_with_other_spaces_is_read_too() -> None:
         json.dumps(body, indent=1).encode()[1:],
         json.dumps(body, separators=(",", ":")).encode()[1:],
     ):
-        assert sealed.unseal(vouched(rest)) == body
+        assert strict_json.unseal(vouched(rest)) == body
 
 
 def _endless() -> list[Any]:
@@ -63,17 +63,17 @@ def _endless() -> list[Any]:
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, [math.nan], {"a": -math.inf}, _endless()])
 def test_what_could_not_be_read_again_is_not_sealed(value: Any) -> None:
     with pytest.raises(ValueError, match=r"JSON compliant|Circular"):
-        sealed.seal({"a": 1, "b": value})
+        strict_json.seal({"a": 1, "b": value})
 
 
 @pytest.mark.parametrize("body", [{"a": {1}}, {"a": b"b"}, {(1,): 1}])
 def test_what_json_does_not_have_is_not_sealed(body: Any) -> None:
     with pytest.raises(TypeError):
-        sealed.seal(body)
+        strict_json.seal(body)
 
 
 def test_a_sealed_text_is_plain_json_with_its_checksum_first() -> None:
-    assert list(sealed.parse(TEXT)) == ["checksum", "number", "name", "list"]
+    assert list(strict_json.parse(TEXT)) == ["checksum", "number", "name", "list"]
 
 
 @pytest.mark.parametrize("bit", range(8))
@@ -82,19 +82,19 @@ def test_no_flipped_bit_is_accepted(bit: int) -> None:
         damaged = bytearray(TEXT)
         damaged[position] ^= 1 << bit
         with pytest.raises(ValueError, match="checksum"):
-            sealed.unseal(bytes(damaged))
+            strict_json.unseal(bytes(damaged))
 
 
 def test_no_truncated_text_is_accepted() -> None:
     for length in range(len(TEXT)):
         with pytest.raises(ValueError, match="checksum"):
-            sealed.unseal(TEXT[:length])
+            strict_json.unseal(TEXT[:length])
 
 
 @pytest.mark.parametrize("rest", [b"\n", b" ", b"\0", b"}"])
 def test_no_byte_may_follow(rest: bytes) -> None:
     with pytest.raises(ValueError, match="checksum"):
-        sealed.unseal(TEXT + rest)
+        strict_json.unseal(TEXT + rest)
 
 
 HOSTILE = {
@@ -125,22 +125,22 @@ HOSTILE = {
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
 def test_hostile_text_is_a_value_error(text: bytes) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 (many reasons, one kind)
-        sealed.parse(text)
+        strict_json.parse(text)
     with pytest.raises(ValueError):  # noqa: PT011
-        sealed.parse(memoryview(text))
+        strict_json.parse(memoryview(text))
 
 
 @pytest.mark.parametrize("rest", [b"", b"}", b'"checksum": 1}', b'"a": NaN}', b'"a": 1} x', b"\xff"])
 def test_a_right_checksum_does_not_excuse_what_is_no_json(rest: bytes) -> None:
     with pytest.raises(ValueError):  # noqa: PT011
-        sealed.unseal(vouched(rest))
+        strict_json.unseal(vouched(rest))
 
 
 @settings(deadline=None, database=None)
 @given(st.binary() | st.text(alphabet='[]{}":,-0123456789.eE tfnu\\').map(str.encode))
 def test_parsing_never_raises_anything_but_value_errors(text: bytes) -> None:
     try:
-        value = sealed.parse(text)
+        value = strict_json.parse(text)
     except ValueError:
         return
     assert isinstance(value, (dict, list, str, int, float, bool, type(None)))
@@ -149,10 +149,10 @@ def test_parsing_never_raises_anything_but_value_errors(text: bytes) -> None:
 @pytest.mark.parametrize(("kind", "value"), [(int, True), (float, 1), (dict, []), (str, None), (bool, 0)])
 def test_typed_takes_no_other_type(kind: type, value: Any) -> None:
     with pytest.raises(ValueError, match=f"stands where {kind.__name__} belongs"):
-        sealed.typed(kind, value)
+        strict_json.typed(kind, value)
 
 
 def test_a_message_does_not_repeat_a_value_of_any_length() -> None:
     with pytest.raises(ValueError, match="belongs") as caught:
-        sealed.typed(int, "x" * 1_000_000)
+        strict_json.typed(int, "x" * 1_000_000)
     assert len(str(caught.value)) < 300

@@ -18,12 +18,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from resumable import SaveFailed, blocks, codec, memory, shares, tensorfile
-from resumable import image as image_module
-from resumable.codec import Encoded
-from resumable.image import Image, Taken
-from resumable.shares import Range
-from resumable.transfers import Copy
+from resumable import SaveFailed
+from resumable.files import codec, large_files, tensor_file
+from resumable.files.codec import Encoded
+from resumable.processes import write_shares
+from resumable.processes.write_shares import Range
+from resumable.saving import host_memory
+from resumable.saving import image as image_module
+from resumable.saving.gpu_copies import Copy
+from resumable.saving.image import Image, Taken
 
 PAGE = mmap.PAGESIZE
 MODEL, OPTIMIZER, FROZEN = "model.safetensors", "optimizer.safetensors", "model-frozen.safetensors"
@@ -33,7 +36,7 @@ MODEL, OPTIMIZER, FROZEN = "model.safetensors", "optimizer.safetensors", "model-
 def blocks_of(size: int) -> Iterator[None]:
     """Let tensors of some kilobytes lie in several blocks."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "BLOCK", size)
+        patch.setattr(large_files, "BLOCK", size)
         patch.setattr(image_module, "_SMALL", 1000)
         yield
 
@@ -66,7 +69,7 @@ def test_every_byte_has_one_writer_and_every_share_is_of_whole_blocks(
     sizes: dict[str, int], count: int, whole: frozenset[str]
 ) -> None:
     with blocks_of(100):
-        found = shares.plan(sizes, count, whole)
+        found = write_shares.plan(sizes, count, whole)
 
     assert len(found) == count
     for path, size in sizes.items():
@@ -84,7 +87,7 @@ def test_all_have_about_as_much_to_write_and_the_first_one_not_more(
     sizes: dict[str, int], count: int, whole: frozenset[str]
 ) -> None:
     with blocks_of(100):
-        found = shares.plan(sizes, count, whole)
+        found = write_shares.plan(sizes, count, whole)
 
     loads = [*map(load, found)]
     in_one = {path: size for path, size in sizes.items() if path in whole or size < 200}
@@ -102,7 +105,7 @@ def test_the_shares_of_the_large_files_lie_in_a_row(
     sizes: dict[str, int], count: int, whole: frozenset[str]
 ) -> None:
     with blocks_of(100):
-        found = shares.plan(sizes, count, whole)
+        found = write_shares.plan(sizes, count, whole)
 
     large = sorted(path for path, size in sizes.items() if path not in whole and size >= 200)
     row = [(path, begin, end) for mine in found for path, (begin, end) in mine.items() if path in large]
@@ -117,34 +120,34 @@ def test_every_process_finds_the_same_plan(
     items = [*sizes.items()]
     dice.shuffle(items)
     with blocks_of(100):
-        assert shares.plan(sizes, count, whole) == shares.plan(dict(items), count, sorted(whole))
+        assert write_shares.plan(sizes, count, whole) == write_shares.plan(dict(items), count, sorted(whole))
 
 
 def test_what_does_not_divide_goes_to_the_others() -> None:
     def counts(size: int, count: int) -> list[int]:
-        return [load(mine) >> 24 for mine in shares.plan({"file": size << 24}, count)]
+        return [load(mine) >> 24 for mine in write_shares.plan({"file": size << 24}, count)]
 
     assert counts(3, 2) == [1, 2]
     assert counts(5, 3) == [1, 2, 2]
     assert counts(9, 5) == [1, 2, 2, 2, 2]
     assert counts(3, 9) == [0, 0, 1, 0, 0, 1, 0, 0, 1]
-    assert shares.plan({"small": 9, "frozen": 8 << 24}, 2, ["frozen"]) == [
+    assert write_shares.plan({"small": 9, "frozen": 8 << 24}, 2, ["frozen"]) == [
         {"small": (0, 9)},
         {"frozen": (0, 8 << 24)},
     ]
 
 
 def test_what_is_small_goes_to_the_last_of_the_least_busy() -> None:
-    assert shares.plan(dict.fromkeys("dgbaecf", 9), 7) == [{name: (0, 9)} for name in "gfedcba"]
+    assert write_shares.plan(dict.fromkeys("dgbaecf", 9), 7) == [{name: (0, 9)} for name in "gfedcba"]
 
 
 def test_a_writer_alone_writes_everything() -> None:
     sizes = {"large": 5 << 24, "frozen": 3 << 24, "small": 9, "empty": 0}
 
-    assert shares.plan(sizes, 1, ["frozen"]) == [{path: (0, size) for path, size in sizes.items()}]
-    assert shares.plan({}, 3) == [{}, {}, {}]
+    assert write_shares.plan(sizes, 1, ["frozen"]) == [{path: (0, size) for path, size in sizes.items()}]
+    assert write_shares.plan({}, 3) == [{}, {}, {}]
     with pytest.raises(ValueError, match="0 processes"):
-        shares.plan(sizes, 0)
+        write_shares.plan(sizes, 0)
 
 
 # The files
@@ -199,27 +202,27 @@ def by_one(groups: Mapping[str, Encoded], folder: Path) -> dict[str, Made]:
     """Return the files that one process writes."""
     folder.mkdir()
     contents = Image().take(groups).contents({})
-    written = {path: blocks.write(folder / path, content) for path, content in contents.items()}
+    written = {path: large_files.write(folder / path, content) for path, content in contents.items()}
     return {path: Made((folder / path).read_bytes(), file.digest) for path, file in written.items()}
 
 
-def by_several(takens: Sequence[Taken], folder: Path, way: blocks.Way = "paced") -> dict[str, Made]:
+def by_several(takens: Sequence[Taken], folder: Path, way: large_files.Way = "paced") -> dict[str, Made]:
     """Return the files that several processes write, each what it has taken."""
     folder.mkdir()
     digests: dict[str, list[bytes]] = {}
     for taken in takens:
         for path, content in taken.contents({}).items():
             if path not in digests:
-                blocks.create(folder / path, content.size)
-            digests.setdefault(path, []).extend(blocks.write_share(folder / path, content, way))
-    return {path: Made((folder / path).read_bytes(), blocks.fold(digests[path])) for path in digests}
+                large_files.create(folder / path, content.size)
+            digests.setdefault(path, []).extend(large_files.write_share(folder / path, content, way))
+    return {path: Made((folder / path).read_bytes(), large_files.fold(digests[path])) for path in digests}
 
 
 def take_shares(groups: Sequence[Mapping[str, Encoded]], images: Sequence[Image]) -> list[Taken]:
     """Return what each of several processes takes of its own copy of the state."""
     takens = []
     for rank, (image, group) in enumerate(zip(images, groups, strict=True)):
-        plan = shares.plan(image.sizes(group), len(images), [FROZEN])
+        plan = write_shares.plan(image.sizes(group), len(images), [FROZEN])
         takens.append(image.take(group, plan[rank]))
     return takens
 
@@ -239,7 +242,7 @@ def test_several_write_the_files_that_one_writes(tmp_path: Path, count: int, wor
 
 @pytest.mark.parametrize("way", ["paced", "direct", "plain"])
 def test_several_write_the_files_that_one_writes_in_blocks_of_true_size(
-    tmp_path: Path, way: blocks.Way
+    tmp_path: Path, way: large_files.Way
 ) -> None:
     tensors = {
         MODEL: {"a": torch.randn(5 << 20).to(torch.bfloat16), "b": torch.randn(7, (1 << 20) + 1).t()},
@@ -248,13 +251,13 @@ def test_several_write_the_files_that_one_writes_in_blocks_of_true_size(
     groups = encoded(tensors)
     expected = by_one(groups, tmp_path / "one")
     gc.collect()
-    memory._maps.clear()
+    host_memory._maps.clear()
 
     takens = take_shares([groups] * 3, [Image() for _ in range(3)])
 
     assert [len(taken.paths()) for taken in takens] == [1, 2, 1]
     total = sum(tensor.nbytes for them in tensors.values() for tensor in them.values())
-    assert sum(map(len, memory._maps)) <= 1.02 * total
+    assert sum(map(len, host_memory._maps)) <= 1.02 * total
     try:
         assert by_several(takens, tmp_path / "three", way) == expected
     except OSError:
@@ -293,14 +296,14 @@ def test_whatever_the_tensors_the_shares_make_the_file(
     group = codec.encode(tensors)
     with blocks_of(block):
         sizes = Image().sizes({MODEL: group})
-        takens = [Image().take({MODEL: group}, mine) for mine in shares.plan(sizes, count)]
+        takens = [Image().take({MODEL: group}, mine) for mine in write_shares.plan(sizes, count)]
         contents = [content for taken in takens for content in taken.contents({}).values()]
         found = b"".join(bytes(content.data) for content in contents)
         held = [taken.tensors(MODEL) for taken in takens if taken.paths()]
 
     assert sizes == {MODEL: len(found)}
-    assert found == bytes(tensorfile.to_safetensors(group.tensors, group.aliases))
-    assert all(tensorfile.is_equal(them[name], group.tensors[name]) for them in held for name in them)
+    assert found == bytes(tensor_file.to_safetensors(group.tensors, group.aliases))
+    assert all(tensor_file.is_equal(them[name], group.tensors[name]) for them in held for name in them)
 
 
 @pytest.mark.usefixtures("small")
@@ -319,7 +322,7 @@ def test_a_header_of_several_blocks_is_shared_too(tmp_path: Path) -> None:
 def cut(sizes: Mapping[str, int], begin: int, end: int | None = None) -> dict[str, Range]:
     """Return a share of each file, in blocks."""
     return {
-        path: (begin * blocks.BLOCK, size if end is None else end * blocks.BLOCK)
+        path: (begin * large_files.BLOCK, size if end is None else end * large_files.BLOCK)
         for path, size in sizes.items()
     }
 
@@ -327,7 +330,7 @@ def cut(sizes: Mapping[str, int], begin: int, end: int | None = None) -> dict[st
 @pytest.mark.usefixtures("small")
 def test_a_share_takes_memory_for_its_own_bytes_only() -> None:
     groups = encoded(state())
-    memory._maps.clear()
+    host_memory._maps.clear()
     images = [Image() for _ in range(4)]
 
     takens = take_shares([groups] * 4, images)
@@ -336,14 +339,14 @@ def test_a_share_takes_memory_for_its_own_bytes_only() -> None:
     staged = [sum(map(len, (content.data for content in taken.contents({}).values()))) for taken in takens]
     assert sum(staged) == state_size
     # (each file begins a page, of which the state here has few)
-    assert sum(map(len, memory._maps)) <= state_size + sum(len(taken.paths()) for taken in takens) * PAGE
+    assert sum(map(len, host_memory._maps)) <= state_size + sum(len(taken.paths()) for taken in takens) * PAGE
 
 
 @pytest.mark.usefixtures("small")
 def test_a_share_begins_a_page_so_that_it_can_be_written_past_the_page_cache() -> None:
     for taken in take_shares([encoded(state())] * 3, [Image() for _ in range(3)]):
         for content in taken.contents({}).values():
-            assert content.data.nbytes < PAGE or blocks._begins_a_page(content.data)
+            assert content.data.nbytes < PAGE or large_files._begins_a_page(content.data)
 
 
 @pytest.mark.usefixtures("small")
@@ -358,7 +361,7 @@ def test_a_share_has_the_tensors_that_lie_in_it_as_a_whole() -> None:
 
     assert [*first] == []
     assert [*last] == ["b", "none", "c"]
-    assert all(tensorfile.is_equal(last[name], group.tensors[name]) for name in last)
+    assert all(tensor_file.is_equal(last[name], group.tensors[name]) for name in last)
 
 
 def test_what_is_not_mine_is_not_taken() -> None:
@@ -395,11 +398,11 @@ def test_another_share_of_the_same_tensors_is_laid_out_anew(tmp_path: Path) -> N
 
 def test_how_large_the_files_are_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     planned: list[object] = []
-    layout = tensorfile.layout
-    monkeypatch.setattr(tensorfile, "layout", lambda *args: (planned.append(args), layout(*args))[1])
+    layout = tensor_file.layout
+    monkeypatch.setattr(tensor_file, "layout", lambda *args: (planned.append(args), layout(*args))[1])
     image, memos = Image(), dict[str, codec.Memo]()
     tensors = {MODEL: {"a": torch.ones(900)}, OPTIMIZER: {"b": torch.ones(9)}}
-    expected = {path: len(tensorfile.to_safetensors(them, {})) for path, them in tensors.items()}
+    expected = {path: len(tensor_file.to_safetensors(them, {})) for path, them in tensors.items()}
     planned.clear()
 
     for mine in (None, {MODEL: (0, expected[MODEL])}, {}, None):
@@ -505,14 +508,14 @@ class Halved:
         return self.image.take(groups, {MODEL: (0, PAGE) if half == 0 else (PAGE, size)})
 
     def bytes(self, half: int) -> bytes:
-        whole = tensorfile.to_safetensors({"weight": self.weight}, {})
+        whole = tensor_file.to_safetensors({"weight": self.weight}, {})
         return bytes(whole[:PAGE] if half == 0 else whole[PAGE:])
 
 
 def content_of(taken: Taken) -> bytes:
     """Return the bytes of a share when they are there."""
     (content,) = taken.contents({}).values()
-    return b"".join(bytes(content.block(at)) for at in range(0, content.data.nbytes, blocks.BLOCK))
+    return b"".join(bytes(content.block(at)) for at in range(0, content.data.nbytes, large_files.BLOCK))
 
 
 @pytest.mark.usefixtures("small")
@@ -531,7 +534,7 @@ def test_a_step_waits_until_a_part_of_what_it_changes_is_copied(copier: Copier, 
     stepping.join(20)
     assert halved.bytes(half) != before == content_of(taken)
     assert copier.at_once == []
-    header = len(tensorfile.layout({"weight": halved.weight}, {}).header)
+    header = len(tensor_file.layout({"weight": halved.weight}, {}).header)
     assert copier.later == [("weight", (PAGE - header if half == 0 else 3 * PAGE + header) // 4)]
 
 
@@ -575,7 +578,7 @@ def test_a_block_of_a_share_is_there_before_the_rest_is(monkeypatch: pytest.Monk
         weight.grad = torch.ones_like(weight)
     optimizer.step()
     groups = {MODEL: codec.encode({f"{number}": weight for number, weight in enumerate(weights)})}
-    expected = tensorfile.to_safetensors(groups[MODEL].tensors, {})
+    expected = tensor_file.to_safetensors(groups[MODEL].tensors, {})
 
     (content,) = image.take(groups, cut(image.sizes(groups), 2, 5)).contents({}).values()
     found = []

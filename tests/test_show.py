@@ -16,8 +16,11 @@ import torch
 from forgery import forge
 from torch import nn
 
-from resumable import Run, RunState, codec, contents, manifest
-from resumable.cli import main
+from resumable import Run, RunState
+from resumable.cli.app import main
+from resumable.files import codec
+from resumable.run import manifest
+from resumable.views import contents
 
 DOCS = Path(__file__).parent.parent / "docs" / "cli.md"
 ODD = {
@@ -252,7 +255,7 @@ def test_a_tensor_that_begins_on_an_odd_byte_is_measured(
 
 def test_show_and_diff_do_without_torch(run: Path) -> None:
     script = (
-        "import sys; from resumable.cli import main\n"
+        "import sys; from resumable.cli.app import main\n"
         f"main(['show', {str(run)!r}]); main(['diff', {f'{run}@2'!r}, {f'{run}@3'!r}]); print(*sys.modules)"
     )
 

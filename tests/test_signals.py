@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from resumable import signals
-from resumable.signals import Signals
+from resumable.processes import signals
+from resumable.processes.signals import Signals
 
 ALL = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 

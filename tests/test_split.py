@@ -16,16 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from resumable import (
-    CheckpointDamaged,
-    FormatTooNew,
-    RunState,
-    SaveFailed,
-    StateMismatch,
-    UsageError,
-    manifest,
-    split,
-)
+from resumable import CheckpointDamaged, FormatTooNew, RunState, SaveFailed, StateMismatch, UsageError
+from resumable.run import manifest, splits
 
 if sys.platform != "win32":
     import fcntl
@@ -35,11 +27,11 @@ ABC = [[2, 9, 6, 4, 0, 3, 1, 7], [8, 5]]
 
 @pytest.fixture(autouse=True)
 def _few_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(split, "_PATIENCE", 0.05 if sys.platform != "win32" else 0)
+    monkeypatch.setattr(splits, "_PATIENCE", 0.05 if sys.platform != "win32" else 0)
 
 
 def _draw(run_dir: Path, n: int = 10, *fractions: float, **how: Any) -> list[list[int]]:
-    return split.split(run_dir, n, fractions or [0.8, 0.2], **{"seed": 1, **how})
+    return splits.split(run_dir, n, fractions or [0.8, 0.2], **{"seed": 1, **how})
 
 
 def test_a_split_is_the_same_at_each_start_and_deals_each_index_once(run_dir: Path) -> None:
@@ -56,7 +48,7 @@ def test_what_is_written_never_changes_again(run_dir: Path) -> None:
     _draw(run_dir)
 
     assert (run_dir / "splits.json").read_bytes() == before
-    assert split.records(run_dir) == {
+    assert splits.records(run_dir) == {
         "split": {
             "n": 10,
             "fractions": [0.8, 0.2],
@@ -74,7 +66,7 @@ def test_several_names_are_several_splits_in_one_file(run_dir: Path) -> None:
     assert other != ABC
     assert _draw(run_dir, name="other", seed=2) == other
     assert _draw(run_dir) == ABC
-    assert sorted(split.records(run_dir)) == ["other", "split"]
+    assert sorted(splits.records(run_dir)) == ["other", "split"]
 
 
 @pytest.mark.parametrize(
@@ -93,7 +85,7 @@ def test_several_names_are_several_splits_in_one_file(run_dir: Path) -> None:
 def test_the_parts_are_as_long_as_torchs_and_the_rest_goes_to_the_first(
     run_dir: Path, n: int, fractions: list[float], lengths: list[int]
 ) -> None:
-    assert [len(part) for part in split.split(run_dir, n, fractions)] == lengths
+    assert [len(part) for part in splits.split(run_dir, n, fractions)] == lengths
 
 
 @given(st.integers(1, 3000), st.lists(st.integers(1, 50), min_size=1, max_size=8))
@@ -101,7 +93,7 @@ def test_the_parts_are_never_more_nor_less_than_all(n: int, weights: list[int]) 
     fractions = [weight / sum(weights) for weight in weights]
     # (of few indices one part may get none)
     with contextlib.suppress(UsageError):
-        assert sum(split._lengths(n, fractions)) == n
+        assert sum(splits._lengths(n, fractions)) == n
 
 
 @pytest.mark.parametrize(
@@ -131,7 +123,7 @@ def test_what_is_no_split_is_refused_before_anything_is_written(
     run_dir: Path, n: Any, fractions: Any, how: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(UsageError, match=problem):
-        split.split(run_dir, n, fractions, **how)
+        splits.split(run_dir, n, fractions, **how)
 
     assert not run_dir.exists()
 
@@ -153,7 +145,7 @@ def test_another_split_under_the_same_name_is_refused_with_both(
     with pytest.raises(
         StateMismatch, match=rf"(?s)drawn with n=10, \[0.8, 0.2\], seed=1; now it is {now}.*another name="
     ):
-        split.split(run_dir, **{"n": 10, "fractions": [0.8, 0.2], "seed": 1, **change})
+        splits.split(run_dir, **{"n": 10, "fractions": [0.8, 0.2], "seed": 1, **change})
 
     assert _draw(run_dir) == ABC
 
@@ -165,7 +157,7 @@ def _rewrite(run_dir: Path, body: dict[str, Any]) -> None:
 
 def test_indices_that_come_out_otherwise_are_noticed(run_dir: Path) -> None:
     _draw(run_dir)
-    _rewrite(run_dir, {"splits": {"split": {**split.records(run_dir)["split"], "digest": "abc"}}})
+    _rewrite(run_dir, {"splits": {"split": {**splits.records(run_dir)["split"], "digest": "abc"}}})
 
     with pytest.raises(
         StateMismatch, match=r"(?s)it was abc when it was drawn first.*the numpy that drew it"
@@ -266,7 +258,7 @@ def test_a_copy_of_one_checkpoint_is_enough(run_dir: Path, tmp_path: Path) -> No
     other = tmp_path / "copy"
 
     for _ in range(2):
-        split.adopt(other, split.records(run_dir))
+        splits.adopt(other, splits.records(run_dir))
 
     assert (other / "splits.json").read_bytes() == (run_dir / "splits.json").read_bytes()
     with pytest.raises(StateMismatch, match=r"now it is n=10, .*, seed=3"):
@@ -277,9 +269,9 @@ def test_what_the_run_knows_beyond_the_checkpoint_stays(run_dir: Path, tmp_path:
     _draw(run_dir)
     _draw(tmp_path / "new", name="other")
 
-    split.adopt(tmp_path / "new", split.records(run_dir))
+    splits.adopt(tmp_path / "new", splits.records(run_dir))
 
-    assert sorted(split.records(tmp_path / "new")) == ["other", "split"]
+    assert sorted(splits.records(tmp_path / "new")) == ["other", "split"]
 
 
 def test_a_run_and_a_checkpoint_that_contradict_are_an_error_and_nothing_is_written(
@@ -290,20 +282,20 @@ def test_a_run_and_a_checkpoint_that_contradict_are_an_error_and_nothing_is_writ
     _draw(tmp_path / "new", seed=2)
 
     with pytest.raises(StateMismatch, match=r"was drawn with n=10, .*, seed=1; now it is n=10, .*, seed=2"):
-        split.adopt(tmp_path / "new", split.records(run_dir))
+        splits.adopt(tmp_path / "new", splits.records(run_dir))
 
-    assert sorted(split.records(tmp_path / "new")) == ["split"]
+    assert sorted(splits.records(tmp_path / "new")) == ["split"]
 
 
 def test_a_checkpoint_without_splits_leaves_no_file(run_dir: Path) -> None:
-    split.adopt(run_dir, split.records(run_dir))
+    splits.adopt(run_dir, splits.records(run_dir))
 
     assert not run_dir.exists()
 
 
 def test_what_is_in_the_place_of_a_checkpoints_splits_is_no_file(run_dir: Path) -> None:
     with pytest.raises(ValueError, match="3 stands where dict belongs"):
-        split.adopt(run_dir, {"a": 3})
+        splits.adopt(run_dir, {"a": 3})
 
     assert not run_dir.exists()
 
@@ -313,14 +305,14 @@ def test_what_is_in_the_place_of_a_checkpoints_splits_is_no_file(run_dir: Path) 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no locks of this kind")
 def test_of_many_at_the_same_moment_no_name_is_lost(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(split, "_PATIENCE", 60)
+    monkeypatch.setattr(splits, "_PATIENCE", 60)
     names = [f"split {number % 6}" for number in range(24)]
 
     with ThreadPoolExecutor(8) as pool:
         found = [*pool.map(lambda name: _draw(run_dir, name=name), names)]
 
     assert found == [ABC] * 24
-    assert sorted(split.records(run_dir)) == sorted({*names})
+    assert sorted(splits.records(run_dir)) == sorted({*names})
     assert sorted(os.listdir(run_dir)) == [".splits.lock", "splits.json"]
 
 
@@ -328,7 +320,7 @@ def test_of_many_at_the_same_moment_no_name_is_lost(run_dir: Path, monkeypatch: 
 def test_of_processes_that_draw_differently_the_first_one_decides(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(split, "_PATIENCE", 60)
+    monkeypatch.setattr(splits, "_PATIENCE", 60)
     flock, met = fcntl.flock, threading.Barrier(2)
 
     def together(fd: int, how: int) -> None:
@@ -353,7 +345,7 @@ def test_of_processes_that_draw_differently_the_first_one_decides(
 
 def test_processes_draw_the_same_without_a_meeting(run_dir: Path) -> None:
     script = (
-        "import sys; from pathlib import Path; from resumable.split import split\n"
+        "import sys; from pathlib import Path; from resumable.run.splits import split\n"
         "print([split(Path(sys.argv[1]), 10, [0.8, 0.2], name=name, seed=1) for name in 'ab'])"
     )
     run = [sys.executable, "-c", script, str(run_dir)]
@@ -361,7 +353,7 @@ def test_processes_draw_the_same_without_a_meeting(run_dir: Path) -> None:
     started = [subprocess.Popen(run, stdout=subprocess.PIPE, text=True) for _ in range(3)]
 
     assert {process.communicate()[0] for process in started} == {f"{[ABC, ABC]}\n"}
-    assert sorted(split.records(run_dir)) == ["a", "b"]
+    assert sorted(splits.records(run_dir)) == ["a", "b"]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no locks of this kind")
@@ -391,7 +383,7 @@ def test_a_resume_knows_the_split_though_its_file_is_gone(run_dir: Path) -> None
 
     RunState.load(run_dir).close()
     assert parts == ABC
-    assert split.records(run_dir)["split"]["seed"] == 1
+    assert splits.records(run_dir)["split"]["seed"] == 1
     (run_dir / "splits.json").unlink()
     RunState(run_dir).split(10, [0.8, 0.2], seed=2)
     with pytest.raises(StateMismatch, match=r"was drawn with n=10, .*, seed=1; now it is n=10, .*, seed=2"):

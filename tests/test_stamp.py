@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import multiprocessing as torch_multiprocessing
 
-from resumable import rng, stamp
-from resumable.stamp import States, Watch
+from resumable.loaders import rng, worker_rng
+from resumable.loaders.worker_rng import States, Watch
 
 
 class Own:
@@ -90,7 +90,7 @@ def test_a_generator_is_told_as_a_whole_once_and_then_only_its_place(case: str) 
     draw(Own(1))
     second = watch.changes()[name]
 
-    assert first.keys() == stamp.read({})[name].keys()
+    assert first.keys() == worker_rng.read({})[name].keys()
     assert second.keys() == {"head" if name == "torch" else "place"}
 
 
@@ -110,8 +110,8 @@ def followed(act: Callable[[int], Any], times: int = 40) -> tuple[States, States
     states = watch.states()
     for number in range(times):
         act(number)
-        states = stamp.merged(states, pickle.loads(pickle.dumps(watch.changes())))
-    return states, stamp.read({})
+        states = worker_rng.merged(states, pickle.loads(pickle.dumps(watch.changes())))
+    return states, worker_rng.read({})
 
 
 @pytest.mark.parametrize(
@@ -154,13 +154,13 @@ def test_another_kind_of_numpy_generator_is_told_of(numpy_bits: None, bits: Any)
     watch = Watch({})
     np.random.rand(), watch.changes()
     np.random.set_bit_generator(bits(3))  # type: ignore[attr-defined]
-    states = stamp.merged(stamp.read({}), watch.changes())
+    states = worker_rng.merged(worker_rng.read({}), watch.changes())
     for _ in range(2):
         expected = [np.random.rand(), np.random.randn()]
-        stamp.restore(states, None)
+        worker_rng.restore(states, None)
 
         assert [np.random.rand(), np.random.randn()] == expected
-        states = stamp.merged(states, watch.changes())
+        states = worker_rng.merged(states, watch.changes())
 
 
 def test_a_numpy_generator_that_was_of_another_kind_for_a_while_is_told_as_it_is(numpy_bits: None) -> None:
@@ -169,9 +169,9 @@ def test_a_numpy_generator_that_was_of_another_kind_for_a_while_is_told_as_it_is
     for bits in (np.random.PCG64(1), np.random.MT19937(2), np.random.PCG64(3), np.random.MT19937(4)):
         np.random.set_bit_generator(bits)  # type: ignore[attr-defined]
         np.random.randn()
-        states = stamp.merged(states, watch.changes())
+        states = worker_rng.merged(states, watch.changes())
         expected = [np.random.randn(), np.random.rand()]
-        stamp.restore(states, None)
+        worker_rng.restore(states, None)
 
         assert [np.random.randn(), np.random.rand()] == expected
 
@@ -230,35 +230,35 @@ def test_states_that_are_put_back_give_the_next_numbers() -> None:
     states = watch.states()
     for number in range(4):
         draw_global(), own.draw()
-        states = stamp.merged(states, watch.changes())
+        states = worker_rng.merged(states, watch.changes())
         expected = [draw_global(), own.draw()]
         seed(number), draw_global()
         other = Own(number)
 
-        assert stamp.restore(states, other) == []
+        assert worker_rng.restore(states, other) == []
         assert [draw_global(), other.draw()] == expected
-        stamp.restore(states, own)
+        worker_rng.restore(states, own)
 
 
 def test_merging_leaves_what_it_is_given_as_it_was() -> None:
     then = {"a": {"x": 1, "y": 2}}
     changes = {"a": {"x": 3}, "b": {"z": 4}}
 
-    assert stamp.merged(then, changes) == {"a": {"x": 3, "y": 2}, "b": {"z": 4}}
+    assert worker_rng.merged(then, changes) == {"a": {"x": 3, "y": 2}, "b": {"z": 4}}
     assert then == {"a": {"x": 1, "y": 2}}
-    assert stamp.merged({}, {}) == {}
+    assert worker_rng.merged({}, {}) == {}
 
 
 def test_the_differences_and_what_was_there_make_what_is_there() -> None:
     own = Own(5)
-    then = stamp.read(rng.find(own))
+    then = worker_rng.read(rng.find(own))
     own.draw(), random.random(), np.random.randn()
-    now = stamp.read(rng.find(own))
-    found = stamp.differences(then, now)
+    now = worker_rng.read(rng.find(own))
+    found = worker_rng.differences(then, now)
 
-    assert stamp.is_same(stamp.merged(then, found), now)
+    assert worker_rng.is_same(worker_rng.merged(then, found), now)
     assert (found["torch"], found["python"].keys()) == ({}, {"words", "place"})
-    assert stamp.differences({}, now).keys() == now.keys()
+    assert worker_rng.differences({}, now).keys() == now.keys()
 
 
 def test_a_generator_that_is_nowhere_is_named_and_one_that_can_be_made_is_made() -> None:
@@ -268,7 +268,7 @@ def test_a_generator_that_is_nowhere_is_named_and_one_that_can_be_made_is_made()
     }
     root: dict[str, Any] = {"a": None, "b": "taken"}
 
-    assert stamp.restore(states, root) == ["b"]
+    assert worker_rng.restore(states, root) == ["b"]
     assert root["a"].random() == np.random.default_rng(1).random()
     assert root["b"] == "taken"
 
@@ -287,7 +287,7 @@ def test_a_generator_that_is_nowhere_is_named_and_one_that_can_be_made_is_made()
     ],
 )
 def test_states_are_the_same_only_if_all_in_them_is(then: Any, now: Any, is_same: bool) -> None:
-    assert stamp.is_same(then, now) is is_same
+    assert worker_rng.is_same(then, now) is is_same
 
 
 # Its way to the training.
@@ -316,10 +316,10 @@ def test_what_another_process_told_makes_its_next_numbers_here(method: str) -> N
     states, expected = here.recv(), here.recv()
     process.join()
     for changes in told:
-        states = stamp.merged(states, changes)
+        states = worker_rng.merged(states, changes)
 
     own = Own(0)
-    assert stamp.restore(states, own) == []
+    assert worker_rng.restore(states, own) == []
     assert [draw_global(), own.draw()] == expected
 
 
@@ -334,7 +334,7 @@ def test_a_stamp_that_was_pinned_says_the_same() -> None:
     assert (batch, worker) == ("a batch", 3)
     assert not [pieces for pieces in told.values() if any(map(torch.is_tensor, pieces.values()))]
     expected = [draw_global(), own.draw()]
-    assert stamp.restore(told, (other := Own(0))) == []
+    assert worker_rng.restore(told, (other := Own(0))) == []
     assert [draw_global(), other.draw()] == expected
 
 

@@ -39,11 +39,10 @@ from resumable import (
     SaveFailed,
     StateMismatch,
     UsageError,
-    checkpoint,
-    history,
 )
-from resumable.blocks import Content
-from resumable.history import History
+from resumable.files.large_files import Content
+from resumable.run import checkpoint, history
+from resumable.run.history import History
 
 
 class Training:

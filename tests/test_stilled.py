@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from resumable import trials
+from resumable.audit import trials
 
 DRAWS = {
     "python": "import random; print(random.random())",

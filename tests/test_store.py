@@ -27,8 +27,10 @@ from fsspec.implementations.memory import MemoryFileSystem
 from servers import S3, Place, ProxiedS3, Sftp
 from test_remote import a_place, a_shelf  # noqa: F401 (pytest finds fixtures here)
 
-from resumable import RemoteError, etag, store
-from resumable.store import Store
+from resumable import RemoteError
+from resumable.remote import etag
+from resumable.remote import storage as store
+from resumable.remote.storage import Store
 
 ALL = pytest.mark.parametrize("place", ["memory", "file", "s3", "sftp", "sshfs"], indirect=True)
 WITH_FOLDERS = pytest.mark.parametrize("place", ["memory", "file", "sftp", "sshfs"], indirect=True)

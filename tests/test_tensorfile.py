@@ -16,20 +16,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from resumable import codec, tensorfile
-from resumable.headers import SIZES, header_size
+from resumable.files import codec, tensor_file
+from resumable.files.safetensors_header import SIZES, header_size
 
-STORED = list(tensorfile.DTYPES)
+STORED = list(tensor_file.DTYPES)
 
 
 def content(tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, str] | None = None) -> bytearray:
     """Return the bytes of a file of ours."""
-    return tensorfile.to_safetensors(tensors, aliases or {})
+    return tensor_file.to_safetensors(tensors, aliases or {})
 
 
 def read(data: bytes) -> dict[str, torch.Tensor]:
     """Return what we make of the bytes of a file."""
-    return tensorfile.from_safetensors(memoryview(bytearray(data)))
+    return tensor_file.from_safetensors(memoryview(bytearray(data)))
 
 
 def made(header: Any, body: bytes = b"") -> bytes:
@@ -95,7 +95,7 @@ def test_we_read_what_we_write(dtype: torch.dtype) -> None:
 
 def test_no_dtype_that_safetensors_knows_is_stored_as_mere_bytes() -> None:
     known = {dtype for code, dtype in safetensors.torch._TYPES.items() if code != "F4"}
-    assert known <= tensorfile.DTYPES.keys()
+    assert known <= tensor_file.DTYPES.keys()
 
 
 # The oldest torch that the tests run with lacks it.
@@ -149,7 +149,7 @@ def test_every_tensor_begins_at_a_multiple_of_its_element() -> None:
 @pytest.mark.parametrize("dtype", [*STORED, torch.complex128, *PACKED_DTYPES], ids=str)
 def test_what_is_copied_into_the_views_of_a_layout_is_the_file(dtype: torch.dtype) -> None:
     tensors = samples(dtype)
-    planned = tensorfile.layout(tensors, {"tied": "matrix"})
+    planned = tensor_file.layout(tensors, {"tied": "matrix"})
     memory = torch.zeros(planned.size, dtype=torch.uint8)
     memory.numpy()[: len(planned.header)] = bytearray(planned.header)
 
@@ -163,20 +163,20 @@ def test_what_is_copied_into_the_views_of_a_layout_is_the_file(dtype: torch.dtyp
 
 
 def filled(
-    planned: tensorfile.Layout, views: list[torch.Tensor]
-) -> list[tuple[tensorfile.Slot, torch.Tensor]]:
+    planned: tensor_file.Layout, views: list[torch.Tensor]
+) -> list[tuple[tensor_file.Slot, torch.Tensor]]:
     """Return the slots that have bytes, with their views."""
     return [(slot, view) for slot, view in zip(planned.slots, views, strict=True) if view.numel()]
 
 
 def test_a_layout_is_the_same_for_other_values_and_another_for_another_shape_or_name() -> None:
-    one = tensorfile.layout({"a": torch.zeros(2), "b": torch.zeros(3)}, {})
-    assert tensorfile.layout({"a": torch.ones(2), "b": torch.ones(3)}, {}) == one
+    one = tensor_file.layout({"a": torch.zeros(2), "b": torch.zeros(3)}, {})
+    assert tensor_file.layout({"a": torch.ones(2), "b": torch.ones(3)}, {}) == one
     for other in (
-        tensorfile.layout({"a": torch.zeros(1, 2), "b": torch.zeros(3)}, {}),
-        tensorfile.layout({"a": torch.zeros(2).int(), "b": torch.zeros(3)}, {}),
-        tensorfile.layout({"a": torch.zeros(2), "c": torch.zeros(3)}, {}),
-        tensorfile.layout({"a": torch.zeros(2), "b": torch.zeros(3)}, {"c": "a"}),
+        tensor_file.layout({"a": torch.zeros(1, 2), "b": torch.zeros(3)}, {}),
+        tensor_file.layout({"a": torch.zeros(2).int(), "b": torch.zeros(3)}, {}),
+        tensor_file.layout({"a": torch.zeros(2), "c": torch.zeros(3)}, {}),
+        tensor_file.layout({"a": torch.zeros(2), "b": torch.zeros(3)}, {"c": "a"}),
     ):
         assert other != one
 
@@ -194,7 +194,7 @@ def test_the_parameters_of_a_model_are_written_as_what_they_hold() -> None:
 
 def test_reading_copies_no_tensor() -> None:
     data = content({"weight": torch.zeros(4)})
-    found = tensorfile.from_safetensors(memoryview(data))["weight"]
+    found = tensor_file.from_safetensors(memoryview(data))["weight"]
     found.fill_(1)
     assert data.endswith(np.ones(4, np.float32).tobytes())
 
@@ -209,10 +209,10 @@ def test_the_tensors_of_a_row_share_its_memory_and_end_where_their_own_bytes_do(
         "last": torch.zeros(2, 0, dtype=torch.bool),
         "bytes": torch.arange(3, dtype=torch.uint8),
     }
-    planned, data = tensorfile.layout(tensors, {}), content(tensors)
+    planned, data = tensor_file.layout(tensors, {}), content(tensors)
     slots = [slot for slot in planned.slots if slot.name != "wide"]
 
-    row = tensorfile.from_row(memoryview(data)[slots[0].begin :], slots)
+    row = tensor_file.from_row(memoryview(data)[slots[0].begin :], slots)
 
     found = {slot.name: tensor for slot, tensor in zip(slots, row, strict=True)}
     assert equal(found, {name: tensor for name, tensor in tensors.items() if name != "wide"})
@@ -221,7 +221,7 @@ def test_the_tensors_of_a_row_share_its_memory_and_end_where_their_own_bytes_do(
 
 
 def test_a_row_of_nothing_is_nothing() -> None:
-    assert tensorfile.from_row(memoryview(b""), []) == []
+    assert tensor_file.from_row(memoryview(b""), []) == []
 
 
 def test_where_the_tensors_lie_can_be_told_by_the_header_alone() -> None:
@@ -229,12 +229,12 @@ def test_where_the_tensors_lie_can_be_told_by_the_header_alone() -> None:
     data = content(tensors, {"tied": "matrix"})
     start = header_size(data[:8], len(data))
 
-    slots = tensorfile.read_header(memoryview(data)[:start], len(data))
+    slots = tensor_file.read_header(memoryview(data)[:start], len(data))
 
-    assert slots == [*tensorfile.layout(tensors, {"tied": "matrix"}).slots]
+    assert slots == [*tensor_file.layout(tensors, {"tied": "matrix"}).slots]
     assert {slot.name: slot[1:3] for slot in slots} == {n: (t.dtype, t.shape) for n, t in tensors.items()}
     for slot in slots:
-        assert data[slot.begin : slot.end] == bytes(tensorfile.as_bytes(tensors[slot.name]))
+        assert data[slot.begin : slot.end] == bytes(tensor_file.as_bytes(tensors[slot.name]))
 
 
 @pytest.mark.parametrize("length", range(8))
@@ -253,27 +253,27 @@ def test_a_header_is_never_larger_than_its_file(claimed: int, size: int) -> None
 @pytest.mark.parametrize("size", [0, 7, 9, 2**62])
 def test_a_file_of_another_size_than_its_header_says_is_refused(size: int) -> None:
     header = made({"a": entry()})
-    assert tensorfile.read_header(header, len(header) + 8)
+    assert tensor_file.read_header(header, len(header) + 8)
     with pytest.raises(ValueError, match=r"does not begin where|belong to no tensor"):
-        tensorfile.read_header(header, len(header) + size)
+        tensor_file.read_header(header, len(header) + size)
 
 
 def test_a_dtype_that_this_torch_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     header = made({"a": entry()})
-    monkeypatch.setattr(tensorfile, "_DTYPES_BY_CODE", {})
+    monkeypatch.setattr(tensor_file, "_DTYPES_BY_CODE", {})
 
     with pytest.raises(ValueError, match="this version of torch has no "):
-        tensorfile.read_header(header, len(header) + 8)
+        tensor_file.read_header(header, len(header) + 8)
 
 
 def test_the_sizes_of_the_elements_are_those_of_torch() -> None:
-    assert all(SIZES[code] == dtype.itemsize for dtype, code in tensorfile.DTYPES.items())
+    assert all(SIZES[code] == dtype.itemsize for dtype, code in tensor_file.DTYPES.items())
 
 
 def test_a_tensor_of_a_slot_is_made_where_it_is_wanted() -> None:
-    slot = tensorfile.Slot("a", torch.int16, (2, 3), 0, 12)
-    assert (tensorfile.empty(slot).shape, tensorfile.empty(slot).dtype) == ((2, 3), torch.int16)
-    assert tensorfile.empty(slot, torch.device("meta")).is_meta
+    slot = tensor_file.Slot("a", torch.int16, (2, 3), 0, 12)
+    assert (tensor_file.empty(slot).shape, tensor_file.empty(slot).dtype) == ((2, 3), torch.int16)
+    assert tensor_file.empty(slot, torch.device("meta")).is_meta
 
 
 @pytest.mark.parametrize("spaces", range(8))
@@ -294,10 +294,10 @@ def test_booleans_in_memory_that_nobody_has_set_can_be_read_again() -> None:
 
 def test_two_tensors_are_equal_by_their_bits() -> None:
     nan, zero = torch.tensor([float("nan")]), torch.tensor([0.0])
-    assert tensorfile.is_equal(nan, nan.clone())
-    assert tensorfile.is_equal(torch.ones(2, 3).t(), torch.ones(3, 2))
-    assert not tensorfile.is_equal(zero, -zero)
-    assert not tensorfile.is_equal(zero, torch.zeros(1, 1))
+    assert tensor_file.is_equal(nan, nan.clone())
+    assert tensor_file.is_equal(torch.ones(2, 3).t(), torch.ones(3, 2))
+    assert not tensor_file.is_equal(zero, -zero)
+    assert not tensor_file.is_equal(zero, torch.zeros(1, 1))
 
 
 def entry(**changes: Any) -> dict[str, Any]:
@@ -414,7 +414,7 @@ def readable_or_value_error(data: bytes) -> None:
 sizes = st.sampled_from([0, 1, 2, 3, 4, 8, 16, -1, 2**31, 2**63, 2**64, True, 1.0, None, "2"])
 entries = st.fixed_dictionaries(
     {
-        "dtype": st.sampled_from([*tensorfile.DTYPES.values(), "F4", "", None]),
+        "dtype": st.sampled_from([*tensor_file.DTYPES.values(), "F4", "", None]),
         "shape": st.lists(sizes, max_size=4),
         "data_offsets": st.lists(sizes, min_size=2, max_size=2),
     }

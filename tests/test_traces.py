@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from test_show import rows_of
 
-from resumable import FormatTooNew, UsageError, traces
-from resumable.cli import main
-from resumable.traces import At, Record
+from resumable import FormatTooNew, UsageError
+from resumable.cli.app import main
+from resumable.trace import trace_file
+from resumable.trace.trace_file import At, Record
 
 DOCS = Path(__file__).parent.parent / "docs" / "cli.md"
 
@@ -34,7 +35,7 @@ def resumed(number: int, why: str = "resumed", **more: Any) -> Record:
 
 def write(path: Path, *records: Record) -> str:
     path.parent.mkdir(exist_ok=True)
-    path.write_text("".join(f"{traces.to_line(record)}\n" for record in records))
+    path.write_text("".join(f"{trace_file.to_line(record)}\n" for record in records))
     return str(path)
 
 
@@ -54,7 +55,7 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
         Record(At("epoch", 1, 0, 2), "boundary"),
     ]
 
-    assert traces.read(write(tmp_path / "a.jsonl", *records)) == records
+    assert trace_file.read(write(tmp_path / "a.jsonl", *records)) == records
 
 
 def test_what_is_not_finite_is_written_as_any_reader_of_json_takes_it(tmp_path: Path) -> None:
@@ -67,7 +68,7 @@ def test_what_is_not_finite_is_written_as_any_reader_of_json_takes_it(tmp_path: 
 
     for line in Path(path).read_text().splitlines():
         json.loads(line, parse_constant=refuse)
-    [record] = traces.read(path)
+    [record] = trace_file.read(path)
     assert str(record.noted) == "{'loss': 'nan', 'norm': '-inf', 'x': -0.0}"
 
 
@@ -75,26 +76,26 @@ def test_half_a_line_is_no_record(tmp_path: Path) -> None:
     path = Path(write(tmp_path / "a.jsonl", start(), batch(1), batch(2)))
     path.write_bytes(path.read_bytes()[:-9])
 
-    assert digests(traces.read(path)) == ["b1"]
+    assert digests(trace_file.read(path)) == ["b1"]
 
 
 def test_what_was_done_again_counts_as_it_was_done_last(tmp_path: Path) -> None:
     first = [start(), batch(1), batch(2), batch(3)]
     path = write(tmp_path / "a.jsonl", *first, resumed(1), batch(2, "c2"), resumed(2), batch(3, "d3"))
 
-    assert digests(traces.read(path)) == ["b1", "c2", "d3"]
+    assert digests(trace_file.read(path)) == ["b1", "c2", "d3"]
 
 
 def test_what_was_gone_back_behind_does_not_count(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", start(), batch(1), batch(2), resumed(1, "restored"), batch(2, "c2"))
 
-    assert digests(traces.read(path)) == ["b1", "c2"]
+    assert digests(trace_file.read(path)) == ["b1", "c2"]
 
 
 def test_a_start_begins_the_trace_anew(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", start(), batch(1), start(), batch(1, "c1"))
 
-    assert digests(traces.read(path)) == ["c1"]
+    assert digests(trace_file.read(path)) == ["c1"]
 
 
 def test_a_resume_at_an_epochs_end_keeps_that_epoch(tmp_path: Path) -> None:
@@ -103,7 +104,7 @@ def test_a_resume_at_an_epochs_end_keeps_that_epoch(tmp_path: Path) -> None:
     later = Record(At("batch", 1, 1, 3), "boundary", ["b3"])
     path = write(tmp_path / "a.jsonl", start(), batch(1), batch(2), end, later, again)
 
-    assert traces.read(path) == [start(), batch(1), batch(2), end, again]
+    assert trace_file.read(path) == [start(), batch(1), batch(2), end, again]
 
 
 def test_a_loop_over_other_data_that_counts_from_0_again_is_kept_at_a_resume(tmp_path: Path) -> None:
@@ -114,8 +115,8 @@ def test_a_loop_over_other_data_that_counts_from_0_again_is_kept_at_a_resume(tmp
     again = Record(At("batch", 0, 1, 0), "resumed")
     path = write(tmp_path / "a.jsonl", done(1, "a1"), done(2, "a2"), done(1, "b1"), done(2, "b2"), again)
 
-    assert digests(traces.read(path)) == ["a1", "a2", "b1"]
-    assert not traces.first_difference(traces.read(path), traces.read(path))
+    assert digests(trace_file.read(path)) == ["a1", "a2", "b1"]
+    assert not trace_file.first_difference(trace_file.read(path), trace_file.read(path))
 
 
 @pytest.mark.parametrize("text", ["no JSON", "[1]", "{}", '{"at":{"kind":"batch"},"why":"x"}', '{"at":1}'])
@@ -124,14 +125,14 @@ def test_another_file_is_refused(text: str, tmp_path: Path) -> None:
     path.write_text(f"{path.read_text()}{text}\n")
 
     with pytest.raises(UsageError, match=r"a\.jsonl: line 2 is no record of a trace\."):
-        traces.read(path)
+        trace_file.read(path)
 
 
 def test_a_trace_of_a_later_version_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", batch(1, more={"format": 2}))
 
     with pytest.raises(FormatTooNew, match="is a trace of format 2; this version of resumable reads 1"):
-        traces.read(path)
+        trace_file.read(path)
 
 
 # What a line can be added to.
@@ -143,13 +144,13 @@ def test_what_a_kill_has_torn_is_taken_away_before_a_line_is_added(torn: bytes, 
     whole = path.read_bytes()
     path.write_bytes(whole + torn)
 
-    os.close(traces.open_to_add(path))
+    os.close(trace_file.open_to_add(path))
 
     assert path.read_bytes() == whole
 
 
 def test_a_file_in_a_folder_that_is_not_there_is_made(tmp_path: Path) -> None:
-    os.close(traces.open_to_add(tmp_path / "a" / "b" / "c.jsonl"))
+    os.close(trace_file.open_to_add(tmp_path / "a" / "b" / "c.jsonl"))
 
     assert (tmp_path / "a" / "b" / "c.jsonl").read_bytes() == b""
 
@@ -161,7 +162,7 @@ def test_what_is_no_trace_is_refused_and_stays_as_it_is(name: str, tmp_path: Pat
     (tmp_path / "folder").joinpath("a.jsonl").symlink_to(tmp_path / "train.py")
 
     with pytest.raises(UsageError, match=r"Fix: give the path of a"):
-        traces.open_to_add(tmp_path / name)
+        trace_file.open_to_add(tmp_path / name)
 
     assert (tmp_path / "train.py").read_text() == "import torch"
 

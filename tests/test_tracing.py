@@ -22,9 +22,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from resumable import Preempted, ResumableWarning, RunState, UsageError, digest, traces
-from resumable.cli import main
-from resumable.traces import Record
+from resumable import Preempted, ResumableWarning, RunState, UsageError
+from resumable.cli.app import main
+from resumable.trace import digest, trace_file
+from resumable.trace.trace_file import Record
 
 
 class Noisy(Dataset[Any]):
@@ -85,7 +86,7 @@ class Script:
 def straight(tmp_path: Path) -> list[Record]:
     """The trace of a training that was never stopped."""
     Script(tmp_path / "straight", trace=tmp_path / "straight.jsonl").train()
-    return traces.read(tmp_path / "straight.jsonl")
+    return trace_file.read(tmp_path / "straight.jsonl")
 
 
 def boundaries(records: list[Record]) -> list[Record]:
@@ -122,9 +123,9 @@ def test_a_training_that_is_stopped_has_the_trace_of_one_that_is_not(
         script.train(until)
         script.state.close()
 
-    found = traces.read(trace)
-    assert not traces.first_difference(straight, found)
-    assert not traces.first_difference(found, straight)
+    found = trace_file.read(trace)
+    assert not trace_file.first_difference(straight, found)
+    assert not trace_file.first_difference(found, straight)
     # (what was saved in the last body is trained, and nobody came to its boundary)
     assert len(boundaries(found)) >= len(boundaries(straight)) - len(stops)
 
@@ -134,8 +135,8 @@ def test_what_came_after_an_older_checkpoint_is_dropped(tmp_path: Path, straight
 
     Script(tmp_path / "run", trace=tmp_path / "a.jsonl", resume=1).train(until=3)
 
-    found = traces.read(tmp_path / "a.jsonl")
-    assert not traces.first_difference(straight, found)
+    found = trace_file.read(tmp_path / "a.jsonl")
+    assert not trace_file.first_difference(straight, found)
     assert found[-1].at.step == 2
 
 
@@ -187,7 +188,7 @@ def test_several_runs_of_one_process_have_a_file_each(
             script.state.close()
 
     for name in ("a.jsonl", "a-2.jsonl"):
-        assert len(boundaries(traces.read(tmp_path / name))) >= 14
+        assert len(boundaries(trace_file.read(tmp_path / name))) >= 14
     assert len([*tmp_path.glob("*.jsonl")]) == 2
 
 
@@ -224,10 +225,10 @@ def test_a_disk_that_is_full_ends_the_trace_and_not_the_training(
 
     assert len(told) == 1
     assert script.state.step == 12
-    assert [one.at.step for one in traces.read(tmp_path / "a.jsonl")] == [0, 1, 2, 3]
+    assert [one.at.step for one in trace_file.read(tmp_path / "a.jsonl")] == [0, 1, 2, 3]
     monkeypatch.undo()
     Script(tmp_path / "run", trace=tmp_path / "a.jsonl", resume=3).train()
-    assert traces.read(tmp_path / "a.jsonl")[-1].at.step == 12
+    assert trace_file.read(tmp_path / "a.jsonl")[-1].at.step == 12
 
 
 def test_a_training_that_goes_back_has_the_trace_of_what_it_has_kept(
@@ -238,9 +239,9 @@ def test_a_training_that_goes_back_has_the_trace_of_what_it_has_kept(
     script.state.restore(2)
     script.train()
 
-    found = traces.read(tmp_path / "a.jsonl")
+    found = trace_file.read(tmp_path / "a.jsonl")
     assert [one.at.step for one in found if one.why == "restored"] == [4]
-    assert not traces.first_difference(straight, found)
+    assert not trace_file.first_difference(straight, found)
     assert [one.at for one in boundaries(found)][-9:] == [one.at for one in boundaries(straight)][-9:]
 
 
@@ -253,7 +254,7 @@ def test_batches_that_are_left_out_after_a_spike_are_in_no_record(tmp_path: Path
             continue
         script.state.save().wait()
 
-    found = traces.read(tmp_path / "a.jsonl")
+    found = trace_file.read(tmp_path / "a.jsonl")
     assert [(one.why, one.at.batch, len(one.batches)) for one in found] == [
         ("start", 0, 0),
         ("boundary", 1, 1),
@@ -272,7 +273,7 @@ def test_the_batches_of_an_accumulation_window_are_gathered(tmp_path: Path) -> N
             script.optimizer.step()
     script.state.close()
 
-    assert [len(one.batches) for one in boundaries(traces.read(tmp_path / "a.jsonl"))] == [2, 2]
+    assert [len(one.batches) for one in boundaries(trace_file.read(tmp_path / "a.jsonl"))] == [2, 2]
 
 
 def test_a_loop_over_steps_has_the_batches_that_it_notes(tmp_path: Path) -> None:
@@ -288,9 +289,9 @@ def test_a_loop_over_steps_has_the_batches_that_it_notes(tmp_path: Path) -> None
                 # (after it was noted it belongs to the script)
                 x.zero_()
                 optimizer.step()
-    a, b = (traces.read(tmp_path / f"{name}.jsonl") for name in "ab")
+    a, b = (trace_file.read(tmp_path / f"{name}.jsonl") for name in "ab")
 
-    assert not traces.first_difference(a, b)
+    assert not trace_file.first_difference(a, b)
     assert [(one.at.kind, one.why) for one in a] == [
         ("outside", "start"),
         *[("step", "boundary")] * 4,
@@ -320,7 +321,7 @@ def test_a_number_is_noted_as_it_is(value: Any, told: Any, tmp_path: Path) -> No
         for _ in state.steps(1):
             state.note(value=value)
 
-    [record] = boundaries(traces.read(tmp_path / "a.jsonl"))
+    [record] = boundaries(trace_file.read(tmp_path / "a.jsonl"))
     assert repr(record.noted) == repr({"value": told})
 
 
@@ -338,7 +339,7 @@ def test_what_cannot_be_told_apart_is_warned_of_once(tmp_path: Path) -> None:
     state.close()
 
     assert len(told) == 1
-    assert len(boundaries(traces.read(tmp_path / "a.jsonl"))) == 3
+    assert len(boundaries(trace_file.read(tmp_path / "a.jsonl"))) == 3
 
 
 class Endless(IterableDataset[Any]):
@@ -372,7 +373,7 @@ def test_however_the_batches_come_their_digests_are_the_same(how: str, tmp_path:
         for _ in state.epochs(2):
             assert len([*state.batches(looped, **options)]) == 4
 
-    found = traces.read(tmp_path / "a.jsonl")
+    found = trace_file.read(tmp_path / "a.jsonl")
     assert [len(one.batches) for one in boundaries(found)] == [1, 1, 1, 1, 0] * 2
     assert [one.batches for one in found[1:5]] == [[digest.of(batch)] for batch in data]
     assert [one.batches for one in found[6:10]] == [[digest.of(batch)] for batch in data]
@@ -388,7 +389,7 @@ def test_a_training_that_only_saves_has_a_boundary_at_each_save(tmp_path: Path) 
         state.save()
     state.close()
 
-    found = traces.read(tmp_path / "a.jsonl")
+    found = trace_file.read(tmp_path / "a.jsonl")
     assert [(one.why, one.at.kind, one.at.step) for one in found] == [
         ("start", "outside", 1),
         *(("boundary", "outside", step) for step in (1, 2, 3)),
@@ -403,7 +404,7 @@ def test_steps_are_counted_and_not_batches_where_a_batch_has_several(tmp_path: P
             script.step(batch)
     script.state.close()
 
-    found = boundaries(traces.read(tmp_path / "a.jsonl"))
+    found = boundaries(trace_file.read(tmp_path / "a.jsonl"))
     assert [(one.at.step, bool(one.parts)) for one in found] == [
         (3, False),
         (6, True),
@@ -417,7 +418,7 @@ def test_where_nobody_counts_steps_batches_are_counted(tmp_path: Path) -> None:
         for _ in state.epochs(2):
             assert len([*state.batches()]) == 7
 
-    found = boundaries(traces.read(tmp_path / "a.jsonl"))
+    found = boundaries(trace_file.read(tmp_path / "a.jsonl"))
     assert [(one.at.kind, one.at.batch) for one in found if one.parts] == [
         *(("batch", 3), ("batch", 6), ("epoch", 0)),
         *(("batch", 3), ("batch", 6), ("epoch", 0)),
@@ -428,7 +429,7 @@ def test_a_body_of_steps_without_an_optimizer_is_not_looked_at_every_time(tmp_pa
     with RunState.load(tmp_path / "run", trace=tmp_path / "a.jsonl", trace_every=4) as state:
         assert len([*state.steps(9)]) == 9
 
-    found = boundaries(traces.read(tmp_path / "a.jsonl"))
+    found = boundaries(trace_file.read(tmp_path / "a.jsonl"))
     assert [one.at.step for one in found if one.parts] == [4, 8]
 
 
@@ -444,7 +445,7 @@ def test_epochs_without_batches_have_their_boundaries_and_short_ones_are_not_all
             optimizer.step()
             state.note(loss=1)
 
-    found = boundaries(traces.read(tmp_path / "a.jsonl"))
+    found = boundaries(trace_file.read(tmp_path / "a.jsonl"))
     assert [(*one.at, bool(one.parts)) for one in found] == [
         ("epoch", epoch, 0, epoch, epoch != 3) for epoch in (1, 2, 3, 4)
     ]
@@ -459,7 +460,7 @@ def test_the_looks_at_epochs_ends_are_at_the_same_ones_after_a_resume(
         script.train(until)
         script.state.close()
 
-    looks = [one.at.step for one in boundaries(traces.read(tmp_path / "a.jsonl")) if one.parts]
+    looks = [one.at.step for one in boundaries(trace_file.read(tmp_path / "a.jsonl")) if one.parts]
     assert looks == [4, 8, 12]
 
 
@@ -472,7 +473,7 @@ def test_what_a_save_is_given_is_in_the_trace(tmp_path: Path) -> None:
         script.state.save()
     script.state.close()
 
-    found = boundaries(traces.read(tmp_path / "a.jsonl"))
+    found = boundaries(trace_file.read(tmp_path / "a.jsonl"))
     noted = [one.noted for one in found if one.at.kind == "epoch"]
     assert noted == [{"accuracy": 0.5, "bad": "nan"}, {"accuracy": 1.5, "bad": "nan"}]
     assert not any("accuracy" in one.noted for one in found if one.at.kind == "batch")
@@ -492,7 +493,7 @@ def steps(folder: Path, name: str, lr: float = 0.1, **options: Any) -> list[Reco
             optimizer.step()
         state.note(accuracy=1)
         torch.rand(9 if lr == 0.1 else 7)
-    return traces.read(path)
+    return trace_file.read(path)
 
 
 def test_at_the_end_the_parts_are_looked_at_once_more_so_that_one_other_step_shows(tmp_path: Path) -> None:
@@ -504,7 +505,7 @@ def test_at_the_end_the_parts_are_looked_at_once_more_so_that_one_other_step_sho
     ]
     assert a[-1].noted == {"accuracy": 1}
     # (not the generators: what was drawn after the last step has trained nothing)
-    assert [one.part for one in traces.first_difference(a, b)] == ["model"]
+    assert [one.part for one in trace_file.first_difference(a, b)] == ["model"]
 
 
 @pytest.mark.parametrize(("every", "count"), [(0, 0), (1, 5), (2, 2), (5, 1), (100, 0)])
@@ -521,7 +522,7 @@ def test_a_training_that_is_complete_is_not_looked_at_again(tmp_path: Path) -> N
     for _ in range(2):
         Script(tmp_path / "run", trace=tmp_path / "a.jsonl").train()
 
-    found = traces.read(tmp_path / "a.jsonl")
+    found = trace_file.read(tmp_path / "a.jsonl")
     assert [one.why for one in found if one.why != "boundary"] == ["start", "resumed"]
 
 
@@ -549,7 +550,7 @@ def test_one_that_is_not_at_its_end_is_not_held_up_by_a_look(
     with pytest.raises((KeyError, SystemExit, Preempted)):
         leave(script)
 
-    assert "closed" not in {one.why for one in traces.read(tmp_path / "a.jsonl")}
+    assert "closed" not in {one.why for one in trace_file.read(tmp_path / "a.jsonl")}
 
 
 def test_a_part_that_cannot_be_stored_leaves_the_digests_of_the_batches(tmp_path: Path) -> None:
@@ -559,7 +560,7 @@ def test_a_part_that_cannot_be_stored_leaves_the_digests_of_the_batches(tmp_path
     assert len([*state.batches()]) == 2
     state.close()
 
-    assert [len(one.batches) for one in traces.read(tmp_path / "a.jsonl")] == [0, 1, 1]
+    assert [len(one.batches) for one in trace_file.read(tmp_path / "a.jsonl")] == [0, 1, 1]
 
 
 def test_a_run_is_let_go_of_even_if_a_warning_of_its_last_look_is_an_error(tmp_path: Path) -> None:
@@ -624,8 +625,8 @@ def test_a_training_that_is_killed_twice_has_the_trace_of_one_that_is_not(
         )
         assert done.returncode == (0 if until == 99 else -signal.SIGKILL), done.stderr
 
-    found = traces.read(tmp_path / "a.jsonl")
-    assert not traces.first_difference(straight, found)
+    found = trace_file.read(tmp_path / "a.jsonl")
+    assert not trace_file.first_difference(straight, found)
     # (without what was saved in the body in which it was killed: nobody came to that boundary)
     missing = {one.at for one in boundaries(straight)} - {one.at for one in boundaries(found)}
     assert {at.step for at in missing} == {6, 9}
@@ -664,7 +665,7 @@ def test_each_rank_has_a_file_and_the_one_that_parts_is_named(
     assert main(["diff", "--trace", str(tmp_path / "0.jsonl"), str(tmp_path / "1.jsonl")]) == 1
     assert "part at step 3 on rank 1: batch differs" in capsys.readouterr().out
     # (every rank looks at what it has, not at what it saves)
-    by_rank = [traces.read(tmp_path / name) for name in ("0.jsonl", "0-rank00001.jsonl")]
+    by_rank = [trace_file.read(tmp_path / name) for name in ("0.jsonl", "0-rank00001.jsonl")]
     assert by_rank[0][2].parts["model"] == by_rank[1][2].parts["model"]
 
 
@@ -682,7 +683,7 @@ def test_what_is_on_a_gpu_is_in_the_line_of_its_own_boundary(tmp_path: Path) -> 
             loss.zero_()
             optimizer.step()
 
-    found = boundaries(traces.read(tmp_path / "a.jsonl"))
+    found = boundaries(trace_file.read(tmp_path / "a.jsonl"))
     assert [one.noted["loss"] for one in found] == [float(number) for number in range(20)]
     assert [one.batches for one in found] == [[digest.of(batch.cpu(), digest.MOST)] for batch in data]
 
@@ -700,9 +701,9 @@ def test_one_number_that_is_drawn_shows_in_the_next_look(name: str, draw: Any, t
             for _ in state.steps(1):
                 for _ in range(9 + (path == "b")):
                     draw()
-    [a], [b] = (boundaries(traces.read(tmp_path / f"{path}.jsonl")) for path in "ab")
+    [a], [b] = (boundaries(trace_file.read(tmp_path / f"{path}.jsonl")) for path in "ab")
 
-    assert [(one.part, one.name) for one in traces.differences(a, b)] == [("random", name)]
+    assert [(one.part, one.name) for one in trace_file.differences(a, b)] == [("random", name)]
 
 
 def test_a_relative_trace_stays_where_it_was_when_the_script_changes_folder(
@@ -715,5 +716,5 @@ def test_a_relative_trace_stays_where_it_was_when_the_script_changes_folder(
         for _ in state.steps(2):
             state.note(loss=1.0)
 
-    assert [at.why for at in traces.read(tmp_path / "trace.jsonl")][:1] == ["start"]
+    assert [at.why for at in trace_file.read(tmp_path / "trace.jsonl")][:1] == ["start"]
     assert [*(tmp_path / "elsewhere").iterdir()] == []

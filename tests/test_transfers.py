@@ -15,11 +15,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from resumable import SaveFailed, tensorfile, transfers
-from resumable import image as image_module
-from resumable.codec import Encoded
-from resumable.image import Image, Taken
-from resumable.transfers import Buffers, Copy, Transfer
+from resumable import SaveFailed
+from resumable.files import tensor_file
+from resumable.files.codec import Encoded
+from resumable.saving import gpu_copies
+from resumable.saving import image as image_module
+from resumable.saving.gpu_copies import Buffers, Copy, Transfer
+from resumable.saving.image import Image, Taken
 
 
 class Stream:
@@ -223,13 +225,13 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Gpu]]:
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 1000)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device=None: the_gpu().new_stream())
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(transfers, "_SMALL", 48)
-    monkeypatch.setattr(transfers, "_PIECE", 64)
-    monkeypatch.setattr(transfers, "_STAGED", 64)
-    monkeypatch.setattr(transfers, "_SAMPLES", 3)
+    monkeypatch.setattr(gpu_copies, "_SMALL", 48)
+    monkeypatch.setattr(gpu_copies, "_PIECE", 64)
+    monkeypatch.setattr(gpu_copies, "_STAGED", 64)
+    monkeypatch.setattr(gpu_copies, "_SAMPLES", 3)
 
     def make(seed: int = 0) -> Gpu:
-        transfers.side_stream.cache_clear()
+        gpu_copies.side_stream.cache_clear()
         _gpus.append(Gpu(seed))
         return _gpus[-1]
 
@@ -237,7 +239,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Gpu]]:
     _gpus.clear()
     # Memory that a test has dropped is unregistered with this driver.
     gc.collect()
-    transfers.side_stream.cache_clear()
+    gpu_copies.side_stream.cache_clear()
 
 
 KINDS: list[Callable[[int], Tensor]] = [
@@ -258,7 +260,7 @@ class Scene:
     def __init__(self, gpu: Gpu, tensors: Mapping[str, Tensor], guarded: float = 0.5) -> None:
         self.gpu = gpu
         self.tensors = {name: gpu.tensor(tensor) for name, tensor in tensors.items()}
-        layout = tensorfile.layout(tensors, {})
+        layout = tensor_file.layout(tensors, {})
         memory = torch.full((layout.size,), 1, dtype=torch.uint8)
         self.views = dict(zip([s.name for s in layout.slots], layout.views(memory), strict=True))
         self.copies = [
@@ -283,7 +285,7 @@ class Scene:
         return Transfer(Gpu.device, self.copies, places, self.buffers)
 
     def wrong(self) -> list[str]:
-        return [n for n, view in self.views.items() if not tensorfile.is_equal(view, self.expected[n])]
+        return [n for n, view in self.views.items() if not tensor_file.is_equal(view, self.expected[n])]
 
 
 def _set(live: Tensor, value: int) -> None:
@@ -525,7 +527,7 @@ def test_small_tensors_of_any_dtype_are_copied_as_bits(
     gpus: Callable[[int], Gpu], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = gpus(0)
-    kinds = [kind for kind in tensorfile.DTYPES if kind != torch.bool]
+    kinds = [kind for kind in tensor_file.DTYPES if kind != torch.bool]
     scene = Scene(gpu, {str(kind): torch.zeros(2).to(kind) for kind in kinds}, guarded=1)
     dtypes: set[torch.dtype] = set()
     copy = torch._foreach_copy_
@@ -572,7 +574,7 @@ def test_an_error_while_it_is_queued_keeps_nobody_waiting(
 ) -> None:
     scene = random_scene(gpus(0))
     transfer = scene.transfer()
-    monkeypatch.setattr(transfers, "_pieces", lambda to, of: 1 / 0)
+    monkeypatch.setattr(gpu_copies, "_pieces", lambda to, of: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         transfer.queue()
 

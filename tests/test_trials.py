@@ -14,9 +14,12 @@ import pytest
 import told
 from told import Script
 
-from resumable import UsageError, cli, traces, trials
-from resumable.traces import At
-from resumable.trials import Trials
+from resumable import UsageError
+from resumable.audit import trials
+from resumable.audit.trials import Trials
+from resumable.cli import app
+from resumable.trace import trace_file
+from resumable.trace.trace_file import At
 
 
 def made(folder: Path, script: Script, steps: int = 6) -> Trials:
@@ -118,7 +121,7 @@ def test_ranks_are_read_as_long_as_the_next_one_has_written(tmp_path: Path) -> N
     def of_two(command: object, environment: dict[str, str], log: Path) -> int:
         code = script([], environment, log)
         path = Path(json.loads(environment["RESUMABLE_AUDIT"])["trace"])
-        traces.path_of(path, 1).write_bytes(path.read_bytes())
+        trace_file.path_of(path, 1).write_bytes(path.read_bytes())
         return code
 
     trial = Trials([], tmp_path, 2, start=of_two, told=print, deterministic=False).straight("x")  # type: ignore[arg-type]
@@ -146,7 +149,7 @@ def test_what_is_no_program_is_refused_before_anything_is_said(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "fit.py").touch()
 
-    assert cli.main(["audit", "--", command]) == 2
+    assert app.main(["audit", "--", command]) == 2
 
     assert capsys.readouterr().err == (
         f"resumable: {command} cannot be started: it is no program.\n"

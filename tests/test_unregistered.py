@@ -27,7 +27,8 @@ from test_examples import EXAMPLES, NEEDS, ROOT, SIZES
 from torch import nn
 from torch.utils.data import DataLoader, Sampler
 
-from resumable import ResumableWarning, RunState, Unregistered, iterating
+from resumable import ResumableWarning, RunState, Unregistered
+from resumable.audit import iterables
 
 pytestmark = pytest.mark.usefixtures("as_in_a_script")
 
@@ -384,12 +385,12 @@ def test_what_no_variable_leads_to_is_found_by_its_kind_in_a_crowd_too(run_dir: 
 )
 def test_an_iterator_that_has_gone_on_stands_elsewhere(make: Callable[[], Iterator[Any]]) -> None:
     iterator, twin = make(), make()
-    before = iterating.standing(iterator)
+    before = iterables.standing(iterator)
 
     assert before is not None
-    assert iterating.standing(iterator) == before
+    assert iterables.standing(iterator) == before
     assert next(iterator) == next(twin)
-    assert iterating.standing(iterator) == iterating.standing(twin) != before
+    assert iterables.standing(iterator) == iterables.standing(twin) != before
 
 
 def test_a_namespace_and_what_counts_by_itself_are_looked_at(run_dir: Path) -> None:

@@ -11,7 +11,8 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from resumable import UsageError, url
+from resumable import UsageError
+from resumable.remote import url
 
 # (the package has another thing of that name)
 REGISTRY = importlib.import_module("fsspec.registry")

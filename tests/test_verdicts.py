@@ -15,11 +15,12 @@ import pytest
 from forks import Forks
 from playwright.sync_api import sync_playwright
 
-from resumable import audit, audit_page, diagnosis, verdicts
-from resumable.audit import Verdict
-from resumable.cli import main
-from resumable.diagnosis import Finding, Lost
-from resumable.traces import At
+from resumable.audit import audit, diagnosis, verdicts
+from resumable.audit import page as audit_page
+from resumable.audit.audit import Verdict
+from resumable.audit.diagnosis import Finding, Lost
+from resumable.cli.app import main
+from resumable.trace.trace_file import At
 
 DOCS = Path(__file__).parent.parent / "docs" / "cli.md"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -38,11 +38,11 @@ from resumable import (
     StateMismatch,
     Unsupported,
     UsageError,
-    archive,
     load_weights,
-    manifest,
 )
-from resumable.torchfile import TorchFile
+from resumable.interop import zip_archive
+from resumable.interop.torch_file import TorchFile
+from resumable.run import manifest
 
 safe = pytest.mark.proves("safe")
 
@@ -611,7 +611,7 @@ def test_a_boolean_that_is_none_is_refused(tmp_path: Path) -> None:
 
 @safe
 def test_an_archive_of_more_entries_than_make_sense_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(archive, "_MOST_DIRECTORY", 200)
+    monkeypatch.setattr(zip_archive, "_MOST_DIRECTORY", 200)
 
     opened(of_pickle(pickled({})))
     with pytest.raises(ValueError, match="directory of"):
@@ -751,6 +751,6 @@ def test_what_reads_an_archive_asks_for_no_byte_outside_it() -> None:
 
     for size in range(0, len(whole), 7):
         with contextlib.suppress(ValueError, ResumableError):
-            archive.Archive(size, read)
+            zip_archive.Archive(size, read)
 
     assert all(0 <= begin <= end <= len(whole) for begin, end in asked)

@@ -19,9 +19,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, _DatasetKind, get_worker_info
 
-from resumable import CannotStore, ResumableWarning, RunState, rng, stamp
-from resumable.seeds import Seeded
-from resumable.worker import Standing, Start, Stream, StreamEnded, Worker, freeze, put_back, thaw
+from resumable import CannotStore, ResumableWarning, RunState
+from resumable.loaders import rng, worker_rng
+from resumable.loaders.sample_seeds import Seeded
+from resumable.loaders.worker import Standing, Start, Stream, StreamEnded, Worker, freeze, put_back, thaw
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),
@@ -511,12 +512,12 @@ def test_a_stream_whose_epoch_has_ended_begins_the_next_one(
         at = whole.saved(is_through=True)
         whole.begin()
         expected = whole.load(2)
-        generators, rest = stamp.read({}), whole.load()
+        generators, rest = worker_rng.read({}), whole.load()
         scatter(epoch)
         again = Streaming(in_worker, kind(), Start(at, is_next_epoch=True), **how)
 
         assert again.load(2) == expected
-        assert stamp.read({}) == generators
+        assert worker_rng.read({}) == generators
         assert again.load() == rest
 
 
@@ -594,7 +595,7 @@ def test_in_the_trainings_process_a_stream_is_just_iterated_over() -> None:
     random.seed(1)
 
     assert stream.began
-    assert stamp.is_same(stream.began["python"], stamp.read({})["python"])
+    assert worker_rng.is_same(stream.began["python"], worker_rng.read({})["python"])
     assert found[1] == random.random()
 
 
@@ -644,5 +645,5 @@ def test_a_watch_follows_a_generator_that_a_stream_makes_anew(in_worker: Any) ->
     for _ in range(3):
         whole.load(3)
         expected = whole.stream.dataset.rng.bit_generator.state
-        assert stamp.is_same(whole.at.generators["own.dataset.rng"]["state"], expected)
+        assert worker_rng.is_same(whole.at.generators["own.dataset.rng"]["state"], expected)
         whole.load(), whole.begin()

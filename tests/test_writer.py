@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from resumable.writer import PendingSave, Writer
+from resumable.saving.writer import PendingSave, Writer
 
 
 class DiskError(OSError):
@@ -171,7 +171,7 @@ def test_the_memory_of_a_save_that_failed_is_free_although_its_error_is_kept() -
 
 
 def _run_script(script: str) -> subprocess.CompletedProcess[str]:
-    lines = "from pathlib import Path\nfrom resumable.writer import Writer\n" + script
+    lines = "from pathlib import Path\nfrom resumable.saving.writer import Writer\n" + script
     return subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, check=True)
 
 

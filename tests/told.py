@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from resumable import traces
-from resumable.traces import At, Record
+from resumable.trace import trace_file
+from resumable.trace.trace_file import At, Record
 
 KINDS = {
     "model": "model",
@@ -66,7 +66,7 @@ class Script:
     def __call__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> int:
         plan = json.loads(environment["RESUMABLE_AUDIT"])
         path = Path(plan["trace"])
-        done = traces.read(path) if path.exists() else []
+        done = trace_file.read(path) if path.exists() else []
         if path not in self._trials:
             self._trials.append(path)
         resumes = sum(record.why == "resumed" for record in done) + bool(done)
@@ -78,7 +78,7 @@ class Script:
                 if (changed := self._change(record, start)) is None:
                     log.write_text(FAILED)
                     return 1
-                file.write(traces.to_line(changed) + "\n")
+                file.write(trace_file.to_line(changed) + "\n")
         return 143 if Path(plan["left"]).exists() else 0
 
     def _records(self, done: Sequence[Record], plan: Mapping[str, Any]) -> Iterator[Record]:

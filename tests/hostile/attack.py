@@ -17,7 +17,8 @@ from typing import Any
 
 import tiny
 
-from resumable import ResumableError, RunState, cli
+from resumable import ResumableError, RunState
+from resumable.cli import app
 
 FORBIDDEN = ("pickle.", "marshal.", "exec", "compile", "os.system", "os.exec", "os.fork", "os.spawn")
 FORBIDDEN += (
@@ -123,7 +124,7 @@ def commanded(*words: str) -> dict[str, Any]:
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            code: Any = cli.main(words)
+            code: Any = app.main(words)
         except BaseException as exc:
             code = told(exc)
     return {"code": code, "out": out.getvalue(), "err": err.getvalue()}

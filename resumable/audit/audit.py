@@ -1,0 +1,350 @@
+"""Proof that a script resumes exactly, or the name of what does not: it is run several times and compared."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import UsageError
+from ..trace.trace_file import At
+from . import causes, diagnosis, naming, trials
+from .diagnosis import Finding, Lost
+from .trials import Attempt, Start, Trial, Trials
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What an audit has found."""
+
+    command: Sequence[str]
+    findings: list[Finding] = field(default_factory=list)
+    """What is wrong, the first thing first; none: nothing was found."""
+    notes: list[str] = field(default_factory=list)
+    """What is not wrong, but good to know."""
+    lost: list[Lost] = field(default_factory=list)
+    """What changes, is in no part, and a resume does not bring back."""
+    stops: list[At] = field(default_factory=list)
+    """The boundaries at which the training was stopped, and started again."""
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    """Each boundary, and whether each trial was alike there: True, False; None where it did not come."""
+    attempts: list[dict[str, Any]] = field(default_factory=list)
+    """Each start of the script: the trial, its exit code, its seconds and the end of what it printed."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """What decides whether a training repeats itself, as the script has set it."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.findings
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        return {
+            "exact": self.is_exact,
+            "command": [*self.command],
+            "findings": [{**one._asdict(), "at": one.at and one.at._asdict()} for one in self.findings],
+            "lost": [{**one._asdict(), "at": one.at._asdict()} for one in self.lost],
+            "notes": self.notes,
+            "stops": [at._asdict() for at in self.stops],
+            "boundaries": self.rows,
+            "attempts": self.attempts,
+            "settings": self.settings,
+        }
+
+
+def audit(
+    command: Sequence[str],
+    *,
+    steps: int = 20,
+    at: Sequence[int] = (),
+    twice: bool = False,
+    deterministic: bool = False,
+    start: Start = trials.start,
+    told: Callable[[str], None] = lambda _: None,
+) -> Verdict:
+    """Run a command that trains until `steps` boundaries, straight and stopped, and compare all it does.
+
+    `at`: the boundaries to stop at, counted from 1; without them one in mid-epoch, the last batch of an
+    epoch, and an epoch's end. `twice`: stop once more after the last of `at`. `deterministic`: with
+    deterministic operations, wherever torch has them.
+    """
+    if any(not 0 < number < steps for number in at):
+        raise UsageError(
+            f"--at {max(at)} is not between two of {steps} boundaries.",
+            fix="stop at one from 1 to the last but one, or go further with --steps.",
+        )
+    verdict = Verdict(command)
+    with tempfile.TemporaryDirectory(prefix="resumable-audit-") as folder:
+        made = Trials(command, Path(folder), steps, start=start, told=told, deterministic=deterministic)
+        try:
+            _examine(made, verdict, at, twice)
+        finally:
+            verdict.attempts = [
+                {"trial": trial.name, **asdict(one)} for trial in made.made for one in trial.attempts
+            ]
+    return verdict
+
+
+def _examine(made: Trials, verdict: Verdict, at: Sequence[int], twice: bool) -> None:
+    straight = made.straight("straight")
+    verdict.settings = next((one.more["settings"] for one in straight.records if "settings" in one.more), {})
+    if failed := _failed(straight) or _broke_off(straight):
+        verdict.findings.append(causes.of_refused(made, straight) or failed)
+        return
+    again: list[Trial] = []
+    for name in ("again", "once more"):
+        again.append(made.straight(name))
+        verdict.rows = _rows(straight, again)
+        if found := _of_other(made, straight, again[-1]):
+            verdict.findings.append(found)
+            return
+    ignored = diagnosis.unsteady([straight, *again])
+    verdict.notes += [*_of_unseen(straight), *_of_unsteady(ignored)]
+    verdict.stops = _stops(straight, at, twice, verdict.notes)
+    if not verdict.stops:
+        verdict.findings.append(_of_no_stop(straight))
+        return
+    stopped = made.stopped("stopped and resumed", verdict.stops, [*straight.boundaries()][-1])
+    verdict.rows = _rows(straight, [*again, stopped], ignored)
+    if anew := _began_anew(stopped, verdict.stops):
+        verdict.findings.append(anew)
+        return
+    unsteady = diagnosis.unsteady_names([straight, *again])
+    verdict.lost = diagnosis.lost(straight, stopped, verdict.stops, unsteady)
+    if unlike := diagnosis.after_resume(straight, stopped, verdict.stops, ignored):
+        gone = verdict.lost or diagnosis.made_otherwise(unlike, unsteady)
+        parted = diagnosis.of_resume(straight, stopped, unlike, gone)
+        verdict.findings.append(_of_chance(made, straight, parted) or parted)
+    elif failed := _failed(stopped) or _fell_short(straight, stopped, verdict.stops, unsteady):
+        verdict.findings.append(failed)
+    else:
+        verdict.findings += map(diagnosis.of_lost, (one for one in verdict.lost if one.weight == "state"))
+
+
+def _of_other(made: Trials, straight: Trial, other: Trial) -> Finding | None:
+    """Return what is wrong with a script that has done something else, or has failed, in another training."""
+    if failed := _failed(other):
+        return failed
+    unlike = diagnosis.first_unlike(straight, other)
+    if (unlike is None or unlike.first.name == diagnosis.LENGTH) and (failed := _broke_off(other)):
+        return failed
+    return causes.why(made, straight, unlike) if unlike else None
+
+
+def _of_chance(made: Trials, straight: Trial, found: Finding) -> Finding | None:
+    """Return why the script does not repeat itself, where the first trainings were alike by chance only."""
+    if found.kind != diagnosis.NUMBERS or found.names:
+        return None
+    for _ in range(_MORE):
+        if unlike := diagnosis.first_unlike(straight, made.straight("once more")):
+            return causes.why(made, straight, unlike)
+    return None
+
+
+_MORE = 2
+"""So many more trainings are made before it is said that nobody knows what a resume does not bring back."""
+
+
+def _failed(trial: Trial) -> Finding | None:
+    """Return that a script has not come to any boundary, if so."""
+    if trial.boundaries():
+        return None
+    last = trial.attempts[-1]
+    text = f"the script came to no boundary: {_end_of(last)}"
+    if not trial.records:
+        text += ", and made no RunState" if last.code == 0 else ""
+    fix = _fix_of(last)
+    if last.code == 0:
+        fix = "let it train with RunState.load and its loops, or call state.save() where it has its own."
+    return Finding(diagnosis.SCRIPT, "the script", None, text, fix=fix)
+
+
+def _broke_off(trial: Trial) -> Finding | None:
+    """Return that a training has ended before its end, and not because it was told to, if so."""
+    last = trial.attempts[-1]
+    if not last.has_failed:
+        return None
+    at = [*trial.boundaries()][-1]
+    begun = "after a resume" if len(trial.attempts) > 1 else "without any stop"
+    return Finding(
+        diagnosis.SCRIPT,
+        "the script",
+        at,
+        f"{begun} the script failed after {at}: {_end_of(last)}",
+        fix=_fix_of(last),
+    )
+
+
+def _fix_of(attempt: Attempt) -> str:
+    """Return what to do about a failure; an error of ours says it by itself."""
+    if attempt.has_left and attempt.has_hung:
+        return _FIX_OF_A_HANG
+    own = re.findall(r"^(?:\[rank\d+\]: ?)?Fix: (.*)", attempt.log, re.MULTILINE)
+    return str(own[-1]) if own and attempt.error.startswith("resumable.") else "look at what it printed last."
+
+
+def _end_of(attempt: Attempt) -> str:
+    return ": ".join(filter(None, (attempt.end, attempt.error)))
+
+
+_FIX_OF_A_HANG = (
+    "let it end when SystemExit is raised, as by SIGTERM: with daemon threads, or with try and finally "
+    "around what starts threads and processes."
+)
+
+
+def _began_anew(stopped: Trial, stops: Sequence[At]) -> Finding | None:
+    # (it would do the same as one that was never stopped, and pass for exact)
+    place = next((n for n, one in enumerate(stopped.attempts[1:]) if one.began == "start"), None)
+    if place is None:
+        return None
+    return Finding(
+        diagnosis.STATE,
+        "the script",
+        stops[place],
+        f"the script, started again after the stop at {stops[place]}, did not resume: it began anew",
+        fix="make the state with RunState.load(...), which goes on from the newest checkpoint of the run.",
+    )
+
+
+def _of_no_stop(straight: Trial) -> Finding:
+    # It must not pass for exact: nothing was tried.
+    return Finding(
+        diagnosis.SCRIPT,
+        "the script",
+        None,
+        f"nothing could be stopped: the training has ended after {[*straight.boundaries()][-1]}",
+        fix="let it train longer, or stop it earlier with --at.",
+    )
+
+
+def _fell_short(straight: Trial, stopped: Trial, stops: Sequence[At], unsteady: set[str]) -> Finding | None:
+    """Return what a training that was stopped did not come to, if so."""
+    there = stopped.boundaries()
+    expected = (one.at for one in diagnosis.unasked(straight.records, there) if one.why == "boundary")
+    missing = [at for at in expected if at not in there]
+    last = stopped.attempts[-1]
+    if not missing:
+        return _broke_off(stopped) if last.has_hung else None
+    begun = "after a resume" if len(stopped.attempts) > 1 else "told to leave"
+    unset = re.search(r"(?:NameError|UnboundLocalError): .*?'(\w+)'", last.error)
+    if unset and _is_last_batch(stops[: len(stopped.attempts) - 1], [*straight.boundaries()]):
+        return _of_unset(unset[1], missing[0])
+    if _OTHER_BATCHES in last.error:
+        said = last.error.partition(": ")[2].rstrip(".")
+        gone = diagnosis.lost(straight, stopped, stops, unsteady, at_once=True)
+        return Finding(
+            diagnosis.DATA,
+            "the order of the samples",
+            missing[0],
+            f"{begun} {said}, and the script did not come to {missing[0]}",
+            names=[one.name for one in gone],
+            fix=gone[0].fix if gone else "give what the order depends on as extra=.",
+        )
+    return Finding(
+        diagnosis.SCRIPT,
+        "the script",
+        missing[0],
+        f"{begun} the script did not come to {missing[0]}: {_end_of(last)}",
+        fix=_fix_of(last),
+    )
+
+
+def _is_last_batch(stops: Sequence[At], boundaries: Sequence[At]) -> bool:
+    """Whether the last of the stops was right before an epoch's end."""
+    after = boundaries[boundaries.index(stops[-1]) + 1 :] if stops else []
+    return bool(after) and stops[-1].kind == "batch" and after[0].kind == "epoch"
+
+
+_OTHER_BATCHES = "StateMismatch: the loader does not give the batches that it gave before"
+
+
+def _of_unset(name: str, at: At) -> Finding:
+    # At an epoch's last batch a resume runs only the rest of the body, and what the loop sets is not set.
+    return Finding(
+        diagnosis.STATE,
+        name,
+        at,
+        f"{name} is set in the loop over the batches and read after it: after a resume at the last batch, "
+        f"which runs only the rest of the epoch's body, there is none, and the script failed before {at}",
+        names=[name],
+        fix=f'keep it: state.vars["{name}"] = {name} in the loop, and read state.vars["{name}"] after it',
+    )
+
+
+def _stops(straight: Trial, at: Sequence[int], twice: bool, notes: list[str]) -> list[At]:
+    boundaries = [*straight.boundaries()]
+    # What --steps and --at count: an epoch's end only where no batch or step of it was counted.
+    counted = [
+        one
+        for place, one in enumerate(boundaries)
+        if one.kind != "epoch" or not place or boundaries[place - 1].kind == "epoch"
+    ]
+    if at:
+        return _chosen(counted, at, twice, notes)
+    ends = [place for place, one in enumerate(boundaries) if one.kind == "epoch" and place]
+    if not ends:
+        if counted[0].kind == "batch":
+            notes.append(
+                f"no epoch came to its end within {len(counted)} batches, so the last batch and the epoch's "
+                "end were not stopped at: --steps goes further"
+            )
+        found = {counted[len(counted) // 3], counted[2 * len(counted) // 3]}
+    else:
+        second = ends[1 % len(ends)]
+        after = [one for one in boundaries[second + 1 : -1] if one.kind != "epoch"]
+        middle = boundaries[ends[0] // 2 - (ends[0] > 1)]
+        found = {middle, boundaries[ends[0] - 1], boundaries[second], *after[len(after) // 2 :][:1]}
+    return sorted(found - {boundaries[-1]}, key=boundaries.index)
+
+
+def _chosen(counted: Sequence[At], at: Sequence[int], twice: bool, notes: list[str]) -> list[At]:
+    chosen = [counted[number - 1] for number in sorted({*at}) if number < len(counted)]
+    if missed := sorted({number for number in at if number >= len(counted)}):
+        notes.append(
+            f"--at {', '.join(map(str, missed))}: not stopped there, since the training has ended after "
+            f"{len(counted)}"
+        )
+    if twice and chosen:
+        rest = counted[counted.index(chosen[-1]) + 1 : -1]
+        chosen += rest[len(rest) // 2 :][:1]
+        if not rest:
+            notes.append(
+                f"--twice: not stopped once more, since no boundary is between {chosen[-1]} and the end"
+            )
+    return chosen
+
+
+def _of_unseen(straight: Trial) -> list[str]:
+    unseen = next((one.more["unseen"] for one in straight.records if "unseen" in one.more), "")
+    return (
+        [f"the batches were not compared whole, since they cannot be told apart ({unseen})"] if unseen else []
+    )
+
+
+def _of_unsteady(ignored: set[diagnosis.Leaf]) -> list[str]:
+    names = sorted({naming.generator(name) for part, name in ignored if part == "random"})
+    told = [naming.unseeded(names)] if names else []
+    rest = sorted({f"{part} {name}" for part, name in ignored if part != "random"})
+    return told + ([f"{', '.join(rest)}: something else each time, but only told"] if rest else [])
+
+
+def _rows(
+    straight: Trial,
+    others: Sequence[Trial],
+    ignored: AbstractSet[diagnosis.Leaf] = frozenset(),
+) -> list[dict[str, Any]]:
+    kinds = diagnosis.kinds_of(straight)
+    rows = []
+    for at, record in straight.boundaries().items():
+        alike: dict[str, bool | None] = {}
+        for other in others:
+            met = other.boundaries().get(at)
+            alike[other.name] = None if met is None else diagnosis.is_alike(record, met, ignored, kinds)
+        rows.append({**at._asdict(), "alike": alike})
+    return rows

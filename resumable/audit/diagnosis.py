@@ -1,0 +1,477 @@
+"""From what trainings have written down to what is wrong with them: pure, it starts nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from ..files.strict_json import Json
+from ..trace import trace_file
+from ..trace.trace_file import At, Difference, Record
+from ..views.magnitudes import distance_of, width
+from . import naming
+from .trials import Trial
+
+Leaf = tuple[str, str]
+"""A part, and the name of one of its values."""
+
+REPEAT, DATA, RANDOMNESS, STATE, NUMBERS, SCRIPT = (
+    "repeat",
+    "data",
+    "randomness",
+    "state",
+    "numbers",
+    "script",
+)
+
+
+class Finding(NamedTuple):
+    """What is wrong, and what to do."""
+
+    kind: str
+    """"repeat": the script does something else each time; or what a resume does not bring back: "data",
+    "randomness", "state", "numbers" (nobody knows what); "script": it failed."""
+    what: str
+    """The first thing that differs."""
+    at: At | None
+    """The first boundary at which it does."""
+    text: str
+    """What is true, in a sentence."""
+    cause: str = ""
+    """One word for why the script does something else each time, where that was found out."""
+    names: Sequence[str] = ()
+    """What to look at: the objects that no part holds, the operations."""
+    fix: str = ""
+    evidence: Sequence[str] = ()
+    """What is equal, and so is not the cause."""
+    rank: int = 0
+
+
+class Lost(NamedTuple):
+    """Something that changes in the training, and that a resumed one does not have."""
+
+    name: str
+    kind: str
+    where: str
+    weight: str
+    fix: str
+    at: At
+    before: Json
+    after: Json
+
+
+class Unlike(NamedTuple):
+    """Where two trainings part, and in what."""
+
+    one: Record
+    other: Record
+    differences: Sequence[Difference]
+    first: Difference
+    """The one that the others can follow from."""
+    place: int
+    """How many records were alike before."""
+    rank: int = 0
+
+
+def is_essential(part: str, name: str, kinds: Mapping[str, str]) -> bool:
+    """Whether a training that has it otherwise is another training, and not only told or seeded so."""
+    if part in ("random", "vars", "noted") or kinds.get(part) == "generator":
+        return False
+    return not name.startswith(("metrics", "generators"))
+
+
+def kinds_of(trial: Trial) -> dict[str, str]:
+    """Return what kind of object each part is."""
+    found: dict[str, str] = next((r.more["kinds"] for r in trial.records if "kinds" in r.more), {})
+    return found
+
+
+def first_unlike(one: Trial, other: Trial) -> Unlike | None:
+    """Return where two trainings that were not stopped part in something that matters; None: nowhere."""
+    kinds = kinds_of(one)
+    found = []
+    for rank, (records, others) in enumerate(zip(one.ranks, other.ranks, strict=False)):
+        for place, (record, met) in enumerate(zip(records, others, strict=False)):
+            differ = trace_file.differences(record, met)
+            serious = [one for one in differ if is_essential(one.part, one.name, kinds)]
+            if record.at != met.at and not serious:
+                serious = [Difference(record.at, "position", "step", record.at.step, met.at.step)]
+            if serious:
+                found.append(Unlike(record, met, differ, first_of(serious), place, rank))
+                break
+        else:
+            found += _of_length(records, others, rank)
+    return min(found, key=lambda unlike: unlike.place, default=None)
+
+
+def _of_length(records: Sequence[Record], others: Sequence[Record], rank: int) -> Iterator[Unlike]:
+    place = min(len(records), len(others))
+    more = [record for record in (*records[place:], *others[place:]) if record.why == "boundary"]
+    if place and more:
+        ends = str(records[-1].at), str(others[-1].at)
+        differ = [Difference(more[0].at, "position", LENGTH, *ends)]
+        one = records[place] if place < len(records) else records[-1]
+        yield Unlike(one, others[min(place, len(others) - 1)], differ, differ[0], place, rank)
+
+
+_ELSEWHERE = "boundary"
+
+LENGTH = "length"
+"""What differs where one training goes on and the other does not."""
+
+
+def unsteady(trials: Sequence[Trial]) -> set[Leaf]:
+    """Return what differs between trainings that do the same, and so says nothing of a resume."""
+    first, *others = trials
+    return {
+        (found.part, found.name)
+        for other in others
+        for records, met in zip(first.ranks, other.ranks, strict=False)
+        for one, two in zip(records, met, strict=False)
+        for found in trace_file.differences(one, two)
+    }
+
+
+def unsteady_names(trials: Sequence[Trial]) -> set[str]:
+    """Return what no part holds and differs between trainings that do the same: times, for example."""
+    first, *others = trials
+    return {
+        name
+        for other in others
+        for records, met in zip(first.ranks, other.ranks, strict=False)
+        for one, two in zip(records, met, strict=False)
+        for name in _seen(one).keys() | _seen(two).keys()
+        if _digest(one, name) != _digest(two, name)
+    }
+
+
+def after_resume(straight: Trial, stopped: Trial, stops: Sequence[At], ignored: set[Leaf]) -> Unlike | None:
+    """Return where a training that was stopped parts from one that was not; None: nowhere."""
+    found = []
+    for rank in range(len(straight.ranks)):
+        if rank < len(stopped.ranks):
+            found += [*_of_rank(straight, stopped, stops, ignored, rank)][:1]
+    return min(found, key=lambda unlike: unlike.place, default=None)
+
+
+def _of_rank(
+    straight: Trial, stopped: Trial, stops: Sequence[At], ignored: set[Leaf], rank: int
+) -> Iterator[Unlike]:
+    boundaries = straight.boundaries(rank)
+    kinds = kinds_of(straight)
+    for place, (record, reference) in enumerate(_pairs(straight, stopped, stops, rank)):
+        if reference is None:
+            there = min(boundaries.values(), key=lambda one: abs(one.at.step - record.at.step))
+            differ = [Difference(record.at, "position", _ELSEWHERE, str(there.at), str(record.at))]
+            yield Unlike(there, record, differ, differ[0], place, rank)
+            return
+        is_same_place = reference.why == record.why
+        differ = [
+            found
+            for found in trace_file.differences(reference, record)
+            if (found.part, found.name) not in ignored
+            and (is_same_place or _counts(found, record.why, kinds))
+        ]
+        if differ:
+            yield Unlike(reference, record, differ, first_of(differ), place, rank)
+
+
+def _pairs(
+    straight: Trial, stopped: Trial, stops: Sequence[At], rank: int
+) -> Iterator[tuple[Record, Record | None]]:
+    """Yield each record of a stopped training with the straight one's of the same place."""
+    there = unasked(straight.ranks[rank], {*stopped.boundaries(rank), *stops})
+    boundaries = Trial("", straight.folder, ranks=[there]).boundaries()
+    firsts = {record.at: record for record in straight.ranks[rank] if record.why == "first"}
+    resumes, met = 0, set[At]()
+    for record in unasked(stopped.ranks[rank], straight.boundaries(rank)):
+        resumes += record.why == "resumed"
+        if record.why == "boundary":
+            if record.at not in met:
+                yield record, boundaries.get(record.at)
+            met.add(record.at)
+        elif record.why == "first" and record.at in firsts:
+            yield record, firsts[record.at]
+        elif record.why in ("resumed", "first") and resumes:
+            # (a script may go back, or load again, by itself)
+            yield record, boundaries[stops[min(resumes, len(stops)) - 1]]
+
+
+def unasked(records: Sequence[Record], there: Container[At]) -> list[Record]:
+    """Return records without the ends of last batches that another training has come to as an epoch's end.
+
+    A library's loop may ask for one batch more than there are, or know that there are no more.
+    """
+    found: list[Record] = []
+    batches: Sequence[str] = ()
+    for record in records:
+        at = record.at
+        end = At("epoch", at.epoch + 1, 0, at.step)
+        if record.why == "boundary" and at.kind == "batch" and at not in there and end in there:
+            batches = [*batches, *record.batches]
+            continue
+        found.append(replace(record, batches=[*batches, *record.batches]) if batches else record)
+        batches = ()
+    return found
+
+
+def _counts(found: Difference, why: str, kinds: Mapping[str, str]) -> bool:
+    if found.part in ("batches", "noted") or kinds.get(found.part) == "position":
+        return False
+    # With its first batch in hand a training may have drawn, and evaluate: the rest of a body often does.
+    return why == "resumed" or (
+        found.name != "eval" and found.part != "random" and kinds.get(found.part) != "generator"
+    )
+
+
+def lost(
+    straight: Trial, stopped: Trial, stops: Sequence[At], unsteady: set[str], *, at_once: bool = False
+) -> list[Lost]:
+    """Return what changes in the training, is in no part, and is not the same after a resume.
+
+    `at_once`: what is not the same before the first batch counts too.
+    """
+    found: dict[str, Lost] = {}
+    for rank in range(min(len(straight.ranks), len(stopped.ranks))):
+        first = next((one for one in straight.ranks[rank] if one.why == "boundary"), None)
+        for record, reference in _pairs(straight, stopped, stops, rank):
+            if reference is None or first is None:
+                break
+            if record.why == "resumed" and not at_once:
+                # (what the script still sets before the first batch is not lost)
+                continue
+            for name, seen in _seen(reference).items():
+                is_other = name in _seen(record) and _digest(record, name) != seen["digest"]
+                has_changed = _has_changed(straight, rank, name)
+                if is_other and has_changed and name not in unsteady and name not in found:
+                    found[name] = _lost(name, seen, _seen(record)[name], record.at)
+    return sorted(found.values(), key=lambda one: (one.weight != "state", one.name))
+
+
+def _has_changed(straight: Trial, rank: int, name: str) -> bool:
+    digests = {_digest(one, name) for one in straight.ranks[rank] if one.why == "boundary"} - {None}
+    return len(digests) > 1
+
+
+def _lost(name: str, then: Mapping[str, Any], now: Mapping[str, Any], at: At) -> Lost:
+    about = (then["kind"], then["where"], then["weight"], then["fix"])
+    return Lost(name, *about, at, then["value"], now["value"])
+
+
+def _seen(record: Record) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = record.more.get("unregistered", {})
+    return found
+
+
+def _digest(record: Record, name: str) -> str | None:
+    seen = _seen(record).get(name)
+    return seen["digest"] if seen else None
+
+
+def of_resume(straight: Trial, stopped: Trial, unlike: Unlike, gone: Sequence[Lost]) -> Finding:
+    """Return what is wrong with a training that is another one after it was stopped."""
+    first = unlike.first
+    kind, suspects = _class_of(unlike, first, gone)
+    settings = settings_unlike(unlike) if kind == NUMBERS else []
+    when = {
+        "resumed": f"after the resume at {unlike.one.at}",
+        "first": f"between the resume at {unlike.one.at} and the first batch",
+    }.get(unlike.other.why, f"at {unlike.one.at}")
+    text = f"{naming.of(first)} {how_far(straight, stopped, first, unlike.rank)} {when}"
+    if first.name == _ELSEWHERE:
+        text = f"the resumed training came to {first.after}, and the other one to {first.before} in its place"
+    return Finding(
+        kind,
+        naming.of(first),
+        unlike.other.at,
+        text,
+        names=settings or [f"{one.name} ({one.kind}{one.where and ', '}{one.where})" for one in suspects],
+        fix=_SAME_SETTINGS if settings else _fix_of(kind, unlike, first, suspects),
+        evidence=evidence(unlike),
+        rank=unlike.rank,
+    )
+
+
+_SAME_SETTINGS = "set what decides how numbers are computed the same way at every start, before RunState.load"
+
+
+def settings_unlike(unlike: Unlike) -> list[str]:
+    """Return the settings of torch that were not the same, such as the number of threads."""
+    one, other = (record.more.get("settings", {}) for record in (unlike.one, unlike.other))
+    return [f"{name}: {one[name]} and {other[name]}" for name in one if one[name] != other.get(name)]
+
+
+def made_otherwise(unlike: Unlike, unsteady: set[str]) -> list[Lost]:
+    """Return what no part holds and a resumed process has made otherwise, and not changed since: a split."""
+    here = _seen(unlike.other)
+    return [
+        _lost(name, then, here[name], unlike.other.at)
+        for name, then in _seen(unlike.one).items()
+        if name in here
+        and name not in unsteady
+        # (a number may well say where this process began)
+        and then["kind"] not in ("number", "text", "none")
+        and then["digest"] != here[name]["digest"]
+    ]
+
+
+def first_of(differences: Sequence[Difference]) -> Difference:
+    """Return the difference that the others can follow from: a batch before what was computed from it."""
+    return min(differences, key=_cause_before_effect)
+
+
+def _cause_before_effect(found: Difference) -> tuple[int, bool]:
+    order = ("position", "batches", "random", "scheduler", "scaler", "optimizer", "model")
+    group = next((i for i, word in enumerate(order) if found.part.split(".")[0] == word), len(order))
+    is_setting = found.part.startswith("optimizer") and found.name.startswith("groups")
+    return (group if not is_setting else order.index("random")), isinstance(found.before, dict)
+
+
+def _class_of(unlike: Unlike, first: Difference, gone: Sequence[Lost]) -> tuple[str, Sequence[Lost]]:
+    # (some show only where they have another value than what is saved)
+    early = [one for one in gone if _order(one.at) <= _order(unlike.other.at)] or gone
+    sure = [one for one in early if one.weight == "state"] or early
+    if unlike.other.why != "boundary" or first.part == "position":
+        return STATE, sure
+    draws = [one for one in sure if is_generator(one.kind)]
+    data = [one for one in sure if _chooses_data(one)]
+    # (a script that asks a loader by itself has batches that nobody else sees)
+    if first.part == "batches" or (data and len(data) == len(sure)):
+        return DATA, sure
+    if first.part == "random" or first.part.startswith("loader") or (draws and len(draws) == len(sure)):
+        return RANDOMNESS, draws or sure
+    is_setting = first.part.startswith(("scheduler", "scaler", "optimizer")) and first.name.startswith(
+        "groups"
+    )
+    return (STATE if sure or is_setting else NUMBERS), sure
+
+
+def _chooses_data(one: Lost) -> bool:
+    return one.kind in ("iterator", "DataLoader") or one.kind.endswith("Sampler")
+
+
+def _order(at: At) -> tuple[int, int, int]:
+    return at.step, at.epoch, at.batch
+
+
+def is_generator(kind: str) -> bool:
+    """Whether a thing of this kind is a random generator."""
+    return kind in ("torch.Generator", "random.Random") or kind.startswith("numpy.random")
+
+
+def _fix_of(kind: str, unlike: Unlike, first: Difference, suspects: Sequence[Lost]) -> str:
+    if suspects:
+        return "; ".join(dict.fromkeys(one.fix for one in suspects[:_FIXES]))
+    if first.name == _ELSEWHERE:
+        return (
+            "look for what decides when an optimizer steps, or a loop ends: a count of the script's own "
+            "begins anew in a resumed process, where state.batch, state.step and state.epoch go on."
+        )
+    if first.part == "position" and first.name.startswith("metrics."):
+        given = f"save({first.name.partition('.')[2]}=...)"
+        return (
+            f"compute what {given} is given after the loop over the batches, or keep in state.vars what it "
+            "is made of: after a stop at an epoch's last batch, no batch is trained before it."
+        )
+    if unlike.other.why == "first":
+        return (
+            f"something between RunState.load and the first batch changes {naming.of(first)}: do it before "
+            "load, which then puts back what it was."
+        )
+    if _is_layout(first):
+        return "make the model lie in memory in the same order at every start (memory_format), before load."
+    if unlike.other.why == "resumed":
+        return f"give RunState all that {first.part} is made of, and let its state_dict return all of it."
+    return {
+        DATA: "what chooses the data is in no part: give the loader to RunState (loader=) and loop over "
+        "state.batches(), and give what the choice depends on as extra=.",
+        RANDOMNESS: "something draws more or less often than in the training that was not stopped: look for "
+        "what depends on the time, on the process, or on state.resumed.",
+    }.get(
+        kind,
+        "something that no part holds takes part in the computation, or an operation is not deterministic: "
+        "try --deterministic.",
+    )
+
+
+_FIXES = 3
+"""For so many suspects the fix is told at once."""
+
+
+def evidence(unlike: Unlike) -> list[str]:
+    """Return what is equal where two trainings part, of what could have been the cause."""
+    differ = {found.part for found in unlike.differences}
+    told = []
+    if unlike.one.batches and "batches" not in differ:
+        told.append("batch digests are equal")
+    generators = {naming.generator(d.name) for d in unlike.differences if d.part == "random"}
+    if "random" in unlike.other.parts and not generators:
+        told.append("all global generators are equal")
+    if not any(d.part.startswith("optimizer") and d.name.startswith("groups") for d in unlike.differences):
+        told.append("learning rates are equal")
+    return told
+
+
+def how_far(one: Trial, other: Trial, found: Difference, rank: int) -> str:
+    """Return that a thing differs, and by how much."""
+    before, after = found.before, found.after
+    if found.part == "random" or found.name.startswith("generators"):
+        return "stands elsewhere"
+    if isinstance(before, dict) and isinstance(after, dict) and "sample" in before and "sample" in after:
+        if before["dtype"] != after["dtype"] or before["shape"] != after["shape"]:
+            return "has another dtype or shape"
+        if _is_layout(found):
+            return "lies in memory in another order (its strides)"
+        return f"differs{_by(one, other, before, after, rank)}"
+    if found.part == "batches":
+        return "is another one"
+    if before is None or after is None:
+        return "is there in only one of both"
+    text = naming.values(found)
+    return f"differs ({text})" if text else "differs"
+
+
+def _is_layout(found: Difference) -> bool:
+    before, after = found.before, found.after
+    if not isinstance(before, dict) or not isinstance(after, dict):
+        return False
+    return before.get("layout") != after.get("layout")
+
+
+def _by(one: Trial, other: Trial, before: Mapping[str, Any], after: Mapping[str, Any], rank: int) -> str:
+    pieces = [
+        memoryview(trial.sample(rank, *about["sample"])) for trial, about in ((one, before), (other, after))
+    ]
+    size = width(before["dtype"])
+    if size is None or len(pieces[0]) != len(pieces[1]):
+        return ""
+    distance = distance_of(pieces[0], pieces[1], before["dtype"], size)
+    count = len(pieces[0]) // size
+    if not distance.changed:
+        return f", but in none of the {count:,} numbers that were looked at"
+    return f" by up to {distance.most:.1g} (in {distance.changed:,} of {count:,} numbers)"
+
+
+def of_lost(one: Lost) -> Finding:
+    """Return that something is lost, though within the audit nothing that was trained depended on it."""
+    values = ["" if value is None else naming.shown(value) for value in (one.before, one.after)]
+    told = f" ({values[0]} in the training that was not stopped, {values[1]} in the resumed one)"
+    return Finding(
+        STATE,
+        one.name,
+        one.at,
+        f"{one.name} ({one.kind}{one.where and ', '}{one.where}) changes, is in no part, and is another one "
+        f"after a resume{told if all(values) else ''}",
+        names=[one.name],
+        fix=one.fix,
+    )
+
+
+def is_alike(one: Record, other: Record, ignored: AbstractSet[Leaf], kinds: Mapping[str, str]) -> bool:
+    """Whether two records of one boundary are of one training."""
+    return not any(
+        (found.part, found.name) not in ignored and is_essential(found.part, found.name, kinds)
+        for found in trace_file.differences(one, other)
+    )

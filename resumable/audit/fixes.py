@@ -1,0 +1,194 @@
+"""The line of code that gives something of the script to RunState."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from . import script_variables
+from .registered import Held
+from .source import meters
+from .source.uses import Use
+
+_CONTAINERS = ("list", "dict", "set", "deque")
+
+
+class Nth(NamedTuple):
+    """What stands for a key that is an object: its text may have an address in it, or all of a tensor."""
+
+    number: int
+    kind: str
+
+
+class Place(NamedTuple):
+    """Where something is: its name for people, and the expression that a script writes for it."""
+
+    name: str
+    code: str
+    part: str = ""
+    """The part that it hangs off."""
+    owner: object = None
+    """The object whose attribute it is."""
+    owner_code: str = ""
+    leaf_of: str = ""
+
+    @property
+    def leaf(self) -> str:
+        """The last of its names, by which it can be called alone."""
+        words: list[str] = re.findall(r"[^\W\d]\w*", self.leaf_of or self.code)
+        return words[-1] if words else "state"
+
+    def attribute(self, name: str, owner: object) -> Place:
+        """Return the place of an attribute."""
+        # (a list of modules has numbers for names)
+        code = f"{self.code}[{name}]" if name.isdigit() else f"{self.code}.{name}"
+        leaf = self.leaf if name.isdigit() else name
+        return Place(f"{self.name}.{name}", code, self.part, owner, self.code, leaf)
+
+    def item(self, path: tuple[Any, ...]) -> Place:
+        """Return the place of an item of a container."""
+        name, code = self.name, self.code
+        for key in path:
+            if type(key) is Nth:
+                name, code = f"{name}[{key.kind} {key.number}]", f"[*{code}.values()][{key.number}]"
+            else:
+                name += f".{key}" if type(key) is str else f"[{key!r}]"
+                code += f"[{key!r}]".replace("'", '"')
+        leaf = next((key for key in reversed(path) if type(key) is str), "")
+        return self._replace(name=name, code=code, leaf_of=leaf or self.leaf)
+
+
+def of_module(name: str, code: str, path: str, part: str) -> Place:
+    """Return the place of a module inside a model, or of what a loader has.
+
+    >>> of_module("model", "net", "blocks.0.norm", "model").code
+    'net.blocks[0].norm'
+    """
+    steps = "".join(f"[{step}]" if step.isdigit() else f".{step}" for step in path.split(".") if step)
+    return Place(f"{name}.{path}" if path else name, code + steps, part)
+
+
+def nameless(kind: str, number: int) -> Place:
+    """Return the place of what no variable leads to."""
+    return Place(f"{kind}#{number}", "...", leaf_of=kind.lower())
+
+
+def is_nameless(name: str) -> bool:
+    """Whether no variable leads to it."""
+    return "#" in name
+
+
+def counted(count: int, what: str) -> str:
+    """Return a number of things as people write it.
+
+    >>> counted(1, "tensor"), counted(3, "tensor")
+    ('1 tensor', '3 tensors')
+    """
+    return f"{count:,} {what}" + "s" * (count != 1)
+
+
+def sentence(fix: str) -> str:
+    """Return a fix as something to do.
+
+    >>> sentence("scheduler=scheduler"), sentence('state.vars["seen"]')
+    ('RunState.load(..., scheduler=scheduler)', 'keep it in state.vars["seen"]')
+    """
+    if re.match(r"\w+=", fix):
+        return f"RunState.load(..., {fix})"
+    return f"keep it in {fix}" if fix.startswith("state.vars") else fix
+
+
+def fix(place: Place, kind: str, value: Any, use: Use, held: Held) -> str:
+    """Return the line of code that lets a part hold it."""
+    kinds = type(value).__mro__
+    if use is Use.COUNTED:
+        return "state.batch instead of enumerate(), which begins at 0 after a resume"
+    if type(value) is itertools.count:
+        return f'state.vars["{place.leaf}"], as the number it has come to, and begin itertools.count() there'
+    if kind == "iterator":
+        return "give RunState the loader (loader=...), and loop over state.batches()"
+    if nn.Module in kinds:
+        return _of_module(place, value, held)
+    for slot, base in (("optimizer", torch.optim.Optimizer), ("scheduler", LRScheduler)):
+        if base in kinds:
+            return _of_slot(slot, place, held)
+    if torch.amp.GradScaler in kinds:
+        return _of_slot("scaler", place, held)
+    if kind.endswith(("Generator", "RandomState", ".Random")):
+        return _extra(place)
+    if place.owner is not None and (own := _of_attribute(place, kind)):
+        return own
+    if kind == "parameter":
+        return f'make it an nn.Parameter, and extra={{"{place.leaf}": {{"{place.leaf}": {place.code}}}}}'
+    is_bound_anew = use in (Use.CARRIED, Use.RESET, Use.SET)
+    if kind in ("number", "text", "none", "tensor", "array", "tuple", "frozenset") or (
+        is_bound_anew and (kind in _CONTAINERS or kind.endswith("tensors"))
+    ):
+        return _of_plain(place.leaf, use)
+    return _extra(place)
+
+
+def _of_plain(name: str, use: Use) -> str:
+    if use is not Use.RESET:
+        return f'state.vars["{name}"]'
+    # (to set it there as it was set before would begin it anew after each resume)
+    return (
+        f'state.vars["{name}"], by state.vars.setdefault("{name}", ...) before the loop over the batches and '
+        f'state.vars.pop("{name}") after it'
+    )
+
+
+def _extra(place: Place) -> str:
+    return f'extra={{"{place.leaf}": {place.code}}}'
+
+
+def _of_slot(slot: str, place: Place, held: Held) -> str:
+    if not held.slots.get(slot):
+        return f"{slot}={place.code}"
+    return f'{slot}={{..., "{place.leaf}": {place.code}}}'
+
+
+def _of_module(place: Place, module: Any, held: Held) -> str:
+    parameters = nn.Module.parameters(module)
+    is_trained = any(id(parameter) in held.optimized for parameter in parameters)
+    is_first = not held.slots.get("model")
+    return _of_slot("model", place, held) if is_trained or is_first else _extra(place)
+
+
+def of_metric(place: Place) -> str:
+    """Return the lines that let a part hold a metric, which keeps its sums out of its state_dict.
+
+    >>> of_metric(Place("accuracy", "accuracy"))
+    'accuracy.persistent(True), and then RunState.load(..., extra={"accuracy": accuracy})'
+    """
+    given = "" if place.part else f"(..., {_extra(place)})"
+    return f"{place.code}.persistent(True), and then RunState.load{given}"
+
+
+def _of_attribute(place: Place, kind: str) -> str:
+    """Return how the object whose attribute it is can be saved with it; "" where that needs nothing of it."""
+    owner = place.owner if isinstance(place.owner, type) else type(place.owner)
+    names = {name for one in owner.__mro__ for name in vars(one)}
+    if place.part and (not script_variables.is_users_class(owner) or place.leaf == meters.COUNT):
+        # (nobody can give one of a library's another method)
+        return f'keep it: state.vars["{place.leaf}"], and set it from there after RunState.load'
+    if nn.Module in owner.__mro__ and place.part:
+        if kind not in ("number", "tensor"):
+            return (
+                f"let {owner.__name__}.get_extra_state() return {place.leaf}, and set_extra_state() take it"
+            )
+        what = "torch.tensor(0)" if kind == "number" else "..."
+        return f'self.register_buffer("{place.leaf}", {what}) in {owner.__name__}'
+    is_stateful = {"state_dict", "load_state_dict"} <= names
+    if place.part and is_stateful:
+        return f"let {owner.__name__}.state_dict() return {place.leaf}, and load_state_dict() take it"
+    if place.part:
+        return f"give {owner.__name__} a state_dict() and a load_state_dict() with {place.leaf}"
+    if is_stateful or "__dataclass_fields__" in names:
+        return _extra(Place(place.owner_code, place.owner_code))
+    return ""

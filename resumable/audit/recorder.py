@@ -1,0 +1,212 @@
+"""What an audited process does: it writes all down at every boundary, and stops where it is told to."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from .. import determinism
+from ..boundary import Due
+from ..errors import UsageError
+from ..files import tensor_file
+from ..files.strict_json import Json
+from ..files.threads import no_garbage_collection
+from ..parts.capture import Capture
+from ..position.position import Position
+from ..trace import digest, tracer
+from ..trace.trace_file import Record, path_of
+from ..trace.tracer import EVERY, Trace, here, is_place, plain, tensors_of
+from . import fixes, survey
+from .nondeterminism import Inspection
+
+VARIABLE = "RESUMABLE_AUDIT"
+"""The environment variable that has the plan of an audited process, as JSON."""
+
+_LOADER = ("batch", "is_over", "generators")
+"""What of a loader's place is the same in a training that was never stopped."""
+
+
+def begin(
+    capture: Capture,
+    position: Position,
+    rank: int | None,
+    trace: str | os.PathLike[str] | None,
+    every: int,
+    *,
+    run: Path,
+    given: str | os.PathLike[str],
+) -> Trace | None:
+    """Return what writes down this process's boundaries, if anybody wants that.
+
+    `run` is where the run lies, `given` where the script says that it does.
+    """
+    if text := os.environ.get(VARIABLE):
+        plan = _read(text)
+        if path_of(plan["left"], rank or 0).exists():
+            # What catches SystemExit and begins again, or starts another process in the place of one that
+            # has left, must not train beyond the stop.
+            os._exit(128 + signal.SIGTERM)
+        _follow(given)
+        return Audit(plan, capture, position, rank or 0)
+    trace = os.environ.get("RESUMABLE_TRACE", trace) or None
+    return Trace(tracer.path_of(trace, rank, run), capture, position, every) if trace else None
+
+
+def _read(plan: str) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(plan)
+        return {"trace": found["trace"], "left": found["left"], "steps": found["steps"], **found}
+    except (ValueError, TypeError, KeyError) as exc:
+        raise UsageError(
+            f"the environment variable {VARIABLE} is {plan!r:.80}, which is no plan of an audit.",
+            fix=f"unset {VARIABLE}: `resumable audit -- COMMAND` sets it by itself.",
+        ) from exc
+
+
+def _follow(run_dir: str | os.PathLike[str]) -> None:
+    # The boundaries of two could not be told apart, and both would lie in one directory.
+    _followed.setdefault(os.path.abspath(run_dir))
+    if len(_followed) > 1:
+        first, second = map(os.path.relpath, _followed)
+        raise UsageError(
+            f"an audit follows one run, and the script has begun {first} and now {second}.",
+            fix="audit each by itself, with a script or an argument that trains only one of them.",
+        )
+
+
+_followed: dict[str, None] = {}
+"""The run directory that the script has given."""
+
+
+class Audit(Trace):
+    """A line for each boundary with all that a resume has to bring back, and all that no part holds."""
+
+    def __init__(self, plan: dict[str, Any], capture: Capture, position: Position, rank: int) -> None:
+        path = path_of(plan["trace"], rank)
+        super().__init__(path, capture, position, EVERY)
+        self._samples = path.with_suffix(".samples")
+        self._left = path_of(plan["left"], rank)
+        self._leaves: float | None = plan.get("leaves")
+        self._stop: list[Json] | None = plan.get("stop")
+        self._most: int = plan["steps"]
+        self._count, self._is_between_epochs = 0, True
+        self._unseen = ""
+        self._inspection = Inspection() if plan.get("inspects") else None
+        if plan.get("deterministic"):
+            determinism.make_deterministic()
+        self._limit: float | None = plan.get("limit")
+        _end_after(self._limit)
+
+    def digest_of_batch(self, batch: Any) -> Any:
+        """Return the digest of all its bits; where there is none for such an object, what a trace has."""
+        try:
+            return digest.of(batch)
+        except Exception as exc:
+            # (a batch can be any object; that it was not compared whole has to be told with the verdict)
+            kind = type(batch)
+            self._unseen = f"{kind.__module__}.{kind.__qualname__}: {type(exc).__name__}: {exc}"
+            return super().digest_of_batch(batch)
+
+    def begin(self, *, is_resumed: bool) -> None:
+        """Write down where the training begins, and again when its first body does."""
+        super().begin(is_resumed=is_resumed)
+        self._position.body_begins = self._body_begins
+        if self._inspection:
+            self._inspection.begin()
+
+    def _body_begins(self) -> None:
+        handed = self._position.handed
+        self._write("first", is_full=True)
+        self._position.handed = handed
+
+    def boundary(self) -> Due | None:
+        """Write the boundary down, and leave where the plan says so."""
+        at = self._write_boundary(is_full=True)
+        if at.kind == "epoch":
+            # What an epoch's first lines change shows before its first batch does.
+            self._position.body_begins = self._body_begins
+        # (an epoch of which no batch was counted counts itself: its loop is the script's own)
+        self._count += at.kind != "epoch" or self._is_between_epochs
+        self._is_between_epochs = at.kind == "epoch"
+        if not (self._count >= self._most if self._stop is None else [*at] == self._stop):
+            return None
+        self._left.touch()
+        _end_after(self._leaves)
+        return Due("audit", signal.SIGTERM)
+
+    def saved(self, metrics: Mapping[str, float]) -> None:
+        """Leave metrics to the part that says where the training stands, which has them."""
+
+    def close(self, *, is_at_end: bool = False) -> None:
+        """Write down which operations were not deterministic."""
+        if self._inspection:
+            found = [operation._asdict() for operation in self._inspection.end()]
+            self._put_down(Record(here(self._position), "end", more={"operations": found}))
+            self._inspection = None
+        if not self._left.exists():
+            # (one that has left is to end now)
+            faulthandler.cancel_dump_traceback_later()
+        super().close()
+
+    @no_garbage_collection()
+    @torch.inference_mode(False)
+    def _record(self, at: Any, why: str, batches: list[str], is_full: bool) -> Record:
+        kinds = self._capture.kinds()
+        with open(self._samples, "ab") as file:
+            parts = whole(self._capture, file)
+        seen = survey.take(self._capture, sys._getframe())
+        told = {n: {**one._asdict(), "fix": fixes.sentence(one.fix)} for n, one in seen.items()}
+        more: dict[str, Any] = {"unregistered": told, "settings": determinism.settings()}
+        if self._unseen:
+            more["unseen"] = self._unseen
+        if why != "boundary":
+            more["kinds"] = kinds
+        return Record(at, why, batches, parts=parts, more=more)
+
+
+def _end_after(seconds: float | None) -> None:
+    if seconds:
+        # (it prints where all threads stand, and exits with 1)
+        faulthandler.dump_traceback_later(seconds, exit=True, file=2)
+
+
+def whole(capture: Capture, samples: IO[bytes]) -> dict[str, Json]:
+    """Return all values of all parts by their names; samples of the tensors go into the file."""
+    trees, about = capture.collect()
+    parts: dict[str, Json] = {}
+    for part in about:
+        found = {**plain(trees, part), **_tensors(tensors_of(trees, part), samples)}
+        parts[part] = _of_place(found) if is_place(about[part]) else found
+    return parts
+
+
+def _of_place(found: dict[str, Json]) -> dict[str, Json]:
+    kept = ("epoch", "batch", "step", "samples", "metrics", *_LOADER)
+    return {name: value for name, value in found.items() if name.partition(".")[0] in kept}
+
+
+def _tensors(found: Iterator[tuple[str, torch.Tensor]], file: IO[bytes]) -> dict[str, Json]:
+    """Return what tells each tensor apart, and where a sample of it lies, for how far it is from another."""
+    told: dict[str, Json] = {}
+    for name, tensor in found:
+        live = tensor.detach().cpu()
+        part = tensor_file.as_bytes(digest.sample(live, digest.MOST))
+        begin = file.tell()
+        file.write(part)
+        told[name] = {
+            "digest": digest.of(live),
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "shape": [*tensor.shape],
+            # Kernels may add in another order on another layout.
+            **({} if tensor.is_contiguous() else {"layout": [*tensor.stride()]}),
+            "sample": [begin, begin + len(part)],
+        }
+    return told

@@ -1,0 +1,3 @@
+"""What the source of the user's script says of a variable."""
+
+__all__ = ["meters", "uses"]

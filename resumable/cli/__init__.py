@@ -1,0 +1,3 @@
+"""The command line: parse, call one function, print, exit code."""
+
+__all__ = ["app"]

@@ -1,0 +1,91 @@
+"""Parse, call one function, choose the exit code; nothing else."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+from ..errors import ResumableError, ResumableWarning
+from ..version import __version__
+from .command import CODES, EXIT_CODES
+
+_GROUPS = {
+    "look": ("ls", "show", "diff", "report"),
+    "trust": ("verify", "audit"),
+    "move": ("push", "pull", "export", "import"),
+    "tidy": ("prune",),
+    "tour": ("demo",),
+}
+"""The commands that each of the modules `look`, `trust`, ... declares."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    words = sys.argv[1:] if arguments is None else arguments
+    given = parser(words[0] if words else None).parse_args(words)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", ResumableWarning)
+        warnings.showwarning = partial(_print_warning, warnings.showwarning)
+        return _run_command(given)
+
+
+def _run_command(given: argparse.Namespace) -> int:
+    try:
+        code = int(given.command(given))
+        # Here, where it can be told from an error: at its exit Python would make one of it.
+        sys.stdout.flush()
+        return code
+    except ResumableError as exc:
+        print(f"resumable: {exc}", file=sys.stderr)
+        return next((code for kind, code in CODES.items() if isinstance(exc, kind)), 1)
+    except BrokenPipeError:
+        # Whoever read the output (head, less) has seen enough; what is left of it goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return 130
+
+
+def _print_warning(
+    before: Callable[..., None], text: Warning | str, kind: type[Warning], *place: Any
+) -> None:
+    # Which line of ours has warned helps nobody who has typed a command.
+    if issubclass(kind, ResumableWarning):
+        print(f"resumable: {text}", file=sys.stderr)
+    else:
+        before(text, kind, *place)
+
+
+def parser(command: str | None = None) -> argparse.ArgumentParser:
+    """Return the parser of all commands, which the documentation is made from; or of one and its group."""
+    top = argparse.ArgumentParser(
+        prog="resumable",
+        description="Look at trainings that can be killed anywhere and go on bit for bit.",
+        usage="resumable COMMAND ...",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    top.add_argument("--version", action="version", version=f"resumable {__version__}")
+    # (argparse would list them in one row, without the groups)
+    commands = top.add_subparsers(prog="resumable", metavar="COMMAND", required=True, help=argparse.SUPPRESS)
+    listed: dict[str, list[tuple[str, str]]] = {}
+    # What other commands need would take longer to import than this one to answer.
+    wanted = [group for group, names in _GROUPS.items() if command in names] or _GROUPS
+    for group in wanted:
+        import_module(f".{group}", __package__).declare(commands)
+        subs = ((name, commands.choices[name]) for name in _GROUPS[group])
+        listed[group] = [(name, sub.get_default("summary")) for name, sub in subs]
+    top.epilog = f"{_listed(listed)}\n\nresumable COMMAND --help tells more of one.\n\n{EXIT_CODES}"
+    return top
+
+
+def _listed(groups: dict[str, list[tuple[str, str]]]) -> str:
+    return "\n\n".join(
+        "\n".join([f"{group}:", *(f"  {name:<8}{summary}" for name, summary in commands)])
+        for group, commands in groups.items()
+    )

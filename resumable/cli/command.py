@@ -1,0 +1,139 @@
+"""What the commands share: how they are declared, the run that they look at, their exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ..errors import (
+    CheckpointDamaged,
+    CheckpointNotFound,
+    FormatTooNew,
+    NotARun,
+    RemoteError,
+    ResumableError,
+    RunInUse,
+    UsageError,
+)
+from ..remote import url
+from ..run import checkpoint, manifest
+from ..run.checkpoint import Checkpoint
+from ..run.directory import Run, Which, is_number
+
+T = TypeVar("T")
+
+EXIT_CODES = """exit codes:
+  0 fine      1 found a problem   2 usage    3 not found
+  4 damaged   5 in use            6 remote   130 interrupted"""
+
+CODES: dict[type[ResumableError], int] = {
+    UsageError: 2,
+    CheckpointNotFound: 3,
+    NotARun: 3,
+    CheckpointDamaged: 4,
+    FormatTooNew: 4,
+    RunInUse: 5,
+    RemoteError: 6,
+}
+"""An error of another kind is 1."""
+
+
+def add(
+    commands: Any, name: str, command: Callable[[Any], int], summary: str, example: str
+) -> argparse.ArgumentParser:
+    """Declare a command, which the example shows in use."""
+    sub: argparse.ArgumentParser = commands.add_parser(
+        name,
+        description=f"{summary[0].upper()}{summary[1:]}.",
+        epilog=f"example:\n  {example}\n\n{EXIT_CODES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    sub.set_defaults(command=command, summary=summary)
+    return sub
+
+
+def add_json(sub: argparse.ArgumentParser) -> None:
+    """Declare --json, which every command has."""
+    sub.add_argument("--json", action="store_true", help="print JSON; docs/cli.md has its fields")
+
+
+def add_run(sub: argparse.ArgumentParser) -> None:
+    """Declare the run and --json."""
+    sub.add_argument("run", metavar="RUN", help="the run directory, such as runs/exp")
+    add_json(sub)
+
+
+def print_json(found: Any) -> None:
+    """Print what programs read."""
+    print(json.dumps(found, indent=1))
+
+
+def run_at(path: str, resume: str = "must") -> Run:
+    """Return the run in a directory, which has to be there unless `resume` says otherwise."""
+    if url.is_url(path):
+        raise UsageError(
+            f"{url.shown(path)} is a remote folder, and RUN a directory of this machine.",
+            fix="give the run directory. That of a training which was given this address instead is "
+            f"{url.cache_folder(path)}.",
+        )
+    run = Run(path)
+    run.check(resume)
+    return run
+
+
+def add_checkpoint(sub: argparse.ArgumentParser, dest: str = "checkpoint", metavar: str = "RUN[@N]") -> None:
+    """Declare one checkpoint, as `read_at` takes it."""
+    sub.add_argument(
+        dest,
+        metavar=metavar,
+        help="runs/exp (its newest intact checkpoint), runs/exp@41, runs/exp@best, or a checkpoint's folder",
+    )
+
+
+def read_at(text: str, read: Callable[[Checkpoint], T]) -> tuple[Checkpoint, T]:
+    """Return the checkpoint that RUN, RUN@41, RUN@best, RUN@newest or a folder means, and what `read` gave.
+
+    The newest is the newest that `read` does not find damaged.
+    """
+    path, which = named(text)
+    if which is None and (folder := folder_of(path)):
+        found = checkpoint.open_checkpoint(folder)
+        return found, read(found)
+    chosen = run_at(path).choose("newest" if which is None else which, read)
+    assert chosen
+    return chosen
+
+
+def folder_of(path: str) -> Path | None:
+    """Return the folder of a checkpoint, if the path is one or leads to one, as runs/exp/best does."""
+    return Path(path).resolve() if os.path.lexists(os.path.join(path, manifest.NAME)) else None
+
+
+def named(text: str) -> tuple[str, Which | None]:
+    """Return the run and which of its checkpoints is meant; None if that is not said.
+
+    >>> named("runs/exp@41"), named("runs/exp")
+    (('runs/exp', '41'), ('runs/exp', None))
+    """
+    path, at, word = text.rpartition("@")
+    # (a folder may have the sign in its name, and an address in front of its host)
+    if not at or os.path.lexists(text) or url.is_url(text):
+        return text, None
+    if word in ("best", "newest") or is_number(word):
+        return path, word
+    raise UsageError(
+        f"{text!r} ends with neither a save number nor a word that is known.",
+        fix=f"say {path}@41, {path}@best or {path}@newest; `resumable ls {path}` lists what is there.",
+    )
+
+
+def print_problems(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print what is wrong with each that is damaged."""
+    for row in rows:
+        if row["problem"]:
+            print(row["problem"], file=sys.stderr)

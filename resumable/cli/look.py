@@ -1,0 +1,242 @@
+"""The commands that look: ls, show, diff, report."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import CannotRead, CheckpointDamaged, CheckpointNotFound, FormatTooNew, UsageError, printable
+from ..files.jsonl import Line, plain
+from ..progress import Progress
+from ..run import checkpoint, history
+from ..run.checkpoint import Checkpoint
+from ..run.directory import Run
+from ..run.policy import bytes_of
+from ..views import tables
+from .command import add, add_checkpoint, add_json, add_run, print_json, print_problems, read_at, run_at
+
+Row = dict[str, Any]
+Files = dict[str, os.stat_result]
+
+
+def declare(commands: Any) -> None:
+    """Declare them."""
+    summary = "the checkpoints of a run, and the processes that made them"
+    add_run(add(commands, "ls", _ls, summary, "resumable ls runs/exp"))
+    summary = "what one checkpoint holds: tensors, settings, random states, environment"
+    sub = add(commands, "show", _show, summary, "resumable show runs/exp@best")
+    add_checkpoint(sub)
+    _add_depth(sub)
+    summary = "in what two checkpoints differ: tensors, values, settings, environment"
+    sub = add(commands, "diff", _diff, summary, "resumable diff runs/exp@41 runs/other@best")
+    add_checkpoint(sub, "before", "A")
+    add_checkpoint(sub, "after", "B")
+    _add_depth(sub)
+    sub.add_argument(
+        "--trace",
+        action="store_true",
+        help="A and B are traces, which RunState.load(..., trace=FILE) writes: where the two trainings part",
+    )
+    sub.description = f"{sub.description}\n\nThe exit code is 0 if they are equal, and 1 if they differ."
+    _declare_report(commands)
+
+
+def _add_depth(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--all", action="store_true", help="a line for each tensor and each value, however many")
+    sub.add_argument(
+        "--depth", type=_depth, metavar="N", help="gather tensors by the first N names of their path"
+    )
+    add_json(sub)
+
+
+def _depth(text: str) -> int:
+    if text.isdecimal() and int(text):
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1")
+
+
+def _declare_report(commands: Any) -> None:
+    summary = "one page about a run, or several: curves, resumes, costs, sizes, attempts"
+    sub = add(commands, "report", _report, summary, "resumable report runs/exp runs/wider -o report.html")
+    sub.add_argument("run", metavar="RUN", nargs="+", help="the run directories")
+    sub.add_argument("-o", dest="output", metavar="FILE", help="where the page goes; default: report.html")
+    sub.add_argument("--verify", action="store_true", help="read every byte of the checkpoints")
+    add_json(sub)
+
+
+def _report(given: argparse.Namespace) -> int:
+    # (what makes the page is not needed by any other command)
+    from ..views import report
+
+    # (a run of which all checkpoints are gone may still have its history)
+    runs = [run_at(path, "auto" if Path(path, history.NAME).exists() else "must") for path in given.run]
+    if given.json and given.output is None:
+        print_json({"page": None, "runs": report.facts(runs, reads_all=given.verify)})
+        return 0
+    made, facts = report.write(runs, given.output or report.NAME, reads_all=given.verify)
+    if given.json:
+        print_json({"page": str(made.path), "runs": facts})
+    else:
+        print(f"{made.path}: {bytes_of(made.path.stat().st_size)}, opens in any browser")
+    return 0
+
+
+def _ls(given: argparse.Namespace) -> int:
+    run = run_at(given.run)
+    seen = [found for number in run.numbers() if (found := _seen(run, number))]
+    _add_own(seen)
+    rows = [row for row, _ in seen]
+    newest = max((row["number"] for row in rows if not row["problem"]), default=None)
+    best = next((row["best"] for row in reversed(rows) if not row["problem"]), None)
+    for row in rows:
+        row["newest"], row["best"] = row["number"] == newest, row["number"] == best
+    lines = _history(run)
+    _add_history(rows, lines, newest)
+    attempts, remote = history.attempts(lines), history.remote(lines)
+    _add_remote(rows, lines, remote)
+    if given.json:
+        print_json({"checkpoints": rows, "attempts": attempts, "remote": remote})
+    else:
+        tables.print_checkpoints(rows)
+        tables.print_rest(remote, attempts)
+        print_problems(rows)
+    return 0
+
+
+def _seen(run: Run, number: int) -> tuple[Row, Files] | None:
+    """Return what can be told of a checkpoint without reading its files; None if it has gone."""
+    row: Row = {"number": number, "path": None, "problem": None, "best": None, "size": None, "own": None}
+    files: Files = {}
+    try:
+        found = run.open(number)
+        row |= _facts(found)
+        files = found.look()
+    except (CheckpointDamaged, CheckpointNotFound, FormatTooNew) as exc:
+        row["problem"] = exc.problem
+        # A training that goes on may have pruned it meanwhile.
+        return (row, files) if run.path_of(number) else None
+    return row, files
+
+
+def _facts(found: Checkpoint) -> Row:
+    about = found.about
+    return {
+        "path": str(found.path),
+        "boundary": about.boundary.value,
+        "epoch": about.epoch,
+        "batch": about.batch,
+        "step": about.step,
+        "samples": about.samples,
+        "metrics": plain(about.metrics),
+        "size": about.size,
+        "saved": about.saved,
+        "parent": about.parent,
+        "best": about.best and about.best.number,
+    }
+
+
+def _add_own(seen: Sequence[tuple[Row, Files]]) -> None:
+    links = Counter(checkpoint.identity(one) for _, files in seen for one in files.values())
+    for row, files in seen:
+        if row["size"] is not None:
+            shared = (one.st_size for one in files.values() if links[checkpoint.identity(one)] > 1)
+            row["own"] = row["size"] - sum(shared)
+
+
+def _show(given: argparse.Namespace) -> int:
+    # (what reads files and numbers is not needed to list them)
+    from ..views import contents, details
+
+    def read(found: Checkpoint) -> tuple[contents.Contents, contents.Measured]:
+        with Progress().moving(f"reading checkpoint {found.about.number}", found.about.size) as told:
+            held = contents.read(found)
+            return held, contents.measure(held, told)
+
+    found, (held, measured) = read_at(given.checkpoint, read)
+    facts = details.facts(held, measured, _why(found))
+    if given.json:
+        print_json(facts)
+    else:
+        details.print_facts(facts, given.depth, all_of_it=given.all)
+    return 0
+
+
+def _why(found: Checkpoint) -> str | None:
+    """Return why a checkpoint was made, if its run's history tells."""
+    lines = _history(Run(found.path.parent.parent))
+    about = found.about
+    saves = [line for line in lines if history.is_save(line) and line["number"] == about.number]
+    why = saves[-1].get("why") if saves and saves[-1].get("time") == about.saved else None
+    return why if isinstance(why, str) else None
+
+
+def _diff(given: argparse.Namespace) -> int:
+    if given.trace:
+        return _diff_traces(given)
+    from ..views import comparison, contents, details
+
+    _, then = read_at(given.before, contents.read)
+    _, now = read_at(given.after, contents.read)
+    with Progress().moving("comparing", comparison.size_to_read(then, now)) as told:
+        found = comparison.compare(then, now, told)
+    if given.json:
+        print_json(details.differences(then, now, found))
+    else:
+        details.print_differences(then, now, found, given.depth, all_of_it=given.all)
+    return 1 if found.pairs or found.changes else 0
+
+
+def _diff_traces(given: argparse.Namespace) -> int:
+    from ..trace import trace_diff
+
+    if given.all or given.depth:
+        raise UsageError(
+            "--trace compares what was written down at each boundary; --all and --depth are for checkpoints.",
+            fix="leave them out; with --json all that differs is told.",
+        )
+    compared = trace_diff.compare(given.before, given.after)
+    if given.json:
+        print_json(trace_diff.facts(compared))
+    else:
+        for line in trace_diff.lines(compared):
+            print(printable(line))
+    return 0 if trace_diff.are_equal(compared) else 1
+
+
+def _history(run: Run) -> list[Line]:
+    try:
+        return history.read(run.path)
+    except CannotRead as exc:
+        # What the checkpoints say of themselves does not depend on it.
+        print(f"resumable: {exc}", file=sys.stderr)
+        return []
+
+
+def _add_history(rows: Sequence[dict[str, Any]], lines: Sequence[Line], newest: int | None) -> None:
+    saves = {line["number"]: line for line in lines if history.is_save(line)}
+    parents = {row["number"]: row["parent"] for row in rows if not row["problem"]}
+    left = history.left_behind(lines, parents, newest)
+    for row in rows:
+        line = saves.get(row["number"], {})
+        row["why"], row["interval"] = line.get("why"), line.get("interval")
+        # (of one that is damaged nothing can come)
+        row["abandoned"] = row["number"] in left and not row["problem"]
+
+
+def _add_remote(
+    rows: Sequence[dict[str, Any]], lines: Sequence[Line], remote: Mapping[str, str] | None
+) -> None:
+    place, push = (remote["url"], remote["push"]) if remote else ("", "")
+    there = history.pushed(lines).get(place, set())
+    # What was pruned there need not be there.
+    ever = history.pushed({**line, "removed": []} for line in lines).get(place, set())
+    for row in rows:
+        is_due = row["best"] and push in ("best", "newest", "all")
+        is_due |= row["newest"] and push in ("newest", "all")
+        is_due |= push == "all" and row["number"] not in ever
+        row["remote"] = "pushed" if row["number"] in there else "not pushed" if is_due else None

@@ -1,0 +1,309 @@
+"""The commands that move checkpoints: push and pull, export and import."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import CheckpointDamaged, printable
+from ..progress import Progress
+from ..run.directory import Run
+from ..run.policy import bytes_of
+from .command import CODES, add, add_checkpoint, add_json, add_run, print_json, read_at, run_at
+
+if TYPE_CHECKING:
+    from ..interop.exporting import Model
+    from ..interop.importing import Import
+    from ..remote.by_hand import Copying, Transfer
+    from ..remote.run_copy import Remote
+
+
+def declare(commands: Any) -> None:
+    """Declare them."""
+    for name, command, summary, which in (
+        ("push", _push, "copy checkpoints of a run to a remote folder", ("newest", "best", "all")),
+        ("pull", _pull, "bring checkpoints of a remote folder into a run", ("newest", "best")),
+    ):
+        _add_move(add(commands, name, command, summary, f"resumable {name} runs/exp s3://bucket/exp"), which)
+    summary = "write the weights of a checkpoint as a file that other tools read"
+    _add_export(
+        add(commands, "export", _export, summary, "resumable export runs/exp@best -o model.safetensors")
+    )
+    summary = "begin a run with what another tool has saved"
+    _add_import(add(commands, "import", _import, summary, "resumable import runs/exp checkpoint.pth.tar"))
+
+
+def _add_move(sub: argparse.ArgumentParser, words: Sequence[str]) -> None:
+    add_run(sub)
+    sub.add_argument("remote", metavar="REMOTE", help="the address of its remote folder: s3://bucket/exp")
+    sub.add_argument(
+        "--which",
+        metavar="WHICH",
+        type=partial(_which, words),
+        default="newest",
+        help=f"{', '.join(words)} or a save number; default: newest, and with it the best",
+    )
+    sub.add_argument("--dry-run", action="store_true", help="say what would be moved, and change nothing")
+    sub.description = f"{sub.description}\n\n{_GOES_ON}"
+
+
+_GOES_ON = """What was interrupted goes on from there when the same command is run again.
+Credentials are found as by the filesystem's own tools; docs/recipes/remotes.md
+says where."""
+
+
+def _which(words: Collection[str], text: str) -> str | int:
+    if text in words:
+        return text
+    if text.isdecimal():
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(words)}, and no save number")
+
+
+def _push(given: argparse.Namespace) -> int:
+    done = _moved(given, run_at(given.run), lambda copying: copying.push(given.which))
+    return CODES[CheckpointDamaged] if any(one.problem for one in done) else 0
+
+
+def _pull(given: argparse.Namespace) -> int:
+    _moved(given, run_at(given.run, "auto"), lambda copying: copying.pull(given.which))
+    return 0
+
+
+def _moved(given: argparse.Namespace, run: Run, move: Callable[[Copying], list[Transfer]]) -> list[Transfer]:
+    # (what talks to a remote takes its time to import, and `resumable --help` would wait for it)
+    from ..remote.by_hand import Copying
+    from ..remote.pull import attended
+    from ..remote.run_copy import Remote
+    from ..remote.storage import Store
+
+    remote = Remote(Store(given.remote))
+    tell = partial(_print_transfer, run, remote, given.json)
+    copying = Copying(run, remote, dry=given.dry_run, progress=Progress(), tell=tell)
+    try:
+        done = attended(remote.store, lambda: move(copying))
+    except KeyboardInterrupt:
+        print("resumable: interrupted; the same command goes on from there.", file=sys.stderr)
+        raise
+    if given.json:
+        about = {"run": str(run), "remote": str(remote), "dry_run": given.dry_run}
+        print_json({**about, "checkpoints": [one._asdict() for one in done]})
+    return done
+
+
+def _print_transfer(run: Run, remote: Remote, is_json: bool, one: Transfer) -> None:
+    if one.problem:
+        print(f"resumable: {one.problem} It is left out.", file=sys.stderr)
+        return
+    if is_json:
+        return
+    try:
+        print(_transfer_line(one, run, remote), flush=True)
+    except BrokenPipeError:
+        # Whoever read the output has seen enough; what is to be moved is moved all the same.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _transfer_line(one: Transfer, run: Run, remote: Remote) -> str:
+    from ..remote.push import told
+
+    assert one.size is not None
+    what = f"checkpoint {one.number}"
+    if one.result == "pushed":
+        return told(f"pushed {what} to {remote}", one.sent + one.copied, one.seconds)
+    if one.result == "pulled":
+        return told(f"pulled {what} from {remote}", one.size, one.seconds)
+    if one.result == "to push":
+        part = f"{bytes_of(one.sent)} of " if one.sent < one.size else ""
+        return f"would push {what} to {remote}: {part}{bytes_of(one.size)}"
+    if one.result == "to pull":
+        return f"would pull {what} from {remote}: {bytes_of(one.size)}"
+    where = f"{remote} already" if one.result == "there" else f"{run} already, and intact"
+    return f"{what} is in {where}: {bytes_of(one.size)}"
+
+
+def _add_export(sub: argparse.ArgumentParser) -> None:
+    add_checkpoint(sub)
+    sub.add_argument(
+        "-o",
+        "--output",
+        metavar="OUT",
+        required=True,
+        help="what to write: NAME.safetensors, NAME.pt, or a folder in the form of Hugging Face",
+    )
+    sub.add_argument("--model", metavar="NAME", help="which one, where there are several; or extra.ema")
+    sub.add_argument(
+        "--max-shard-size",
+        metavar="SIZE",
+        type=_size,
+        default="5GB",
+        help="of a folder: begin a new file before one is larger; default: 5GB",
+    )
+    sub.add_argument("--force", action="store_true", help="replace what is there")
+    add_json(sub)
+
+
+def _size(text: str) -> int:
+    from ..interop import exporting
+
+    try:
+        return exporting.size_of(text)
+    except ValueError as exc:
+        raise argparse.ArgumentTypeError(str(exc)) from exc
+
+
+def _export(given: argparse.Namespace) -> int:
+    # (torch takes two seconds, and no other command needs it)
+    from ..interop import exporting
+
+    out = Path(given.output)
+    exporting.check(out, given.force)
+    found, model = read_at(given.checkpoint, partial(exporting.read, name=given.model))
+    files = exporting.write(model, out, given.max_shard_size)
+    tied = model.tied()
+    is_folder = exporting.kind_of(out) == "folder"
+    if given.json:
+        about = {"checkpoint": str(found.path), "number": found.about.number, "step": found.about.step}
+        what = {"model": model.name, "output": str(out), "files": [one._asdict() for one in files]}
+        left = _not_exported(model, out)
+        print_json({**about, **what, "tensors": len(model.tensors), "tied": tied, "left_out": left})
+        return 0
+    size = bytes_of(sum(one.size for one in files))
+    print(f"exported {model.name} of {found} to {out}: {len(model.tensors)} tensors, {size}")
+    for one in files if len(files) > 1 else ():
+        print(f"  {one.path}  {bytes_of(one.size)}")
+    how = "stored once, and left to the model that loads them" if is_folder else "stored once"
+    for name, kept in tied.items():
+        print(f"  {name} is {kept}: {how}")
+    for name in _not_exported(model, out):
+        print(f"resumable: {name} is no tensor, and left out; a .pt file can hold it.", file=sys.stderr)
+    return 0
+
+
+def _not_exported(model: Model, out: Path) -> list[str]:
+    from ..interop import exporting
+
+    is_torch = exporting.kind_of(out) == "torch"
+    return [*model.left, *(() if is_torch else model.values)]
+
+
+def _add_import(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("run", metavar="RUN", help="the run directory to begin, such as runs/exp")
+    sub.add_argument(
+        "source",
+        metavar="SOURCE",
+        help="a file of torch.save (.pt, .pth.tar, .ckpt), or a folder of Accelerate or of the HF Trainer",
+    )
+    sub.add_argument(
+        "--part",
+        metavar="KEY=NAME",
+        action="append",
+        type=_part,
+        default=[],
+        help="what stands under KEY is this part: netD=model.D, ema=extra.ema, or nothing to leave it out",
+    )
+    sub.add_argument("--epoch", metavar="N", type=_whole, help="how many epochs were done, if the file errs")
+    sub.add_argument("--step", metavar="N", type=_whole, help="how many optimizer steps were done")
+    best = sub.add_mutually_exclusive_group()
+    best.add_argument("--maximize", metavar="METRIC", help="what the script calls the metric of the best")
+    best.add_argument("--minimize", metavar="METRIC", help="the same, where less is better")
+    sub.add_argument(
+        "--dry-run", action="store_true", help="say what would be carried over, and write nothing"
+    )
+    add_json(sub)
+    sub.description = f"{sub.description}\n\n{_NO_PICKLE}"
+
+
+_NO_PICKLE = """RunState.load(RUN, ...) then goes on from there. Tensors and plain values are
+carried over; objects are not, since nothing is ever unpickled: what is left
+out is listed."""
+
+
+def _part(text: str) -> tuple[str, str]:
+    key, sign, name = text.rpartition("=")
+    if not sign or not key:
+        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=NAME, such as netD=model.D")
+    return key, name
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no count")
+    return int(text)
+
+
+def _import(given: argparse.Namespace) -> int:
+    from ..interop import importing
+    from ..run.manifest import Goal
+
+    run = run_at(given.run, "auto")
+    importing.refuse_used(run)
+    metric = given.maximize or given.minimize
+    goal = Goal(metric, maximize=given.maximize is not None) if metric else None
+    made = importing.read(given.source, dict(given.part), given.epoch, given.step, goal)
+    done = None if given.dry_run else importing.write(run, made)
+    if given.json:
+        path = done and str(done.path)
+        print_json(
+            {"run": str(run), "source": given.source, "dry_run": given.dry_run, "path": path} | _facts(made)
+        )
+    else:
+        _print_import(made, run, given.source, given.dry_run)
+    return 0
+
+
+def _facts(made: Import) -> dict[str, Any]:
+    found, best = made.foreign, made.best()
+    return {
+        "tool": found.tool,
+        "number": made.number,
+        "epoch": found.epoch,
+        "step": found.step,
+        "best": best and {"metric": best.goal.metric, "maximize": best.goal.maximize, "value": best.value},
+        "parts": [
+            {"part": part, "from": found.origins[part], "tensors": count, "size": size}
+            for part, (count, size) in made.sizes().items()
+        ],
+        "left_out": [left._asdict() for left in found.left],
+        "notes": found.notes,
+    }
+
+
+def _print_import(made: Import, run: Run, source: str, is_dry: bool) -> None:
+    found, best = made.foreign, made.best()
+    place = f"epoch {found.epoch}, step {found.step}"
+    place += f", best {best.goal.metric} {best.value:.4g}" if best else ""
+    what = "would import" if is_dry else "imported"
+    print(f"{what} {source} ({found.tool}) as checkpoint {made.number} of {run}: {place}")
+    sizes = made.sizes()
+    _print_rows(
+        "carried over",
+        [
+            (
+                part,
+                f"from {found.origins[part]}",
+                f"{count} tensors, {bytes_of(size)}" if count else "plain values",
+            )
+            for part, (count, size) in sizes.items()
+        ],
+    )
+    _print_rows("not carried over", found.left)
+    for note in found.notes:
+        print(printable(f"note: {note}"))
+
+
+def _print_rows(title: str, rows: Sequence[Sequence[str]]) -> None:
+    if not rows:
+        return
+    print(f"{title}:")
+    *columns, last = ([printable(cell, but="") for cell in column] for column in zip(*rows, strict=True))
+    widths = [min(max(map(len, column)), 40) for column in columns]
+    for *cells, end in zip(*columns, last, strict=True):
+        print(
+            "  " + "  ".join([*(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)), end])
+        )

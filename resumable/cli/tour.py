@@ -1,0 +1,34 @@
+"""The commands that show what this is about: demo."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from pathlib import Path
+from typing import Any
+
+from ..errors import UsageError
+from .command import add, add_json, print_json
+
+
+def declare(commands: Any) -> None:
+    """Declare them."""
+    summary = "a training is killed twice and ends the same"
+    sub = add(commands, "demo", _demo, summary, "resumable demo")
+    sub.add_argument("--dir", type=Path, help="a folder to keep the two runs in, to look at them")
+    add_json(sub)
+
+
+def _demo(given: argparse.Namespace) -> int:
+    # (torch takes seconds to import)
+    from . import demo
+
+    if given.dir and given.dir.exists():
+        raise UsageError(f"{given.dir} exists already.", fix="name a folder that does not exist yet.")
+    with contextlib.redirect_stdout(sys.stderr if given.json else sys.stdout):
+        digests = demo.show(given.dir)
+    is_equal = digests.straight == digests.killed
+    if given.json:
+        print_json({**digests._asdict(), "equal": is_equal, "dir": given.dir and str(given.dir)})
+    return 0 if is_equal else 1

@@ -1,0 +1,189 @@
+"""The commands that tell whether a run, or a script, can be trusted: verify and audit."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import FrameType
+from typing import Any, NoReturn
+
+from ..errors import CheckpointDamaged, CheckpointNotFound, FormatTooNew, UsageError
+from ..progress import Progress
+from ..run.checkpoint import Checkpoint, open_checkpoint
+from ..run.policy import bytes_of
+from ..views.tables import painted
+from .command import CODES, add, add_json, folder_of, named, print_json, print_problems, run_at
+
+Row = dict[str, Any]
+
+
+def declare(commands: Any) -> None:
+    """Declare them."""
+    summary = "read every byte of checkpoints and say whether they are as they were written"
+    sub = add(commands, "verify", _verify, summary, "resumable verify runs/exp --all")
+    sub.add_argument(
+        "run",
+        metavar="RUN[@N]",
+        help="runs/exp (what a resume would use: the newest intact checkpoint, and the best), runs/exp@41, "
+        "runs/exp@best, or a checkpoint's folder",
+    )
+    sub.add_argument("--all", action="store_true", help="all checkpoints of the run")
+    sub.add_argument(
+        "--pin", action="store_true", help="print of each a digest of its content: RunState.load(expect=...)"
+    )
+    add_json(sub)
+    _declare_audit(commands)
+
+
+def _declare_audit(commands: Any) -> None:
+    summary = "whether a script resumes exactly, or the name of what does not: it is run several times"
+    sub = add(commands, "audit", _audit, summary, "resumable audit --steps 40 -- python train.py --lr 0.1")
+    sub.usage = "resumable audit [options] -- COMMAND ..."
+    sub.add_argument(
+        "script", metavar="COMMAND", nargs=argparse.REMAINDER, help="what starts the training, torchrun too"
+    )
+    sub.add_argument(
+        "--steps", type=_count, default=20, metavar="N", help="how many steps to train (default: 20)"
+    )
+    sub.add_argument(
+        "--at",
+        type=_count,
+        action="append",
+        default=[],
+        metavar="N",
+        help="stop after so many steps, and resume; may be given several times (default: in mid-epoch, at an "
+        "epoch's last batch, and at an epoch's end)",
+    )
+    sub.add_argument(
+        "--twice",
+        action="store_true",
+        help="after the last --at, stop and resume once more (without --at it is done several times anyway)",
+    )
+    sub.add_argument(
+        "--deterministic", action="store_true", help="with deterministic operations, where torch has them"
+    )
+    sub.add_argument("--html", metavar="FILE", help="write a page about it, too")
+    add_json(sub)
+    sub.description = (
+        f"{sub.description}\n\nThe script is not changed and its runs are not touched: it trains in "
+        "directories that are thrown away,\nthree times without a stop and once with several. The exit code "
+        "is 0 if all is equal, bit for bit,\nand 1 if not."
+    )
+
+
+def _count(text: str) -> int:
+    if text.isdecimal() and int(text):
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
+
+
+def _audit(given: argparse.Namespace) -> int:
+    from ..audit import audit, page, trials, verdicts
+
+    command = given.script[given.script[:1] == ["--"] :]
+    if not command:
+        raise UsageError(
+            "no command was given to audit.",
+            fix="give it after two dashes: resumable audit -- python train.py",
+        )
+    trials.check(command)
+    if given.html:
+        page.check(given.html)
+    with _leaving():
+        found = audit.audit(
+            command,
+            steps=given.steps,
+            at=given.at,
+            twice=given.twice,
+            deterministic=given.deterministic,
+            told=lambda text: print(text, end="", file=sys.stderr, flush=True),
+        )
+    if given.html:
+        page.write(found, given.html)
+    if given.json:
+        print_json(found.to_json())
+    else:
+        verdicts.print_it(found)
+    return 0 if found.is_exact else 1
+
+
+@contextlib.contextmanager
+def _leaving() -> Iterator[None]:
+    """End what was started when this process is told to leave: else it would train on, with nobody to ask."""
+    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    before = {number: signal.signal(number, _leave) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _leave(number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)
+
+
+def _verify(given: argparse.Namespace) -> int:
+    rows: list[Row] = []
+    for row in _verified(given):
+        rows.append(row)
+        if not given.json:
+            state = "damaged" if row["problem"] else f"intact   {bytes_of(row['size'])}"
+            state += f"  {row['pin']}" if row.get("pin") else ""
+            print(f"checkpoint {row['number']:>6}  {painted(state)}", flush=True)
+    if given.json:
+        print_json(rows)
+    else:
+        print_problems(rows)
+    return CODES[CheckpointDamaged] if any(row["problem"] for row in rows) else 0
+
+
+def _verified(given: argparse.Namespace) -> Iterator[Row]:
+    path, which = named(given.run)
+    if which is None and (folder := folder_of(path)):
+        found = open_checkpoint(folder)
+        yield _row(found.about.number, lambda: found, given.pin)
+        return
+    run = run_at(path)
+    if which is not None and which != "newest":
+        chosen = run.choose(which, lambda found: found)
+        assert chosen
+        yield _row(chosen[0].about.number, lambda: chosen[0], given.pin)
+        return
+    # What a resume would try, one after the other; then what restore("best") would.
+    best = None
+    for number in run.numbers() if given.all else reversed(run.numbers()):
+        row = _row(number, partial(run.open, number), given.pin)
+        # A training that goes on may have pruned it meanwhile.
+        if row["problem"] and not run.path_of(number):
+            continue
+        yield row
+        if not row["problem"] and not given.all:
+            best = run.open(number).about.best
+            break
+    if best and best.number != number and which is None and run.path_of(best.number):
+        yield _row(best.number, partial(run.open, best.number), given.pin)
+
+
+def _row(number: int, open_it: Callable[[], Checkpoint], pin: bool) -> Row:
+    row: Row = {
+        "number": number,
+        "path": None,
+        "size": None,
+        "problem": None,
+        **({"pin": None} if pin else {}),
+    }
+    try:
+        found = open_it()
+        with Progress().moving(f"checkpoint {number}", found.about.size) as told:
+            if pin:
+                row["pin"] = found.pin(told)
+            else:
+                found.verify(told)
+    except (CheckpointDamaged, CheckpointNotFound, FormatTooNew) as exc:
+        return {**row, "problem": exc.problem}
+    return {**row, "path": str(found.path), "size": found.about.size}

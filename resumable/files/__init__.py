@@ -1,0 +1,15 @@
+"""Bytes that survive a power cut: files, locks, hashes and how a state is laid out in them."""
+
+__all__ = [
+    "codec",
+    "disk",
+    "fingerprint",
+    "jsonl",
+    "large_files",
+    "lock",
+    "pin",
+    "safetensors_header",
+    "strict_json",
+    "tensor_file",
+    "threads",
+]

@@ -1,0 +1,250 @@
+"""Make names and small files durable: stage a folder, flush, rename."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from io import FileIO
+from pathlib import Path
+
+from ..errors import CannotRead, CheckpointDamaged, SaveFailed, warn
+
+_BINARY = getattr(os, "O_BINARY", 0)
+
+
+def created(path: Path) -> AbstractContextManager[int]:
+    """Create a file, and flush it when all has been written to the descriptor."""
+    # EXCL: what is committed is never written again. 0o666 under the umask: colleagues can read it.
+    return _flushed(path, os.O_CREAT | os.O_EXCL)
+
+
+def joined(path: Path) -> AbstractContextManager[int]:
+    """Open a file that was created for several to write, and flush it when this one has written its part."""
+    return _flushed(path, 0)
+
+
+@contextlib.contextmanager
+def _flushed(path: Path, flags: int) -> Iterator[int]:
+    fd = os.open(path, os.O_RDWR | flags | _BINARY, 0o666)
+    try:
+        yield fd
+        # A failure here is final: a second fsync would report success for bytes that are lost.
+        os.fsync(fd)
+    except OSError as exc:
+        exc.filename = str(path)
+        raise
+    finally:
+        os.close(fd)
+
+
+def write(path: Path, data: bytes) -> None:
+    """Create a small file, write the bytes, and flush."""
+    with created(path) as fd:
+        rest = memoryview(data)
+        while rest.nbytes:
+            rest = rest[os.write(fd, rest) :]
+
+
+def read_small(folder: Path, name: str, limit: int = 64 << 20) -> bytes:
+    """Return the bytes of a file for whose size nobody vouches."""
+    with opened(folder, name) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit:
+            raise damaged(folder, f"{name} has {size:,} bytes; at most {limit:,} make sense")
+        buffer = memoryview(bytearray(size))
+        _fill(file, buffer)
+    return bytes(buffer)
+
+
+@contextlib.contextmanager
+def opened(folder: Path, name: str) -> Iterator[FileIO]:
+    """Open a regular file in a folder of ours; what goes wrong while it is read is told apart."""
+    # NOFOLLOW: a link must not lead outside the folder. NONBLOCK: a pipe must not hang the load.
+    flags = os.O_RDONLY | _BINARY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    path = folder / name
+    try:
+        if path.parent != folder and path.parent.is_symlink():
+            raise damaged(folder, f"{path.parent.name} is a symbolic link")
+        with FileIO(path, opener=lambda *_: _open_in(folder, name, flags)) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise damaged(folder, f"{name} is not a regular file")
+            yield file
+    except OSError as exc:
+        raise _unread(folder, name, exc) from exc
+
+
+def look(folder: Path, name: str) -> os.stat_result:
+    """Return what the disk says of a regular file in a folder of ours, without opening it."""
+    try:
+        found = os.lstat(f"{folder}/{name}")
+    except OSError as exc:
+        raise _unread(folder, name, exc) from exc
+    if not stat.S_ISREG(found.st_mode):
+        raise damaged(folder, f"{name} is not a regular file")
+    return found
+
+
+def _unread(folder: Path, name: str, exc: OSError) -> CannotRead | CheckpointDamaged:
+    if exc.errno in _NOT_ITS_FAULT:
+        return CannotRead(
+            f"{folder / name} cannot be read: {exc.strerror}.",
+            fix="mend the cause and start again; nothing says that the file is damaged.",
+        )
+    reason = "is missing" if exc.errno == errno.ENOENT else f"cannot be read: {exc.strerror}"
+    return damaged(folder, f"{name} {reason}")
+
+
+def _open_in(folder: Path, name: str, flags: int) -> int:
+    if os.open not in os.supports_dir_fd:  # (Windows)
+        return os.open(folder / name, flags)
+    # Each folder by itself: it may have become a link since it was looked at.
+    *folders, name = Path(name).parts
+    fd = os.open(folder, _FOLDER)
+    try:
+        for inner in folders:
+            outer, fd = fd, os.open(inner, _FOLDER, dir_fd=fd)
+            _leave(outer)
+        return os.open(name, flags, dir_fd=fd)
+    finally:
+        _leave(fd)
+
+
+def _leave(fd: int) -> None:
+    # Nothing was written through it, so there is nothing that can be lost.
+    with contextlib.suppress(OSError):
+        os.close(fd)
+
+
+_FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0)
+
+# Permissions, open files, memory: an older checkpoint would be used for no good reason.
+_NOT_ITS_FAULT = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+
+
+def _fill(file: FileIO, buffer: memoryview) -> None:
+    while buffer.nbytes:
+        count = file.readinto(buffer)
+        if not count:
+            raise OSError(errno.EIO, f"the file ended {buffer.nbytes:,} bytes early")
+        buffer = buffer[count:]
+
+
+def damaged(folder: Path, problem: str) -> CheckpointDamaged:
+    """Return the error that says what is wrong with the checkpoint in `folder`."""
+    is_in_a_run = folder.parent.name == "checkpoints"
+    run = folder.parent.parent
+    removal = f"To remove this one: resumable prune {run} --damaged" if is_in_a_run else "It can be deleted."
+    return CheckpointDamaged(
+        f"{folder} is damaged: {problem}.",
+        fix=f"resume='auto' goes on from the newest intact checkpoint. {removal}",
+    )
+
+
+def is_proof(exc: CheckpointDamaged) -> bool:
+    """Whether a checkpoint is damaged for good, and not on a disk or a network that does not answer now."""
+    cause = exc.__cause__
+    return not isinstance(cause, OSError) or cause.errno in _NO_FILE
+
+
+_NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO)
+
+
+def flush_folder(path: Path) -> bool:
+    """Make the names in a folder durable: a power cut otherwise loses a rename or a new file.
+
+    False where the file system has no such call: some of FUSE, and folders that a virtual machine shares.
+    """
+    if sys.platform == "win32":  # (NTFS journals names; folders cannot be opened)
+        return True
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    except OSError as exc:
+        if exc.errno in (errno.EINVAL, errno.EOPNOTSUPP):
+            return False
+        exc.filename = str(path)
+        raise
+    finally:
+        os.close(fd)
+    return True
+
+
+def make_folder(path: Path) -> None:
+    """Create a folder and the ones above it, durably; one that exists is left as it is."""
+    if path.is_dir():
+        return
+    make_folder(path.parent)
+    # Another process may have been quicker: that is the same outcome.
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path)
+    flush_folder(path.parent)
+
+
+def flush_names(path: Path) -> None:
+    """Make the names in a folder that was there durable, and those that lead to it."""
+    # Who made it (the script, a start that was killed) may not have flushed them: a power cut would take
+    # along all that is flushed below.
+    if not flush_folder(path):
+        warn(f"the file system of {path} cannot flush folders: a power cut may take new checkpoints along.")
+    device = os.stat(path).st_dev
+    # (where a link leads to, and not where it stands)
+    for folder in Path(os.path.realpath(path)).parents:
+        if os.stat(folder).st_dev != device:
+            break
+        # (what may not be looked into has long been there)
+        with contextlib.suppress(PermissionError):
+            flush_folder(folder)
+
+
+def replace(path: Path, data: bytes) -> None:
+    """Put a small file in place as a whole: readers see the old content or the new one."""
+    fresh = path.with_name(f".{path.name}-{os.urandom(4).hex()}")
+    try:
+        write(fresh, data)
+        os.replace(fresh, path)
+    except BaseException:
+        # On a full disk the half of a file is more than there is room for.
+        with contextlib.suppress(OSError):
+            os.unlink(fresh)
+        raise
+    flush_folder(path.parent)
+
+
+def publish(stage: Path, target: Path) -> None:
+    """Give a flushed stage its final name, durably. This is the commit."""
+    # rename() would silently replace an empty folder of that name.
+    if os.path.lexists(target):
+        raise SaveFailed(
+            f"{target} already exists, so the checkpoint cannot be given that name.",
+            fix=f"look at what made {target} and move it away; nothing in it was touched.",
+        )
+    os.rename(stage, target)
+    flush_folder(target.parent)
+
+
+def point(link: Path, target: Path) -> None:
+    """Let the symbolic link `link` lead to `target`, replacing it as a whole if it is ours."""
+    fresh = link.with_name(f".{link.name}-{os.urandom(4).hex()}")
+    os.symlink(os.path.relpath(target, link.parent), fresh, target_is_directory=True)
+    try:
+        os.replace(fresh, link)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(fresh)
+        raise
+
+
+def remove(folder: Path, names: Iterable[str]) -> None:
+    """Remove a folder that holds `names` (those of folders end in "/"); OSError if it holds anything else."""
+    # Backwards: what a subfolder holds comes before the subfolder.
+    for name in sorted(names, reverse=True):
+        if name.endswith("/"):
+            os.rmdir(folder / name)
+        else:
+            os.unlink(folder / name)
+    os.rmdir(folder)

@@ -1,0 +1,135 @@
+"""A file with a JSON object on each line, which grows at its end; a kill tears at most the last line."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import math
+import os
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+
+from . import disk
+from .strict_json import Json, parse
+
+Line = dict[str, Json]
+
+
+def read(path: Path) -> list[Line]:
+    """Return the lines of a file that need not be there, without those that are damaged."""
+    return [line for text in _content(path).split(b"\n") if (line := _parsed(text)) is not None]
+
+
+def append(path: Path, lines: Iterable[Line]) -> None:
+    """Add lines, flushed; or, if OSError is raised, none."""
+    with _opened(path, os.O_RDWR | os.O_CREAT | os.O_APPEND) as fd:
+        if os.fstat(fd).st_nlink > 1:
+            # It has another name too, under which it is somebody else's: a backup's, say.
+            rewrite(path, lambda line: line, lines)
+            return
+        end, glue = _tail(fd)
+        os.ftruncate(fd, end)
+        try:
+            _put(fd, glue + b"".join(map(_text, lines)))
+        except OSError:
+            # Half a line, or a whole one that would be there twice after the next try.
+            with contextlib.suppress(OSError):
+                os.ftruncate(fd, end)
+            raise
+    if not end:
+        disk.flush_folder(path.parent)
+
+
+def rewrite(path: Path, change: Callable[[Line], Line | None], lines: Iterable[Line]) -> None:
+    """Put the file in place as a whole, each line as `change` returns it (None: left out), and add lines."""
+    kept = []
+    *whole, last = _content(path).split(b"\n")
+    for text in whole if _parsed(last) is None else [*whole, last]:
+        if (line := _parsed(text)) is None:
+            # Whoever wrote this may be able to read it.
+            kept.append(text + b"\n")
+        elif changed := change(line):
+            kept.append(text + b"\n" if changed is line else _text(changed))
+    disk.replace(path, b"".join([*kept, *map(_text, lines)]))
+
+
+def plain(value: Json) -> Json:
+    """Return a value as any reader of JSON takes it: NaN and infinities are strings, and text is whole.
+
+    >>> plain({"loss": float("nan"), "argv": ("train.py",)})
+    {'loss': 'nan', 'argv': ['train.py']}
+    """
+    if isinstance(value, Mapping):
+        return {str(key): plain(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(one) for one in value]
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def mentions(path: Path, text: bytes) -> bool:
+    """Whether a file has these bytes: much faster than to read its lines."""
+    return text in _content(path)
+
+
+def _text(line: Line) -> bytes:
+    return json.dumps(plain(line), ensure_ascii=False, allow_nan=False).encode() + b"\n"
+
+
+def _parsed(text: bytes) -> Line | None:
+    # What is no line of ours is left where it stands: a training must not end because of it.
+    with contextlib.suppress(ValueError):
+        found = parse(text)
+        return found if isinstance(found, dict) else None
+    return None
+
+
+def _content(path: Path) -> bytes:
+    with contextlib.suppress(FileNotFoundError), _opened(path, os.O_RDONLY) as fd:
+        return _rest(fd)
+    return b""
+
+
+def _tail(fd: int) -> tuple[int, bytes]:
+    """Return where the last line ends, without what a kill has torn, and what the next begins with."""
+    size = os.lseek(fd, 0, os.SEEK_END)
+    os.lseek(fd, max(0, size - 1), os.SEEK_SET)
+    if os.read(fd, 1) in (b"", b"\n"):
+        return size, b""
+    os.lseek(fd, 0, os.SEEK_SET)
+    last = _rest(fd).rpartition(b"\n")[2]
+    return (size - len(last), b"") if _parsed(last) is None else (size, b"\n")
+
+
+def _put(fd: int, text: bytes) -> None:
+    rest = memoryview(text)
+    while rest.nbytes:
+        rest = rest[os.write(fd, rest) :]
+    getattr(os, "fdatasync", os.fsync)(fd)
+
+
+@contextlib.contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    # NOFOLLOW: a link must not lead outside the run. NONBLOCK: a pipe must not hang the training.
+    flags |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    fd = os.open(path, flags, 0o666)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _rest(fd: int) -> bytes:
+    with open(fd, "rb", closefd=False) as file:
+        if (size := os.fstat(fd).st_size) > _MOST:
+            raise OSError(errno.EFBIG, f"it has {size:,} bytes; at most {_MOST:,} make sense")
+        return file.read()
+
+
+# Half a million saves.
+_MOST = 256 << 20

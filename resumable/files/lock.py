@@ -1,0 +1,126 @@
+"""The right to write one run, held by one process until it lets go or dies."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+import sys
+from pathlib import Path
+from typing import ClassVar
+
+from ..errors import RunInUse
+
+if sys.platform == "win32":
+    import msvcrt
+else:
+    import fcntl
+
+_BINARY = getattr(os, "O_BINARY", 0)
+
+
+class Lock:
+    """The right to write one folder, held by one process until it lets go or dies.
+
+    A POSIX record lock: the kernel frees it with its process, and what was forked from
+    the holder (loader workers) does not keep it alive when the holder is killed.
+    """
+
+    # Closing *any* descriptor of the file frees a record lock of the whole process, so it is opened once.
+    # With the process: what is forked from the holder inherits this set, but no lock.
+    _held: ClassVar[set[tuple[int, Path]]] = set()
+
+    def __init__(self, path: Path) -> None:
+        self._key = (os.getpid(), path.parent.resolve() / path.name)
+        if self._key in self._held:
+            raise in_use(path, f"this process ({os.getpid()})")
+        self._fd = _opened(path)
+        try:
+            _take(self._fd)
+        except OSError as exc:
+            holder = os.read(self._fd, 4096).decode(errors="replace").strip() or "another process"
+            os.close(self._fd)
+            if exc.errno not in (errno.EACCES, errno.EAGAIN, errno.EDEADLK):
+                raise
+            raise in_use(path, holder) from exc
+        self._held.add(self._key)
+        self._path = path
+        # Only for the message that others get: a full disk must not cost us the lock.
+        with contextlib.suppress(OSError):
+            # (only who writes a run needs it: commands that look answer sooner)
+            import socket
+
+            _sign(self._fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+
+    def is_held(self) -> bool:
+        """Whether this process holds it; a forked child has a copy of this object, but not the lock."""
+        return self._key in self._held and self._key[0] == os.getpid()
+
+    def is_in_place(self) -> bool:
+        """Whether others who want the lock would meet this one: unless its folder was moved, say."""
+        try:
+            return os.path.samestat(os.stat(self._path), os.fstat(self._fd))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:
+            # (a disk that does not answer says nothing about it)
+            return True
+
+    def renew(self) -> None:
+        """Take it again where this process has lost it: by opening and closing the file, as a copy does."""
+        if sys.platform == "win32":  # (where a lock belongs to its descriptor)
+            return
+        try:
+            _take(self._fd)
+        except OSError as exc:
+            self.release()
+            raise in_use(self._key[1], "another process, since this one has lost its lock") from exc
+
+    def release(self) -> None:
+        """Let go; the file stays, since removing it would race with the next holder."""
+        if self.is_held():
+            # Even a close that fails (on a network disk) has closed it.
+            with contextlib.suppress(OSError):
+                os.close(self._fd)
+            self._held.discard(self._key)
+
+
+def in_use(path: Path, holder: str) -> RunInUse:
+    """Return the error that says who else is writing the run of the lock file `path`."""
+    return RunInUse(
+        f"{path.parent} is being written by {holder}.",
+        fix="wait for it or stop it, or give this training a run directory of its own. "
+        "A lock never outlives its process: there is no file to delete.",
+    )
+
+
+def _opened(path: Path) -> int:
+    # NOFOLLOW: a link must not lead outside the run. NONBLOCK: a pipe must not hang the training.
+    safely = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | _BINARY | safely, 0o666)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _sign(fd: int, text: bytes) -> None:
+    # What else stands there may be a file of somebody's that has this name too.
+    if os.read(fd, 8) in (b"", b"process "):
+        os.lseek(fd, 0, os.SEEK_SET)
+        os.ftruncate(fd, 0)
+        os.write(fd, text)
+
+
+def _take(fd: int) -> None:
+    if sys.platform == "win32":
+        # Windows locks are mandatory: lock a byte far behind the text that others read.
+        os.lseek(fd, 1 << 20, os.SEEK_SET)
+        msvcrt.locking(fd, msvcrt.LK_NBLCK, 1)
+        os.lseek(fd, 0, os.SEEK_SET)
+    else:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

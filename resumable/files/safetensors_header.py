@@ -1,0 +1,72 @@
+"""The head of a safetensors file, which says where its tensors lie; without torch."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from .strict_json import Json, parse, typed
+
+SIZES = {
+    **dict.fromkeys(("BOOL", "U8", "I8"), 1),
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0"), 1),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 2),
+    **dict.fromkeys(("I32", "U32", "F32"), 4),
+    **dict.fromkeys(("I64", "U64", "F64", "C64"), 8),
+}
+"""The bytes of one element, by the name of its dtype in the file."""
+
+LONGEST = 100_000_000
+"""What the safetensors library reads at most."""
+_MOST_DIMENSIONS = 64
+
+
+class Entry(NamedTuple):
+    """Where a tensor lies in its file, and what its bytes are."""
+
+    name: str
+    code: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def header_size(start: bytes | memoryview, size: int) -> int:
+    """Return where the data of a file of `size` bytes begins, by its first eight."""
+    if len(start) < 8 or size < (found := 8 + int.from_bytes(start[:8], "little")):
+        raise ValueError("the header is longer than the file")
+    if found > LONGEST:
+        raise ValueError(f"the header has {found:,} bytes; at most {LONGEST:,} are read")
+    return found
+
+
+def entries_of(header: bytes | memoryview, size: int) -> list[Entry]:
+    """Return where the tensors of a file of `size` bytes lie; ValueError if that is no safetensors file."""
+    start = len(header)
+    entries = typed(dict, parse(header[8:]))
+    typed(dict, entries.pop("__metadata__", {}))
+    found = [_entry(name, entry, start) for name, entry in entries.items()]
+    position = start
+    found.sort(key=lambda entry: (entry.begin, entry.end))
+    for entry in found:
+        if entry.begin != position or entry.end > size:
+            raise ValueError(f"{entry.name} does not begin where the tensor before it ends")
+        position = entry.end
+    if position != size:
+        raise ValueError("there are bytes that belong to no tensor")
+    return found
+
+
+def _entry(name: str, entry: Json, start: int) -> Entry:
+    try:
+        shape, (begin, end), code = typed(list, entry["shape"]), entry["data_offsets"], entry["dtype"]
+        width = SIZES[code]
+        if len(entry) != 3 or not {*map(type, shape), type(begin), type(end)} <= {int}:
+            raise ValueError("unknown")
+        if min(begin, end, *shape) < 0 or len(shape) > _MOST_DIMENSIONS:
+            raise ValueError("negative")
+        if end - begin != math.prod(shape) * width:
+            raise ValueError("size")
+    except (KeyError, TypeError, ValueError) as exc:
+        raise ValueError(f"{entry!r} does not describe a tensor") from exc
+    return Entry(name, code, tuple(shape), start + begin, start + end)

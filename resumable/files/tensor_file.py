@@ -1,0 +1,188 @@
+"""A safetensors file, from tensors and back, without copying them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import CannotStore
+from . import safetensors_header
+from .strict_json import MOST, Json, is_more_than
+
+DTYPES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.int16: "I16",
+    torch.uint16: "U16",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int32: "I32",
+    torch.uint32: "U32",
+    torch.float32: "F32",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.uint64: "U64",
+    torch.float64: "F64",
+    # The oldest torch that this library runs with lacks it.
+    **({torch.float8_e8m0fnu: "F8_E8M0"} if hasattr(torch, "float8_e8m0fnu") else {}),
+}
+"""Other dtypes are stored as their bytes (U8), and the JSON beside them says what they are."""
+
+_DTYPES_BY_CODE = {code: dtype for dtype, code in DTYPES.items()}
+_ALIGNMENT = 16  # what the widest dtype, complex128, needs
+
+
+class Slot(NamedTuple):
+    """Where a tensor lies in its file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A safetensors file without its data: everything that stays until a tensor has another shape."""
+
+    header: bytes
+    slots: tuple[Slot, ...]
+    size: int
+
+    def views(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tensors of a file that lies in `memory`, as views of it."""
+        return [
+            memory[slot.begin : slot.end].view(slot.dtype).view(slot.shape)
+            if slot.end > slot.begin
+            else torch.empty(slot.shape, dtype=slot.dtype, device="cpu")
+            for slot in self.slots
+        ]
+
+
+def layout(tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, str]) -> Layout:
+    """Return how the tensors lie in a safetensors file.
+
+    Tied names stand in the metadata, as `safetensors.torch.load_model` expects them.
+    """
+    # The widest first: every tensor then begins at a multiple of its element's size.
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+    header: dict[str, Json] = {"__metadata__": {**aliases, "format": "pt"}}
+    places = []
+    position = 0
+    for name, tensor in ordered:
+        code = DTYPES.get(tensor.dtype)
+        shape = [*tensor.shape] if code else [*tensor.shape, tensor.element_size()]
+        end = position + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": code or "U8", "shape": shape, "data_offsets": [position, end]}
+        places.append((name, tensor.dtype, tuple(tensor.shape), position, end))
+        position = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    # What no load would read must not be taken for saved.
+    if 8 + len(text) > safetensors_header.LONGEST or is_more_than(MOST, text.decode()):
+        raise CannotStore(
+            f"{len(ordered):,} tensors are more than one file can describe.",
+            fix="keep what is many in fewer, larger tensors. Nothing was written.",
+        )
+    start = 8 + len(text)
+    slots = tuple(Slot(n, kind, shape, start + begin, start + end) for n, kind, shape, begin, end in places)
+    return Layout(struct.pack("<Q", len(text)) + text, slots, start + position)
+
+
+def to_safetensors(tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, str]) -> bytearray:
+    """Return the content of a safetensors file, in memory of its own."""
+    planned = layout(tensors, aliases)
+    content = bytearray(planned.size)
+    content[: len(planned.header)] = planned.header
+    for slot in planned.slots:
+        content[slot.begin : slot.end] = as_bytes(tensors[slot.name])
+    return content
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a tensor in host memory, one row after the other."""
+    # Not reshape: what counts as contiguous can have any stride where its length is 1.
+    flat = tensor.detach().contiguous().as_strided([tensor.numel()], [1]).view(torch.uint8)
+    if tensor.dtype == torch.bool:
+        # Memory that nobody has set yet holds any byte, and readers refuse all but 0 and 1.
+        flat = flat.ne(0).view(torch.uint8)
+    array: Any = flat.numpy()
+    return memoryview(array)
+
+
+def read_header(header: bytes | memoryview, size: int) -> list[Slot]:
+    """Return where the tensors of a file of `size` bytes lie; ValueError if that is no safetensors file."""
+    try:
+        return [
+            Slot(name, _DTYPES_BY_CODE[code], shape, begin, end)
+            for name, code, shape, begin, end in safetensors_header.entries_of(header, size)
+        ]
+    except KeyError as exc:
+        raise ValueError(f"this version of torch has no {exc.args[0]}") from exc
+
+
+def from_safetensors(data: memoryview) -> dict[str, torch.Tensor]:
+    """Return the tensors of a safetensors file as views of `data`; ValueError if it is not one."""
+    start = safetensors_header.header_size(data[:8], len(data))
+    slots = read_header(data[:start], len(data))
+    return dict(zip((slot.name for slot in slots), from_row(data[start:], slots), strict=True))
+
+
+def from_row(raw: memoryview, slots: Sequence[Slot]) -> list[torch.Tensor]:
+    """Return the tensors whose bytes follow each other in `raw`, which they share if they lie well."""
+    found: list[torch.Tensor] = []
+    for dtype, same in itertools.groupby(slots, key=lambda slot: slot.dtype):
+        row = [*same]
+        content = raw[row[0].begin - slots[0].begin : row[-1].end - slots[0].begin]
+        if not content.nbytes:
+            found += [empty(slot) for slot in row]
+            continue
+        flat = torch.frombuffer(content, dtype=torch.uint8)
+        refuse_no_booleans(flat, dtype)
+        counts = [(slot.end - slot.begin) // dtype.itemsize for slot in row]
+        parts = torch.split(viewed(flat, dtype), counts)
+        found += [
+            empty(slot) if not count else part if len(slot.shape) == 1 else part.view(slot.shape)
+            for slot, part, count in zip(row, parts, counts, strict=True)
+        ]
+    return found
+
+
+def refuse_no_booleans(flat: torch.Tensor, dtype: torch.dtype) -> None:
+    """Raise ValueError if bytes that are said to be booleans are not."""
+    if dtype == torch.bool and bool((flat > 1).any()):
+        raise ValueError("a boolean is neither 0 nor 1")
+
+
+def viewed(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return bytes as numbers of another dtype, in the same memory if they lie well in it."""
+    # On an odd address the processor may refuse to work: a segmentation fault.
+    aligned = flat if flat.data_ptr() % dtype.itemsize == 0 else flat.clone()
+    return aligned.view(dtype)
+
+
+def empty(slot: Slot, device: torch.device | None = None) -> torch.Tensor:
+    """Return a tensor for the slot, with nothing in it yet."""
+    try:
+        torch.empty(slot.shape, dtype=slot.dtype, device="meta")
+    except (RuntimeError, TypeError) as exc:
+        # Nothing times 2**63 is nothing, but torch cannot count to it.
+        raise ValueError(f"no tensor has the shape {list(slot.shape)}") from exc
+    return torch.empty(slot.shape, dtype=slot.dtype, device=device or "cpu")
+
+
+def is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have the same bits, wherever they lie."""
+    return one.shape == other.shape and as_bytes(one.cpu()) == as_bytes(other.cpu())

@@ -1,0 +1,299 @@
+"""What users pass, checked at the door."""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+import signal
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple, get_args
+
+from .errors import UsageError
+from .run.manifest import Goal
+from .run.policy import Every, Keep, Push
+
+
+def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics as numbers."""
+    return {name: _number(name, value) for name, value in metrics.items()}
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        # float() would take the text of a number.
+        return float(value.item() if hasattr(value, "item") else operator.pos(value))
+    except (TypeError, ValueError, RuntimeError, OverflowError) as exc:
+        raise UsageError(
+            f"the metric {name} is not a number: {value!r}.",
+            fix="the keywords of save() are metrics; other values go into state.vars or extra={...}.",
+        ) from exc
+
+
+def patterns(name: str, given: Any, example: str = "model.head.*") -> tuple[str, ...]:
+    """Return names, or patterns of them; one string would be read letter by letter."""
+    if isinstance(given, Iterable) and not isinstance(given, str):
+        found = tuple(given)
+        if all(isinstance(pattern, str) for pattern in found):
+            return found
+    meant = given if isinstance(given, str) else example
+    raise UsageError(f"{name}={given!r} is not a list of names.", fix=f"write {name}=[{meant!r}].")
+
+
+def goal(maximize: str | None, minimize: str | None) -> Goal | None:
+    """Return the goal that one of the two names."""
+    if maximize is not None and minimize is not None:
+        raise UsageError(
+            f"both maximize={maximize!r} and minimize={minimize!r} are given.",
+            fix="one metric decides which checkpoint is the best: give one of them.",
+        )
+    for metric in (maximize, minimize):
+        if metric is not None and not isinstance(metric, str):
+            raise UsageError(
+                f"{metric!r} is not the name of a metric.",
+                fix="write maximize='val_acc', and save(val_acc=...).",
+            )
+    if maximize is not None:
+        return Goal(maximize, True)
+    return None if minimize is None else Goal(minimize, False)
+
+
+def keep(given: Any, goal: Goal | None, name: str = "keep") -> Keep | None:
+    """Return which checkpoints stay; None for all.
+
+    >>> keep({"newest": 3, "every": "1000 steps"}, None)
+    Keep(newest=3, best=1, every=Every(seconds=None, steps=1000, epochs=None, budget=None, mtbf=None))
+    """
+    if given is None:
+        return None
+    if _is_number(given):
+        return Keep(given)
+    if isinstance(given, Mapping) and given and given.keys() <= {"newest", "best", "every"}:
+        newest, best, every = given.get("newest", 1), given.get("best", 1), given.get("every")
+        if _is_number(newest) and _is_number(best):
+            _check_best(given, goal, name)
+            rules = None if every is None else multiples(f"{name}['every']", every)
+            return Keep(newest, best, rules)
+    raise UsageError(
+        f"{name}={given!r} does not say how many checkpoints stay.",
+        fix="give a whole number from 1, or None to keep all, or the like of "
+        f"{name}={{'newest': 3, 'best': 2, 'every': '1000 steps'}}.",
+    )
+
+
+def multiples(name: str, given: Any) -> Every:
+    """Return of what the multiples are kept.
+
+    >>> multiples("--keep-every", ["1000 steps", "1 day"])
+    Every(seconds=86400.0, steps=1000, epochs=None, budget=None, mtbf=None)
+    """
+    return _rules(name, given, _MULTIPLES)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int) and value >= 1 and value is not True
+
+
+def _check_best(given: Mapping[str, Any], goal: Goal | None, name: str) -> None:
+    if given.get("best", 1) > 1 and goal is None:
+        raise UsageError(
+            f"{name}={dict(given)!r}, but nothing says which checkpoints are the best.",
+            fix="name the metric that decides: maximize='val_acc' or minimize='val_loss'.",
+        )
+
+
+def count(name: str, value: Any) -> int:
+    """Return a whole number that is not negative."""
+    if isinstance(value, int) and value >= 0 and not isinstance(value, bool):
+        return value
+    raise UsageError(f"{name}={value!r} is not a count.", fix=f"give {name} as a whole number.")
+
+
+def seconds(name: str, value: Any) -> float:
+    """Return a time that is more than none, in seconds.
+
+    >>> seconds("max_time", "3h50m"), seconds("max_time", "2-12:00:00"), seconds("max_time", 60)
+    (13800.0, 216000.0, 60.0)
+    """
+    found = _seconds_of(value) if isinstance(value, str) else value
+    if isinstance(found, (int, float)) and not isinstance(found, bool) and 0 < found < math.inf:
+        return float(found)
+    raise UsageError(
+        f"{name}={value!r} is not a time.",
+        fix=f"give {name} in seconds, as {name}=60, or as '10 min', '3h50m', '3:50:00', '2-12:00:00'.",
+    )
+
+
+def _seconds_of(text: str) -> float | None:
+    text = text.strip()
+    if clock := _CLOCK.fullmatch(text):
+        days, hours, minutes, rest = (int(part or 0) for part in clock.groups())
+        # "3:50" alone is hours to one and minutes to another (and to SLURM).
+        is_plain = clock[1] is not None or clock[4] is not None
+        return 86400.0 * days + 3600 * hours + 60 * minutes + rest if is_plain else None
+    if not _LENGTH.fullmatch(text):
+        return None
+    found = [(_UNITS.get(unit.lower(), 0), float(number)) for number, unit in _PIECE.findall(text)]
+    units = [unit for unit, _ in found]
+    # Each of them once and the longest first: what else was written was not meant.
+    if 0 in units or units != sorted({*units}, reverse=True):
+        return None
+    return sum(unit * number for unit, number in found)
+
+
+_CLOCK = re.compile(r"(?:([0-9]{1,9})-)?([0-9]{1,9})(?::([0-5]?[0-9])(?::([0-5]?[0-9]))?)?")
+_PIECE = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,12})?)\s*([a-zA-Z]+)\s*")
+_LENGTH = re.compile(f"(?:{_PIECE.pattern})+")
+_UNITS = {
+    **dict.fromkeys(("s", "sec", "secs", "second", "seconds"), 1),
+    **dict.fromkeys(("m", "min", "mins", "minute", "minutes"), 60),
+    **dict.fromkeys(("h", "hr", "hrs", "hour", "hours"), 3600),
+    **dict.fromkeys(("d", "day", "days"), 86400),
+}
+
+
+def every(given: Any, mtbf: Any = None) -> Every | None:
+    """Return when to save by itself: a rule, or several of which the first to come counts.
+
+    >>> every(["500 steps", "10 min", "1 %"])
+    Every(seconds=600.0, steps=500, epochs=None, budget=0.01, mtbf=None)
+    """
+    failures = None if mtbf is None else seconds("mtbf", mtbf)
+    if given is None:
+        return None if failures is None else Every(mtbf=failures)
+    return replace(_rules("every", given, _RULES), mtbf=failures)
+
+
+def when(rules: Any, mtbf: Any, max_time: Any) -> tuple[Every, float | None]:
+    """Return when to save by itself, and the seconds after which to leave."""
+    limit = None if max_time is None else seconds("max_time", max_time)
+    return every(rules, mtbf) or Every(), limit
+
+
+def _rules(name: str, given: Any, may_be: str) -> Every:
+    many = [*given] if isinstance(given, (list, tuple)) else [given]
+    found = [_rule(name, one, may_be) for one in many]
+    kinds = [kind for kind, _ in found]
+    if not found or len({*kinds}) < len(kinds):
+        raise UsageError(
+            f"{name}={given!r} " + ("gives one kind of rule twice." if found else "is empty."),
+            fix=f"give one of each at most: {may_be}.",
+        )
+    return Every(**dict(found))
+
+
+def _rule(name: str, given: Any, may_be: str) -> tuple[str, Any]:
+    if _is_number(given):
+        return "steps", given
+    text = given.strip() if isinstance(given, str) else ""
+    if (counted := _COUNTED.fullmatch(text)) and int(counted[1]):
+        return f"{counted[2]}s", int(counted[1])
+    if "%" in may_be and (share := _SHARE.fullmatch(text)) and 0 < float(share[1]) < 100:
+        return "budget", float(share[1]) / 100
+    if time := _seconds_of(text):
+        return "seconds", time
+    raise UsageError(f"{name}={given!r} does not say how often.", fix=f"say {may_be}.")
+
+
+_COUNTED = re.compile(r"([0-9]{1,12})\s*(step|epoch)s?")
+_SHARE = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,12})?)\s*%")
+_MULTIPLES = "'1000 steps' (or 1000), '10 epochs', '1 day', or a list of them"
+_RULES = "'10 min', '500 steps' (or 500), '2 epochs', '1 %' (of the training's time), or a list of them"
+
+
+class Copied(NamedTuple):
+    """What is to be copied where: the address, which checkpoints, which stay there, how long to wait."""
+
+    place: str
+    push: Push
+    keep: Keep | None
+    patience: float
+    options: Mapping[str, Any]
+
+
+def copied(
+    remote: Any, push: Any, keep_there: Any, patience: Any, options: Any, goal: Goal | None
+) -> Copied | None:
+    """Return what is to be copied where; None if nothing is."""
+    if options is not None and not isinstance(options, Mapping):
+        raise UsageError(
+            "remote_options= is no dict.",
+            fix="give what fsspec's filesystem takes, as remote_options={'endpoint_url': '...'}.",
+        )
+    until = seconds("push_timeout", patience)
+    # (without a remote too: RESUMABLE_REMOTE may give one only where the job runs)
+    which, kept = _push(push, goal), keep(keep_there, goal, "remote_keep")
+    return None if remote is None else Copied(remote, which, kept, until, options or {})
+
+
+def _push(value: Any, goal: Goal | None) -> Push:
+    if value == "best" and goal is None:
+        raise UsageError(
+            "push='best', but nothing says which checkpoint is the best.",
+            fix="name the metric that decides (maximize='val_acc'), or say push='newest' or 'all'.",
+        )
+    for known in get_args(Push):
+        if value == known:
+            found: Push = known
+            return found
+    raise UsageError(
+        f"push={value!r} does not say which checkpoints go to the remote.",
+        fix="give 'best', 'newest' or 'all'.",
+    )
+
+
+def write(value: Any) -> bool:
+    """Return whether all processes write what all of them share."""
+    if value in ("one", "all"):
+        return bool(value == "all")
+    raise UsageError(
+        f"write={value!r} does not say who writes what all processes share.",
+        fix="give 'one', or 'all': each process writes its share.",
+    )
+
+
+def per_rank(given: Any, names: Iterable[str]) -> set[str]:
+    """Return the extra parts that each process has for itself, by their whole names."""
+    found = {f"extra.{name}" for name in patterns("per_rank", given, "name")}
+    if unknown := found - {*names}:
+        raise UsageError(
+            f"per_rank names {', '.join(sorted(unknown))}, which was not given to RunState.",
+            fix="name parts of extra={...}: per_rank=['name'].",
+        )
+    return found
+
+
+def save_on(given: Any) -> list[signal.Signals]:
+    """Return the signals that end a training in good order.
+
+    >>> save_on(["SIGTERM"])
+    [<Signals.SIGTERM: 15>]
+    """
+    names = patterns("save_on", given, "SIGTERM")
+    return [_signal(name) for name in names if name not in SAVE_ON or hasattr(signal, name)]
+
+
+def _signal(name: str) -> signal.Signals:
+    found = signal.Signals.__members__.get(name)
+    if found is None or name in ("SIGKILL", "SIGSTOP"):
+        what = "is no signal here" if found is None else "cannot be noted by any process"
+        raise UsageError(
+            f"save_on names {name!r}, which {what}.",
+            fix=f"give names such as save_on={SAVE_ON!r}, or () for none.",
+        )
+    return found
+
+
+SAVE_ON = ("SIGTERM", "SIGUSR1", "SIGINT")
+"""What queues, clusters and people end a training with; not every system has all."""
+
+
+def on_preempt(value: Any) -> bool:
+    """Return whether a training that has to leave raises instead of exiting."""
+    if value in ("exit", "raise"):
+        return bool(value == "raise")
+    raise UsageError(
+        f"on_preempt={value!r} does not say how to leave.",
+        fix="give 'exit', or 'raise': then Preempted is raised.",
+    )

@@ -1,0 +1,136 @@
+"""Which gradients of an optimizer are on their way to a later step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import warn
+
+_ENOUGH = 3
+"""So often the script is seen to zero its gradients before it is taken to do so always."""
+
+
+class Gradients:
+    """The gradients of one optimizer: those that its last step has used, and those of a later one.
+
+    A gradient that a step has used is not part of the training's state if the script zeroes it before it
+    adds the next one. Whether it does shows at the first backward pass after a step.
+    """
+
+    def __init__(self, live: Any) -> None:
+        self._live = live
+        self.is_captured = False
+        """Whether a captured graph makes the steps, with the gradients that it makes itself."""
+        self._used: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._are_kept: bool | None = None
+        """Whether used gradients go into the next step too; None: not seen yet."""
+        self._times_zeroed = 0
+        self._is_first = False
+        self._has_left_out = False
+        """Whether used gradients were left out of a checkpoint before it was seen what becomes of them."""
+        self.used: list[str] = []
+        """Those that `pending` returned last though a step has used them: the script may zero them."""
+        self._watch: tuple[Tensor, Any] | None = None
+
+    def collect(self) -> int | None:
+        """Return how often used gradients were seen to be zeroed; None: they go into the next step too."""
+        return None if self._are_kept else self._times_zeroed
+
+    def restore(self, times_zeroed: int | None) -> None:
+        """Take over what `collect` returned, and see as little else as a new process."""
+        if self._watch is not None:
+            self._watch[1].remove()
+        self._watch, self._is_first, self._used = None, False, {}
+        self._times_zeroed = times_zeroed or 0
+        self._are_kept = True if times_zeroed is None else False if times_zeroed >= _ENOUGH else None
+
+    def stepped(self) -> None:
+        """Note that the optimizer has made a step with the gradients that there are."""
+        self._used = {id(p): (weakref.ref(g), g._version) for p, g in self._all() if not g.is_inference()}
+        self._is_first = True
+        if self._watch is None and not self._are_kept:
+            self._begin_to_watch()
+
+    def pending(self, parameters: Mapping[str, Tensor], *, is_alone: bool = True) -> dict[str, Tensor]:
+        """Return the gradients that a resume needs, by the names of their parameters.
+
+        Of several processes each has its own, and another number of them could not go on from these: used
+        ones are left out there until they are seen to be kept.
+        """
+        self.used = []
+        if self.is_captured:
+            return {}
+        found = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+        if not self._are_kept:
+            used = {name for name, g in found.items() if self._is_used(parameters[name], g)}
+            self.used = sorted(used)
+            if self._are_kept is None:
+                # On a device a copy of all gradients is memory that the training may need.
+                used = {name for name in used if not (found[name].is_cpu and is_alone)}
+                self.used = sorted({*self.used} - used)
+            self._has_left_out |= bool(used)
+            found = {name: g for name, g in found.items() if name not in used}
+        return found if any(map(_may_be_nonzero, found.values())) else {}
+
+    def _all(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for group in self._live.param_groups:
+            for parameter in group["params"]:
+                if (gradient := parameter.grad) is not None:
+                    yield parameter, gradient
+
+    def _is_used(self, parameter: Tensor, gradient: Tensor) -> bool:
+        there, version = self._used.get(id(parameter), (None, 0))
+        return there is not None and there() is gradient and gradient._version == version
+
+    def _begin_to_watch(self) -> None:
+        there = [p for p, _ in self._all() if p.requires_grad and p.is_leaf and not p.grad_fn]
+        if there:
+            smallest, known = min(there, key=torch.Tensor.numel), weakref.WeakMethod(self._before_gradient)
+
+            def hook(_: Tensor) -> None:
+                if found := known():
+                    found()
+
+            # Else torch warns of it where a process is given the parameters.
+            torch.utils.hooks.unserializable_hook(hook)  # type: ignore[no-untyped-call]
+            self._watch = smallest, smallest.register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _warn_of_left_out(self) -> None:
+        if self._has_left_out:
+            warn(
+                "gradients go on into the next step, and checkpoints so far were saved without them: a "
+                "resume from one of these is not exact. Those from here on have them."
+            )
+
+    def _before_gradient(self) -> None:
+        if not self._is_first or self._watch is None:
+            return
+        self._is_first = False
+        parameter, hook = self._watch
+        gradient = parameter.grad
+        if gradient is not None and not gradient.is_cpu and _is_capturing(gradient):
+            # (to read a value would end the capture)
+            return
+        if gradient is not None and (self._is_used(parameter, gradient) or bool(gradient.any())):
+            self._are_kept = True
+            self._warn_of_left_out()
+        else:
+            self._times_zeroed = min(self._times_zeroed + 1, _ENOUGH)
+            self._are_kept = False if self._times_zeroed >= _ENOUGH else None
+        if self._are_kept or (self._are_kept is False and not parameter.is_cpu):
+            hook.remove()
+
+
+def _may_be_nonzero(gradient: Tensor) -> bool:
+    # To read one on a device would stop the training until the device has caught up.
+    is_plain = gradient.is_cpu and gradient.layout == torch.strided
+    return not is_plain or (gradient.numel() > 0 and bool(gradient.any()))
+
+
+def _is_capturing(gradient: Tensor) -> bool:
+    return gradient.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,332 @@
+"""Optimizers, whose state goes by the names of the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..files import large_files
+from ..files.codec import Path, Place
+from .gradients import Gradients
+from .models import ModulePart, refuse_split
+from .part import Difference, Part, Saved, kind_of, plain, same_device, shape
+
+Tree = dict[str, Any]
+
+
+class OptimizerPart(Part):
+    """An optimizer, whose state goes by the names of the parameters, not by their order."""
+
+    def __init__(
+        self,
+        name: str,
+        live: torch.optim.Optimizer,
+        stem: str = "extra",
+        modules: Sequence[ModulePart] = (),
+    ) -> None:
+        super().__init__(name, live, stem)
+        self.kind = kind_of(live, "optimizer")
+        self._model_parts = modules
+        self._refuse_split()
+        self.gradients = Gradients(live)
+        self.built = settings_of_groups(live.param_groups)
+        self._given = self._sizes()
+
+    def _sizes(self) -> list[int]:
+        return [len(group["params"]) for group in self.live.param_groups]
+
+    def outgrown(self) -> Iterator[str]:
+        """Yield that it has other groups, or other parameters in them, than it was given with."""
+        then, now = self._given, self._sizes()
+        if then != now:
+            yield (
+                f"{self.name} has {sum(now)} parameters in {len(now)} groups, and had {sum(then)} in "
+                f"{len(then)} when it was given to RunState. A resume, which makes it as the script does, "
+                "will be refused. Make all groups before RunState.load: parameters with "
+                "requires_grad_(False) are not trained until the script sets it, and a resume restores that."
+            )
+
+    def _refuse_split(self) -> None:
+        refuse_split(self.name, self.live)
+        for name, parameter in self.parameters().items():
+            refuse_split(f"{self.name}: {name}", parameter)
+
+    def is_torchs_own(self) -> bool:
+        """Whether it is of a class of torch's, and nobody has hooked into its state."""
+        hooks = ("_optimizer_state_dict", "_optimizer_load_state_dict")
+        is_hooked = any(getattr(self.live, f"{hook}_{when}_hooks", None) for hook in hooks for when in _WHEN)
+        is_own = type(self.live).__module__.startswith("torch.optim.")
+        return is_own and not is_hooked and vars(self.live).keys().isdisjoint(_STATE)
+
+    def is_filled_in_place(self) -> bool:
+        """Whether what its state_dict names are the very tensors that it uses."""
+        return self.is_torchs_own()
+
+    def is_on_device(self) -> bool:
+        """Whether some of its parameters are not in host memory."""
+        return any(not p.is_cpu for group in self.live.param_groups for p in group["params"])
+
+    def size(self) -> int:
+        """Return the bytes of its state."""
+        values = [value for state in self.live.state.values() for value in state.values()]
+        return sum(value.nbytes for value in values if isinstance(value, Tensor))
+
+    def outline(self) -> str:
+        """Return how many parameters it has, and a digest of their groups."""
+        names = self.names()
+        return f"{sum(map(len, names))} parameters ({large_files.digest(repr(names).encode())[:8]})"
+
+    def names(self) -> list[list[str]]:
+        """Return the names of the parameters of each group."""
+        return self._names(self._names_in_models())
+
+    def _names(self, known: Mapping[int, str]) -> list[list[str]]:
+        return [
+            [
+                known.get(id(parameter)) or _own_name(group, number, index)
+                for index, parameter in enumerate(group["params"])
+            ]
+            for number, group in enumerate(self.live.param_groups)
+        ]
+
+    def _names_in_models(self) -> dict[int, str]:
+        known: dict[int, str] = {}
+        for part in self._model_parts:
+            for name, parameter in part.parameters().items():
+                known.setdefault(id(parameter), part.name_in_optimizers(name))
+        return known
+
+    def parameters(self, names_of_groups: Sequence[Sequence[str]] | None = None) -> dict[str, Tensor]:
+        """Return the parameters by their names."""
+        named = self.names() if names_of_groups is None else names_of_groups
+        return {
+            name: parameter
+            for group, names in zip(self.live.param_groups, named, strict=True)
+            for name, parameter in zip(names, group["params"], strict=True)
+        }
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the parameters by their names."""
+        return self.parameters()
+
+    def _loose(self, known: Mapping[int, str] | None = None) -> dict[str, Tensor]:
+        # Trained, but in no model that we were given (a temperature, a latent): nobody else would save it.
+        known = self._names_in_models() if known is None else known
+        parameters = self.parameters(self._names(known))
+        return {name: value for name, value in parameters.items() if id(value) not in known}
+
+    def collect(self) -> dict[str, Any]:
+        """Return the groups by names, and the state by what it is (exp_avg) and then by names."""
+        state = self.live.state_dict()
+        groups = []
+        state_by_key: dict[str, dict[str, Any]] = {}
+        on_host = set()
+        others = dict(state["state"])
+        known = self._names_in_models()
+        for group, live, names in zip(
+            state["param_groups"], self.live.param_groups, self._names(known), strict=True
+        ):
+            groups.append({"params": names} | {k: v for k, v in group.items() if k not in _NAMES})
+            for index, parameter, name in zip(group["params"], live["params"], names, strict=True):
+                for key, value in others.pop(index, {}).items():
+                    state_by_key.setdefault(key, {})[name] = value
+                    if isinstance(value, Tensor) and value.is_cpu and not parameter.is_cpu:
+                        on_host.add(key)
+        rest = {k: v for k, v in state.items() if k not in ("state", "param_groups")}
+        gradients = self._gradients() if self.rank is None else {}
+        return {
+            **self.differing(),
+            self.stem: {
+                "groups": groups,
+                "state": state_by_key,
+                "others": others,
+                "rest": rest,
+                "on_host": sorted(on_host),
+                "loose": self._loose(known),
+                "gradients": gradients,
+                "used": [name for name in self.gradients.used if name in gradients],
+                "zeroed": self.gradients.collect(),
+            },
+        }
+
+    def differing(self) -> dict[str, Any]:
+        """Return the gradients of this rank, which the others get only with the next step."""
+        if self.rank is None or not (gradients := self._gradients()):
+            return {}
+        return {"rank": {"gradients": gradients}}
+
+    def _gradients(self) -> dict[str, Any]:
+        pending = self.gradients.pending(self.parameters(), is_alone=self.rank is None)
+        return {name: _grad_out(gradient) for name, gradient in pending.items()}
+
+    def _saved_gradients(self, saved: Saved, tree: Tree | None = None) -> dict[str, Any]:
+        of_rank = {} if self.stem == "rank" else saved.of_rank().get("gradients", {})
+        return {**(tree or saved.view(self.stem))["gradients"], **of_rank}
+
+    def forget_gradients(self, saved: Saved) -> None:
+        """Drop the gradients that are not in the checkpoint."""
+        kept = self._saved_gradients(saved)
+        for name, parameter in self.parameters().items():
+            if name not in kept:
+                parameter.grad = None
+
+    def hold(self) -> Callable[[], None]:
+        """Return what puts back the gradients, and which settings there are, as they are now."""
+        groups = [(group, {*group}) for group in self.live.param_groups]
+        gradients = [(p, p.grad) for group, _ in groups for p in group["params"]]
+
+        def put_back() -> None:
+            for group, (_, keys) in zip(self.live.param_groups, groups, strict=True):
+                for key in group.keys() - keys:
+                    del group[key]
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+
+        return put_back
+
+    def differences(self, saved: Saved, built: Mapping[str, Any]) -> Iterator[Difference]:
+        """Yield the parameters that are in another group, or in none."""
+        known = self._names_in_models()
+        tree, loose = saved.view(self.stem), self._loose(known)
+        for name in tree["loose"].keys() & loose.keys():
+            was, is_now = shape(tree["loose"][name]), shape(loose[name])
+            if was != is_now:
+                yield Difference(self.name, name, f"{was} in the checkpoint, {is_now} in the code")
+        then = [group["params"] for group in tree["groups"]]
+        now = self._names(known)
+        if len(then) != len(now):
+            # Under the name "": such a change has no halves.
+            text = f"{len(then)} parameter groups in the checkpoint, {len(now)} in the code"
+            yield Difference(self.name, "", text)
+            return
+        for number, (before, after) in enumerate(zip(then, now, strict=True)):
+            for name in sorted(set(before) ^ set(after)):
+                where = "missing in the code" if name in before else "new in the code"
+                yield Difference(self.name, name, f"{where} (parameter group {number})")
+        if isinstance(self.live, torch.optim.LBFGS) and then != now and sorted(then[0]) == sorted(now[0]):
+            # Its state is of all parameters in a row.
+            yield Difference(self.name, "", "the parameters are in another order, on which LBFGS depends")
+
+    def resized(self, saved: Saved, then: int, now: int) -> Iterator[Difference]:
+        """Yield that gradients were on their way to a step: each process has its own."""
+        if self._saved_gradients(saved).keys() - {*saved.view(self.stem).get("used", ())}:
+            text = f"summed up by {then} processes, each for itself; there are {now} in the code"
+            yield Difference(self.name, "gradients", text)
+
+    def restore(self, saved: Saved, unfit: AbstractSet[str], code_wins: AbstractSet[str]) -> None:
+        """Load the state by name, each tensor with its own dtype and layout."""
+        known = self._names_in_models()
+        named = self._names(known)
+        parameters = self.parameters(named)
+        tree = saved.copy(self.stem, self._placer(saved.view(self.stem)["on_host"], parameters))
+        was = self.live.param_groups
+        now = self.live.state_dict()
+        indices = now["param_groups"]
+        groups = [
+            _merged_group(then, now, code_wins) | {"params": index["params"]}
+            for then, now, index in zip(tree["groups"], was, indices, strict=True)
+        ]
+        state: dict[Any, dict[str, Any]] = dict(tree["others"])
+        by_parameter: dict[str, dict[str, Any]] = {}
+        for index, names in zip(indices, named, strict=True):
+            for position, name in zip(index["params"], names, strict=True):
+                mine = {k: v[name] for k, v in tree["state"].items() if name in v}
+                if name in unfit:
+                    # Some optimizers make it at construction, and only then.
+                    mine = now["state"].get(position, {})
+                if mine:
+                    state[position] = by_parameter[name] = mine
+        try:
+            self.live.load_state_dict({**tree["rest"], "state": state, "param_groups": groups})
+            self._keep_types(by_parameter, parameters)
+        finally:
+            _keep_identity(was, self.live.param_groups)
+        with torch.no_grad():
+            for name in tree["loose"].keys() & self._loose(known).keys() - unfit:
+                parameters[name].copy_(tree["loose"][name])
+        self.gradients.restore(tree.get("zeroed", 0))
+        gradients = {} if "gradients" in unfit else self._saved_gradients(saved, tree)
+        for name in gradients.keys() & parameters.keys() - unfit:
+            parameters[name].grad = _grad_in(gradients[name]).to(parameters[name].device)
+
+    def _placer(self, on_host: list[str], parameters: Mapping[str, Tensor]) -> Place:
+        def place(path: Path, device: str) -> torch.device:
+            if path[0] != "state" or path[2] not in parameters:
+                return same_device(path, device)
+            # `step` stays on the CPU unless the optimizer itself wants it elsewhere.
+            if device == "cpu" and (path[1] in on_host or path[1] == "step"):
+                return torch.device("cpu")
+            return parameters[path[2]].device
+
+        return place
+
+    def _keep_types(self, saved: Mapping[str, Tree], parameters: Mapping[str, Tensor]) -> None:
+        # load_state_dict casts to the parameter's dtype: fp32 moments of bf16 weights would lose bits.
+        for name, then in saved.items():
+            now = self.live.state[parameters[name]]
+            for key in then.keys() & now.keys():
+                if _device(now[key]) == _device(then[key]):
+                    now[key] = then[key]
+
+
+def _grad_out(gradient: Tensor) -> Any:
+    if gradient.layout != torch.sparse_coo:
+        return gradient
+    gradient = gradient.coalesce()
+    return {"indices": gradient.indices(), "values": gradient.values(), "size": gradient.shape}
+
+
+def _grad_in(saved: Any) -> Tensor:
+    if isinstance(saved, Tensor):
+        return saved
+    content = saved["indices"], saved["values"], saved["size"]
+    return torch.sparse_coo_tensor(*content, is_coalesced=True, check_invariants=True)
+
+
+_NAMES = ("params", "param_names")
+_WHEN = ("pre", "post")
+_STATE = ("state_dict", "load_state_dict")
+
+
+def _own_name(group: Tree, number: int, index: int) -> str:
+    if "param_names" in group:
+        return str(group["param_names"][index])
+    return f"group{number}.{index}"
+
+
+def _device(value: Any) -> torch.device | None:
+    return value.device if isinstance(value, Tensor) else None
+
+
+def settings_of_groups(groups: Sequence[Tree]) -> Tree:
+    """Return how the groups of an optimizer were made."""
+    found: Tree = {}
+    for key in {key: None for group in groups for key in group}:
+        if key not in (*_NAMES, "initial_lr"):
+            # A scheduler changes `lr` as soon as it is made; `initial_lr` is what the script said.
+            source = "initial_lr" if key == "lr" else key
+            values = [plain(group.get(source, group.get(key))) for group in groups]
+            found[key] = values[0] if values.count(values[0]) == len(values) else values
+    return found
+
+
+def _merged_group(then: Tree, now: Tree, code_wins: AbstractSet[str]) -> Tree:
+    # What a newer torch has added to the groups is only in `now`.
+    merged = {**now, **then, **{key: now[key] for key in code_wins if key in now}}
+    if "lr" in code_wins and then.get("initial_lr"):
+        # The same point of the schedule, with the code's learning rate.
+        merged["initial_lr"] = now.get("initial_lr", now["lr"])
+        merged["lr"] = then["lr"] / then["initial_lr"] * merged["initial_lr"]
+    return {key: value for key, value in merged.items() if key not in _NAMES}
+
+
+def _keep_identity(was: Sequence[Tree], now: Sequence[Tree]) -> None:
+    # A captured CUDA graph reads the learning rate from the very tensor that it was captured with.
+    for before, after in zip(was, now, strict=True):
+        for key, value in before.items():
+            if isinstance(value, Tensor) and isinstance(after[key], Tensor):
+                after[key] = value.copy_(after[key])

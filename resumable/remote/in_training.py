@@ -1,0 +1,194 @@
+"""What a training has to do with its remote: what it can take from there, and what it copies to it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from ..errors import CheckpointDamaged, CheckpointNotFound, RemoteError
+from ..options import Copied
+from ..processes.roles import Crew
+from ..progress import Progress
+from ..run.directory import Run, Which, is_number
+from ..run.history import History
+from ..run.manifest import Best, Goal
+from . import pull, url
+from .push import Pusher, told
+from .run_copy import Remote
+from .storage import Store
+
+
+class Copies:
+    """The copies of a run's checkpoints in a remote folder, as all processes of a training see them."""
+
+    def __init__(
+        self,
+        run: Run,
+        crew: Crew,
+        copied: Copied,
+        goal: Goal | None,
+        progress: Progress,
+        tell: Callable[[str, str], object],
+    ) -> None:
+        self.numbers: Mapping[int, str] = {}
+        self._run = run
+        self._crew = crew
+        self._copied = copied
+        self._goal = goal
+        self._progress = progress
+        self._tell = tell
+        self._store = Store(copied.place, copied.options)
+        self._remote = Remote(self._store)
+        self._pusher: Pusher | None = None
+        self._pulled: list[tuple[int, int, float]] = []
+
+    def __str__(self) -> str:
+        return str(self._remote)
+
+    def told(self) -> dict[str, str]:
+        """Return where they are and which, for the history."""
+        return {"url": str(self), "push": self._copied.push}
+
+    def are_cached(self) -> bool:
+        """Whether the run directory is only a cache of the remote."""
+        return self._run.path == url.cache_folder(self._copied.place).absolute()
+
+    def look(self, resume: Which) -> None:
+        """See which checkpoints are there; where there are none here, be the run that is there."""
+        if resume == "never" or not ((isinstance(resume, str) and resume in _WORDS) or is_number(resume)):
+            return
+        run_id, numbers = self._crew.ranks.first("the remote", self._look)
+        self.numbers = dict(numbers)
+        if self.numbers:
+            self._crew.count_from(max(self.numbers))
+            self._crew.ranks.each("the run's id", lambda: self._adopt(str(run_id)))
+
+    def count(self) -> int:
+        """Return how many checkpoints are there, as far as a quick look can tell."""
+        remote = Remote(self._store.with_patience(_QUICK))
+        try:
+            return len(remote.whose()[1])
+        except (RemoteError, CheckpointDamaged):
+            # Who pushes will meet it too, and say so.
+            return 0
+        finally:
+            remote.store.close()
+
+    def _look(self) -> tuple[str | None, list[tuple[int, str]]]:
+        is_empty = self._run.highest() is None
+        # Where there is something to go on from, a remote that does not answer must not keep it.
+        remote = self._remote if is_empty else Remote(self._store.with_patience(_QUICK))
+        line = f"waiting for {self} to tell what it has"
+        waits = threading.Timer(_A_LONG_WAIT, self._progress.print, [line])
+        waits.daemon = True
+        waits.start()
+        try:
+            run_id, numbers = remote.whose()
+        except (RemoteError, CheckpointDamaged) as exc:
+            if is_empty:
+                raise RemoteError(
+                    f"{self._run} is empty, and nobody can tell what {self} has of it: {exc.problem}",
+                    fix=f"{exc.fix.rstrip('.')}. Or say resume='never' to start fresh without asking.",
+                ) from None
+            # (in the words of who pushes, who will meet it too)
+            hope = "It is tried again; until then nothing is pushed. What is there was not looked at."
+            self._tell(f"{exc.problem} {hope}", exc.problem)
+            return None, []
+        finally:
+            waits.cancel()
+            remote.store.close()
+        here = self._run.known_id()
+        if numbers and here not in (None, run_id):
+            self._tell(
+                f"{self} holds another run ({run_id}) than {self._run} ({here}): nothing is taken from it.",
+                "looking",
+            )
+            return run_id, []
+        return run_id, [*numbers.items()]
+
+    def _adopt(self, run_id: str) -> None:
+        if self._crew.leads and self._run.highest() is None:
+            self._run.acquire()
+            pull.adopt(self._run, run_id)
+
+    def pull(self, number: int) -> None:
+        """Bring a checkpoint into the run."""
+        with contextlib.suppress(CheckpointDamaged, CheckpointNotFound):
+            # On the disk of another node, say, of which only some have lost it.
+            self._run.open(number).verify()
+            return
+        name, started = self.numbers[number], time.perf_counter()
+        if self._store.is_abandoned():
+            # Somebody has interrupted the last pull, and now wants another one.
+            self._store = Store(self._copied.place, self._copied.options)
+            self._remote = Remote(self._store)
+        about = self._remote.about(name)[0]
+        with self._progress.moving(f"pulling checkpoint {number}", about.size) as moved:
+            pull.attended(self._store, lambda: pull.pull(self._remote, name, self._run, moved))
+        seconds = time.perf_counter() - started
+        self._pulled.append((number, about.size, seconds))
+        if self._crew.is_first and not self._progress.is_shown():
+            self._progress.print(told(f"pulled checkpoint {number} from {self}", about.size, seconds))
+
+    def best(self, above: int) -> int | None:
+        """Return the number of the best checkpoint that is there, as those above a number know it."""
+        return self._remote.best(self.numbers, above)
+
+    def start(self, history: History, best: Best | None) -> None:
+        """Begin to push; to be called by the process that decides, when the run is its own."""
+        for number, size, seconds in self._pulled:
+            history.pulled(number, str(self), size=size, seconds=seconds)
+        self._pulled.clear()
+        if self._pusher is None and self._crew.is_first and self._crew.run_id:
+            # (with a connection of its own: what is taken from there must not wait for what is copied to it)
+            self._pusher = Pusher(
+                self._run,
+                Remote(Store(self._copied.place, self._copied.options)),
+                self._copied.push,
+                self._copied.keep,
+                self._goal,
+                history=history,
+                progress=self._progress,
+                tell=self._tell,
+                seen=self._seen,
+            )
+            self._pusher.start(self._crew.run_id, best)
+
+    def _seen(self, number: int) -> None:
+        # (of several processes each counts for itself, from what they agreed on when they met)
+        if self._crew.ranks.is_alone:
+            self._crew.count_from(number)
+
+    def saved(self, number: int, best: Best | None) -> None:
+        """Note that a new checkpoint is durable here."""
+        if self._pusher:
+            self._pusher.saved(number, best)
+
+    def pinned(self) -> set[int]:
+        """Return the checkpoints that must not be pruned here yet."""
+        return self._pusher.pinned() if self._pusher else set()
+
+    def close(self) -> None:
+        """Wait for what is not there yet; RemoteError says what is missing."""
+        self._store.close()
+        if self._pusher:
+            self._pusher.close(self._copied.patience)
+
+    def hand_over(self) -> None:
+        """Let go at once: another one of this process goes on with it."""
+        self._store.close()
+        if self._pusher:
+            self._pusher.hand_over()
+
+    def leave(self) -> None:
+        """Let go at once."""
+        self._store.close()
+        if self._pusher:
+            self._pusher.leave()
+
+
+_QUICK = 5.0
+_A_LONG_WAIT = 3.0
+_WORDS = ("auto", "must", "newest", "latest", "last", "best")

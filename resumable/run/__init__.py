@@ -1,0 +1,14 @@
+"""One run directory: its checkpoints, what they say of themselves, and which of them stay."""
+
+__all__ = [
+    "changes",
+    "checkpoint",
+    "cleanup",
+    "directory",
+    "environment",
+    "history",
+    "html",
+    "manifest",
+    "policy",
+    "splits",
+]

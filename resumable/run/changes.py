@@ -1,0 +1,253 @@
+"""What is not as it was when a checkpoint was made, and what that does to the numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from ..files.strict_json import Json
+from .manifest import Best
+
+WILL, MAY, HARMLESS = "will change bits", "may change bits", "harmless"
+EFFECTS = WILL, MAY, HARMLESS
+
+CHECKPOINTS, CODES, OVERRIDES = "checkpoint", "code", "override"
+"""Whose value of a setting is used: the checkpoint's, or the code's: in any case, or by `override=`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Something that is not as it was when the checkpoint was made."""
+
+    name: str
+    then: str
+    now: str
+    effect: str
+    """One of EFFECTS: what it does to the numbers, where the value of now is used."""
+    note: str = ""
+    """What follows from it."""
+    used: str = ""
+    """Whose value is used, where there is a choice."""
+
+    def to_json(self) -> dict[str, Json]:
+        """Return it as plain data.
+
+        >>> Difference("torch", "2.12.0", "2.13.0", MAY).to_json()["now"]
+        '2.13.0'
+        """
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """What a checkpoint and the script do not agree on, and may."""
+
+    unfit: dict[str, set[str]]
+    best: Best | None
+    differences: Sequence[Difference]
+
+    def names(self, used: str) -> list[str]:
+        """Return the settings of which this side's value is used."""
+        return [difference.name for difference in self.differences if difference.used == used]
+
+
+def of_setting(name: str, then: Any, now: Any, used: str, known: tuple[str, str] | None = None) -> Difference:
+    """Return a setting that the script makes otherwise than when the run was built.
+
+    `known` is the effect and the note where more than the name tells them.
+
+    >>> of_setting("optimizer.lr", 0.1, 0.05, CHECKPOINTS).effect
+    'will change bits'
+    """
+    effect, note = known or (setting_effect(name), "")
+    return Difference(name, _shown(then), _shown(now), effect, note, used)
+
+
+def setting_effect(name: str) -> str:
+    """Return what it does if a setting of this name, such as "optimizer.lr", is another.
+
+    >>> setting_effect("optimizer.fused")
+    'may change bits'
+    """
+    # Whatever it is, it is there to change how the training goes: batches, steps, schedules, scales.
+    return _SETTINGS.get((name.partition(".")[0], name.rpartition(".")[2]), WILL)
+
+
+_SETTINGS = {
+    # The same arithmetic by other kernels, which may round and sum otherwise.
+    ("optimizer", "foreach"): MAY,
+    ("optimizer", "fused"): MAY,
+    ("optimizer", "capturable"): MAY,
+    ("optimizer", "differentiable"): MAY,
+    # It only prints.
+    ("scheduler", "verbose"): HARMLESS,
+    # A loader of another class may still give the same batches: a wrapper, a subclass.
+    ("loader", "kind"): MAY,
+}
+
+
+def of_world(then: int, now: int) -> list[Difference]:
+    """Return that there are more or fewer processes: whose gradients are averaged, and in which order.
+
+    >>> [row.effect for row in of_world(2, 4)]
+    ['will change bits']
+    """
+    return [Difference("world_size", str(then), str(now), WILL)] if then != now else []
+
+
+def of_devices(then: set[str], now: set[str]) -> list[Difference]:
+    """Return that the models lie on another kind of device, which has other kernels for everything.
+
+    >>> [(row.then, row.now) for row in of_devices({"cuda"}, {"cpu"})]
+    [('cuda', 'cpu')]
+    """
+    if then == now:
+        return []
+    return [Difference("device", ", ".join(sorted(then)), ", ".join(sorted(now)), WILL)]
+
+
+def of_environment(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
+    """Return what the process runs on and is not as it was, as far as both sides know it.
+
+    >>> of_environment({"torch": "2.12.0", "gpus": []}, {"torch": "2.13.0", "gpus": []})[0].effect
+    'may change bits'
+    """
+    is_on_gpu = bool(then.get("gpus") or now.get("gpus"))
+    return [
+        Difference(
+            name, _shown(then[name]), _shown(value), environment_effect(name, then[name], value, is_on_gpu)
+        )
+        for name, value in now.items()
+        if _is_known(then.get(name)) and _is_known(value) and then[name] != value
+    ]
+
+
+def environment_effect(name: str, then: Any, now: Any, is_on_gpu: bool) -> str:
+    """Return what it does that this was `then` and is `now`.
+
+    >>> environment_effect("python", "3.11.1", "3.11.9", is_on_gpu=True)
+    'harmless'
+    """
+    if name in _HARMLESS_IN_PATCHES and _release(then) == _release(now):
+        return HARMLESS
+    # (what a newer version of this library has noted down)
+    on_gpu, without = _ENVIRONMENT.get(name, (MAY, MAY))
+    return on_gpu if is_on_gpu else without
+
+
+_ENVIRONMENT = {
+    # A release may have other kernels, other defaults, another order of the sums, other random streams.
+    "torch": (MAY, MAY),
+    # NumPy may change the streams of its generators, and its vectorised functions, with a minor release.
+    "numpy": (MAY, MAY),
+    # `random.shuffle` and the like may draw otherwise in a minor release; `sum` of floats rounds otherwise
+    # from 3.12 on. The order of a set of strings is another in every process, so it is nothing new.
+    "python": (MAY, MAY),
+    # Another processor family or system has another libm and other vector instructions.
+    "platform": (MAY, MAY),
+    # The widest vectors that kernels on the CPU use: sums are split by their width.
+    "cpu": (MAY, MAY),
+    # Sums on the CPU are split among them.
+    "threads": (MAY, MAY),
+    # cuBLAS, cuDNN and the compiler come with it; what does not use a GPU uses none of them.
+    "cuda": (MAY, HARMLESS),
+    "cudnn": (MAY, HARMLESS),
+    # Another model has other tilings, and the libraries choose other kernels for it.
+    "gpus": (MAY, MAY),
+    # It compiles what is shipped as an intermediate language.
+    "driver": (MAY, HARMLESS),
+    # Some operations have two kernels; those that have one are the same either way.
+    "deterministic": (MAY, MAY),
+    "cudnn_deterministic": (MAY, HARMLESS),
+    # It measures which kernel is the fastest, and may find another at each start.
+    "cudnn_benchmark": (MAY, HARMLESS),
+    # On a GPU factors of matrix products lose 13 bits; on the CPU only where it has such units (AMX).
+    "tf32": (WILL, MAY),
+    "cudnn_tf32": (WILL, HARMLESS),
+    # What a commit changes in the training is in the rest of the table, or cannot be compared at all.
+    "git": (HARMLESS, HARMLESS),
+}
+"""By what is compared: the effect where a GPU is used, and where none is."""
+
+# A patch release corrects faults, and leaves random streams and results as they were.
+_HARMLESS_IN_PATCHES = ("python", "numpy")
+
+
+def _release(version: Any) -> str:
+    # (anything may stand in a manifest)
+    return ".".join(str(version).split(".")[:2])
+
+
+def _is_known(value: Any) -> bool:
+    # False is a flag's value; None, and no GPUs, are all that a process knows that has not used any.
+    return value is not None and value != []
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
+        return ", ".join(f"{count} x {item}" for item, count in Counter(value).items())
+    return str(value)
+
+
+def is_named(name: str, patterns: Sequence[str]) -> bool:
+    """Whether one of the patterns names it: "optimizer.lr", "scheduler.*".
+
+    >>> is_named("optimizer.lr", ["*.lr"])
+    True
+    """
+    return name in patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def table(title: str, found: Sequence[Sequence[Json]], rank: int) -> str | None:
+    """Return what one process tells of the differences that each process has found; None if nothing.
+
+    What rank 0 has found too, it tells for all.
+
+    >>> torch, lr = Difference("torch", "2.12", "2.13", MAY), Difference("optimizer.lr", "0.1", "0.05", WILL)
+    >>> print(table("runs/exp has changed since checkpoint 41", [[torch.to_json(), lr.to_json()]], rank=0))
+    runs/exp has changed since checkpoint 41:
+      will change bits  optimizer.lr  0.1   -> 0.05
+      may change bits   torch         2.12  -> 2.13
+    """
+    own = [row for row in found[rank] if rank == 0 or row not in found[0]]
+    differences = sorted((Difference(**row) for row in own), key=lambda one: EFFECTS.index(one.effect))
+    if all(one.effect == HARMLESS for one in differences):
+        return None
+    columns = [_padded(column) for column in zip(*map(_cells, differences), strict=True)]
+    lines = ["  " + "  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]
+    return "\n".join([f"{title}:", *lines])
+
+
+def _cells(one: Difference) -> tuple[str, ...]:
+    used = {
+        CHECKPOINTS: f"the checkpoint's is used; the code's with override=[{one.name!r}]",
+        CODES: "the code's is used",
+        OVERRIDES: "the code's is used, as override= says",
+    }.get(one.used, "")
+    note = "; ".join(filter(None, (used, one.note)))
+    return one.effect, one.name, one.then, f"-> {one.now}", note
+
+
+def _padded(column: Sequence[str]) -> list[str]:
+    width = min(max(map(len, column)), _WIDEST)
+    return [cell.ljust(width) for cell in column]
+
+
+_WIDEST = 40
+
+
+def resized(then: int, now: int) -> str:
+    """Return what the line that tells of a resume adds where the number of processes is another.
+
+    >>> resized(2, 1)
+    '; 1 process instead of 2: what is left of the epoch is divided anew'
+    """
+    if then == now:
+        return ""
+    new = ", ".join(map(str, range(then, now)))
+    streams = f"; rank {new} begins random streams of its own" if new else ""
+    some = "1 process" if now == 1 else f"{now} processes"
+    return f"; {some} instead of {then}: what is left of the epoch is divided anew{streams}"

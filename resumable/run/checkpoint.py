@@ -1,0 +1,265 @@
+"""One checkpoint: stage it, commit it, open it, verify it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from ..errors import FormatTooNew, ResumableError, SaveFailed
+from ..files import disk, large_files
+from ..files.large_files import Content, Lane, Target, Way, Written
+from ..files.pin import Pin
+from ..progress import Told
+from . import manifest
+from .manifest import FILE_NAME, FileRecord, Manifest
+
+NAME = re.compile(r"([0-9]{6,15})-step-([0-9]{8,})")
+"""Save number and optimizer steps. Folders with other names are not ours."""
+
+HIGHEST = 10**15 - 1
+"""The highest save number that a name has room for."""
+
+DEBRIS = re.compile(r"\.(?:stage|trash)-[0-9]{6,}-[0-9a-f]{8}")
+"""What a killed save or a killed prune leaves behind."""
+
+PULL = re.compile(r"\.pull-[0-9]{6,}-[0-9a-f]{8}")
+"""What a killed pull leaves behind: the next one goes on with it."""
+
+RANKS = "ranks/"
+"""The folder in a checkpoint for what differs by process."""
+
+
+def name(number: int, step: int) -> str:
+    """Return the name of a checkpoint's folder.
+
+    >>> name(41, 12400)
+    '000041-step-00012400'
+    """
+    return f"{number:06}-step-{step:08}"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A committed folder, as its own manifest describes it."""
+
+    path: Path
+    about: Manifest
+
+    def __str__(self) -> str:
+        return f"checkpoint {self.about.number} (step {self.about.step}) in {self.path.parent.parent}"
+
+    def read(self) -> dict[str, memoryview]:
+        """Return the content of every file, verified in the memory that is returned."""
+        return {file: self.read_file(file) for file in self.about.files}
+
+    def read_file(self, file: str, pin: Pin | None = None) -> memoryview:
+        """Return the content of one file, verified."""
+        return large_files.read(
+            self.path, file, *self.about.files[file], also=pin.file(file) if pin else None
+        )
+
+    def verify(self, told: Told | None = None) -> None:
+        """Raise CheckpointDamaged unless every byte is the one that was written.
+
+        `told` is called with how many bytes were read, again and again, by any thread.
+        """
+        for file in self.about.files:
+            self.scan_file(file, told=told)
+
+    def scan_file(self, file: str, pin: Pin | None = None, told: Told | None = None) -> None:
+        """Raise CheckpointDamaged unless every byte of one file is the one that was written."""
+        size, digest = self.about.files[file]
+        targets = [Target(0, size, None, partial(_tell, told))] if told else []
+        also = pin.file(file) if pin else None
+        large_files.scan(self.path, file, size, digest, targets, also=also)
+
+    def look(self) -> dict[str, os.stat_result]:
+        """Return what the disk says of its files; CheckpointDamaged if one is missing or of another size.
+
+        Nothing is read: that the bytes are those that were written, only `verify` can tell.
+        """
+        found = {file: disk.look(self.path, file) for file in self.about.files}
+        for file, (size, _) in self.about.files.items():
+            if (there := found[file].st_size) != size:
+                raise disk.damaged(self.path, f"{file} has {there:,} bytes, its manifest says {size:,}")
+        return found
+
+    def pin(self, told: Told | None = None) -> str:
+        """Return a digest of all of its content, verified, to expect where it is loaded (`expect=`).
+
+        The digests in the manifest find what has changed by itself; this one nobody can forge. It is the
+        SHA-256 of a line for each file, the manifest too, as `sha256sum` prints it, sorted by name.
+        """
+        pin = self.begin_pin()
+        for file in self.about.files:
+            self.scan_file(file, pin, told)
+        return str(pin)
+
+    def begin_pin(self) -> Pin:
+        """Return a pin that has been fed the manifest."""
+        pin = Pin()
+        text = disk.read_small(self.path, manifest.NAME)
+        pin.file(manifest.NAME).update(text)
+        # What was opened may have been another file.
+        if manifest.to_json(_parsed(self.path, text)) != manifest.to_json(self.about):
+            raise disk.damaged(self.path, f"{manifest.NAME} has changed since it was opened")
+        return pin
+
+
+def identity(found: os.stat_result) -> tuple[int, int]:
+    """Return which file it is: hard links of one are the same."""
+    return found.st_dev, found.st_ino
+
+
+def _tell(told: Told, lane: Lane, at: int, piece: memoryview) -> None:
+    told(piece.nbytes)
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Return the checkpoint in a folder; its manifest is verified, its files are not yet."""
+    return Checkpoint(path, _parsed(path, disk.read_small(path, manifest.NAME)))
+
+
+def _parsed(path: Path, text: bytes) -> Manifest:
+    try:
+        return manifest.from_json(text)
+    except FormatTooNew as exc:
+        raise FormatTooNew(f"{path} cannot be read: {exc.problem}", fix=exc.fix) from exc
+    except ValueError as exc:
+        raise disk.damaged(path, f"{manifest.NAME}: {exc}") from exc
+
+
+def commit(
+    folder: Path, about: Manifest, files: Mapping[str, Content], way: Way = "paced"
+) -> tuple[Checkpoint, dict[str, Written]]:
+    """Write the files and the manifest, flushed, and make them visible in `folder` as one checkpoint."""
+    stage = Stage(folder, about.number, about.step)
+    with stage.making():
+        written = stage.write(files, way)
+        about = stage.close(about, {file: FileRecord(w.size, w.digest) for file, w in written.items()})
+        return stage.publish(about), stage.published(written)
+
+
+class Stage:
+    """A checkpoint that is being made, by one process or by several: nobody reads it before it is published.
+
+    A crash at any moment leaves the checkpoint as a whole or not at all.
+    """
+
+    def __init__(
+        self, folder: Path, number: int, step: int, token: str | None = None, kind: str = "stage"
+    ) -> None:
+        self._folder = folder
+        self._number, self._step = number, step
+        self.path = folder / f".{kind}-{number:06}-{token or os.urandom(4).hex()}"
+        self.target = folder / name(number, step)
+        self._size = 0
+
+    @contextlib.contextmanager
+    def making(self, shared: Mapping[str, int] | None = None) -> Iterator[None]:
+        """Make the folder, and remove it if the body fails; `shared` files (by size) have many writers."""
+        try:
+            disk.make_folder(self._folder)
+            os.mkdir(self.path)
+            for file, size in (shared or {}).items():
+                large_files.create(self.path / file, size)
+            yield
+        except BaseException as exc:
+            self.remove()
+            if isinstance(exc, OSError) and not isinstance(exc, ResumableError):
+                raise self.failed(exc) from exc
+            raise
+
+    def remove(self) -> None:
+        """Remove what was made so far, as far as that can be done."""
+        # The first error is the one to report. What stays is debris; the next start removes it.
+        with contextlib.suppress(OSError):
+            remove(self.path)
+
+    def failed(self, cause: OSError) -> SaveFailed:
+        """Return what the user is told of an error of the disk."""
+        advice, known = "mend the cause and call save() again", ""
+        if cause.errno in (errno.ENOSPC, errno.EDQUOT):
+            is_quota = cause.errno == errno.EDQUOT
+            known = f" There were {self._size:,} bytes to write{'' if is_quota else _free(self._folder)}."
+            where = f"{'within the quota' if is_quota else 'on the disk'} of {self._folder}"
+            advice = f"make room {where} and call save() again, or keep fewer (keep=)"
+        return SaveFailed(
+            f"checkpoint {self._number} (step {self._step}) could not be written: {cause}.{known}",
+            fix=f"{advice}. The checkpoints before it are untouched.",
+        )
+
+    def write(self, files: Mapping[str, Content], way: Way = "paced") -> dict[str, Written]:
+        """Write files, or links to the last save's, flushed."""
+        self._size += sum(content.data.nbytes for content in files.values())
+        return {file: self._write(file, content, way) for file, content in files.items()}
+
+    def _write(self, file: str, content: Content, way: Way) -> Written:
+        if not (folder := (self.path / file).parent).is_dir():
+            # (another process may be as quick)
+            folder.mkdir(exist_ok=True)
+        if content.is_share():
+            return Written(
+                self.path / file, content.size, large_files.write_share(self.path / file, content, way)
+            )
+        return large_files.put(self.path / file, content, way)
+
+    def flush(self) -> None:
+        """Make the names of what is in the folders of the stage durable."""
+        if (self.path / RANKS).is_dir():
+            disk.flush_folder(self.path / RANKS)
+
+    def close(self, about: Manifest, records: Mapping[str, FileRecord]) -> Manifest:
+        """Write the manifest, when all files are there and flushed."""
+        about = replace(about, files=dict(records))
+        self.flush()
+        disk.write(self.path / manifest.NAME, manifest.to_json(about))
+        disk.flush_folder(self.path)
+        return about
+
+    def publish(self, about: Manifest) -> Checkpoint:
+        """Give it its name. This is the commit."""
+        disk.publish(self.path, self.target)
+        return Checkpoint(self.target, about)
+
+    def published(self, written: Mapping[str, Written]) -> dict[str, Written]:
+        """Return where what was written lies now."""
+        return {file: one._replace(path=self.target / file) for file, one in written.items()}
+
+
+def _free(folder: Path) -> str:
+    with contextlib.suppress(OSError, AttributeError):  # (Windows has no statvfs)
+        found = os.statvfs(folder)
+        # (some file systems do not count the files, and say 0)
+        if found.f_files and not found.f_favail:
+            return ", and no more files can be made on its disk"
+        return f", and {found.f_bavail * found.f_frsize:,} are free"
+    return ""
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder of ours; OSError, and nothing is removed, if it holds anything else."""
+    if others := unknown(folder):
+        raise FileExistsError(f"{folder} holds {', '.join(others)}, which is not ours")
+    disk.remove(folder, _entries(folder))
+
+
+def unknown(folder: Path) -> list[str]:
+    """Return the names in a checkpoint's folder that this library did not write."""
+    return [n for n in _entries(folder) if n != RANKS and not FILE_NAME.fullmatch(n)]
+
+
+def _entries(folder: Path) -> list[str]:
+    found = sorted(_names(folder))
+    return [*found, *(f"{RANKS}{name}" for name in _names(folder / RANKS))] if RANKS in found else found
+
+
+def _names(folder: Path) -> list[str]:
+    # With a slash, so that a folder with the name of a file of ours is not taken for that file.
+    return [f"{e.name}/" if e.is_dir(follow_symlinks=False) else e.name for e in os.scandir(folder)]

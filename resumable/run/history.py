@@ -1,0 +1,408 @@
+"""What has happened to a run: a line for each start, save, going back and end."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime, timezone
+from functools import partial
+from pathlib import Path
+from typing import TypeGuard
+
+from ..errors import CannotRead, ResumableError, warn
+from ..files import jsonl
+from ..files.jsonl import Line
+from ..files.strict_json import Json
+from .checkpoint import HIGHEST
+from .directory import Run
+from .manifest import Manifest
+
+NAME = "history.jsonl"
+
+
+class History:
+    """The history of a run, which the one process that writes the run adds to.
+
+    It never stops a training: that it cannot be written is said once, and tried again with each line.
+
+    >>> run = Run("runs/exp")
+    >>> run.acquire()
+    >>> history = History(run)
+    >>> history.begin({"host": "node7", "pid": 4711}, came_from=None)
+    1
+    >>> history.ended("closed", epoch=2, batch=0, step=20)
+    >>> [(line["event"], line["attempt"]) for line in read(run.path)]
+    [('start', 1), ('end', 1)]
+    >>> run.release()
+    """
+
+    def __init__(self, run: Run, *, by_hand: bool = False) -> None:
+        self._run = run
+        # Pushed and pulled while nothing is trained: of no attempt.
+        self._by_hand = by_hand
+        self._path = run.path / NAME
+        # A save is noted in the background, while the script may go back or end.
+        self._guard = threading.Lock()
+        self._parents: dict[int, int | None] = {}
+        self._superseded: set[int] = set()
+        # What the file does not say yet. While it cannot be written, that must not grow for ever.
+        self._due: deque[Line] = deque(maxlen=_MOST_DUE)
+        self._marks: dict[int, bool] = {}
+        self._replaced: set[int] = set()
+        self._has_warned = False
+        self.last_took: tuple[float | None, float] | None = None
+        """What the last save of the processes before cost: the seconds lost, if known, and until durable."""
+        self.stands_on: int | None = None
+        """The checkpoint that the training stands on: the one loaded, until there is a save after it."""
+        self.attempt: int | None = None
+        """Which start of the run this is, from 1; None before it, after its end, and if nobody can tell."""
+
+    @property
+    def highest(self) -> int:
+        """The highest save number that is known, also of a checkpoint that is not there any more."""
+        return max((number for number in self._parents if number <= HIGHEST), default=0)
+
+    def begin(self, facts: Mapping[str, Json], came_from: int | None) -> int | None:
+        """Note that a process (with these `facts` about it) goes on from a checkpoint, or starts fresh."""
+        with self._guard:
+            try:
+                lines = read(self._run.path)
+            except CannotRead as exc:
+                self._tell(exc)
+                return None
+            self._take_in(lines)
+            self.last_took = next(filter(None, map(_took, reversed(lines))), None)
+            last = max((line["attempt"] for line in lines if _is_start(line)), default=0)
+            late = [_save(about, last or None) for about in self._unknown()]
+            self._take_in(late)
+            self.attempt = last + 1
+            previous = _how_it_ended(last, [*lines, *late], facts)
+            self._go_on_from(came_from)
+            self._write(*late, self._line("start", **facts, **{"from": came_from}, previous=previous))
+            return self.attempt
+
+    def saved(
+        self,
+        number: int,
+        why: str,
+        *,
+        interval: Mapping[str, Json] | None = None,
+        lost: float | None = None,
+        durable: float | None = None,
+    ) -> None:
+        """Note that a checkpoint is durable, before anything is pruned.
+
+        `interval`: what the rule chose, and why. `lost`: the seconds that the training was held up;
+        `durable`: the seconds until it was that.
+        """
+        with self._guard:
+            about = self._about(number)
+            if self.attempt is None or about is None:
+                return
+            # The folder has lost its newest checkpoint, or all: this is another one of that number.
+            self._replaced |= {number} & self._parents.keys()
+            self.stands_on = None
+            took = {"lost": _rounded(lost), "durable": _rounded(durable)}
+            line = _save(about, self.attempt, why=why, interval=interval, **took)
+            self._take_in([line])
+            self._write(line)
+
+    def went_back(self, number: int | None, what: str) -> None:
+        """Note that the training goes on from an earlier checkpoint; None: from one of another run."""
+        with self._guard:
+            if self.attempt is not None:
+                self._go_on_from(number)
+                self._write(self._line("restore", **{"from": number}, what=what))
+
+    def skip(self, number: int, problem: str) -> None:
+        """Note that a resume from this checkpoint fails, so that the next start skips it."""
+        with self._guard:
+            if self.attempt is not None:
+                self._write(self._line("skip", number=number, problem=problem[:_LONGEST_TEXT]))
+
+    def pushed(
+        self, number: int, to: str, *, sent: int, copied: int, seconds: float, removed: Sequence[int] = ()
+    ) -> None:
+        """Note that a checkpoint is complete on the remote, and which ones were pruned there."""
+        took = {"sent": sent, "copied": copied, "seconds": _rounded(seconds), "removed": [*removed]}
+        self._moved("push", number=number, to=to, **took)
+
+    def pulled(self, number: int, origin: str, *, size: int, seconds: float) -> None:
+        """Note that a checkpoint was brought from a remote."""
+        self._moved("pull", number=number, origin=origin, size=size, seconds=_rounded(seconds))
+
+    def _moved(self, event: str, **about: Json) -> None:
+        with self._guard:
+            if self.attempt is not None or self._by_hand:
+                self._write(self._line(event, **about))
+
+    def ended(self, how: str, **place: int) -> None:
+        """Note how and where this process has ended; only the first word about that counts."""
+        with self._guard:
+            if self.attempt is not None:
+                line = self._line("end", how=how[:_LONGEST_TEXT], **place)
+                self.attempt = None
+                self._write(line)
+
+    def _line(self, event: str, **about: Json) -> Line:
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        return {"event": event, "attempt": self.attempt, "time": now, **about}
+
+    def _unknown(self) -> Iterator[Manifest]:
+        # Who was killed between the commit and the line has left a checkpoint without one.
+        numbers: list[int] = []
+        with contextlib.suppress(ResumableError):
+            numbers = self._run.numbers()
+        for number in numbers:
+            if number not in self._parents and (about := self._about(number)):
+                yield about
+
+    def _about(self, number: int) -> Manifest | None:
+        # The next start looks again.
+        with contextlib.suppress(ResumableError):
+            return self._run.open(number).about
+        return None
+
+    def _take_in(self, lines: Iterable[Line]) -> None:
+        for line in filter(is_save, lines):
+            self._parents[line["number"]] = line["parent"]
+            (self._superseded.add if line["superseded"] else self._superseded.discard)(line["number"])
+
+    def _go_on_from(self, number: int | None) -> None:
+        self.stands_on = number
+        left = abandoned(self._parents, number, self._superseded)
+        self._marks |= {other: other in left for other in left ^ self._superseded}
+        self._superseded = left
+
+    def _write(self, *lines: Line) -> None:
+        self._due.extend(lines)
+        for line in filter(is_save, self._due):
+            line["superseded"] = self._marks.pop(line["number"], line["superseded"])
+        try:
+            if self._marks or self._replaced:
+                jsonl.rewrite(self._path, partial(_marked, self._marks, self._replaced), self._due)
+            else:
+                jsonl.append(self._path, self._due)
+        except OSError as exc:
+            self._tell(exc)
+        else:
+            self._due.clear()
+            self._marks.clear()
+            self._replaced.clear()
+
+    def _tell(self, error: OSError) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            problem = f"{self._path} cannot be written: {error.strerror or error}."
+            problem = error.problem if isinstance(error, CannotRead) else problem
+            rest = "The checkpoints do" if self._by_hand else "The training goes on; its checkpoints do"
+            warn(f"{problem} {rest} not need it.")
+
+
+def read(folder: Path) -> list[Line]:
+    """Return what has happened to the run in a folder, oldest first; lines that are damaged are left out."""
+    try:
+        return jsonl.read(folder / NAME)
+    except OSError as exc:
+        raise CannotRead(
+            f"{folder / NAME} cannot be read: {exc.strerror}.",
+            fix="mend the cause, or move the file away; the checkpoints do not need it.",
+        ) from exc
+
+
+def attempts(lines: Sequence[Line]) -> list[Line]:
+    """Return a summary of each start: the process, what it went on from, its last save, how it ended.
+
+    >>> start = {"event": "start", "attempt": 1, "time": "2026-07-30T12:00:00+00:00", "host": "node7"}
+    >>> [found] = attempts([start, {"event": "end", "attempt": 1, "how": "SIGTERM"}])
+    >>> found["host"], found["ended"]
+    ('node7', 'SIGTERM')
+    """
+    starts = {line["attempt"]: line for line in lines if _is_start(line)}
+    told = {then["attempt"]: then["how"] for line in starts.values() if (then := _previous(line))}
+    ends = told | {line["attempt"]: line["how"] for line in lines if _is_end(line)}
+    saves = {line["attempt"]: line["number"] for line in lines if is_save(line)}
+    return [
+        {key: start.get(key) for key in _SUMMARY} | {"last": saves.get(number), "ended": ends.get(number)}
+        for number, start in starts.items()
+    ]
+
+
+def pushed(lines: Iterable[Line]) -> dict[str, set[int]]:
+    """Return which checkpoints are complete on which remote, as far as it was noted.
+
+    >>> line = {"event": "push", "to": "s3://b/exp"}
+    >>> pushed([line | {"number": 1, "removed": []}, line | {"number": 2, "removed": [1]}])
+    {'s3://b/exp': {2}}
+    """
+    there: dict[str, set[int]] = {}
+    for line in lines:
+        if line.get("event") == "push" and _holds(line, number=int, to=str, removed=list):
+            there.setdefault(line["to"], set()).add(line["number"])
+            there[line["to"]] -= {number for number in line["removed"] if type(number) is int}
+        elif line.get("event") == "pull" and _holds(line, number=int, origin=str):
+            there.setdefault(line["origin"], set()).add(line["number"])
+    return there
+
+
+def skipped(folder: Path) -> dict[int, str]:
+    """Return the checkpoints of the run in a folder that a start is not to resume from, and why."""
+    found: dict[int, str] = {}
+    # (a training needs no history; who writes it tells that it cannot be read)
+    with contextlib.suppress(OSError):
+        if jsonl.mentions(folder / NAME, b'"skip"'):
+            for line in jsonl.read(folder / NAME):
+                if line.get("event") == "skip" and _holds(line, number=int, problem=str):
+                    found[line["number"]] = line["problem"]
+                elif is_save(line):
+                    # The folder had lost its newest checkpoint: this is another one of that number.
+                    found.pop(line["number"], None)
+    return found
+
+
+def remote(lines: Sequence[Line]) -> dict[str, str] | None:
+    """Return where the last start pushes to (`url`) and which checkpoints (`push`); None if nowhere.
+
+    >>> time, where = "2026-07-30T12:00:00+00:00", {"url": "s3://b/exp", "push": "newest"}
+    >>> remote([{"event": "start", "attempt": 1, "time": time, "remote": where}])
+    {'url': 's3://b/exp', 'push': 'newest'}
+    """
+    last = next(filter(_is_start, reversed(lines)), {})
+    found = last.get("remote")
+    if isinstance(found, dict) and _holds(found, url=str, push=str):
+        return {"url": found["url"], "push": found["push"]}
+    return None
+
+
+def is_save(line: Line) -> bool:
+    """Whether a line tells of a save, as this library writes it."""
+    is_ours = line.get("event") == "save" and _holds(line, number=int, superseded=bool)
+    return is_ours and all(type(line.get(key, "")) in (int, type(None)) for key in ("parent", "attempt"))
+
+
+def abandoned(parents: Mapping[int, int | None], number: int | None, before: Iterable[int]) -> set[int]:
+    """Return the saves that a training which stands at `number` has not come by.
+
+    Of those earlier than one whose parent nobody knows, it is the ones that were abandoned `before`.
+
+    >>> sorted(abandoned({1: None, 2: 1, 3: 1, 4: 3}, 3, before=[2]))
+    [2, 4]
+    >>> sorted(abandoned({1: None, 2: 1, 5: 4, 6: 5}, 5, before=[1]))
+    [1, 6]
+    """
+    passed: set[int] = set()
+    while number is not None and number in parents and number not in passed:
+        passed.add(number)
+        number = parents[number]
+    earlier = {other for other in parents if number is not None and other < number}
+    return (parents.keys() - passed - earlier) | (earlier & {*before})
+
+
+def left_behind(lines: Iterable[Line], here: Mapping[int, int | None], newest: int | None) -> set[int]:
+    """Return the saves that the newest checkpoint does not come from; what is `here` knows its parent.
+
+    >>> left_behind([], {1: None, 2: 1, 3: 1}, newest=3)
+    {2}
+    """
+    saves = [line for line in lines if is_save(line)]
+    before = {line["number"] for line in saves if line["superseded"]}
+    if newest is None:
+        return before
+    return abandoned({**{line["number"]: line["parent"] for line in saves}, **here}, newest, before)
+
+
+# (each is about 500 bytes)
+_MOST_DUE = 1000
+_LONGEST_TEXT = 1000
+_SUMMARY = ("attempt", "time", "host", "pid", "argv", "git", "dirty", "versions", "from")
+
+
+def _save(about: Manifest, attempt: int | None, why: str | None = None, **more: Json) -> Line:
+    took = {"interval": None, "lost": None, "durable": None, **more}
+    return {
+        "event": "save",
+        "attempt": attempt,
+        "number": about.number,
+        "parent": about.parent,
+        "time": about.saved,
+        "epoch": about.epoch,
+        "batch": about.batch,
+        "step": about.step,
+        "samples": about.samples,
+        "metrics": dict(about.metrics),
+        "size": about.size,
+        "why": why,
+        **took,
+        "superseded": False,
+    }
+
+
+def _marked(marks: Mapping[int, bool], replaced: Container[int], line: Line) -> Line | None:
+    if not is_save(line):
+        return line
+    number = line["number"]
+    if number in replaced:
+        return None
+    return {**line, "superseded": marks[number]} if number in marks else line
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 4)
+
+
+def _took(line: Line) -> tuple[float | None, float] | None:
+    lost, durable = (line.get(name) if is_save(line) else None for name in ("lost", "durable"))
+    return (lost if _is_time(lost) else None, durable) if _is_time(durable) else None
+
+
+def _is_time(value: Json) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1 << 53
+
+
+def _how_it_ended(attempt: int, lines: Sequence[Line], now: Mapping[str, Json]) -> Line | None:
+    if not attempt:
+        return None
+    mine = [line for line in lines if line.get("attempt") == attempt]
+    start = next(line for line in mine if _is_start(line))
+    word = next((line["how"] for line in mine if _is_end(line)), None)
+    last = max((line["number"] for line in mine if is_save(line)), default=None)
+    return {"attempt": attempt, "how": word or _what_is_likely(start, now), "last": last}
+
+
+def _what_is_likely(then: Line, now: Mapping[str, Json]) -> str:
+    """Say how a process has ended that left no word; not more than can be known."""
+    likely = "killed, crashed or not closed: it left no word"
+    boots = then.get("boot"), now.get("boot")
+    # (containers on one machine have names of their own)
+    if boots[0] and boots[0] == boots[1]:
+        return likely
+    if then.get("host") != now.get("host"):
+        return f"{likely}; it was on {then.get('host')}, the next start on {now.get('host')}"
+    if None in boots:
+        return likely
+    return f"{likely}; the machine was started again since, or the next start was on another of its name"
+
+
+def _is_start(line: Line) -> bool:
+    attempt = line.get("attempt")
+    # (one more than the longest number that Python writes is none that it writes)
+    if line.get("event") != "start" or type(attempt) is not int or not 0 <= attempt < 1 << 53:
+        return False
+    with contextlib.suppress(ValueError, TypeError):
+        return datetime.fromisoformat(line.get("time")).tzinfo is not None  # type: ignore[arg-type]
+    return False
+
+
+def _is_end(line: Line) -> bool:
+    return line.get("event") == "end" and _holds(line, attempt=int, how=str)
+
+
+def _previous(start: Line) -> Line | None:
+    found = start.get("previous")
+    return found if isinstance(found, dict) and _holds(found, attempt=int, how=str) else None
+
+
+def _holds(line: Line, **kinds: type) -> bool:
+    return all(type(line.get(key)) is kind for key, kind in kinds.items())

@@ -1,0 +1,202 @@
+"""What a checkpoint says about itself, to and from JSON, with a version gate."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..boundary import Boundary
+from ..errors import FormatTooNew
+from ..files import strict_json
+from ..files.strict_json import Json, typed
+
+FORMAT = 1
+"""The version of the on-disk format that this library writes, and the newest it reads."""
+
+NAME = "manifest.json"
+"""The file that is written last: a checkpoint without it is damaged."""
+
+FILE_NAME = re.compile(r"(?:[a-z]{1,32}(?:-frozen)?|ranks/[0-9]{5})\.(?:json|safetensors)")
+"""The only names a checkpoint's files can have; none leads out of its folder."""
+
+
+class FileRecord(NamedTuple):
+    """How a file was when it was written."""
+
+    size: int
+    xxh3_128: str
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """The metric that decides what is best, and its direction."""
+
+    metric: str
+    maximize: bool
+
+    def __str__(self) -> str:
+        return f"{'maximize' if self.maximize else 'minimize'}={self.metric!r}"
+
+    def option(self) -> str:
+        """Return how a command is told of it."""
+        return f"--{'maximize' if self.maximize else 'minimize'} {self.metric}"
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The best value so far and the save number that has it."""
+
+    goal: Goal
+    value: float
+    number: int
+    since: int = 0
+    """How many saves with that metric were made after it, none of them better."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The facts about one checkpoint. `parent` is the checkpoint that its training went on from."""
+
+    number: int
+    parent: int | None
+    run_id: str
+    saved: str
+    boundary: Boundary
+    epoch: int
+    batch: int
+    step: int
+    samples: int
+    metrics: Mapping[str, float]
+    best: Best | None
+    files: Mapping[str, FileRecord]
+    parts: Mapping[str, Json]
+    built: Json
+    environment: Mapping[str, Json]
+    world_size: int = 1
+
+    @property
+    def size(self) -> int:
+        """The bytes of all files together."""
+        return sum(file.size for file in self.files.values())
+
+
+def to_json(about: Manifest) -> bytes:
+    """Return the text of a manifest."""
+    body = {
+        "number": about.number,
+        "parent": about.parent,
+        "run_id": about.run_id,
+        "saved": about.saved,
+        "boundary": about.boundary.value,
+        "epoch": about.epoch,
+        "batch": about.batch,
+        "step": about.step,
+        "samples": about.samples,
+        "metrics": {name: _number_out(value) for name, value in about.metrics.items()},
+        "best": about.best and _best_out(about.best),
+        "world_size": about.world_size,
+        "files": {name: file._asdict() for name, file in about.files.items()},
+        "parts": dict(about.parts),
+        "built": about.built,
+        "environment": dict(about.environment),
+    }
+    return seal(body)
+
+
+def from_json(data: bytes) -> Manifest:
+    """Return the manifest whose text is `data`; ValueError says what is wrong with it."""
+    body = unseal(data)
+    missing, unknown = _KEYS - body.keys(), body.keys() - _KEYS
+    if missing or unknown:
+        raise ValueError(f"it lacks {sorted(missing)} and has {sorted(unknown)} beyond the format")
+    parent, best = body["parent"], body["best"]
+    return Manifest(
+        number=_whole(body["number"]),
+        parent=None if parent is None else _whole(parent),
+        run_id=typed(str, body["run_id"]),
+        saved=typed(str, body["saved"]),
+        boundary=Boundary(body["boundary"]),
+        epoch=_whole(body["epoch"]),
+        batch=_whole(body["batch"]),
+        step=_whole(body["step"]),
+        samples=_whole(body["samples"]),
+        metrics={k: _number_in(v) for k, v in typed(dict, body["metrics"]).items()},
+        best=None if best is None else _best_in(best),
+        world_size=_whole(body["world_size"]),
+        files={k: _file_in(k, v) for k, v in typed(dict, body["files"]).items()},
+        parts={k: typed(dict, v) for k, v in typed(dict, body["parts"]).items()},
+        built=typed(dict, body["built"]),
+        environment=typed(dict, body["environment"]),
+    )
+
+
+def seal(body: Mapping[str, Json]) -> bytes:
+    """Return the text of one of our JSON files: sealed, and with the format's number."""
+    return strict_json.seal({"format": FORMAT, **body})
+
+
+def unseal(data: bytes) -> dict[str, Json]:
+    """Return what `seal` was given, if this version of the library can read it."""
+    body = strict_json.unseal(data)
+    if (found := _whole(body.pop("format", None))) > FORMAT:
+        raise FormatTooNew(
+            f"it was written in format {found}; this version of resumable reads up to {FORMAT}.",
+            fix="upgrade: pip install --upgrade torch-resumable",
+        )
+    if not found:
+        raise ValueError("there is no format 0")
+    return body
+
+
+def _whole(value: Json) -> int:
+    count = typed(int, value)
+    # (of 400 digits is no float, and a size is shown as one)
+    if not 0 <= count < 1 << 128:
+        raise ValueError(f"{count!s:.50} stands where a count belongs")
+    return count
+
+
+def _number_out(value: float) -> Json:
+    return float(value) if math.isfinite(value) else repr(float(value))
+
+
+def _number_in(value: Json) -> float:
+    if value in ("nan", "inf", "-inf"):
+        return float(value)
+    return typed(float, value)
+
+
+def _best_out(best: Best) -> Json:
+    return {
+        "metric": best.goal.metric,
+        "maximize": best.goal.maximize,
+        "value": float(best.value),
+        "number": best.number,
+        "since": best.since,
+    }
+
+
+def _best_in(value: Json) -> Best:
+    found = typed(dict, value)
+    if found.keys() != {"metric", "maximize", "value", "number", "since"}:
+        raise ValueError(f"{value!r} does not say what is best")
+    goal = Goal(typed(str, found["metric"]), typed(bool, found["maximize"]))
+    return Best(goal, typed(float, found["value"]), _whole(found["number"]), _whole(found["since"]))
+
+
+def _file_in(name: str, value: Json) -> FileRecord:
+    found = typed(dict, value)
+    if not FILE_NAME.fullmatch(name) or name == NAME:
+        raise ValueError(f"{name!r} cannot be the name of a file in a checkpoint")
+    if found.keys() != {"size", "xxh3_128"}:
+        raise ValueError(f"{value!r} does not describe a file")
+    return FileRecord(_whole(found["size"]), typed(str, found["xxh3_128"]))
+
+
+_KEYS = {
+    *("number", "parent", "run_id", "saved", "boundary", "epoch", "batch", "step", "samples"),
+    *("metrics", "best", "world_size", "files", "parts", "built", "environment"),
+}

@@ -1,0 +1,415 @@
+"""Copies to host memory; those from a GPU in the order of its stream, and in the training's gaps."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..files import tensor_file
+
+_cuda: Any = torch.cuda
+_PIECE = 32 << 20
+_STAGED = 8 << 20
+_SMALL = 1 << 20  # tensors of fewer bytes are packed on the device, and cross the bus together
+_TOGETHER = 64 << 20
+_SAMPLES = 64
+_MARGIN = 0.8  # memory that is free may be in pieces too small for a tensor
+_ALIGNMENT = 16  # what the widest dtype, complex128, needs
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+class Copy:
+    """A tensor, or some of its numbers in a row, and its place in the image."""
+
+    __slots__ = ("_offset", "_order", "_version", "begin", "name", "path", "sample", "source", "view")
+
+    def __init__(
+        self,
+        path: str,
+        name: str,
+        begin: int,
+        view: Tensor,
+        source: Tensor,
+        *,
+        part: tuple[int, int] | None = None,
+    ) -> None:
+        self.path = path
+        self.name = name
+        self.begin = begin
+        self.view = view
+        self.source = _row_of(source, *part) if part else source
+        self._offset = part[0] * source.element_size() if part else 0
+        if source.dtype == torch.bool:
+            # Memory that nobody has set yet holds any byte, and readers refuse all but 0 and 1.
+            self.source = _without_room(lambda one: one.view(torch.uint8).ne(0), self.source)
+        self._version: int | None = None
+        self._order: list[int] | None = None
+        self.sample: Tensor | None = None
+
+    def is_guarded(self, places: Collection[int]) -> bool:
+        """Whether its tensor lies at one of the places, as a whole."""
+        lies_well = self.source.is_contiguous() or _can_be_staged(self.source)
+        return lies_well and self.source.data_ptr() - self._offset in places
+
+    def put_off(self) -> Copy:
+        """Remember what tells whether the tensor is still the same when it is copied."""
+        # Where `.data` is set to another tensor meanwhile, the old one is what is to be saved.
+        self.source = self.source.detach()
+        self._version = _version(self.source)
+        if not self.source.is_contiguous():
+            self._order = _order_of(self.source)
+        return self
+
+    def taken(self) -> Tensor:
+        """Return the elements of the source that are compared later, still where they lie."""
+        return _sample(self.source.permute(self._order) if self._order else self.source)
+
+    def has_another_version(self) -> bool:
+        """Whether an operation has told of writing to the tensor."""
+        return self._version != _version(self.source)
+
+    def has_another_content(self) -> bool:
+        """Whether the copy is not of the tensor as it was."""
+        assert self.sample is not None
+        view = self.view.permute(self._order).contiguous() if self._order else self.view
+        return not tensor_file.is_equal(_sample(view), self.sample)
+
+
+def _row_of(tensor: Tensor, begin: int, end: int) -> Tensor:
+    """Return some numbers of a tensor: where they lie if they lie in a row, else a copy of them."""
+    tensor = tensor.detach()
+    if tensor.is_contiguous():
+        return tensor.as_strided([end - begin], [1], tensor.storage_offset() + begin)
+    count = tensor[0].numel()
+    first = begin // count
+    some = tensor[first : -(-end // count)]
+    some = _without_room(lambda one: one.clone(memory_format=torch.contiguous_format), some)
+    return some.view(-1)[begin - first * count : end - first * count]
+
+
+def _without_room(make: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+    """Return what is made of a tensor, in host memory if there is no room on its device."""
+    try:
+        return make(tensor)
+    except torch.OutOfMemoryError:
+        # The training has to wait for it.
+        return make(_on_host(tensor)).contiguous()
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """Return a copy in host memory, with the same strides."""
+    if tensor.is_contiguous():
+        return tensor.cpu()
+    # torch itself would first make a contiguous copy on the device.
+    span = 1 + sum((count - 1) * step for count, step in zip(tensor.shape, tensor.stride(), strict=True))
+    row = tensor.detach().as_strided([span], [1], tensor.storage_offset())
+    return row.cpu().as_strided(tensor.shape, tensor.stride(), 0)
+
+
+def _order_of(tensor: Tensor) -> list[int]:
+    """Return the order of the dimensions in which a dense tensor lies in memory."""
+    return sorted(range(tensor.dim()), key=lambda d: (-tensor.stride()[d], tensor.shape[d] == 1))
+
+
+def _can_be_staged(tensor: Tensor) -> bool:
+    """Whether a tensor lies densely in another order, and can be put in order in pieces on its GPU."""
+    return (
+        tensor.is_cuda and tensor[0].nbytes <= _STAGED and tensor.permute(_order_of(tensor)).is_contiguous()
+    )
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """Return elements from all over a contiguous tensor: only a small write is seen in none of them."""
+    last = tensor.numel() - 1
+    step = max(1, last // (_SAMPLES - 1))
+    # The last one is among them: a write that overtakes the copy is seen at the end at the latest.
+    return tensor.as_strided([last // step + 1], [step], tensor.storage_offset() + last % step)
+
+
+@functools.cache
+def side_stream(device: torch.device) -> Any:
+    """Return the stream on which the copies of all saves are made."""
+    # torch deals out the same 32 streams in turn: a new one for each save would soon be one of the user's.
+    return _cuda.Stream(device)
+
+
+class Buffers:
+    """Memory for the small copies of all saves from one device.
+
+    Allocated once: a save that allocates while the training is at its peak could fail.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory: Tensor | None = None
+        self._samples: Tensor | None = None
+        self._peak = self._most = 0
+        self._is_full = False
+
+    def memory(self, size: int) -> Tensor | None:
+        """Return at least `size` bytes on the device, or None if there is no room."""
+        if self._memory is None or self._memory.numel() < size:
+            self._memory = None
+            self._memory = self.made([size], torch.uint8)
+        return self._memory
+
+    def samples(self, size: int) -> Tensor:
+        """Return `size` bytes of host memory."""
+        if self._samples is None or self._samples.numel() < size:
+            pinned = torch.cuda.is_available()
+            self._samples = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+        return self._samples[:size]
+
+    def made(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+        """Return a new tensor on the device, or None if there is no room."""
+        if not self._is_full:
+            try:
+                # In a pool of its own: a part of one of the training's free blocks could be what makes the
+                # next step's largest allocation fail.
+                with torch.cuda.stream(side_stream(self._device)):
+                    return torch.empty(shape, dtype=dtype, device=self._device)
+            except torch.OutOfMemoryError:
+                # Try no further: each failure empties the allocator's cache, and the device waits for that.
+                self._is_full = True
+        return None
+
+    def room(self) -> int:
+        """Return how many bytes are free even when the training is at its peak."""
+        if self._is_full:
+            return 0
+        try:
+            free, _ = torch.cuda.mem_get_info(self._device)
+            reserved = torch.cuda.memory_reserved(self._device)
+            # The script may reset the statistics.
+            self._peak = max(self._peak, torch.cuda.max_memory_allocated(self._device))
+        except RuntimeError:
+            # An allocator other than torch's has no statistics.
+            return 0
+        return min(int(_MARGIN * (free + reserved - self._peak)), free + self._most)
+
+    def clone(self, copy: Copy) -> Tensor | None:
+        """Return a contiguous copy on the device, or None if there is no room."""
+        clone = self.made(copy.view.shape, copy.source.dtype)
+        return None if clone is None else clone.copy_(copy.source)
+
+    def note_clones(self, size: int) -> None:
+        """Note how many bytes of clones a save has made: the allocator keeps that memory for the next one."""
+        self._most = max(self._most, size)
+
+
+class Transfer:
+    """The copies from one device.
+
+    A large tensor that is guarded stays where it is until it is copied. All others are copied on the
+    device before the training's next kernel, or, where it has no room for that, to the host at once.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        copies: Sequence[Copy],
+        guarded: Collection[int],
+        buffers: Buffers,
+        *,
+        may_clone: bool = True,
+    ) -> None:
+        self._device = device
+        self._buffers = buffers
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+        self.guarded: list[Copy] = []
+        self.waited_for = 0
+        """How many bytes were copied to the host at once, because the device has no room for a copy."""
+        with torch.cuda.device(device):
+            together, apart = _split(copies)
+            others: list[Copy] = []
+            for copy in apart:
+                (self.guarded if copy.is_guarded(guarded) else others).append(copy)
+            if self._pack(together):
+                self._clone(others, buffers.room() if may_clone else 0)
+            else:
+                self.guarded = []
+                self._copy_at_once(copies)
+            if not may_clone:
+                self.waited_for = 0
+            self._begun = _cuda.Event()
+            self._begun.record()
+        # One that spins would take a processor from the training.
+        self._copied = _cuda.Event(blocking=True)
+        self._is_queued = threading.Event()
+
+    def _pack(self, together: Sequence[Copy]) -> bool:
+        """Copy small tensors, and samples of the guarded ones, side by side; False if there is no room."""
+        rows = [_Row.of_views(row) for row in _rows(together)]
+        samples = _Row.of_samples([copy.put_off() for copy in self.guarded])
+        staged = _STAGED if any(not copy.source.is_contiguous() for copy in self.guarded) else 0
+        sizes = [_ALIGNMENT, *(_aligned(row.size) for row in (*rows, samples))]
+        memory = self._buffers.memory(sum(sizes) + staged)
+        if memory is None:
+            return False
+        begins = [*itertools.accumulate(sizes)]
+        self._tick, self._staging = memory[:1], memory[begins[-1] : begins[-1] + staged]
+        _gather(memory, zip(begins, (*rows, samples), strict=False))
+        for begin, row in zip(begins, rows, strict=False):
+            self._pairs.append((row.place, memory[begin : begin + row.size]))
+        for copy in self.guarded:
+            self._pairs.append((copy.view, copy.source))
+        if samples.size:
+            self._samples, begin = self._buffers.samples(samples.size), begins[len(rows)]
+            self._pairs.append((self._samples, memory[begin : begin + samples.size]))
+        return True
+
+    def _clone(self, copies: Sequence[Copy], room: int) -> None:
+        rest, size = [], 0
+        for copy in copies:
+            fits = size + copy.view.nbytes <= room
+            clone = self._buffers.clone(copy) if fits else None
+            if clone is None:
+                rest.append(copy)
+            else:
+                size += copy.view.nbytes
+                self._pairs.append((copy.view, clone))
+        self._buffers.note_clones(size)
+        self._copy_at_once(rest)
+
+    def _copy_at_once(self, copies: Sequence[Copy]) -> None:
+        self.waited_for = sum(copy.view.nbytes for copy in copies)
+        for copy in copies:
+            copy.view.copy_(copy.source if copy.source.is_contiguous() else _on_host(copy.source))
+
+    def queue(self) -> None:
+        """Hand all copies to the device; to be called in a thread of its own."""
+        try:
+            side = side_stream(self._device)
+            with torch.cuda.device(self._device), torch.cuda.stream(side), torch.no_grad():
+                side.wait_event(self._begun)
+                for to, of in self._pairs:
+                    for place, piece in _pieces(to, of):
+                        place.copy_(self._in_order(piece), non_blocking=True)
+                        # Copies go one after the other, and the training's own small ones wait behind
+                        # them; at a kernel in between they get their turn.
+                        self._tick.add_(1)
+                self._copied.record(side)
+        finally:
+            self._is_queued.set()
+
+    def _in_order(self, piece: Tensor) -> Tensor:
+        if piece.is_contiguous():
+            return piece
+        staged = self._staging[: piece.nbytes].view(piece.dtype).view(piece.shape)
+        return staged.copy_(piece)
+
+    def hold_back(self) -> None:
+        """Let what the training queues from now on begin when the copies are done; nobody waits here."""
+        self._is_queued.wait()
+        with torch.cuda.device(self._device):
+            torch.cuda.current_stream().wait_event(self._copied)
+
+    def end(self) -> None:
+        """Let nobody wait for copies that will not be queued any more."""
+        self._is_queued.set()
+
+    def wait(self) -> None:
+        """Wait until all is in host memory."""
+        # A thread's device is the first one until it is set: waiting there would create a context on it.
+        with torch.cuda.device(self._device):
+            self._copied.synchronize()
+        self._pairs.clear()
+        at = 0
+        for copy in self.guarded:
+            sample = copy.taken()
+            copy.sample = self._samples[at : at + sample.nbytes].clone().view(sample.dtype)
+            at += _aligned(sample.nbytes)
+
+
+class _Row(NamedTuple):
+    """Tensors that are packed on the device: where each lies in the row, and the row's place on the host."""
+
+    place: Tensor
+    parts: Sequence[tuple[int, Tensor]]
+    size: int
+
+    @classmethod
+    def of_views(cls, copies: Sequence[Copy]) -> _Row:
+        begin = copies[0].view.data_ptr()
+        parts = [(copy.view.data_ptr() - begin, copy.source) for copy in copies]
+        size = parts[-1][0] + copies[-1].view.nbytes
+        return cls(copies[0].view.view(-1).view(torch.uint8).as_strided([size], [1]), parts, size)
+
+    @classmethod
+    def of_samples(cls, copies: Sequence[Copy]) -> _Row:
+        taken = [copy.taken() for copy in copies]
+        ends = [*itertools.accumulate((_aligned(one.nbytes) for one in taken), initial=0)]
+        return cls(torch.empty(0, device="cpu"), [*zip(ends, taken, strict=False)], ends[-1])
+
+
+def _split(copies: Sequence[Copy]) -> tuple[list[Copy], list[Copy]]:
+    """Return the copies that are packed, and those that are made one by one."""
+    together: list[Copy] = []
+    apart: list[Copy] = []
+    room = _TOGETHER
+    for copy in copies:
+        is_small = copy.view.nbytes < _SMALL and copy.view.nbytes <= room
+        (together if is_small else apart).append(copy)
+        room -= copy.view.nbytes if is_small else 0
+    return together, apart
+
+
+def _rows(copies: Sequence[Copy]) -> list[list[Copy]]:
+    """Return the copies by rows of places that lie next to each other."""
+    rows: list[list[Copy]] = []
+    end = 0
+    for copy in copies:
+        if rows and copy.view.data_ptr() == end:
+            rows[-1].append(copy)
+        else:
+            rows.append([copy])
+        end = copy.view.data_ptr() + copy.view.nbytes
+    return rows
+
+
+def _gather(memory: Tensor, rows: Iterable[tuple[int, _Row]]) -> None:
+    """Copy the tensors of rows into the memory on the device, each row to where it begins."""
+    wholes = {bits: memory[: memory.numel() // size * size].view(bits) for size, bits in _BITS.items()}
+    groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+    for begin, row in rows:
+        for at, source in row.parts:
+            # As bits: that takes one call for many dtypes, some of which torch cannot copy together.
+            bits = _BITS[source.element_size()]
+            source = source.detach().view(bits)
+            strides = source.stride() if source.is_contiguous() else _strides(source.shape)
+            place = wholes[bits].as_strided(source.shape, strides, (begin + at) // source.element_size())
+            places, sources = groups.setdefault((bits, source.is_contiguous()), ([], []))
+            places.append(place)
+            sources.append(source)
+    for places, sources in groups.values():
+        torch._foreach_copy_(places, sources)
+
+
+def _strides(shape: Sequence[int]) -> list[int]:
+    """Return the strides of a contiguous tensor."""
+    return [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _pieces(to: Tensor, of: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    if not of.is_contiguous():
+        count = max(1, _STAGED // of[0].nbytes)
+        return zip(torch.split(to, count), torch.split(of, count), strict=True)
+    if of.nbytes <= _PIECE:
+        return iter([(to, of)])
+    count = _PIECE // of.element_size()
+    return zip(torch.split(to.view(-1), count), torch.split(of.view(-1), count), strict=True)

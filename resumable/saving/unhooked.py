@@ -1,0 +1,129 @@
+"""Finds optimizers that nobody hears of: those in a captured CUDA graph, and those that were not given."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from ..errors import warn
+from ..files import fingerprint
+from ..loaders import wrappers
+
+_SMALL = 1 << 20
+
+
+class Unseen:
+    """The optimizers that have not called a hook yet, and what their state was."""
+
+    def __init__(self, optimizers: Mapping[str, Any]) -> None:
+        self._optimizers = dict(optimizers)
+        self._before: dict[str, list[Any]] = {}
+
+    def seen(self, name: str) -> None:
+        """Note that a hook was called for a step of this optimizer."""
+        self._optimizers.pop(name, None)
+
+    def stepped(self) -> list[str]:
+        """Return the optimizers whose state has changed since the last call although no hook was called."""
+        if not self._optimizers:
+            return []
+        now = {name: fingerprint.of([*_states(live)]) for name, live in self._optimizers.items()}
+        before, self._before = self._before, now
+        known = now.keys() & before.keys()
+        found = [name for name in now if name in known and _has_changed(before[name], now[name])]
+        for name in found:
+            self.seen(name)
+        return found
+
+
+class NotGiven:
+    """Warns of an optimizer or a scheduler that trains what was given, and is in no part itself."""
+
+    def __init__(self, given: Collection[Any], parameters: Callable[[], Iterator[torch.Tensor]]) -> None:
+        self._given = given
+        self._parameters = parameters
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._rates = self._read_rates()
+
+    def stepped(self, optimizer: Any) -> None:
+        """Note that an optimizer, given or not, has made a step."""
+        if optimizer in self._known:
+            return
+        self._known.add(optimizer)
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if (
+            _has_state(optimizer)
+            and not any(_leads_to(live, optimizer) for live in self._given)
+            and any(id(parameter) in own for parameter in self._parameters())
+        ):
+            warn(
+                f"an optimizer ({type(optimizer).__name__}) trains a model that was given to RunState, and "
+                "was not given itself: its state is in no checkpoint, and a resume begins without. Give it "
+                "too: optimizer={...}, by names of your choice."
+            )
+
+    def look_for_schedulers(self) -> None:
+        """Warn of a scheduler if learning rates have changed and none was given."""
+        if self._rates == (rates := self._read_rates()):
+            return
+        self._rates = rates
+        if any(isinstance(wrappers.inside(live), LRScheduler) for live in self._given):
+            return
+        for optimizer in map(wrappers.inside, self._given):
+            for scheduler in _schedulers(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else ():
+                if scheduler not in self._known:
+                    self._known.add(scheduler)
+                    warn(
+                        f"a scheduler ({type(scheduler).__name__}) has changed the learning rate, and was "
+                        "not given to RunState: it is in no checkpoint, and begins anew after a resume. Give "
+                        "it: scheduler=scheduler."
+                    )
+
+    def _read_rates(self) -> list[Any]:
+        groups = [group for live in self._given for group in getattr(live, "param_groups", ())]
+        rates = [group.get("lr") for group in groups]
+        # (to read it would wait for a GPU)
+        return [(id(rate), rate._version) if isinstance(rate, torch.Tensor) else rate for rate in rates]
+
+
+def _schedulers(optimizer: Any) -> list[LRScheduler]:
+    """Return the schedulers of an optimizer that have made a step."""
+    holders = gc.get_referrers(optimizer)
+    for attributes in [one for one in holders if type(one) is dict and "optimizer" in one]:
+        holders += gc.get_referrers(attributes)
+    schedulers = [one for one in holders if isinstance(one, LRScheduler) and one.optimizer is optimizer]
+    return [one for one in schedulers if one.last_epoch > 0]
+
+
+def _has_state(optimizer: Any) -> bool:
+    states = [one for one in optimizer.state.values() if isinstance(one, dict)]
+    return any(isinstance(value, torch.Tensor) for one in states for value in one.values())
+
+
+def _leads_to(live: Any, optimizer: Any) -> bool:
+    """Whether this is what is given, or what it steps by."""
+    if live is optimizer or getattr(live, "state", None) is optimizer.state:
+        return True
+    inner = [*vars(live).values()] if hasattr(live, "__dict__") else []
+    inner += [one for value in inner if isinstance(value, (list, tuple)) for one in value]
+    inner += [one for value in inner if isinstance(value, dict) for one in value.values()]
+    return any(one is optimizer for one in inner)
+
+
+def _has_changed(before: list[Any], now: list[Any]) -> bool:
+    # The state that a first step makes, or a load, is not a change by a step.
+    return len(before) == len(now) and not fingerprint.is_same(before, now)
+
+
+def _states(live: Any) -> Iterator[torch.Tensor]:
+    """Yield the small tensors of an optimizer's own, which nothing but its step writes to."""
+    states = [*getattr(live, "state", {}).values()]
+    for state in states[:1] + states[1:][-1:]:
+        for value in state.values() if isinstance(state, dict) else ():
+            if isinstance(value, torch.Tensor) and value.is_contiguous() and value.nbytes <= _SMALL:
+                yield value

@@ -1,0 +1,107 @@
+"""At most one save in flight, and its error is never lost."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from ..files.threads import yield_to_training
+from ..processes.roles import SaveSkipped
+
+
+class PendingSave:
+    """A save on its way to the disk.
+
+    >>> import tempfile, pathlib
+    >>> path = pathlib.Path(tempfile.mkdtemp()) / "000001-step-00000010"
+    >>> saved = Writer().submit(1, path, path.mkdir)
+    >>> saved.wait()
+    >>> path.exists()
+    True
+    """
+
+    def __init__(self, number: int, path: Path, job: Callable[[], object]) -> None:
+        self.number = number
+        """The save number."""
+        self.path = path
+        """The checkpoint's folder, once it is durable."""
+        self._job = job
+        self._error: BaseException | None = None
+        self._told = False
+        # Not a daemon: the interpreter then waits for it at its end.
+        self._thread = threading.Thread(target=self._run, name=f"resumable-save-{number}")
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        return f"<save {self.number}: {'on its way' if self._is_on_its_way() else 'ended'}>"
+
+    def _is_on_its_way(self) -> bool:
+        """Whether it is still being written."""
+        return self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            yield_to_training()
+            self._job()
+        except BaseException as exc:
+            self._error = exc
+            _free_frames(exc)
+            self._told = isinstance(exc, SaveSkipped)
+            if not self._told:
+                # A script that ends without close() must not end as if all were well.
+                atexit.register(self._tell_at_exit)
+        finally:
+            # The job holds the host copy of the whole state.
+            del self._job
+
+    def wait(self) -> None:
+        """Wait until the checkpoint is durable; raise what went wrong."""
+        self._thread.join()
+        if self._error:
+            self._told = True
+            atexit.unregister(self._tell_at_exit)
+            raise self._error
+
+    def wait_unless_told(self) -> None:
+        """The same, but quiet about an error that somebody has already been told."""
+        self._thread.join()
+        if not self._told:
+            self.wait()
+
+    def _tell_at_exit(self) -> None:
+        assert self._error is not None
+        sys.excepthook(type(self._error), self._error, self._error.__traceback__)
+
+
+def _free_frames(error: BaseException | None) -> None:
+    # What an error's traceback remembers of the job's variables is the host copy too.
+    while error:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
+
+
+class Writer:
+    """Runs one save after the other, in the background."""
+
+    def __init__(self) -> None:
+        self._pending: PendingSave | None = None
+
+    def submit(self, number: int, path: Path, job: Callable[[], object]) -> PendingSave:
+        """Start `job` in the background, after the one before it; raise what that one met."""
+        self.wait()
+        self._pending = PendingSave(number, path, job)
+        return self._pending
+
+    def is_busy(self) -> bool:
+        """Whether a save is in flight."""
+        return self._pending is not None and self._pending._is_on_its_way()
+
+    def wait(self) -> None:
+        """Wait for the save in flight; raise what went wrong unless somebody has been told."""
+        if self._pending:
+            self._pending.wait_unless_told()
+            self._pending = None

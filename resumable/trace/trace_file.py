@@ -1,0 +1,338 @@
+"""What trainings have written down at their boundaries, read and compared."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..errors import FormatTooNew, UsageError
+from ..files import jsonl
+from ..files.strict_json import Json
+
+FORMAT = 1
+RANDOM = "random"
+"""The part that has the generators of the process, each under its name."""
+CLOSED = "closed"
+"""Why a record is written where a training has come to its end."""
+_HEAD = '{"at":'
+_PIECE = 1 << 16
+_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+
+
+class At(NamedTuple):
+    """A boundary: what is the same there in two trainings that do the same."""
+
+    kind: str
+    """What has come to its end: "batch", "step" or "epoch"; "outside" where no loop of ours was running."""
+    epoch: int
+    batch: int
+    step: int
+
+    def __str__(self) -> str:
+        if self.kind not in ("batch", "epoch"):
+            return f"step {self.step}"
+        place = f"epoch {self.epoch}" + (f", batch {self.batch}" if self.kind == "batch" else "")
+        return f"step {self.step} ({place})"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What was written down at one boundary."""
+
+    at: At
+    why: str
+    """"boundary"; where a process begins "start" or "resumed" (and "first", at its first batch); "restored"
+    where the training has gone back; "closed" where it has come to its end."""
+    batches: Sequence[str] = ()
+    """Digests of the batches that were handed out since the record before."""
+    noted: Mapping[str, Json] = field(default_factory=dict)
+    """What the script has noted since: the loss."""
+    parts: Mapping[str, Json] = field(default_factory=dict)
+    """By part: its digest, or each of its values and tensors by name."""
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Difference(NamedTuple):
+    """One thing that is not the same at one boundary."""
+
+    at: At
+    part: str
+    """The part; "batches", "noted" for what is in none."""
+    name: str
+    before: Json
+    after: Json
+
+
+def to_line(record: Record) -> str:
+    """Return the record as one line of JSON."""
+    kind, epoch, batch, step = record.at
+    # (what every line has, fast: this is done at every boundary)
+    place = f'"kind":"{kind}","epoch":{epoch},"batch":{batch},"step":{step}'
+    batches = ',"batches":["' + '","'.join(record.batches) + '"]' if record.batches else ""
+    rest = {"noted": record.noted, "parts": record.parts, **record.more}
+    more = "".join(f',"{key}":{_text(value)}' for key, value in rest.items() if value)
+    return f'{_HEAD}{{{place}}},"why":"{record.why}"{batches}{more}}}'
+
+
+def _text(value: Any) -> str:
+    try:
+        return _encode(value)
+    except ValueError:
+        # (nan and infinities, which no JSON has)
+        return _encode(jsonl.plain(value))
+
+
+def open_to_add(path: Path) -> int:
+    """Return the file of a trace, at whose end a line can be written; it need not be there.
+
+    What a kill has torn at its end is taken away.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # NONBLOCK: a pipe that nobody reads must not hang the training.
+        fd = os.open(path, flags, 0o666)
+    except OSError as exc:
+        raise UsageError(
+            f"the trace {path} cannot be written: {exc.strerror or exc}.",
+            fix="give the path of a file in a folder that can be written.",
+        ) from exc
+    try:
+        _refuse_others(path, fd)
+        os.ftruncate(fd, _end_of_lines(fd))
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _refuse_others(path: Path, fd: int) -> None:
+    head = _HEAD.encode()
+    is_file = stat.S_ISREG(os.fstat(fd).st_mode)
+    if not is_file or not head.startswith(os.pread(fd, len(head), 0)):
+        raise UsageError(
+            f"{path} is {'a file' if is_file else 'no file, or one'} with something else than a trace.",
+            fix="give the path of a trace, or of a file that is not there yet.",
+        )
+
+
+def _end_of_lines(fd: int) -> int:
+    """Return where the last whole line ends."""
+    end = os.fstat(fd).st_size
+    while end:
+        begin = max(0, end - _PIECE)
+        found = os.pread(fd, end - begin, begin).rfind(b"\n")
+        if found >= 0:
+            return begin + found + 1
+        end = begin
+    return 0
+
+
+def read(path: str | Path) -> list[Record]:
+    """Return the records of a trace, in the order of the training; half a line is none.
+
+    A training that started anew begins the trace anew, and what it did again after a resume, or after it had
+    gone back, counts as it did it last.
+    """
+    records: list[Record] = []
+    for number, line in enumerate(_lines(path), 1):
+        record = _record(path, number, line)
+        if record.why == "start":
+            records = []
+        elif record.why in ("resumed", "restored"):
+            # Not all that are further: a loop over other data may count its batches from 0 again.
+            while records and _order(records[-1].at) > _order(record.at):
+                records.pop()
+        records.append(record)
+    return records
+
+
+def begins(path: str | Path) -> list[str]:
+    """Return how each training began that has written a trace: "start" or "resumed"."""
+    return [found[1] for line in _lines(path) if (found := _BEGINS.search(line, 0, _NEAR))]
+
+
+_BEGIN = ("start", "resumed")
+_BEGINS = re.compile(rf'"why":"({"|".join(_BEGIN)})"')
+_NEAR = 200
+
+
+def _order(at: At) -> tuple[int, int, int]:
+    return at.step, at.epoch, at.batch
+
+
+def _lines(path: str | Path) -> Iterator[str]:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            for line in file:
+                if line.endswith("\n"):
+                    yield line
+    except OSError as exc:
+        raise UsageError(
+            f"{path} cannot be read: {exc.strerror or exc}.",
+            fix="give the path of a trace, which RunState.load(..., trace=PATH) writes.",
+        ) from exc
+
+
+def _record(path: str | Path, number: int, line: str) -> Record:
+    try:
+        found = json.loads(line)
+        at = At(**found.pop("at"))
+        about = {key: found.pop(key) for key in ("why", "batches", "noted", "parts") if key in found}
+        record = Record(at, **about, more=found)
+    except (ValueError, TypeError, KeyError, AttributeError) as exc:
+        raise UsageError(
+            f"{path}: line {number} is no record of a trace.",
+            fix="give a file that RunState.load(..., trace=PATH) has written.",
+        ) from exc
+    if found.get("format", FORMAT) != FORMAT:
+        raise FormatTooNew(
+            f"{path} is a trace of format {found['format']}; this version of resumable reads {FORMAT}.",
+            fix="upgrade: pip install --upgrade torch-resumable",
+        )
+    return record
+
+
+def differences(one: Record, other: Record) -> list[Difference]:
+    """Return in what two records of one boundary differ, in the order in which a training meets it.
+
+    What only one of them has written down is not compared.
+    """
+    return [*_differences(one, other)]
+
+
+def _differences(one: Record, other: Record) -> Iterator[Difference]:
+    if one.batches != other.batches:
+        yield Difference(one.at, "batches", "", [*one.batches], [*other.batches])
+    yield from _unequal(one.at, "noted", one.noted, other.noted)
+    for part in one.parts:
+        then, now = one.parts[part], other.parts.get(part)
+        if isinstance(then, dict) and isinstance(now, dict):
+            yield from _unequal(one.at, part, then, now, is_whole=True)
+        elif now is not None and _is_other(then, now):
+            yield Difference(one.at, part, "", then, now)
+
+
+def _unequal(
+    at: At, part: str, one: Mapping[str, Json], other: Mapping[str, Json], *, is_whole: bool = False
+) -> Iterator[Difference]:
+    for name in dict.fromkeys([*one, *other]) if is_whole else one.keys() & other.keys():
+        if _is_other(one.get(name), other.get(name)):
+            yield Difference(at, part, name, one.get(name), other.get(name))
+
+
+def _is_other(one: Json, other: Json) -> bool:
+    # Not as Python compares them: 1 and True would be equal, and nan not even to itself.
+    return one is not other and json.dumps(_known(one), sort_keys=True) != json.dumps(
+        _known(other), sort_keys=True
+    )
+
+
+def _known(value: Json) -> Json:
+    # Where the sample of a tensor lies says nothing of it.
+    return {k: v for k, v in value.items() if k != "sample"} if isinstance(value, dict) else value
+
+
+def first_difference(one: Sequence[Record], other: Sequence[Record]) -> list[Difference]:
+    """Return in what two trainings differ at the first boundary at which they do; none where they do not."""
+    return next((found for pair in _pairs(one, other) if (found := differences(*pair))), [])
+
+
+def _pairs(one: Sequence[Record], other: Sequence[Record]) -> Iterator[tuple[Record, Record]]:
+    """Yield the records of the boundaries at which both have been."""
+    there: dict[object, deque[Record]] = {}
+    for record in other:
+        there.setdefault((record.at, record.why), deque()).append(record)
+    for record in one:
+        # (two loops of an epoch over different data may count alike: then the order tells)
+        if met := there.get((record.at, record.why)):
+            yield record, met.popleft()
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """How far two trainings have done the same."""
+
+    compared: int
+    """At how many boundaries both have been, up to where they part."""
+    looked: int
+    """At how many of these both have looked at the parts."""
+    looked_later: int
+    """At how many of those both have trained something since they began."""
+    has_batches: bool
+    """Whether both have batches."""
+    noted: Sequence[str]
+    """What both have noted, by name."""
+    equal: At | None
+    """The last boundary at which all was equal that both have written down."""
+    equal_parts: At | None
+    """The last at which the parts were looked at, and were equal."""
+    parted: Record | None
+    """The first at which something differs, as the first of the two has it; None where nothing does."""
+    differences: Sequence[Difference]
+    unlike: Sequence[str]
+    """The generators that stood elsewhere from the start, which matters only where they are used."""
+    rest: Sequence[Sequence[At]]
+    """The boundaries to which each went on after the last at which both have been, if they do not part."""
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether they never part, and it was looked at what they have trained."""
+        return self.parted is None and self.looked_later > 0
+
+
+def compare(one: Sequence[Record], other: Sequence[Record]) -> Comparison:
+    """Compare two trainings up to the first boundary at which they differ."""
+    pairs: list[tuple[Record, Record]] = []
+    unlike: dict[str, None] = {}
+    parted: list[Difference] = []
+    for record, met in _pairs(one, other):
+        pairs.append((record, met))
+        found = differences(record, met)
+        if record.why != "boundary":
+            unlike |= dict.fromkeys(_generator(one) for one in found if one.part == RANDOM)
+        if parted := [one for one in found if one.part != RANDOM or _generator(one) not in unlike]:
+            break
+    looks = [record for record, met in pairs if record.parts and met.parts]
+    last = pairs[-1] if pairs else (None, None)
+    alike = [record for record, _ in (pairs[:-1] if parted else pairs)]
+    return Comparison(
+        compared=len(pairs),
+        looked=len(looks),
+        # (where both begin they may have trained nothing yet)
+        looked_later=sum(one.why not in _BEGIN or one.at[1:] != pairs[0][0].at[1:] for one in looks),
+        has_batches=any(record.batches for record, _ in pairs),
+        noted=[*dict.fromkeys(name for then, now in pairs for name in then.noted if name in now.noted)],
+        equal=alike[-1].at if alike else None,
+        equal_parts=next((one.at for one in reversed(looks) if not parted or one is not last[0]), None),
+        parted=last[0] if parted else None,
+        differences=parted,
+        unlike=[*unlike],
+        rest=[[], []] if parted else [_after(one, last[0]), _after(other, last[1])],
+    )
+
+
+def _after(records: Sequence[Record], last: Record | None) -> list[At]:
+    found: list[At] = []
+    for record in reversed(records):
+        if record is last:
+            break
+        found += [record.at] if record.why == "boundary" else []
+    return found[::-1]
+
+
+def _generator(found: Difference) -> str:
+    return found.name.partition(".")[0]
+
+
+def path_of(given: str | os.PathLike[str], rank: int) -> Path:
+    """Return where a process writes its trace: those of other ranks lie beside rank 0's."""
+    path = Path(given)
+    return path if not rank else path.with_name(f"{path.stem}-rank{rank:05}{path.suffix}")

@@ -1,0 +1,232 @@
+"""What there is to tell of a run as a whole: its saves, what happened to it and what is wrong, as JSON."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from ..errors import CannotRead, CheckpointDamaged, CheckpointNotFound, FormatTooNew
+from ..files.jsonl import Line, plain
+from ..files.strict_json import Json
+from ..run import checkpoint, history, policy
+from ..run.checkpoint import Checkpoint
+from ..run.directory import Run
+from ..run.manifest import Manifest
+
+Row = dict[str, Any]
+Verify = Callable[[Checkpoint], None]
+"""What raises CheckpointDamaged."""
+
+
+def overview(run: Run, verify: Verify | None = None) -> dict[str, Json]:
+    """Return what there is to tell of a run; with `verify`, verified by that, and not by sizes only.
+
+    What the history tells is there for every save; what lies on the disk, for those that were kept.
+
+    >>> found = overview(Run("runs/none"))
+    >>> found["saves"], found["newest"], found["problem"]
+    ([], None, None)
+    """
+    lines, problem = _history(run)
+    here = [*_checkpoints(run, verify)]
+    newest = next((one.about for one in reversed(here) if one.about and not one.problem), None)
+    remote = history.remote(lines)
+    saves = _saves(here, lines, newest, remote)
+    best = newest and newest.best
+    found = {
+        "run": str(run),
+        "run_id": newest and newest.run_id,
+        "checked": "bytes" if verify else "sizes",
+        "problem": problem,
+        "newest": newest and newest.number,
+        "best": best and best.number,
+        "goal": best and {"metric": best.goal.metric, "maximize": best.goal.maximize, "value": best.value},
+        "size": sum({key: size for one in here for key, size in one.files.items()}.values()),
+        "size_unshared": sum(size for one in here for size in one.files.values()),
+        "remote": remote,
+        "saves": saves,
+        "events": sorted(_events(lines, saves), key=lambda event: event["time"] or ""),
+        "attempts": _attempts(lines, here),
+    }
+    return {key: plain(value) for key, value in found.items()}
+
+
+class _Here:
+    """A checkpoint that lies on the disk: what it tells of itself, its files, what is wrong."""
+
+    def __init__(self, run: Run, number: int, verify: Verify | None) -> None:
+        self.number = number
+        self.files: dict[tuple[int, int], int] = {}
+        self.about: Manifest | None = None
+        self.problem: str | None = None
+        try:
+            found = run.open(number)
+            self.about = found.about
+            files = found.look().values()
+            self.files = {checkpoint.identity(one): one.st_size for one in files}
+            if verify:
+                verify(found)
+        except (CheckpointDamaged, CheckpointNotFound, FormatTooNew) as exc:
+            self.problem = exc.problem
+
+
+def _checkpoints(run: Run, verify: Verify | None) -> Iterator[_Here]:
+    for number in run.numbers():
+        found = _Here(run, number, verify)
+        # A training that goes on may have pruned it meanwhile.
+        if not found.problem or run.path_of(number):
+            yield found
+
+
+def _history(run: Run) -> tuple[list[Line], str | None]:
+    try:
+        return history.read(run.path), None
+    except CannotRead as exc:
+        # What the checkpoints say of themselves does not depend on it.
+        return [], exc.problem
+
+
+def _saves(
+    here: Sequence[_Here], lines: Sequence[Line], newest: Manifest | None, remote: Mapping[str, str] | None
+) -> list[Row]:
+    told = {line["number"]: line for line in lines if history.is_save(line)}
+    rows = {number: _told(line) for number, line in told.items()}
+    links = Counter(key for one in here for key in one.files)
+    there = history.pushed(lines).get(remote["url"], set()) if remote else set()
+    for one in here:
+        row = rows.get(one.number) or _told({"number": one.number})
+        # (where a file is missing nobody has looked at the others)
+        own = sum(size for key, size in one.files.items() if links[key] == 1) if one.files else None
+        rows[one.number] = row | _seen(one.about) | {"here": True, "own": own, "problem": one.problem}
+    parents = {number: row["parent"] for number, row in rows.items()}
+    left = history.left_behind(lines, parents, newest.number if newest else None)
+    for number, row in rows.items():
+        row["abandoned"], row["pushed"] = number in left, number in there
+    return [rows[number] for number in sorted(rows)]
+
+
+def _told(line: Line) -> Row:
+    """Return what the history tells of a save; a line may hold anything."""
+    metrics = line.get("metrics")
+    values = metrics.items() if isinstance(metrics, dict) else ()
+    return {
+        "number": line["number"],
+        "parent": line.get("parent"),
+        "attempt": line.get("attempt"),
+        "time": _text(line.get("time")),
+        **{key: _count(line.get(key)) for key in ("epoch", "batch", "step", "samples", "size")},
+        "metrics": {name: value for name, value in values if _is_number(value)},
+        "why": _text(line.get("why")),
+        "lost": _seconds(line.get("lost")),
+        "durable": _seconds(line.get("durable")),
+        "here": False,
+        "own": None,
+        "problem": None,
+    }
+
+
+def _seen(about: Manifest | None) -> Row:
+    if about is None:
+        return {}
+    return {
+        "parent": about.parent,
+        "time": about.saved,
+        "epoch": about.epoch,
+        "batch": about.batch,
+        "step": about.step,
+        "samples": about.samples,
+        "size": about.size,
+        "metrics": dict(about.metrics),
+    }
+
+
+def _events(lines: Sequence[Line], saves: Sequence[Row]) -> Iterator[Row]:
+    """Yield what happened to the training between its saves, each with the place where it stood."""
+    at = {row["number"]: row for row in saves}
+    words = {attempt["attempt"]: attempt for attempt in history.attempts(lines)}
+    for line in lines:
+        event, attempt = line.get("event"), line.get("attempt")
+        came_from = line.get("from")
+        told = {"attempt": attempt, "time": _text(line.get("time"))}
+        if event == "start" and attempt in words and type(came_from) is int:
+            # How the one before has ended only this one may know.
+            yield {
+                "kind": "resume",
+                **told,
+                "number": came_from,
+                **_place(at.get(came_from, {})),
+                "how": None,
+            }
+        elif event == "restore" and type(came_from) is int:
+            yield {"kind": "back", **told, "number": came_from, **_place(at.get(came_from, {})), "how": None}
+        elif event == "end" and attempt in words:
+            yield from _end(_text(line.get("how")), told, None, line)
+    said = {line.get("attempt") for line in lines if line.get("event") == "end"}
+    for attempt, word in words.items():
+        if attempt not in said and word["ended"]:
+            last = at.get(word["last"], {})
+            told = {"attempt": attempt, "time": last.get("time")}
+            yield from _end(word["ended"], told, word["last"], last)
+
+
+def _end(how: str | None, told: Row, number: int | None, place: Mapping[str, Any]) -> Iterator[Row]:
+    if how and how not in ("closed", "left without close()"):
+        kind = "preempted" if how.startswith("SIG") or how == "max_time" else "failed"
+        yield {"kind": kind, **told, "number": number, **_place(place), "how": how}
+
+
+def _place(row: Mapping[str, Any]) -> Row:
+    return {key: _count(row.get(key)) for key in ("epoch", "batch", "step")}
+
+
+def _attempts(lines: Sequence[Line], here: Sequence[_Here]) -> list[Row]:
+    starts = {line["attempt"]: line for line in lines if line.get("event") == "start" and "attempt" in line}
+    owner = {line["number"]: line.get("attempt") for line in lines if history.is_save(line)}
+    environments = {owner.get(one.number): one.about.environment for one in here if one.about}
+    times: dict[Any, list[float]] = {}
+    for line in lines:
+        then = policy.moment(line["time"]) if isinstance(line.get("time"), str) else None
+        times.setdefault(line.get("attempt"), []).extend([then] if then is not None else [])
+    found: list[Row] = []
+    for about in history.attempts(lines):
+        number = about["attempt"]
+        changed = starts[number].get("changed")
+        more = {
+            "saves": sum(attempt == number for attempt in owner.values()),
+            "seconds": max(times[number]) - min(times[number]) if times.get(number) else None,
+            "environment": dict(environments[number]) if number in environments else None,
+            "changed": [row for row in changed if isinstance(row, dict)] if isinstance(changed, list) else [],
+        }
+        found.append(about | more | {"differs": _differences(found[-1], about | more) if found else []})
+    return found
+
+
+def _differences(before: Row, now: Row) -> list[Row]:
+    """Return what the process ran on, and is not as it was in the attempt before."""
+    then, new = _settings(before), _settings(now)
+    both = [name for name in new if name in then and None not in (then[name], new[name])]
+    return [{"name": name, "then": then[name], "now": new[name]} for name in both if then[name] != new[name]]
+
+
+def _settings(attempt: Row) -> Row:
+    versions, environment = attempt["versions"], attempt["environment"]
+    found = {key: attempt[key] for key in ("host", "argv", "git", "dirty")}
+    found |= environment if isinstance(environment, dict) else {}
+    return found | (versions if isinstance(versions, dict) else {})
+
+
+def _text(value: Json) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _count(value: Json) -> int | None:
+    return value if type(value) is int and 0 <= value < 1 << 53 else None
+
+
+def _seconds(value: Json) -> float | None:
+    return value if _is_number(value) and not isinstance(value, str) and value >= 0 else None
+
+
+def _is_number(value: Json) -> bool:
+    return (type(value) in (int, float) and abs(value) < 1e300) or value in ("nan", "inf", "-inf")

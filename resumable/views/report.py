@@ -1,0 +1,108 @@
+"""The report: one page, which needs nothing beside it, about one run or several."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import html
+import importlib.util
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ..errors import UsageError
+from ..files.strict_json import Json
+from ..progress import Progress
+from ..run.checkpoint import Checkpoint
+from ..run.directory import Run
+from ..run.html import Markup, in_script, tag
+from . import html_page, sections
+from .charts import Curves, metrics
+from .overview import overview
+
+NAME = "report.html"
+"""Where a report goes if nobody says where."""
+
+
+class Report:
+    """A page that was written; a notebook shows it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    def __repr__(self) -> str:
+        return f"<Report {self.path}>"
+
+    def _repr_html_(self) -> str:
+        # The page as a whole: what a notebook shows may be looked at where the file is not.
+        page = html.escape(self.path.read_text(encoding="utf-8"))
+        size = 'width="100%" height="720" style="border:0"'
+        return f'<iframe sandbox="allow-scripts" title="resumable report" {size} srcdoc="{page}"></iframe>'
+
+
+def facts(runs: Sequence[Run], *, reads_all: bool = False) -> list[dict[str, Json]]:
+    """Return what there is to tell of some runs, verified with a bar where `reads_all`."""
+    return [overview(run, _verify if reads_all else None) for run in runs]
+
+
+def _verify(found: Checkpoint) -> None:
+    with Progress().reading(f"verifying {found}", found.about.size) as told:
+        found.verify(told)
+
+
+def write(
+    runs: Sequence[Run], path: str | os.PathLike[str] = NAME, *, reads_all: bool = False
+) -> tuple[Report, list[dict[str, Json]]]:
+    """Write a page about some runs, and return it with the facts that it shows.
+
+    `reads_all`: every byte is verified; else what sizes and manifests tell.
+    """
+    target = Path(path)
+    html_page.check(target, "report")
+    library = _library()
+    told = facts(runs, reads_all=reads_all)
+    html_page.write(target, page(told, library))
+    return Report(target), told
+
+
+def _library() -> bytes:
+    """Return the code that draws the charts."""
+    found = importlib.util.find_spec("plotly")
+    for folder in (found and found.submodule_search_locations) or ():
+        file = Path(folder) / "package_data" / "plotly.min.js"
+        if file.is_file():
+            return file.read_bytes()
+    raise UsageError(
+        "the report needs the package plotly, which draws its charts.",
+        fix='pip install "torch-resumable[report]"',
+    )
+
+
+def page(told: Sequence[Mapping[str, Json]], library: bytes) -> str:
+    """Return the page about runs, as `overview` tells of them."""
+    curves = Curves(told)
+    names = [str(run["run"]) for run in told]
+    made = sections.Page(curves, metrics(told))
+    body = made.make()
+    charts = in_script({"runs": names, "charts": made.charts})
+    # Of the kinds of compression it is the one that browsers undo by themselves.
+    packed = base64.b64encode(gzip.compress(library, 9, mtime=0)).decode()
+    return html_page.page(
+        "report",
+        title=", ".join(names),
+        heading=Markup(sections.runs_named(names)),
+        body=body,
+        note=f" Charts: plotly.js {_version(library)}, MIT licence.",
+        data=tag("script", charts, type="application/json", id="data")
+        + tag("script", Markup(packed), type="text/plain", id="library"),
+        script=html_page.text_of("report.js"),
+    )
+
+
+def _version(library: bytes) -> str:
+    found = re.search(rb"plotly\.js (v[0-9.]+)", library[:300])
+    return found[1].decode() if found else ""
