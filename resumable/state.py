@@ -16,6 +16,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
@@ -585,11 +586,13 @@ class RunState:
                 "looped over in it: a resume begins the next epoch. If it is due in this epoch, call save() "
                 "in or after its loop."
             )
-        if metrics and self._position.is_behind_last_batch() and not self._position.means:
+        is_used = metrics or any(isinstance(one, ReduceLROnPlateau) for one in self._capture.given())
+        if is_used and self._position.sums.lost and not self._position.means:
+            names = ", ".join(self._position.sums.lost)
             self._saving.once.warn(
-                "the training went on behind the last batch of an epoch, so the loop over its batches was "
-                f"empty: if {', '.join(metrics)} is of what that loop sums up, it is wrong here. Average "
-                "with state.mean(loss=loss) in the loop, and save(**state.means) after it."
+                f"this epoch was resumed in the middle, so that {names} covers only the rest of it, and so "
+                "does what is computed from that. Average with state.mean(loss=loss) in the loop, and "
+                "save(**state.means) after it. If it is only shown, nothing is lost."
             )
 
     def _save(self, why: str, metrics: Mapping[str, Any] | None = None) -> PendingSave:
@@ -875,6 +878,7 @@ the batches since are left out (1 of 3 times)
         self._position.before_loop.look_at_models = self._capture.changed_models
         self._position.before_loop.look_at_settings = self._capture.changed_settings
         self._position.streams.hold_settings = self._capture.hold_settings
+        self._position.streams.put_gradients_back = self._capture.put_gradients_back
         self._position.accelerate.optimizers = [*named.values()]
         self._not_given = NotGiven(self._capture.given(), self._capture.parameters)
         # (`untraced` takes a second to import torch's compiler, as the first optimizer of a process has done)

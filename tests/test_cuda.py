@@ -321,5 +321,5 @@ def test_gradients_that_turn_out_to_be_kept_are_told(run_dir: Path) -> None:
     with RunState.load(run_dir, **training.parts) as state:
         training.step()
         state.save()
-        with pytest.warns(ResumableWarning, match="gradients go on into the next step"):
+        with pytest.warns(ResumableWarning, match="this script keeps gradients after a step"):
             training.model(training.x).square().mean().backward()

@@ -21,9 +21,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from resumable import Diverged, ResumableWarning, Run, RunState, UsageError
 
-# These metrics are of the last batch alone, on purpose.
-pytestmark = pytest.mark.filterwarnings("ignore:the training went on behind the last batch")
-
 EPOCHS = 3
 Where = tuple[str, int, int]
 """The place in the loops, the epoch and the batch."""

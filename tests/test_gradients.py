@@ -85,9 +85,65 @@ def decayed(state: RunState, objects: dict[str, Any], tick: Callable[..., None])
             tick(objects["model"].weight)
 
 
-@pytest.mark.parametrize("loop", [step_and_more, decayed])
-def test_gradients_that_outlive_a_step_are_exact(run_dir: Path, loop: Any) -> None:
-    assert differences(run_dir, lambda: make(loader=True), loop) == []
+def test_gradients_that_are_made_after_a_step_are_exact(run_dir: Path) -> None:
+    assert differences(run_dir, lambda: make(loader=True), step_and_more) == []
+
+
+@pytest.mark.filterwarnings("ignore:this script keeps gradients after a step")
+def test_gradients_that_are_kept_are_exact_once_that_was_seen(run_dir: Path) -> None:
+    assert differences(run_dir, lambda: make(loader=True), decayed) == [1]
+
+
+def save_before_zero(state: RunState, objects: dict[str, Any], tick: Callable[..., None]) -> None:
+    for _ in state.epochs(2):
+        for x in state.batches():
+            backward(objects, x)
+            objects["optimizer"].step()
+            tick(objects["model"].weight)
+            objects["optimizer"].zero_grad()
+
+
+def test_a_save_between_the_step_and_zero_grad_is_exact(run_dir: Path) -> None:
+    assert differences(run_dir, lambda: make(loader=True), save_before_zero) == []
+
+
+def zero_before_steps(state: RunState, objects: dict[str, Any], tick: Callable[..., None]) -> None:
+    objects["optimizer"].zero_grad()
+    window_of_steps(state, objects, tick)
+
+
+def zero_before_steps_by_hand(state: RunState, objects: dict[str, Any], tick: Callable[..., None]) -> None:
+    objects["optimizer"].zero_grad()
+    window_by_hand(state, objects, tick)
+
+
+def zero_before_batches(state: RunState, objects: dict[str, Any], tick: Callable[..., None]) -> None:
+    for _ in state.epochs(2):
+        objects["optimizer"].zero_grad()
+        for x in state.batches():
+            backward(objects, x)
+            if state.batch % 2:
+                step(objects)
+            tick(objects["model"].weight)
+
+
+@pytest.mark.parametrize("loop", [zero_before_steps, zero_before_steps_by_hand, zero_before_batches])
+def test_zero_grad_before_the_loop_keeps_the_gradients_of_a_resumed_window(run_dir: Path, loop: Any) -> None:
+    assert differences(run_dir, lambda: make(loader=loop is zero_before_batches), loop) == []
+
+
+def test_gradients_of_a_resumed_window_that_are_zeroed_in_place_are_warned_of(run_dir: Path) -> None:
+    objects = make()
+    with RunState.load(run_dir, **objects) as state:
+        for number in state.steps(4):
+            backward(objects, torch.ones(1, 2))
+            if number == 1:
+                state.save().wait()
+    again = make()
+    with RunState.load(run_dir, **again, resume=1) as state:
+        again["optimizer"].zero_grad(set_to_none=False)
+        with pytest.warns(ResumableWarning, match="zeroed the gradients of a window"):
+            next(state.steps(4))
 
 
 def test_the_second_optimizer_steps_now_and_then(run_dir: Path) -> None:
@@ -154,7 +210,7 @@ def test_a_script_that_begins_to_keep_its_gradients_late_is_told_and_exact_from_
             if step != 6:
                 objects["optimizer"].zero_grad()
             if step == 6:
-                with pytest.warns(ResumableWarning, match="gradients go on into the next step"):
+                with pytest.warns(ResumableWarning, match="this script keeps gradients after a step"):
                     backward(objects, torch.ones(1, 2))
             else:
                 backward(objects, torch.ones(1, 2))

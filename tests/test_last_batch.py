@@ -182,6 +182,7 @@ def test_a_resume_at_the_first_last_batch_does_not_warn_of_the_scheduler(run_dir
         with RunState.load(run_dir, **parts, loader=loader) as state:  # type: ignore[arg-type]
             for _ in state.epochs(1):
                 for batch in state.batches():
+                    optimizer.zero_grad()
                     model(batch).sum().backward()
                     optimizer.step()
                     state.save().wait()
@@ -237,6 +238,24 @@ def misses_a_last_loss(training: Training) -> None:
             state.save(loss=losses[-1])
 
 
+def misses_a_value(training: Training) -> None:
+    with training.state as state:
+        for _ in state.epochs(2):
+            loss = None
+            for batch in state.batches():
+                loss = training.step(batch)
+            state.save(loss=loss.item())  # type: ignore[attr-defined]
+
+
+def misses_a_key(training: Training) -> None:
+    with training.state as state:
+        for _ in state.epochs(2):
+            metrics = {}
+            for batch in state.batches():
+                metrics["loss"] = training.step(batch)
+            state.save(loss=metrics["loss"])
+
+
 def misspelt(training: Training) -> None:
     with training.state as state:
         for _ in state.epochs(2):
@@ -261,7 +280,9 @@ def test_a_metric_of_what_only_the_loop_sums_up_is_told(run_dir: Path) -> None:
     with Training(run_dir).state as state:
         for _ in state.epochs(2):
             total = sum(batch.sum().item() for (batch,) in state.batches())
-            with pytest.warns(ResumableWarning, match="if loss is of what that loop sums up, it is wrong"):
+            with pytest.warns(
+                ResumableWarning, match="the comprehension over the batches covers only the rest"
+            ):
                 state.save(loss=total)
 
 
@@ -270,8 +291,10 @@ def test_a_metric_of_what_only_the_loop_sums_up_is_told(run_dir: Path) -> None:
     ("script", "cause", "fix"),
     [
         (misses_a_name, "'loss' was never assigned", "state.mean(loss=loss)"),
-        (misses_a_count, "what it sums up or counts is still", "state.mean(loss=loss)"),
-        (misses_a_last_loss, "what it sums up or counts is still", "state.mean(loss=loss)"),
+        (misses_a_count, "values from the loop are still as they were", "state.mean(loss=loss)"),
+        (misses_a_last_loss, "values from the loop are still as they were", "state.mean(loss=loss)"),
+        (misses_a_value, "values from the loop are still as they were", "state.mean(loss=loss)"),
+        (misses_a_key, "values from the loop are still as they were", "state.mean(loss=loss)"),
     ],
 )
 def test_the_error_that_ends_the_script_says_what_happened_and_what_to_write(
@@ -286,7 +309,10 @@ def test_the_error_that_ends_the_script_says_what_happened_and_what_to_write(
     assert fix in text
 
 
-@pytest.mark.parametrize("script", [misses_a_name, misses_a_count, misses_a_last_loss])
+@pytest.mark.filterwarnings("ignore:this epoch was resumed in the middle")
+@pytest.mark.parametrize(
+    "script", [misses_a_name, misses_a_count, misses_a_last_loss, misses_a_value, misses_a_key]
+)
 def test_the_next_start_resumes_from_the_checkpoint_before(
     run_dir: Path, script: Callable[[Training], None], capsys: pytest.CaptureFixture[str]
 ) -> None:

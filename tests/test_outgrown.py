@@ -71,8 +71,37 @@ def test_a_group_that_is_added_in_mid_training_is_named_once(run_dir: Path) -> N
 
     model = Net()
     optimizer = torch.optim.SGD(model.head.parameters(), lr=0.5)
-    with pytest.raises(StateMismatch, match="2 parameter groups in the checkpoint, 1 in the code"):
+    with pytest.raises(StateMismatch, match="2 parameter groups in the checkpoint, 1 in the code") as caught:
         RunState.load(run_dir, model=model, optimizer=optimizer)
+    assert caught.value.fix.startswith("make all groups before RunState.load (at a learning rate of 0, or")
+
+
+@pytest.mark.filterwarnings("ignore:.* has changed since checkpoint")
+def test_a_run_with_an_added_group_goes_on_with_all_groups_made_before_the_load(run_dir: Path) -> None:
+    model = Net()
+    optimizer = torch.optim.Adam(model.head.parameters(), lr=0.5)
+    with RunState.load(run_dir, model=model, optimizer=optimizer) as state:
+        optimizer.add_param_group({"params": [*model.backbone.parameters()], "lr": 0.25})
+        _step(model, optimizer)
+        with pytest.warns(ResumableWarning, match="had 2 in 1 when"):
+            state.save().wait()
+    expected = [optimizer.state[parameter]["exp_avg"].tolist() for parameter in model.parameters()]
+
+    for _ in range(2):
+        model = Net()
+        optimizer = torch.optim.Adam(model.head.parameters(), lr=0.5)
+        optimizer.add_param_group({"params": [*model.backbone.parameters()], "lr": 0.0})
+        with RunState.load(run_dir, model=model, optimizer=optimizer) as state:
+            found = [optimizer.state[parameter]["exp_avg"].tolist() for parameter in model.parameters()]
+            assert found == expected
+            assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.25]
+            state.save()
+
+
+def _step(model: Net, optimizer: torch.optim.Optimizer) -> None:
+    model.head(model.backbone(torch.ones(3, 2))).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def _unfreezing(run: Path, total: int) -> list[float]:
@@ -184,6 +213,7 @@ def test_a_dataset_that_grows_between_epochs_goes_on_exactly(
 ) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "the loop was left by a break right after save")
         expected = _collecting(run_dir / "whole", None, keeps=keeps, **changes)
         fed = []
         for stop in (*stops, None):

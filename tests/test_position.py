@@ -1095,17 +1095,18 @@ def test_a_break_right_after_a_save_is_warned_of_as_the_run_is_closed(run_dir: P
         training.state.close()
 
 
-@pytest.mark.parametrize("end", ["the last body", "an exception", "at the top"])
+@pytest.mark.parametrize("end", ["the last body", "an exception", "caught at once", "at the top"])
 def test_nothing_is_warned_of_where_a_saved_loop_ends_otherwise(run_dir: Path, end: str) -> None:
     training = Training(run_dir, {})
     warnings.simplefilter("error")
-    with contextlib.suppress(KeyError), training.state:
+    inside = contextlib.suppress(KeyError) if end == "caught at once" else contextlib.nullcontext()
+    with contextlib.suppress(KeyError), training.state, inside:
         for epoch in training.state.epochs(3):
             if end == "at the top" and epoch == 1:
                 break
             training.train(torch.ones(2))
             training.state.save()
-            if end == "an exception":
+            if end in ("an exception", "caught at once"):
                 raise KeyError
             if end == "the last body" and epoch == 2:
                 break

@@ -350,6 +350,35 @@ def test_generators_are_found_in_keywords_and_attributes_of_functions() -> None:
     }
 
 
+def test_a_reader_finds_a_generator_that_takes_the_place_of_another() -> None:
+    root: Any = {"one": {"own": random.Random(0)}, "two": [random.Random(1)]}
+    reader = rng.Reader(root)
+    for number in range(20):
+        if number == 9:
+            root["one"] = {"own": random.Random(2)}
+        if number == 14:
+            root["two"][0] = np.random.default_rng(3)
+        if number == 18:
+            root["two"].clear()
+        root["one"]["own"].random()
+
+        states = {path: rng.read(generator) for path, generator in rng.find(root).items()}
+        assert rng.is_same(reader.read(), states)
+
+
+def test_a_reader_finds_generators_that_are_made_late() -> None:
+    root: Any = {"own": None, "late": None}
+    reader = rng.Reader(root)
+    assert reader.read().keys() == set()
+    root["own"] = random.Random(0)
+    assert reader.read().keys() == {"own"}
+    root["late"] = random.Random(1)
+
+    found = [len(reader.read()) for _ in range(30)]
+
+    assert found[0] == found[-1] == 2
+
+
 class Lazy(Mapping[str, Any]):
     """Data that is read from a disk when it is looked at."""
 

@@ -427,6 +427,27 @@ def with_own_generator() -> Callable[[], Iterator[torch.Tensor]]:
     return batches
 
 
+class Prefetching:
+    """It loads a batch ahead, and its generator is made with the first batch, once or in every epoch."""
+
+    def __init__(self, anew: bool) -> None:
+        self.rng: np.random.Generator | None = None
+        self.anew = anew
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        if self.anew:
+            self.rng = None
+        loaded = None
+        for number in range(5):
+            if self.rng is None:
+                self.rng = np.random.default_rng(random.getrandbits(31))
+            ahead = torch.tensor([number, self.rng.random(), *draw()], dtype=torch.float64)
+            if loaded is not None:
+                yield loaded
+            loaded = ahead
+        yield ahead
+
+
 PLAIN: dict[str, Callable[[], Any]] = {
     "list": lambda: [*torch.arange(15.0).reshape(5, 3)],
     "iterable": Augmented,
@@ -448,6 +469,15 @@ def test_an_iterable_without_a_position_goes_on(run_dir: Path, name: str, stops:
 
 
 @keeps_none
+@pytest.mark.parametrize("anew", [False, True])
+@pytest.mark.parametrize("stops", [[(0, 2), (0, 3), (1, 2)], [(0, 4), (1, 1), (2, 1)]])
+def test_a_generator_that_is_made_with_the_first_batch_goes_on(
+    run_dir: Path, stops: list[Stop], anew: bool
+) -> None:
+    assert chain(run_dir, lambda: Prefetching(anew), stops) == uninterrupted(lambda: Prefetching(anew))
+
+
+@keeps_none
 @pytest.mark.parametrize("name", ["list", "iterable", "function with a generator"])
 def test_an_iterable_without_a_position_can_go_back_again_and_again(run_dir: Path, name: str) -> None:
     expected = uninterrupted(PLAIN[name])
@@ -463,6 +493,40 @@ def test_an_iterable_without_a_position_can_go_back_again_and_again(run_dir: Pat
             seen = [(key, batch, draw()) for key, batch in training(state)]
 
             assert seen == expected[place:]
+
+
+class Watched:
+    """An object that counts how often it is looked at."""
+
+    looks = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        Watched.looks += name == "__dict__"
+        return super().__getattribute__(name)
+
+
+class Large:
+    """An iterable with a generator and many objects."""
+
+    def __init__(self) -> None:
+        self.rng, self.objects = random.Random(0), [Watched() for _ in range(100)]
+
+    def __iter__(self) -> Iterator[float]:
+        return (self.rng.random() for _ in range(64))
+
+
+@keeps_none
+def test_the_objects_of_an_iterable_are_not_looked_at_with_every_batch(run_dir: Path) -> None:
+    for stop in (24, 49, 63):
+        with RunState.load(run_dir, loader=Large()) as state:
+            looks = []
+            for _ in state.batches():
+                looks.append(Watched.looks)
+                if state.batch == stop:
+                    state.save()
+                    break
+
+        assert looks[-1] == looks[-5]
 
 
 def endless() -> Iterator[torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +53,15 @@ def epochs_by_hand(state: RunState, objects: dict[str, Any], tick: Callable[...,
         for x in state.batches():
             train(objects, x)
             tick(x)
+
+
+def epochs_in_a_while_loop(state: RunState, objects: dict[str, Any], tick: Callable[..., None]) -> None:
+    while state.epoch < 3:
+        strength = torch.rand(2)
+        for x in state.batches():
+            train(objects, x * strength)
+            tick(x, strength)
+        torch.randn(3)
 
 
 def two_phases(state: RunState, objects: dict[str, Any], tick: Callable[..., None]) -> None:
@@ -103,6 +113,7 @@ def draw_before_next(state: RunState, objects: dict[str, Any], tick: Callable[..
     [
         (counted_in_vars, without_loader),
         (epochs_by_hand, make),
+        (epochs_in_a_while_loop, make),
         (two_phases, make),
         (steps_then_epochs, make),
         (draw_before_steps_in_an_epoch, without_loader),
@@ -165,13 +176,15 @@ def test_draws_between_the_load_and_the_loop_are_those_of_the_first_start(
     assert differences(run_dir, objects, loop) == []
 
 
-def test_they_are_so_in_a_script_that_seeds_nothing(run_dir: Path) -> None:
+@pytest.mark.parametrize("read", [lambda state: None, lambda state: state.epoch, lambda state: state.vars])
+def test_they_are_so_in_a_script_that_seeds_nothing(run_dir: Path, read: Any) -> None:
     drawn = []
     for start in range(3):
         torch.seed()
         random.seed()
         np.random.seed()
         state = RunState.load(run_dir, **make())
+        read(state)
         drawn.append((torch.randn(2).tolist(), random.random(), np.random.rand()))
         with state:
             for _ in state.epochs(3):
@@ -323,6 +336,31 @@ def test_draws_between_two_reads_of_a_counter_are_told_at_the_first_save(run_dir
             train(objects, torch.ones(1, 2))
             with pytest.warns(ResumableWarning, match=r"between reading state\.step"):
                 state.save()
+
+
+@pytest.mark.parametrize(("draws", "is_warned"), [("before", False), ("after", False), ("both", True)])
+def test_other_draws_before_the_batches_of_a_loop_by_hand_are_warned_of(
+    run_dir: Path, draws: str, is_warned: bool
+) -> None:
+    expected = "have drawn other random numbers than in the training that was stopped"
+    for start in range(2):
+        torch.manual_seed(1)
+        with (
+            RunState.load(run_dir, **(objects := make())) as state,
+            warnings.catch_warnings(record=True) as seen,
+        ):
+            warnings.simplefilter("always")
+            for _ in range(state.epoch, 2):
+                if draws != "after":
+                    torch.rand(2)
+                for x in state.batches():
+                    train(objects, x)
+                    if start == 0 and state.epoch == 1:
+                        state.save().wait()
+                        break
+                if draws != "before":
+                    torch.rand(2)
+    assert [expected in str(one.message) for one in seen] == [True] * is_warned
 
 
 def test_a_step_without_a_loop_after_a_resume_is_told(run_dir: Path) -> None:

@@ -87,8 +87,6 @@ class Training:
         env = {**os.environ, "PYTHONPATH": str(ROOT), "WANDB_SILENT": "true", "OMP_NUM_THREADS": "1"}
         # (a kill comes before the checkpoint that was the best is pruned, or after it)
         told = ["-W", "error", "-W", "ignore:checkpoint 3, the best, is not there any more"]
-        # (the accuracy is the model's, and nothing that the loop sums up)
-        told += ["-W", "ignore:the training went on behind the last batch"]
         command = [sys.executable, *told, "train.py", when, str(at), str(shift)]
         child = subprocess.run(command, cwd=self._folder, env=env, capture_output=True, text=True)
         expected = 0 if when == "never" else -signal.SIGKILL

@@ -22,7 +22,7 @@ _PLACE = {
 def of(found: Difference) -> str:
     """Return what differs, as one would say it.
 
-    >>> from resumable.traces import At
+    >>> from resumable.trace.trace_file import At
     >>> at = At("batch", 0, 8, 8)
     >>> of(Difference(at, "optimizer", "exp_avg.layer2.weight", None, None))
     'optimizer exp_avg of layer2.weight'

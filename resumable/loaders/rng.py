@@ -12,6 +12,7 @@ from typing import Any, TypeGuard, TypeVar
 
 import numpy as np
 import torch
+import xxhash
 
 Generator = random.Random | np.random.Generator | np.random.RandomState | torch.Generator
 T = TypeVar("T")
@@ -65,6 +66,26 @@ def is_same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     return bool(np.array_equal(one, other)) if isinstance(one, np.ndarray) else bool(one == other)
+
+
+def digest(states: Any) -> str:
+    """Return a digest of what `read` or `collect` returned, or of containers of it."""
+    found = xxhash.xxh3_128()
+    for path, value in _leaves("", states):
+        content = value.cpu().numpy().tobytes() if isinstance(value, torch.Tensor) else repr(value).encode()
+        found.update(path.encode() + b"\0" + content)
+    return found.hexdigest()
+
+
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for name, inner in sorted(value.items()):
+            yield from _leaves(f"{path}/{name}", inner)
+    elif isinstance(value, (list, tuple)):
+        for number, inner in enumerate(value):
+            yield from _leaves(f"{path}/{number}", inner)
+    else:
+        yield path, value.tolist() if isinstance(value, np.ndarray) else value
 
 
 def begin_anew(seed: str) -> None:
@@ -188,27 +209,71 @@ _BIT_GENERATORS = {
 
 def find(root: object) -> dict[str, Generator]:
     """Return the generators that hang off an object, by their path from it."""
-    return {path: value for path, value in _walk(root) if is_generator(value)}
+    return {path: value for path, value, _ in _walk(root) if is_generator(value)}
 
 
 def inside(root: object, kind: type[T]) -> list[T]:
     """Return the objects of a kind that hang off an object."""
-    return [value for _, value in _walk(root) if isinstance(value, kind)]
+    return [value for _, value, _ in _walk(root) if isinstance(value, kind)]
 
 
-def _walk(root: object) -> Iterator[tuple[str, object]]:
+class Reader:
+    """Reads the generators that hang off an object, again and again, and seldom looks for them.
+
+    It looks where one is no longer where it was, and before every read whose number is a power of two: many
+    objects make theirs with their first sample.
+    """
+
+    def __init__(self, root: object) -> None:
+        self._root = root
+        self._reads = 0
+        self._found: dict[str, Generator] = {}
+        self._ways: dict[int, tuple[object, set[tuple[str, int]]]] = {}
+        """Each object on a way to a generator, and which of its children are on one."""
+
+    def read(self) -> dict[str, Any]:
+        """Return the states of all generators, by their paths."""
+        if not self._reads & (self._reads - 1) or not self._are_in_place():
+            self._find()
+        self._reads += 1
+        return {path: read(generator) for path, generator in self._found.items()}
+
+    def _are_in_place(self) -> bool:
+        return all(
+            children <= {(name, id(child)) for name, child in _children(owner)}
+            for owner, children in self._ways.values()
+        )
+
+    def _find(self) -> None:
+        self._found, self._ways = {}, {}
+        for path, value, way in _walk(self._root):
+            if is_generator(value):
+                self._found[path] = value
+                for owner, name, child in way:
+                    self._ways.setdefault(id(owner), (owner, set()))[1].add((name, id(child)))
+
+
+Way = tuple[tuple[object, str, object], ...]
+"""How one comes to an object: each object, the name of its child, and the child."""
+
+
+def _walk(root: object) -> Iterator[tuple[str, object, Way]]:
     seen: set[int] = set()
     # Breadth first: where there is too much to look at, what is near is found all the same.
-    waiting = deque([(root, "", 0)])
+    start: tuple[object, str, Way] = (root, "", ())
+    waiting = deque([start])
     while waiting and len(seen) < _MOST:
-        value, path, depth = waiting.popleft()
+        value, path, way = waiting.popleft()
         if id(value) in seen:
             continue
         seen.add(id(value))
-        yield path, value
-        if not is_generator(value) and depth < _DEEPEST:
+        yield path, value, way
+        if not is_generator(value) and len(way) < _DEEPEST:
             children = (child for child in _children(value) if not isinstance(child[1], _PLAIN))
-            waiting.extend((child, f"{path}.{name}" if path else name, depth + 1) for name, child in children)
+            waiting.extend(
+                (child, f"{path}.{name}" if path else name, (*way, (value, name, child)))
+                for name, child in children
+            )
 
 
 def _children(value: object) -> Iterator[tuple[str, object]]:

@@ -337,8 +337,12 @@ class PlainSource:
                 ) from None
 
     def _reading(self, batches: Iterator[Any]) -> Iterator[Any]:
+        # To look for the generators with every batch would walk through all objects of the iterable.
+        own = rng.Reader(self._all())
+        draws = None
         while True:
-            draws = None if isinstance(self.loader, _NEVER_DRAW) else _read(self._all(), devices=True)
+            if not isinstance(self.loader, _NEVER_DRAW):
+                draws = {"random": rng.collect(), "generators": own.read()}
             try:
                 batch = next(batches)
             except StopIteration:

@@ -40,7 +40,7 @@ _States = tuple[
     Sequence[tuple[LoaderPosition, Mapping[str, Any]]],
 ]
 
-_FLEETING = frozenset({"gradients", "used", "syncs", "zeroed"})
+_FLEETING = frozenset({"gradients", "syncs", "zeroed"})
 
 SLOTS = ("model", "optimizer", "scheduler", "scaler", "extra")
 
@@ -336,6 +336,12 @@ class Capture:
         for part in self._parts:
             if isinstance(part, OptimizerPart):
                 part.forget_gradients(Saved(trees, part.name))
+
+    def put_gradients_back(self) -> None:
+        """Give parameters the gradients of the resumed window again, if the script has dropped them."""
+        for part in self._parts:
+            if isinstance(part, OptimizerPart):
+                part.gradients.put_back()
 
     def hold_settings(self) -> Callable[[], None]:
         """Remember the small parts, and return what puts back those that have changed since."""
@@ -903,9 +909,14 @@ def _storable(settings: Mapping[str, Any]) -> dict[str, Json]:
 def _mismatch(refused: Sequence[Difference]) -> StateMismatch:
     lines = [f"  {d.part}{d.name and '.'}{d.name}: {d.text}" for d in refused]
     allow = sorted({f"{d.part}{d.name and '.'}{d.name}" for d in refused})
+    first = ""
+    if any(" parameter groups in the checkpoint" in d.text for d in refused):
+        # After add_param_group in mid-training, to leave the optimizer out would lose its moments.
+        first = "make all groups before RunState.load (at a learning rate of 0, or frozen, until they are "
+        first += "needed), or "
     return StateMismatch(
         "the checkpoint does not fit the objects in the script:\n" + "\n".join(lines),
-        fix="undo the change in the script, or go on without what does not fit (it then stays as the "
+        fix=f"{first}undo the change in the script, or go on without what does not fit (it then stays as the "
         f"script made it): allow={allow}. Patterns such as 'model.head.*' work too. Nothing was changed.",
     )
 

@@ -33,8 +33,8 @@ class Gradients:
         self._is_first = False
         self._has_left_out = False
         """Whether used gradients were left out of a checkpoint before it was seen what becomes of them."""
-        self.used: list[str] = []
-        """Those that `pending` returned last though a step has used them: the script may zero them."""
+        self._restored: list[tuple[Tensor, Tensor, int]] = []
+        """Parameters, and the gradients that were put into them for the rest of their window."""
         self._watch: tuple[Tensor, Any] | None = None
 
     def collect(self) -> int | None:
@@ -45,34 +45,45 @@ class Gradients:
         """Take over what `collect` returned, and see as little else as a new process."""
         if self._watch is not None:
             self._watch[1].remove()
-        self._watch, self._is_first, self._used = None, False, {}
+        self._watch, self._is_first, self._used, self._restored = None, False, {}, []
         self._times_zeroed = times_zeroed or 0
         self._are_kept = True if times_zeroed is None else False if times_zeroed >= _ENOUGH else None
 
+    def put_in(self, gradients: Mapping[Tensor, Tensor]) -> None:
+        """Give parameters the gradients that the rest of their window adds to."""
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
+        self._restored = [(parameter, g, g._version) for parameter, g in gradients.items()]
+
+    def put_back(self) -> None:
+        """Give parameters their gradients again: many scripts zero them in the lines before the loop."""
+        restored, self._restored = self._restored, []
+        for parameter, gradient, version in restored:
+            if gradient._version != version:
+                warn(
+                    "zero_grad(set_to_none=False) before the loop has zeroed the gradients of a window that "
+                    "the resume goes on in: its step will be another one. Call it before RunState.load, or "
+                    "with set_to_none=True."
+                )
+                return
+            if parameter.grad is None:
+                parameter.grad = gradient
+
     def stepped(self) -> None:
         """Note that the optimizer has made a step with the gradients that there are."""
+        self._restored = []
         self._used = {id(p): (weakref.ref(g), g._version) for p, g in self._all() if not g.is_inference()}
         self._is_first = True
         if self._watch is None and not self._are_kept:
             self._begin_to_watch()
 
-    def pending(self, parameters: Mapping[str, Tensor], *, is_alone: bool = True) -> dict[str, Tensor]:
-        """Return the gradients that a resume needs, by the names of their parameters.
-
-        Of several processes each has its own, and another number of them could not go on from these: used
-        ones are left out there until they are seen to be kept.
-        """
-        self.used = []
+    def pending(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the gradients that a resume needs, by the names of their parameters."""
         if self.is_captured:
             return {}
         found = {name: p.grad for name, p in parameters.items() if p.grad is not None}
         if not self._are_kept:
             used = {name for name, g in found.items() if self._is_used(parameters[name], g)}
-            self.used = sorted(used)
-            if self._are_kept is None:
-                # On a device a copy of all gradients is memory that the training may need.
-                used = {name for name in used if not (found[name].is_cpu and is_alone)}
-                self.used = sorted({*self.used} - used)
             self._has_left_out |= bool(used)
             found = {name: g for name, g in found.items() if name not in used}
         return found if any(map(_may_be_nonzero, found.values())) else {}
@@ -103,8 +114,8 @@ class Gradients:
     def _warn_of_left_out(self) -> None:
         if self._has_left_out:
             warn(
-                "gradients go on into the next step, and checkpoints so far were saved without them: a "
-                "resume from one of these is not exact. Those from here on have them."
+                "this script keeps gradients after a step. Earlier checkpoints lack them and do not resume "
+                "exactly; later ones do."
             )
 
     def _before_gradient(self) -> None:

@@ -148,7 +148,6 @@ class OptimizerPart(Part):
                 "on_host": sorted(on_host),
                 "loose": self._loose(known),
                 "gradients": gradients,
-                "used": [name for name in self.gradients.used if name in gradients],
                 "zeroed": self.gradients.collect(),
             },
         }
@@ -160,7 +159,7 @@ class OptimizerPart(Part):
         return {"rank": {"gradients": gradients}}
 
     def _gradients(self) -> dict[str, Any]:
-        pending = self.gradients.pending(self.parameters(), is_alone=self.rank is None)
+        pending = self.gradients.pending(self.parameters())
         return {name: _grad_out(gradient) for name, gradient in pending.items()}
 
     def _saved_gradients(self, saved: Saved, tree: Tree | None = None) -> dict[str, Any]:
@@ -213,7 +212,7 @@ class OptimizerPart(Part):
 
     def resized(self, saved: Saved, then: int, now: int) -> Iterator[Difference]:
         """Yield that gradients were on their way to a step: each process has its own."""
-        if self._saved_gradients(saved).keys() - {*saved.view(self.stem).get("used", ())}:
+        if self._saved_gradients(saved):
             text = f"summed up by {then} processes, each for itself; there are {now} in the code"
             yield Difference(self.name, "gradients", text)
 
@@ -250,8 +249,8 @@ class OptimizerPart(Part):
                 parameters[name].copy_(tree["loose"][name])
         self.gradients.restore(tree.get("zeroed", 0))
         gradients = {} if "gradients" in unfit else self._saved_gradients(saved, tree)
-        for name in gradients.keys() & parameters.keys() - unfit:
-            parameters[name].grad = _grad_in(gradients[name]).to(parameters[name].device)
+        found = {parameters[n]: _grad_in(gradients[n]) for n in gradients.keys() & parameters.keys() - unfit}
+        self.gradients.put_in({parameter: one.to(parameter.device) for parameter, one in found.items()})
 
     def _placer(self, on_host: list[str], parameters: Mapping[str, Tensor]) -> Place:
         def place(path: Path, device: str) -> torch.device:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dis
 import gc
 import inspect
+import sys
 from collections.abc import Iterator
 from itertools import cycle, islice
-from types import FrameType, GeneratorType
+from types import CodeType, FrameType, GeneratorType
 from typing import Any
 
+_LIBRARY = __name__.partition(".")[0] + "."
 _COUNTERS: tuple[type, ...] = (type(iter(range(0))), type(iter([])))
 
 
@@ -51,6 +53,22 @@ def numbers(iterator: Iterator[Any], frame: FrameType) -> Iterator[int]:
     for one in around:
         if type(one) is enumerate:
             yield int(one.__reduce__()[1][1])
+
+
+def caller() -> FrameType | None:
+    """Return the frame of the script that has called the library."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame and frame.f_globals.get("__name__", "").startswith(_LIBRARY):
+        frame = frame.f_back
+    return frame
+
+
+def is_break(code: CodeType | None) -> bool:
+    """Whether a loop in this code of the script is being left by `break` or `return`, not by an error."""
+    frame = caller()
+    if frame is None or frame.f_code is not code:
+        return False
+    return dis.opname[frame.f_code.co_code[frame.f_lasti]] in ("POP_TOP", "POP_ITER")
 
 
 def is_call(frame: FrameType) -> bool:

@@ -6,6 +6,7 @@ import dis
 import re
 from types import CodeType, FrameType, TracebackType
 
+from ..errors import ResumableError
 from ..run.history import History
 from .position import Position
 
@@ -26,15 +27,15 @@ def explain(error: BaseException, history: History, position: Position) -> str |
     return (
         f"this start resumed from checkpoint {number}, after the last batch of epoch {position.epoch}. The "
         f"loop over the batches had none left, so {what}.\n"
-        f"Fix: {instead}. The next start resumes from an earlier checkpoint."
+        f"Fix: {instead}. The next start resumes from an earlier checkpoint, if there is one."
     )
 
 
 def _missing(error: BaseException) -> tuple[str, str] | None:
     """Return what the loop would have done, and what to write instead."""
-    if isinstance(error, (ZeroDivisionError, IndexError)) or _is_of_nothing(error):
+    if _is_of_nothing(error):
         return (
-            "what it sums up or counts is still as it was before it",
+            "sums, counts and values from the loop are still as they were before it",
             "average with state.mean(loss=loss) in the loop, and read state.means['loss'] after it",
         )
     name = _name(error) if isinstance(error, NameError) else None
@@ -48,9 +49,11 @@ def _missing(error: BaseException) -> tuple[str, str] | None:
 
 
 def _is_of_nothing(error: BaseException) -> bool:
-    """Whether it says that there is nothing to sum up, as max(), reduce(), torch.stack() and mean() do."""
-    kinds = (ValueError, RuntimeError, TypeError)
-    return isinstance(error, kinds) and bool(re.search(r"\bempty\b|at least one", str(error)))
+    """Whether it is what comes of values that a loop without a batch leaves: 0, None, nothing to sum up."""
+    if isinstance(error, (ArithmeticError, LookupError, StopIteration)):
+        return not isinstance(error, ResumableError)
+    kinds = (ValueError, RuntimeError, TypeError, AttributeError)
+    return isinstance(error, kinds) and bool(re.search(r"\bempty\b|at least one|NoneType", str(error)))
 
 
 def _name(error: NameError) -> str | None:

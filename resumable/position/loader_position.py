@@ -19,6 +19,7 @@ from ..errors import UsageError, warn
 from ..loaders import rng
 from ..loaders.sources import Source
 from . import iteration
+from .running_sums import RunningSums
 
 Hook = Callable[[], None]
 
@@ -46,6 +47,7 @@ class Counters(Protocol):
     counts_steps: bool
     processes: int
     digest: Callable[[Any], Any] | None
+    sums: RunningSums
 
     def progress(self) -> object:
         """Return what changes with every step and every gradient; None if nobody knows."""
@@ -161,6 +163,11 @@ class LoaderPosition:
         self._loop: weakref.ref[_Loop] | None = None
         # Whether the batch that was in hand when the loop was left is the first that is ahead.
         self._is_put_off = False
+
+    @property
+    def sums(self) -> RunningSums:
+        """The variables of the script that a resumed epoch sums up in."""
+        return self._counters.sums
 
     def is_under_way(self) -> bool:
         """Whether the epoch's batches have begun and not ended."""
@@ -391,7 +398,7 @@ class LoaderPosition:
         """
         if self.is_over or self.in_hand:
             self._refuse_to_repeat()
-            return _Over()
+            return _Over(self)
         if self.is_open:
             raise UsageError(
                 "two loops over this loader's batches would be on the way at once.",
@@ -625,12 +632,15 @@ class _Loop:
             self._has_asked = True
             at.look_at_holders(self)
             asked_by = sys._getframe(1)
+            at.sums.begin(asked_by, is_over=False)
             if at.done:
                 at.warn_of_numbers(self, asked_by)
             at.is_asked_by_hand = self._can_be_ahead and iteration.is_call(asked_by)
             at.asked_at = asked_by.f_code, asked_by.f_lasti
             at.warn_of_draws_before_next(self._drawn_then)
             self._drawn_then = None
+        elif at.sums.is_looking:
+            at.sums.go_on(sys._getframe(1))
         at.before_batch()
         try:
             batch = next(self._batches)
@@ -638,6 +648,7 @@ class _Loop:
         except StopIteration:
             at.catch_up()
             self._is_over = at.is_over = True
+            at.sums.end()
             at.is_open, at.ended_at = False, at.done
             at.end(self._progress_then)
             self.unwatch()
@@ -733,10 +744,14 @@ def _warn_of_generator(asked_by: FrameType) -> None:
 class _Over:
     """No batches: the epoch's were over when the training was resumed."""
 
+    def __init__(self, at: LoaderPosition) -> None:
+        self._at = at
+
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
+        self._at.sums.begin(sys._getframe(1), is_over=True)
         raise StopIteration
 
     def numbered(self, start: int, batch: Any) -> tuple[int, Any]:

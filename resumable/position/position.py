@@ -16,13 +16,14 @@ from ..errors import Once, UsageError, warn
 from ..files.strict_json import typed
 from ..loaders import rng, sources
 from ..loaders.dataloader import LoaderSource
-from . import means
+from . import iteration, means
 from .accumulation import Accelerate
 from .first_lines import BeforeLoop, FirstLines
 from .loader_position import Hook, Hooks, LoaderPosition, Through
 from .means import Means
 from .other_loaders import Outside
 from .random_streams import Streams
+from .running_sums import RunningSums
 from .spikes import Spikes
 
 
@@ -58,7 +59,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "stepped": (list, _NONE),
     "body_start": (dict, _NONE),
 }
-_NEWER: dict[str, type] = {"loop_ends": list, "entry": str}
+_NEWER: dict[str, type] = {"loop_ends": list, "entry": str, "loop_draws": str}
 """What checkpoints of older versions lack."""
 
 
@@ -120,7 +121,7 @@ class Position:
         self._stepped: set[str] | None = None
         """The optimizers that have made a step since the last batch was handed out."""
         self.spikes, self.once = Spikes(), Once()
-        self.first_lines, self.before_loop = FirstLines(), BeforeLoop()
+        self.first_lines, self.before_loop, self.sums = FirstLines(), BeforeLoop(), RunningSums()
         self.restores = 0
         self._resumed_at, self._has_handed_out = Boundary.OUTSIDE, False
         """Whether there was a batch since the training was resumed."""
@@ -182,7 +183,10 @@ class Position:
 
     def was_read(self, *, is_counter: bool = True) -> None:
         """Note that the script reads a counter, or its variables: a loop of its own may begin here."""
-        if self.streams.has_trained or not self.is_outside():
+        if not self.is_outside():
+            return
+        if self.streams.has_trained:
+            self.streams.was_read_again()
             return
         self.before_loop.was_read(may_begin_loop=is_counter)
         has_gradients = bool(self.gradients and self.gradients())
@@ -357,6 +361,8 @@ class Position:
         self.metrics = dict(saved["metrics"])
         self.means.restore(saved.get("means"))
         self._resumed_at = saved["boundary"]
+        if self._resumed_at is Boundary.BATCH:
+            self.sums.resumed()
         self.streams.restore(saved)
         self._has_handed_out = False
         self._stepped = None if saved["stepped"] is None else set(saved["stepped"])
@@ -497,10 +503,12 @@ class Position:
             if not self.loaders:
                 self._stepped = set()
             self.first_lines.begin()
+            asked_by = getattr(iteration.caller(), "f_code", None)
             try:
                 yield self.epoch
             except GeneratorExit:
-                if self.is_saved_body() and self.boundary() is Boundary.EPOCH and self.epoch + 1 < total:
+                is_last = self.boundary() is not Boundary.EPOCH or self.epoch + 1 == total
+                if self.is_saved_body() and not is_last and iteration.is_break(asked_by):
                     self._left_for = f"epoch {self.epoch + 1}"
                 self._stay()
                 self.streams.leave_loop("epochs", total, number)
@@ -554,6 +562,7 @@ class Position:
             loader.leave(None)
             loader.rewind()
         self.epoch, self.batch = epoch, 0
+        self.sums.forget()
         self._resumed_at, self.streams.body_start = Boundary.EPOCH, None
         self.streams.forget_held()
 
@@ -570,6 +579,7 @@ class Position:
             self._step_in_hand = self.step
             around = [loader for loader in self._all() if loader.in_hand]
             self._body_begins()
+            asked_by = getattr(iteration.caller(), "f_code", None)
             try:
                 yield self.step
                 if restores == self.restores:
@@ -582,7 +592,8 @@ class Position:
                             if loader.in_hand and loader not in around:
                                 loader.take_back()
             except GeneratorExit:
-                if self.is_saved_body() and self.steps_done() < total:
+                is_last = self.steps_done() >= total
+                if self.is_saved_body() and not is_last and iteration.is_break(asked_by):
                     self._left_for = f"step {self.steps_done()}"
                 self.streams.leave_loop("steps", total, number)
                 raise
@@ -600,7 +611,7 @@ class Position:
         for loader in self._all():
             loader.is_beside |= loader.is_open and not 0 < loader.opened <= ended.opened
         if self._body is None:
-            self.streams.body_start = self.streams.read()
+            self.streams.end_batches_by_hand()
         if self._body is Boundary.EPOCH and not self.is_training():
             self.first_lines.go_on()
 
@@ -639,6 +650,8 @@ class Position:
             self.streams.body_start = start
         if self._body is None:
             self.means.begin(self.epoch)
+            has_begun = any(at.is_over or at.is_under_way() for at in self._all())
+            self.streams.begin_batches_by_hand(is_first=not has_begun)
         return Batches(loader, hooks, through, loads_ahead)
 
 

@@ -33,6 +33,8 @@ class Streams:
         """Whether optimizers tell of their steps: until the first of these, nothing is trained."""
         self.hold_settings: Callable[[], Hook] | None = None
         """What remembers the small parts, and returns what puts them back."""
+        self.put_gradients_back: Hook | None = None
+        """What gives parameters the gradients of the resumed window again."""
         self.has_trained = False
         """Whether a batch was handed out, or a step made, in this process or before."""
         self.has_used_loops = False
@@ -44,8 +46,14 @@ class Streams:
         self._drawn_from: States | None = None
         """The same, if the script drew random numbers from there before the loop."""
         self._held: States | None = None
+        self._is_loaded = False
+        """Whether they are held since the load, and not since the script went back."""
         self._is_in_first_lines = False
         """Whether the body of a loop by hand has begun again, whose batches have not."""
+        self._loop_draws = ""
+        """A digest of the generators as a loop by hand over batches began."""
+        self._has_ended_by_hand = False
+        """Whether that loop has ended, and the script has not read a counter since."""
         self._put_settings_back: Hook | None = None
         self._is_closed = False
         self._is_read = False
@@ -85,6 +93,7 @@ class Streams:
             "entry": self.entry(),
             "drawn_from": self._drawn_from,
             "loop_ends": self._loop_ends,
+            "loop_draws": self._loop_draws if is_in_body else "",
         }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
@@ -94,6 +103,7 @@ class Streams:
         self._is_read |= self._entry == "read"
         self._drawn_from = saved.get("drawn_from") or self._drawn_from
         self._loop_ends = [*saved.get("loop_ends", ())]
+        self._loop_draws = saved.get("loop_draws", "")
         self._put_settings_back = None
 
     def entry(self) -> str:
@@ -122,12 +132,13 @@ class Streams:
             self.begin()
             return
         self.hold()
+        self._is_loaded = True
         if self._entry != "load":
             self.write(self._drawn_from or before)
 
     def hold(self) -> None:
         """Remember the generators for where the loops go on: draws until then do not count."""
-        self._held = None if self._is_closed else self.read()
+        self._held, self._is_loaded = None if self._is_closed else self.read(), False
 
     def _note_draws_before(self, now: States) -> None:
         if self._at_load is not None and not rng.is_same(self._at_load, now):
@@ -148,7 +159,6 @@ class Streams:
         if self._held is None:
             now = self.read()
             self._note_draws_before(now)
-            self._at_load = None
             if self._first_read is None:
                 self._first_read = self.body_start = now
             self._has_drawn_between_reads |= is_again and not rng.is_same(self._first_read, now)
@@ -166,6 +176,31 @@ class Streams:
             # The next body of a loop of the script's own begins after it.
             self.body_start = self.read()
 
+    def was_read_again(self) -> None:
+        """Note that the script reads a counter after it has trained: the next body may begin here."""
+        if self._has_ended_by_hand and self._is_read:
+            self.body_start, self._has_ended_by_hand = self.read(), False
+
+    def begin_batches_by_hand(self, *, is_first: bool) -> None:
+        """Note that a loop over batches begins, outside of `epochs()`; `is_first`: the first in its body.
+
+        Where the body begins is not seen: in one that is resumed, the first lines may draw other numbers.
+        """
+        if not is_first and not self._is_in_first_lines:
+            return
+        now = self.read()
+        drawn, then, self._loop_draws = rng.digest(now), self._loop_draws, rng.digest(now)
+        if self._is_in_first_lines and then not in ("", drawn) and not rng.is_same(self.body_start, now):
+            warn(
+                "the lines before the loop over batches have drawn other random numbers than in the training "
+                "that was stopped, because they stand in a loop of your own. Loop over state.epochs(), which "
+                "knows where its body begins."
+            )
+
+    def end_batches_by_hand(self) -> None:
+        """Note that a loop over batches has ended, outside of `epochs()`: the next body begins here."""
+        self.body_start, self._has_ended_by_hand = self.read(), True
+
     def has_late_read(self) -> bool:
         """Whether a loop of the script's own begins with a read, and draws came between that and another."""
         return self._has_drawn_between_reads and self.has_trained and self.entry() == "read"
@@ -178,6 +213,8 @@ class Streams:
             self._put_settings_back = None
             put_settings_back()
         if self._held is not None:
+            if self.put_gradients_back and self._is_loaded:
+                self.put_gradients_back()
             self.write(self._held)
             self._held = None
         self._is_in_first_lines = False

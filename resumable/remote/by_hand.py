@@ -46,7 +46,7 @@ class Transfer(NamedTuple):
 class Copying:
     """Moves checkpoints between a run and a remote, and tells of each one; a `dry` one only tells.
 
-    >>> from resumable.store import Store
+    >>> from resumable.remote.storage import Store
     >>> run = Run("runs/exp")
     >>> Copying(run, Remote(Store("memory://nobody"))).pull("newest")
     Traceback (most recent call last):

@@ -72,11 +72,13 @@ class NotGiven:
         if self._rates == (rates := self._read_rates()):
             return
         self._rates = rates
-        if any(isinstance(wrappers.inside(live), LRScheduler) for live in self._given):
+        given = [wrappers.inside(live) for live in self._given]
+        if any(isinstance(live, LRScheduler) for live in given):
             return
-        for optimizer in map(wrappers.inside, self._given):
+        held = _schedulers_in(given)
+        for optimizer in given:
             for scheduler in _schedulers(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else ():
-                if scheduler not in self._known:
+                if scheduler not in self._known and not any(one is scheduler for one in held):
                     self._known.add(scheduler)
                     warn(
                         f"a scheduler ({type(scheduler).__name__}) has changed the learning rate, and was "
@@ -100,6 +102,16 @@ def _schedulers(optimizer: Any) -> list[LRScheduler]:
     return [one for one in schedulers if one.last_epoch > 0]
 
 
+def _schedulers_in(given: Collection[Any]) -> list[LRScheduler]:
+    """Return the schedulers in what is given, and those in them."""
+    # The state of a module has its tensors and modules only.
+    found = [live for live in given if not isinstance(live, torch.nn.Module)]
+    for live in found:
+        inner = [one for one in _attributes(live) if isinstance(one, LRScheduler)]
+        found += [one for one in inner if not any(one is other for other in found)]
+    return [one for one in found if isinstance(one, LRScheduler)]
+
+
 def _has_state(optimizer: Any) -> bool:
     states = [one for one in optimizer.state.values() if isinstance(one, dict)]
     return any(isinstance(value, torch.Tensor) for one in states for value in one.values())
@@ -109,10 +121,15 @@ def _leads_to(live: Any, optimizer: Any) -> bool:
     """Whether this is what is given, or what it steps by."""
     if live is optimizer or getattr(live, "state", None) is optimizer.state:
         return True
+    return any(one is optimizer for one in _attributes(live))
+
+
+def _attributes(live: Any) -> list[Any]:
+    """Return what an object keeps in its attributes, and in lists and dicts there."""
     inner = [*vars(live).values()] if hasattr(live, "__dict__") else []
     inner += [one for value in inner if isinstance(value, (list, tuple)) for one in value]
     inner += [one for value in inner if isinstance(value, dict) for one in value.values()]
-    return any(one is optimizer for one in inner)
+    return inner
 
 
 def _has_changed(before: list[Any], now: list[Any]) -> bool:

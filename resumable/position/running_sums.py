@@ -1,0 +1,110 @@
+"""Sums that a script keeps in variables of its own: a resume in mid-epoch begins them from 0 again."""
+
+from __future__ import annotations
+
+import dis
+import inspect
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+
+_INSTALLED = ("site-packages", "dist-packages")
+
+
+class RunningSums:
+    """The variables that were 0 or empty where a resumed loop over batches began, and that it changes."""
+
+    def __init__(self) -> None:
+        self.lost: list[str] = []
+        """Those that have only the rest of the epoch in them."""
+        self.is_looking = False
+        """Whether the next batch that is asked for shows which variables the loop changes."""
+        self._is_due = False
+        self._code: CodeType | None = None
+        self._names: list[str] = []
+
+    def resumed(self) -> None:
+        """Note that an epoch is resumed in the middle."""
+        self.lost, self.is_looking, self._is_due = [], False, True
+
+    def forget(self) -> None:
+        """Note that another epoch begins."""
+        self.lost, self.is_looking, self._is_due = [], False, False
+
+    def begin(self, asked_by: FrameType, *, is_over: bool) -> None:
+        """Look at the script as it asks for the first batch; `is_over`: there is none left."""
+        if not self._is_due:
+            return
+        self._is_due = False
+        frame = _of_script(asked_by)
+        if _is_comprehension(frame):
+            self.lost = ["the comprehension over the batches"]
+            return
+        names = [name for name, value in _variables(frame).items() if _is_zero(value)]
+        self._names = sorted(_used_after(frame).intersection(names))
+        self._code, self.is_looking = frame.f_code, not is_over
+        if is_over:
+            self.lost = self._names
+
+    def end(self) -> None:
+        """Note that the loop has ended: where it had no batch left, it has changed nothing."""
+        if self.is_looking:
+            self.is_looking, self.lost = False, self._names
+
+    def go_on(self, asked_by: FrameType) -> None:
+        """Look at the script again as it asks for the second batch."""
+        self.is_looking = False
+        frame = _of_script(asked_by)
+        if frame.f_code is self._code:
+            now = _variables(frame)
+            self.lost = [name for name in self._names if not _is_zero(now[name]) and not _is_one(now[name])]
+
+
+def _of_script(frame: FrameType) -> FrameType:
+    """Return the frame of the script that asks, beneath those of tqdm and the like."""
+    while frame.f_back and any(place in frame.f_code.co_filename for place in _INSTALLED):
+        frame = frame.f_back
+    return frame
+
+
+def _is_comprehension(frame: FrameType) -> bool:
+    """Whether the batches are looped over in a list comprehension or a generator expression."""
+    if frame.f_code.co_name in ("<genexpr>", "<listcomp>"):
+        return True
+    # From Python 3.12 a list comprehension has no frame of its own.
+    for one in dis.get_instructions(frame.f_code):
+        if one.offset > frame.f_lasti and one.opname == "LIST_APPEND":
+            return True
+        if one.offset > frame.f_lasti and one.opname.startswith("JUMP_BACKWARD"):
+            return False
+    return False
+
+
+def _variables(frame: FrameType) -> dict[str, Any]:
+    found = dict(frame.f_locals)
+    if frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        # Before Python 3.13 the frame would keep this copy, and a batch and its graph with it.
+        getattr(frame.f_locals, "clear", dict)()
+    return found
+
+
+def _used_after(frame: FrameType) -> set[str]:
+    """Return the variables that the code of a frame reads or assigns from where it stands."""
+    later = [one for one in dis.get_instructions(frame.f_code) if one.offset > frame.f_lasti]
+    names: set[str] = set()
+    for one in later:
+        if one.opname.startswith(("STORE_", "LOAD_")):
+            names.update(one.argval if isinstance(one.argval, tuple) else (str(one.argval),))
+    return names
+
+
+def _is_zero(value: Any) -> bool:
+    if type(value) is torch.Tensor:
+        return value.numel() == 1 and not value.requires_grad and not value.is_meta and not value.any()
+    return type(value) in (int, float, list) and not value
+
+
+def _is_one(value: Any) -> bool:
+    """Whether it counts the batches, which is mostly for what is printed."""
+    return type(value) is int and value == 1
