@@ -157,8 +157,8 @@ class Resuming:
         """Warn if a resume cannot restore the dropout of a recurrent layer."""
         if self._capture.has_dropout_in_cudnn():
             self._saving.once.warn(
-                "cuDNN keeps the state of the dropout in nn.LSTM, nn.GRU and nn.RNN where it cannot be read: "
-                "after a resume this dropout differs. For an exact resume set "
+                "cuDNN hides the state of the dropout in nn.LSTM, nn.GRU and nn.RNN, so that this dropout "
+                "differs after a resume. For an exact resume set "
                 "torch.backends.cudnn.enabled = False, or give these layers dropout=0.",
                 about="dropout in cuDNN",
             )

@@ -570,8 +570,8 @@ class RunState:
         if self._position.streams.has_late_read():
             self._saving.once.warn(
                 "random numbers were drawn between reading state.step (or another counter) and the loop that "
-                "begins with it: a resume puts the generators back at the first such read, so they are "
-                "others then. Read the counters in the head of the loop only, or use state.steps()."
+                "begins with it: after a resume these draws differ, because the generators are put back at "
+                "the first such read. Read the counters in the head of the loop only, or use state.steps()."
             )
         if self._position.is_in_inner_loop():
             self._saving.once.warn(

@@ -149,6 +149,7 @@ def test_after_going_back_the_training_is_that_of_a_process_resumed_from_there(
     compare(run_dir, [(where, which)], LOADERS["in process"])
 
 
+@pytest.mark.filterwarnings("ignore:this epoch was resumed in the middle")
 @pytest.mark.parametrize("kind", [*LOADERS][1:])
 @pytest.mark.parametrize(("where", "which"), [(("body", 1, 2), 3), (("rest", 1, 5), 9), (("body", 1, 5), 7)])
 @pytest.mark.sampled(5)

@@ -1206,6 +1206,7 @@ def test_going_back_makes_no_copy_at_all(
     model, optimizer = _plain()
     with RunState.load(run_dir, model=model, optimizer=optimizer) as state:
         for _ in range(2):
+            optimizer.zero_grad()
             _backward(model)
             optimizer.step()
             state.save().wait()

@@ -668,6 +668,7 @@ def test_a_save_while_handling_a_failed_load_of_a_batch_warns_too(run_dir: Path)
     assert [(c.about.epoch, c.about.batch) for c in Run(run_dir).checkpoints()] == [(0, 1), (0, 1)]
 
 
+@pytest.mark.filterwarnings("ignore:next.. took")
 def test_an_iterator_that_was_kept_does_not_disturb_the_next_epoch(run_dir: Path) -> None:
     training = Training(run_dir)
     seen = []
@@ -682,6 +683,7 @@ def test_an_iterator_that_was_kept_does_not_disturb_the_next_epoch(run_dir: Path
     assert [(c.about.epoch, c.about.batch) for c in Run(run_dir).checkpoints()] == [(0, 2), (1, 2), (2, 2)]
 
 
+@pytest.mark.filterwarnings("ignore:next.. took")
 def test_an_iterator_of_an_epoch_that_is_over_gives_no_more_batches(run_dir: Path) -> None:
     training = Training(run_dir)
     kept = []
@@ -1040,7 +1042,7 @@ def test_a_loop_that_is_cut_by_a_counter_of_pythons_is_told(run_dir: Path, cut: 
 def test_a_cycle_over_the_batches_is_told(run_dir: Path) -> None:
     training = Training(run_dir)
 
-    with pytest.warns(ResumableWarning, match=r"cycle\(\) repeats the batches that it has seen"):
+    with pytest.warns(ResumableWarning, match=r"cycle\(\) repeats only the batches"):
         next(cycle(training.state.batches()))
 
 
@@ -1082,6 +1084,20 @@ def test_a_break_after_a_save_in_the_same_body_is_told_as_the_epoch_ends(run_dir
         next(epochs)
 
 
+def test_a_count_of_batches_by_next_is_warned_of_as_the_epoch_ends(run_dir: Path) -> None:
+    training = Training(run_dir)
+    epochs = training.state.epochs(2)
+    next(epochs)
+    batches = iter(training.state.batches())
+    for _ in range(2):
+        training.train(next(batches))
+
+    with pytest.warns(
+        ResumableWarning, match=r"next\(\) took 2 of the epoch's batches.* count by state.batch"
+    ):
+        next(epochs)
+
+
 @pytest.mark.parametrize("loop", ["epochs", "steps"])
 def test_a_break_right_after_a_save_is_warned_of_as_the_run_is_closed(run_dir: Path, loop: str) -> None:
     training = Training(run_dir, {})
@@ -1099,6 +1115,7 @@ def test_a_break_right_after_a_save_is_warned_of_as_the_run_is_closed(run_dir: P
 def test_nothing_is_warned_of_where_a_saved_loop_ends_otherwise(run_dir: Path, end: str) -> None:
     training = Training(run_dir, {})
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "this script keeps gradients")
     inside = contextlib.suppress(KeyError) if end == "caught at once" else contextlib.nullcontext()
     with contextlib.suppress(KeyError), training.state, inside:
         for epoch in training.state.epochs(3):

@@ -436,6 +436,7 @@ def test_ctrl_c_that_was_acted_on_is_not_the_first_of_two(run_dir: Path, trainin
     assert Run(run_dir).checkpoints()[-1].about.step == 4
 
 
+@pytest.mark.filterwarnings("ignore:next.. took")
 def test_an_iterator_that_the_script_keeps_notes_no_signals_after_the_loops(
     run_dir: Path, training: Training
 ) -> None:

@@ -351,14 +351,14 @@ class Aliases:
         among = [one for one in others if _is_written(place.value) or _is_written(one.value)]
         if shared := [".".join(one.path) for one in among if _overlap(place, one)]:
             self.notes.append(
-                f"{name} shares memory with {', '.join(shared)}, and a resume brings it back with memory of "
-                "its own. Save the whole tensor once and take the parts from it where they are used, or "
-                f"store {name} as a clone()."
+                f"{name} shares memory with {', '.join(shared)}; after a resume it is a separate copy, and "
+                "writes to one no longer change the other. Save the whole tensor once and take the parts "
+                f"from it where they are used, or store {name} as a clone()."
             )
         elif _has_other_owner(place.value):
             self.notes.append(
-                f"{name} is a view of a tensor that is not saved, and a resume brings it back with memory of "
-                "its own: what the script writes to one does not show in the other any more. Keep the whole "
+                f"{name} is a view of a tensor that is not saved; after a resume it is a separate copy, and "
+                "writes to one no longer change the other. Keep the whole "
                 f"tensor in state.vars or extra= and take the view from it, or store {name} as a clone()."
             )
 
@@ -543,7 +543,7 @@ class Restoring:
         if [*whole.stride()] != steps:
             warn(
                 f"{'.'.join(path)} was a view of {'.'.join(base)}, which is laid out in another way now; it "
-                "comes back with memory of its own. Give that tensor the memory format that it had."
+                "comes back as a separate copy. Give that tensor the memory format that it had."
             )
             return None
         with torch.set_grad_enabled(tracks):

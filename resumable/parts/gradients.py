@@ -45,7 +45,7 @@ class Gradients:
         """Take over what `collect` returned, and see as little else as a new process."""
         if self._watch is not None:
             self._watch[1].remove()
-        self._watch, self._is_first, self._used, self._restored = None, False, {}, []
+        self._watch, self._is_first, self._restored = None, False, []
         self._times_zeroed = times_zeroed or 0
         self._are_kept = True if times_zeroed is None else False if times_zeroed >= _ENOUGH else None
 

@@ -95,8 +95,8 @@ class ModulePart(Part):
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             yield (
                 f"{self.name} has changed since it was given to RunState ({', '.join(names[:3])}{more}: "
-                "new, gone or of another shape). A resume, which makes it as the script does, will be "
-                "refused. Make it before RunState.load as it is to be trained; only a buffer with "
+                "new, gone or of another shape). A resume will be refused, because the script builds the "
+                "original model. Build it before RunState.load as it is to be trained; only a buffer with "
                 "persistent=False, and a tensor in state.vars or in a dict in extra=, may come, go and grow."
             )
 

@@ -45,9 +45,10 @@ class OptimizerPart(Part):
         if then != now:
             yield (
                 f"{self.name} has {sum(now)} parameters in {len(now)} groups, and had {sum(then)} in "
-                f"{len(then)} when it was given to RunState. A resume, which makes it as the script does, "
-                "will be refused. Make all groups before RunState.load: parameters with "
-                "requires_grad_(False) are not trained until the script sets it, and a resume restores that."
+                f"{len(then)} when it was given to RunState. A resume will be refused, because the "
+                "script builds the optimizer as it was then. Make all groups before RunState.load: "
+                "parameters with requires_grad_(False) are not trained until the script sets it, and a "
+                "resume restores that."
             )
 
     def _refuse_split(self) -> None:

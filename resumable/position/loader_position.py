@@ -15,7 +15,7 @@ from itertools import cycle, islice
 from types import FrameType
 from typing import Any, Protocol
 
-from ..errors import UsageError, warn
+from ..errors import Once, UsageError, warn
 from ..loaders import rng
 from ..loaders.sources import Source
 from . import iteration
@@ -298,6 +298,16 @@ class LoaderPosition:
                 "loop at the top of a body."
             )
 
+    def warn_of_counted_by_hand(self, once: Once) -> None:
+        """Warn of an epoch of which next() took only some batches: the script counts them by itself."""
+        if self.is_asked_by_hand and self.is_open and not self.is_over:
+            once.warn(
+                f"next() took {self.done + self.in_hand} of the epoch's batches. If the script counts them "
+                "by itself, that count begins again after a resume in mid-epoch, and the epoch gets more "
+                "batches: count by state.batch.",
+                about="batches by hand",
+            )
+
     def warn_of_late_step(self) -> None:
         """Warn of a step after all batches were asked for, and nothing was trained on any of them."""
         if self._has_ended_untrained and not self._counters.is_training():
@@ -321,8 +331,8 @@ class LoaderPosition:
             )
         if cycle in found:
             warn(
-                "itertools.cycle() repeats the batches that it has seen; after a resume it has seen others. "
-                "Give RunState an iterable that begins again by itself."
+                "after a resume, itertools.cycle() repeats only the batches that were loaded since. Give "
+                " RunState an iterable that begins again by itself."
             )
 
     def warn_of_numbers(self, loop: Iterator[Any], asked_by: FrameType) -> None:

@@ -219,9 +219,9 @@ class Outside:
         if 0 < saved < (waiting := self._waiting(settings)):
             self._once.warn(
                 f"{waiting} DataLoaders over {_named(loader)} with persistent_workers=True look alike, "
-                f"and {saved} of them had begun when the checkpoint was saved: the first to be iterated goes "
-                "on as that one. If it is another, random numbers differ: give each a "
-                "generator=torch.Generator()."
+                f"and {saved} of them had begun when the checkpoint was saved: the first that is "
+                "iterated gets the saved state of the workers. If their order has changed, random numbers "
+                "differ: give each a generator=torch.Generator()."
             )
 
     def _warn_of_unseen(self) -> None:

@@ -531,8 +531,11 @@ class Position:
     def _end_body(self, body_ended: Hook) -> None:
         self._put_back_unlooped()
         self._not_due |= {n for n, at in self.loaders.items() if not (at.is_over or at.is_under_way())}
+        begun = [loader for loader in self._all() if loader.is_over or loader.is_under_way()]
         for loader in self._all():
             loader.warn_of_left_after_save()
+            if begun == [loader]:
+                loader.warn_of_counted_by_hand(self.once)
         # Whatever is left of the batches, the next epoch is what follows.
         self._has_ended_body = True
         try:

@@ -306,8 +306,8 @@ class Streams:
         if is_told and (self._drawn_from or not rng.is_same(self._first_save, now)):
             warn(
                 "random numbers were drawn between RunState.load and the first loop, and save() was called "
-                "there: a resume from that checkpoint draws others. Call save() in the loop, or draw before "
-                "RunState.load."
+                "there: a resume from that checkpoint draws different numbers. Call save() in the loop, or "
+                "draw before RunState.load."
             )
         self._first_save = None
         if self._loop_ends and len(self._loop_ends) == self._loops_begun and self._loop_ends[-1]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dis
 import inspect
+import math
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
 
+_NUMBERS = (int, float)
 _INSTALLED = ("site-packages", "dist-packages")
 
 
@@ -41,8 +43,11 @@ class RunningSums:
         if _is_comprehension(frame):
             self.lost = ["the comprehension over the batches"]
             return
-        names = [name for name, value in _variables(frame).items() if _is_zero(value)]
-        self._names = sorted(_used_after(frame).intersection(names))
+        assigned, read = _summed_up_in(frame)
+        zero = {name: value for name, value in _variables(frame).items() if _is_zero(value)}
+        self._names = sorted(
+            name for name, value in zero.items() if name in (assigned if type(value) in _NUMBERS else read)
+        )
         self._code, self.is_looking = frame.f_code, not is_over
         if is_over:
             self.lost = self._names
@@ -89,20 +94,26 @@ def _variables(frame: FrameType) -> dict[str, Any]:
     return found
 
 
-def _used_after(frame: FrameType) -> set[str]:
-    """Return the variables that the code of a frame reads or assigns from where it stands."""
-    later = [one for one in dis.get_instructions(frame.f_code) if one.offset > frame.f_lasti]
-    names: set[str] = set()
-    for one in later:
-        if one.opname.startswith(("STORE_", "LOAD_")):
-            names.update(one.argval if isinstance(one.argval, tuple) else (str(one.argval),))
-    return names
+def _summed_up_in(frame: FrameType) -> tuple[set[str], set[str]]:
+    """Return the variables that the body of the loop assigns, and those that it reads."""
+    code = [*dis.get_instructions(frame.f_code)]
+    ends = [one.argval for one in code if one.offset == frame.f_lasti and one.opname == "FOR_ITER"]
+    body = [one for one in code if frame.f_lasti < one.offset < (ends or [math.inf])[0]]
+    return _names(body, "STORE_"), _names(body, "LOAD_")
+
+
+def _names(code: list[dis.Instruction], kind: str) -> set[str]:
+    found: set[str] = set()
+    for one in code:
+        if kind in one.opname:
+            found.update(one.argval if isinstance(one.argval, tuple) else (str(one.argval),))
+    return found
 
 
 def _is_zero(value: Any) -> bool:
     if type(value) is torch.Tensor:
         return value.numel() == 1 and not value.requires_grad and not value.is_meta and not value.any()
-    return type(value) in (int, float, list) and not value
+    return type(value) in (*_NUMBERS, list) and not value
 
 
 def _is_one(value: Any) -> bool:

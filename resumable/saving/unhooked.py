@@ -63,8 +63,8 @@ class NotGiven:
         ):
             warn(
                 f"an optimizer ({type(optimizer).__name__}) trains a model that was given to RunState, and "
-                "was not given itself: its state is in no checkpoint, and a resume begins without. Give it "
-                "too: optimizer={...}, by names of your choice."
+                "was not given itself: its state is in no checkpoint, and a resume starts it with empty "
+                "state. Give it too: optimizer={...}, by names of your choice."
             )
 
     def look_for_schedulers(self) -> None:
