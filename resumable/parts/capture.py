@@ -40,7 +40,7 @@ _States = tuple[
     Sequence[tuple[LoaderPosition, Mapping[str, Any]]],
 ]
 
-_FLEETING = frozenset({"gradients", "syncs", "zeroed"})
+_FLEETING = frozenset({"gradients", "used", "syncs", "zeroed"})
 
 SLOTS = ("model", "optimizer", "scheduler", "scaler", "extra")
 
@@ -336,6 +336,12 @@ class Capture:
         for part in self._parts:
             if isinstance(part, OptimizerPart):
                 part.forget_gradients(Saved(trees, part.name))
+
+    def begin_save(self, *, is_in_body: bool) -> None:
+        """Note that a save begins; `is_in_body`: the script calls it, in the middle of what it does."""
+        for part in self._parts:
+            if isinstance(part, OptimizerPart):
+                part.gradients.is_in_body = is_in_body
 
     def put_gradients_back(self) -> None:
         """Give parameters the gradients of the resumed window again, if the script has dropped them."""

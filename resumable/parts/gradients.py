@@ -33,6 +33,10 @@ class Gradients:
         self._is_first = False
         self._has_left_out = False
         """Whether used gradients were left out of a checkpoint before it was seen what becomes of them."""
+        self.is_in_body = False
+        """Whether the script calls `save()` itself, and not the library where a body has ended."""
+        self.used: list[str] = []
+        """Those that `pending` returned last though a step has used them: the script may zero them."""
         self._restored: list[tuple[Tensor, Tensor, int]] = []
         """Parameters, and the gradients that were put into them for the rest of their window."""
         self._watch: tuple[Tensor, Any] | None = None
@@ -77,15 +81,26 @@ class Gradients:
         if self._watch is None and not self._are_kept:
             self._begin_to_watch()
 
-    def pending(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the gradients that a resume needs, by the names of their parameters."""
+    def pending(self, parameters: Mapping[str, Tensor], *, is_alone: bool = True) -> dict[str, Tensor]:
+        """Return the gradients that a resume needs, by the names of their parameters.
+
+        Used ones are needed if the script keeps them. Until that is known they are returned where a body has
+        ended: those that the next one zeroes do no harm. In the middle of a body the script may be about to
+        zero them, and a resume does not run the rest of the body. Of several processes each has its own, and
+        another number of them could not go on from these.
+        """
+        self.used = []
         if self.is_captured:
             return {}
         found = {name: p.grad for name, p in parameters.items() if p.grad is not None}
         if not self._are_kept:
             used = {name for name, g in found.items() if self._is_used(parameters[name], g)}
-            self._has_left_out |= bool(used)
-            found = {name: g for name, g in found.items() if name not in used}
+            if self._are_kept is None and is_alone and not self.is_in_body:
+                # On a device a copy of all gradients is memory that the training may need.
+                self.used = sorted(name for name in used if found[name].is_cpu)
+            left_out = used.difference(self.used)
+            self._has_left_out |= bool(left_out)
+            found = {name: g for name, g in found.items() if name not in left_out}
         return found if any(map(_may_be_nonzero, found.values())) else {}
 
     def _all(self) -> Iterator[tuple[Tensor, Tensor]]:

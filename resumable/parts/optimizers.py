@@ -149,6 +149,7 @@ class OptimizerPart(Part):
                 "on_host": sorted(on_host),
                 "loose": self._loose(known),
                 "gradients": gradients,
+                "used": [name for name in self.gradients.used if name in gradients],
                 "zeroed": self.gradients.collect(),
             },
         }
@@ -160,7 +161,7 @@ class OptimizerPart(Part):
         return {"rank": {"gradients": gradients}}
 
     def _gradients(self) -> dict[str, Any]:
-        pending = self.gradients.pending(self.parameters())
+        pending = self.gradients.pending(self.parameters(), is_alone=self.rank is None)
         return {name: _grad_out(gradient) for name, gradient in pending.items()}
 
     def _saved_gradients(self, saved: Saved, tree: Tree | None = None) -> dict[str, Any]:
@@ -213,7 +214,7 @@ class OptimizerPart(Part):
 
     def resized(self, saved: Saved, then: int, now: int) -> Iterator[Difference]:
         """Yield that gradients were on their way to a step: each process has its own."""
-        if self._saved_gradients(saved):
+        if self._saved_gradients(saved).keys() - {*saved.view(self.stem).get("used", ())}:
             text = f"summed up by {then} processes, each for itself; there are {now} in the code"
             yield Difference(self.name, "gradients", text)
 
