@@ -63,7 +63,9 @@ class RunningSums:
         frame = _of_script(asked_by)
         if frame.f_code is self._code:
             now = _variables(frame)
-            self.lost = [name for name in self._names if not _is_zero(now[name]) and not _is_one(now[name])]
+            self.lost = [
+                name for name in self._names if not _is_zero(now.get(name, 0)) and not _is_one(now.get(name))
+            ]
 
 
 def _of_script(frame: FrameType) -> FrameType:
