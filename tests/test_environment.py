@@ -57,7 +57,7 @@ def test_a_machine_without_the_driver_has_none(tmp_path: Path) -> None:
 
 SETTINGS = """
 import torch
-from resumable import environment
+from resumable.run import environment
 before = environment.describe()
 torch.backends.fp32_precision = "ieee"
 torch.backends.cuda.matmul.fp32_precision = "tf32"

@@ -284,14 +284,14 @@ def test_what_an_ended_pull_has_left_is_looked_at_before_it_is_believed(
 
 CHILD = """
 import json, sys
-from resumable import pulling
+from resumable.remote import pull
 from resumable.remote.run_copy import Remote
 from resumable.run.directory import Run
 from resumable.remote.storage import Store
 place, options, name, folder = json.loads(sys.argv[1])
 run = Run(folder)
 run.acquire()
-pulling.pull(Remote(Store(place, options)), name, run, lambda size: print(size, flush=True))
+pull.pull(Remote(Store(place, options)), name, run, lambda size: print(size, flush=True))
 """
 
 
