@@ -14,7 +14,6 @@ from .errors import CheckpointDamaged, CheckpointNotFound, Diverged, ResumableEr
 from .files import disk
 from .files.strict_json import Json
 from .files.threads import no_garbage_collection
-from .interop import adopting
 from .parts import aliases, capture
 from .parts.capture import Capture
 from .parts.part import Saved
@@ -94,7 +93,7 @@ class Resuming:
     @torch.inference_mode(False)
     def _read(self, expect: str | None, found: Checkpoint) -> Reading:
         then, now = found.about.world_size, self._crew.ranks.size
-        if then != now and not self._is_elastic and not adopting.is_imported(found.about):
+        if then != now and not self._is_elastic:
             raise StateMismatch(
                 f"{found} was made by {then} processes; there are {now} now, and elastic=False.",
                 fix=f"start {then} processes, or let the number change: elastic=True.",
@@ -109,7 +108,6 @@ class Resuming:
             held = {name for tree in reading.trees.values() for name in tree.json}
             if lacking := found.about.parts.keys() - held:
                 raise ValueError(f"it lacks {', '.join(sorted(lacking))}")
-            adopting.adopt(reading, self._capture.all_parts(), self._position.processes)
         except (ValueError, KeyError, TypeError) as exc:
             if isinstance(exc, ResumableError):
                 raise
@@ -128,7 +126,7 @@ class Resuming:
             differences = [
                 *self._capture.changes(about.built, unfit, trees, override),
                 *changes.of_world(about.world_size, ranks.size),
-                *self._of_devices(chosen, reading),
+                *changes.of_devices(*self._capture.devices(trees)),
                 *changes.of_environment(about.environment, environment.describe()),
             ]
             return Fit(unfit, self._checked_best(chosen, override), differences)
@@ -163,11 +161,6 @@ class Resuming:
                 about="dropout in cuDNN",
             )
 
-    def _of_devices(self, chosen: Checkpoint, reading: Reading) -> list[changes.Difference]:
-        # (other tools do not say where a part of a model was)
-        is_imported = adopting.is_imported(chosen.about)
-        return [] if is_imported else changes.of_devices(*self._capture.devices(reading.trees))
-
     def _tell(self, rows: Sequence[Sequence[Json]], chosen: Checkpoint) -> None:
         title = f"{self._run} has changed since checkpoint {chosen.about.number}"
         if text := changes.table(title, rows, self._crew.ranks.rank):
@@ -198,13 +191,6 @@ class Resuming:
         if self._goal is None or (best and best.goal == self._goal):
             return best
         if best is None or "best" in override:
-            return self._run.best(self._goal)
-        if adopting.is_imported(chosen.about):
-            self._saving.once.warn(
-                f"the script says {self._goal}, and what was imported {best.goal}: its best, "
-                f"{best.value:.4g}, is forgotten. To keep it, import with {self._goal.option()} into "
-                "a new run directory."
-            )
             return self._run.best(self._goal)
         raise StateMismatch(
             f"this run has been tracking {best.goal}, the code says {self._goal}.",
@@ -250,7 +236,6 @@ class Resuming:
         unfit = ranks.each("what does not fit", lambda: self._capture.check(reading, (), names))
         self._capture.restore(reading, unfit, only=names, each=ranks.each)
         if only is None:
-            self._position.rewind(reading.lacking)
             self._saving.forget_seen()
             self._capture.forget_gradients(reading.trees)
             self._saving.go_on_from(chosen, self._checked_best(chosen, ["best"]), reading)
@@ -291,16 +276,6 @@ class Resuming:
         seconds = time.perf_counter() - started
         return f"{what} {where} checkpoint {chosen.about.number}: {', '.join(facts)} ({seconds:.1f} s)"
 
-    def of_import(self, chosen: Checkpoint, reading: Reading) -> str:
-        """Return what the line adds where the checkpoint was imported: what that could not bring."""
-        if not adopting.is_imported(chosen.about):
-            return ""
-        lacking = [_LACKING.get(name, name) for name in sorted(reading.lacking)]
-        rest = (
-            f", which has no {', no '.join(lacking)}: these begin as the script made them" if lacking else ""
-        )
-        return f"; imported from {adopting.origin(chosen.about)}{rest}"
-
     def place(self) -> list[str]:
         """Return where the training stands, as people read it."""
         at = self._position.counters()
@@ -320,9 +295,6 @@ def _skipped(number: int, problems: Mapping[int, str], rest: str) -> str:
 
 def _ended(problem: str) -> str:
     return f"the start that resumed from it ended with {problem}"
-
-
-_LACKING = {"random": "random generators", "loader": "place in the data"}
 
 
 def _of_position(reading: Reading) -> Mapping[str, Any]:

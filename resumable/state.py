@@ -308,7 +308,7 @@ class RunState:
         self._trace_begins()
         line = self._resuming.line("resumed", found[0], started, "from")
         resized = changes.resized(found[1].about.world_size, ranks.size)
-        self._print(line + resized + self._resuming.of_import(*found))
+        self._print(line + resized)
 
     def _went_back(self) -> None:
         self._go_on()
@@ -408,6 +408,26 @@ class RunState:
         """The best value so far of the metric to maximize or minimize."""
         self._saving.hear_first()
         return self._saving.best.value if self._saving.best else None
+
+    def begin_at(self, *, epoch: int = 0, step: int = 0) -> None:
+        """Count on from a training that was saved without this library.
+
+        At the first start, before the loop, after the old checkpoint was loaded into the parts.
+
+        >>> with RunState.load("runs/migrated") as state:
+        ...     if not state.resumed:
+        ...         state.begin_at(epoch=3, step=300)
+        ...     for epoch in state.epochs(4):
+        ...         print(epoch, state.step)
+        runs/migrated is empty: starting fresh
+        3 300
+        """
+        if self._resumed or self._position.streams.has_trained:
+            raise UsageError(
+                f"this training has begun already: it stands at {', '.join(self._resuming.place())}.",
+                fix="call begin_at() at the first start only: if not state.resumed: ...",
+            )
+        self._position.begin_at(options.count("epoch", epoch), options.count("step", step))
 
     def split(
         self, n: int, fractions: Sequence[float], name: str = "split", seed: int = 0

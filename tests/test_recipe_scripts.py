@@ -23,7 +23,6 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
 from resumable import Run
-from resumable.cli import app
 from resumable.run import history
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -189,44 +188,3 @@ def test_what_a_migration_begins_with_is_python(name: str) -> None:
     before = ast.unparse(ast.parse(without("+", CHANGES[name])))
 
     assert "resumable" not in before
-
-
-def saved_by_others(parts: dict[str, Any]) -> dict[str, tuple[dict[str, Any], list[str]]]:
-    """Return what the scripts that go out have saved after two epochs, and how to import it."""
-    model, optimizer = parts["model"].state_dict(), parts["optimizer"].state_dict()
-    scheduler, scaler = parts["scheduler"].state_dict(), parts["scaler"].state_dict()
-    imagenet = {"epoch": 2, "arch": "mlp", "state_dict": model, "best_acc1": 0.5, "optimizer": optimizer}
-    gpt = {"model": model, "optimizer": optimizer, "iter_num": 12, "best_val_loss": 0.5, "config": {}}
-    timm = {
-        "epoch": 1,
-        "arch": "mlp",
-        "state_dict": model,
-        "optimizer": optimizer,
-        "amp_scaler": scaler,
-        "metric": 0.5,
-    }
-    ema = {"state_dict_ema": parts["ema"].module.state_dict(), "version": 2}
-    return {
-        "The ImageNet example, and what descends from it": ({**imagenet, "scheduler": scheduler}, []),
-        "nanoGPT, and other loops over steps": (gpt, []),
-        "timm": ({**timm, **ema}, ["--maximize", "top1", "--part", "state_dict_ema="]),
-    }
-
-
-@pytest.mark.parametrize("name", saved_by_others(readers_parts()))
-def test_what_a_migration_leads_to_goes_on_from_what_was_there(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("RESUMABLE_RUN_DIR", "runs/migrated")
-    parts = readers_parts()
-    for batch in [*parts["loader"]] * 2:
-        parts["train"](*batch)
-    checkpoint, how = saved_by_others(parts)[name]
-    torch.save(checkpoint, "theirs.pth.tar")
-
-    assert app.main(["import", "runs/migrated", "theirs.pth.tar", *how]) == 0
-    start(without("-", CHANGES[name]), readers_parts())
-
-    assert "resumed runs/migrated from checkpoint 1" in capsys.readouterr().out
-    assert Run("runs/migrated").checkpoints()[-1].about.step == 24

@@ -1369,3 +1369,45 @@ def test_a_closed_run_keeps_nothing_of_the_script_alive(run_dir: Path) -> None:
     gc.collect()
 
     assert loader() is None
+
+
+def _begun_elsewhere(run_dir: Path, stop: int | None) -> list[tuple[int, int, float]]:
+    """Train from epoch 2 and step 6 on, with what another script has left; save and stop after a step."""
+    torch.manual_seed(1)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    loader = DataLoader(torch.arange(12.0).view(6, 2), 2, shuffle=True)  # type: ignore[arg-type]
+    old = {**optimizer.state_dict(), "state": {0: {"momentum_buffer": torch.ones(1, 2)}}}
+    seen: list[tuple[int, int, float]] = []
+    with RunState.load(run_dir, model=model, optimizer=optimizer, loader=loader) as state:
+        if not state.resumed:
+            model.load_state_dict({"weight": torch.tensor([[1.0, 2.0]]), "bias": torch.tensor([3.0])})
+            optimizer.load_state_dict(old)
+            state.begin_at(epoch=2, step=6)
+        for epoch in state.epochs(4):
+            for batch in state.batches():
+                optimizer.zero_grad()
+                model(batch).sum().backward()
+                seen.append((epoch, state.step, model.weight.sum().item()))
+                optimizer.step()
+                if len(seen) == stop:
+                    state.save().wait()
+                    return seen
+    return seen
+
+
+@pytest.mark.parametrize("stops", [(1, 1), (2, 2), (3, 1)])
+def test_what_begins_at_an_epoch_and_a_step_goes_on_from_there(run_dir: Path, stops: tuple[int, int]) -> None:
+    whole = _begun_elsewhere(run_dir / "whole", None)
+    parts = [one for stop in (*stops, None) for one in _begun_elsewhere(run_dir / "parts", stop)]
+
+    assert [one[:2] for one in whole] == [(2 + number // 3, 6 + number) for number in range(6)]
+    assert parts == whole
+
+
+def test_a_training_that_has_begun_begins_nowhere_else(run_dir: Path) -> None:
+    _begun_elsewhere(run_dir, 2)
+
+    state = RunState.load(run_dir, model=nn.Linear(2, 1), allow=["optimizer", "loader"])
+    with state, pytest.raises(UsageError, match=r"has begun already: it stands at epoch 2"):
+        state.begin_at(epoch=1)

@@ -18,7 +18,7 @@ from .command import CODES, EXIT_CODES
 _GROUPS = {
     "look": ("ls", "show", "diff", "report"),
     "trust": ("verify", "audit"),
-    "move": ("push", "pull", "export", "import"),
+    "move": ("push", "pull", "export"),
     "tidy": ("prune",),
     "tour": ("demo",),
 }

@@ -1,4 +1,4 @@
-"""The commands that move checkpoints: push and pull, export and import."""
+"""The commands that move checkpoints: push and pull, export."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import CheckpointDamaged, printable
+from ..errors import CheckpointDamaged
 from ..progress import Progress
 from ..run.directory import Run
 from ..run.policy import bytes_of
@@ -18,7 +18,6 @@ from .command import CODES, add, add_checkpoint, add_json, add_run, print_json, 
 
 if TYPE_CHECKING:
     from ..interop.exporting import Model
-    from ..interop.importing import Import
     from ..remote.by_hand import Copying, Transfer
     from ..remote.run_copy import Remote
 
@@ -34,8 +33,6 @@ def declare(commands: Any) -> None:
     _add_export(
         add(commands, "export", _export, summary, "resumable export runs/exp@best -o model.safetensors")
     )
-    summary = "begin a run with what another tool has saved"
-    _add_import(add(commands, "import", _import, summary, "resumable import runs/exp checkpoint.pth.tar"))
 
 
 def _add_move(sub: argparse.ArgumentParser, words: Sequence[str]) -> None:
@@ -190,120 +187,3 @@ def _not_exported(model: Model, out: Path) -> list[str]:
 
     is_torch = exporting.kind_of(out) == "torch"
     return [*model.left, *(() if is_torch else model.values)]
-
-
-def _add_import(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("run", metavar="RUN", help="the run directory to begin, such as runs/exp")
-    sub.add_argument(
-        "source",
-        metavar="SOURCE",
-        help="a file of torch.save (.pt, .pth.tar, .ckpt), or a folder of Accelerate or of the HF Trainer",
-    )
-    sub.add_argument(
-        "--part",
-        metavar="KEY=NAME",
-        action="append",
-        type=_part,
-        default=[],
-        help="what stands under KEY is this part: netD=model.D, ema=extra.ema, or nothing to leave it out",
-    )
-    sub.add_argument("--epoch", metavar="N", type=_whole, help="how many epochs were done, if the file errs")
-    sub.add_argument("--step", metavar="N", type=_whole, help="how many optimizer steps were done")
-    best = sub.add_mutually_exclusive_group()
-    best.add_argument("--maximize", metavar="METRIC", help="what the script calls the metric of the best")
-    best.add_argument("--minimize", metavar="METRIC", help="the same, where less is better")
-    sub.add_argument(
-        "--dry-run", action="store_true", help="say what would be carried over, and write nothing"
-    )
-    add_json(sub)
-    sub.description = f"{sub.description}\n\n{_NO_PICKLE}"
-
-
-_NO_PICKLE = """RunState.load(RUN, ...) then goes on from there. Tensors and plain values are
-carried over; objects are not, since nothing is ever unpickled: what is left
-out is listed."""
-
-
-def _part(text: str) -> tuple[str, str]:
-    key, sign, name = text.rpartition("=")
-    if not sign or not key:
-        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=NAME, such as netD=model.D")
-    return key, name
-
-
-def _whole(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no count")
-    return int(text)
-
-
-def _import(given: argparse.Namespace) -> int:
-    from ..interop import importing
-    from ..run.manifest import Goal
-
-    run = run_at(given.run, "auto")
-    importing.refuse_used(run)
-    metric = given.maximize or given.minimize
-    goal = Goal(metric, maximize=given.maximize is not None) if metric else None
-    made = importing.read(given.source, dict(given.part), given.epoch, given.step, goal)
-    done = None if given.dry_run else importing.write(run, made)
-    if given.json:
-        path = done and str(done.path)
-        print_json(
-            {"run": str(run), "source": given.source, "dry_run": given.dry_run, "path": path} | _facts(made)
-        )
-    else:
-        _print_import(made, run, given.source, given.dry_run)
-    return 0
-
-
-def _facts(made: Import) -> dict[str, Any]:
-    found, best = made.foreign, made.best()
-    return {
-        "tool": found.tool,
-        "number": made.number,
-        "epoch": found.epoch,
-        "step": found.step,
-        "best": best and {"metric": best.goal.metric, "maximize": best.goal.maximize, "value": best.value},
-        "parts": [
-            {"part": part, "from": found.origins[part], "tensors": count, "size": size}
-            for part, (count, size) in made.sizes().items()
-        ],
-        "left_out": [left._asdict() for left in found.left],
-        "notes": found.notes,
-    }
-
-
-def _print_import(made: Import, run: Run, source: str, is_dry: bool) -> None:
-    found, best = made.foreign, made.best()
-    place = f"epoch {found.epoch}, step {found.step}"
-    place += f", best {best.goal.metric} {best.value:.4g}" if best else ""
-    what = "would import" if is_dry else "imported"
-    print(f"{what} {source} ({found.tool}) as checkpoint {made.number} of {run}: {place}")
-    sizes = made.sizes()
-    _print_rows(
-        "carried over",
-        [
-            (
-                part,
-                f"from {found.origins[part]}",
-                f"{count} tensors, {bytes_of(size)}" if count else "plain values",
-            )
-            for part, (count, size) in sizes.items()
-        ],
-    )
-    _print_rows("not carried over", found.left)
-    for note in found.notes:
-        print(printable(f"note: {note}"))
-
-
-def _print_rows(title: str, rows: Sequence[Sequence[str]]) -> None:
-    if not rows:
-        return
-    print(f"{title}:")
-    *columns, last = ([printable(cell, but="") for cell in column] for column in zip(*rows, strict=True))
-    widths = [min(max(map(len, column)), 40) for column in columns]
-    for *cells, end in zip(*columns, last, strict=True):
-        print(
-            "  " + "  ".join([*(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)), end])
-        )

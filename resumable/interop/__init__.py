@@ -1,3 +1,3 @@
-"""Weights and checkpoints to and from other tools."""
+"""Weights to and from other tools."""
 
-__all__ = ["adopting", "exporting", "importing", "weights"]
+__all__ = ["exporting", "weights"]

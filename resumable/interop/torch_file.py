@@ -36,7 +36,7 @@ class Stored(NamedTuple):
 class TorchFile:
     """What lies in a file; ValueError if it is damaged, Unsupported if it is not plain tensors and values."""
 
-    def __init__(self, size: int, read: Read, machine: Callable[..., Machine] | None = None) -> None:
+    def __init__(self, size: int, read: Read) -> None:
         self._archive = archive = Archive(size, read)
         found = [name for name in archive.sizes if name.partition("/")[2] == "data.pkl"]
         if len(found) != 1:
@@ -52,7 +52,7 @@ class TorchFile:
         ):
             raise refused("the bytes of its numbers are in another order than this machine's")
         self._memory: dict[str, memoryview] = {}
-        self.content: Any = (machine or Machine)(archive.content(found[0]), self._stored).run()
+        self.content: Any = Machine(archive.content(found[0]), self._stored).run()
         """What was saved; tensors are `Stored`, and what is neither they nor a plain value is `Other`."""
 
     def tensor(self, stored: Stored) -> torch.Tensor:

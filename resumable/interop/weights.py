@@ -158,7 +158,7 @@ def _fitting(found: Found, live: Weights) -> _Fitting:
 
 def _matched(found: Weights, live: Weights) -> tuple[dict[str, str], Misfit]:
     """Return which name in the file is which in the model, and what does not fit."""
-    known = pairs([*found], [*live])
+    known = _pairs([*found], [*live])
     reshaped = {
         name: f"{shape(found[there])} in the file, {shape(live[name])} in the model"
         for name, there in known.items()
@@ -192,10 +192,10 @@ def _untied(fitting: Weights, live: Weights) -> dict[str, str]:
     return found
 
 
-def pairs(there: Sequence[str], here: Sequence[str]) -> dict[str, str]:
+def _pairs(there: Sequence[str], here: Sequence[str]) -> dict[str, str]:
     """Return for each name in a model that in the file: the same, or the one that is the same when bare.
 
-    >>> pairs(["module._orig_mod.0.bias", "n"], ["0.bias"])
+    >>> _pairs(["module._orig_mod.0.bias", "n"], ["0.bias"])
     {'0.bias': 'module._orig_mod.0.bias'}
     """
     found = {name: name for name in {*here} & {*there}}

@@ -500,18 +500,13 @@ class Capture:
     ) -> dict[str, set[str]]:
         """Return what does not fit but is allowed, by part; StateMismatch for all the rest at once."""
         trees, about = reading.trees, reading.about
-        every = [*self._differences(trees, about), *reading.misfits]
         found = [
             d
-            for d in every
+            for d in self._differences(trees, about)
             if (only is None or d.part in only)
             and not (d.is_open and not any(d.matches(pattern) for pattern in allow))
         ]
-        refused = [
-            d
-            for d in found
-            if d.part not in reading.lacking and not any(d.matches(pattern) for pattern in allow)
-        ]
+        refused = [d for d in found if not any(d.matches(pattern) for pattern in allow)]
         if refused:
             raise _mismatch(refused)
         unfit: dict[str, set[str]] = {}

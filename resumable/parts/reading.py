@@ -23,7 +23,7 @@ from ..files.strict_json import LONGEST, Json
 from ..files.tensor_file import Slot
 from ..progress import Told
 from ..run.checkpoint import Checkpoint
-from .part import Difference, same_device
+from .part import same_device
 
 Live = Mapping[str, Mapping[str, Tensor]]
 """By tree and name in the file: the tensors of the training that a checkpoint's can be read into."""
@@ -77,11 +77,6 @@ class Reading:
         used: Collection[str] = (),
     ) -> None:
         self.about = found.about
-        """What the checkpoint says of itself; of one that was imported, in the terms of the live parts."""
-        self.lacking: Collection[str] = ()
-        """The parts that an imported checkpoint need not have."""
-        self.misfits: list[Difference] = []
-        """Why one that was imported could not be put into the live objects."""
         self._folder = found.path
         self._pin = found.begin_pin() if expect else None
         self._number = found.about.number

@@ -378,10 +378,9 @@ class Position:
         self.accelerate.restore(saved.get("accelerate"))
         self.restores += 1
 
-    def rewind(self, loaders: Collection[str]) -> None:
-        """Let these loaders begin the epoch anew: nobody knows where they stood."""
-        for name in self.loaders.keys() & {*loaders}:
-            self.loaders[name].rewind()
+    def begin_at(self, epoch: int, step: int) -> None:
+        """Count on from what was trained without this library."""
+        self.epoch, self.step = epoch, step
 
     def refuse_to_go_back(self) -> None:
         """Raise UsageError where nobody knows which batch is in hand."""

@@ -40,10 +40,6 @@ class Goal:
     def __str__(self) -> str:
         return f"{'maximize' if self.maximize else 'minimize'}={self.metric!r}"
 
-    def option(self) -> str:
-        """Return how a command is told of it."""
-        return f"--{'maximize' if self.maximize else 'minimize'} {self.metric}"
-
 
 @dataclass(frozen=True, slots=True)
 class Best:
