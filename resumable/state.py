@@ -618,8 +618,8 @@ class RunState:
     def _save(self, why: str, metrics: Mapping[str, Any] | None = None) -> PendingSave:
         self._meet({})
         self._not_given.look_for_schedulers()
-        self._capture.begin_save(is_in_body=why == "called")
-        handle = self._saving.save(why, metrics, self._own_run, self._autosave.chosen)
+        with self._capture.asked_in_body(why == "called"):
+            handle = self._saving.save(why, metrics, self._own_run, self._autosave.chosen)
         self._autosave.saved(*self._saving.stood_at)
         return handle
 
@@ -921,6 +921,13 @@ the batches since are left out (1 of 3 times)
             return
         self._capture.stepped(name)
         self._position.count_step(name, is_first)
+        if is_first and self._autosave.is_on and self._position.is_step_without_loop():
+            self._saving.once.warn(
+                "every= and max_time= save only in loops over state.epochs(), state.steps() and "
+                "state.batches(), and the optimizer has made two steps outside of them. Loop over "
+                "state.steps(total), or leave these options out and call save() yourself.",
+                about="a loop that saves nothing",
+            )
         if not self._is_prepared:
             # Before its first step most optimizers have no state.
             self._is_prepared = True

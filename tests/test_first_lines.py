@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -302,3 +303,34 @@ def test_an_enumerate_that_begins_where_the_epoch_goes_on_is_not_told(run_dir: P
         script = Script(run_dir, loader=DataLoader(torch.arange(8.0), 2))
         with pytest.raises(KeyboardInterrupt):
             save_and_leave(script, lambda state: enumerate(state.batches(), start=state.batch), stop)
+
+
+@pytest.mark.parametrize(("more", "is_warned"), [({"every": 2}, True), ({"max_time": 60}, True), ({}, False)])
+def test_every_in_a_loop_that_cannot_save_by_itself_is_warned_of(
+    run_dir: Path, more: dict[str, Any], is_warned: bool
+) -> None:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with RunState.load(run_dir, model=model, optimizer=optimizer, **more) as state:
+            for _ in range(state.step, 3):
+                optimizer.zero_grad()
+                model(torch.ones(1)).backward()
+                optimizer.step()
+            state.save()
+
+    expected = "save only in loops over state.epochs(), state.steps() and state.batches()"
+    assert [expected in str(one.message) for one in seen] == [True] * is_warned
+
+
+@pytest.mark.parametrize("loop", ["epochs", "steps"])
+def test_every_in_a_loop_of_ours_is_not(run_dir: Path, loop: str) -> None:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with RunState.load(run_dir, model=model, optimizer=optimizer, every=2) as state:
+        for _ in getattr(state, loop)(2):
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(torch.ones(1)).backward()
+                optimizer.step()

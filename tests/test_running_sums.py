@@ -109,9 +109,9 @@ def start(run_dir: Path, script: Script, stop: int, scheduler: Any = None) -> li
 @pytest.mark.parametrize(
     ("script", "name"),
     [
-        (floats, "running"),
-        (tensors, "running"),
-        (lists, "losses"),
+        (floats, "'running'"),
+        (tensors, "'running'"),
+        (lists, "'losses'"),
         (comprehension, "the comprehension over the batches"),
     ],
 )
@@ -129,10 +129,10 @@ def test_a_plateau_that_may_see_the_sum_is_warned_of_too(run_dir: Path) -> None:
     start(run_dir, no_metric, 1, ReduceLROnPlateau)
     (text,) = start(run_dir, no_metric, -1, ReduceLROnPlateau)
 
-    assert "so that running covers only the rest" in text
+    assert "so that 'running' covers only the rest" in text
 
 
-@pytest.mark.parametrize(("script", "name"), [(tensors, "running"), (lists, "losses")])
+@pytest.mark.parametrize(("script", "name"), [(tensors, "'running'"), (lists, "'losses'")])
 def test_it_is_where_no_batch_was_left(run_dir: Path, script: Script, name: str) -> None:
     start(run_dir, script, 3)
     (text,) = start(run_dir, script, -1)

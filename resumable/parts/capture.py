@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -337,11 +338,17 @@ class Capture:
             if isinstance(part, OptimizerPart):
                 part.forget_gradients(Saved(trees, part.name))
 
-    def begin_save(self, *, is_in_body: bool) -> None:
-        """Note that a save begins; `is_in_body`: the script calls it, in the middle of what it does."""
-        for part in self._parts:
-            if isinstance(part, OptimizerPart):
-                part.gradients.is_in_body = is_in_body
+    @contextmanager
+    def asked_in_body(self, is_asked: bool) -> Iterator[None]:
+        """Collect what a save needs that the script asks for in the middle of what it does, if it does."""
+        gradients = [part.gradients for part in self._parts if isinstance(part, OptimizerPart)]
+        for one in gradients:
+            one.is_in_body = is_asked
+        try:
+            yield
+        finally:
+            for one in gradients:
+                one.is_in_body = False
 
     def put_gradients_back(self) -> None:
         """Give parameters the gradients of the resumed window again, if the script has dropped them."""

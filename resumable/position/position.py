@@ -207,6 +207,10 @@ class Position:
         """Whether a checkpoint taken now stands between two batches of an epoch."""
         return self.boundary() is Boundary.BATCH
 
+    def is_step_without_loop(self) -> bool:
+        """Whether the optimizer has made more than one step, and the script has used no loop of ours."""
+        return self.updates > 1 and self.is_outside() and not self.streams.has_used_loops
+
     def is_training(self) -> bool:
         """Whether a batch of any loader is in hand."""
         return any(loader.in_hand for loader in self._all())

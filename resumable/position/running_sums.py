@@ -50,12 +50,12 @@ class RunningSums:
         )
         self._code, self.is_looking = frame.f_code, not is_over
         if is_over:
-            self.lost = self._names
+            self.lost = [*map(repr, self._names)]
 
     def end(self) -> None:
         """Note that the loop has ended: where it had no batch left, it has changed nothing."""
         if self.is_looking:
-            self.is_looking, self.lost = False, self._names
+            self.is_looking, self.lost = False, [*map(repr, self._names)]
 
     def go_on(self, asked_by: FrameType) -> None:
         """Look at the script again as it asks for the second batch."""
@@ -63,9 +63,8 @@ class RunningSums:
         frame = _of_script(asked_by)
         if frame.f_code is self._code:
             now = _variables(frame)
-            self.lost = [
-                name for name in self._names if not _is_zero(now.get(name, 0)) and not _is_one(now.get(name))
-            ]
+            values = {name: now.get(name, 0) for name in self._names}
+            self.lost = [repr(n) for n, value in values.items() if not _is_zero(value) and not _is_one(value)]
 
 
 def _of_script(frame: FrameType) -> FrameType:

@@ -37,6 +37,11 @@ class Autosave:
         """What was due at an epoch's last batch, and waits for the end of the epoch's body."""
 
     @property
+    def is_on(self) -> bool:
+        """Whether it saves by time, steps or epochs, and not only on a signal."""
+        return self._every != Every() or self._leaves_at is not None
+
+    @property
     def chosen(self) -> Interval | None:
         """How often to save, if that follows from what saves cost."""
         return policy.interval(self._every, self._pace.cost)
