@@ -899,7 +899,7 @@ the batches since are left out (1 of 3 times)
         self._position.before_loop.look_at_models = self._capture.changed_models
         self._position.before_loop.look_at_settings = self._capture.changed_settings
         self._position.streams.hold_settings = self._capture.hold_settings
-        self._position.streams.put_gradients_back = self._capture.put_gradients_back
+        self._position.streams.hold_gradients = self._capture.hold_gradients
         self._position.accelerate.optimizers = [*named.values()]
         self._not_given = NotGiven(self._capture.given(), self._capture.parameters)
         # (`untraced` takes a second to import torch's compiler, as the first optimizer of a process has done)

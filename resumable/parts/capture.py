@@ -350,11 +350,15 @@ class Capture:
             for one in gradients:
                 one.is_in_body = False
 
-    def put_gradients_back(self) -> None:
-        """Give parameters the gradients of the resumed window again, if the script has dropped them."""
-        for part in self._parts:
-            if isinstance(part, OptimizerPart):
-                part.gradients.put_back()
+    def hold_gradients(self) -> Callable[[], None]:
+        """Return what gives parameters the gradients of a resumed window again, if the script drops them."""
+        held = [part.gradients.hold() for part in self._parts if isinstance(part, OptimizerPart)]
+
+        def put_back() -> None:
+            for put_in in held:
+                put_in()
+
+        return put_back
 
     def hold_settings(self) -> Callable[[], None]:
         """Remember the small parts, and return what puts back those that have changed since."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ class Gradients:
         """Whether the script calls `save()` itself, and not the library where a body has ended."""
         self.used: list[str] = []
         """Those that `pending` returned last though a step has used them: the script may zero them."""
-        self._restored: list[tuple[Tensor, Tensor, int]] = []
+        self._restored: list[tuple[Tensor, Tensor]] = []
         """Parameters, and the gradients that were put into them for the rest of their window."""
         self._watch: tuple[Tensor, Any] | None = None
 
@@ -57,25 +57,29 @@ class Gradients:
         """Give parameters the gradients that the rest of their window adds to."""
         for parameter, gradient in gradients.items():
             parameter.grad = gradient
-        self._restored = [(parameter, g, g._version) for parameter, g in gradients.items()]
+        self._restored = [*gradients.items()]
 
-    def put_back(self) -> None:
-        """Give parameters their gradients again: many scripts zero them in the lines before the loop."""
-        restored, self._restored = self._restored, []
-        for parameter, gradient, version in restored:
-            if gradient._version != version:
-                warn(
-                    "zero_grad(set_to_none=False) before the loop has zeroed the gradients of a window that "
-                    "the resume goes on in: its step will be another one. Call it before RunState.load, or "
-                    "with set_to_none=True."
-                )
-                return
-            if parameter.grad is None:
-                parameter.grad = gradient
+    def hold(self) -> Callable[[], None]:
+        """Return what gives parameters their gradients again: many scripts zero them before the loop."""
+        held = [(parameter, gradient, gradient._version) for parameter, gradient in self._restored]
+        self._restored = []
+
+        def put_back() -> None:
+            for parameter, gradient, version in held:
+                if gradient._version != version:
+                    warn(
+                        "zero_grad(set_to_none=False) before the loop has zeroed the gradients of a window "
+                        "that the resume goes on in: its step will be another one. Call it before "
+                        "RunState.load, or with set_to_none=True."
+                    )
+                    return
+                if parameter.grad is None:
+                    parameter.grad = gradient
+
+        return put_back
 
     def stepped(self) -> None:
         """Note that the optimizer has made a step with the gradients that there are."""
-        self._restored = []
         self._used = {id(p): (weakref.ref(g), g._version) for p, g in self._all() if not g.is_inference()}
         self._is_first = True
         if self._watch is None and not self._are_kept:

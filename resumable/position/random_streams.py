@@ -33,8 +33,8 @@ class Streams:
         """Whether optimizers tell of their steps: until the first of these, nothing is trained."""
         self.hold_settings: Callable[[], Hook] | None = None
         """What remembers the small parts, and returns what puts them back."""
-        self.put_gradients_back: Hook | None = None
-        """What gives parameters the gradients of the resumed window again."""
+        self.hold_gradients: Callable[[], Hook] | None = None
+        """What remembers the gradients of a resumed window, and returns what puts them back."""
         self.has_trained = False
         """Whether a batch was handed out, or a step made, in this process or before."""
         self.has_used_loops = False
@@ -46,8 +46,7 @@ class Streams:
         self._drawn_from: States | None = None
         """The same, if the script drew random numbers from there before the loop."""
         self._held: States | None = None
-        self._is_loaded = False
-        """Whether they are held since the load, and not since the script went back."""
+        self._put_gradients_back: Hook | None = None
         self._is_in_first_lines = False
         """Whether the body of a loop by hand has begun again, whose batches have not."""
         self._loop_draws = ""
@@ -132,13 +131,13 @@ class Streams:
             self.begin()
             return
         self.hold()
-        self._is_loaded = True
+        self._put_gradients_back = self.hold_gradients and self.hold_gradients()
         if self._entry != "load":
             self.write(self._drawn_from or before)
 
     def hold(self) -> None:
         """Remember the generators for where the loops go on: draws until then do not count."""
-        self._held, self._is_loaded = None if self._is_closed else self.read(), False
+        self._held, self._put_gradients_back = None if self._is_closed else self.read(), None
 
     def _note_draws_before(self, now: States) -> None:
         if self._at_load is not None and not rng.is_same(self._at_load, now):
@@ -213,8 +212,9 @@ class Streams:
             self._put_settings_back = None
             put_settings_back()
         if self._held is not None:
-            if self.put_gradients_back and self._is_loaded:
-                self.put_gradients_back()
+            if self._put_gradients_back:
+                self._put_gradients_back()
+                self._put_gradients_back = None
             self.write(self._held)
             self._held = None
         self._is_in_first_lines = False
