@@ -618,7 +618,7 @@ class RunState:
     def _save(self, why: str, metrics: Mapping[str, Any] | None = None) -> PendingSave:
         self._meet({})
         self._not_given.look_for_schedulers()
-        with self._capture.asked_in_body(why == "called"):
+        with self._capture.where_a_body_ended(why != "called"):
             handle = self._saving.save(why, metrics, self._own_run, self._autosave.chosen)
         self._autosave.saved(*self._saving.stood_at)
         return handle

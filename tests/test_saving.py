@@ -167,8 +167,7 @@ class Schedule:
 
     def picture(self, state: RunState) -> Files:
         """Return copies of all that there is now, by file."""
-        with state._capture.asked_in_body(True):
-            trees = state._capture.collect()[0]
+        trees = state._capture.collect()[0]
         return {
             path: {name: t.detach().clone().contiguous() for name, t in group.tensors.items()}
             for path, group in codec.to_groups(trees).items()

@@ -339,16 +339,16 @@ class Capture:
                 part.forget_gradients(Saved(trees, part.name))
 
     @contextmanager
-    def asked_in_body(self, is_asked: bool) -> Iterator[None]:
-        """Collect what a save needs that the script asks for in the middle of what it does, if it does."""
+    def where_a_body_ended(self, has_ended: bool) -> Iterator[None]:
+        """Collect what a save needs where a body has ended, if it has."""
         gradients = [part.gradients for part in self._parts if isinstance(part, OptimizerPart)]
         for one in gradients:
-            one.is_in_body = is_asked
+            one.has_body_ended = has_ended
         try:
             yield
         finally:
             for one in gradients:
-                one.is_in_body = False
+                one.has_body_ended = False
 
     def hold_gradients(self) -> Callable[[], None]:
         """Return what gives parameters the gradients of a resumed window again, if the script drops them."""

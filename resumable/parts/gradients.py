@@ -33,8 +33,8 @@ class Gradients:
         self._is_first = False
         self._has_left_out = False
         """Whether used gradients were left out of a checkpoint before it was seen what becomes of them."""
-        self.is_in_body = False
-        """Whether the script calls `save()` itself, and not the library where a body has ended."""
+        self.has_body_ended = False
+        """Whether a save is made where a body has ended, and not in the middle of what the script does."""
         self.used: list[str] = []
         """Those that `pending` returned last though a step has used them: the script may zero them."""
         self._restored: list[tuple[Tensor, Tensor]] = []
@@ -99,7 +99,7 @@ class Gradients:
         found = {name: p.grad for name, p in parameters.items() if p.grad is not None}
         if not self._are_kept:
             used = {name for name, g in found.items() if self._is_used(parameters[name], g)}
-            if self._are_kept is None and is_alone and not self.is_in_body:
+            if self._are_kept is None and is_alone and self.has_body_ended:
                 # On a device a copy of all gradients is memory that the training may need.
                 self.used = sorted(name for name in used if found[name].is_cpu)
             left_out = used.difference(self.used)
