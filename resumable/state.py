@@ -27,7 +27,7 @@ from .boundary import Due
 from .errors import Diverged, Preempted, RemoteError, UsageError, warn
 from .files import pin
 from .files.strict_json import Json
-from .loaders import rng
+from .loaders import doubts, rng
 from .options import Copied
 from .parts import capture
 from .parts.capture import Capture
@@ -273,6 +273,7 @@ class RunState:
         self._crew.is_copied = self._copies is not None
         self._meet(facts, lambda: self.run.check(resume, self._crew.is_copied))
         self._resuming.warn_of_dropout()
+        self._warn_of_loaders()
         ranks = self._crew.ranks
         self._position.seed = ranks.first("the seed of the samples", lambda: self._position.seed)
         ranks.each("the arguments", lambda: self._check_arguments(resume, override))
@@ -315,6 +316,11 @@ class RunState:
         self._position.before_loop.forget()
         if self._trace:
             self._trace.went_back()
+
+    def _warn_of_loaders(self) -> None:
+        for loader in self._position.loaders.values():
+            for text in doubts.of(loader.source.loader):
+                self._saving.once.warn(text)
 
     def _trace_begins(self) -> None:
         if self._trace:

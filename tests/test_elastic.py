@@ -675,6 +675,7 @@ CHANGES = [(name, *change) for name in REFUSED for change in ((1, 2), (2, 1))]
 ALWAYS_SO = [(name, 3, 2) for name in ("subclass", "own batches", "length", "any order")]
 
 
+@pytest.mark.filterwarnings("ignore:in_order=False")
 @pytest.mark.parametrize(("name", "before", "after"), CHANGES + ALWAYS_SO)
 @pytest.mark.sampled(3)
 def test_what_cannot_be_dealt_out_anew_is_a_mismatch_that_says_why_and_what_to_do(
@@ -746,6 +747,7 @@ class Slow(Images):
         return super().__getitem__(index)
 
 
+@pytest.mark.filterwarnings("ignore:in_order=False")
 def test_batches_that_overtook_others_leave_no_rest_to_make_other_batches_of(tmp_path: Path) -> None:
     def loader(size: int) -> DataLoader[Any]:
         return DataLoader(Slow(), size, num_workers=2, in_order=False)

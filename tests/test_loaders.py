@@ -1057,6 +1057,7 @@ class Held(Images):
         return super().__getitem__(index)
 
 
+@pytest.mark.filterwarnings("ignore:in_order=False")
 @pytest.mark.parametrize("persists", EITHER)
 def test_without_in_order_every_sample_comes_exactly_once(run_dir: Path, persists: bool) -> None:
     how = {"num_workers": 2, "in_order": False, "persistent_workers": persists}

@@ -112,6 +112,7 @@ def test_a_sample_is_the_same_with_workers_that_persist(run_dir: Path, expected:
     assert batches(seen) == batches(expected)
 
 
+@pytest.mark.filterwarnings("ignore:in_order=False")
 def test_a_sample_is_the_same_in_whatever_order_the_batches_come(run_dir: Path, expected: list[Any]) -> None:
     seen = trained(run_dir, num_workers=3, in_order=False)
 

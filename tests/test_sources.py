@@ -21,6 +21,7 @@ from resumable import CannotStore, ResumableWarning, RunState, StateMismatch
 pytestmark = [
     # What torch says of torchdata, and Python of every worker that is forked while a save is on its way.
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),
+    pytest.mark.filterwarnings("ignore:StatefulDataLoader does not save"),
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork"),
 ]
 

@@ -398,6 +398,26 @@ def test_a_thread_without_a_step_for_every_batch_is_told_of_at_the_epochs_end(ru
             next(epochs, None)
 
 
+def test_more_steps_than_a_thread_has_loaded_batches_are_told_of(run_dir: Path) -> None:
+    training = Training(1)
+    with training.load(run_dir) as state:
+        batches = [*Background(state.batches())]
+        training.epoch(batches)
+        with pytest.warns(ResumableWarning, match="more steps than another thread has loaded batches"):
+            training.epoch(batches[:1])
+
+
+def test_an_epoch_that_ends_before_a_thread_does_is_told_of(run_dir: Path) -> None:
+    training = Training(1)
+    with training.load(run_dir) as state:
+        epochs = state.epochs(2)
+        next(epochs)
+        thread = iter(Background(state.batches()))
+        training.epoch([next(thread)])
+        with pytest.warns(ResumableWarning, match="before another thread had come to the end"):
+            next(epochs)
+
+
 def test_a_device_that_is_not_there_is_a_usage_error_before_anything_is_loaded(run_dir: Path) -> None:
     with Training(0).load(run_dir) as state:
         with pytest.raises(UsageError, match=r"this process sees \d+ devices"):

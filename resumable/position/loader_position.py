@@ -48,6 +48,7 @@ class Counters(Protocol):
     processes: int
     digest: Callable[[Any], Any] | None
     sums: RunningSums
+    once: Once
 
     def progress(self) -> object:
         """Return what changes with every step and every gradient; None if nobody knows."""
@@ -284,8 +285,13 @@ class LoaderPosition:
         if self.ahead and self._has_ended and self.counts_by_steps:
             warn(
                 f"{len(self.ahead)} batches of the epoch were loaded by another thread, and the optimizer "
-                "made no step for them: there a batch counts when the optimizer steps. Where that is not "
-                "one to one, give the thread to state.batches(through=...)."
+                f"made no step for them: there a batch counts when the optimizer steps. {_NOT_ONE_TO_ONE}"
+            )
+        elif self.counts_by_steps and not self._has_ended:
+            warn(
+                "the epoch ended before another thread had come to the end of its batches: a resume in "
+                "mid-epoch does not know which of them were trained. Give the thread to "
+                "state.batches(through=...)."
             )
 
     def warn_of_left_after_save(self) -> None:
@@ -541,6 +547,12 @@ class LoaderPosition:
             self.hand_out()
             self.take_back()
             self.is_over = self._has_ended and not self.ahead
+        elif self.counts_by_steps:
+            self._counters.once.warn(
+                "the optimizer has made more steps than another thread has loaded batches: there a batch "
+                f"counts when the optimizer steps. {_NOT_ONE_TO_ONE}",
+                about="steps of another thread",
+            )
 
     def refuse_to_leave_out(self) -> None:
         """Raise UsageError where nobody knows which batch is in hand."""
@@ -749,6 +761,9 @@ def _warn_of_generator(asked_by: FrameType) -> None:
             "one batch ahead, a resume leaves a batch out: hand it to "
             f"state.batches(through={code.co_name}). If the script only skips the first one, nothing is lost."
         )
+
+
+_NOT_ONE_TO_ONE = "Where that is not one to one, give the thread to state.batches(through=...)."
 
 
 class _Over:

@@ -1,0 +1,45 @@
+"""What of a loader no resume can restore, as far as its kind tells."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+
+def of(loader: Any) -> Iterator[str]:
+    """Yield what will differ after a resume, and what to do.
+
+    >>> [*of(torch.utils.data.DataLoader(range(4)))]
+    []
+    """
+    workers = getattr(loader, "num_workers", 0)
+    if workers and not getattr(loader, "in_order", True):
+        yield (
+            "in_order=False gives batches in the order in which workers finish them, so that no two runs are "
+            "the same. Every sample comes exactly once after a resume too. For an exact one leave it out."
+        )
+    if workers and _is_a(loader, "torchdata", "StatefulDataLoader"):
+        yield (
+            "StatefulDataLoader does not save the random generators of its workers: what they draw differs "
+            "after a resume. torch.utils.data.DataLoader is restored with them. If they draw nothing, "
+            "nothing is lost."
+        )
+    dataset = getattr(loader, "dataset", None)
+    if _is_a(dataset, "datasets", "IterableDataset") and getattr(dataset, "_shuffling", None) is not None:
+        yield (
+            "a shuffled IterableDataset of Hugging Face fills its buffer again after a resume, with other "
+            "samples. For an exact resume use a Dataset, which is shuffled by its indices."
+        )
+    if _is_a(dataset, "streaming", "StreamingDataset") and not _is_a(
+        loader, "streaming", "StreamingDataLoader"
+    ):
+        yield (
+            f"a StreamingDataset keeps its place only in a StreamingDataLoader, and this is a "
+            f"{type(loader).__name__}."
+        )
+
+
+def _is_a(value: Any, package: str, name: str) -> bool:
+    """Whether a value is of this class of a package, or of a subclass, without importing either."""
+    kinds = type(value).__mro__
+    return any(kind.__name__ == name and kind.__module__.partition(".")[0] == package for kind in kinds)
