@@ -309,7 +309,9 @@ def run_schedule(seed: int, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> N
             state.restore(handle.number)
             again = resumed.picture(state)
         for path in before:
-            assert before[path].keys() == again[path].keys()
+            # (of a parameter that two optimizers train, only a step of this process tells who has used it)
+            extra = [n for n in again[path].keys() - before[path].keys() if ".gradients." not in n]
+            assert (before[path].keys() - again[path].keys(), extra) == (set(), [])
             assert all(tensor_file.is_equal(before[path][n], again[path][n]) for n in before[path]), path
 
 

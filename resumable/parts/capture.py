@@ -334,9 +334,10 @@ class Capture:
 
     def forget_gradients(self, trees: Trees) -> None:
         """Drop the gradients that the trees do not hold: they belong to a step that was gone back behind."""
-        for part in self._parts:
-            if isinstance(part, OptimizerPart):
-                part.forget_gradients(Saved(trees, part.name))
+        optimizers = [part for part in self._parts if isinstance(part, OptimizerPart)]
+        kept = set().union(*(part.with_gradients(Saved(trees, part.name)) for part in optimizers))
+        for part in optimizers:
+            part.forget_gradients(kept)
 
     @contextmanager
     def where_a_body_ended(self, has_ended: bool) -> Iterator[None]:

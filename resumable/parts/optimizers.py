@@ -168,11 +168,15 @@ class OptimizerPart(Part):
         of_rank = {} if self.stem == "rank" else saved.of_rank().get("gradients", {})
         return {**(tree or saved.view(self.stem))["gradients"], **of_rank}
 
-    def forget_gradients(self, saved: Saved) -> None:
-        """Drop the gradients that are not in the checkpoint."""
+    def with_gradients(self, saved: Saved) -> set[Tensor]:
+        """Return the parameters whose gradients are in the checkpoint."""
         kept = self._saved_gradients(saved)
-        for name, parameter in self.parameters().items():
-            if name not in kept:
+        return {parameter for name, parameter in self.parameters().items() if name in kept}
+
+    def forget_gradients(self, kept: AbstractSet[Tensor]) -> None:
+        """Drop the gradients of all other parameters."""
+        for parameter in self.parameters().values():
+            if parameter not in kept:
                 parameter.grad = None
 
     def hold(self) -> Callable[[], None]:
