@@ -150,6 +150,7 @@ def test_batches_of_another_size_are_made_of_the_same_samples(run_dir: Path) -> 
     assert seen == expected
 
 
+@pytest.mark.filterwarnings("ignore:in_order=False")
 def test_without_in_order_the_samples_are_the_same_ones(tmp_path: Path) -> None:
     expected = leg(tmp_path / "in process")
 
