@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -130,6 +132,35 @@ def zero_before_batches(state: RunState, objects: dict[str, Any], tick: Callable
 @pytest.mark.parametrize("loop", [zero_before_steps, zero_before_steps_by_hand, zero_before_batches])
 def test_zero_grad_before_the_loop_keeps_the_gradients_of_a_resumed_window(run_dir: Path, loop: Any) -> None:
     assert differences(run_dir, lambda: make(loader=loop is zero_before_batches), loop) == []
+
+
+@pytest.mark.parametrize("way", ["load", "restore"])
+def test_gradients_of_a_resumed_window_are_let_go_of_after_its_step(run_dir: Path, way: str) -> None:
+    objects = make()
+    with RunState.load(run_dir, **objects) as state:
+        for number in state.steps(2):
+            backward(objects, torch.ones(1, 2))
+            if number == 0:
+                state.save().wait()
+    again = make()
+    with RunState.load(run_dir, **again, resume=1) as state:
+        if way == "restore":
+            state.restore(1)
+        there = weakref.ref(again["model"].weight.grad)
+        for _ in state.steps(3):
+            backward(again, torch.ones(1, 2))
+            step(again)
+        assert there() is None
+
+
+def test_gradients_that_are_kept_are_warned_of_only_if_a_checkpoint_lacks_them(run_dir: Path) -> None:
+    objects = make()
+    with RunState.load(run_dir, **objects) as state, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in state.steps(3):
+            backward(objects, torch.ones(1, 2))
+            objects["optimizer"].step()
+            state.check()
 
 
 def test_gradients_of_a_resumed_window_that_are_zeroed_in_place_are_warned_of(run_dir: Path) -> None:

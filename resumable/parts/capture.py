@@ -341,7 +341,7 @@ class Capture:
 
     @contextmanager
     def where_a_body_ended(self, has_ended: bool) -> Iterator[None]:
-        """Collect what a save needs where a body has ended, if it has."""
+        """Collect what a save needs, where a body has ended or in the middle of one."""
         gradients = [part.gradients for part in self._parts if isinstance(part, OptimizerPart)]
         for one in gradients:
             one.has_body_ended = has_ended
@@ -349,7 +349,7 @@ class Capture:
             yield
         finally:
             for one in gradients:
-                one.has_body_ended = False
+                one.has_body_ended = None
 
     def hold_gradients(self) -> Callable[[], None]:
         """Return what gives parameters the gradients of a resumed window again, if the script drops them."""

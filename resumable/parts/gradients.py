@@ -33,8 +33,8 @@ class Gradients:
         self._is_first = False
         self._has_left_out = False
         """Whether used gradients were left out of a checkpoint before it was seen what becomes of them."""
-        self.has_body_ended = False
-        """Whether a save is made where a body has ended, and not in the middle of what the script does."""
+        self.has_body_ended: bool | None = None
+        """Whether the save that is being made stands where a body has ended; None: there is no save."""
         self.used: list[str] = []
         """Those that `pending` returned last though a step has used them: the script may zero them."""
         self._restored: list[tuple[Tensor, Tensor]] = []
@@ -81,7 +81,7 @@ class Gradients:
     def stepped(self) -> None:
         """Note that the optimizer has made a step with the gradients that there are."""
         self._used = {id(p): (weakref.ref(g), g._version) for p, g in self._all() if not g.is_inference()}
-        self._is_first = True
+        self._is_first, self._restored = True, []
         if self._watch is None and not self._are_kept:
             self._begin_to_watch()
 
@@ -103,7 +103,7 @@ class Gradients:
                 # On a device a copy of all gradients is memory that the training may need.
                 self.used = sorted(name for name in used if found[name].is_cpu)
             left_out = used.difference(self.used)
-            self._has_left_out |= bool(left_out)
+            self._has_left_out |= bool(left_out) and self.has_body_ended is not None
             found = {name: g for name, g in found.items() if name not in left_out}
         return found if any(map(_may_be_nonzero, found.values())) else {}
 

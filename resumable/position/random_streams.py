@@ -231,7 +231,7 @@ class Streams:
 
     def put_back_late(self) -> None:
         """Put the generators back where the training goes on without a loop of RunState."""
-        held, self._held = self._held, None
+        held, self._held, self._put_gradients_back = self._held, None, None
         if held is not None and self._entry != "load" and not rng.is_same(held, self.read()):
             self.write(held)
             warn(
@@ -265,7 +265,7 @@ class Streams:
 
     def forget_held(self) -> None:
         """Put nothing back: an epoch begins, and its first body went on from where it was put back."""
-        self._held = self._put_settings_back = None
+        self._held = self._put_settings_back = self._put_gradients_back = None
 
     def begin_body(self, *, is_second_time: bool) -> None:
         """Begin a body of `epochs()`.
