@@ -33,6 +33,7 @@ from .parts import capture
 from .parts.capture import Capture
 from .position import last_batch, spikes
 from .position.loader_position import Hooks, LoaderPosition, Through
+from .position.loop_variables import LoopVariables
 from .position.means import Means
 from .position.position import Batches, Enumerated, Position
 from .position.prefetch import ToDevice
@@ -175,6 +176,7 @@ class RunState:
 
     def _furnish(self, keep: Keep | None, copied: Copied | None, is_elastic: bool) -> None:
         self._is_closed, self._is_prepared, self._is_calm = False, False, True
+        self._variables: LoopVariables | None = LoopVariables(self._capture.given)
         self._process = os.getpid()
         self._has_begun = False
         self._first_look: Mapping[str, Seen] | None = None
@@ -599,6 +601,13 @@ class RunState:
                 "begins with it: after a resume these draws differ, because the generators are put back at "
                 "the first such read. Read the counters in the head of the loop only, or use state.steps()."
             )
+        if self._position.streams.has_unseen_loop():
+            self._saving.once.warn(
+                "this script reads neither state.step (or another counter) nor state.vars, so that RunState "
+                "does not see where its loop begins: a resume puts the random generators back in load, and "
+                "what is drawn between load and the loop differs. Begin the loop with a counter, as in "
+                "range(state.step, total)."
+            )
         if self._position.is_in_inner_loop():
             self._saving.once.warn(
                 "save() in a loop over batches that runs in the body of another such loop counts the outer "
@@ -621,9 +630,22 @@ class RunState:
                 "save(**state.means) after it. If it is only shown, nothing is lost."
             )
 
+    def _warn_of_variables(self) -> None:
+        if self._variables and (changed := self._variables.saved()):
+            self._variables = None
+            names, is_one = ", ".join(changed), len(changed) == 1
+            self._saving.once.warn(
+                f"{names} {'decides' if is_one else 'decide'} how this loop goes on, "
+                f"{'changes' if is_one else 'change'} as it runs, and {'is' if is_one else 'are'} in no "
+                "checkpoint: a resume begins with what the lines before the loop assign. Keep such values in "
+                "state.vars, or give RunState their object: extra={...}. If they only decide what is shown, "
+                "nothing is lost."
+            )
+
     def _save(self, why: str, metrics: Mapping[str, Any] | None = None) -> PendingSave:
         self._meet({})
-        self._not_given.look_for_schedulers()
+        self._not_given.look()
+        self._warn_of_variables()
         with self._capture.where_a_body_ended(why != "called"):
             handle = self._saving.save(why, metrics, self._own_run, self._autosave.chosen)
         self._autosave.saved(*self._saving.stood_at)

@@ -323,3 +323,15 @@ def test_gradients_that_turn_out_to_be_kept_are_told(run_dir: Path) -> None:
         state.save()
         with pytest.warns(ResumableWarning, match="this script keeps gradients after a step"):
             training.model(training.x).square().mean().backward()
+
+
+def test_gradients_that_are_kept_from_a_late_step_on_are_told(run_dir: Path) -> None:
+    training = Training(layers=1)
+    with RunState.load(run_dir, **training.parts) as state:
+        for _ in range(5):
+            training.optimizer.zero_grad()
+            training.model(training.x).square().mean().backward()
+            training.optimizer.step()
+        state.save()
+        with pytest.warns(ResumableWarning, match="this script keeps gradients after a step"):
+            training.model(training.x).square().mean().backward()

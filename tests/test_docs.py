@@ -39,6 +39,7 @@ def blocks(page: str) -> list[str]:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, images: torch.Tensor) -> torch.Tensor:
+    optimizer.zero_grad()
     loss = model(images).sum()
     loss.backward()
     optimizer.step()

@@ -249,3 +249,47 @@ def test_a_script_that_begins_to_keep_its_gradients_late_is_told_and_exact_from_
             state.save()
 
     assert saved(run_dir) != []
+
+
+WINDOW_OF_ANOTHER = (
+    r"\(SGD\) trains a model that was given .* the gradients of that window are in no checkpoint"
+)
+
+
+@pytest.mark.parametrize("saved_at", [1, 3, 5])
+@pytest.mark.parametrize("is_kept", [True, False], ids=["in place", "to none"])
+def test_a_window_of_an_optimizer_that_was_not_given_is_warned_of(
+    run_dir: Path, saved_at: int, is_kept: bool
+) -> None:
+    objects = make()
+    optimizer = objects.pop("optimizer")
+
+    def train() -> None:
+        with RunState.load(run_dir, **objects) as state:
+            for number in range(state.step, 6):
+                backward(objects, torch.ones(1, 2))
+                if number % 2:
+                    optimizer.step()
+                    optimizer.zero_grad(set_to_none=not is_kept)
+                elif number == saved_at - 1:
+                    state.save()
+
+    with pytest.warns(ResumableWarning, match=WINDOW_OF_ANOTHER):
+        train()
+
+
+@pytest.mark.parametrize("is_kept", [True, False], ids=["in place", "to none"])
+def test_saves_between_windows_of_an_optimizer_that_was_not_given_lose_nothing(
+    run_dir: Path, is_kept: bool
+) -> None:
+    objects = make()
+    optimizer = objects.pop("optimizer")
+    with RunState.load(run_dir, **objects) as state, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for number in range(state.step, 6):
+            backward(objects, torch.ones(1, 2))
+            if number % 2:
+                optimizer.step()
+                state.save()
+                optimizer.zero_grad(set_to_none=not is_kept)
+                state.save()

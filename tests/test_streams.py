@@ -422,3 +422,35 @@ def test_an_iterator_that_ends_after_its_run_leaves_the_generators_alone(run_dir
     gc.collect()
 
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.done = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"done": self.done}
+
+    def load_state_dict(self, saved: dict[str, int]) -> None:
+        self.done = saved["done"]
+
+
+@pytest.mark.parametrize("draws", [True, False])
+def test_draws_before_a_loop_that_counts_by_itself_are_warned_of(run_dir: Path, draws: bool) -> None:
+    model, counter = nn.Linear(2, 1), Counter()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        RunState.load(run_dir, model=model, optimizer=optimizer, extra={"counter": counter}) as state,
+        warnings.catch_warnings(record=True) as told,
+    ):
+        warnings.simplefilter("always")
+        noise = torch.randn(1, 2) if draws else torch.ones(1, 2)
+        while counter.done < 3:
+            model(noise).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            counter.done += 1
+            state.save()
+
+    assert len(told) == draws
+    assert all("does not see where its loop begins" in str(one.message) for one in told)

@@ -1,3 +1,3 @@
 """The live objects of a training: read into trees, and put back all or none."""
 
-__all__ = ["aliases", "capture", "models", "part", "reading"]
+__all__ = ["aliases", "capture", "gradients", "models", "part", "reading"]

@@ -143,17 +143,20 @@ class Gradients:
         self._is_first = False
         parameter, hook = self._watch
         gradient = parameter.grad
-        if gradient is not None and not gradient.is_cpu and _is_capturing(gradient):
-            # (to read a value would end the capture)
-            return
-        if gradient is not None and (self._is_used(parameter, gradient) or bool(gradient.any())):
+        is_there = gradient is not None and self._is_used(parameter, gradient)
+        if gradient is not None and not is_there:
+            if not gradient.is_cpu and (self._are_kept is False or _is_capturing(gradient)):
+                # Only its values show whether it was zeroed in place. To read them would stop the training
+                # until the device has caught up, and end a capture.
+                return
+            is_there = bool(gradient.any())
+        if is_there:
             self._are_kept = True
             self._warn_of_left_out()
+            hook.remove()
         else:
             self._times_zeroed = min(self._times_zeroed + 1, _ENOUGH)
             self._are_kept = False if self._times_zeroed >= _ENOUGH else None
-        if self._are_kept or (self._are_kept is False and not parameter.is_cpu):
-            hook.remove()
 
 
 def _may_be_nonzero(gradient: Tensor) -> bool:

@@ -204,6 +204,14 @@ class Streams:
         """Whether a loop of the script's own begins with a read, and draws came between that and another."""
         return self._has_drawn_between_reads and self.has_trained and self.entry() == "read"
 
+    def has_unseen_loop(self) -> bool:
+        """Whether a loop of the script's own reads no counter, and random numbers were drawn since the load.
+
+        Where it begins is not seen then: a resume puts the generators back in the load.
+        """
+        is_unseen = self.has_optimizer and self.has_trained and self.entry() == "load"
+        return is_unseen and self._at_load is not None and not rng.is_same(self._at_load, self.read())
+
     # Where the loops go on.
 
     def put_back(self) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dis
-import inspect
 import math
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
+
+from .loop_variables import variables_of
 
 _NUMBERS = (int, float)
 _INSTALLED = ("site-packages", "dist-packages")
@@ -44,7 +45,7 @@ class RunningSums:
             self.lost = ["the comprehension over the batches"]
             return
         assigned, read = _summed_up_in(frame)
-        zero = {name: value for name, value in _variables(frame).items() if _is_zero(value)}
+        zero = {name: value for name, value in variables_of(frame).items() if _is_zero(value)}
         self._names = sorted(
             name for name, value in zero.items() if name in (assigned if type(value) in _NUMBERS else read)
         )
@@ -62,7 +63,7 @@ class RunningSums:
         self.is_looking = False
         frame = _of_script(asked_by)
         if frame.f_code is self._code:
-            now = _variables(frame)
+            now = variables_of(frame)
             values = {name: now.get(name, 0) for name in self._names}
             self.lost = [repr(n) for n, value in values.items() if not _is_zero(value) and not _is_one(value)]
 
@@ -85,14 +86,6 @@ def _is_comprehension(frame: FrameType) -> bool:
         if one.offset > frame.f_lasti and one.opname.startswith("JUMP_BACKWARD"):
             return False
     return False
-
-
-def _variables(frame: FrameType) -> dict[str, Any]:
-    found = dict(frame.f_locals)
-    if frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-        # Before Python 3.13 the frame would keep this copy, and a batch and its graph with it.
-        getattr(frame.f_locals, "clear", dict)()
-    return found
 
 
 def _summed_up_in(frame: FrameType) -> tuple[set[str], set[str]]:

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..errors import warn
 from ..files import fingerprint
 from ..loaders import wrappers
+from ..parts.gradients import Gradients
 
 _SMALL = 1 << 20
 
@@ -48,27 +49,53 @@ class NotGiven:
         self._given = given
         self._parameters = parameters
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._gradients: weakref.WeakKeyDictionary[Any, Gradients] = weakref.WeakKeyDictionary()
+        """Those of optimizers that were not given."""
+        self._has_lost_gradients = False
+        """Whether a checkpoint lacks gradients, if an optimizer that was not given makes a step with them."""
         self._rates = self._read_rates()
 
     def stepped(self, optimizer: Any) -> None:
         """Note that an optimizer, given or not, has made a step."""
         if optimizer in self._known:
+            if gradients := self._gradients.get(optimizer):
+                gradients.stepped()
             return
         self._known.add(optimizer)
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        if (
-            _has_state(optimizer)
-            and not any(_leads_to(live, optimizer) for live in self._given)
-            and any(id(parameter) in own for parameter in self._parameters())
-        ):
-            warn(
-                f"an optimizer ({type(optimizer).__name__}) trains a model that was given to RunState, and "
-                "was not given itself: its state is in no checkpoint, and a resume starts it with empty "
-                "state. Give it too: optimizer={...}, by names of your choice."
+        if any(_leads_to(live, optimizer) for live in self._given):
+            return
+        if any(id(parameter) in own for parameter in self._parameters()):
+            if _has_state(optimizer):
+                _warn_of(optimizer, "its state is in no checkpoint, and a resume starts it with empty state")
+                return
+            self._gradients[optimizer] = gradients = Gradients(optimizer)
+            gradients.stepped()
+            if self._has_lost_gradients:
+                self._warn_of_gradients(optimizer)
+
+    def look(self) -> None:
+        """Look, at a save, for what it lacks."""
+        self._look_for_schedulers()
+        for optimizer, gradients in [*self._gradients.items()]:
+            own = {id(one) for group in optimizer.param_groups for one in group["params"]}
+            trained = (parameter for parameter in self._parameters() if id(parameter) in own)
+            if gradients.pending({str(number): one for number, one in enumerate(trained)}):
+                self._warn_of_gradients(optimizer)
+        if not self._known:
+            self._has_lost_gradients |= any(
+                one.grad is not None and one.grad.is_cpu and bool(one.grad.any())
+                for one in self._parameters()
             )
 
-    def look_for_schedulers(self) -> None:
-        """Warn of a scheduler if learning rates have changed and none was given."""
+    def _warn_of_gradients(self, optimizer: Any) -> None:
+        del self._gradients[optimizer]
+        _warn_of(
+            optimizer,
+            "save() was called between two of its steps: the gradients of that window are in no checkpoint",
+        )
+
+    def _look_for_schedulers(self) -> None:
         if self._rates == (rates := self._read_rates()):
             return
         self._rates = rates
@@ -91,6 +118,13 @@ class NotGiven:
         rates = [group.get("lr") for group in groups]
         # (to read it would wait for a GPU)
         return [(id(rate), rate._version) if isinstance(rate, torch.Tensor) else rate for rate in rates]
+
+
+def _warn_of(optimizer: Any, what: str) -> None:
+    warn(
+        f"an optimizer ({type(optimizer).__name__}) trains a model that was given to RunState, and was not "
+        f"given itself: {what}. Give it too: optimizer={{...}}, by names of your choice."
+    )
 
 
 def _schedulers(optimizer: Any) -> list[LRScheduler]:

@@ -1,0 +1,302 @@
+"""Variables of the script that decide how its loop goes on, and that no checkpoint has."""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from resumable import RunState
+from resumable.errors import ResumableWarning
+
+Script = Callable[[RunState, Callable[..., torch.Tensor]], None]
+LOSSES = [0.5, 0.4, 0.6, 0.3, 0.7, 0.8, 0.9]
+
+
+class Stopper:
+    def __init__(self) -> None:
+        self.bad, self.best, self.is_done = 0, 1.0, False
+
+    def step(self, loss: float) -> bool:
+        self.bad = 0 if loss < self.best else self.bad + 1
+        self.best = min(loss, self.best)
+        self.is_done = self.bad > 3
+        return self.is_done
+
+
+class SavedStopper(Stopper):
+    def state_dict(self) -> dict[str, Any]:
+        return {**vars(self)}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        vars(self).update(saved)
+
+
+class Trainer:
+    def __init__(self, state: RunState) -> None:
+        self.state, self.bad, self.shown = state, 0, 0
+
+    def fit(self, step: Callable[..., torch.Tensor]) -> None:
+        for epoch in self.state.epochs(4):
+            for batch in self.state.batches():
+                step(batch)
+            self.shown += 1
+            self.bad = 0 if LOSSES[epoch] < 0.5 else self.bad + 1
+            if self.bad > 3:
+                break
+            self.state.save()
+
+
+def early_stopping_by_hand(state: RunState, step: Callable[..., torch.Tensor]) -> None:
+    best, bad = 1.0, 0
+    for epoch in state.epochs(6):
+        for batch in state.batches():
+            step(batch)
+        if LOSSES[epoch] < best:
+            best, bad = LOSSES[epoch], 0
+        else:
+            bad += 1
+        if bad > 3:
+            break
+        state.save()
+
+
+def an_object_that_stops(state: RunState, step: Callable[..., torch.Tensor]) -> None:
+    stopper = Stopper()
+    for epoch in state.epochs(4):
+        for batch in state.batches():
+            step(batch)
+        if stopper.step(LOSSES[epoch]):
+            break
+        state.save()
+
+
+def an_attribute_that_stops(state: RunState, step: Callable[..., torch.Tensor]) -> None:
+    stopper = Stopper()
+    for epoch in state.epochs(4):
+        for batch in state.batches():
+            step(batch)
+        stopper.step(LOSSES[epoch])
+        state.save()
+        if stopper.best < 0.2:
+            break
+
+
+def a_trainer(state: RunState, step: Callable[..., torch.Tensor]) -> None:
+    Trainer(state).fit(step)
+
+
+def a_weight_that_decays(state: RunState, step: Callable[..., torch.Tensor]) -> None:
+    weight = 1.0
+    for _ in state.epochs(4):
+        for batch in state.batches():
+            loss = step(batch) * weight
+            loss.backward()
+        weight *= 0.9
+        state.save()
+
+
+def a_list_that_is_sampled(state: RunState, step: Callable[..., torch.Tensor]) -> None:
+    seen: deque[float] = deque()
+    for number in state.steps(5):
+        seen.append(number / 2)
+        batch = torch.full((1,), seen[0])
+        step(batch).backward()
+        state.save()
+
+
+def a_while_loop(state: RunState, step: Callable[..., torch.Tensor]) -> None:
+    count = 0
+    while state.epoch < 4:
+        for batch in state.batches():
+            step(batch)
+        count += 1
+        if count % 10 == 9:
+            step(torch.ones(1))
+        state.save()
+
+
+def a_count_of_batches(state: RunState, step: Callable[..., torch.Tensor]) -> None:
+    for _ in state.epochs(4):
+        count = 0
+        for batch in state.batches():
+            step(batch)
+            if count == 3:
+                step(batch)
+            count += batch.shape[0]
+            state.save()
+
+
+def a_metric_that_is_smoothed(state: RunState, step: Callable[..., torch.Tensor]) -> None:
+    smooth = 0.0
+    for epoch in state.epochs(4):
+        for batch in state.batches():
+            step(batch)
+        smooth = 0.9 * smooth + LOSSES[epoch]
+        state.save(loss=smooth)
+
+
+best_of_all = 1.0
+
+
+def a_global(state: RunState, step: Callable[..., torch.Tensor]) -> None:
+    global best_of_all
+    best_of_all = 1.0
+    for epoch in state.epochs(5):
+        for batch in state.batches():
+            step(batch)
+        is_best = LOSSES[epoch] < best_of_all
+        best_of_all = min(LOSSES[epoch], best_of_all)
+        if is_best:
+            step(torch.ones(1))
+        state.save()
+
+
+DECIDE = {
+    early_stopping_by_hand: "best decides",
+    an_object_that_stops: r"stopper\.best decides",
+    an_attribute_that_stops: r"stopper\.best decides",
+    a_trainer: r"self\.bad decides",
+    a_weight_that_decays: "weight decides",
+    a_list_that_is_sampled: "seen decides",
+    a_while_loop: "count decides",
+    a_count_of_batches: "count decides",
+    a_metric_that_is_smoothed: "smooth decides",
+    a_global: "best_of_all decides",
+}
+
+
+def what_is_only_shown(state: RunState, step: Callable[..., torch.Tensor]) -> None:
+    total, count, losses, began = 0.0, 0, [], 0.0
+    for epoch in state.epochs(4):
+        for batch in state.batches():
+            total += step(batch).item()
+            count += 1
+        losses.append(total)
+        mean = total / count
+        print(epoch, state.step, mean, count, f"{count - began:.1f}")
+        began = float(count)
+        state.save()
+
+
+def what_the_state_gives(state: RunState, step: Callable[..., torch.Tensor]) -> None:
+    best, count = state.vars.get("best", 1.0), state.step
+    for epoch in state.epochs(4):
+        for batch in state.batches():
+            step(batch)
+            count += 1
+            if count % 2:
+                step(batch)
+        if LOSSES[epoch] < best:
+            best = state.vars["best"] = LOSSES[epoch]
+        state.save()
+
+
+def what_each_body_sets(state: RunState, step: Callable[..., torch.Tensor]) -> None:
+    limit = 3
+    for epoch in state.epochs(4):
+        total = 0.0
+        for number, batch in state.enumerate():
+            loss = step(batch)
+            is_even = number % 2 == 0
+            if is_even and number < limit:
+                total += loss.item()
+        rate = 0.1 * 0.5**epoch
+        if total > 0 and rate > 1:
+            break
+        state.save(loss=total)
+
+
+def what_an_inner_loop_leaves(state: RunState, step: Callable[..., torch.Tensor]) -> None:
+    for _ in state.epochs(4):
+        for batch in state.batches():
+            loss = step(batch).item()
+        if loss > 1e9:
+            break
+        state.save(loss=loss)
+
+
+def what_a_sweep_keeps(state: RunState, step: Callable[..., torch.Tensor]) -> None:
+    best = 1.0
+    for seed in range(2):
+        with RunState.load(f"{state.run.path}-{seed}") as state:
+            for epoch in state.epochs(2):
+                state.save()
+                best = min(best, LOSSES[epoch])
+        if best < 0.1:
+            break
+
+
+def run(run_dir: Path, script: Script, **more: Any) -> None:
+    loader = DataLoader(torch.arange(4.0).view(4, 1), batch_size=1)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step(batch: Any) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(batch).square().mean()
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        return loss
+
+    with RunState.load(run_dir, model=model, optimizer=optimizer, loader=loader, **more) as state:
+        script(state, step)
+
+
+@pytest.mark.parametrize("script", DECIDE, ids=lambda script: script.__name__)
+def test_a_variable_that_decides_is_warned_of_by_name(run_dir: Path, script: Script) -> None:
+    with pytest.warns(ResumableWarning, match=DECIDE[script]) as told:
+        run(run_dir, script)
+
+    assert len(told) == 1
+
+
+SHOWN = [
+    what_is_only_shown,
+    what_the_state_gives,
+    what_each_body_sets,
+    what_an_inner_loop_leaves,
+    what_a_sweep_keeps,
+]
+
+
+@pytest.mark.parametrize("script", SHOWN, ids=lambda script: script.__name__)
+def test_other_variables_are_not_warned_of(run_dir: Path, script: Script) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(run_dir, script)
+
+
+def test_an_object_that_was_given_is_not_warned_of(run_dir: Path) -> None:
+    given = SavedStopper()
+
+    def script(state: RunState, step: Callable[..., torch.Tensor]) -> None:
+        stopper = given
+        for epoch in state.epochs(4):
+            if stopper.step(LOSSES[epoch]):
+                break
+            state.save()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(run_dir, script, extra={"stopper": given})
+
+
+def test_automatic_saves_look_at_the_variables_too(run_dir: Path) -> None:
+    def script(state: RunState, step: Callable[..., torch.Tensor]) -> None:
+        best = 1.0
+        for epoch in state.epochs(6):
+            for batch in state.batches():
+                step(batch)
+            if LOSSES[epoch] < best:
+                best = LOSSES[epoch]
+
+    with pytest.warns(ResumableWarning, match="best decides"):
+        run(run_dir, script, every=3)
