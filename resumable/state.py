@@ -33,7 +33,7 @@ from .parts import capture
 from .parts.capture import Capture
 from .position import last_batch, spikes
 from .position.loader_position import Hooks, LoaderPosition, Through
-from .position.loop_variables import LoopVariables
+from .position.loop_variables import LoopGenerators, LoopVariables
 from .position.means import Means
 from .position.position import Batches, Enumerated, Position
 from .position.prefetch import ToDevice
@@ -177,6 +177,7 @@ class RunState:
     def _furnish(self, keep: Keep | None, copied: Copied | None, is_elastic: bool) -> None:
         self._is_closed, self._is_prepared, self._is_calm = False, False, True
         self._variables: LoopVariables | None = LoopVariables(self._capture.given)
+        self._generators: LoopGenerators | None = LoopGenerators(self._saved_generators)
         self._process = os.getpid()
         self._has_begun = False
         self._first_look: Mapping[str, Seen] | None = None
@@ -630,6 +631,12 @@ class RunState:
                 "save(**state.means) after it. If it is only shown, nothing is lost."
             )
 
+    def _saved_generators(self) -> list[rng.Generator]:
+        # (of what has a state of its own, its generators are in it)
+        given = [one for one in self._capture.given() if not isinstance(one, (torch.nn.Module, Position))]
+        own = [one for one in given if not isinstance(one, LoaderPosition)]
+        return [*self._position.generators(), *rng.find(own).values()]
+
     def _warn_of_variables(self) -> None:
         if self._variables and (changed := self._variables.saved()):
             self._variables = None
@@ -640,6 +647,13 @@ class RunState:
                 "checkpoint: a resume begins with what the lines before the loop assign. Keep such values in "
                 "state.vars, or give RunState their object: extra={...}. If they only decide what is shown, "
                 "nothing is lost."
+            )
+        if self._generators and (moved := self._generators.saved()):
+            self._generators = None
+            self._saving.once.warn(
+                f"this loop draws from random generators that are in no checkpoint ({', '.join(moved)}): "
+                "after a resume they draw different numbers. Give them to RunState: extra={...}, by names of "
+                "your choice."
             )
 
     def _save(self, why: str, metrics: Mapping[str, Any] | None = None) -> PendingSave:

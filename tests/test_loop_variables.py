@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -300,3 +301,81 @@ def test_automatic_saves_look_at_the_variables_too(run_dir: Path) -> None:
 
     with pytest.warns(ResumableWarning, match="best decides"):
         run(run_dir, script, every=3)
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.noise = torch.Generator().manual_seed(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * (x + torch.rand(1, generator=self.noise))
+
+
+def in_a_variable(state: RunState, model: Any) -> None:
+    noise = torch.Generator().manual_seed(0)
+    for _ in state.steps(3):
+        model(torch.rand(1, generator=noise)).sum().backward()
+        state.save()
+
+
+def in_the_model(state: RunState, model: Any) -> None:
+    for _ in state.steps(3):
+        model(torch.ones(1)).sum().backward()
+        state.save()
+
+
+dice = np.random.default_rng(0)
+
+
+def rolled(x: torch.Tensor) -> torch.Tensor:
+    return x * dice.random()
+
+
+def in_a_function(state: RunState, model: Any) -> None:
+    for _ in state.steps(3):
+        model(rolled(torch.ones(1))).sum().backward()
+        state.save()
+
+
+def seeded_in_each_body(state: RunState, model: Any) -> None:
+    noise = torch.Generator()
+    for step in state.steps(4):
+        noise.manual_seed(step)
+        fresh = torch.Generator().manual_seed(step)
+        model(torch.rand(1, generator=noise) + torch.rand(1, generator=fresh)).sum().backward()
+        state.save()
+
+
+DRAWN = {in_a_variable: r"\(noise\)", in_the_model: r"\(model\.noisy\.noise\)", in_a_function: r"dice\)"}
+
+
+def draw(run_dir: Path, script: Callable[[RunState, Any], None], **extra: Any) -> None:
+    noisy = Noisy() if script is in_the_model else nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(noisy.parameters(), lr=0.01)
+    with RunState.load(run_dir, model=noisy, optimizer=optimizer, extra=extra) as state:
+
+        def model(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            return noisy(x)  # type: ignore[no-any-return]
+
+        script(state, model)
+
+
+@pytest.mark.parametrize("script", DRAWN, ids=lambda script: script.__name__)
+def test_a_generator_that_is_in_no_checkpoint_is_warned_of(run_dir: Path, script: Any) -> None:
+    with pytest.warns(ResumableWarning, match=f"random generators .*{DRAWN[script]}"):
+        draw(run_dir, script)
+
+
+def test_a_generator_that_is_given_is_not_warned_of(run_dir: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        draw(run_dir, in_a_function, dice=dice)
+
+
+def test_a_generator_that_each_body_seeds_is_not_warned_of(run_dir: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        draw(run_dir, seeded_in_each_body)

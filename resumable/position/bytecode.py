@@ -14,6 +14,7 @@ Name = str
 """A variable, such as "best", or an attribute of one, such as "self.best"."""
 _TRAINS = {"backward", "step"}
 """Methods that change what is trained: what they are called on or given decides how."""
+_SEEDS = {"manual_seed", "seed", "set_state", "setstate"}
 _ENDS = ("POP_JUMP", "JUMP", "RETURN", "GET_ITER", "POP_TOP")
 """How the bytecode of a statement, or of a condition, ends if nothing is assigned."""
 _NO_WAY_ON = ("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE", "RETURN", "RAISE", "RERAISE")
@@ -47,6 +48,8 @@ class Carried:
     """Those that a body assigns."""
     kept: frozenset[Name] = frozenset()
     """Those that it only reads: an object, or a list, may change all the same."""
+    used: frozenset[Name] = frozenset()
+    """All that the loops read, and neither make in each body nor seed."""
 
 
 @cache
@@ -69,22 +72,27 @@ def carried(code: CodeType, at: int, states: frozenset[Name]) -> Carried:
     statements = [*_statements(instructions, events)]
     found: set[Name] = set()
     kept: set[Name] = set()
+    used: set[Name] = set()
     for head, end in loops.items():
         body = [one for one in instructions if head <= one.offset <= end]
         inside = [event for one in body for event in events[one.offset]]
         stored = {name for how, name in inside if how == "store"}
         loaded = {name for how, name in inside if how == "load"}
-        found |= _live_at_head(body, events) & stored
+        live = _live_at_head(body, events)
+        found |= live & stored
         kept |= loaded - stored
+        used |= live - stored if head == start else set()
     before = [one for one in statements if one.first < start]
     restored = {name for one in before if one.reads(states) for _, name in one.events}
     given = {*code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]}
     given -= {name for one in before for name in one.names("store")}
     body_of_all = [one for one in statements if start <= one.first <= loops[start]]
+    used -= {name for one in body_of_all if one.methods & _SEEDS for name in one.names("load")}
     known = states | restored | given
     return Carried(
         frozenset(name for name in found - known if _decides(name, body_of_all, states)),
         frozenset(name for name in kept - found - known if _decides(name, body_of_all, states)),
+        frozenset(used - states),
     )
 
 

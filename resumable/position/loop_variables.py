@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ..loaders import rng
 from . import bytecode
 from .bytecode import Name
 
@@ -67,6 +68,44 @@ class LoopVariables:
         for live in self._given():
             yield live
             yield from live.values() if isinstance(live, dict) else ()
+
+
+class LoopGenerators:
+    """The random generators that the script's loop draws from, and that no checkpoint has.
+
+    `known` returns those that a checkpoint has.
+    """
+
+    def __init__(self, known: Callable[[], Collection[rng.Generator]]) -> None:
+        self._known = known
+        self._saves = 0
+        self._seen: dict[str, tuple[rng.Generator, str]] = {}
+
+    def saved(self) -> list[str]:
+        """Look at the generators around a save; return those that have moved since the last save."""
+        moved = [name for name, (generator, then) in self._seen.items() if _digest(generator) != then]
+        self._saves += 1
+        # To look for them walks through all objects that the loop uses.
+        if not moved and not self._saves & (self._saves - 1):
+            self._seen = {name: (one, "") for name, one in self._find().items()}
+        self._seen = {name: (one, _digest(one)) for name, (one, _) in self._seen.items()}
+        return sorted(moved)
+
+    def _find(self) -> dict[str, rng.Generator]:
+        roots: dict[str, Any] = {}
+        for frame in _frames_of_script():
+            variables = variables_of(frame)
+            states = frozenset(_states(variables, frame))
+            for name in bytecode.carried(frame.f_code, frame.f_lasti, states).used:
+                root, _, attribute = name.partition(".")
+                owner = variables.get(root, frame.f_globals.get(root))
+                roots.setdefault(name, getattr(owner, "__dict__", {}).get(attribute) if attribute else owner)
+        known = {id(one) for one in self._known()}
+        return {name: one for name, one in rng.find(roots).items() if id(one) not in known}
+
+
+def _digest(generator: rng.Generator) -> str:
+    return rng.digest(rng.read(generator))
 
 
 def variables_of(frame: FrameType) -> dict[str, Any]:

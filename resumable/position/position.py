@@ -480,6 +480,11 @@ class Position:
         ):
             self.streams.put_back()
 
+    def generators(self) -> list[rng.Generator]:
+        """Return the generators that a checkpoint has, beside the global ones."""
+        roots = {name: loader.source.root() for name, loader in self.loaders.items()}
+        return [*self._generators.values(), *rng.find(roots).values()]
+
     def read_draws(self) -> Any:
         """Return the states of the generators that the script's own code draws from."""
         return {**self.streams.read(), "loaders": {}}
