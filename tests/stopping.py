@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +60,13 @@ def _stopped(
     return log
 
 
-def differences(run_dir: Path, make: Callable[[], dict[str, Any]], loop: Loop) -> list[int]:
-    """Return the ticks at which a training that is stopped there, and again at the next, is another one."""
+def differences(
+    run_dir: Path, make: Callable[[], dict[str, Any]], loop: Loop, at: Collection[int] = ()
+) -> list[int]:
+    """Return the ticks at which a training that is stopped there, and again at the next, is another one.
+
+    `at`: the ticks to try; all of them if there are none.
+    """
     whole = _start(run_dir / "whole", make, loop, None)
-    ticks = range(1, len(whole))
+    ticks = at or range(1, len(whole))
     return [stop for stop in ticks if _stopped(run_dir / str(stop), make, loop, (stop, 1, None)) != whole]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import re
 import warnings
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -28,6 +30,35 @@ class Stream(named("datasets", "IterableDataset", IterableDataset)):  # type: ig
 
     def __iter__(self) -> Any:
         return iter([1, 2])
+
+
+class Noisy:
+    """Samples, each with a generator of its own."""
+
+    def __init__(self, count: int) -> None:
+        self.rngs = [random.Random(index) for index in range(count)]
+
+    def __len__(self) -> int:
+        return len(self.rngs)
+
+    def __getitem__(self, index: int) -> float:
+        return self.rngs[index].random()
+
+
+cv2 = ModuleType("cv2")
+
+
+def blurred(samples: Any) -> Any:
+    return cv2.randn(samples, 0, 1)
+
+
+def seeded(samples: Any) -> Any:
+    cv2.setRNGSeed(1)
+    return cv2.randn(samples, 0, 1)
+
+
+def resized(samples: Any) -> Any:
+    return cv2.resize(samples)
 
 
 def kept_elsewhere(kind: type) -> Any:
@@ -54,6 +85,17 @@ def loading(order: bool, workers: int) -> Any:
         (lambda: kept_elsewhere(named("torch", "DataLoader")), "only in a StreamingDataLoader"),
         (lambda: kept_elsewhere(named("streaming", "StreamingDataLoader")), None),
         (lambda: [1, 2], None),
+        (lambda: DataLoader(Noisy(257)), r"dataset\.rngs holds 257 objects"),
+        (lambda: DataLoader(Noisy(256)), None),
+        (lambda: Noisy(257), r"rngs holds 257 objects.*default_rng\(\[seed, epoch, index\]\)"),
+        (lambda: DataLoader([1], batch_sampler=dict.fromkeys(range(300), random.Random(0))), "batch_sampler"),
+        (lambda: DataLoader(range(1000)), None),
+        (lambda: DataLoader([random.random] * 1000), None),
+        (lambda: DataLoader([1, 2], collate_fn=blurred), r"blurred draws with cv2\.randn.*NumPy"),
+        (lambda: DataLoader([1, 2], sampler=[0], worker_init_fn=lambda number: blurred(0)), "cv2"),
+        (lambda: blurred, "cv2"),
+        (lambda: DataLoader([1, 2], collate_fn=seeded), None),
+        (lambda: DataLoader([1, 2], collate_fn=resized), None),
     ],
 )
 def test_what_a_loader_cannot_restore_is_said(loader: Any, what: str | None) -> None:

@@ -257,6 +257,14 @@ class Buffered(Stream):
         yield from buffer
 
 
+class DrawsLate(Stream):
+    """A stream that draws after its last sample."""
+
+    def order(self) -> Iterator[int]:
+        yield from shard(self.length)
+        self.augment()
+
+
 class OwnBuffered(Buffered):
     def __init__(self) -> None:
         super().__init__()
@@ -469,6 +477,9 @@ SETUPS: dict[str, Setup] = {
     "stream": Setup(lambda **how: on(Stream(), **how)),
     "stream, own": Setup(lambda **how: on(Stream(OwnNoise()), **how)),
     "stream, no batches": Setup(lambda **how: on(Stream(), None, **how)),
+    "stream, draws late": Setup(lambda **how: on(DrawsLate(), **how)),
+    "stream, draws late, own": Setup(lambda **how: on(DrawsLate(OwnNoise()), 5, **how)),
+    "stream, draws late, no batches": Setup(lambda **how: on(DrawsLate(), None, **how)),
     "stream, drop last": Setup(lambda **how: on(Stream(), drop_last=True, **how)),
     "stream, collate": Setup(lambda **how: on(Stream(), collate_fn=noisy_collate, **how)),
     "stream, ordered at once": Setup(lambda **how: on(OrderedAtOnce(quiet), **how)),
@@ -615,6 +626,8 @@ def order(seen: Seen, epoch: int) -> list[int]:
 QUICK = {
     *((name, 0, False) for name in ("shuffled", "live batches", "late", "buffered, own", "stateful stream")),
     *((name, 2, True) for name in ("own", "break", "worker", "stateful iterators, break", "stream")),
+    *((name, 2, True) for name in ("stream, draws late", "stream, draws late, own")),
+    ("stream, draws late, no batches", 2, True),
     *((name, 3, True) for name in ("counting", "generator of both", "stateful stream")),
     *((name, 3, False) for name in ("few", "stateful iterators", "numpy batches")),
 }

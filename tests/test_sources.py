@@ -461,6 +461,7 @@ keeps_none = pytest.mark.filterwarnings("ignore:loader keeps no position")
 
 
 @keeps_none
+@pytest.mark.filterwarnings("ignore:loader starts threads")
 @pytest.mark.parametrize("stops", STOPS)
 @pytest.mark.parametrize("name", PLAIN)
 @pytest.mark.sampled(3)

@@ -454,3 +454,40 @@ def test_draws_before_a_loop_that_counts_by_itself_are_warned_of(run_dir: Path, 
 
     assert len(told) == draws
     assert all("does not see where its loop begins" in str(one.message) for one in told)
+
+
+@pytest.mark.parametrize("failing", [(0, 0), (0, 1), (1, 0), (1, 2)])
+def test_a_loop_left_before_a_step_and_entered_again_trains_that_batch(
+    run_dir: Path, failing: tuple[int, int]
+) -> None:
+    seen: list[list[float]] = []
+
+    def make() -> dict[str, Any]:
+        model = nn.Linear(1, 1)
+        loader = DataLoader(torch.arange(6.0).view(6, 1), batch_size=2, shuffle=True)
+        return {
+            "model": model,
+            "optimizer": torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+            "loader": loader,
+        }
+
+    def loop(state: RunState, objects: dict[str, Any], tick: Callable[..., None]) -> None:
+        for _ in state.epochs(2):
+            for _ in range(2):
+                try:
+                    for batch in state.batches():
+                        if (state.epoch, state.batch) == failing and not state.vars.get("failed"):
+                            state.vars["failed"] = True
+                            raise MemoryError
+                        seen.append(sorted(batch.flatten().tolist()))
+                        objects["optimizer"].zero_grad()
+                        objects["model"](batch + torch.rand(1)).sum().backward()
+                        objects["optimizer"].step()
+                        tick()
+                    break
+                except MemoryError:
+                    continue
+
+    assert differences(run_dir, make, loop) == []
+    # The first six are of the training that never stopped.
+    assert sorted(seen[0] + seen[1] + seen[2]) == sorted(seen[3] + seen[4] + seen[5]) == [*range(6)]

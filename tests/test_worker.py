@@ -182,7 +182,7 @@ def test_a_batch_for_which_nothing_was_drawn_is_stamped_with_nothing(in_worker: 
     worker = Mapped(in_worker, Noisy()).worker
     worker._collate = list
     for _ in range(3):
-        assert worker([1, 2, 3]) == ([1, 2, 3], (1, 3, False, {}, None, {}))
+        assert worker([1, 2, 3]) == ([1, 2, 3], (1, 3, False, {}, None, {}, []))
 
 
 def test_a_worker_whose_samples_are_seeded_tells_only_of_own_generators(in_worker: Any) -> None:
@@ -208,14 +208,14 @@ def test_in_the_trainings_process_only_the_size_is_told() -> None:
     loader: DataLoader[Any] = DataLoader(Counting(), 2, collate_fn=collated)
     worker = Worker(loader, None, {}, {}, is_seeded=False)
 
-    assert worker([1, 2])[1] == (-1, 2, False, {}, None, {})
+    assert worker([1, 2])[1] == (-1, 2, False, {}, None, {}, [])
 
 
 def test_a_batch_without_a_length_is_one() -> None:
     loader: DataLoader[Any] = DataLoader(Noisy(), 2, collate_fn=lambda samples: samples)
     worker = Worker(loader, None, {}, {}, is_seeded=False)
 
-    assert worker(given := object()) == (given, (-1, 1, False, {}, None, {}))
+    assert worker(given := object()) == (given, (-1, 1, False, {}, None, {}, []))
 
 
 @pytest.mark.parametrize(
@@ -297,8 +297,8 @@ def test_a_standing_is_saved_and_restored_as_it_is() -> None:
 def test_a_stamp_changes_of_a_standing_only_what_it_tells() -> None:
     at = Standing({"a": {"x": 1, "y": 2}}, {"a": {"x": 0}}, {"dataset": 1}, False, True, 3, [[4]])
 
-    quiet = at.after((0, 4, False, {}, None, {}))
-    told = at.after((0, 4, True, {"a": {"x": 5}}, {"a": {"x": 6}}, {"iterator": 7}))
+    quiet = at.after((0, 4, False, {}, None, {}, []))
+    told = at.after((0, 4, True, {"a": {"x": 5}}, {"a": {"x": 6}}, {"iterator": 7}, []))
 
     assert quiet == Standing(at.generators, at.began, at.data, False, False, 4, ())
     assert told == Standing(

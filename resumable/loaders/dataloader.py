@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,10 +19,11 @@ from ..files import large_files
 from ..run.changes import HARMLESS, MAY, WILL
 from . import resharding as shards
 from . import rng, worker_rng
+from .counters import Counter, Counters
 from .order import Draws, Generators, Order, Pulled, draws_at_once, other_data, plain
 from .sample_seeds import Seeded
 from .torch_iterators import Workers, in_process, sheltered, stand_in
-from .worker import Stamp, Standing, Start, Stream, StreamEnded, Worker, freeze, is_stateful
+from .worker import Stamp, Standing, Start, Stream, StreamEnded, Worker, freeze, is_stateful, states_of
 from .worker_rng import States
 
 
@@ -65,6 +67,11 @@ class LoaderSource:
         self._saved: Mapping[str, Any] | None = None
         self._given = self._drawn = self._dataset_length()
         """How long the dataset was when the script gave it, and when the last order was drawn."""
+        roots = {} if loader.num_workers else {"dataset": loader.dataset, "collate_fn": loader.collate_fn}
+        self._counters = [Counters(role, root) for role, root in roots.items()]
+        self._counted: dict[str, Counter] = {}
+        """Counters that no checkpoint has, by name."""
+        self._told: set[str] = set()
         self._forget()
 
     def _dataset_length(self) -> int | None:
@@ -73,6 +80,8 @@ class LoaderSource:
     def _forget(self) -> None:
         self._order = Order(self.loader, self._generators, keeps_draws=not self.loader.num_workers)
         self._pool: Workers | None = None
+        self._late: Any = None
+        """Shared with the workers that persist: which of them have drawn what no stamp tells of."""
         self._view: DataLoader[Any] = self.loader
         self._workers: dict[int, Standing] = {}
         self._made: Draws | None = None
@@ -156,10 +165,25 @@ class LoaderSource:
             )
 
     def outgrown(self, keeps: Callable[[Any], bool], *, is_under_way: bool) -> str | None:
-        """Return what a resume would not have of a dataset that has changed its length.
+        """Return what a resume would not have of a dataset, a sampler or a collate_fn that has changed.
 
         `keeps`: whether an object is saved with the training.
         """
+        return self._resized(keeps, is_under_way=is_under_way) or self._carried(keeps)
+
+    def _carried(self, keeps: Callable[[Any], bool]) -> str | None:
+        """Return the counters that were found since the last call."""
+        found = [one for counters in self._counters for one in counters.new()]
+        self._note([*found, *self._order.counters.new(keeps)])
+        new = [str(counter) for name, counter in self._counted.items() if name not in self._told]
+        self._told.update(self._counted)
+        return " ".join(new) or None
+
+    def _note(self, found: Iterable[Counter]) -> None:
+        for counter in found:
+            self._counted.setdefault(counter.name, counter)
+
+    def _resized(self, keeps: Callable[[Any], bool], *, is_under_way: bool) -> str | None:
         now, drawn = self._dataset_length(), self._drawn
         if now == drawn or self._saved is not None:
             return None
@@ -268,11 +292,18 @@ class LoaderSource:
         loader = self.loader
         seeds = None if self._stream else self._seeds()
         seeded = Seeded(loader.dataset, seeds[0]) if seeds else None
-        worker = Worker(loader, self._stream, self._generators.own, starts, seeded is not None)
+        context = loader.multiprocessing_context or multiprocessing
+        is_kept = self._stream is not None and loader.persistent_workers
+        self._late = context.RawArray("b", loader.num_workers) if is_kept else None
+        own = self._generators.own
+        worker = Worker(loader, self._stream, own, starts, seeded is not None, self._late)
         self._view = stand_in(loader, self._stream or seeded or loader.dataset, self._order, worker)
         if not loader.num_workers:
             if self._stream:
                 self._stream.start, self._stream.root = starts.get(0), self._generators.root()
+                for counters in self._counters:
+                    # (before iter(): many count there)
+                    counters.begin()
             self.order_begins()
             return in_process(self._view)
         # Workers are seeded, and their datasets copied, from what was there when they were made first.
@@ -330,7 +361,11 @@ class LoaderSource:
 
     def ran_out(self, worker: int) -> None:
         """Note that a worker's stream has come to its end."""
-        self._workers[worker] = replace(self._workers.get(worker, Standing()), is_through=True)
+        self._workers[worker] = self._through(worker, self._workers.get(worker, Standing()))
+
+    def _through(self, worker: int, at: Standing) -> Standing:
+        draws_late = bool(self._late and self._late[worker])
+        return replace(at, is_through=True, draws_late=draws_late)
 
     def came_out(self, stamped: Stamp | None, number: int | None, worker: int | None = None) -> None:
         """Count a batch, and note what it has made of its worker."""
@@ -338,7 +373,8 @@ class LoaderSource:
             # It counts when the training goes on all the same, and not if it ends with the error.
             self._failed.append((number, worker))
             return
-        worker, self._size, self._is_short, *_ = stamped
+        worker, self._size, self._is_short, *_, found = stamped
+        self._note(Counter(*one) for one in found)
         self._count(number)
         if worker >= 0:
             self._workers = {**self._workers, worker: self._workers.get(worker, Standing()).after(stamped)}
@@ -383,9 +419,12 @@ class LoaderSource:
         if self._stream and not self._began:
             self._began = self._stream.began or worker_rng.read(rng.find(self._generators.root()))
         self.draws = self._generators.read() if self.loads_ahead else None
+        self._look_before_batch()
         try:
             batch, stamped = next(batches)
         except StopIteration:
+            for counters in self._counters:
+                counters.epoch_ended()
             raise
         except Exception:
             if self._order.on_its_way:
@@ -395,13 +434,39 @@ class LoaderSource:
             if self._order.kept is not None:
                 # A dataset that is seeded for each sample leaves the training's generators alone.
                 rng.restore(self._order.kept)
+        self._look_after_batch()
         return batch, stamped
+
+    def _is_look_due(self) -> bool:
+        # (while another thread loads, the script runs too)
+        is_alone = threading.current_thread() is threading.main_thread()
+        return self._batches & (self._batches + 1) == 0 and is_alone
+
+    def _look_before_batch(self) -> None:
+        if not self._is_look_due():
+            return
+        for counters in self._counters:
+            if self._batches == 1:
+                counters.script_ran()
+            elif not self._is_stream:
+                counters.begin()
+
+    def _look_after_batch(self) -> None:
+        if not self._is_look_due():
+            return
+        for counters in self._counters:
+            if not self._is_stream:
+                counters.loaded()
+            elif not self._batches:
+                counters.epoch_begun()
+            elif self._batches == 1:
+                counters.epoch_goes_on()
 
     def ended(self) -> None:
         """Note that the epoch's batches have come to their end."""
         self._is_through = True
         if self.loader.num_workers and self._is_stream:
-            self._workers = {number: replace(at, is_through=True) for number, at in self._workers.items()}
+            self._workers = {number: self._through(number, at) for number, at in self._workers.items()}
 
     def mark(self) -> Mark:
         """Return where the loader stands with the batch that it gave last."""
@@ -444,11 +509,14 @@ class LoaderSource:
             "ahead": [at.draws for at in ahead if at.draws is not None],
             "dataset": self._dataset_state(),
             "lengths": [self._drawn, self._dataset_length()],
+            **{name: {"state": state} for name, state in self._states("collate_fn").items()},
         }
 
+    def _states(self, name: str) -> dict[str, Any]:
+        return {} if self._is_stream else states_of({name: getattr(self.loader, name)})
+
     def _dataset_state(self) -> Any:
-        dataset: Any = self.loader.dataset
-        return None if self._is_stream or not is_stateful(dataset) else {"state": dataset.state_dict()}
+        return {"state": state} if (state := self._states("dataset").get("dataset")) is not None else None
 
     def in_question(self, setting: str, saved: Mapping[str, Any]) -> tuple[str, str] | None:
         """Return what a changed setting puts in question in mid-epoch: itself or everything (""), and why."""
@@ -502,8 +570,10 @@ class LoaderSource:
         self._forget()
         if "dataset_length" in other:
             saved = {**saved, "lengths": None}
-        if saved["dataset"] is not None and is_stateful(self.loader.dataset):
-            self.loader.dataset.load_state_dict(saved["dataset"]["state"])  # type: ignore[attr-defined]
+        for name in ("dataset", "collate_fn"):
+            part: Any = getattr(self.loader, name)
+            if saved.get(name) is not None and is_stateful(part):
+                part.load_state_dict(saved[name]["state"])
         self._order.load_states(saved["samplers"])
         self._saved = saved if self._is_stream else self._dealt_anew(saved, other)
         if self._saved["order"] and not self._is_stream:

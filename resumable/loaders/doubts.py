@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from torch.utils.data import DataLoader
+
+from . import named, rng
+from .order import ROOTS
+
 
 def of(loader: Any) -> Iterator[str]:
     """Yield what will differ after a resume, and what to do.
 
-    >>> [*of(torch.utils.data.DataLoader(range(4)))]
+    >>> [*of(DataLoader(range(4)))]
     []
     """
     workers = getattr(loader, "num_workers", 0)
@@ -37,6 +42,27 @@ def of(loader: Any) -> Iterator[str]:
             f"a StreamingDataset keeps its place only in a StreamingDataLoader, and this is a "
             f"{type(loader).__name__}."
         )
+    yield from _of_generators(_root(loader))
+
+
+def _root(loader: Any) -> object:
+    is_torchs = isinstance(loader, DataLoader)
+    return {name: getattr(loader, name) for name in ROOTS if hasattr(loader, name)} if is_torchs else loader
+
+
+def _of_generators(root: object) -> Iterator[str]:
+    for path, length in rng.overlong(root):
+        yield (
+            f"{path or 'the loader'} holds {length:,} objects, and random generators are among them: of "
+            f"more than {rng.WIDEST} none are saved, and what they draw differs after a resume. Make one "
+            "where a sample is made: np.random.default_rng([seed, epoch, index])."
+        )
+    for function in rng.inside_code(root):
+        for name in sorted(named.cv2_draws(function)):
+            yield (
+                f"{function.__qualname__} draws with cv2.{name}, and OpenCV's generator cannot be read: what "
+                "it draws differs after a resume. Draw with NumPy."
+            )
 
 
 def _is_a(value: Any, package: str, name: str) -> bool:

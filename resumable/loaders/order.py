@@ -23,6 +23,7 @@ from torch.utils.data import (
 from ..errors import StateMismatch
 from ..files import large_files
 from . import resharding, rng, worker_rng
+from .counters import Counters
 from .worker import is_stateful
 from .worker_rng import States
 
@@ -30,7 +31,7 @@ Draws = dict[str, Any]
 """The states of all generators that an order can be drawn from."""
 
 
-_ROOTS = ("generator", "sampler", "batch_sampler", "collate_fn", "worker_init_fn", "dataset")
+ROOTS = ("generator", "sampler", "batch_sampler", "collate_fn", "worker_init_fn", "dataset")
 
 
 class Generators:
@@ -42,7 +43,7 @@ class Generators:
 
     def at_loader(self) -> dict[str, Any]:
         """Return what may have generators of the loader's own."""
-        return {name: getattr(self._loader, name) for name in _ROOTS}
+        return {name: getattr(self._loader, name) for name in ROOTS}
 
     def root(self) -> dict[str, Any]:
         """Return that, and the generators of the user's own."""
@@ -85,6 +86,7 @@ class Order:
         self._sampler: Any = loader.batch_sampler if self._is_batched else loader.sampler
         self._is_stream = isinstance(loader.dataset, IterableDataset)
         self._stateful: list[Any] = [s for s in (loader.sampler, loader.batch_sampler) if is_stateful(s)]
+        self.counters = Counters("sampler", self._sampler)
         self._may_draw_late = not draws_at_once(self._sampler)
         self._generators = generators
         self.deal = resharding.deal(loader)
@@ -127,6 +129,7 @@ class Order:
         if not self._is_stream:
             self._drawn = self._generators.read()
             self._states = self.states()
+        self.counters.begin()
         return self._draw(iter(self._sampler))
 
     def states(self) -> list[Any]:
@@ -137,7 +140,8 @@ class Order:
     def load_states(self, states: Sequence[Any]) -> None:
         """Put the samplers that have one into their states."""
         for sampler, state in zip(self._stateful, states, strict=False):
-            sampler.load_state_dict(state)
+            # (a copy: many go on counting in what they are given)
+            sampler.load_state_dict(copy.deepcopy(state))
 
     def came_out(self, number: int | None = None) -> Pulled | None:
         """Note that a batch has come out of the loader: the one of a number, or the oldest."""
@@ -203,6 +207,7 @@ class Order:
             yield self._placed(pulled)
         # (a sampler may draw once more as it ends)
         self._has_ended = True
+        self.counters.epoch_ended()
 
     def _draw_again(
         self, inner: Iterator[Any], saved: Mapping[str, Any], live: Draws | None
@@ -224,11 +229,21 @@ class Order:
             yield from self._rest(inner)
 
     def _ask(self, inner: Iterator[Any]) -> Any:
-        """Ask the sampler for a batch, and log what it draws late."""
+        """Ask the sampler for a batch, and look what that changes in it."""
         self.kept = None
+        if self.pulled == 1:
+            self.counters.script_ran()
         # What it draws for the first batch may be the whole order.
-        if self._is_stream or not self.pulled or not self._may_draw_late:
-            return next(inner, _END)
+        is_plain = self._is_stream or not self.pulled or not self._may_draw_late
+        indices = next(inner, _END) if is_plain else self._ask_logged(inner)
+        if self.pulled == 0:
+            self.counters.epoch_begun()
+        elif self.pulled == 1:
+            self.counters.epoch_goes_on()
+        return indices
+
+    def _ask_logged(self, inner: Iterator[Any]) -> Any:
+        """Ask the sampler for a batch, and log what it draws late."""
         before = worker_rng.read({})
         indices = next(inner, _END)
         now = worker_rng.read({})

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import importlib
 import random
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeGuard, TypeVar
 
@@ -14,17 +18,20 @@ import numpy as np
 import torch
 import xxhash
 
+from . import named
+
 Generator = random.Random | np.random.Generator | np.random.RandomState | torch.Generator
 T = TypeVar("T")
-GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+GENERATORS = named.GENERATORS
 
 _BACKENDS = ("cuda", "xpu", "mps")
 _GPU_STATE = 16  # bytes: a seed and an offset
 # Where generators are looked for: deep enough for a transform of a subset of a concatenation.
 _DEEPEST = 16
-_WIDEST = 256
+WIDEST = 256
 _MOST = 10_000
-_PLAIN = (str, bytes, int, float, complex, type(None))
+_PLAIN = named.PLAIN
+_CONTAINERS = {dict, list, tuple, set, deque, OrderedDict}
 
 
 def collect(devices: bool = True) -> dict[str, Any]:
@@ -124,7 +131,7 @@ def seed_of(text: str) -> int:
 
 def is_generator(value: object) -> TypeGuard[Generator]:
     """Whether the value is a random generator with a state; the operating system's has none."""
-    return isinstance(value, GENERATORS) and not isinstance(value, random.SystemRandom)
+    return named.has_state(value)
 
 
 def read(generator: Generator) -> Any:
@@ -153,12 +160,15 @@ def write(generator: Generator, state: Any) -> None:
 def plant(root: object, path: str, state: Any) -> Generator | None:
     """Make a generator where an object has None yet: many make theirs at the first sample.
 
-    `state` is what `read` returned of the one that was there; return None if the place is taken.
+    `state` is what `read` returned of the one that was there; return None if the place is taken. What a
+    module has is returned as it is: another path may lead to it by now.
     """
     if not is_free(root, path):
         return None
-    *above, last = path.split(".")
-    owner, made = _at(root, above), _made_for(state)
+    owner, last = _owner(root, path)
+    if is_generator(there := _held(owner, last)):
+        return there
+    made = _made_for(state)
     if isinstance(owner, dict):
         # (a number was a number: many have a generator for each worker)
         key = int(last) if last.removeprefix("-").isdigit() else last
@@ -169,20 +179,63 @@ def plant(root: object, path: str, state: Any) -> Generator | None:
 
 
 def is_free(root: object, path: str) -> bool:
-    """Whether an object is there that has None, or nothing, where the path ends."""
-    *above, last = path.split(".")
-    owner = _at(root, above)
+    """Whether an object is there that has None, or nothing, where the path ends; or a module's generator."""
+    _import_as_code_does(root, path)
+    owner, last = _owner(root, path)
     # What hangs off a function is in its variables, which are its own.
     can_have = isinstance(owner, dict) or (
         hasattr(owner, "__dict__") and not isinstance(owner, (FunctionType, partial))
     )
-    return can_have and dict(_children(owner)).get(last) is None
+    there = _held(owner, last) if can_have else None
+    return can_have and (there is None or (is_in_module(path) and is_generator(there)))
 
 
-def _at(root: object, names: list[str]) -> Any:
-    for name in names:
-        root = dict(_children(root)).get(name)
-    return root
+def _import_as_code_does(root: object, path: str) -> None:
+    """Import the module of a path, if it is not there yet and code imports it as it runs.
+
+    No other module is imported: the path is what a checkpoint says.
+    """
+    module, colon, _ = path.partition(":")
+    if colon and module not in sys.modules:
+        codes = [function.__code__ for function in inside_code(root)]
+        if any(module in named.imports(code) for code in codes):
+            with contextlib.suppress(ImportError):
+                importlib.import_module(module)
+
+
+def is_in_module(path: str) -> bool:
+    """Whether a path begins in a module, and not at an object.
+
+    >>> is_in_module("random:_inst"), is_in_module("dataset.random")
+    (True, False)
+    """
+    module, colon, _ = path.partition(":")
+    return bool(colon) and module in sys.modules
+
+
+def _owner(root: object, path: str) -> tuple[Any, str]:
+    """Return what the end of a path hangs off, and its name there."""
+    if not is_in_module(path):
+        *names, last = path.split(".")
+        for name in names:
+            root = dict(_children(root)).get(name)
+        return root, last
+    module, _, inside = path.partition(":")
+    above, _, last = inside.rpartition(".")
+    if above:
+        return next((value for at, value, _ in _walk(root) if at == f"{module}:{above}"), None), last
+    for code in inside_code(root):
+        for scope, variables, used in named.scopes(code):
+            if scope == module and last in used:
+                return variables, last
+    # What led to it may not be made yet. (Nothing is made there: a checkpoint could name any place.)
+    variables = vars(sys.modules[module]) if named.is_own(module) else {}
+    return variables if is_generator(variables.get(last)) else None, last
+
+
+def _held(owner: Any, name: str) -> Any:
+    held = vars(owner) if isinstance(owner, type) else owner if isinstance(owner, dict) else {}
+    return held[name] if name in held else dict(_children(owner)).get(name)
 
 
 def _made_for(state: Any) -> Generator:
@@ -208,13 +261,27 @@ _BIT_GENERATORS = {
 
 
 def find(root: object) -> dict[str, Generator]:
-    """Return the generators that hang off an object, by their path from it."""
+    """Return the generators that hang off an object, or that its code names, by their path from it."""
     return {path: value for path, value, _ in _walk(root) if is_generator(value)}
 
 
 def inside(root: object, kind: type[T]) -> list[T]:
     """Return the objects of a kind that hang off an object."""
-    return [value for _, value, _ in _walk(root) if isinstance(value, kind)]
+    return [value for _, value, _ in _through_objects(root, set()) if isinstance(value, kind)]
+
+
+def inside_code(root: object) -> list[FunctionType]:
+    """Return the functions that hang off an object, and those that its code names."""
+    return [value for _, value, _ in _walk(root) if isinstance(value, FunctionType)]
+
+
+def overlong(root: object) -> Iterator[tuple[str, int]]:
+    """Yield the path and the length of each container of generators that is too long to be looked into."""
+    reached = list(_walk(root))
+    known = {id(value) for _, value, _ in reached if is_generator(value)} | _global_ones()
+    for path, value, _ in reached:
+        if (held := _long(value)) and any(id(own) not in known for own in find(_ends(held)).values()):
+            yield path, len(held)
 
 
 class Reader:
@@ -240,7 +307,7 @@ class Reader:
 
     def _are_in_place(self) -> bool:
         return all(
-            children <= {(name, id(child)) for name, child in _children(owner)}
+            children <= {(name, id(child)) for name, child in chain(_children(owner), _behind(owner))}
             for owner, children in self._ways.values()
         )
 
@@ -256,29 +323,91 @@ class Reader:
 Way = tuple[tuple[object, str, object], ...]
 """How one comes to an object: each object, the name of its child, and the child."""
 
+Step = tuple[str, object, Way]
+"""An object's path, itself, and how one comes to it."""
 
-def _walk(root: object) -> Iterator[tuple[str, object, Way]]:
+Children = Callable[[str, object], Iterator[tuple[str, str, object]]]
+"""Yields the path of each child of an object at a path, the child's name there, and the child."""
+
+
+def _walk(root: object) -> Iterator[Step]:
     seen: set[int] = set()
+    reached = []
+    for step in _through_objects(root, seen):
+        reached.append(step)
+        yield step
+    # Code comes last: what objects lead to keeps its path, whatever code names it too.
+    seen |= _global_ones()
+    with_code = (step for step in reached if type(step[1]) not in _CONTAINERS or _long(step[1]))
+    waiting = deque(further for step in with_code for further in _further(step, seen, _named))
+    yield from _steps(waiting, seen, len(seen) + _MOST, _hanging, _named)
+
+
+def _through_objects(root: object, seen: set[int]) -> Iterator[Step]:
+    return _steps(deque([("", root, ())]), seen, _MOST, _hanging)
+
+
+def _steps(waiting: deque[Step], seen: set[int], most: int, *ways: Children) -> Iterator[Step]:
     # Breadth first: where there is too much to look at, what is near is found all the same.
-    start: tuple[object, str, Way] = (root, "", ())
-    waiting = deque([start])
-    while waiting and len(seen) < _MOST:
-        value, path, way = waiting.popleft()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        yield path, value, way
-        if not is_generator(value) and len(way) < _DEEPEST:
-            children = (child for child in _children(value) if not isinstance(child[1], _PLAIN))
-            waiting.extend(
-                (child, f"{path}.{name}" if path else name, (*way, (value, name, child)))
-                for name, child in children
-            )
+    while waiting and len(seen) < most:
+        step = waiting.popleft()
+        if id(step[1]) not in seen:
+            seen.add(id(step[1]))
+            yield step
+            waiting.extend(_further(step, seen, *ways))
+
+
+def _further(step: Step, seen: set[int], *ways: Children) -> Iterator[Step]:
+    path, value, way = step
+    if len(way) < _DEEPEST and not is_generator(value):
+        for children in ways:
+            for at, name, child in children(path, value):
+                if id(child) not in seen:
+                    yield at, child, (*way, (value, name, child))
+
+
+def _hanging(path: str, value: object) -> Iterator[tuple[str, str, object]]:
+    for name, child in _children(value):
+        if not isinstance(child, _PLAIN):
+            yield f"{path}.{name}" if path else name, name, child
+
+
+def _named(_: str, value: object) -> Iterator[tuple[str, str, object]]:
+    for name, child in _behind(value):
+        yield name, name, child
+
+
+def _behind(value: object) -> Iterator[tuple[str, object]]:
+    if type(value) not in _CONTAINERS:
+        yield from named.behind(value)
+    # (what is in a long container has no way to it, and its code is named all the same)
+    for end in _ends(_long(value)):
+        yield from named.behind(end)
+
+
+def _global_ones() -> set[int]:
+    """Return the identities of the generators that `collect` reads."""
+    backends = [getattr(torch, name) for name in _BACKENDS]
+    devices = [one for backend in backends for one in getattr(backend, "default_generators", ())]
+    found = [random.random.__self__, np.random.rand.__self__, torch.default_generator, *devices]  # type: ignore[attr-defined]
+    return {id(one) for one in [*found, getattr(torch.mps, "_default_mps_generator", None)]}
+
+
+def _long(value: object) -> Any:
+    """Return what of a value is too long to be looked into, if anything is."""
+    held = value if isinstance(value, (dict, list, tuple, deque)) else getattr(value, "__dict__", None)
+    return held if isinstance(held, (dict, list, tuple, deque)) and len(held) > WIDEST else None
+
+
+def _ends(held: Any) -> list[Any]:
+    if isinstance(held, dict):
+        return [next(iter(dict.values(held))), next(reversed(dict.values(held)))]
+    return [held[0], held[-1]] if held else []
 
 
 def _children(value: object) -> Iterator[tuple[str, object]]:
     # A long container is data, not configuration: even to look at each of its items takes too long.
-    if isinstance(value, (dict, list, tuple, deque)) and len(value) > _WIDEST:
+    if isinstance(value, (dict, list, tuple, deque)) and len(value) > WIDEST:
         return
     if isinstance(value, dict):
         # (and no other mapping: one that loads its items would load them, and draw)
@@ -299,7 +428,7 @@ def _children(value: object) -> Iterator[tuple[str, object]]:
         slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
         in_slots = [(name, getattr(value, name)) for name in slots if hasattr(value, name)]
         items = [*getattr(value, "__dict__", {}).items(), *in_slots]
-    if len(items) <= _WIDEST:
+    if len(items) <= WIDEST:
         yield from items
 
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader, IterDataPipe, MapDataPipe
 
 from ..errors import StateMismatch, UsageError, warn
-from . import rng, wrappers
+from . import between, rng, wrappers
 from .dataloader import LoaderSource
+from .threads import Started
 from .torch_iterators import iterates_as_torch_does
 from .worker import freeze, is_stateful, thaw
 
@@ -121,10 +123,10 @@ class StatefulSource:
             if self._is_stuck:
                 self._unstick()
             return self._reading(iter(self.loader))
-        held = _read(self._all())
+        held = between.read(self._all())
         iterator = self._go_on(saved, held)
         if saved["is_under_way"]:
-            _write(self._all(), held)
+            between.write(self._all(), held)
         return self._reading(iterator)
 
     def _go_on(self, saved: Mapping[str, Any], held: Mapping[str, Any]) -> Iterator[Any]:
@@ -143,7 +145,7 @@ class StatefulSource:
             iter(self.loader)
         elif self._is_stuck:
             self._unstick()
-        _write(self._all(), held)
+        between.write(self._all(), held)
         return self._next_epoch(iter(self.loader), held)
 
     def _unstick(self) -> None:
@@ -158,7 +160,7 @@ class StatefulSource:
             is_empty = False
             yield batch
         if is_empty:
-            _write(self._all(), held)
+            between.write(self._all(), held)
             yield from self.loader
 
     def _reading(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -232,8 +234,10 @@ class Count:
     batches: int
     before: int
     """Batches that the same iterator gave in epochs before this one."""
-    draws: Mapping[str, Any] | None = None
+    draws: between.States | None = None
     """The generators before the newest batch was asked for: a prefetcher loads the next one then."""
+    between: between.Between = field(default_factory=dict)
+    """The same before earlier batches, where the training had drawn: some load several ahead."""
 
     def all(self) -> int:
         """Return the batches of all epochs."""
@@ -258,6 +262,11 @@ class PlainSource:
         self._start: dict[str, Any] | None = None
         self._count = Count(0, 0)
         self._has_ended = False
+        self._log: between.Log | None = None
+        self._kept: deque[tuple[Count, Any]] = deque()
+        """Batches that were on their way to the training at the save."""
+        self._started: Started | None = Started()
+        """Looks for threads until the first batch is there."""
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -274,80 +283,132 @@ class PlainSource:
         return isinstance(self.loader, Iterator)
 
     def _begin(self) -> Iterator[Any]:
-        made: Iterable[Any] = self.loader if isinstance(self.loader, Iterable) else self.loader()
-        return iter(made)
+        with self._started or contextlib.nullcontext():
+            made: Iterable[Any] = self.loader if isinstance(self.loader, Iterable) else self.loader()
+            return iter(made)
+
+    def _next(self, batches: Iterator[Any]) -> Any:
+        if self._started is None:
+            return next(batches)
+        with self._started:
+            batch = next(batches)
+        names, self._started = self._started.names, None
+        if names:
+            warn(
+                f"{self._name} starts threads as it is looped over ({', '.join(names)}). Random numbers that "
+                "are drawn in them come at another moment after a resume: give what loads ahead to "
+                "state.batches(through=...), around a loader without threads. If nothing is drawn there, "
+                "nothing is lost."
+            )
+        return batch
+
+    def makes_again(self, path: str) -> bool:
+        """Whether the batches to be loaded again make this generator: when they began it was not there."""
+        start = self._saved["start"] if self._saved else None
+        # (what hangs in a module has the same path from everywhere)
+        return start is not None and {path, f"loader.{path}"}.isdisjoint(start["generators"])
 
     def open(self) -> Iterator[Any]:
         """Return the batches that are left of the epoch. Where it goes on, no generator is moved."""
         saved, self._saved = self._saved, None
         if saved is not None and self._is_one_shot() and self._used is self.loader:
-            self._stay_at(Count(saved["batches"], saved["before"]))
+            self._stay_at(saved["batches"], saved["before"])
             return self._reading(self.loader)
         if saved is not None and saved["batches"] + saved["before"]:
             return self._go_on(saved)
-        is_same = self._is_one_shot() and self._used is self.loader and not self._has_ended
-        self._count = Count(0, self._count.before + self._count.batches if is_same else 0)
-        if not is_same:
-            self._start = _read(self._all())
-        self._used, self._has_ended = self.loader, False
-        return self._reading(self._begin())
-
-    def _go_on(self, saved: Mapping[str, Any]) -> Iterator[Any]:
-        live = _read(self._all(), devices=True)
-        self._start = saved["start"]
-        _write(self._all(), saved["start"])
+        if self._is_one_shot() and self._used is self.loader and not self._has_ended:
+            self._count = replace(self._count, batches=0, before=self._count.all())
+            return self._reading(self.loader)
+        self._count = Count(0, 0)
+        self._kept.clear()
+        # (where nothing is drawn, no device is written to: cuDNN would draw new seeds for its dropout)
+        self._start = between.read(self._all(), devices=not isinstance(self.loader, _NEVER_DRAW))
         self._used, self._has_ended = self.loader, False
         batches = self._begin()
-        self._count = Count(saved["batches"], saved["before"], saved.get("draws"))
-        self._skip(batches, self._count.all())
-        _write(self._all(), live)
+        self._log = self._new_log()
         return self._reading(batches)
 
-    def _stay_at(self, place: Count) -> None:
-        if place.all() != self._count.all():
+    def _new_log(self) -> between.Log | None:
+        return None if isinstance(self.loader, _NEVER_DRAW) else between.Log(self._all())
+
+    def _go_on(self, saved: Mapping[str, Any]) -> Iterator[Any]:
+        live = between.read(self._all(), devices=True)
+        self._start = saved["start"]
+        between.write(self._all(), saved["start"])
+        self._used, self._has_ended = self.loader, False
+        batches = self._begin()
+        self._skip(batches, saved)
+        self._log = self._new_log()
+        between.write(self._all(), live)
+        return self._reading(batches)
+
+    def _stay_at(self, batches: int, before: int) -> None:
+        if batches + before != self._count.all():
             raise StateMismatch(
                 f"{self._name} is an iterator, which cannot go back: it has given {self._count.all()} "
-                f"batches, and {place.all()} were trained where the run goes on.",
+                f"batches, and {batches + before} were trained where the run goes on.",
                 fix="give the function that makes the iterator, without calling it, or an iterable that can "
                 "begin again.",
             )
-        self._count = place
+        self._count = replace(self._count, batches=batches, before=before)
 
-    def _skip(self, batches: Iterator[Any], count: int) -> None:
+    def _skip(self, batches: Iterator[Any], saved: Mapping[str, Any]) -> None:
         from tqdm import tqdm
 
+        trained = saved["batches"] + saved["before"]
+        last = trained + saved.get("ahead", 0)
         # (these load nothing: their items are there)
-        if not isinstance(self.loader, (range, list, tuple)):
+        if not isinstance(self.loader, _NEVER_DRAW):
             warn(
-                f"{self._name} keeps no position, so {count} batches of it are loaded once more and thrown "
+                f"{self._name} keeps no position, so {trained} batches of it are loaded once more and thrown "
                 "away. A DataLoader, or anything with state_dict and load_state_dict, goes on at once."
             )
+        replay = between.Replay(self._all(), saved, last)
+        self._kept.clear()
         what = f"skipping what {self._name} gave before"
-        for number in tqdm(range(count), desc=what, unit=" batches", disable=not self._shows()):
-            if number == count - 1 and self._count.draws is not None:
-                # A prefetcher loads the batch after this one here, and may draw for it.
-                _write(self._all(), self._count.draws)
+        for number in tqdm(range(1, last + 1), desc=what, unit=" batches", disable=not self._shows()):
+            replay.before(number)
+            is_kept = number >= trained and not isinstance(self.loader, _NEVER_DRAW)
+            draws = between.read(self._all(), devices=True) if is_kept else None
             try:
-                next(batches)
+                batch = self._next(batches)
             except StopIteration:
                 raise StateMismatch(
-                    f"{self._name} has come to its end after {number} batches, and {count} were trained.",
+                    f"{self._name} has come to its end after {number - 1} batches, and {trained} were "
+                    "trained.",
                     fix="give it the data that the run was started with; an iterator that is new in every "
                     "epoch is given as the function that makes it.",
                 ) from None
+            if number >= trained:
+                place = Count(number - saved["before"], saved["before"], draws, replay.between)
+                self._kept.append((place, batch))
+        self._count, _ = self._kept.popleft()
+        self._warn_of_shared_draws(replay.shared())
+
+    def _warn_of_shared_draws(self, names: list[str]) -> None:
+        if names:
+            warn(
+                f"{self._name} and the training draw from the same generators ({', '.join(names)}). What it "
+                f"keeps of its draws for more than {between.MOST} batches (a shuffle buffer) may not be what "
+                "it was: let it draw from a generator of its own, or give it a state_dict."
+            )
 
     def _reading(self, batches: Iterator[Any]) -> Iterator[Any]:
-        # To look for the generators with every batch would walk through all objects of the iterable.
-        own = rng.Reader(self._all())
-        draws = None
+        while self._kept:
+            self._count, batch = self._kept.popleft()
+            yield batch
         while True:
-            if not isinstance(self.loader, _NEVER_DRAW):
-                draws = {"random": rng.collect(), "generators": own.read()}
+            at, draws, drawn = self._count, None, list[between.Name]()
+            if self._log:
+                draws, drawn = self._log.before()
             try:
-                batch = next(batches)
+                batch = self._next(batches)
             except StopIteration:
                 break
-            self._count = Count(self._count.batches + 1, self._count.before, draws)
+            if self._log:
+                self._log.note()
+            earlier = between.extended(at.between, at.all() + 1, draws, drawn) if draws else at.between
+            self._count = Count(at.batches + 1, at.before, draws, earlier)
             yield batch
         self._has_ended = True
 
@@ -378,8 +439,15 @@ class PlainSource:
         goes_on = self._is_one_shot() and not self._has_ended
         before = mark.before + (0 if is_under_way else mark.batches) if goes_on else 0
         batches = mark.batches if is_under_way else 0
-        start, draws = (self._start, mark.draws) if batches or before else (None, None)
-        return {"batches": batches, "before": before, "start": start, "draws": draws}
+        if not batches and not before:
+            return {"batches": 0, "before": 0, "start": None, "draws": None}
+        newest = [mark, *ahead, *(count for count, _ in self._kept)][-1]
+        found = {"batches": batches, "before": before, "start": self._start, "draws": newest.draws}
+        if earlier := between.stored(newest.between, newest.all()):
+            found["between"] = earlier
+        if self._log and newest is not mark:
+            found["ahead"] = newest.all() - mark.all()
+        return found
 
     def in_question(self, setting: str, saved: Mapping[str, Any]) -> tuple[str, str] | None:
         """Return everything, where it was no iterable of any kind."""
@@ -412,19 +480,7 @@ def _state_of(loader: Any) -> Any:
     return None
 
 
-def _read(root: object, devices: bool = False) -> dict[str, Any]:
-    states = {path: rng.read(generator) for path, generator in rng.find(root).items()}
-    return {"random": rng.collect(devices), "generators": states}
-
-
 _NEVER_DRAW = (range, list, tuple)
-
-
-def _write(root: object, states: Mapping[str, Any]) -> None:
-    rng.restore(states["random"])
-    found = rng.find(root)
-    for path in found.keys() & states["generators"].keys():
-        rng.write(found[path], states["generators"][path])
 
 
 def size_of(batch: Any, otherwise: int | None) -> int:

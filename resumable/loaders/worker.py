@@ -10,24 +10,28 @@ import sys
 import threading
 import warnings
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from multiprocessing import connection, util
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from ..errors import CannotStore, ResumableWarning
 from ..files import codec
 from ..processes import signals
 from . import rng, worker_rng
+from .counters import Counters
 from .sample_seeds import Seeded
 from .worker_rng import States, Watch
 
-Stamp = tuple[int, int, bool, States, "States | None", dict[str, Any]]
+Stamp = tuple[int, int, bool, States, "States | None", dict[str, Any], "list[tuple[str, str, str]]"]
 """Worker, samples, whether the stream has ended, and what changed with the batch: generators, those when
-the stream began, states of the data. A plain tuple: a class of ours would double the cost of its way."""
+the stream began, states of the data, and counters that no state tells.
+
+A plain tuple: a class of ours would double the cost of its way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +51,12 @@ class Standing:
     """Batches of this epoch."""
     failed: Sequence[Any] = ()
     """The indices that it could not load since its last stamp: trying has moved its generators too."""
+    draws_late: bool = False
+    """Whether the stream has drawn after its last batch, which no stamp tells of."""
 
     def after(self, stamped: Stamp) -> Standing:
         """Return where it stands with one more batch."""
-        _, _, is_short, generators, began, data = stamped
+        _, _, is_short, generators, began, data, _ = stamped
         return Standing(
             generators=worker_rng.merged(self.generators, generators) if generators else self.generators,
             began=self.began if began is None else began,
@@ -69,6 +75,8 @@ class Standing:
             "is_through": self.is_through,
             "batches": self.batches,
             "failed": list(self.failed),
+            # (earlier versions do not know it)
+            **({"draws_late": True} if self.draws_late else {}),
         }
 
     @classmethod
@@ -111,6 +119,15 @@ def is_stateful(value: object) -> bool:
     return True
 
 
+def states_of(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the states of the parts that have one; a model's may be large, and seldom changes."""
+    return {
+        name: part.state_dict()
+        for name, part in parts.items()
+        if is_stateful(part) and (name == "dataset" or not isinstance(part, torch.nn.Module))
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class Start:
     """Where a worker is to begin."""
@@ -133,6 +150,8 @@ class Stream(IterableDataset[Any]):
         self.watch: Watch | None = None
         self.began: States | None = None
         """What the generators were when it began, if that is news."""
+        self.has_ended: Callable[[], None] | None = None
+        """What to call when it has given its last sample."""
         self._collate = loader.collate_fn
         self._batch_size = loader.batch_size
         self._drop_last = loader.drop_last
@@ -150,7 +169,13 @@ class Stream(IterableDataset[Any]):
             self.iterator = self._go_on(start.standing)
         else:
             self.iterator = self._run_again(start)
-        return self.iterator  # type: ignore[no-any-return]
+        # (no step of ours between two samples)
+        return chain(self.iterator, self._at_end()) if self.has_ended else self.iterator
+
+    def _at_end(self) -> Iterator[Any]:
+        if self.has_ended:
+            self.has_ended()
+        yield from ()
 
     def state(self) -> dict[str, Any]:
         """Return what the dataset and its iterator say of themselves."""
@@ -190,7 +215,7 @@ class Stream(IterableDataset[Any]):
 
     def _next_epoch(self, at: Standing) -> Any:
         if not at.data:
-            if at.is_through and self._drop_last and at.generators:
+            if at.is_through and (at.draws_late or (self._drop_last and at.generators)):
                 self._run_through(at)
             else:
                 put_back(at.generators, self.root)
@@ -202,11 +227,11 @@ class Stream(IterableDataset[Any]):
         return _OrAnew(self, self._fresh())
 
     def _run_through(self, at: Standing) -> None:
-        # The samples of a batch that is dropped draw too, and no stamp tells of them.
+        # What is drawn after the last batch, and for a batch that is dropped, no stamp tells of.
         put_back(at.began, self.root)
         iterator, size = iter(self.dataset), self._batch_size or 1
         while len(samples := list(islice(iterator, size))) == size:
-            self._collate(samples)
+            self._collate(samples if self._batch_size else samples[0])
 
     def _run_again(self, start: Start) -> Any:
         at = start.standing
@@ -282,7 +307,9 @@ class Worker:
         own: Mapping[str, rng.Generator],
         starts: Mapping[int, Start],
         is_seeded: bool,
+        late: MutableSequence[int] | None = None,
     ) -> None:
+        """`late`: shared with the training, by worker: whether it has drawn what no stamp tells of."""
         self._collate = loader.collate_fn
         self._init = loader.worker_init_fn
         self._batch_size = loader.batch_size if loader.batch_sampler is not None else None
@@ -297,6 +324,10 @@ class Worker:
         self._dataset: Any = None
         self._watch: Watch | None = None
         self._told: dict[str, Any] = {}
+        self._late = late
+        self._untold: States = {}
+        self._keeps_objects = stream is None or loader.persistent_workers
+        self._counters: list[Counters] = []
 
     @property
     def spared(self) -> Collection[int]:
@@ -316,14 +347,21 @@ class Worker:
         self._starts = {}
         if start and self._stream is None:
             # After the user's function: it may have seeded what is to be put back.
-            if "dataset" in start.standing.data:
-                self._dataset.load_state_dict(thaw(start.standing.data["dataset"]))
+            for name, part in self._parts().items():
+                if name in start.standing.data and is_stateful(part):
+                    part.load_state_dict(thaw(start.standing.data[name]))
             put_back(start.standing.generators, self._root())
             for indices in start.standing.failed:
                 self._fail_again(indices)
         self._watch = Watch(rng.find(self._root()), not self._is_seeded)
         if self._stream:
             self._stream.start, self._stream.root, self._stream.watch = start, self._root(), self._watch
+            self._stream.has_ended = self._stream_ended if self._late else None
+        if number == 0 and self._keeps_objects:
+            # (each of the others would find the same)
+            self._counters = [Counters(name, part) for name, part in self._parts().items()]
+            for counters in self._counters:
+                counters.begin()
 
     def __call__(self, samples: Any) -> tuple[Any, Stamp]:
         """Make a batch, and stamp it."""
@@ -332,17 +370,49 @@ class Worker:
         batch = self._collate(samples)
         is_short = self._stream is not None and size < (self._batch_size or 1)
         if self._watch is None:
-            return batch, (self._number, size, is_short, {}, None, {})
+            return batch, (self._number, size, is_short, {}, None, {}, [])
         began = None
         if self._stream:
             began, self._stream.began = self._stream.began, None
             # A stream may make its generators anew as it begins.
             self._batches = self._batches if began is None else 0
         self._batches += 1
+        found: list[tuple[str, str, str]] = []
         if self._batches & (self._batches - 1) == 0:
             # Many datasets make their generators at the first sample, some even later.
             self._watch.add(rng.find(self._root()), is_new=True)
-        return batch, (self._number, size, is_short, self._watch.changes(), began, self._changed_data())
+            found = self._counted(is_first=began is not None)
+        return batch, (self._number, size, is_short, self._changes(), began, self._changed_data(), found)
+
+    def _changes(self) -> States:
+        changes = self._watch.changes() if self._watch else {}
+        if self._untold:
+            changes, self._untold = worker_rng.merged(self._untold, changes), {}
+        if self._late:
+            self._late[self._number] = False
+        return changes
+
+    def _stream_ended(self) -> None:
+        """Note what the stream has drawn since its last batch; if another one comes, its stamp tells it."""
+        if self._watch and self._late:
+            self._watch.add(rng.find(self._root()), is_new=True)
+            self._untold = self._watch.changes()
+            self._late[self._number] = bool(self._untold)
+
+    def _counted(self, *, is_first: bool) -> list[tuple[str, str, str]]:
+        """Return the counters that are new; `is_first`: whether a stream has just begun an epoch."""
+        for counters in self._counters:
+            if self._stream is None:
+                counters.loaded()
+            elif is_first:
+                counters.epoch_begun()
+            elif self._batches == 2:
+                counters.epoch_goes_on()
+        new = (counter for counters in self._counters for counter in counters.new())
+        return [(counter.role, counter.name, counter.first) for counter in new]
+
+    def _parts(self) -> dict[str, Any]:
+        return {"dataset": self._dataset, "collate_fn": self._collate}
 
     def _fail_again(self, indices: Any) -> None:
         with contextlib.suppress(Exception):
@@ -357,10 +427,7 @@ class Worker:
         return {"dataset": self._dataset, "collate_fn": self._collate, "extra": self._own}
 
     def _changed_data(self) -> dict[str, Any]:
-        if self._stream:
-            states = self._stream.state()
-        else:
-            states = {"dataset": self._dataset.state_dict()} if is_stateful(self._dataset) else {}
+        states = self._stream.state() if self._stream else states_of(self._parts())
         frozen = {name: freeze(state) for name, state in states.items()}
         changed = {name: state for name, state in frozen.items() if self._told.get(name) != state}
         self._told |= changed

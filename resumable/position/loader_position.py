@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from ..errors import Once, UsageError, warn
 from ..loaders import rng
-from ..loaders.sources import Source
+from ..loaders.sources import PlainSource, Source
 from . import iteration
 from .running_sums import RunningSums
 
@@ -145,6 +145,8 @@ class LoaderPosition:
         self._mark: Any = None
         self._unread: Mapping[str, Any] | None = None
         """Where the source stands after a resume, until a batch is loaded."""
+        self._late: dict[str, Any] = {}
+        """The generators that the source makes again as it is opened."""
         self._mark_before: Any = None
         self._updates_then = 0
         self._over_at_resume = False
@@ -224,7 +226,7 @@ class LoaderPosition:
                 "is_asked_by_hand": self.is_asked_by_hand,
                 "is_open": (self.is_open or self.is_awaited) and self._counters.is_mid_epoch(),
                 "is_over": self.is_over and self._counters.is_mid_epoch(),
-                "generators": self.read_generators(),
+                "generators": {**self._late, **self.read_generators()},
                 "ahead_draws": [loaded.draws for loaded in self.ahead] if under_way else [],
                 "settings": self.source.settings(),
                 "source": self._collect_source(under_way),
@@ -254,8 +256,9 @@ class LoaderPosition:
         for path in saved["generators"].keys() ^ rng.find(root).keys():
             if is_other_sampler and (path == "generator" or path.startswith("sampler.")):
                 continue
-            # Many datasets make theirs at the first sample.
-            if path not in saved["generators"] or not rng.is_free(root, path):
+            # Many datasets make theirs at the first sample. Old checkpoints have none that modules have.
+            is_in_doubt = path in saved["generators"] or not rng.is_in_module(path)
+            if is_in_doubt and (path not in saved["generators"] or not rng.is_free(root, path)):
                 yield path, "a random generator in the checkpoint or in the code, but not in both"
 
     def resized(self, saved: Mapping[str, Any], then: int, now: int) -> Iterator[str]:
@@ -279,6 +282,7 @@ class LoaderPosition:
         self.is_over = self._over_at_resume = saved["is_over"]
         self.source.restore(saved["source"], unfit & saved["settings"].keys())
         self.write_generators(saved["generators"])
+        self._late = {path: state for path, state in saved["generators"].items() if self._is_late(path)}
 
     def warn_of_uncounted(self) -> None:
         """Warn, at an epoch's end, of batches that another thread loaded and that no step was made for."""
@@ -392,8 +396,12 @@ class LoaderPosition:
         root = self.source.root()
         found = rng.find(root)
         for path, state in states.items():
-            if generator := found.get(path) or rng.plant(root, path, state):
+            if generator := found.get(path) or (not self._is_late(path) and rng.plant(root, path, state)):
                 rng.write(generator, state)
+
+    def _is_late(self, path: str) -> bool:
+        # One that is planted is found by the first batch, which would make it, and draw for that.
+        return isinstance(self.source, PlainSource) and self.source.makes_again(path)
 
     def begin_own_streams(self, seed: str) -> None:
         """Begin streams of their own for the generators that hang off the loader."""
@@ -420,6 +428,9 @@ class LoaderPosition:
                 "two loops over this loader's batches would be on the way at once.",
                 fix="give RunState a loader of its own for each: loader={'a': ..., 'b': ...}.",
             )
+        if self._is_put_off and not self._stays:
+            # It was left before a step, and is entered again in the same body: that batch comes again.
+            self.stay()
         self._thread = threading.get_ident()
         self.is_open = not is_elsewhere
         self.counts_by_steps = is_elsewhere
@@ -456,6 +467,8 @@ class LoaderPosition:
         self._unread = self.source.collect(None, [], True) if self.done else None
         with self._counters.as_held() if self.done else nullcontext():
             batches = self.source.open()
+            self.write_generators(self._late)
+        self._late = {}
         self._mark = self._marked()
         self.is_awaited = False
         if goes_on and loads_ahead:

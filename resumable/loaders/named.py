@@ -1,0 +1,216 @@
+"""What the code of functions and classes names: generators hang there that no object leads to."""
+
+from __future__ import annotations
+
+import dis
+import random
+import sys
+from collections.abc import Iterator, Mapping
+from functools import cache, lru_cache
+from pathlib import Path
+from types import CodeType, FunctionType, GeneratorType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+
+# Their code is never looked into: they draw from what they are given, or globally.
+_LIBRARIES = {"numpy", "resumable", "torch", "torchaudio", "torchdata", "torchvision"}
+PLAIN = (str, bytes, int, float, complex, type(None))
+_CV2_DRAWS = {"randn", "randu", "randShuffle"}
+
+Scope = tuple[str, Mapping[str, Any], tuple[str, ...]]
+"""A module's name, its variables, and the names of them that code may use."""
+
+
+def behind(value: object) -> Iterator[tuple[str, object]]:
+    """Yield what a function's code names, or the class of an object has, each as `module:name`.
+
+    All that the user's own code names counts, and of installed modules only their generators. What hangs in a
+    module has one name, whichever way leads to it: ways come and go with objects that are made late.
+    """
+    if isinstance(value, (FunctionType, GeneratorType)):
+        for module, variables, names in scopes(value):
+            yield from _picked(module, variables, names)
+    elif isinstance(value, type):
+        yield from _of_class(value)
+    elif not is_known(_module(type(value))):
+        yield _place(type(value), ""), type(value)
+
+
+def scopes(value: FunctionType | GeneratorType[Any, Any, Any]) -> Iterator[Scope]:
+    """Yield the variables that a function's code may use: of its own module, and of modules that it names."""
+    if isinstance(value, FunctionType):
+        code, variables = value.__code__, value.__globals__
+    elif value.gi_frame is not None:
+        code, variables = value.gi_code, value.gi_frame.f_globals
+    else:
+        return
+    module = _name(variables)
+    if is_known(module):
+        return
+    names = _names(code)
+    if not is_own(module):
+        names = tuple(name for name in names if name in _constants(module))
+    yield module, variables, names
+    seen = {id(variables)}
+    waiting = _modules(variables, names)
+    # (a module that is imported only in the function's body is named too)
+    waiting += _modules(sys.modules, tuple(name for name in names if name not in variables))
+    while waiting:
+        inside = vars(waiting.pop())
+        module = _name(inside)
+        if id(inside) not in seen and not is_known(module):
+            seen.add(id(inside))
+            yield module, inside, names
+            waiting += _modules(inside, names) if is_own(module) else []
+
+
+def _modules(variables: Mapping[str, Any], names: tuple[str, ...]) -> list[ModuleType]:
+    return [one for name in names if isinstance(one := variables.get(name), ModuleType)]
+
+
+def imports(code: CodeType) -> Iterator[str]:
+    """Yield the modules that code imports as it runs."""
+    for step in dis.get_instructions(code):
+        if step.opname == "IMPORT_NAME":
+            yield str(step.argval)
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from imports(inner)
+
+
+def cv2_draws(function: FunctionType) -> set[str]:
+    """Return the functions of OpenCV's that a function draws with; none if it seeds OpenCV itself."""
+    names = set(_names(function.__code__))
+    variables = function.__globals__
+    named = [variables.get(name) for name in names]
+    is_by_module = "cv2" in names or any(
+        isinstance(one, ModuleType) and one.__name__ == "cv2" for one in named
+    )
+    drawing = names & _CV2_DRAWS
+    if not is_by_module:
+        drawing = {name for name in drawing if _is_of_cv2(variables.get(name))}
+    return set() if "setRNGSeed" in names else drawing
+
+
+def _is_of_cv2(value: object) -> bool:
+    return str(getattr(value, "__module__", "")).partition(".")[0] == "cv2"
+
+
+def _of_class(kind: type) -> Iterator[tuple[str, object]]:
+    module = _module(kind)
+    if is_known(module):
+        return
+    place, is_users = _place(kind, ""), is_own(module)
+    has_code = is_users or bool(_constants(module))
+    for name, value in list(vars(kind).items()):
+        one = _unwrapped(value)
+        leads_on = is_users and not name.startswith("__") and _may_lead_on(one)
+        if has_state(one) or (has_code if isinstance(one, FunctionType) else leads_on):
+            yield f"{place}.{name}", one
+    for above in kind.__bases__:
+        if not is_known(_module(above)):
+            yield _place(above, ""), above
+
+
+def _unwrapped(value: object) -> object:
+    if isinstance(value, property):
+        return value.fget
+    return value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+
+
+def _picked(
+    module: str, variables: Mapping[str, Any], names: tuple[str, ...]
+) -> Iterator[tuple[str, object]]:
+    is_users = is_own(module)
+    for name in names:
+        value = variables.get(name)
+        if value is None:
+            continue
+        if has_state(value):
+            yield f"{module}:{name}", value
+        elif is_users and _may_lead_on(value):
+            is_code = isinstance(value, (FunctionType, type))
+            yield _place(value, f"{module}:{name}") if is_code else f"{module}:{name}", value
+
+
+def has_state(value: object) -> bool:
+    """Whether the value is a random generator with a state; the operating system's has none."""
+    # (to ask torch.Generator for an instance of it takes ten times as long)
+    return issubclass(type(value), GENERATORS) and not issubclass(type(value), random.SystemRandom)
+
+
+def _may_lead_on(value: object) -> bool:
+    # What the library itself has of the script is saved by other ways.
+    return not isinstance(value, (*PLAIN, ModuleType)) and not _is_ours(type(value))
+
+
+def _is_ours(kind: type) -> bool:
+    return _module(kind).partition(".")[0] == "resumable"
+
+
+def _place(value: Any, otherwise: str) -> str:
+    """Return where a class or a function was written, if a name in its module leads there."""
+    module, name = _module(value), str(value.__qualname__)
+    return otherwise if otherwise and "<" in name else f"{module}:{name}"
+
+
+def is_own(module: str) -> bool:
+    """Whether a module is the user's: not Python's, and not installed but as what is run."""
+    return _is_own(module, getattr(sys.modules.get(module), "__file__", None))
+
+
+@cache
+def _is_own(module: str, file: str | None) -> bool:
+    if is_known(module):
+        return False
+    is_installed = not {"site-packages", "dist-packages"}.isdisjoint(Path(file or "").parts)
+    return not is_installed or module.partition(".")[0] in {"__main__", *_packages_run()}
+
+
+@cache
+def is_known(module: str) -> bool:
+    """Whether a module is Python's, or of a library that has no generators of its own in modules."""
+    package = module.partition(".")[0]
+    return package in _LIBRARIES or package in sys.stdlib_module_names
+
+
+@cache
+def _packages_run() -> set[str]:
+    """Return the package of `python -m package.train`, or of the function that an installed command runs."""
+    main = sys.modules.get("__main__")
+    found = {str(getattr(main, "__package__", None) or "")}
+    if Path(getattr(main, "__file__", None) or "").parent == Path(sys.executable).parent:
+        found |= {one.__module__ for one in vars(main).values() if isinstance(one, FunctionType)}
+    return {name.partition(".")[0] for name in found}
+
+
+@cache
+def _constants(module: str) -> frozenset[str]:
+    """Return the names of the generators that an installed module has, as it was when first asked for."""
+    variables = vars(sys.modules[module]) if module in sys.modules else {}
+    return frozenset(name for name, value in variables.items() if isinstance(value, GENERATORS))
+
+
+@lru_cache(maxsize=16_384)
+def _names(code: CodeType) -> tuple[str, ...]:
+    """Return the names that code uses, and those of the code within it."""
+    inner = (name for one in code.co_consts if isinstance(one, CodeType) for name in _names(one))
+    return tuple(dict.fromkeys([*code.co_names, *inner]))
+
+
+def _module(value: Any) -> str:
+    # (a class may have anything there, or what cannot be hashed)
+    return _public(str(value.__module__))
+
+
+def _name(variables: Mapping[str, Any]) -> str:
+    return _public(str(variables.get("__name__")))
+
+
+def _public(module: str) -> str:
+    # A worker that is not forked has the script under another name.
+    return "__main__" if module == "__mp_main__" else module
