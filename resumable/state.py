@@ -177,7 +177,9 @@ class RunState:
     def _furnish(self, keep: Keep | None, copied: Copied | None, is_elastic: bool) -> None:
         self._is_closed, self._is_prepared, self._is_calm = False, False, True
         self._variables: LoopVariables | None = LoopVariables(self._capture.given)
-        self._generators: LoopGenerators | None = LoopGenerators(self._saved_generators)
+        self._generators: LoopGenerators | None = LoopGenerators(
+            partial(_generators, self._capture, self._position)
+        )
         self._process = os.getpid()
         self._has_begun = False
         self._first_look: Mapping[str, Seen] | None = None
@@ -631,12 +633,6 @@ class RunState:
                 "save(**state.means) after it. If it is only shown, nothing is lost."
             )
 
-    def _saved_generators(self) -> list[rng.Generator]:
-        # (of what has a state of its own, its generators are in it)
-        given = [one for one in self._capture.given() if not isinstance(one, (torch.nn.Module, Position))]
-        own = [one for one in given if not isinstance(one, LoaderPosition)]
-        return [*self._position.generators(), *rng.find(own).values()]
-
     def _warn_of_variables(self) -> None:
         if self._variables and (changed := self._variables.saved()):
             self._variables = None
@@ -1078,6 +1074,13 @@ the batches since are left out (1 of 3 times)
 def _position(loader: Any, extra: Any, sample_seeds: bool, shown: Progress) -> Position:
     own = {n: g for n, g in capture.named("extra", extra).items() if rng.is_generator(g)}
     return Position(capture.named("loader", loader), own, sample_seeds, shows=shown.is_shown)
+
+
+def _generators(parts: Capture, at: Position) -> list[rng.Generator]:
+    """Return the random generators that a checkpoint has, beside the global ones."""
+    given = [one for one in parts.given() if not isinstance(one, (torch.nn.Module, Position, LoaderPosition))]
+    # (of what has a state of its own, its generators are in it)
+    return [*at.generators(), *rng.find(given).values()]
 
 
 def _gather(crew: Crew, own: Json) -> Sequence[Json]:

@@ -43,8 +43,10 @@ Kind = Literal["save", "signal", "kill"]
 KINDS: tuple[Kind, ...] = ("save", "signal", "kill")
 Record = tuple[str, str]
 """A tick: the digest of what is trained, and the digest of the random generators."""
-OUTCOMES = ("exact", "warned", "refused", "silent", "crashed")
+OUTCOMES = ("exact", "warned", "refused", "misled", "silent", "crashed")
 """From the best to the worst; a program has the worst of all its stops."""
+BAD = ("misled", "silent", "crashed")
+"""Those that a script must not have: "misled" is one that was told of a cause that it does not have."""
 
 
 # ------------------------------------------------------------------------------------------- writing a script
@@ -1463,27 +1465,41 @@ class Verdict:
 
 LONGEST = 10
 """Seconds of a processor that a start may take."""
+CAUSES = {
+    r"changed after save\(\) in the same body": r"(?m)^ +(t\(.*|.*save\(.*)\n +\S",
+    r"keeps gradients after a step": r"if state\.step % 2 == 0:\n +optimizer\.zero_grad|p\.grad\.mul_",
+    r"drawn before next\(\)": r"rand.*\n(.*\n){0,3}.*next\(",
+    r"drawn between reading state\.step": r"state\.(step|epoch)[^(]",
+    r"runs in the body of another such loop": r"(?s)in state\.batches.*for .* in state\.batches",
+    r"has not been looped over in it": r"(?s)state\.save\(.*in state\.batches",
+    r"is cut by (\w+)\(\)": r"{0}\(",
+    r"left right after save\(\)|was left by a break": r"\b(break|raise)\b",
+    r"name '(\w+)' is not defined": r"(?m)^ +{0} = ",
+    r"loader\.(\w+) was given .* but not in a loop over state\.batches": r"iter\(loader_{0}\)",
+    r"have been looped over already": r"(?s)state\.batches.*state\.batches",
+    r"(\w+) decides how this loop": r"(?m)^ +{0} ",
+}
+"""What a warning or an error says, and what the script has to have then: else it names another cause."""
 UNRELATED = re.compile(r"save\(\) has waited|cannot flush folders|room")
 
 
 def stops_of(program: Program, ticks: int, kinds: Sequence[Kind], most: int | None) -> Iterator[Stops]:
-    """Yield how to stop a script with so many ticks: all ways, or as many as `most` of each kind."""
+    """Yield how to stop a script with so many ticks.
+
+    Without `most` it is stopped in every way, at each tick. With it, at each tick in turn by one kind, each
+    start going on from the stop before, and by the others so often.
+    """
     dice = random.Random(program.seed + 1)
+    each = ("save", "signal")[program.seed % 2]
     for kind in kinds:
         at = [*range(1, ticks)]
-        if most is not None and "num_workers" in program.source:
-            # (slow)
-            most = 1
-        count = (
-            most if most is None or kind == "save" else max(1, most - (program.seed + KINDS.index(kind)) % 2)
-        )
-        if count is not None and len(at) > count:
+        if kind != "kill" and (most is None or kind == each) and ticks > 2:
+            yield Stops(kind, (1,) * (ticks + 3))
+            at = at if most is None else []
+        # (a start with workers is slow)
+        count = 1 if "num_workers" in program.source else most
+        if most is not None and len(at) > count:
             at = sorted(dice.sample(at, count))
-        if kind != "kill" and ticks > 2:
-            stride = dice.choice([1, 2, 3])
-            if most is None or dice.random() < 0.3:
-                yield Stops(kind, (stride,) * (ticks // stride + 3))
-                at = at[: None if count is None else max(0, count - 1)]
         for first in at:
             every = dice.choice([1, 2]) if kind == "kill" else None
             second = dice.choice([1, 1, 2, 3]) + (2 if kind == "kill" else 0)
@@ -1498,7 +1514,7 @@ def examine(program: Program, kinds: Sequence[Kind] = KINDS, most: int | None = 
         whole = start(program, top / "whole", Ticker(None, "save"), None, 1)
         verdict.warned = _related(whole.told)
         if whole.error is not None:
-            verdict.found.append(_failed(whole.error, None))
+            verdict.found.append(named_rightly(_failed(whole.error, None), program))
             return verdict
         for number, stops in enumerate(stops_of(program, len(whole.log) - 1, kinds, most)):
             folder = top / str(number)
@@ -1526,6 +1542,15 @@ def _failed(error: BaseException, stops: Stops | None) -> Found:
     return Found("crashed", stops, f"{text}\n{tail}")
 
 
+def named_rightly(found: Found, program: Program) -> Found:
+    """Return what became of a script; "misled" if it was told of a cause that it does not have."""
+    for said, needed in CAUSES.items():
+        match = re.search(said, found.text)
+        if match and re.search(needed.format(*match.groups()) if match.groups() else needed, program.source):
+            return found
+    return found._replace(outcome="misled") if found.outcome in ("warned", "refused") else found
+
+
 def _names_us(error: BaseException) -> bool:
     return any("resum" in note for note in getattr(error, "__notes__", ()))
 
@@ -1547,10 +1572,10 @@ def _judge(program: Program, folder: Path, stops: Stops, whole: Leg, warned: lis
             if stops.kind == "save" and not told:
                 told = _related(_saved_at(done, program, folder).told)
             if told:
-                return Found("warned", stops, told[0])
+                return named_rightly(Found("warned", stops, told[0]), program)
             return Found("silent", stops, _difference(leg, whole.log, done))
         if leg.error is not None:
-            return _failed(leg.error, stops)
+            return named_rightly(_failed(leg.error, stops), program)
         if leg.has_ended:
             return Found("exact", stops, "")
         done, has_saved = begins + len(leg.log), leg.has_saved
@@ -1681,7 +1706,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=[*SHAPES], help="this shape alone")
     parser.add_argument("--stop", choices=KINDS, help="this way to stop alone")
     parser.add_argument(
-        "--most", type=int, default=2, help="stops of each kind for a script; 0: at every tick"
+        "--most", type=int, default=2, help="pairs of stops of each kind; 0: one at every tick"
     )
     parser.add_argument("--show", type=int, metavar="SEED", help="print the script of a seed")
     parser.add_argument("--shrink", action="store_true", help="print a smaller script of each failure")
@@ -1705,11 +1730,11 @@ def main() -> None:
         began = time.perf_counter()
         verdicts.append(verdict := examine(program, kinds, given.most or None))
         took = time.perf_counter() - began
-        shown = ("silent", "crashed", *(("warned", "refused") if given.all else ()))
+        shown = (*BAD, *(("warned", "refused") if given.all else ()))
         worst = verdict.worst
         if worst.outcome in shown or took > 5:
             print(f"{line(verdict)} [{took:.1f}s]", flush=True)
-            if given.shrink and worst.outcome in ("silent", "crashed"):
+            if given.shrink and worst.outcome in BAD:
                 print(shrink(verdict).source.removeprefix(IMPORTS), flush=True)
     print(table(verdicts))
 

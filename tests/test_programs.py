@@ -39,7 +39,7 @@ def test_no_random_script_trains_something_else_without_a_warning(seeds: range, 
     verdicts = [programs.examine(programs.write(seed)) for seed in seeds]
 
     print(f"seeds {seeds.start} to {seeds.stop - 1}\n{programs.table(verdicts)}")
-    bad = [programs.line(one) for one in verdicts if one.worst.outcome in ("silent", "crashed")]
+    bad = [programs.line(one) for one in verdicts if one.worst.outcome in programs.BAD]
     tally("random scripts", len(verdicts), bad)
 
 
@@ -56,6 +56,14 @@ def test_a_script_that_keeps_its_state_is_exact(kind: programs.Kind) -> None:
     program = programs.Program(0, "steps with own data", (), programs.IMPORTS + source)
 
     assert programs.examine(program, [kind], None).worst.outcome == "exact"
+
+
+def test_a_warning_of_what_the_script_does_not_do_counts_as_misled() -> None:
+    told = programs.Found("warned", None, "the loop over batches is cut by islice(), which counts from 0")
+    program = programs.Program(0, "", (), "for x in islice(state.batches(), 3):")
+
+    assert programs.named_rightly(told, program) == told
+    assert programs.named_rightly(told, program._replace(source="for x in zip(a, b):")).outcome == "misled"
 
 
 def test_a_seed_means_the_same_script_each_time() -> None:

@@ -76,7 +76,7 @@ def test_a_script_that_gives_everything_loses_nothing(
     assert not lost_in(SHAPES / shape, tmp_path, monkeypatch)
 
 
-@pytest.mark.filterwarnings("ignore:an optimizer", "ignore:a scheduler")
+@pytest.mark.filterwarnings("ignore:an optimizer", "ignore:a scheduler", "ignore:this loop draws")
 @pytest.mark.parametrize(("shape", "line", "name", "fix"), FORGOTTEN)
 def test_what_a_script_forgets_to_give_is_named_with_its_fix(
     shape: str, line: str, name: str, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
