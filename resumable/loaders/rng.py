@@ -31,6 +31,8 @@ _DEEPEST = 16
 WIDEST = 256
 _MOST = 10_000
 _PLAIN = named.PLAIN
+_OF_MODULES = frozenset(vars(torch.nn.Module()))
+_TENSORS = ("_parameters", "_buffers")
 _CONTAINERS = {dict, list, tuple, set, deque, OrderedDict}
 
 
@@ -427,7 +429,11 @@ def _children(value: object) -> Iterator[tuple[str, object]]:
     else:
         slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
         in_slots = [(name, getattr(value, name)) for name in slots if hasattr(value, name)]
-        items = [*getattr(value, "__dict__", {}).items(), *in_slots]
+        attributes = getattr(value, "__dict__", {}).items()
+        if isinstance(value, torch.nn.Module):
+            # A model has thousands: no tensor leads to a generator, and most of these are empty.
+            attributes = [(n, v) for n, v in attributes if n not in _OF_MODULES or (v and n not in _TENSORS)]
+        items = [*attributes, *in_slots]
     if len(items) <= WIDEST:
         yield from items
 

@@ -78,16 +78,15 @@ class LoopGenerators:
 
     def __init__(self, known: Callable[[], Collection[rng.Generator]]) -> None:
         self._known = known
-        self._saves = 0
+        self._is_first = True
         self._seen: dict[str, tuple[rng.Generator, str]] = {}
 
     def saved(self) -> list[str]:
         """Look at the generators around a save; return those that have moved since the last save."""
         moved = [name for name, (generator, then) in self._seen.items() if _digest(generator) != then]
-        self._saves += 1
-        # To look for them walks through all objects that the loop uses.
-        if not moved and not self._saves & (self._saves - 1):
-            self._seen = {name: (one, "") for name, one in self._find().items()}
+        if self._is_first:
+            # (this walks through all objects that the loop uses)
+            self._is_first, self._seen = False, {name: (one, "") for name, one in self._find().items()}
         self._seen = {name: (one, _digest(one)) for name, (one, _) in self._seen.items()}
         return sorted(moved)
 
