@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import sys
-import sysconfig
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from . import rng
+from . import named, rng
 
-_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
-_PYTHON = tuple(os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib"))
 _NUMBERS = (bool, int, float)
-_INSTALLED = ("site-packages", "dist-packages")
 _LONGEST = 1_000_000
 """Items of an order that is compared: to read more would hold up the epoch."""
 
@@ -171,7 +164,7 @@ def _samplers(root: object) -> Iterator[object]:
     for one in (root, getattr(root, "sampler", None)):
         if _has_state(one):
             return
-        if _is_users(type(one).__module__):
+        if named.is_own(str(type(one).__module__)):
             yield one
 
 
@@ -183,25 +176,13 @@ def _objects(root: object) -> Iterator[object]:
             continue
         if _has_state(one):
             saved.update(id(inner) for inner in rng.inside(one, object))
-        elif _is_users(type(one).__module__):
+        elif named.is_own(str(type(one).__module__)):
             yield one
 
 
 def _has_state(value: object) -> bool:
     # (asked of the class: an object's own __getattr__ may do anything)
     return hasattr(type(value), "state_dict") and hasattr(type(value), "load_state_dict")
-
-
-@cache
-def _is_users(module: str) -> bool:
-    """Whether a module is the user's own, and not Python's, a library's or this package's."""
-    file = getattr(sys.modules.get(module), "__file__", None)
-    if file is None:
-        # (a notebook's)
-        return module == "__main__"
-    path = os.path.abspath(file)
-    is_installed = any(f"{os.sep}{name}{os.sep}" in path for name in _INSTALLED)
-    return not is_installed and not path.startswith((_PACKAGE, *_PYTHON))
 
 
 def _values(owner: object, *, has_orders: bool) -> _Values:

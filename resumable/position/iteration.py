@@ -11,6 +11,8 @@ from itertools import cycle, islice
 from types import CodeType, FrameType, GeneratorType
 from typing import Any
 
+from ..loaders import named
+
 _LIBRARY = __name__.partition(".")[0] + "."
 _COUNTERS: tuple[type, ...] = (type(iter(range(0))), type(iter([])))
 
@@ -53,6 +55,14 @@ def numbers(iterator: Iterator[Any], frame: FrameType) -> Iterator[int]:
     for one in around:
         if type(one) is enumerate:
             yield int(one.__reduce__()[1][1])
+
+
+def of_script(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield a frame and those around it, as far as they run the user's own code."""
+    while frame:
+        if named.is_own(str(frame.f_globals.get("__name__", "__main__"))):
+            yield frame
+        frame = frame.f_back
 
 
 def caller() -> FrameType | None:

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import inspect
-import os
 import sys
-import sysconfig
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from functools import cache
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
 
-from ..loaders import rng
-from . import bytecode
+from ..loaders import named, rng
+from . import bytecode, iteration
 from .bytecode import Name
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _SEQUENCES = (list, deque)
-_LIBRARY = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
-_PYTHON = tuple(os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib"))
 _TOP = __name__.partition(".")[0]
-_INSTALLED = ("site-packages", "dist-packages")
 
 
 class LoopVariables:
@@ -39,7 +33,7 @@ class LoopVariables:
     def saved(self) -> list[Name]:
         """Look at the loops around a save; return the variables that have changed since the last save."""
         changed = []
-        for frame in _frames_of_script():
+        for frame in iteration.of_script(sys._getframe()):
             now, before = self._values(frame), self._seen.get(frame.f_code, {})
             changed += [name for name in now.keys() & before.keys() if now[name] != before[name]]
             self._seen[frame.f_code] = now
@@ -58,9 +52,8 @@ class LoopVariables:
                 value = getattr(value, "__dict__", {}).get(attribute)
             elif attribute:
                 continue
-            if id(value) not in saved and (
-                name in carried.assigned or "." in name or type(value) not in _PLAIN
-            ):
+            is_constant = type(value) in _PLAIN and name not in carried.assigned and not attribute
+            if id(value) not in saved and not is_constant:
                 found |= _glance(name, value)
         return found
 
@@ -92,7 +85,7 @@ class LoopGenerators:
 
     def _find(self) -> dict[str, rng.Generator]:
         roots: dict[str, Any] = {}
-        for frame in _frames_of_script():
+        for frame in iteration.of_script(sys._getframe()):
             variables = variables_of(frame)
             states = frozenset(_states(variables, frame))
             for name in bytecode.carried(frame.f_code, frame.f_lasti, states).used:
@@ -108,27 +101,15 @@ def _digest(generator: rng.Generator) -> str:
 
 
 def variables_of(frame: FrameType) -> dict[str, Any]:
-    """Return the local variables of a frame, which is left as it was."""
-    found = dict(frame.f_locals)
-    if frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-        # Before Python 3.13 the frame would keep this copy, and a batch and its graph with it.
-        getattr(frame.f_locals, "clear", dict)()
+    """Return the local variables of a frame."""
+    variables = frame.f_locals
+    found = dict(variables)
+    # Before Python 3.13 the frame keeps what it has shown, a batch and its graph among it. Where the script
+    # has it too, it is what locals() returned.
+    is_kept = sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED
+    if is_kept and sys.getrefcount(variables) <= 3:
+        variables.clear()
     return found
-
-
-def _frames_of_script() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1)
-    while frame:
-        if _is_users(frame.f_code.co_filename):
-            yield frame
-        frame = frame.f_back
-
-
-@cache
-def _is_users(filename: str) -> bool:
-    """Whether code is the user's: neither Python's, nor installed, nor of this library."""
-    is_installed = any(name in filename for name in _INSTALLED)
-    return not is_installed and not filename.startswith((_LIBRARY, *_PYTHON, "<frozen"))
 
 
 def _states(variables: Mapping[str, Any], frame: FrameType) -> Iterator[Name]:
@@ -158,17 +139,12 @@ def _glance(name: Name, value: Any) -> dict[Name, Any]:
     if type(value) in _SEQUENCES:
         return {name: (len(value), *[one for one in [*value][-1:] if type(one) in _PLAIN])}
     if _is_of_user(value):
-        own = getattr(value, "__dict__", {}).items()
+        # (a thread of the script's may add to them meanwhile)
+        own = [*getattr(value, "__dict__", {}).items()]
         return {f"{name}.{key}": one for key, one in own if type(one) in _PLAIN}
     return {}
 
 
 def _is_of_user(value: Any) -> bool:
     is_torchs = isinstance(value, (torch.nn.Module, torch.optim.Optimizer))
-    return not is_torchs and _is_users_module(type(value).__module__)
-
-
-@cache
-def _is_users_module(name: str) -> bool:
-    filename = getattr(sys.modules.get(name), "__file__", None)
-    return name == "__main__" or (filename is not None and _is_users(filename))
+    return not is_torchs and named.is_own(str(type(value).__module__))

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from . import iteration
 from .loop_variables import variables_of
 
 _NUMBERS = (int, float)
-_INSTALLED = ("site-packages", "dist-packages")
 
 
 class RunningSums:
@@ -70,9 +70,7 @@ class RunningSums:
 
 def _of_script(frame: FrameType) -> FrameType:
     """Return the frame of the script that asks, beneath those of tqdm and the like."""
-    while frame.f_back and any(place in frame.f_code.co_filename for place in _INSTALLED):
-        frame = frame.f_back
-    return frame
+    return next(iteration.of_script(frame), frame)
 
 
 def _is_comprehension(frame: FrameType) -> bool:
