@@ -43,6 +43,16 @@ def test_no_random_script_trains_something_else_without_a_warning(seeds: range, 
     tally("random scripts", len(verdicts), bad)
 
 
+@pytest.mark.nightly
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("first", range(0, SCRIPTS, EACH))
+def test_nor_one_that_is_stopped_at_every_tick_in_every_way(first: int, tally: Tally) -> None:
+    verdicts = [programs.examine(programs.write(seed), most=None) for seed in range(first, first + EACH)]
+
+    bad = [programs.line(one) for one in verdicts if one.worst.outcome in programs.BAD]
+    tally("random scripts, every tick", len(verdicts), bad)
+
+
 @pytest.mark.parametrize("kind", programs.KINDS)
 def test_a_script_that_loses_state_is_found(kind: programs.Kind) -> None:
     program = programs.Program(0, "steps with own data", (), programs.IMPORTS + FORGETFUL)

@@ -100,14 +100,13 @@ def _events(instructions: list[dis.Instruction]) -> dict[int, list[Event]]:
     """Return the variables that each instruction loads or stores, by its offset, in the order of both."""
     found: dict[int, list[Event]] = {}
     for one, following in zip(instructions, [*instructions[1:], None], strict=True):
-        found[one.offset] = []
-        attribute = following is not None and following.opname in ("LOAD_ATTR", "STORE_ATTR")
-        for how, name in _variables_in(one):
-            if attribute and how == "load" and following and not _is_method(following):
-                how = "store" if following.opname == "STORE_ATTR" else "load"
-                name = f"{name}.{following.argval}"
-            if name != "self":
-                found[one.offset].append((how, name))
+        events = _variables_in(one)
+        is_attribute = following is not None and following.opname in ("LOAD_ATTR", "STORE_ATTR")
+        if events and is_attribute and following and not _is_method(following):
+            # (of two that are loaded at once, the attribute is the second one's)
+            how: Literal["load", "store"] = "store" if following.opname == "STORE_ATTR" else "load"
+            events[-1] = how, f"{events[-1][1]}.{following.argval}"
+        found[one.offset] = [(how, name) for how, name in events if name != "self"]
     return found
 
 
@@ -130,7 +129,11 @@ def _how(opname: str) -> tuple[Literal["load", "store"], ...]:
 
 def _is_method(one: dis.Instruction) -> bool:
     """Whether an attribute is loaded in order to be called."""
-    return sys.version_info >= (3, 12) and one.opname == "LOAD_ATTR" and bool((one.arg or 0) & 1)
+    if one.opname == "LOAD_ATTR" and sys.version_info < (3, 11):
+        # (with keywords it is not loaded as a method there)
+        return one.argval in ("backward", "save")
+    is_flagged = sys.version_info >= (3, 12) and one.opname == "LOAD_ATTR" and bool((one.arg or 0) & 1)
+    return one.opname == "LOAD_METHOD" or is_flagged
 
 
 def _is_jump(one: dis.Instruction) -> bool:
@@ -191,7 +194,7 @@ def _statements(
             now = None
         now = now or _Statement(one.offset)
         now.events += events[one.offset]
-        if one.opname == "LOAD_METHOD" or _is_method(one):
+        if _is_method(one):
             now.methods.add(str(one.argval))
         has_stored = is_store
         if one.opname.startswith(_ENDS):
