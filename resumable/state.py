@@ -176,10 +176,9 @@ class RunState:
 
     def _furnish(self, keep: Keep | None, copied: Copied | None, is_elastic: bool) -> None:
         self._is_closed, self._is_prepared, self._is_calm = False, False, True
-        self._variables: LoopVariables | None = LoopVariables(self._capture.given)
-        self._generators: LoopGenerators | None = LoopGenerators(
-            partial(_generators, self._capture, self._position)
-        )
+        generators = LoopGenerators(partial(_generators, self._capture, self._position))
+        self._loop: tuple[LoopVariables, LoopGenerators] | None
+        self._loop = LoopVariables(self._capture.given), generators
         self._process = os.getpid()
         self._has_begun = False
         self._first_look: Mapping[str, Seen] | None = None
@@ -634,18 +633,29 @@ class RunState:
             )
 
     def _warn_of_variables(self) -> None:
-        if self._variables and (changed := self._variables.saved()):
-            self._variables = None
+        if self._loop is None:
+            return
+        variables, generators = self._loop
+        try:
+            changed, moved = variables.changed(), generators.moved()
+        except Exception as exc:
+            # An object of the script may raise anything when it is looked at.
+            self._loop = None
+            self._saving.once.warn(
+                f"the variables of this loop cannot be inspected ({exc!r}), so RunState does not warn of "
+                "those that are in no checkpoint."
+            )
+            return
+        if changed:
             names, is_one = ", ".join(changed), len(changed) == 1
             self._saving.once.warn(
-                f"{names} {'decides' if is_one else 'decide'} how this loop goes on, "
-                f"{'changes' if is_one else 'change'} as it runs, and {'is' if is_one else 'are'} in no "
-                "checkpoint: a resume begins with what the lines before the loop assign. Keep such values in "
-                "state.vars, or give RunState their object: extra={...}. If they only decide what is shown, "
-                "nothing is lost."
+                f"{names} {'controls' if is_one else 'control'} this loop and "
+                f"{'changes' if is_one else 'change'} as it runs, but no checkpoint has "
+                f"{'it' if is_one else 'them'}: a resume starts from the values assigned before the loop. "
+                "Keep such values in state.vars, or pass their object in extra={...}. If they only affect "
+                "what is shown, nothing is lost."
             )
-        if self._generators and (moved := self._generators.saved()):
-            self._generators = None
+        if moved:
             self._saving.once.warn(
                 f"this loop draws from random generators that are in no checkpoint ({', '.join(moved)}): "
                 "after a resume they draw different numbers. Give them to RunState: extra={...}, by names of "
@@ -1079,8 +1089,16 @@ def _position(loader: Any, extra: Any, sample_seeds: bool, shown: Progress) -> P
 def _generators(parts: Capture, at: Position) -> list[rng.Generator]:
     """Return the random generators that a checkpoint has, beside the global ones."""
     given = [one for one in parts.given() if not isinstance(one, (torch.nn.Module, Position, LoaderPosition))]
-    # (of what has a state of its own, its generators are in it)
+    # What has a state of its own has its generators in that.
+    given += [
+        one for one in _modules(parts) if type(one).get_extra_state is not torch.nn.Module.get_extra_state
+    ]
     return [*at.generators(), *rng.find(given).values()]
+
+
+def _modules(parts: Capture) -> Iterator[torch.nn.Module]:
+    for one in parts.given():
+        yield from one.modules() if isinstance(one, torch.nn.Module) else ()
 
 
 def _gather(crew: Crew, own: Json) -> Sequence[Json]:

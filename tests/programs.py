@@ -1477,7 +1477,7 @@ CAUSES = {
     r"name '(\w+)' is not defined": r"(?m)^ +{0} = ",
     r"loader\.(\w+) was given .* but not in a loop over state\.batches": r"iter\(loader_{0}\)",
     r"have been looped over already": r"(?s)state\.batches.*state\.batches",
-    r"(\w+) decides how this loop": r"(?m)^ +{0} ",
+    r"(\w+) controls this loop and": r"(?m)^ +{0} ",
 }
 """What a warning or an error says, and what the script has to have then: else it names another cause."""
 UNRELATED = re.compile(r"save\(\) has waited|cannot flush folders|room")

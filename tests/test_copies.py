@@ -73,6 +73,8 @@ def heard() -> Iterator[list[str]]:
     told: list[str] = []
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
+        # (these trainings have loops of their own)
+        warnings.filterwarnings("ignore", "this script reads neither state.step")
         yield told
         told += [str(each.message) for each in found]
 

@@ -315,6 +315,7 @@ def run_schedule(seed: int, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> N
             assert all(tensor_file.is_equal(before[path][n], again[path][n]) for n in before[path]), path
 
 
+@pytest.mark.filterwarnings("ignore:this loop draws")
 @pytest.mark.usefixtures("_behind_the_fence")
 @pytest.mark.parametrize(
     "seed", [*range(40), *(pytest.param(n, marks=pytest.mark.heavy) for n in range(40, 200))]

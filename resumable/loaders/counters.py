@@ -203,7 +203,8 @@ def _values(owner: object, *, has_orders: bool) -> _Values:
 def _order(value: object) -> _Order | None:
     if isinstance(value, torch.Tensor):
         is_readable = value.device.type == "cpu" and value.layout is torch.strided
-        array = value.detach().numpy() if is_readable and value.dtype != torch.bfloat16 else None
+        # (of bytes: NumPy has not all kinds of numbers)
+        array = value.detach().view(torch.uint8).numpy() if is_readable and value.is_contiguous() else None
     else:
         array = value if isinstance(value, np.ndarray) else None
     if array is not None and array.ndim and array.size <= _LONGEST:

@@ -7,6 +7,7 @@ import random
 import sys
 from collections.abc import Iterator, Mapping
 from functools import cache, lru_cache
+from itertools import pairwise
 from pathlib import Path
 from types import CodeType, FunctionType, GeneratorType, ModuleType
 from typing import Any
@@ -84,20 +85,21 @@ def imports(code: CodeType) -> Iterator[str]:
 
 def cv2_draws(function: FunctionType) -> set[str]:
     """Return the functions of OpenCV's that a function draws with; none if it seeds OpenCV itself."""
-    names = set(_names(function.__code__))
-    variables = function.__globals__
-    named = [variables.get(name) for name in names]
-    is_by_module = "cv2" in names or any(
-        isinstance(one, ModuleType) and one.__name__ == "cv2" for one in named
-    )
-    drawing = names & _CV2_DRAWS
-    if not is_by_module:
-        drawing = {name for name in drawing if _is_of_cv2(variables.get(name))}
+    names, variables = set(_names(function.__code__)), function.__globals__
+    drawing = {name for name in names & _CV2_DRAWS if _is_of_cv2(variables.get(name))}
+    steps = [*dis.get_instructions(function.__code__)]
+    for owner, attribute in pairwise(steps):
+        if attribute.argval in _CV2_DRAWS and (owner.argval == "cv2" or _is_cv2(variables.get(owner.argval))):
+            drawing.add(str(attribute.argval))
     return set() if "setRNGSeed" in names else drawing
 
 
 def _is_of_cv2(value: object) -> bool:
     return str(getattr(value, "__module__", "")).partition(".")[0] == "cv2"
+
+
+def _is_cv2(value: object) -> bool:
+    return isinstance(value, ModuleType) and value.__name__ == "cv2"
 
 
 def _of_class(kind: type) -> Iterator[tuple[str, object]]:

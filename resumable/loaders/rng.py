@@ -11,7 +11,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
+from types import BuiltinMethodType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, TypeGuard, TypeVar
 
 import numpy as np
@@ -188,8 +188,11 @@ def is_free(root: object, path: str) -> bool:
     can_have = isinstance(owner, dict) or (
         hasattr(owner, "__dict__") and not isinstance(owner, (FunctionType, partial))
     )
-    there = _held(owner, last) if can_have else None
-    return can_have and (there is None or (is_in_module(path) and is_generator(there)))
+    if can_have and (isinstance(owner, type) or is_in_module(path)):
+        # The name has to be there: code may mean a builtin by one that is not, and a class inherits.
+        variables = vars(owner) if isinstance(owner, type) else owner
+        return last in variables and (variables[last] is None or is_generator(variables[last]))
+    return can_have and _held(owner, last) is None
 
 
 def _import_as_code_does(root: object, path: str) -> None:
@@ -199,7 +202,7 @@ def _import_as_code_does(root: object, path: str) -> None:
     """
     module, colon, _ = path.partition(":")
     if colon and module not in sys.modules:
-        codes = [function.__code__ for function in inside_code(root)]
+        codes = [one.__code__ for one in inside_code(root) if named.is_own(str(one.__module__))]
         if any(module in named.imports(code) for code in codes):
             with contextlib.suppress(ImportError):
                 importlib.import_module(module)
@@ -280,7 +283,7 @@ def inside_code(root: object) -> list[FunctionType]:
 def overlong(root: object) -> Iterator[tuple[str, int]]:
     """Yield the path and the length of each container of generators that is too long to be looked into."""
     reached = list(_walk(root))
-    known = {id(value) for _, value, _ in reached if is_generator(value)} | _global_ones()
+    known = {id(value) for _, value, _ in reached if is_generator(value)} | global_ones()
     for path, value, _ in reached:
         if (held := _long(value)) and any(id(own) not in known for own in find(_ends(held)).values()):
             yield path, len(held)
@@ -339,7 +342,7 @@ def _walk(root: object) -> Iterator[Step]:
         reached.append(step)
         yield step
     # Code comes last: what objects lead to keeps its path, whatever code names it too.
-    seen |= _global_ones()
+    seen |= global_ones()
     with_code = (step for step in reached if type(step[1]) not in _CONTAINERS or _long(step[1]))
     waiting = deque(further for step in with_code for further in _further(step, seen, _named))
     yield from _steps(waiting, seen, len(seen) + _MOST, _hanging, _named)
@@ -370,7 +373,8 @@ def _further(step: Step, seen: set[int], *ways: Children) -> Iterator[Step]:
 
 def _hanging(path: str, value: object) -> Iterator[tuple[str, str, object]]:
     for name, child in _children(value):
-        if not isinstance(child, _PLAIN):
+        # (of the class: a proxy may refuse to say what it stands for)
+        if not issubclass(type(child), _PLAIN):
             yield f"{path}.{name}" if path else name, name, child
 
 
@@ -387,7 +391,7 @@ def _behind(value: object) -> Iterator[tuple[str, object]]:
         yield from named.behind(end)
 
 
-def _global_ones() -> set[int]:
+def global_ones() -> set[int]:
     """Return the identities of the generators that `collect` reads."""
     backends = [getattr(torch, name) for name in _BACKENDS]
     devices = [one for backend in backends for one in getattr(backend, "default_generators", ())]
@@ -413,7 +417,9 @@ def _children(value: object) -> Iterator[tuple[str, object]]:
         return
     if isinstance(value, dict):
         # (and no other mapping: one that loads its items would load them, and draw)
-        items = [(str(key), item) for key, item in dict.items(value)]
+        # (to print a tensor would read it)
+        pairs = dict.items(value)
+        items = [(str(key), item) for key, item in pairs if not issubclass(type(key), torch.Tensor)]
     elif isinstance(value, (list, tuple, deque)):
         items = [(str(i), item) for i, item in enumerate(value)]
     elif isinstance(value, (torch.Tensor, np.ndarray, type, ModuleType)):
@@ -427,7 +433,8 @@ def _children(value: object) -> Iterator[tuple[str, object]]:
         defaults = ("__defaults__", value.__defaults__), ("__kwdefaults__", value.__kwdefaults__)
         items = [*cells, *defaults, *vars(value).items()]
     else:
-        slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+        kinds = [kind for kind in type(value).__mro__ if "__slots__" in vars(kind)]
+        slots = [name for kind in kinds for name, one in vars(kind).items() if _is_slot(one)]
         in_slots = [(name, getattr(value, name)) for name in slots if hasattr(value, name)]
         attributes = getattr(value, "__dict__", {}).items()
         if isinstance(value, torch.nn.Module):
@@ -436,6 +443,10 @@ def _children(value: object) -> Iterator[tuple[str, object]]:
         items = [*attributes, *in_slots]
     if len(items) <= WIDEST:
         yield from items
+
+
+def _is_slot(member: object) -> bool:
+    return type(member) is MemberDescriptorType
 
 
 def _content(cell: Any) -> Any:

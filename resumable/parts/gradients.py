@@ -129,6 +129,7 @@ class Gradients:
             # Else torch warns of it where a process is given the parameters.
             torch.utils.hooks.unserializable_hook(hook)  # type: ignore[no-untyped-call]
             self._watch = smallest, smallest.register_hook(hook)  # type: ignore[no-untyped-call]
+            weakref.finalize(self, self._watch[1].remove).atexit = False
 
     def _warn_of_left_out(self) -> None:
         if self._has_left_out:

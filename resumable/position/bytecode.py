@@ -58,7 +58,7 @@ def carried(code: CodeType, at: int, states: frozenset[Name]) -> Carried:
 
     `states` are the names of the RunState: what it assigns before the loops is restored.
     """
-    instructions = [*dis.get_instructions(code)]
+    instructions = _without_handlers([*dis.get_instructions(code)])
     events = _events(instructions)
     loops = {
         head: end
@@ -73,6 +73,7 @@ def carried(code: CodeType, at: int, states: frozenset[Name]) -> Carried:
     found: set[Name] = set()
     kept: set[Name] = set()
     used: set[Name] = set()
+    assigned: set[Name] = set()
     for head, end in loops.items():
         body = [one for one in instructions if head <= one.offset <= end]
         inside = [event for one in body for event in events[one.offset]]
@@ -80,8 +81,10 @@ def carried(code: CodeType, at: int, states: frozenset[Name]) -> Carried:
         loaded = {name for how, name in inside if how == "load"}
         live = _live_at_head(body, events)
         found |= live & stored
-        kept |= loaded - stored
-        used |= live - stored if head == start else set()
+        kept |= loaded
+        if head == start:
+            used, assigned = live - stored, stored
+    kept -= assigned
     before = [one for one in statements if one.first < start]
     restored = {name for one in before if one.reads(states) for _, name in one.events}
     given = {*code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]}
@@ -136,7 +139,26 @@ def _is_method(one: dis.Instruction) -> bool:
     return one.opname == "LOAD_METHOD" or is_flagged
 
 
+def _without_handlers(instructions: list[dis.Instruction]) -> list[dis.Instruction]:
+    """Leave out what only an exception leads to: it jumps back to where the code goes on."""
+    numbers = {one.offset: number for number, one in enumerate(instructions)}
+    reached: set[int] = set()
+    waiting = [0]
+    while waiting:
+        number = waiting.pop()
+        if number in reached or number == len(instructions):
+            continue
+        reached.add(number)
+        one = instructions[number]
+        waiting += [numbers[one.argval]] if _is_jump(one) else []
+        waiting += [] if one.opname.startswith(_NO_WAY_ON) else [number + 1]
+    return [instructions[number] for number in sorted(reached)]
+
+
 def _is_jump(one: dis.Instruction) -> bool:
+    if one.opname.startswith("SETUP_"):
+        # (in 3.10: to a handler)
+        return False
     return one.opcode in dis.hasjrel or one.opcode in dis.hasjabs
 
 
@@ -186,9 +208,11 @@ def _set_in_loop(
 def _statements(
     instructions: list[dis.Instruction], events: Mapping[int, list[Event]]
 ) -> Iterator[_Statement]:
-    now, has_stored = None, False
+    now, has_stored, before = None, False, ""
     for one in instructions:
-        is_store = one.opname.startswith("STORE_")
+        # What is stored from a copy goes on to be used: (n := n + 1) > 3.
+        is_store = one.opname.startswith("STORE_") and before not in ("COPY", "DUP_TOP")
+        before = one.opname
         if now and has_stored and not is_store:
             yield now
             now = None

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from types import CodeType, FrameType
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..loaders import named, rng
@@ -29,20 +30,23 @@ class LoopVariables:
     def __init__(self, given: Callable[[], Collection[Any]]) -> None:
         self._given = given
         self._seen: dict[CodeType, dict[Name, Any]] = {}
+        self._named: set[Name] = set()
 
-    def saved(self) -> list[Name]:
-        """Look at the loops around a save; return the variables that have changed since the last save."""
-        changed = []
+    def changed(self) -> list[Name]:
+        """Look at the loops around a save; return the variables that have changed for the first time."""
+        changed: list[Name] = []
         for frame in iteration.of_script(sys._getframe()):
             now, before = self._values(frame), self._seen.get(frame.f_code, {})
             changed += [name for name in now.keys() & before.keys() if now[name] != before[name]]
             self._seen[frame.f_code] = now
-        return sorted(changed)
+        new = sorted(set(changed) - self._named)
+        self._named.update(new)
+        return new
 
     def _values(self, frame: FrameType) -> dict[Name, Any]:
         variables = variables_of(frame)
         states = frozenset(_states(variables, frame))
-        saved = {id(one) for one in self._saved()}
+        saved = {id(one) for one in self._saved() if type(one) not in _PLAIN}
         found: dict[Name, Any] = {}
         carried = bytecode.carried(frame.f_code, frame.f_lasti, states)
         for name in carried.assigned | carried.kept:
@@ -52,8 +56,7 @@ class LoopVariables:
                 value = getattr(value, "__dict__", {}).get(attribute)
             elif attribute:
                 continue
-            is_constant = type(value) in _PLAIN and name not in carried.assigned and not attribute
-            if id(value) not in saved and not is_constant:
+            if id(value) not in saved:
                 found |= _glance(name, value)
         return found
 
@@ -61,6 +64,8 @@ class LoopVariables:
         for live in self._given():
             yield live
             yield from live.values() if isinstance(live, dict) else ()
+            if not isinstance(live, torch.nn.Module):
+                yield from [*getattr(live, "__dict__", {}).values()]
 
 
 class LoopGenerators:
@@ -73,15 +78,18 @@ class LoopGenerators:
         self._known = known
         self._is_first = True
         self._seen: dict[str, tuple[rng.Generator, str]] = {}
+        self._named: set[str] = set()
 
-    def saved(self) -> list[str]:
-        """Look at the generators around a save; return those that have moved since the last save."""
+    def moved(self) -> list[str]:
+        """Look at the generators around a save; return those that have moved for the first time."""
         moved = [name for name, (generator, then) in self._seen.items() if _digest(generator) != then]
         if self._is_first:
             # (this walks through all objects that the loop uses)
             self._is_first, self._seen = False, {name: (one, "") for name, one in self._find().items()}
         self._seen = {name: (one, _digest(one)) for name, (one, _) in self._seen.items()}
-        return sorted(moved)
+        new = sorted(set(moved) - self._named)
+        self._named.update(new)
+        return new
 
     def _find(self) -> dict[str, rng.Generator]:
         roots: dict[str, Any] = {}
@@ -92,7 +100,7 @@ class LoopGenerators:
                 root, _, attribute = name.partition(".")
                 owner = variables.get(root, frame.f_globals.get(root))
                 roots.setdefault(name, getattr(owner, "__dict__", {}).get(attribute) if attribute else owner)
-        known = {id(one) for one in self._known()}
+        known = {id(one) for one in self._known()} | rng.global_ones()
         return {name: one for name, one in rng.find(roots).items() if id(one) not in known}
 
 
@@ -101,7 +109,10 @@ def _digest(generator: rng.Generator) -> str:
 
 
 def variables_of(frame: FrameType) -> dict[str, Any]:
-    """Return the local variables of a frame."""
+    """Return the local variables of a frame; none where to read them would change what the script has."""
+    if sys.version_info < (3, 13) and not {"locals", "vars"}.isdisjoint(frame.f_code.co_names):
+        # A read would write all of them into the dict that locals() has returned.
+        return {}
     variables = frame.f_locals
     found = dict(variables)
     # Before Python 3.13 the frame keeps what it has shown, a batch and its graph among it. Where the script
@@ -118,7 +129,7 @@ def _states(variables: Mapping[str, Any], frame: FrameType) -> Iterator[Name]:
     for name, value in seen.items():
         if _is_ours(value):
             yield name
-        for attribute, inner in getattr(value, "__dict__", {}).items() if name == "self" else ():
+        for attribute, inner in [*getattr(value, "__dict__", {}).items()] if name == "self" else ():
             if _is_ours(inner):
                 yield f"{name}.{attribute}"
 
@@ -130,19 +141,27 @@ def _is_ours(value: Any) -> bool:
 
 def _glance(name: Name, value: Any) -> dict[Name, Any]:
     """Return what tells whether a value has changed, by its name; nothing for what is not looked at."""
+    if issubclass(type(value), np.generic):
+        value = value.item()
     if type(value) in _PLAIN:
-        # (nan is not equal to itself)
-        return {name: value if value == value else "nan"}
+        return {name: _comparable(value)}
     if type(value) is torch.Tensor:
-        # To read it would wait for a GPU.
-        return {} if value.ndim or value.requires_grad else {name: (id(value), value._version)}
+        # A leaf that needs a gradient is a parameter. To read a value would wait for a GPU.
+        version = 0 if value.is_inference() else value._version
+        return {} if value.is_leaf and value.requires_grad else {name: (id(value), version)}
     if type(value) in _SEQUENCES:
-        return {name: (len(value), *[one for one in [*value][-1:] if type(one) in _PLAIN])}
+        last = [value[-1]] if value else []
+        return {name: (len(value), *[_comparable(one) for one in last if type(one) in _PLAIN])}
     if _is_of_user(value):
         # (a thread of the script's may add to them meanwhile)
         own = [*getattr(value, "__dict__", {}).items()]
-        return {f"{name}.{key}": one for key, one in own if type(one) in _PLAIN}
+        return {f"{name}.{key}": _comparable(one) for key, one in own if type(one) in _PLAIN}
     return {}
+
+
+def _comparable(value: Any) -> Any:
+    # (nan is not equal to itself)
+    return value if value == value else "nan"
 
 
 def _is_of_user(value: Any) -> bool:

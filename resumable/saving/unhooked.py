@@ -69,7 +69,7 @@ class NotGiven:
             if _has_state(optimizer):
                 _warn_of(optimizer, "its state is in no checkpoint, and a resume starts it with empty state")
                 return
-            self._gradients[optimizer] = gradients = Gradients(optimizer)
+            self._gradients[optimizer] = gradients = Gradients(weakref.proxy(optimizer))
             gradients.stepped()
             if self._has_lost_gradients:
                 self._warn_of_gradients(optimizer)
