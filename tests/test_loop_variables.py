@@ -276,6 +276,15 @@ def what_with_and_try_leave(state: RunState, step: Callable[..., torch.Tensor]) 
         step(torch.ones(1))
 
 
+def what_each_body_fills(state: RunState, step: Callable[..., torch.Tensor]) -> None:
+    rewards = torch.zeros(3)
+    for _ in state.steps(4):
+        for number in range(3):
+            rewards[number] = step(torch.ones(1)).item()
+        (step(torch.ones(1)) * rewards.mean()).backward()
+        state.save()
+
+
 def what_an_inner_loop_leaves(state: RunState, step: Callable[..., torch.Tensor]) -> None:
     for _ in state.epochs(4):
         for batch in state.batches():
@@ -321,6 +330,7 @@ def test_a_variable_that_decides_is_warned_of_by_name(run_dir: Path, script: Scr
 SHOWN = [
     *(what_is_only_shown, what_the_state_gives, what_each_body_sets),
     *(what_an_inner_loop_leaves, what_a_sweep_keeps, what_with_and_try_leave),
+    what_each_body_fills,
 ]
 
 
@@ -344,6 +354,21 @@ def test_an_object_that_was_given_is_not_warned_of(run_dir: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run(run_dir, script, extra={"stopper": given})
+
+
+def test_an_object_whose_attributes_were_given_is_not_warned_of(run_dir: Path) -> None:
+    given = Stopper()
+
+    def script(state: RunState, step: Callable[..., torch.Tensor]) -> None:
+        stopper = given
+        for epoch in state.epochs(4):
+            if stopper.step(LOSSES[epoch]):
+                break
+            state.save()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(run_dir, script, extra={"stopper": vars(given)})
 
 
 def test_automatic_saves_look_at_the_variables_too(run_dir: Path) -> None:

@@ -52,11 +52,15 @@ class LoopVariables:
         for name in carried.assigned | carried.kept:
             root, _, attribute = name.partition(".")
             value = variables.get(root, frame.f_globals.get(root))
+            if id(getattr(value, "__dict__", None)) in saved:
+                continue
             if attribute and _is_of_user(value) and id(value) not in saved:
                 value = getattr(value, "__dict__", {}).get(attribute)
             elif attribute:
                 continue
-            if id(value) not in saved:
+            # A tensor that is only written into is mostly a buffer that each body fills.
+            is_buffer = type(value) is torch.Tensor and name not in carried.assigned
+            if id(value) not in saved and not is_buffer:
                 found |= _glance(name, value)
         return found
 
