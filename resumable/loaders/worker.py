@@ -215,7 +215,9 @@ class Stream(IterableDataset[Any]):
 
     def _next_epoch(self, at: Standing) -> Any:
         if not at.data:
-            if at.is_through and (at.draws_late or (self._drop_last and at.generators)):
+            # (the stamp of a short batch is made after the stream has ended, and tells all)
+            draws_late = at.draws_late and not at.is_short
+            if at.is_through and (draws_late or (self._drop_last and at.generators)):
                 self._run_through(at)
             else:
                 put_back(at.generators, self.root)
