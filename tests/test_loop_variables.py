@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
 import warnings
+from argparse import Namespace
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from random import random
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -31,6 +35,15 @@ class Stopper:
         self.best = min(loss, self.best)
         self.is_done = self.bad > 3
         return self.is_done
+
+
+@dataclass(slots=True)
+class Slotted:
+    bad: int = 0
+
+    def step(self, loss: float) -> bool:
+        self.bad += loss < 0.5
+        return self.bad > 3
 
 
 class SavedStopper(Stopper):
@@ -195,7 +208,79 @@ def a_global(state: RunState, step: Callable[..., torch.Tensor]) -> None:
         state.save()
 
 
+def an_item_of_a_dict(state: RunState, step: Callable[..., torch.Tensor]) -> None:
+    seen = {"best": 1.0, "bad": 0}
+    for epoch in state.epochs(4):
+        for batch in state.batches():
+            step(batch)
+        seen["bad"] += LOSSES[epoch] < 0.5
+        if seen["bad"] > 3:
+            break
+        state.save()
+
+
+def a_dict_that_a_function_changes(state: RunState, step: Callable[..., torch.Tensor]) -> None:
+    seen = {"bad": 0}
+
+    def is_over() -> bool:
+        seen["bad"] += 1
+        return seen["bad"] > 9
+
+    for _ in state.epochs(4):
+        for batch in state.batches():
+            step(batch)
+        if is_over() and seen:
+            break
+        state.save()
+
+
+def an_item_of_a_list(state: RunState, step: Callable[..., torch.Tensor]) -> None:
+    best = [1.0, 0.0]
+    for epoch in state.epochs(4):
+        for batch in state.batches():
+            step(batch)
+        if LOSSES[epoch] < best[0]:
+            best[0] = LOSSES[epoch]
+            step(torch.ones(1))
+        state.save()
+
+
+def a_namespace(state: RunState, step: Callable[..., torch.Tensor]) -> None:
+    args = Namespace(best=1.0)
+    for epoch in state.epochs(4):
+        for batch in state.batches():
+            step(batch)
+        if LOSSES[epoch] < args.best:
+            args.best = LOSSES[epoch]
+            step(torch.ones(1))
+        state.save()
+
+
+def an_object_with_slots(state: RunState, step: Callable[..., torch.Tensor]) -> None:
+    stopper = Slotted()
+    for epoch in state.epochs(4):
+        for batch in state.batches():
+            step(batch)
+        if stopper.step(LOSSES[epoch]):
+            break
+        state.save()
+
+
+def an_array(state: RunState, step: Callable[..., torch.Tensor]) -> None:
+    weights = np.ones(2)
+    for _ in state.steps(4):
+        (step(torch.ones(1)) * float(weights[0])).backward()
+        weights = weights * 0.9
+        state.save()
+
+
 DECIDE = {
+    an_item_of_a_dict: r"seen\['bad'\] controls",
+    a_dict_that_a_function_changes: r"seen\['bad'\] controls",
+    an_item_of_a_list: r"best\[0\] controls",
+    a_namespace: r"args\.best controls",
+    an_object_with_slots: r"stopper\.bad controls",
+    an_array: "weights controls",
     early_stopping_by_hand: "best controls",
     an_object_that_stops: r"stopper\.best controls",
     an_attribute_that_stops: r"stopper\.best controls",
@@ -222,6 +307,69 @@ def what_is_only_shown(state: RunState, step: Callable[..., torch.Tensor]) -> No
         mean = total / count
         print(epoch, state.step, mean, count, f"{count - began:.1f}")
         began = float(count)
+        state.save()
+
+
+def what_a_comprehension_reads(state: RunState, step: Callable[..., torch.Tensor]) -> None:
+    losses: list[float] = []
+    for epoch in state.epochs(4):
+        for batch in state.batches():
+            step(batch)
+        losses.append(LOSSES[epoch])
+        mean = sum([loss for loss in losses if loss > 0]) / len(losses)
+        print(mean, {key: loss for key, loss in enumerate(losses) if loss})
+        state.save()
+
+
+def what_a_clock_gives(state: RunState, step: Callable[..., torch.Tensor]) -> None:
+    began, rate = time.time(), -1.0
+    for epoch in state.epochs(4):
+        for batch in state.batches():
+            step(batch)
+        now = time.time()
+        passed = now - began
+        began = now
+        if epoch > 1:
+            rate = passed if rate == -1.0 else 0.9 * rate + 0.1 * passed
+        if perf_counter() - now > 1e9:
+            break
+        state.save()
+
+
+def what_each_body_puts_into_a_dict(state: RunState, step: Callable[..., torch.Tensor]) -> None:
+    logs = {"loss": 0.0}
+    for epoch in state.epochs(4):
+        for batch in state.batches():
+            step(batch)
+        logs["loss"] = LOSSES[epoch]
+        if logs["loss"] > 1e9:
+            break
+        state.save(**logs)
+
+
+class Batch:
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def what_each_batch_has(state: RunState, step: Callable[..., torch.Tensor]) -> None:
+    for epoch in state.epochs(4):
+        for batch in state.batches():
+            step(batch)
+        last = Batch(epoch)
+        if last.number > 9:
+            break
+        state.save()
+
+
+def what_the_state_keeps_in_a_dict(state: RunState, step: Callable[..., torch.Tensor]) -> None:
+    seen = state.vars.setdefault("seen", {"bad": 0})
+    for _ in state.epochs(4):
+        for batch in state.batches():
+            step(batch)
+        seen["bad"] += 1
+        if seen["bad"] > 9:
+            break
         state.save()
 
 
@@ -330,7 +478,8 @@ def test_a_variable_that_decides_is_warned_of_by_name(run_dir: Path, script: Scr
 SHOWN = [
     *(what_is_only_shown, what_the_state_gives, what_each_body_sets),
     *(what_an_inner_loop_leaves, what_a_sweep_keeps, what_with_and_try_leave),
-    what_each_body_fills,
+    *(what_each_body_fills, what_a_comprehension_reads, what_a_clock_gives),
+    *(what_each_body_puts_into_a_dict, what_the_state_keeps_in_a_dict, what_each_batch_has),
 ]
 
 
@@ -420,6 +569,15 @@ def in_a_function(state: RunState, model: Any) -> None:
         state.save()
 
 
+def made_late(state: RunState, model: Any) -> None:
+    noise = None
+    for step in state.steps(8):
+        if step >= 2:
+            noise = noise or torch.Generator().manual_seed(0)
+        model(torch.rand(1, generator=noise)).sum().backward()
+        state.save()
+
+
 def seeded_in_each_body(state: RunState, model: Any) -> None:
     noise = torch.Generator()
     for step in state.steps(4):
@@ -429,7 +587,12 @@ def seeded_in_each_body(state: RunState, model: Any) -> None:
         state.save()
 
 
-DRAWN = {in_a_variable: r"\(noise\)", in_the_model: r"\(model\.noisy\.noise\)", in_a_function: r"dice\)"}
+DRAWN = {
+    in_a_variable: r"\(noise\)",
+    made_late: r"\(noise\)",
+    in_the_model: r"\(model\.noisy\.noise\)",
+    in_a_function: r"dice\)",
+}
 
 
 def draw(run_dir: Path, script: Callable[[RunState, Any], None], **extra: Any) -> None:

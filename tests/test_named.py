@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import random
 import sys
@@ -21,7 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from resumable import RunState
-from resumable.loaders import rng
+from resumable.loaders import named, rng
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),
@@ -229,6 +230,19 @@ def test_what_a_module_has_is_found_by_a_path_that_led_to_it_before() -> None:
 
 def quiet() -> float:
     return 0.0
+
+
+def test_a_module_of_the_script_may_have_the_name_of_one_of_pythons(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cmd.py").write_text("import random\nrng = random.Random(0)\ndraw = lambda: rng.random()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "cmd", sys)
+    monkeypatch.delitem(sys.modules, "cmd")
+    cmd: Any = importlib.import_module("cmd")
+
+    assert rng.find(cmd.draw) == {"cmd:rng": cmd.rng}
+    assert not named.is_own("json")
 
 
 def test_a_generator_is_made_in_a_module_only_where_code_names_it() -> None:

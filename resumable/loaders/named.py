@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import random
 import sys
+import sysconfig
 from collections.abc import Iterator, Mapping
 from functools import cache, lru_cache
 from itertools import pairwise
@@ -173,11 +174,21 @@ def _is_own(module: str, file: str | None) -> bool:
     return not is_installed or module.partition(".")[0] in {"__main__", *_packages_run()}
 
 
-@cache
 def is_known(module: str) -> bool:
     """Whether a module is Python's, or of a library that has no generators of its own in modules."""
     package = module.partition(".")[0]
-    return package in _LIBRARIES or package in sys.stdlib_module_names
+    return package in _LIBRARIES or (
+        package in sys.stdlib_module_names
+        and _is_pythons(getattr(sys.modules.get(package), "__file__", None))
+    )
+
+
+@cache
+def _is_pythons(file: str | None) -> bool:
+    """Whether the file is one of Python's own: a script may have a package of the same name."""
+    return file is None or any(
+        Path(file).is_relative_to(sysconfig.get_path(one)) for one in ("stdlib", "platstdlib")
+    )
 
 
 @cache

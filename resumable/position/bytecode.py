@@ -11,12 +11,15 @@ from types import CodeType
 from typing import Literal
 
 Name = str
-"""A variable, such as "best", or an attribute of one, such as "self.best"."""
+"""A variable such as "best", an attribute such as "self.best", or an item such as "seen['best']"."""
 _TRAINS = {"backward", "step"}
 """Methods that change what is trained: what they are called on or given decides how."""
 _SEEDS = {"manual_seed", "seed", "set_state", "setstate"}
-_ENDS = ("POP_JUMP", "JUMP", "RETURN", "GET_ITER", "POP_TOP")
+_CLOCKS = {"time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "now"}
+_ENDS = ("POP_JUMP", "JUMP", "RETURN", "POP_TOP")
 """How the bytecode of a statement, or of a condition, ends if nothing is assigned."""
+_SUBSCRIPTS = ("BINARY_SUBSCR", "STORE_SUBSCR", "COPY", "DUP_TOP_TWO")
+"""What follows the key of an item: the last two stand in `seen["best"] += 1`."""
 _NO_WAY_ON = ("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE", "RETURN", "RAISE", "RERAISE")
 
 Event = tuple[Literal["load", "store"], Name]
@@ -35,6 +38,9 @@ class _Statement:
     def names(self, kind: str) -> set[Name]:
         return {name for how, name in self.events if how == kind}
 
+    def calls(self, functions: set[str]) -> bool:
+        return not (self.methods | self.names("load")).isdisjoint(functions)
+
     def reads(self, states: frozenset[Name]) -> bool:
         """Whether it reads the RunState, or an attribute of it."""
         return any(name in states or name.partition(".")[0] in states for name in self.names("load"))
@@ -49,7 +55,9 @@ class Carried:
     kept: frozenset[Name] = frozenset()
     """Those that it only reads: an object, or a list, may change all the same."""
     used: frozenset[Name] = frozenset()
-    """All that the loops read, and neither make in each body nor seed."""
+    """All that a body reads from the one before and does not seed."""
+    made: frozenset[Name] = frozenset()
+    """Those that each body assigns before it reads them."""
 
 
 @cache
@@ -83,7 +91,7 @@ def carried(code: CodeType, at: int, states: frozenset[Name]) -> Carried:
         found |= live & stored
         kept |= loaded
         if head == start:
-            used, assigned = live - stored, stored
+            used, assigned = live, stored
     kept -= assigned
     before = [one for one in statements if one.first < start]
     restored = {name for one in before if one.reads(states) for _, name in one.events}
@@ -91,26 +99,65 @@ def carried(code: CodeType, at: int, states: frozenset[Name]) -> Carried:
     given -= {name for one in before for name in one.names("store")}
     body_of_all = [one for one in statements if start <= one.first <= loops[start]]
     used -= {name for one in body_of_all if one.methods & _SEEDS for name in one.names("load")}
-    known = states | restored | given
+    known = states | restored | given | _from_clocks(body_of_all)
+    found -= {name for name in found if name in known or _owner(name) in restored}
+    made = assigned - found
+    others = known | found
+    kept -= {name for name in kept if name in others or _owner(name) in restored or _root(name) in made}
     return Carried(
-        frozenset(name for name in found - known if _decides(name, body_of_all, states)),
-        frozenset(name for name in kept - found - known if _decides(name, body_of_all, states)),
+        frozenset(name for name in found if _decides(name, body_of_all, states)),
+        frozenset(name for name in kept if _decides(name, body_of_all, states)),
         frozenset(used - states),
+        frozenset(made),
     )
+
+
+def _owner(name: Name) -> Name:
+    """Return the name of the container that an item is in, or the name itself."""
+    return name.partition("[")[0]
+
+
+def _root(name: Name) -> Name:
+    return _owner(name).partition(".")[0]
+
+
+def _from_clocks(statements: list[_Statement]) -> set[Name]:
+    """Return the variables that depend on a clock: no two runs of a script have the same."""
+    found: set[Name] = set()
+    size = -1
+    while size < len(found):
+        size = len(found)
+        for one in statements:
+            if one.calls(_CLOCKS) or one.names("load") & found:
+                found |= one.names("store")
+    return found
 
 
 def _events(instructions: list[dis.Instruction]) -> dict[int, list[Event]]:
     """Return the variables that each instruction loads or stores, by its offset, in the order of both."""
     found: dict[int, list[Event]] = {}
-    for one, following in zip(instructions, [*instructions[1:], None], strict=True):
+    for number, one in enumerate(instructions):
         events = _variables_in(one)
-        is_attribute = following is not None and following.opname in ("LOAD_ATTR", "STORE_ATTR")
-        if events and is_attribute and following and not _is_method(following):
-            # (of two that are loaded at once, the attribute is the second one's)
-            how: Literal["load", "store"] = "store" if following.opname == "STORE_ATTR" else "load"
-            events[-1] = how, f"{events[-1][1]}.{following.argval}"
+        after = instructions[number + 1 : number + 4]
+        is_attribute = bool(after) and after[0].opname in ("LOAD_ATTR", "STORE_ATTR")
+        if events and is_attribute and not _is_method(after[0]):
+            # Of two variables that are loaded at once, the attribute is the second one's.
+            attribute = after.pop(0)
+            events[-1] = _access(attribute), f"{events[-1][1]}.{attribute.argval}"
+        if events and len(after) > 1 and _is_constant_key(after[0]) and after[1].opname in _SUBSCRIPTS:
+            item = _access(after[1]), f"{events[-1][1]}[{after[0].argval!r}]"
+            # What reads an item reads its container too; what stores one leaves the container what it is.
+            events = [*events[:-1], *([events[-1]] if item[0] == "load" else []), item]
         found[one.offset] = [(how, name) for how, name in events if name != "self"]
     return found
+
+
+def _access(one: dis.Instruction) -> Literal["load", "store"]:
+    return "store" if one.opname.startswith("STORE_") else "load"
+
+
+def _is_constant_key(one: dis.Instruction) -> bool:
+    return one.opname == "LOAD_CONST" and type(one.argval) in (str, int)
 
 
 def _variables_in(one: dis.Instruction) -> list[Event]:
@@ -208,8 +255,14 @@ def _set_in_loop(
 def _statements(
     instructions: list[dis.Instruction], events: Mapping[int, list[Event]]
 ) -> Iterator[_Statement]:
-    now, has_stored, before = None, False, ""
-    for one in instructions:
+    now, has_stored, before, comprehension_ends = None, False, "", 0
+    for one, following in zip(instructions, [*instructions[1:], None], strict=True):
+        if one.opname == "FOR_ITER" and before == "SWAP":
+            # From Python 3.12 on, a comprehension is a loop in the middle of a statement.
+            comprehension_ends = one.argval
+        if now and one.offset < comprehension_ends:
+            now.events += events[one.offset]
+            continue
         # What is stored from a copy goes on to be used: (n := n + 1) > 3.
         is_store = one.opname.startswith("STORE_") and before not in ("COPY", "DUP_TOP")
         before = one.opname
@@ -221,8 +274,9 @@ def _statements(
         if _is_method(one):
             now.methods.add(str(one.argval))
         has_stored = is_store
-        if one.opname.startswith(_ENDS):
-            now.is_condition = "_IF_" in one.opname or one.opname == "GET_ITER"
+        is_loop = one.opname == "GET_ITER" and following is not None and following.opname == "FOR_ITER"
+        if is_loop or one.opname.startswith(_ENDS):
+            now.is_condition = is_loop or "_IF_" in one.opname
             yield now
             now = None
 

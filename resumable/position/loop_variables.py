@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections import deque
+from argparse import Namespace
+from ast import literal_eval
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from types import CodeType, FrameType
+from itertools import islice
+from types import CodeType, FrameType, MemberDescriptorType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +21,10 @@ from .bytecode import Name
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _SEQUENCES = (list, deque)
+_DICTS = (dict, OrderedDict)
+_CONTAINERS = (*_SEQUENCES, *_DICTS)
+_MOST_ITEMS = 256
+_LARGEST_ARRAY = 1 << 16
 _TOP = __name__.partition(".")[0]
 
 
@@ -50,19 +57,16 @@ class LoopVariables:
         found: dict[Name, Any] = {}
         carried = bytecode.carried(frame.f_code, frame.f_lasti, states)
         for name in carried.assigned | carried.kept:
-            root, _, attribute = name.partition(".")
-            value = variables.get(root, frame.f_globals.get(root))
-            if id(getattr(value, "__dict__", None)) in saved:
+            way = _way_to(name, variables, frame.f_globals)
+            if any(id(one) in saved or id(getattr(one, "__dict__", None)) in saved for one in way.values()):
                 continue
-            if attribute and _is_of_user(value) and id(value) not in saved:
-                value = getattr(value, "__dict__", {}).get(attribute)
-            elif attribute:
+            if "." in name and not all(map(_has_own_attributes, [*way.values()][:1])):
                 continue
-            # A tensor that is only written into is mostly a buffer that each body fills.
-            is_buffer = type(value) is torch.Tensor and name not in carried.assigned
-            if id(value) not in saved and not is_buffer:
-                found |= _glance(name, value)
-        return found
+            for reached, value in [*way.items()][-1:]:
+                # A tensor or array that is only written into is mostly a buffer that each body fills.
+                is_buffer = type(value) in (torch.Tensor, np.ndarray) and reached not in carried.assigned
+                found |= {} if is_buffer else _glance(reached, value)
+        return {name: value for name, value in found.items() if name not in carried.made}
 
     def _saved(self) -> Iterator[Any]:
         for live in self._given():
@@ -80,16 +84,17 @@ class LoopGenerators:
 
     def __init__(self, known: Callable[[], Collection[rng.Generator]]) -> None:
         self._known = known
-        self._is_first = True
+        self._saves = 0
         self._seen: dict[str, tuple[rng.Generator, str]] = {}
         self._named: set[str] = set()
 
     def moved(self) -> list[str]:
         """Look at the generators around a save; return those that have moved for the first time."""
         moved = [name for name, (generator, then) in self._seen.items() if _digest(generator) != then]
-        if self._is_first:
-            # (this walks through all objects that the loop uses)
-            self._is_first, self._seen = False, {name: (one, "") for name, one in self._find().items()}
+        self._saves += 1
+        if self._saves.bit_count() == 1:
+            # The walk through all objects that the loop uses is slow: repeat it at every power of two only.
+            self._seen = {name: (one, "") for name, one in self._find().items()}
         self._seen = {name: (one, _digest(one)) for name, (one, _) in self._seen.items()}
         new = sorted(set(moved) - self._named)
         self._named.update(new)
@@ -101,11 +106,29 @@ class LoopGenerators:
             variables = variables_of(frame)
             states = frozenset(_states(variables, frame))
             for name in bytecode.carried(frame.f_code, frame.f_lasti, states).used:
-                root, _, attribute = name.partition(".")
-                owner = variables.get(root, frame.f_globals.get(root))
-                roots.setdefault(name, getattr(owner, "__dict__", {}).get(attribute) if attribute else owner)
+                for reached, value in [*_way_to(name, variables, frame.f_globals).items()][-1:]:
+                    roots.setdefault(reached, value)
         known = {id(one) for one in self._known()} | rng.global_ones()
         return {name: one for name, one in rng.find(roots).items() if id(one) not in known}
+
+
+def _way_to(name: Name, variables: Mapping[str, Any], others: Mapping[str, Any]) -> dict[Name, Any]:
+    """Return the values from a variable to the attribute or item that a name means; {} if there is none."""
+    path, bracket, key = name.partition("[")
+    root, _, attribute = path.partition(".")
+    value = variables.get(root, others.get(root))
+    way = {root: value}
+    if attribute:
+        if attribute not in _attributes(value):
+            return {}
+        way[path] = value = _attributes(value)[attribute]
+    if bracket and type(value) in _CONTAINERS:
+        index = literal_eval(key[:-1])
+        try:
+            way[name] = value[index]
+        except (LookupError, TypeError):
+            return {}
+    return way
 
 
 def _digest(generator: rng.Generator) -> str:
@@ -156,11 +179,30 @@ def _glance(name: Name, value: Any) -> dict[Name, Any]:
     if type(value) in _SEQUENCES:
         last = [value[-1]] if value else []
         return {name: (len(value), *[_comparable(one) for one in last if type(one) in _PLAIN])}
-    if _is_of_user(value):
-        # (a thread of the script's may add to them meanwhile)
-        own = [*getattr(value, "__dict__", {}).items()]
-        return {f"{name}.{key}": _comparable(one) for key, one in own if type(one) in _PLAIN}
-    return {}
+    if type(value) is np.ndarray:
+        return {
+            name: value.tobytes()
+            if value.nbytes <= _LARGEST_ARRAY and not value.dtype.hasobject
+            else id(value)
+        }
+    if type(value) in _DICTS:
+        return {
+            f"{name}[{key!r}]": _comparable(one) for key, one in _plain_items(value) if type(key) in _PLAIN
+        }
+    own = _attributes(value) if _has_own_attributes(value) else {}
+    return {f"{name}.{key}": _comparable(one) for key, one in _plain_items(own)}
+
+
+def _plain_items(values: dict[Any, Any]) -> list[tuple[Any, Any]]:
+    # The list is made first: another thread of the script may add items meanwhile.
+    return [(key, one) for key, one in [*islice(values.items(), _MOST_ITEMS)] if type(one) in _PLAIN]
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object, those in slots too."""
+    members = [(name, one) for kind in type(value).__mro__ for name, one in vars(kind).items()]
+    slots = [name for name, one in members if type(one) is MemberDescriptorType and hasattr(value, name)]
+    return {**{name: getattr(value, name) for name in slots}, **getattr(value, "__dict__", {})}
 
 
 def _comparable(value: Any) -> Any:
@@ -168,6 +210,8 @@ def _comparable(value: Any) -> Any:
     return value if value == value else "nan"
 
 
-def _is_of_user(value: Any) -> bool:
-    is_torchs = isinstance(value, (torch.nn.Module, torch.optim.Optimizer))
-    return not is_torchs and named.is_own(str(type(value).__module__))
+def _has_own_attributes(value: Any) -> bool:
+    """Whether the script itself gives the object its attributes."""
+    if isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):
+        return False
+    return isinstance(value, (SimpleNamespace, Namespace)) or named.is_own(str(type(value).__module__))
