@@ -20,11 +20,13 @@ torch.manual_seed(1)
 model = nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 rates = [0.9]
+def rate():
+    rates.append(0.9 * rates[-1])
+    return rates[-2]
 with RunState.load(run_dir, model=model, optimizer=optimizer, every=every, progress=False) as state:
     t.watch(state, model=model, optimizer=optimizer)
     for step in state.steps(5):
-        x = rates[-1] * torch.randn(3, 4)
-        rates.append(0.9 * rates[-1])
+        x = rate() * torch.randn(3, 4)
         optimizer.zero_grad()
         model(x).square().mean().backward()
         optimizer.step()
