@@ -22,6 +22,9 @@ _SUBSCRIPTS = ("BINARY_SUBSCR", "STORE_SUBSCR", "COPY", "DUP_TOP_TWO")
 """What follows the key of an item: the last two stand in `seen["best"] += 1`."""
 _NO_WAY_ON = ("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE", "RETURN", "RAISE", "RERAISE")
 
+_JUMPS = {*dis.hasjrel, *dis.hasjabs} - {dis.opmap[name] for name in dis.opmap if name.startswith("SETUP_")}
+"""All but those of Python 3.10 to a handler."""
+
 Event = tuple[Literal["load", "store"], Name]
 
 
@@ -36,7 +39,7 @@ class _Statement:
     """Whether it decides which way the code takes."""
 
     def names(self, kind: str) -> set[Name]:
-        return {name for how, name in self.events if how == kind}
+        return _names(self.events, kind)
 
     def calls(self, functions: set[str]) -> bool:
         return not (self.methods | self.names("load")).isdisjoint(functions)
@@ -66,13 +69,19 @@ def carried(code: CodeType, at: int, states: frozenset[Name]) -> Carried:
 
     `states` are the names of the RunState: what it assigns before the loops is restored.
     """
-    instructions = _without_handlers([*dis.get_instructions(code)])
+    instructions = [*dis.get_instructions(code)]
+    jumps = _jumps(instructions)
+    if not _loops_around(instructions, jumps, at):
+        return Carried()
+    instructions = _without_handlers(instructions, jumps)
     events = _events(instructions)
+    # A loop that makes the RunState is around the training.
+    stores = [(offset, name) for offset, pairs in events.items() for how, name in pairs if how == "store"]
+    begins = [offset for offset, name in stores if name in states]
     loops = {
         head: end
-        for head, end in _loops_around(instructions, at).items()
-        # (one that makes the RunState is around the training)
-        if not any(head <= at <= end and ("store", one) in events[at] for at in events for one in states)
+        for head, end in _loops_around(instructions, jumps, at).items()
+        if not [offset for offset in begins if head <= offset <= end]
     }
     if not loops:
         return Carried()
@@ -85,9 +94,8 @@ def carried(code: CodeType, at: int, states: frozenset[Name]) -> Carried:
     for head, end in loops.items():
         body = [one for one in instructions if head <= one.offset <= end]
         inside = [event for one in body for event in events[one.offset]]
-        stored = {name for how, name in inside if how == "store"}
-        loaded = {name for how, name in inside if how == "load"}
-        live = _live_at_head(body, events)
+        stored, loaded = _names(inside, "store"), _names(inside, "load")
+        live = _live_at_head(body, jumps, events)
         found |= live & stored
         kept |= loaded
         if head == start:
@@ -137,19 +145,29 @@ def _events(instructions: list[dis.Instruction]) -> dict[int, list[Event]]:
     """Return the variables that each instruction loads or stores, by its offset, in the order of both."""
     found: dict[int, list[Event]] = {}
     for number, one in enumerate(instructions):
-        events = _variables_in(one)
+        events: list[Event] = []
+        found[one.offset] = events
+        ways = _how(one.opname)
+        if not ways:
+            continue
+        # From Python 3.12 on, one instruction accesses two variables.
+        names = one.argval if isinstance(one.argval, tuple) else (one.argval,) * len(ways)
+        events += zip(ways, map(str, names), strict=False)
         after = instructions[number + 1 : number + 4]
-        is_attribute = bool(after) and after[0].opname in ("LOAD_ATTR", "STORE_ATTR")
-        if events and is_attribute and not _is_method(after[0]):
+        if after and after[0].opname in ("LOAD_ATTR", "STORE_ATTR") and not _is_method(after[0]):
             # Of two variables that are loaded at once, the attribute is the second one's.
             attribute = after.pop(0)
             events[-1] = _access(attribute), f"{events[-1][1]}.{attribute.argval}"
-        if events and len(after) > 1 and _is_constant_key(after[0]) and after[1].opname in _SUBSCRIPTS:
+        if len(after) > 1 and after[1].opname in _SUBSCRIPTS and _is_constant_key(after[0]):
             item = _access(after[1]), f"{events[-1][1]}[{after[0].argval!r}]"
             # What reads an item reads its container too; what stores one leaves the container what it is.
-            events = [*events[:-1], *([events[-1]] if item[0] == "load" else []), item]
+            events[-1:] = [events[-1], item] if item[0] == "load" else [item]
         found[one.offset] = [(how, name) for how, name in events if name != "self"]
     return found
+
+
+def _names(events: list[Event], kind: str) -> set[Name]:
+    return {name for how, name in events if how == kind}
 
 
 def _access(one: dis.Instruction) -> Literal["load", "store"]:
@@ -158,12 +176,6 @@ def _access(one: dis.Instruction) -> Literal["load", "store"]:
 
 def _is_constant_key(one: dis.Instruction) -> bool:
     return one.opname == "LOAD_CONST" and type(one.argval) in (str, int)
-
-
-def _variables_in(one: dis.Instruction) -> list[Event]:
-    """Return what an instruction loads and stores; from Python 3.12 on one does two."""
-    names = one.argval if isinstance(one.argval, tuple) else (one.argval,) * len(_how(one.opname))
-    return [(how, str(name)) for how, name in zip(_how(one.opname), names, strict=False)]
 
 
 @cache
@@ -177,6 +189,9 @@ def _how(opname: str) -> tuple[Literal["load", "store"], ...]:
     return tuple("load" if word == "LOAD" else "store" for word in words if word in ("LOAD", "STORE"))
 
 
+_LOADS_ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
+
+
 def _is_method(one: dis.Instruction) -> bool:
     """Whether an attribute is loaded in order to be called."""
     if one.opname == "LOAD_ATTR" and sys.version_info < (3, 11):
@@ -186,8 +201,13 @@ def _is_method(one: dis.Instruction) -> bool:
     return one.opname == "LOAD_METHOD" or is_flagged
 
 
-def _without_handlers(instructions: list[dis.Instruction]) -> list[dis.Instruction]:
-    """Leave out what only an exception leads to: it jumps back to where the code goes on."""
+def _jumps(instructions: list[dis.Instruction]) -> dict[int, int]:
+    """Return where each jump leads, by the offset of both."""
+    return {one.offset: one.argval for one in instructions if one.opcode in _JUMPS}
+
+
+def _without_handlers(instructions: list[dis.Instruction], jumps: Mapping[int, int]) -> list[dis.Instruction]:
+    """Leave out what only an exception leads to: it jumps back to where the code continues."""
     numbers = {one.offset: number for number, one in enumerate(instructions)}
     reached: set[int] = set()
     waiting = [0]
@@ -197,59 +217,61 @@ def _without_handlers(instructions: list[dis.Instruction]) -> list[dis.Instructi
             continue
         reached.add(number)
         one = instructions[number]
-        waiting += [numbers[one.argval]] if _is_jump(one) else []
-        waiting += [] if one.opname.startswith(_NO_WAY_ON) else [number + 1]
+        if one.offset in jumps:
+            waiting.append(numbers[jumps[one.offset]])
+        if not one.opname.startswith(_NO_WAY_ON):
+            waiting.append(number + 1)
     return [instructions[number] for number in sorted(reached)]
 
 
-def _is_jump(one: dis.Instruction) -> bool:
-    if one.opname.startswith("SETUP_"):
-        # (in 3.10: to a handler)
-        return False
-    return one.opcode in dis.hasjrel or one.opcode in dis.hasjabs
-
-
-def _loops_around(instructions: list[dis.Instruction], at: int) -> dict[int, int]:
+def _loops_around(instructions: list[dis.Instruction], jumps: Mapping[int, int], at: int) -> dict[int, int]:
     """Return the first and the last offset of each loop that a place is in."""
     found: dict[int, int] = {}
     for one in instructions:
-        # (NO_INTERRUPT is how an await waits)
-        if _is_jump(one) and one.argval <= at <= one.offset and "NO_INTERRUPT" not in one.opname:
-            found[one.argval] = max(one.offset, found.get(one.argval, 0))
+        head = jumps.get(one.offset, at + 1)
+        # An await jumps back too, with NO_INTERRUPT, until it has what it waits for.
+        if head <= at <= one.offset and "NO_INTERRUPT" not in one.opname:
+            found[head] = max(one.offset, found.get(head, 0))
     return found
 
 
-def _live_at_head(body: list[dis.Instruction], events: Mapping[int, list[Event]]) -> set[Name]:
+def _live_at_head(
+    body: list[dis.Instruction], jumps: Mapping[int, int], events: Mapping[int, list[Event]]
+) -> set[Name]:
     """Return the variables that a body may read before it stores them."""
     numbers = {one.offset: number for number, one in enumerate(body)}
-    after: list[list[tuple[int, frozenset[Name]]]] = []
+    before: list[list[tuple[int, set[Name]]]] = [[] for _ in body]
     for number, one in enumerate(body):
-        is_inside = _is_jump(one) and one.argval in numbers
-        ways = [(numbers[one.argval], _set_in_loop(body, number, events))] if is_inside else []
-        ends = one.opname.startswith(_NO_WAY_ON)
-        after.append(ways if ends or number + 1 == len(body) else [*ways, (number + 1, frozenset())])
-    live: list[frozenset[Name]] = [frozenset()] * len(body)
-    is_done = False
-    while not is_done:
-        is_done = True
-        for number in reversed(range(len(body))):
-            now = frozenset().union(*(live[way] - known for way, known in after[number]))
-            for how, name in reversed(events[body[number].offset]):
-                now = now | {name} if how == "load" else now - {name}
-            is_done &= now == live[number]
-            live[number] = now
-    return set(live[0])
+        if (target := numbers.get(jumps.get(one.offset, -1))) is not None:
+            known = _set_in_loop(body, number, events) if one.opname == "FOR_ITER" else set()
+            before[target].append((number, known))
+        if not one.opname.startswith(_NO_WAY_ON) and number + 1 < len(body):
+            before[number + 1].append((number, set()))
+    accessed = [events[one.offset] for one in body]
+    stored = [_names(pairs, "store") if pairs else set() for pairs in accessed]
+    live = [_read_first(pairs) if pairs else set() for pairs in accessed]
+    waiting = [*range(len(body))]
+    while waiting:
+        number = waiting.pop()
+        for earlier, known in before[number]:
+            if new := live[number] - known - stored[earlier] - live[earlier]:
+                live[earlier] |= new
+                waiting.append(earlier)
+    return live[0]
 
 
-def _set_in_loop(
-    body: list[dis.Instruction], number: int, events: Mapping[int, list[Event]]
-) -> frozenset[Name]:
+def _read_first(events: list[Event]) -> set[Name]:
+    """Return the variables that an instruction loads before it stores them."""
+    if len(events) == 2 and events[0] == ("store", events[1][1]):
+        return set()
+    return _names(events, "load")
+
+
+def _set_in_loop(body: list[dis.Instruction], number: int, events: Mapping[int, list[Event]]) -> set[Name]:
     """Return what is known at the end of the `for` at a place: it is taken to have run once at least."""
-    one = body[number]
-    if one.opname != "FOR_ITER":
-        return frozenset()
-    inside = (other for other in body[number + 1 :] if other.offset < one.argval)
-    return frozenset(name for other in inside for how, name in events[other.offset] if how == "store")
+    end = body[number].argval
+    inside = [other for other in body[number + 1 :] if other.offset < end]
+    return {name for other in inside for how, name in events[other.offset] if how == "store"}
 
 
 def _statements(
@@ -271,7 +293,7 @@ def _statements(
             now = None
         now = now or _Statement(one.offset)
         now.events += events[one.offset]
-        if _is_method(one):
+        if one.opname in _LOADS_ATTRIBUTE and _is_method(one):
             now.methods.add(str(one.argval))
         has_stored = is_store
         is_loop = one.opname == "GET_ITER" and following is not None and following.opname == "FOR_ITER"

@@ -7,7 +7,7 @@ import sys
 from argparse import Namespace
 from ast import literal_eval
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from itertools import islice
 from types import CodeType, FrameType, MemberDescriptorType, SimpleNamespace
 from typing import Any
@@ -25,6 +25,7 @@ _DICTS = (dict, OrderedDict)
 _CONTAINERS = (*_SEQUENCES, *_DICTS)
 _MOST_ITEMS = 256
 _LARGEST_ARRAY = 1 << 16
+_SEARCHES = {4**number for number in range(16)}
 _TOP = __name__.partition(".")[0]
 
 
@@ -52,8 +53,8 @@ class LoopVariables:
 
     def _values(self, frame: FrameType) -> dict[Name, Any]:
         variables = variables_of(frame)
-        states = frozenset(_states(variables, frame))
-        saved = {id(one) for one in self._saved() if type(one) not in _PLAIN}
+        states = _states(variables, frame)
+        saved = self._saved()
         found: dict[Name, Any] = {}
         carried = bytecode.carried(frame.f_code, frame.f_lasti, states)
         for name in carried.assigned | carried.kept:
@@ -68,12 +69,14 @@ class LoopVariables:
                 found |= {} if is_buffer else _glance(reached, value)
         return {name: value for name, value in found.items() if name not in carried.made}
 
-    def _saved(self) -> Iterator[Any]:
+    def _saved(self) -> set[int]:
+        """Return the ids of the objects that a checkpoint has, and of what they hold."""
+        found: list[Any] = []
         for live in self._given():
-            yield live
-            yield from live.values() if isinstance(live, dict) else ()
+            found += [live, *(live.values() if isinstance(live, dict) else ())]
             if not isinstance(live, torch.nn.Module):
-                yield from [*getattr(live, "__dict__", {}).values()]
+                found += getattr(live, "__dict__", {}).values()
+        return {id(one) for one in found if type(one) not in _PLAIN}
 
 
 class LoopGenerators:
@@ -92,8 +95,8 @@ class LoopGenerators:
         """Look at the generators around a save; return those that have moved for the first time."""
         moved = [name for name, (generator, then) in self._seen.items() if _digest(generator) != then]
         self._saves += 1
-        if self._saves.bit_count() == 1:
-            # The walk through all objects that the loop uses is slow: repeat it at every power of two only.
+        if self._saves in _SEARCHES:
+            # The walk through all objects that the loop uses is slow: repeat it ever more rarely.
             self._seen = {name: (one, "") for name, one in self._find().items()}
         self._seen = {name: (one, _digest(one)) for name, (one, _) in self._seen.items()}
         new = sorted(set(moved) - self._named)
@@ -104,7 +107,7 @@ class LoopGenerators:
         roots: dict[str, Any] = {}
         for frame in iteration.of_script(sys._getframe()):
             variables = variables_of(frame)
-            states = frozenset(_states(variables, frame))
+            states = _states(variables, frame)
             for name in bytecode.carried(frame.f_code, frame.f_lasti, states).used:
                 for reached, value in [*_way_to(name, variables, frame.f_globals).items()][-1:]:
                     roots.setdefault(reached, value)
@@ -150,20 +153,13 @@ def variables_of(frame: FrameType) -> dict[str, Any]:
     return found
 
 
-def _states(variables: Mapping[str, Any], frame: FrameType) -> Iterator[Name]:
-    """Yield the names of RunState, and of its object, in a frame."""
+def _states(variables: Mapping[str, Any], frame: FrameType) -> frozenset[Name]:
+    """Return the names of RunState, and of its object, in a frame."""
     seen = {**{name: frame.f_globals.get(name) for name in frame.f_code.co_names}, **variables}
-    for name, value in seen.items():
-        if _is_ours(value):
-            yield name
-        for attribute, inner in [*getattr(value, "__dict__", {}).items()] if name == "self" else ():
-            if _is_ours(inner):
-                yield f"{name}.{attribute}"
-
-
-def _is_ours(value: Any) -> bool:
-    kind = value if isinstance(value, type) else type(value)
-    return kind.__name__ == "RunState" and kind.__module__.startswith(_TOP)
+    seen |= {f"self.{name}": value for name, value in getattr(seen.get("self"), "__dict__", {}).items()}
+    kinds = {name: value if isinstance(value, type) else type(value) for name, value in seen.items()}
+    ours = [name for name, kind in kinds.items() if kind.__name__ == "RunState"]
+    return frozenset(name for name in ours if kinds[name].__module__.startswith(_TOP))
 
 
 def _glance(name: Name, value: Any) -> dict[Name, Any]:
