@@ -4,15 +4,108 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 import re
 import signal
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, get_args
 
 from .errors import UsageError
 from .run.manifest import Goal
 from .run.policy import Every, Keep, Push
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The arguments of `RunState.load`, checked."""
+
+    run_dir: str | os.PathLike[str]
+    parts: Mapping[str, Any]
+    """The model, the optimizer, the scheduler, the scaler and the extra parts, by these names."""
+    loader: Any
+    goal: Goal | None
+    keep: Keep | None
+    rules: Every
+    """When to save without being asked."""
+    limit: float | None
+    """The seconds after which to leave."""
+    save_on: Sequence[signal.Signals]
+    raises: bool
+    """Whether a training that has to leave raises Preempted."""
+    progress: bool | None
+    remote: str | None
+    push: Push
+    remote_keep: Keep | None
+    push_timeout: float
+    remote_options: Mapping[str, Any]
+    sample_seeds: bool
+    per_rank: AbstractSet[str]
+    timeout: float
+    is_elastic: bool
+    is_shared: bool
+    all_write: bool
+    checks_replicas: bool
+    trace: str | os.PathLike[str] | None
+    trace_every: int
+    resume: str | int | os.PathLike[str]
+    allow: Sequence[str]
+    override: Sequence[str]
+    expect: str | None
+
+    def copied(self, remote: str | None) -> Copied | None:
+        """Return what is to be copied to a remote; None without one."""
+        if remote is None:
+            return None
+        return Copied(remote, self.push, self.remote_keep, self.push_timeout, self.remote_options)
+
+
+def check(given: Mapping[str, Any]) -> Options:
+    """Return the arguments of `RunState.load`; UsageError for the first that is wrong."""
+    decides = goal(given["maximize"], given["minimize"])
+    extra, max_time = given["extra"], given["max_time"]
+    names = [f"extra.{name}" for name in extra] if isinstance(extra, Mapping) else []
+    return Options(
+        run_dir=given["run_dir"],
+        parts={slot: given[slot] for slot in ("model", "optimizer", "scheduler", "scaler", "extra")},
+        loader=given["loader"],
+        goal=decides,
+        keep=keep(given["keep"], decides),
+        rules=every(given["every"], given["mtbf"]) or Every(),
+        limit=None if max_time is None else seconds("max_time", max_time),
+        save_on=save_on(given["save_on"]),
+        raises=on_preempt(given["on_preempt"]),
+        progress=given["progress"],
+        remote=given["remote"],
+        # Without a remote too: RESUMABLE_REMOTE may give one only where the job runs.
+        push=_push(given["push"], decides),
+        remote_keep=keep(given["remote_keep"], decides, "remote_keep"),
+        push_timeout=seconds("push_timeout", given["push_timeout"]),
+        remote_options=_remote_options(given["remote_options"]),
+        sample_seeds=given["sample_seeds"],
+        per_rank=per_rank(given["per_rank"], names),
+        timeout=seconds("timeout", given["timeout"]),
+        is_elastic=given["elastic"],
+        is_shared=given["shared"],
+        all_write=write(given["write"]),
+        checks_replicas=given["check_replicas"],
+        trace=given["trace"],
+        trace_every=count("trace_every", given["trace_every"]),
+        resume=os.environ.get("RESUMABLE_RESUME") or given["resume"],
+        allow=patterns("allow", given["allow"]),
+        override=patterns("override", given["override"]),
+        expect=given["expect"],
+    )
+
+
+def _remote_options(given: Any) -> Mapping[str, Any]:
+    if given is None or isinstance(given, Mapping):
+        return given or {}
+    raise UsageError(
+        "remote_options= is no dict.",
+        fix="give what fsspec's filesystem takes, as remote_options={'endpoint_url': '...'}.",
+    )
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -165,12 +258,6 @@ def every(given: Any, mtbf: Any = None) -> Every | None:
     return replace(_rules("every", given, _RULES), mtbf=failures)
 
 
-def when(rules: Any, mtbf: Any, max_time: Any) -> tuple[Every, float | None]:
-    """Return when to save by itself, and the seconds after which to leave."""
-    limit = None if max_time is None else seconds("max_time", max_time)
-    return every(rules, mtbf) or Every(), limit
-
-
 def _rules(name: str, given: Any, may_be: str) -> Every:
     many = [*given] if isinstance(given, (list, tuple)) else [given]
     found = [_rule(name, one, may_be) for one in many]
@@ -210,21 +297,6 @@ class Copied(NamedTuple):
     keep: Keep | None
     patience: float
     options: Mapping[str, Any]
-
-
-def copied(
-    remote: Any, push: Any, keep_there: Any, patience: Any, options: Any, goal: Goal | None
-) -> Copied | None:
-    """Return what is to be copied where; None if nothing is."""
-    if options is not None and not isinstance(options, Mapping):
-        raise UsageError(
-            "remote_options= is no dict.",
-            fix="give what fsspec's filesystem takes, as remote_options={'endpoint_url': '...'}.",
-        )
-    until = seconds("push_timeout", patience)
-    # (without a remote too: RESUMABLE_REMOTE may give one only where the job runs)
-    which, kept = _push(push, goal), keep(keep_there, goal, "remote_keep")
-    return None if remote is None else Copied(remote, which, kept, until, options or {})
 
 
 def _push(value: Any, goal: Goal | None) -> Push:

@@ -15,47 +15,31 @@ from .files import disk
 from .files.strict_json import Json
 from .files.threads import no_garbage_collection
 from .parts import aliases, capture
-from .parts.capture import Capture
 from .parts.part import Saved
 from .parts.reading import Reading
 from .position import position, spikes
-from .position.position import Position
-from .processes.roles import Crew
-from .progress import Progress
-from .remote.in_training import Copies
 from .run import changes, environment, history, splits
 from .run.changes import Fit
 from .run.checkpoint import Checkpoint
-from .run.directory import Run, Which
-from .run.manifest import Best, Goal
+from .run.directory import Which
+from .run.manifest import Best
 from .saving.saver import Saving
+from .training import Training
 
 
 class Resuming:
     """Chooses a checkpoint, looks whether it fits, and puts everything back from it."""
 
-    def __init__(
-        self,
-        run: Run,
-        crew: Crew,
-        parts: Capture,
-        position: Position,
-        goal: Goal | None,
-        progress: Progress,
-        copies: Copies | None,
-        saving: Saving,
-        *,
-        is_elastic: bool,
-    ) -> None:
-        self._run = run
-        self._crew = crew
-        self._capture = parts
-        self._position = position
+    def __init__(self, training: Training, saving: Saving) -> None:
+        self._run = training.run
+        self._crew = training.crew
+        self._capture = training.parts
+        self._position = training.position
         self._saving = saving
-        self._goal = goal
-        self._is_elastic = is_elastic
-        self._progress = progress
-        self._copies = copies
+        self._goal = training.goal
+        self._is_elastic = training.options.is_elastic
+        self._progress = training.progress
+        self._copies = training.copies
 
     def choose(
         self, which: Which, expect: str | None = None, skip: Container[int] = ()

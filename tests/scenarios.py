@@ -314,7 +314,7 @@ def _litter(run_dir: Path) -> None:
 
 
 def _split(script: Script, name: str) -> None:
-    parts = RunState(script.run_dir).split(10, [0.5, 0.5], name)
+    parts = RunState.load(script.run_dir).split(10, [0.5, 0.5], name)
     script.tell(split=name, parts=parts)
 
 

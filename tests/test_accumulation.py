@@ -116,7 +116,7 @@ def test_each_optimizer_has_a_window_of_its_own_also_for_sparse_gradients(run_di
 def test_going_back_leaves_no_gradient_behind(run_dir: Path) -> None:
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with RunState(run_dir, model=model, optimizer=optimizer) as state:
+    with RunState.load(run_dir, model=model, optimizer=optimizer) as state:
         state.save()
         for _ in range(2):
             model(torch.ones(1)).backward()
@@ -129,7 +129,7 @@ def test_gradients_that_are_zeroed_after_a_save_are_no_loss(run_dir: Path) -> No
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = DataLoader(TensorDataset(torch.ones(3, 1)))
-    with RunState(run_dir, model=model, optimizer=optimizer, loader=loader) as state:
+    with RunState.load(run_dir, model=model, optimizer=optimizer, loader=loader) as state:
         for _ in state.epochs(1):
             for (batch,) in state.batches():
                 model(batch).sum().backward()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -180,14 +181,15 @@ def test_how_to_leave_is_one_of_two_words() -> None:
     [
         ({"push": "newset"}, "push='newset' does not say which checkpoints go to the remote"),
         ({"push": "best"}, "push='best', but nothing says which checkpoint is the best"),
-        ({"keep_there": 0}, "remote_keep=0 does not say how many checkpoints stay"),
-        ({"patience": "soon"}, "push_timeout='soon'"),
-        ({"options": ["endpoint_url"]}, "remote_options= is no dict"),
+        ({"remote_keep": 0}, "remote_keep=0 does not say how many checkpoints stay"),
+        ({"push_timeout": "soon"}, "push_timeout='soon'"),
+        ({"remote_options": ["endpoint_url"]}, "remote_options= is no dict"),
     ],
 )
 def test_what_to_copy_is_checked_also_where_no_remote_is_given_yet(
-    given: dict[str, Any], problem: str, remote: str | None
+    run_dir: Path, given: dict[str, Any], problem: str, remote: str | None
 ) -> None:
-    told = {"push": "newest", "keep_there": 3, "patience": "5 min", "options": None, "goal": None, **given}
     with pytest.raises(UsageError, match=re.escape(problem)):
-        options.copied(remote, **told)
+        RunState.load(run_dir, remote=remote, **given)
+
+    assert not run_dir.exists()

@@ -321,7 +321,7 @@ def test_a_plan_that_is_none_is_refused_with_what_sets_it(
     monkeypatch.setenv("RESUMABLE_AUDIT", plan)
 
     with pytest.raises(UsageError, match=r"RESUMABLE_AUDIT is .*, which is no plan of an audit") as caught:
-        RunState(run_dir, model=torch.nn.Linear(1, 1))
+        RunState.load(run_dir, model=torch.nn.Linear(1, 1))
 
     assert "unset RESUMABLE_AUDIT" in str(caught.value)
 
@@ -454,7 +454,7 @@ OWN_LOOPS = {
     "    step(torch.randn(3, 2))\n    state.vars['done'] += 1\n    state.save()\n",
     "epochs": "state = RunState.load('runs/exp', model=model, optimizer=optimizer)\n"
     "for _ in state.epochs(9):\n    for (batch,) in loader: step(batch)\n",
-    "restored by itself": "state = RunState('runs/exp', model=model, optimizer=optimizer, loader=loader)\n"
+    "restored by itself": "state = RunState.load('runs/exp', model=model, optimizer=optimizer, loader=loader)\n"
     "if state.run.checkpoints(): state.restore('newest')\n"
     "for _ in state.epochs(4):\n    for (batch,) in state.batches(): step(batch)\n",
     "two loaders": "more = DataLoader(TensorDataset(torch.randn(6, 2)), batch_size=3, shuffle=True)\n"
@@ -543,7 +543,7 @@ BROKEN: dict[str, tuple[dict[str, str], str, str, str]] = {
         {"main": "RunState.load = RunState\nmain()"},
         "script",
         "the script",
-        "this RunState was not loaded",
+        "a RunState is not made by its constructor",
     ),
 }
 

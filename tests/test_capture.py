@@ -622,7 +622,7 @@ def test_a_setting_that_cannot_be_stored_is_named_at_the_first_save(run_dir: Pat
     model = Net()
     optimizer = _adam(model)
     scheduler = lr_scheduler.LambdaLR(optimizer, Schedule())
-    state = RunState(run_dir, model=model, optimizer=optimizer, scheduler=scheduler)
+    state = RunState.load(run_dir, model=model, optimizer=optimizer, scheduler=scheduler)
 
     with pytest.raises(CannotStore, match=r"scheduler\.lr_lambdas\.0\.inner is a function"):
         state.save()
@@ -728,7 +728,7 @@ def test_a_pattern_names_a_difference_or_not(pattern: str, expected: bool) -> No
 
 @pytest.mark.parametrize("value", ["0.5", None, [1], torch.ones(2), 1j])
 def test_a_metric_has_to_be_a_number(run_dir: Path, value: Any) -> None:
-    with RunState(run_dir) as state, pytest.raises(UsageError, match="the metric loss is not a number"):
+    with RunState.load(run_dir) as state, pytest.raises(UsageError, match="the metric loss is not a number"):
         state.save(loss=value)
 
     assert not run_dir.exists()
@@ -736,7 +736,7 @@ def test_a_metric_has_to_be_a_number(run_dir: Path, value: Any) -> None:
 
 @pytest.mark.parametrize("value", [3, 0.5, np.float32(2), torch.tensor([1.5]), True])
 def test_a_metric_can_be_a_number_of_any_library(run_dir: Path, value: Any) -> None:
-    with RunState(run_dir) as state:
+    with RunState.load(run_dir) as state:
         state.save(loss=value)
 
     assert state.metrics == {"loss": float(value)}
@@ -745,7 +745,7 @@ def test_a_metric_can_be_a_number_of_any_library(run_dir: Path, value: Any) -> N
 @pytest.mark.parametrize("keep", [0, -1, 1.5, "3", True])
 def test_keep_has_to_be_a_count(run_dir: Path, keep: Any) -> None:
     with pytest.raises(UsageError, match="does not say how many checkpoints stay"):
-        RunState(run_dir, keep=keep)
+        RunState.load(run_dir, keep=keep)
 
 
 @pytest.mark.parametrize(("goal", "best"), [("maximize", 3.0), ("minimize", 1.0), (None, None)])
@@ -762,12 +762,12 @@ def test_the_best_value_is_the_one_that_was_asked_for(
 
 def test_one_metric_alone_decides_what_is_best(run_dir: Path) -> None:
     with pytest.raises(UsageError, match="both maximize='a' and minimize='b' are given"):
-        RunState(run_dir, maximize="a", minimize="b")
+        RunState.load(run_dir, maximize="a", minimize="b")
 
 
 @pytest.mark.parametrize("total", [-1, 1.5, "3", True])
 def test_a_total_has_to_be_a_count(run_dir: Path, total: Any) -> None:
-    with RunState(run_dir) as state, pytest.raises(UsageError, match=f"total={total!r} is not a count"):
+    with RunState.load(run_dir) as state, pytest.raises(UsageError, match=f"total={total!r} is not a count"):
         next(iter(state.steps(total)))
 
 

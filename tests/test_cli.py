@@ -24,7 +24,7 @@ DOCS = Path(__file__).parent.parent / "docs" / "cli.md"
 @pytest.fixture
 def run(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> Path:
     """A run with three checkpoints, the second of which is the best."""
-    with RunState(run_dir, model=torch.nn.Linear(2, 2), maximize="acc", keep=None) as state:
+    with RunState.load(run_dir, model=torch.nn.Linear(2, 2), maximize="acc", keep=None) as state:
         for value in (0.5, 0.9, float("nan")):
             state.save(acc=value)
     capsys.readouterr()
@@ -37,7 +37,7 @@ RULE = {"seconds": 84.0, "reason": "1 % of 8400 s"}
 @pytest.fixture
 def told(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> Path:
     """A run of two starts; the last of its four checkpoints comes from the first."""
-    with RunState(run_dir, model=torch.nn.Linear(2, 2), maximize="acc", keep=None) as state:
+    with RunState.load(run_dir, model=torch.nn.Linear(2, 2), maximize="acc", keep=None) as state:
         for value in (0.5, 0.9, 0.1):
             state.save(acc=value)
         state.restore(1)
@@ -200,7 +200,7 @@ def test_ls_tells_which_bytes_no_other_checkpoint_has(
 ) -> None:
     model = torch.nn.ModuleDict({"body": torch.nn.Linear(600, 600), "head": torch.nn.Linear(600, 1)})
     model["body"].requires_grad_(False)
-    with RunState(run_dir, model=model, keep=None) as state:
+    with RunState.load(run_dir, model=model, keep=None) as state:
         state.save()
         state.save()
 

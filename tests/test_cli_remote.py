@@ -34,7 +34,7 @@ Captured = pytest.CaptureFixture[str]
 
 def train(folder: Path, *values: float, **more: Any) -> Path:
     """Make a run with a checkpoint for each value of a metric."""
-    with RunState(folder, model=torch.nn.Linear(2, 2), maximize="acc", keep=None, **more) as state:
+    with RunState.load(folder, model=torch.nn.Linear(2, 2), maximize="acc", keep=None, **more) as state:
         for value in values:
             state.save(acc=value)
     return folder
@@ -407,7 +407,7 @@ def test_what_is_not_there_exits_with_3(run: Path, there: Path, fresh: Path, cap
 
 
 def test_without_a_metric_there_is_no_best(run_dir: Path, there: Path, fresh: Path, capsys: Captured) -> None:
-    with RunState(run_dir, model=torch.nn.Linear(2, 2)) as state:
+    with RunState.load(run_dir, model=torch.nn.Linear(2, 2)) as state:
         state.save()
 
     assert main(["push", str(run_dir), f"file://{there}", "--which", "best"]) == 3

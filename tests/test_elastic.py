@@ -752,7 +752,7 @@ def test_batches_that_overtook_others_leave_no_rest_to_make_other_batches_of(tmp
     def loader(size: int) -> DataLoader[Any]:
         return DataLoader(Slow(), size, num_workers=2, in_order=False)
 
-    with RunState(tmp_path / "a", loader=loader(4)) as state:
+    with RunState.load(tmp_path / "a", loader=loader(4)) as state:
         for batch in state.batches():
             if batch[0, 0] == 12:
                 state.save()

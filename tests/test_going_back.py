@@ -805,7 +805,7 @@ def test_before_any_save_gave_the_metric_patience_has_not_ended(run_dir: Path) -
 def test_patience_without_a_metric_or_with_no_count_is_a_usage_error(run_dir: Path) -> None:
     with pytest.raises(UsageError, match="no metric says which save is the best"):
         patient(run_dir, [1], minimize=None)
-    with RunState(run_dir, maximize="acc") as state:
+    with RunState.load(run_dir, maximize="acc") as state:
         for saves, text in ((0, "waits for nothing"), (-1, "is not a count"), (1.5, "is not a count")):
             with pytest.raises(UsageError, match=text):
                 state.patience(saves)  # type: ignore[arg-type]

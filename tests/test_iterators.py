@@ -318,7 +318,7 @@ def test_the_users_functions_find_their_own_dataset(run_dir: Path, kind: Any, sa
     loader: DataLoader[Any] = DataLoader(
         kind(), 4, num_workers=1, collate_fn=telling, worker_init_fn=remember
     )
-    with RunState(run_dir, loader=loader, sample_seeds=sample_seeds) as state:
+    with RunState.load(run_dir, loader=loader, sample_seeds=sample_seeds) as state:
         batches = list(state.batches())
 
     assert batches == [[kind.__name__] * 6]
@@ -347,7 +347,7 @@ if __name__ == "__main__":
     loader = DataLoader(
         Pids(), num_workers=2, prefetch_factor=20, collate_fn=as_it_is, multiprocessing_context=method
     )
-    batches = iter(RunState(folder, loader=loader).batches())
+    batches = iter(RunState.load(folder, loader=loader).batches())
     print(*(next(batches)[0][0] for _ in range(2)), flush=True)
     signal.pause()
 """

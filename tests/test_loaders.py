@@ -988,7 +988,7 @@ def in_order_of(how: dict[str, Any], workers: int) -> DataLoader[Any]:
 
 
 def test_a_loader_that_was_never_given_is_a_usage_error(run_dir: Path) -> None:
-    state = RunState(run_dir, loader=on(Images()))
+    state = RunState.load(run_dir, loader=on(Images()))
 
     with pytest.raises(UsageError, match="was not given to RunState"):
         state.batches(on(Images()))
@@ -997,7 +997,7 @@ def test_a_loader_that_was_never_given_is_a_usage_error(run_dir: Path) -> None:
 @pytest.mark.filterwarnings("ignore:Got pickle error when attempting to start a worker")
 def test_a_loader_that_cannot_be_sent_to_its_workers_is_an_error_that_says_so(run_dir: Path) -> None:
     loader = on(Images(), collate_fn=lambda samples: 0, num_workers=1, multiprocessing_context="spawn")
-    state = RunState(run_dir, loader=loader)
+    state = RunState.load(run_dir, loader=loader)
 
     with pytest.raises(ResumableError, match="cannot be sent"):
         next(iter(state.batches()))
@@ -1018,7 +1018,7 @@ def test_a_worker_leaves_without_ending_its_interpreter(tmp_path: Path, context:
         worker_init_fn=partial(note_the_end, str(ended)),
     )
 
-    with RunState(tmp_path / "run", loader=loader) as state:
+    with RunState.load(tmp_path / "run", loader=loader) as state:
         batches = [batch for _ in state.epochs(1) for batch in state.batches()]
 
     assert len(batches) == len(loader)

@@ -1132,7 +1132,7 @@ def test_weights_that_are_put_back_after_the_save_of_a_body_are_noticed(run_dir:
             state.save().wait()
             state.restore(1, only="model")
             with pytest.warns(UserWarning, match=r"model changed after save\(\)"):
-                state._body_ended()
+                state._loops._body_ended()
 
 
 class _Counting:
@@ -1460,7 +1460,7 @@ def test_a_lack_of_memory_is_no_damage_and_no_older_checkpoint_is_used(
 def test_every_byte_that_is_read_is_told(run_dir: Path, saved: list[Any], is_in_place: bool) -> None:
     found = Run(run_dir).open(2)
     training = Training(1)
-    state = RunState(run_dir, **training.parts)
+    state = RunState.load(run_dir, **training.parts)
     told: dict[str, list[int]] = {}
 
     @contextlib.contextmanager
@@ -1468,7 +1468,7 @@ def test_every_byte_that_is_read_is_told(run_dir: Path, saved: list[Any], is_in_
         told[what] = [size]
         yield told[what].append
 
-    live = state._capture.live() if is_in_place else {}
+    live = state._training.parts.live() if is_in_place else {}
     reading = Reading(found, live, show=show)
     names = {name for stem in reading.trees for name in reading.names_in_place(stem)}
     reading.fill(["model", "optimizer"])

@@ -424,7 +424,7 @@ for start in range(2):
             now = time.time()
             save_next(training, state, 9.0 - state.step)
             assert state.run.numbers()[-1] == state.step, "the newest is not the one that was saved last"
-            assert state.run.best(state._goal).number == state.step
+            assert state.run.best(state._training.goal).number == state.step
         assert_all_verify(state.run)
 saved = [found.about.saved for found in state.run.checkpoints()]
 assert saved != sorted(saved), "the clock has not jumped"

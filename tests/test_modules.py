@@ -443,7 +443,7 @@ def test_a_lazy_module_has_to_see_a_batch_first(run_dir: Path) -> None:
     model = nn.LazyLinear(2)
 
     with pytest.raises(UsageError, match=r"model\.weight has no shape yet"):
-        RunState(run_dir, model=model)
+        RunState.load(run_dir, model=model)
     model(torch.ones(1, 3))
     for _ in range(3):
         _save(run_dir, model=model)
@@ -674,7 +674,7 @@ def test_a_model_of_which_each_process_has_a_share_is_refused(run_dir: Path, kin
     model = build()
 
     with pytest.raises(Unsupported, match=text) as caught:
-        RunState(run_dir, model=model)
+        RunState.load(run_dir, model=model)
     assert tool in caught.value.fix
     with pytest.raises(Unsupported, match=text.replace("model", r"extra\.it", 1)):
         RunState.load(run_dir, extra={"it": model})

@@ -309,7 +309,7 @@ def test_a_trained_parameter_of_no_part_that_was_reshaped_is_named(run_dir: Path
             with pytest.raises(StateMismatch, match=r"optimizer.group0.0: float32\[3\] in the checkpoint"):
                 RunState.load(run_dir, optimizer=optimizer)
         else:
-            RunState(run_dir, optimizer=optimizer).save().wait()
+            RunState.load(run_dir, optimizer=optimizer).save().wait()
 
 
 def test_parameters_that_the_optimizer_knows_by_name_go_by_it(run_dir: Path) -> None:
@@ -504,7 +504,7 @@ def test_an_optimizer_whose_state_is_split_over_the_processes_is_refused(run_dir
     optimizer = ZeroRedundancyOptimizer(_net().parameters(), torch.optim.Adam)
 
     with pytest.raises(Unsupported, match=r"optimizer is split over .* \(ZeroRedundancyOptimizer\)"):
-        RunState(run_dir, optimizer=optimizer)
+        RunState.load(run_dir, optimizer=optimizer)
 
 
 @processes.alone
@@ -516,7 +516,7 @@ def test_an_optimizer_of_parameters_that_are_split_is_refused(run_dir: Path) -> 
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1)), nn.Parameter(tensor)], 0.1)
 
     with pytest.raises(Unsupported, match=r"extra\.it: group0\.1 is split over the processes \(DTensor\)"):
-        RunState(run_dir, extra={"it": optimizer})
+        RunState.load(run_dir, extra={"it": optimizer})
 
 
 @processes.alone
@@ -526,4 +526,4 @@ def test_an_optimizer_of_flattened_parameters_is_refused(run_dir: Path) -> None:
     model = FullyShardedDataParallel(_net(), device_id=torch.device("cpu"))
 
     with pytest.raises(Unsupported, match=r"optimizer: group0\.0 is split over the processes \(FSDP\)"):
-        RunState(run_dir, optimizer=torch.optim.Adam(model.parameters()))
+        RunState.load(run_dir, optimizer=torch.optim.Adam(model.parameters()))

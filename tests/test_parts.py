@@ -350,7 +350,7 @@ def test_an_object_that_is_no_container_any_more_is_refused(run_dir: Path) -> No
 )
 def test_what_cannot_be_put_back_in_place_is_refused_at_once(run_dir: Path, extra: Any) -> None:
     with pytest.raises(UsageError, match=r"extra\.it is a .*, which cannot be put back in place"):
-        RunState(run_dir, extra={"it": extra})
+        RunState.load(run_dir, extra={"it": extra})
 
 
 @pytest.mark.parametrize(
@@ -371,20 +371,20 @@ def test_an_object_in_the_wrong_slot_is_refused_at_once(run_dir: Path, slot: str
     with pytest.raises(
         UsageError, match=rf"{slot}(\.a)? is a \w+\.\nFix: give {slot} one object of its kind"
     ):
-        RunState(run_dir, **parts)
+        RunState.load(run_dir, **parts)
 
 
 @pytest.mark.parametrize("name", ["", "a.b", 3])
 def test_a_name_that_could_not_be_told_from_others_is_refused(run_dir: Path, name: Any) -> None:
     with pytest.raises(UsageError, match="cannot name a part of extra"):
-        RunState(run_dir, extra={name: {}})
+        RunState.load(run_dir, extra={name: {}})
 
 
 def test_extras_need_names(run_dir: Path) -> None:
     given: Any = Tracker()
 
     with pytest.raises(UsageError, match="extra is a Tracker; each extra part needs a name"):
-        RunState(run_dir, extra=given)
+        RunState.load(run_dir, extra=given)
 
 
 @pytest.mark.parametrize(
@@ -422,12 +422,12 @@ def test_a_function_of_torchs_in_an_extra_is_refused_and_not_dropped(run_dir: Pa
             raise AssertionError("nothing was saved")
 
     with pytest.raises(CannotStore, match=r"extra\.held\.activation is a function"):
-        RunState(run_dir, extra={"held": Held()}).save()
+        RunState.load(run_dir, extra={"held": Held()}).save()
 
 
 def test_a_view_of_the_scripts_data_is_not_written_to(run_dir: Path) -> None:
     data = torch.arange(8.0)
-    with RunState(run_dir) as state:
+    with RunState.load(run_dir) as state:
         state.vars["next"] = data[:4]
         state.save()
         for _ in range(2):
@@ -449,7 +449,7 @@ def test_an_optimizer_of_an_engine_is_refused_and_its_schedule_is_not(run_dir: P
 
     given = {"it": ZeRO()} if slot == "extra" else ZeRO()
     with pytest.raises(Unsupported, match=r"is split over the processes \(DeepSpeed\)") as caught:
-        RunState(run_dir, **{slot: given})
+        RunState.load(run_dir, **{slot: given})
     assert "save_checkpoint" in caught.value.fix
     for _ in range(2):
         RunState.load(run_dir, scheduler=WarmupLR()).close()

@@ -117,7 +117,7 @@ def test_counters_of_a_run_that_is_resumed_at_every_batch_are_those_of_one_that_
 def test_samples_are_counted_whatever_makes_the_batches(
     run_dir: Path, loader: DataLoader[Any], samples: int
 ) -> None:
-    state = RunState(run_dir, loader=loader)
+    state = RunState.load(run_dir, loader=loader)
 
     for _ in state.batches():
         pass
@@ -141,7 +141,9 @@ def test_a_step_is_one_of_the_optimizers_whatever_the_number_of_batches(
 def test_of_several_optimizers_the_first_one_is_counted(run_dir: Path) -> None:
     models = [nn.Linear(1, 1), nn.Linear(1, 1)]
     first, second = (torch.optim.SGD(model.parameters(), lr=0.1) for model in models)
-    state = RunState(run_dir, model={"a": models[0], "b": models[1]}, optimizer={"a": first, "b": second})
+    state = RunState.load(
+        run_dir, model={"a": models[0], "b": models[1]}, optimizer={"a": first, "b": second}
+    )
 
     first.step(), second.step(), second.step()
 
@@ -149,7 +151,7 @@ def test_of_several_optimizers_the_first_one_is_counted(run_dir: Path) -> None:
 
 
 def test_a_state_without_optimizers_counts_no_steps_of_its_own(run_dir: Path) -> None:
-    assert RunState(run_dir, optimizer={}).step == 0
+    assert RunState.load(run_dir, optimizer={}).step == 0
 
 
 # epochs() and its total.
@@ -185,7 +187,7 @@ def test_epochs_of_a_finished_run_returns_at_once_and_says_so(
 
 @pytest.mark.parametrize("total", [-1, 1.5, "3", True])
 def test_a_total_that_is_no_count_is_a_usage_error(run_dir: Path, total: Any) -> None:
-    state = RunState(run_dir)
+    state = RunState.load(run_dir)
 
     for loop in (state.epochs, state.steps):
         with pytest.raises(UsageError, match="is not a count"):
@@ -366,7 +368,7 @@ def test_enumerate_goes_on_with_the_index_in_the_epoch_after_each_resume(run_dir
                 training.state.save()
                 training.state.close()
                 break
-            if training.state._is_closed:
+            if training.state._session._is_closed:
                 break
 
     assert seen == [(0, 0), (0, 1), (0, 2), (1, 0)]
@@ -445,7 +447,7 @@ def test_a_stream_prefetcher_around_enumerate_gets_the_right_indices(run_dir: Pa
 
 def test_batches_of_a_stream_have_no_length(run_dir: Path) -> None:
     with pytest.raises(TypeError, match="has no len"):
-        len(RunState(run_dir, loader=DataLoader(Stream())).batches())
+        len(RunState.load(run_dir, loader=DataLoader(Stream())).batches())
 
 
 def test_batches_twice_in_one_epoch_is_a_usage_error(run_dir: Path) -> None:
@@ -496,14 +498,14 @@ def test_without_epochs_a_save_in_the_second_loader_does_not_repeat_the_first(ru
 
 @pytest.mark.parametrize("which", [None, "other"])
 def test_batches_without_the_name_of_one_loader_is_a_usage_error(run_dir: Path, which: Any) -> None:
-    state = RunState(run_dir, loader={"train": numbers(), "val": numbers()})
+    state = RunState.load(run_dir, loader={"train": numbers(), "val": numbers()})
 
     with pytest.raises(UsageError, match="needs one loader; RunState was given: train, val"):
         state.batches(which)
 
 
 def test_batches_of_a_dataloader_that_was_not_given_is_a_usage_error(run_dir: Path) -> None:
-    state = RunState(run_dir, loader={"train": numbers()})
+    state = RunState.load(run_dir, loader={"train": numbers()})
 
     with pytest.raises(UsageError, match="this DataLoader was not given to RunState, which was given: train"):
         state.batches(numbers())
@@ -511,21 +513,21 @@ def test_batches_of_a_dataloader_that_was_not_given_is_a_usage_error(run_dir: Pa
 
 def test_a_loader_is_found_by_its_name_and_by_itself(run_dir: Path) -> None:
     loaders = {"train": numbers(10), "val": numbers(3)}
-    state = RunState(run_dir, loader=loaders)
+    state = RunState.load(run_dir, loader=loaders)
 
     assert len(state.batches("val")) == len(state.batches(loaders["val"])) == 1
-    assert len(RunState(run_dir, loader=loaders["train"]).batches()) == 3
+    assert len(RunState.load(run_dir, loader=loaders["train"]).batches()) == 3
 
 
 def test_batches_without_any_loader_is_a_usage_error(run_dir: Path) -> None:
     with pytest.raises(UsageError, match="was given: none"):
-        RunState(run_dir).batches()
+        RunState.load(run_dir).batches()
 
 
 @pytest.mark.parametrize("loader", [3, nn.Linear(1, 1)])
 def test_what_cannot_be_looped_over_is_a_usage_error(run_dir: Path, loader: Any) -> None:
     with pytest.raises(UsageError, match=r"loader is a \w+, which cannot be looped over"):
-        RunState(run_dir, loader=loader)
+        RunState.load(run_dir, loader=loader)
 
 
 # Leaving a loop.
@@ -942,7 +944,7 @@ def train_on(parts: dict[str, Any]) -> None:
 
 def test_a_loader_that_is_trained_from_directly_is_refused_at_its_second_batch(run_dir: Path) -> None:
     parts = small()
-    with RunState(run_dir, **parts) as state:
+    with RunState.load(run_dir, **parts) as state:
         for _ in state.epochs(1):
             with pytest.raises(UsageError, match=r"not in a loop over state\.batches\(\)"):
                 train_on(parts)
@@ -987,11 +989,11 @@ def drawn(state: RunState, parts: dict[str, Any], leave_after: int) -> list[floa
 def test_a_loop_that_is_entered_again_after_a_resume_goes_on_with_the_same_numbers(run_dir: Path) -> None:
     torch.manual_seed(0)
     parts = small()
-    expected = drawn(RunState(run_dir / "straight", **parts), parts, leave_after=9)
+    expected = drawn(RunState.load(run_dir / "straight", **parts), parts, leave_after=9)
 
     torch.manual_seed(0)
     parts = small()
-    with RunState(run_dir / "left", **parts) as state:
+    with RunState.load(run_dir / "left", **parts) as state:
         seen = drawn(state, parts, leave_after=1)
         state.save()
     torch.manual_seed(7)
@@ -1006,7 +1008,7 @@ def test_a_loop_that_is_entered_again_after_a_resume_goes_on_with_the_same_numbe
 
 @pytest.mark.parametrize("loop", [lambda s: s.epochs(1), lambda s: s.steps(1), lambda s: s.batches()])
 def test_a_closed_state_does_not_loop(run_dir: Path, loop: Any) -> None:
-    state = RunState(run_dir, **small())
+    state = RunState.load(run_dir, **small())
     state.close()
 
     with pytest.raises(UsageError, match="has been closed"):
@@ -1015,7 +1017,7 @@ def test_a_closed_state_does_not_loop(run_dir: Path, loop: Any) -> None:
 
 def test_epochs_that_are_left_after_the_batches_go_on_with_the_next_epoch(run_dir: Path) -> None:
     parts = small()
-    with RunState(run_dir, **parts) as state:
+    with RunState.load(run_dir, **parts) as state:
         for _ in range(2):
             for _ in state.epochs(3):
                 for (batch,) in state.batches():

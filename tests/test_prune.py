@@ -236,7 +236,7 @@ def test_files_that_all_share_are_freed_with_the_last_of_them(
 ) -> None:
     model = torch.nn.Linear(600, 600)
     model.requires_grad_(False)
-    with RunState(run_dir, model=model, keep=None) as state:
+    with RunState.load(run_dir, model=model, keep=None) as state:
         state.save()
         state.save()
         with torch.no_grad():
@@ -273,7 +273,7 @@ def test_what_cannot_be_meant_removes_nothing(
 def test_the_best_cannot_be_kept_where_nothing_says_which_those_are(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with RunState(run_dir, model=torch.nn.Linear(2, 2), keep=None) as state:
+    with RunState.load(run_dir, model=torch.nn.Linear(2, 2), keep=None) as state:
         state.save()
         state.save()
 

@@ -443,7 +443,7 @@ def test_a_training_that_is_told_to_leave_leaves_though_the_remote_is_gone(s3: S
 def test_what_is_missing_is_told_with_what_went_wrong_last(s3: S3, run_dir: Path) -> None:
     gone = {**s3.options(), "endpoint_url": "http://127.0.0.1:9"}
     model = torch.nn.Linear(2, 1)
-    state = RunState(run_dir, model=model, remote="s3://bucket/exp", remote_options=gone, push_timeout=8)
+    state = RunState.load(run_dir, model=model, remote="s3://bucket/exp", remote_options=gone, push_timeout=8)
     state.save()
 
     with pytest.raises(RemoteError, match=r"checkpoint 1 of .* did not get to .* not done in 8 s: .*onnect"):
@@ -537,7 +537,7 @@ def test_what_has_the_number_of_one_there_from_elsewhere_is_pushed(place: Place,
     with heard(), state:
         for _ in range(2):
             step_and_save(state, training, 7.0)
-            until(lambda: not state._copies.pinned())  # type: ignore[union-attr]
+            until(lambda: not state._training.copies.pinned())  # type: ignore[union-attr]
 
     remote = Remote(Store(place.url, place.options()))
     metrics = [remote.about(name)[0].metrics["loss"] for name in remote.numbers().values()]

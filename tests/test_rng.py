@@ -91,7 +91,7 @@ def test_all_generators_draw_on_as_if_never_stopped(run_dir: Path) -> None:
 
 def test_saving_touches_no_generator_even_if_a_state_dict_draws(run_dir: Path) -> None:
     own, straight = Own(), Own()
-    with RunState(run_dir, extra=_parts(own)) as state:
+    with RunState.load(run_dir, extra=_parts(own)) as state:
         _seed(5)
         state.save()
         state.save().wait()
@@ -106,7 +106,7 @@ def test_a_save_that_fails_touches_no_generator(run_dir: Path) -> None:
     parts = _parts(own)
     parts["it"].state = {"no place for": print}
     _seed(5)
-    with RunState(run_dir, extra=parts) as state, pytest.raises(CannotStore):
+    with RunState.load(run_dir, extra=parts) as state, pytest.raises(CannotStore):
         state.save()
     found = _draw() + own.draw()
     _seed(5)
@@ -116,7 +116,7 @@ def test_a_save_that_fails_touches_no_generator(run_dir: Path) -> None:
 
 def test_putting_back_one_part_touches_no_generator(run_dir: Path) -> None:
     own, straight = Own(), Own()
-    with RunState(run_dir, model=nn.Linear(1, 1), extra=_parts(own)) as state:
+    with RunState.load(run_dir, model=nn.Linear(1, 1), extra=_parts(own)) as state:
         state.save()
         for _ in range(2):
             _seed(5)
@@ -133,7 +133,7 @@ def test_a_load_that_is_refused_touches_no_generator(run_dir: Path) -> None:
             super().load_state_dict(state)
             raise ValueError("not this")
 
-    with RunState(run_dir, extra=_parts(Own(9))) as state:
+    with RunState.load(run_dir, extra=_parts(Own(9))) as state:
         state.save()
     own, straight = Own(), Own()
     _seed(5)
@@ -165,7 +165,7 @@ def _loaders(seed: int, bits: type[np.random.BitGenerator]) -> dict[str, DataLoa
 
 
 def test_a_load_that_a_loader_refuses_touches_no_generator_of_another(run_dir: Path) -> None:
-    with RunState(run_dir, loader=_loaders(1, np.random.PCG64)) as state:
+    with RunState.load(run_dir, loader=_loaders(1, np.random.PCG64)) as state:
         state.save()
     loaders = _loaders(2, np.random.Philox)
     before = loaders["first"].generator.get_state()
@@ -180,7 +180,7 @@ def test_saving_touches_no_generator_of_a_loader(run_dir: Path) -> None:
     loader = _loaders(1, np.random.PCG64)["first"]
     own = Own()
     own.torch = loader.generator
-    with RunState(run_dir, loader=loader, extra={"it": Drawing(own)}) as state:
+    with RunState.load(run_dir, loader=loader, extra={"it": Drawing(own)}) as state:
         state.save()
     loaded = _loaders(2, np.random.PCG64)["first"]
     with RunState.load(run_dir, loader=loaded, extra={"it": Drawing(Own())}) as state:

@@ -11,7 +11,8 @@ PACKAGE = Path(__file__).parent.parent / "resumable"
 
 ORDER = (
     "errors boundary progress version | files | run | options processes | loaders | position | parts | remote"
-    " | views | interop | trace | saving | determinism | audit.source | audit | resuming | state | cli"
+    " | views | interop | trace | training | saving | determinism | audit.source | audit"
+    " | resuming | step_counter save_warnings | session | loops | state | cli"
 )
 PLACE = {room: place for place, rooms in enumerate(ORDER.split(" | ")) for room in rooms.split()}
 ROOMS = {name for name in PLACE if (PACKAGE / name.replace(".", "/")).is_dir()}

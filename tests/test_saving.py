@@ -167,7 +167,7 @@ class Schedule:
 
     def picture(self, state: RunState) -> Files:
         """Return copies of all that there is now, by file."""
-        trees = state._capture.collect()[0]
+        trees = state._training.parts.collect()[0]
         return {
             path: {name: t.detach().clone().contiguous() for name, t in group.tensors.items()}
             for path, group in codec.to_groups(trees).items()
@@ -176,7 +176,7 @@ class Schedule:
     def live(self, state: RunState) -> list[Tensor]:
         return [
             t
-            for group in codec.to_groups(state._capture.collect()[0]).values()
+            for group in codec.to_groups(state._training.parts.collect()[0]).values()
             for t in group.tensors.values()
         ]
 

@@ -147,7 +147,7 @@ def test_samples_that_are_loaded_by_the_batch_do_not_depend_on_who_loads_them(
 
 def test_no_two_places_epochs_or_runs_draw_the_same(run_dir: Path, expected: list[Any]) -> None:
     begin(10)
-    with RunState(run_dir, loader=loader(), sample_seeds=True) as state:
+    with RunState.load(run_dir, loader=loader(), sample_seeds=True) as state:
         others = [batch for _ in state.epochs(EPOCHS) for batch in state.batches()]
     drawn = [
         sample[kind] for batch in [*batches(expected), *others] for sample in batch for kind in range(1, 6)
@@ -170,7 +170,7 @@ def test_a_sample_that_raises_leaves_the_trainings_generators_as_they_were(
     failing = loader(Noisy(fails_at=5), num_workers=workers)
     begin(9)
     found = []
-    with RunState(run_dir, loader=failing, sample_seeds=True) as state:
+    with RunState.load(run_dir, loader=failing, sample_seeds=True) as state:
         left = iter(state.batches())
         while True:
             try:

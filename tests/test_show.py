@@ -41,7 +41,7 @@ def trained(run_dir: Path, steps: int = 3) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    with RunState(run_dir, **parts, extra={"odd": ODD}, maximize="acc", keep=None) as state:
+    with RunState.load(run_dir, **parts, extra={"odd": ODD}, maximize="acc", keep=None) as state:
         for _ in state.steps(steps):
             model(torch.randn(5, 4)).sum().backward()
             optimizer.step()
@@ -227,7 +227,7 @@ def test_what_is_nested_as_deeply_as_it_can_be_saved_is_shown(
     deep: Any = 1
     for number in range(36):
         deep = [{number: deep}] if number % 2 else (deep,)
-    with RunState(run_dir, model=nn.Linear(1, 1), extra={"deep": {"a": deep}}) as state:
+    with RunState.load(run_dir, model=nn.Linear(1, 1), extra={"deep": {"a": deep}}) as state:
         state.save()
     capsys.readouterr()
 
@@ -244,7 +244,7 @@ def test_a_tensor_that_begins_on_an_odd_byte_is_measured(
         return (length + 1).to_bytes(8, "little") + content[8 : 8 + length] + b" " + content[8 + length :]
 
     # More than a block of a file, so that one of its numbers lies in two.
-    with RunState(run_dir, model=nn.Linear(2200, 2200)) as state:
+    with RunState.load(run_dir, model=nn.Linear(2200, 2200)) as state:
         state.save()
     capsys.readouterr()
     before = [row["norm"] for row in shown(run_dir, capsys)["tensors"]]
@@ -275,7 +275,7 @@ def test_a_depth_that_gathers_nothing_is_a_usage_error(run: Path, depth: str) ->
 def test_a_norm_beyond_all_numbers_is_told_in_plain_json(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with RunState(
+    with RunState.load(
         run_dir, model=nn.Linear(1, 1), extra={"big": {"a": torch.full((2,), 1e300, dtype=torch.float64)}}
     ) as state:
         state.save()

@@ -376,7 +376,7 @@ def test_a_disk_without_locks_will_do(run_dir: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_resume_knows_the_split_though_its_file_is_gone(run_dir: Path) -> None:
     for seed in (1, 1):
-        parts = RunState(run_dir).split(10, [0.8, 0.2], seed=seed)
+        parts = RunState.load(run_dir).split(10, [0.8, 0.2], seed=seed)
         with RunState.load(run_dir) as state:
             state.save()
         (run_dir / "splits.json").unlink()
@@ -385,6 +385,6 @@ def test_a_resume_knows_the_split_though_its_file_is_gone(run_dir: Path) -> None
     assert parts == ABC
     assert splits.records(run_dir)["split"]["seed"] == 1
     (run_dir / "splits.json").unlink()
-    RunState(run_dir).split(10, [0.8, 0.2], seed=2)
+    RunState.load(run_dir).split(10, [0.8, 0.2], seed=2)
     with pytest.raises(StateMismatch, match=r"was drawn with n=10, .*, seed=1; now it is n=10, .*, seed=2"):
         RunState.load(run_dir)

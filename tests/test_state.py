@@ -442,7 +442,7 @@ def test_a_goal_that_is_left_out_keeps_the_best(run_dir: Path) -> None:
 )
 def test_options_that_cannot_be_meant_are_usage_errors(run_dir: Path, options: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
-        RunState(run_dir, **options)
+        RunState.load(run_dir, **options)
 
     assert not run_dir.exists()
 
@@ -614,7 +614,7 @@ def test_a_state_that_only_restored_goes_on_with_the_numbers_and_keeps_the_run(r
     weight = nn.Parameter(torch.zeros(1))
     parts = {"model": nn.ParameterDict({"weight": weight}), "optimizer": torch.optim.SGD([weight], lr=1.0)}
     for number in (6, 7):
-        state = RunState(run_dir, **parts, keep=None)  # type: ignore[arg-type]
+        state = RunState.load(run_dir, **parts, keep=None)  # type: ignore[arg-type]
         assert state.run_id is None
         state.restore("newest")
         assert state.save().number == number
@@ -629,7 +629,7 @@ def test_a_state_that_never_loaded_can_restore_and_records_the_parent(run_dir: P
     five(run_dir)
     weight = nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=1.0, momentum=0.5)
-    state = RunState(run_dir, model=nn.ParameterDict({"weight": weight}), optimizer=optimizer)
+    state = RunState.load(run_dir, model=nn.ParameterDict({"weight": weight}), optimizer=optimizer)
 
     for which in (4, 2):
         state.restore(which)
@@ -640,7 +640,7 @@ def test_a_state_that_never_loaded_can_restore_and_records_the_parent(run_dir: P
 
 
 def test_binding_touches_nothing_on_disk(run_dir: Path) -> None:
-    state = RunState(run_dir)
+    state = RunState.load(run_dir)
 
     state.close()
 
@@ -915,7 +915,7 @@ def test_a_read_only_run_can_be_restored_and_says_so_when_it_is_to_be_written(
     read_only(monkeypatch, run_dir)
     weight = nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=1.0, momentum=0.5)
-    state = RunState(run_dir, model=nn.ParameterDict({"weight": weight}), optimizer=optimizer)
+    state = RunState.load(run_dir, model=nn.ParameterDict({"weight": weight}), optimizer=optimizer)
 
     for number in (2, 4):
         state.restore(number)
@@ -1112,7 +1112,7 @@ def test_a_run_json_of_another_tool_is_left_alone(run_dir: Path) -> None:
 
 
 def test_a_load_that_is_refused_makes_no_run(run_dir: Path) -> None:
-    with RunState(run_dir / "old", model=torch.nn.Linear(1, 1)) as state:
+    with RunState.load(run_dir / "old", model=torch.nn.Linear(1, 1)) as state:
         path = state.save().path
 
     with pytest.raises(StateMismatch):
@@ -1122,7 +1122,7 @@ def test_a_load_that_is_refused_makes_no_run(run_dir: Path) -> None:
 
 
 def test_a_best_checkpoint_that_somebody_deleted_is_forgotten_loudly(run_dir: Path) -> None:
-    with RunState(run_dir, maximize="acc") as state:
+    with RunState.load(run_dir, maximize="acc") as state:
         best = state.save(acc=0.9)
         state.save(acc=0.5)
     shutil.rmtree(best.path)
@@ -1136,14 +1136,14 @@ def test_a_best_checkpoint_that_somebody_deleted_is_forgotten_loudly(run_dir: Pa
 
 
 def test_a_metric_that_is_never_given_is_told_at_the_first_save(run_dir: Path) -> None:
-    with RunState(run_dir, maximize="acc") as state:
+    with RunState.load(run_dir, maximize="acc") as state:
         with pytest.warns(ResumableWarning, match="given accuracy, but maximize='acc' says"):
             state.save(accuracy=0.5)
         state.save(accuracy=0.6)
 
 
 def test_the_best_link_follows_what_is_tracked_now(run_dir: Path) -> None:
-    with RunState(run_dir, maximize="acc", keep=None) as state:
+    with RunState.load(run_dir, maximize="acc", keep=None) as state:
         state.save(acc=0.9, loss=2.0)
         state.save(acc=0.1, loss=1.0)
     for _ in range(2):
@@ -1156,7 +1156,7 @@ def test_the_best_link_follows_what_is_tracked_now(run_dir: Path) -> None:
 def test_a_step_of_a_fused_optimizer_after_save_is_told(run_dir: Path) -> None:
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
-    with RunState(run_dir, model=model, optimizer=optimizer) as state:
+    with RunState.load(run_dir, model=model, optimizer=optimizer) as state:
         loop = state.steps(1)
         next(loop)
         model(torch.ones(1)).backward()
@@ -1198,7 +1198,7 @@ for _ in range(2):
 
 
 def test_a_warning_points_at_the_line_of_the_script(run_dir: Path) -> None:
-    with RunState(run_dir, maximize="acc") as state, pytest.warns(ResumableWarning) as told:
+    with RunState.load(run_dir, maximize="acc") as state, pytest.warns(ResumableWarning) as told:
         state.save(other=1)
 
     assert [warning.filename for warning in told] == [__file__]
@@ -1207,7 +1207,7 @@ def test_a_warning_points_at_the_line_of_the_script(run_dir: Path) -> None:
 @pytest.mark.parametrize("given", [["acc"], True])
 def test_a_goal_that_is_no_name_is_refused(run_dir: Path, given: Any) -> None:
     with pytest.raises(UsageError, match="is not the name of a metric"):
-        RunState(run_dir, maximize=given)
+        RunState.load(run_dir, maximize=given)
 
 
 def test_a_checkpoint_whose_rename_could_not_be_flushed_still_counts_as_the_best(
@@ -1224,7 +1224,7 @@ def test_a_checkpoint_whose_rename_could_not_be_flushed_still_counts_as_the_best
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         fsync(fd)
 
-    with RunState(run_dir, maximize="acc") as state:
+    with RunState.load(run_dir, maximize="acc") as state:
         with monkeypatch.context() as broken:
             broken.setattr(os, "rename", note)
             broken.setattr(os, "fsync", refuse)
@@ -1295,53 +1295,13 @@ def test_a_forked_child_that_exits_leaves_the_run_and_its_workers_alone(tmp_path
     assert numbers(tmp_path / "forked") == [1, 2]
 
 
-# A run that was not loaded.
-
-BEGINNINGS: dict[str, Callable[[RunState], object]] = {
-    "epochs": lambda state: next(iter(state.epochs(9))),
-    "steps": lambda state: next(iter(state.steps(9))),
-    "batches": lambda state: state.batches([1]),
-    "save": lambda state: state.save(),
-}
-
-
-@pytest.mark.parametrize("begin", BEGINNINGS.values(), ids=BEGINNINGS)
-def test_a_state_that_was_not_loaded_trains_over_no_checkpoints(
-    run_dir: Path, begin: Callable[[RunState], object]
-) -> None:
+def test_only_load_makes_a_state(run_dir: Path) -> None:
     five(run_dir)
-    state = RunState(run_dir, keep=1)
 
-    for _ in range(2):
-        with pytest.raises(UsageError, match=r"holds 5 checkpoints, (.|\n)* RunState\.load\(\.\.\.\)"):
-            begin(state)
+    with pytest.raises(UsageError, match=r"not made by its constructor(.|\n)*RunState\.load"):
+        RunState(run_dir, keep=1)
 
-    state.close()
     assert numbers(run_dir) == [1, 2, 3, 4, 5]
-
-
-def test_a_state_that_was_not_loaded_trains_over_no_checkpoints_of_a_remote(tmp_path: Path) -> None:
-    remote = (tmp_path / "remote").as_uri()
-    five(tmp_path / "here", remote=remote, push="all")
-
-    with (
-        RunState(tmp_path / "empty", remote=remote) as state,
-        pytest.raises(UsageError, match="remote holds 3 checkpoints, and this RunState was not loaded"),
-    ):
-        state.save()
-
-    assert Run(tmp_path / "empty").numbers() == []
-
-
-def test_a_state_that_was_not_loaded_can_split_and_begins_an_empty_run(run_dir: Path) -> None:
-    assert RunState(run_dir).split(4, [0.5, 0.5]) == RunState(run_dir).split(4, [0.5, 0.5])
-
-    with RunState(run_dir) as state:
-        for _ in state.steps(3):
-            state.save()
-
-    assert RunState(run_dir).split(4, [0.5, 0.5]) == RunState(run_dir).split(4, [0.5, 0.5])
-    assert numbers(run_dir) == [1, 2, 3]
 
 
 SCRIPT = """

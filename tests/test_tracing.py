@@ -382,7 +382,7 @@ def test_however_the_batches_come_their_digests_are_the_same(how: str, tmp_path:
 def test_a_training_that_only_saves_has_a_boundary_at_each_save(tmp_path: Path) -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    state = RunState(tmp_path / "run", model=model, optimizer=optimizer, trace=tmp_path / "a.jsonl")
+    state = RunState.load(tmp_path / "run", model=model, optimizer=optimizer, trace=tmp_path / "a.jsonl")
     for _ in range(3):
         optimizer.step()
         state.note(loss=0.5)
@@ -583,7 +583,7 @@ def test_what_a_forked_child_does_is_not_in_the_trace(tmp_path: Path) -> None:
     before = (tmp_path / "a.jsonl").read_bytes()
 
     if (child := os.fork()) == 0:
-        script.state._trace = None
+        script.state._session.trace = None
         os._exit(0)
     os.waitpid(child, 0)
 
@@ -711,7 +711,7 @@ def test_a_relative_trace_stays_where_it_was_when_the_script_changes_folder(
 ) -> None:
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
-    with RunState("run", trace="trace.jsonl") as state:
+    with RunState.load("run", trace="trace.jsonl") as state:
         monkeypatch.chdir(tmp_path / "elsewhere")
         for _ in state.steps(2):
             state.note(loss=1.0)

@@ -88,7 +88,7 @@ def test_weights_are_loaded_into_a_wrapped_model(make: Any, run_dir: Path) -> No
 
     load_weights(model, run_dir)
 
-    then = RunState(run_dir, model=(there := bare()["model"]))
+    then = RunState.load(run_dir, model=(there := bare()["model"]))
     then.restore("newest", only="model")
     assert all(map(torch.equal, model.state_dict().values(), there.state_dict().values()))
 
@@ -108,4 +108,4 @@ def test_a_loader_that_counts_its_epochs_anew_is_refused_with_the_way_out(run_di
         with pytest.raises(
             UsageError, match=rf"epochs from 0(?s:.*)state\.batches\(device={maker}\.device\)"
         ):
-            RunState(run_dir, loader=loader)
+            RunState.load(run_dir, loader=loader)

@@ -15,23 +15,21 @@ import torch
 
 from .. import options
 from ..boundary import Boundary
-from ..errors import CannotRead, FormatTooNew, Once, RemoteError, ResumableError, SaveFailed, warn
+from ..errors import CannotRead, FormatTooNew, RemoteError, ResumableError, SaveFailed, warn
 from ..files import codec, large_files
 from ..files.strict_json import Json
 from ..files.threads import no_garbage_collection
 from ..parts import capture
-from ..parts.capture import Capture, Held, Trees
+from ..parts.capture import Held, Trees
 from ..parts.reading import Reading
 from ..position.position import Position
-from ..processes.roles import Crew
-from ..progress import Progress
-from ..remote.in_training import Copies
 from ..run import checkpoint, environment, policy, splits
 from ..run.checkpoint import Checkpoint
 from ..run.directory import Run
 from ..run.history import History
-from ..run.manifest import Best, Goal, Manifest
+from ..run.manifest import Best, Manifest
 from ..run.policy import Interval, Keep, moment
+from ..training import Training
 from .image import Image, Taken, WrittenAround
 from .pace import Pace
 from .writer import PendingSave, Writer
@@ -40,33 +38,20 @@ from .writer import PendingSave, Writer
 class Saving:
     """Makes the saves of a run, at most one at a time, and knows what the last ones were."""
 
-    def __init__(
-        self,
-        run: Run,
-        crew: Crew,
-        parts: Capture,
-        position: Position,
-        goal: Goal | None,
-        progress: Progress,
-        copies: Copies | None,
-        *,
-        keep: Keep | None,
-        checks_replicas: bool,
-        once: Once,
-    ) -> None:
-        self._run = run
-        self._crew = crew
-        self._capture = parts
-        self._position = position
-        self._goal = goal
-        self._keep = keep
-        self._checks_replicas = checks_replicas
-        self._progress = progress
-        self.once = once
-        self._copies = copies
-        self.history = History(run)
+    def __init__(self, training: Training) -> None:
+        self._run = training.run
+        self._crew = training.crew
+        self._capture = training.parts
+        self._position = training.position
+        self._goal = training.goal
+        self._keep = training.options.keep
+        self._checks_replicas = training.checks_replicas
+        self._progress = training.progress
+        self.once = training.once
+        self._copies = training.copies
+        self.history = History(training.run)
         self.pace = Pace()
-        self.built = parts.settings
+        self.built = training.parts.settings
         """The settings that the training began with, or took over from a checkpoint."""
         self.best: Best | None = None
         self.parent: int | None = None
@@ -80,7 +65,7 @@ class Saving:
         self._has_started = False
         self._seen: _Seen | None = None
         self._writer = Writer()
-        self._image = Image(parts.optimizers(), parts.written_in_forward)
+        self._image = Image(training.parts.optimizers(), training.parts.written_in_forward)
         self._way: large_files.Way = "paced"
         self._written: Mapping[str, large_files.Written] = {}
         self._is_closed = False

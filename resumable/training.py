@@ -1,0 +1,132 @@
+"""What a start, a save and a resume of one training have in common."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from .errors import Once, UsageError
+from .files.strict_json import Json
+from .loaders import rng
+from .options import Options
+from .parts import capture
+from .parts.capture import Capture
+from .position.position import Position
+from .processes.ranks import of_this_training
+from .processes.roles import Crew
+from .progress import Progress
+from .remote import url
+from .remote.in_training import Copies
+from .run.directory import Run
+from .run.manifest import Goal
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """One training: its run directory, its processes, its parts, its place in the data."""
+
+    options: Options
+    run: Run
+    crew: Crew
+    parts: Capture
+    variables: dict[str, Any]
+    """`state.vars`."""
+    position: Position
+    progress: Progress
+    copies: Copies | None
+    """The copies in a remote, if there are some."""
+
+    @classmethod
+    def of(cls, options: Options) -> Training:
+        """Bind everything together; nothing is read or written yet."""
+        folder, remote = _places(options)
+        run, variables = Run(folder), dict[str, Any]()
+        progress = Progress(options.progress, is_first=of_this_training()[0] == 0)
+        position = _position(options, progress)
+        written = {"is_shared": options.is_shared, "all_write": options.all_write}
+        crew = Crew(run, options.timeout, position.stands_at, **written)
+        parts = Capture(options.parts, variables, position, options.per_rank, crew.rank)
+        position.processes = crew.ranks.size
+        position.means.gather, progress.means = partial(_gather, crew), position.means.glance
+        _connect(position, parts)
+        copied = options.copied(remote)
+        warn = position.once.warn
+        copies = copied and Copies(run, crew, copied, options.goal, progress, warn)
+        return cls(options, run, crew, parts, variables, position, progress, copies)
+
+    @property
+    def goal(self) -> Goal | None:
+        """The metric that says which checkpoint is the best."""
+        return self.options.goal
+
+    @property
+    def once(self) -> Once:
+        """What warns of each thing once."""
+        return self.position.once
+
+    @property
+    def checks_replicas(self) -> bool:
+        """Whether each save compares the tensors that should be the same on every rank."""
+        return self.options.checks_replicas and not self.crew.ranks.is_alone
+
+    def print(self, line: str) -> None:
+        """Print a line, once for all processes."""
+        if self.crew.is_first:
+            self.progress.print(line)
+
+    def meet(self, facts: Mapping[str, Json] | None = None, check: Callable[[], None] = lambda: None) -> None:
+        """Meet the other processes, at the first call; RanksDiffer if their facts differ."""
+        self.crew.ranks.refuse_trouble()
+        if self.crew.has_met:
+            return
+        options = self.options
+        alike = {
+            "the goal": str(options.goal),
+            "keep": options.keep and options.keep.told(),
+            "elastic": options.is_elastic,
+            "check_replicas": options.checks_replicas,
+        }
+        kinds = {f"the part {name}": kind for name, kind in self.parts.kinds().items()}
+        outlines = {f"what {name} holds": outline for name, outline in self.parts.outlines().items()}
+        self.crew.meet({**alike, **kinds, **outlines, **(facts or {})}, check)
+        self.parts.saves_all = self.crew.saves_all or self.checks_replicas
+
+
+def _position(options: Options, progress: Progress) -> Position:
+    extra = capture.named("extra", options.parts["extra"])
+    own = {name: live for name, live in extra.items() if rng.is_generator(live)}
+    loaders = capture.named("loader", options.loader)
+    return Position(loaders, own, options.sample_seeds, shows=progress.is_shown)
+
+
+def _connect(position: Position, parts: Capture) -> None:
+    """Let the position look at the parts."""
+    position.gradients = parts.gradients
+    position.first_lines.look = parts.changed_models
+    position.before_loop.look_at_models = parts.changed_models
+    position.before_loop.look_at_settings = parts.changed_settings
+    position.streams.hold_settings = parts.hold_settings
+    position.streams.hold_gradients = parts.hold_gradients
+
+
+def _gather(crew: Crew, own: Json) -> Sequence[Json]:
+    if not crew.has_met:
+        raise UsageError("the processes have not met yet.", fix="call means.reduced() after RunState.load.")
+    return crew.ranks.agree("means.reduced()", lambda: own, is_due=True)
+
+
+def _places(options: Options) -> tuple[str | os.PathLike[str], str | None]:
+    """Return the run directory, and the remote: a run that is given by the latter is kept in a cache."""
+    given = os.environ.get("RESUMABLE_RUN_DIR") or options.run_dir
+    remote = os.environ.get("RESUMABLE_REMOTE", options.remote) or None
+    if not url.is_url(given):
+        return given, remote
+    if remote is not None:
+        raise UsageError(
+            f"the run directory is {url.shown(str(given))}, and remote= gives another address.",
+            fix="give a local run directory and remote=, or the address alone.",
+        )
+    return url.cache_folder(str(given)), str(given)
