@@ -72,7 +72,19 @@ def test_the_members_of_the_public_classes_are_just_these() -> None:
     assert members(RunState) == {
         *("load", "save", "restore", "wait", "close", "epochs", "batches", "enumerate", "steps"),
         *("spiked", "patience", "split", "report", "note", "check", "mean", "begin_at"),
-        *("epoch", "batch", "step", "samples", "best", "metrics", "means", "vars", "run_id", "resumed"),
+        *(
+            "run",
+            "epoch",
+            "batch",
+            "step",
+            "samples",
+            "best",
+            "metrics",
+            "means",
+            "vars",
+            "run_id",
+            "resumed",
+        ),
     }
     assert members(PendingSave) == {"wait", "wait_unless_told"}
     assert members(Run) == {
@@ -83,12 +95,11 @@ def test_the_members_of_the_public_classes_are_just_these() -> None:
     }
 
 
-def test_load_takes_what_the_constructor_takes_and_how_to_go_on() -> None:
-    made = list(inspect.signature(RunState).parameters)
+def test_load_takes_the_parts_the_options_and_where_to_begin() -> None:
     loaded = list(inspect.signature(RunState.load).parameters)
 
-    assert made == ["run_dir", *PARTS, *OPTIONS, *WHEN, *COPIES, *REST, *TRACE]
-    assert loaded == [*made, "resume", "allow", "override", "expect"]
+    told = ["run_dir", *PARTS, *OPTIONS, *WHEN, *COPIES, *REST, *TRACE]
+    assert loaded == [*told, "resume", "allow", "override", "expect"]
 
 
 def test_every_public_method_is_documented() -> None:
