@@ -49,7 +49,6 @@ from .run import changes, html
 from .run.directory import Run, Which
 from .run.history import History
 from .run.policy import Every, Keep, counted
-from .run.splits import split
 from .saving.autosave import Autosave
 from .saving.fence import is_capturing, untraced
 from .saving.saver import Saving, end
@@ -438,19 +437,6 @@ class RunState:
                 fix="call begin_at() at the first start only: if not state.resumed: ...",
             )
         self._position.begin_at(options.count("epoch", epoch), options.count("step", step))
-
-    def split(
-        self, n: int, fractions: Sequence[float], name: str = "split", seed: int = 0
-    ) -> list[list[int]]:
-        """Deal `n` indices at random to parts of these sizes; the run remembers, and deals them so for ever.
-
-        The loaders are made of it, so it may be asked before anything is loaded.
-
-        >>> train, test = RunState("runs/divided").split(10, [0.8, 0.2])
-        >>> len(train), len(test), RunState("runs/divided").split(10, [0.8, 0.2]) == [train, test]
-        (8, 2, True)
-        """
-        return split(self.run.path, n, fractions, name, seed)
 
     def epochs(self, total: int) -> Iterator[int]:
         """Loop over the epochs that are left of `total`, which counts those done before."""
