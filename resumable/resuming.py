@@ -18,7 +18,7 @@ from .parts import aliases, capture
 from .parts.part import Saved
 from .parts.reading import Reading
 from .position import position, spikes
-from .run import changes, environment, history, splits
+from .run import changes, environment, history
 from .run.changes import Fit
 from .run.checkpoint import Checkpoint
 from .run.directory import Which
@@ -117,7 +117,6 @@ class Resuming:
 
         found = ranks.each("what does not fit", look)
         self._warn_of_devices(reading)
-        self._adopt_splits(chosen, reading)
         # Before anything is touched: where warnings are errors, this ends the load.
         rows = ranks.agree("what has changed", lambda: [one.to_json() for one in found.differences])
         ranks.each("telling it", lambda: self._tell(rows, chosen))
@@ -149,20 +148,6 @@ class Resuming:
         title = f"{self._run} has changed since checkpoint {chosen.about.number}"
         if text := changes.table(title, rows, self._crew.ranks.rank):
             self._saving.once.warn(text)
-
-    def _adopt_splits(self, chosen: Checkpoint, reading: Reading) -> None:
-        ranks = self._crew.ranks
-        found = ranks.first("the splits", lambda: _of_position(reading).get("splits", {}))
-
-        def adopt() -> None:
-            try:
-                splits.adopt(self._run.path, found)
-            except ValueError as exc:
-                if isinstance(exc, ResumableError):
-                    raise
-                raise disk.damaged(chosen.path, f"what it says of splits is not that: {exc}") from exc
-
-        ranks.each("the splits", lambda: adopt() if self._crew.leads and found else None)
 
     def _checked_best(self, chosen: Checkpoint, override: Sequence[str]) -> Best | None:
         # The save number of another run's best means nothing here.

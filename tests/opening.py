@@ -127,9 +127,6 @@ class Opening:
         with state:
             step = self._step(state)
             tiny.assert_stands_at(training, state, step)
-            for one in said:
-                if "split" in one:
-                    assert state.split(10, [0.5, 0.5], one["split"]) == one["parts"]
             tiny.save_next(training, state, 9.0)
         training, state = tiny.load(self._run_dir, **options)
         with state:

@@ -216,13 +216,6 @@ def prunes_many(script: Script) -> Iterator[None]:
     script.saves(5.0)
 
 
-def splits(script: Script) -> Iterator[None]:
-    yield
-    _split(script, "train")
-    script.saves(1.0)
-    _split(script, "more")
-
-
 def pulled(script: Script) -> Iterator[None]:
     _push(script, 1.0, 2.0)
     yield
@@ -313,11 +306,6 @@ def _litter(run_dir: Path) -> None:
     (run_dir / ".newest-0a1b2c3d").symlink_to(os.path.relpath(newest, run_dir))
 
 
-def _split(script: Script, name: str) -> None:
-    parts = RunState.load(script.run_dir).split(10, [0.5, 0.5], name)
-    script.tell(split=name, parts=parts)
-
-
 def _push(script: Script, *losses: float) -> None:
     """Save in a run elsewhere, and push all of it."""
     training, state = tiny.load(script.source, **{**script.options, "keep": None})
@@ -360,7 +348,6 @@ ALL: dict[str, Scenario] = {
     "over-debris": Scenario(over_debris),
     "without-its-run-json": Scenario(without_its_run_json),
     "prunes-many": Scenario(prunes_many),
-    "splits": Scenario(splits),
     "pulled": Scenario(pulled, pulls=True),
     "pulled-over-damage": Scenario(pulled_over_damage, damaged=frozenset({2}), pulls=True),
     "pulled-after-a-kill": Scenario(pulled_after_a_kill, pulls=True),

@@ -454,7 +454,8 @@ OWN_LOOPS = {
     "    step(torch.randn(3, 2))\n    state.vars['done'] += 1\n    state.save()\n",
     "epochs": "state = RunState.load('runs/exp', model=model, optimizer=optimizer)\n"
     "for _ in state.epochs(9):\n    for (batch,) in loader: step(batch)\n",
-    "restored by itself": "state = RunState.load('runs/exp', model=model, optimizer=optimizer, loader=loader)\n"
+    "restored by itself": "given = {'model': model, 'optimizer': optimizer, 'loader': loader}\n"
+    "state = RunState.load('runs/exp', **given)\n"
     "if state.run.checkpoints(): state.restore('newest')\n"
     "for _ in state.epochs(4):\n    for (batch,) in state.batches(): step(batch)\n",
     "two loaders": "more = DataLoader(TensorDataset(torch.randn(6, 2)), batch_size=3, shuffle=True)\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from pathlib import Path
@@ -10,11 +11,14 @@ from typing import Any
 import format_reader
 import numpy as np
 import pytest
+import tiny
 import torch
+from forgery import forge
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from resumable import RunState
+from resumable import Run, RunState
+from resumable.run import manifest
 
 VALUES: dict[str, Any] = {
     "plain": [None, True, 3, 0.5, "text", {"a": [1]}],
@@ -146,6 +150,28 @@ def test_a_reader_made_from_the_page_notices_damage_and_takes_the_one_before(run
         (newest / name).write_bytes(good)
 
         assert found == format_reader.checkpoints(run)[1], name
+
+
+@pytest.mark.parametrize(
+    "splits", [{}, {"split": {"n": 10, "fractions": [0.8, 0.2], "seed": 1, "digest": "ab43"}}]
+)
+def test_the_splits_of_an_earlier_version_are_ignored(tmp_path: Path, splits: dict[str, Any]) -> None:
+    def add(content: bytes) -> bytes:
+        tree = json.loads(content)
+        assert "splits" not in tree["position"]
+        tree["position"]["splits"] = splits
+        return json.dumps(tree).encode()
+
+    training, state = tiny.load(tmp_path / "exp")
+    with state:
+        tiny.save_next(training, state, 1.0)
+    forge(Run(tmp_path / "exp").open(1), add, "ranks/00000.json")
+    beside = manifest.seal({"splits": splits})
+    (tmp_path / "exp" / "splits.json").write_bytes(beside)
+
+    tiny.assert_goes_on(tmp_path / "exp", 1)
+
+    assert (tmp_path / "exp" / "splits.json").read_bytes() == beside
 
 
 def test_the_reader_is_made_without_the_library() -> None:

@@ -28,7 +28,7 @@ WITHOUT_TORCH = sorted(
     for module in MODULES
     if module.split(".")[0] in ("files", "run", "remote", "views", "cli", "errors", "boundary", "progress")
     and module not in ("files.codec", "files.fingerprint", "files.tensor_file")
-    and module not in ("run.environment", "run.splits", "cli.demo")
+    and module not in ("run.environment", "cli.demo")
 )
 """What `resumable ls` and its like need: they answer before torch could be imported."""
 

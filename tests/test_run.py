@@ -790,7 +790,7 @@ def littered(run: Run) -> tuple[Run, list[str]]:
 def test_what_killed_saves_left_is_removed_and_nothing_else(littered: tuple[Run, list[str]]) -> None:
     run, mine = littered
     debris = {".stage-000004-0123abcd", ".trash-000001-0123abcd", ".trash-1234567-0123abcd"}
-    debris |= {".newest-0123abcd", ".best-0123abcd", ".run.json-0123abcd", ".splits.json-0123abcd"}
+    debris |= {".newest-0123abcd", ".best-0123abcd", ".run.json-0123abcd"}
     before = set(run.path.rglob("*"))
 
     run.acquire()

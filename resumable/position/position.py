@@ -53,7 +53,6 @@ def check(saved: Any) -> None:
 _NONE = type(None)
 _KINDS: dict[str, tuple[type, ...]] = {
     "metrics": (dict,),
-    "splits": (dict,),
     "iterables": (dict,),
     "seed": (int, _NONE),
     "stepped": (list, _NONE),
@@ -89,8 +88,6 @@ class Position:
         """What the last save that was asked for was given."""
         self.means = Means()
         """The running means of the epoch in hand."""
-        self.splits: Mapping[str, Any] = {}
-        """How the run's data were divided, to be kept with them."""
         self.devices: Callable[[], Collection[str]] = list
         """What returns the devices that this process trains on."""
         self._generators = generators or {}
@@ -174,7 +171,6 @@ class Position:
             "seed": self.seed,
             "metrics": self.metrics,
             "means": self.means.collect(),
-            "splits": self.splits,
             "spikes": [self.spikes.count, self.spikes.newest],
             "iterables": {name: at.collect() for name, at in self._found.items()},
             "outside": self.outside.collect(),

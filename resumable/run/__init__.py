@@ -10,5 +10,4 @@ __all__ = [
     "html",
     "manifest",
     "policy",
-    "splits",
 ]

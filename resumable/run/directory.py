@@ -567,7 +567,7 @@ class Run:
                 warn(f"what a killed save left in {path} could not be removed: {exc}")
 
 
-_LINK_DEBRIS = re.compile(r"\.(?:newest|best|run\.json|splits\.json|history\.jsonl|probe)-[0-9a-f]{8}")
+_LINK_DEBRIS = re.compile(r"\.(?:newest|best|run\.json|history\.jsonl|probe)-[0-9a-f]{8}")
 
 
 def _those_last(last: Container[int], numbers: Iterable[int]) -> Iterator[int]:

@@ -23,7 +23,7 @@ from ..parts import capture
 from ..parts.capture import Held, Trees
 from ..parts.reading import Reading
 from ..position.position import Position
-from ..run import checkpoint, environment, policy, splits
+from ..run import checkpoint, environment, policy
 from ..run.checkpoint import Checkpoint
 from ..run.directory import Run
 from ..run.history import History
@@ -118,8 +118,6 @@ class Saving:
             self._position.metrics = values
         # What the last one saw is in the memory that this one takes.
         self._seen = None
-        with _failing(f"checkpoint {number}"):
-            self._position.splits = splits.records(self._run.path) if self._crew.is_first else {}
         self._image.catch_up()
         # (save() may be called where a model is evaluated)
         with no_garbage_collection(), torch.inference_mode(False):

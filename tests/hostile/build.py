@@ -582,7 +582,7 @@ def meanings() -> Iterator[tuple[str, Case]]:
         ),
         *(
             ("ranks/00000.json", "position", key)
-            for key in ("batch", "step", "metrics", "boundary", "iterables", "splits")
+            for key in ("batch", "step", "metrics", "boundary", "iterables")
         ),
         *(("ranks/00000.json", "random", key) for key in ("torch", "python", "numpy")),
         ("ranks/00000.json", "vars", None),
@@ -658,7 +658,7 @@ LINES = {
 
 
 def runs() -> Iterator[tuple[str, Case]]:
-    """What lies beside the checkpoints: the run's id, its splits, its history, its lock, its links."""
+    """What lies beside the checkpoints: the run's id, its history, its lock, its links."""
     for name, data in LINES.items():
         yield (
             f"history, {name}",
@@ -688,34 +688,10 @@ def runs() -> Iterator[tuple[str, Case]]:
             f"run.json, sealed {number}",
             Case(lambda prey, r=rest: ignore((prey.run / "run.json").write_bytes(vouched(r))), START),
         )
-        yield (
-            f"splits.json, sealed {number}",
-            Case(lambda prey, r=rest: ignore((prey.run / "splits.json").write_bytes(vouched(r))), START),
-        )
-    for splits in (
-        None,
-        [],
-        {"a": 1},
-        {"a": {"n": 1}},
-        {"a": split(n=10**400)},
-        {"\x1b": split()},
-        {"a": split(seed="x")},
-    ):
-        yield (
-            f"splits.json, {json.dumps(splits)[:30]}",
-            Case(
-                lambda prey, s=splits: ignore(
-                    (prey.run / "splits.json").write_bytes(vouched(text({"format": 1, "splits": s})))
-                ),
-                START,
-            ),
-        )
     for name in (
         "history.jsonl",
         "run.json",
-        "splits.json",
         ".lock",
-        ".splits.lock",
         ".push.lock",
         "best",
         "newest",
@@ -745,7 +721,7 @@ def runs() -> Iterator[tuple[str, Case]]:
             Case(lambda prey, n=name: os.symlink(prey.outside, prey.run / "checkpoints" / n), CALM),
         )
         yield f"{name} holds a way out", Case(lambda prey, n=name: debris(prey, n), CALM)
-    for name in (".run.json-00000000", ".newest-00000000", ".splits.json-00000000"):
+    for name in (".run.json-00000000", ".newest-00000000"):
         yield f"{name} leads away", Case(lambda prey, n=name: os.symlink(prey.outside, prey.run / n), CALM)
 
 
@@ -961,11 +937,6 @@ def debris(prey: Prey, name: str) -> None:
     folder.mkdir()
     (folder / "state.json").symlink_to(prey.outside / "secret")
     (folder / "ranks").symlink_to(prey.outside)
-
-
-def split(**changes: Any) -> dict[str, Any]:
-    """Return a split as the run notes it, with changes."""
-    return {"n": 10, "fractions": [0.5, 0.5], "seed": 0, "digest": "0" * 32} | changes
 
 
 def swapped(head: dict[str, Any], key: str) -> dict[str, Any]:
