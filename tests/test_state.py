@@ -613,7 +613,10 @@ def test_restoring_a_part_that_is_not_there_is_a_usage_error(run_dir: Path) -> N
 def test_a_restored_state_continues_the_numbers_and_keeps_the_run(run_dir: Path) -> None:
     five(run_dir)
     weight = nn.Parameter(torch.zeros(1))
-    parts = {"model": nn.ParameterDict({"weight": weight}), "optimizer": torch.optim.SGD([weight], lr=1.0)}
+    parts = {
+        "model": nn.ParameterDict({"weight": weight}),
+        "optimizer": torch.optim.SGD([weight], lr=1.0, momentum=0.5),
+    }
     for number in (6, 7):
         state = RunState.load(run_dir, **parts, keep=None)  # type: ignore[arg-type]
         state.restore("newest")
