@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
+from functools import partial
 from typing import Any
 
 import torch
 
 from .. import options
 from ..boundary import Boundary
-from ..errors import CannotRead, FormatTooNew, RemoteError, ResumableError, SaveFailed, warn
+from ..errors import CannotRead, RemoteError, ResumableError, SaveFailed, warn
 from ..files import codec, large_files
 from ..files.strict_json import Json
 from ..files.threads import no_garbage_collection
@@ -28,10 +27,12 @@ from ..run.checkpoint import Checkpoint
 from ..run.directory import Run
 from ..run.history import History
 from ..run.manifest import Best, Manifest
-from ..run.policy import Interval, Keep, moment
+from ..run.policy import Interval, moment
 from ..training import Training
 from .image import Image, Taken, WrittenAround
 from .pace import Pace
+from .room import Room
+from .tidying import tidy_after
 from .writer import PendingSave, Writer
 
 
@@ -39,12 +40,12 @@ class Saving:
     """Makes the saves of a run, at most one at a time, and knows what the last ones were."""
 
     def __init__(self, training: Training) -> None:
+        self._training = training
         self._run = training.run
         self._crew = training.crew
         self._capture = training.parts
         self._position = training.position
         self._goal = training.goal
-        self._keep = training.options.keep
         self._checks_replicas = training.checks_replicas
         self._progress = training.progress
         self.once = training.once
@@ -66,7 +67,7 @@ class Saving:
         self._seen: _Seen | None = None
         self._writer = Writer()
         self._image = Image(training.parts.optimizers(), training.parts.written_in_forward)
-        self._way: large_files.Way = "paced"
+        self._room = Room(training)
         self._written: Mapping[str, large_files.Written] = {}
         self._is_closed = False
 
@@ -103,23 +104,34 @@ class Saving:
             values = None if metrics is None else options.numbers(metrics)
             own_run()
             self.note_start({})
-            return self._begin(number, values, _Told(why, interval, self.pace.save_began(waited), own_run))
+            save = self._take(number, values, why, interval, self.pace.save_began(waited), own_run)
+            path = self._run.folder / checkpoint.name(number, save.about.step)
+            return self._writer.submit(number, path, partial(self._commit, save))
         except BaseException as exc:
             self._crew.fail(number, exc)
             raise
 
-    def _begin(self, number: int, values: dict[str, float] | None, told: _Told) -> PendingSave:
-        self._warn_of_no_goal(values or {})
-        before = _Before(self.best, self.parent, self._position.metrics)
-        if values is None:
-            # (later nobody could tell any more)
+    def _take(
+        self,
+        number: int,
+        metrics: dict[str, float] | None,
+        why: str,
+        interval: Interval | None,
+        durable_after: Callable[[], float],
+        owner: object,
+    ) -> _Save:
+        """Take the image of everything, and note that this is the last save now."""
+        self._warn_of_no_goal(metrics or {})
+        before = self.best, self.parent, self._position.metrics
+        if metrics is None:
+            # Once this save has begun, those of the last one cannot be asked for any more.
             self.hear_first()
         else:
-            self._position.metrics = values
+            self._position.metrics = metrics
         # What the last one saw is in the memory that this one takes.
         self._seen = None
         self._image.catch_up()
-        # (save() may be called where a model is evaluated)
+        # A model may be evaluated where save() is called.
         with no_garbage_collection(), torch.inference_mode(False):
             trees, parts = self._capture.collect()
             for text in self._capture.notes():
@@ -130,20 +142,19 @@ class Saving:
             mine = self._crew.share(self._image.sizes(groups), self._image.headers)
             taken = self._image.take(groups, mine)
         self._warn_of_slow_copies(taken)
-        about = self._describe(number, values or {}, parts)
+        self._place = counters = self._position.counters()
+        about = self._describe(number, metrics or {}, parts, counters)
         self.number = self.parent = number
         if self._crew.is_first:
             self.best = about.best
-        elif values is not None:
+        elif metrics is not None:
             self._unheard = number
-        self._place = self._position.counters()
         step, body = self._position.step, self._position.body()
         sums = self._position.means.version
         self._seen = _Seen(number, step, body, sums, capture.versions(trees), Held(trees, taken))
-        path = self._run.folder / checkpoint.name(number, about.step)
         # While the disk writes, the training may need the memory of tensors that it has dropped.
         texts = {stem: replace(tree, tensors={}) for stem, tree in trees.items()}
-        return self._writer.submit(number, path, lambda: self._commit(about, texts, taken, before, told))
+        return _Save(about, why, interval, texts, taken, durable_after, before, owner)
 
     def _warn_of_slow_copies(self, taken: Taken) -> None:
         if taken.waited_for:
@@ -183,7 +194,13 @@ class Saving:
                 f"save() was given {', '.join(metrics)}, but {self._goal} says which checkpoint is the best."
             )
 
-    def _describe(self, number: int, metrics: Mapping[str, float], parts: Mapping[str, Json]) -> Manifest:
+    def _describe(
+        self,
+        number: int,
+        metrics: Mapping[str, float],
+        parts: Mapping[str, Json],
+        counters: Mapping[str, Any],
+    ) -> Manifest:
         assert self._crew.run_id is not None
         return Manifest(
             number=number,
@@ -197,12 +214,13 @@ class Saving:
             built=self.built,
             environment=environment.describe(),
             world_size=self._crew.ranks.size,
-            **self._position.counters(),
+            **counters,
         )
 
-    def _commit(self, about: Manifest, trees: Trees, taken: Taken, before: _Before, told: _Told) -> None:
-        files = taken.contents(self._written)
-        for path, text in codec.to_texts(trees, self._crew.ranks.rank).items():
+    def _commit(self, save: _Save) -> None:
+        about, rank = save.about, self._crew.ranks.rank
+        files = save.taken.contents(self._written)
+        for path, text in codec.to_texts(save.trees, rank).items():
             if self._crew.leads or codec.rank_of(path) is not None:
                 files[path] = large_files.Content(text)
         try:
@@ -210,50 +228,28 @@ class Saving:
                 if self._crew.leads:
                     about = self._crew.decided(about.number) or about
                     with self._run.adding(about):
-                        self._written = self._crew.commit(about, files, self._way)
+                        self._written = self._crew.commit(about, files, self._room.way)
                 else:
-                    self._written = self._crew.commit(about, files, self._way)
+                    self._written = self._crew.commit(about, files, self._room.way)
         except BaseException:
             # A flush can fail after the rename: then the checkpoint is there all the same.
             if not self._is_there(about.number):
                 self._failed, self._unheard = about.number, None
-                self.best, self.parent, self._position.metrics = before.best, before.parent, before.metrics
+                self.best, self.parent, self._position.metrics = save.before
             raise
-        durable = told.ended()
+        durable = save.durable_after()
         if self._crew.leads:
-            self._note(about, told, durable)
-            self._tidy_after(about)
+            # What the save has cost the training only the bodies after it will have shown.
+            lost = self.pace.cost.lost if self.pace.cost else None
+            interval = asdict(save.interval) if save.interval else None
+            self.history.saved(about.number, save.why, interval=interval, lost=lost, durable=durable)
+            tidy_after(self._training, about)
 
     def _is_there(self, number: int) -> bool:
-        # (of a disk that is gone nobody knows)
+        # Of a disk that cannot be read nothing is known.
         with contextlib.suppress(CannotRead):
             return number in self._run.numbers()
         return False
-
-    def _note(self, about: Manifest, told: _Told, durable: float) -> None:
-        # What it cost the training only the bodies after it will have shown.
-        lost = self.pace.cost.lost if self.pace.cost else None
-        interval = asdict(told.interval) if told.interval else None
-        self.history.saved(about.number, told.why, interval=interval, lost=lost, durable=durable)
-
-    def _tidy_after(self, about: Manifest) -> None:
-        # First: what goes wrong here must not keep it from the remote.
-        if self._copies:
-            self._copies.saved(about.number, about.best)
-        try:
-            self._run.point("newest", self._run.path_of(about.number))
-            if about.best:
-                self._run.point("best", self._run.path_of(about.best.number))
-            if self._keep is not None and self._run.holds_more_than(self._keep.newest):
-                self._prune(self._keep, about.best)
-        except (CannotRead, FormatTooNew) as exc:
-            # The checkpoint is durable. Which of all is the best cannot be told, so all of them stay.
-            self.once.warn(f"nothing was pruned: {exc.problem}")
-
-    def _prune(self, keep: Keep, best: Best | None) -> None:
-        protected = [found.number for found in (best, self._run.best(self._goal)) if found]
-        protected += self._copies.pinned() if self._copies else ()
-        self._run.prune(keep, protected, self._goal)
 
     def hear_first(self) -> None:
         """Take over what rank 0 gave as metrics at the last save: it decides for all."""
@@ -313,30 +309,11 @@ class Saving:
 
     def prepare(self) -> None:
         """Get the memory for the first save, and try the disk, before they are needed."""
-        size = self._capture.size() if self._capture.saves_all else 0
-        self.warn_of_room(size)
-        if self._crew.writers > 1:
-            # (shares are of whole blocks)
-            size = size // self._crew.writers + large_files.BLOCK
-        if size >= _WORTH_PREPARING and not self._is_closed:
-            self._image.reserve(size + size // 1000, self._try_disk)
-
-    def _try_disk(self, scratch: memoryview) -> None:
-        if os.path.isdir(self._run.path) and self._crew.leads:
-            # (a save has more use for the disk)
-            self._way = large_files.fastest_way(
-                self._run.path, scratch, lambda: not self.number and not self._is_closed
-            )
+        self._room.prepare(self._image, lambda: not self.number and not self._is_closed)
 
     def warn_of_room(self, size: int) -> None:
         """Warn where the disk has no room for all that is to be kept, if a checkpoint takes so much."""
-        if not self._crew.leads or not os.path.isdir(self._run.path):
-            return
-        # (that a disk cannot be asked is told by the save)
-        with contextlib.suppress(OSError):
-            there, free = len(self._run.numbers()), shutil.disk_usage(self._run.path).free
-            if text := policy.room(self._keep, self._goal, size, there, free):
-                self.once.warn(f"{self._run}: {text}", about="room")
+        self._room.warn(size)
 
     def settle(self) -> None:
         """Wait until nothing looks at the tensors any more."""
@@ -411,23 +388,21 @@ def end(history: History, run: Run, position: Position, how: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
-    """What the history tells of a save besides the manifest, and what is to be called when it is durable."""
+class _Save:
+    """One save, from its image to the durable checkpoint."""
 
+    about: Manifest
     why: str
     interval: Interval | None
-    ended: Callable[[], float]
+    trees: Trees
+    """The state without its tensors."""
+    taken: Taken
+    durable_after: Callable[[], float]
+    """Returns how long it took to become durable, once it is."""
+    before: tuple[Best | None, int | None, dict[str, float]]
+    """The best, the parent and the metrics, which are restored if there will be no checkpoint."""
     owner: object
-    """Who owns the run: dropped before the save has ended, it would let others write the run."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Before:
-    """What was known before a save, and is again if there will be none."""
-
-    best: Best | None
-    parent: int | None
-    metrics: dict[str, float]
+    """What owns the run: dropped before the save has ended, it would let others write the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -444,4 +419,3 @@ class _Seen:
 
 
 _A_LONG_WAIT = 0.5
-_WORTH_PREPARING = 64 << 20
