@@ -149,7 +149,7 @@ def _add_own(seen: Sequence[tuple[Row, Files]]) -> None:
 
 
 def _show(given: argparse.Namespace) -> int:
-    # (what reads files and numbers is not needed to list them)
+    # Here and not above: they import torch, which takes longer than `ls` needs to answer.
     from ..views import contents, details
 
     def read(found: Checkpoint) -> tuple[contents.Contents, contents.Measured]:
@@ -178,6 +178,7 @@ def _why(found: Checkpoint) -> str | None:
 def _diff(given: argparse.Namespace) -> int:
     if given.trace:
         return _diff_traces(given)
+    # See _show.
     from ..views import comparison, contents, details
 
     _, then = read_at(given.before, contents.read)
@@ -188,7 +189,7 @@ def _diff(given: argparse.Namespace) -> int:
         print_json(details.differences(then, now, found))
     else:
         details.print_differences(then, now, found, given.depth, all_of_it=given.all)
-    return 1 if found.pairs or found.changes else 0
+    return 0 if found.is_equal else 1
 
 
 def _diff_traces(given: argparse.Namespace) -> int:

@@ -280,7 +280,7 @@ def state(found: Checkpoint, pinned: Pin | None = None) -> dict[str, Json]:
 def of_part(found: Checkpoint, stem: str, name: str, json: Json, pinned: Pin | None = None) -> Found:
     """Return the tensors of a part by name, by its tree; all of the files that they lie in are verified."""
     paths = [path for path in found.about.files if codec.is_tensor_file(path) and codec.stem_of(path) == stem]
-    files = {file: _header(found, file) for file in paths}
+    files = {file: found.read_header(file) for file in paths}
     slots = {
         file: tensor_file.read_header(head, found.about.files[file].size) for file, head in files.items()
     }
@@ -300,12 +300,6 @@ def of_part(found: Checkpoint, stem: str, name: str, json: Json, pinned: Pin | N
         return decoded(taken)
 
     return Found(decoded(empty), take)
-
-
-def _header(found: Checkpoint, file: str) -> memoryview:
-    size = found.about.files[file].size
-    start = large_files.read_start(found.path, file, size, 8)
-    return large_files.read_start(found.path, file, size, safetensors_header.header_size(start, size))
 
 
 def _verified(
