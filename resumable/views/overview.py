@@ -29,7 +29,7 @@ def overview(run: Run, verify: Verify | None = None) -> dict[str, Json]:
     ([], None, None)
     """
     lines, problem = _history(run)
-    here = [*_checkpoints(run, verify)]
+    here = kept(run, verify)
     newest = next((one.about for one in reversed(here) if one.about and not one.problem), None)
     remote = history.remote(lines)
     saves = _saves(here, lines, newest, remote)
@@ -52,31 +52,37 @@ def overview(run: Run, verify: Verify | None = None) -> dict[str, Json]:
     return {key: plain(value) for key, value in found.items()}
 
 
-class _Here:
-    """A checkpoint that lies on the disk: what it tells of itself, its files, what is wrong."""
+class Kept:
+    """A checkpoint on the disk: its manifest and its files, and what is wrong with them."""
 
-    def __init__(self, run: Run, number: int, verify: Verify | None) -> None:
+    def __init__(self, run: Run, number: int, verify: Verify | None = None) -> None:
         self.number = number
-        self.files: dict[tuple[int, int], int] = {}
+        self.path: str | None = None
         self.about: Manifest | None = None
         self.problem: str | None = None
+        self.files: dict[tuple[int, int], int] = {}
+        """Their sizes; empty if one is missing or has another size."""
+        self.own = 0
+        """The bytes of the files that no other checkpoint of the run has."""
         try:
             found = run.open(number)
-            self.about = found.about
-            files = found.look().values()
-            self.files = {checkpoint.identity(one): one.st_size for one in files}
+            self.path, self.about = str(found.path), found.about
+            self.files = {checkpoint.identity(one): one.st_size for one in found.look().values()}
             if verify:
                 verify(found)
         except (CheckpointDamaged, CheckpointNotFound, FormatTooNew) as exc:
             self.problem = exc.problem
 
 
-def _checkpoints(run: Run, verify: Verify | None) -> Iterator[_Here]:
-    for number in run.numbers():
-        found = _Here(run, number, verify)
-        # A training that goes on may have pruned it meanwhile.
-        if not found.problem or run.path_of(number):
-            yield found
+def kept(run: Run, verify: Verify | None = None) -> list[Kept]:
+    """Return the checkpoints on the disk, oldest first."""
+    each = (Kept(run, number, verify) for number in run.numbers())
+    # One that is missing may have been pruned meanwhile by the training.
+    found = [one for one in each if not one.problem or run.path_of(one.number)]
+    links = Counter(key for one in found for key in one.files)
+    for one in found:
+        one.own = sum(size for key, size in one.files.items() if links[key] == 1)
+    return found
 
 
 def _history(run: Run) -> tuple[list[Line], str | None]:
@@ -88,17 +94,15 @@ def _history(run: Run) -> tuple[list[Line], str | None]:
 
 
 def _saves(
-    here: Sequence[_Here], lines: Sequence[Line], newest: Manifest | None, remote: Mapping[str, str] | None
+    here: Sequence[Kept], lines: Sequence[Line], newest: Manifest | None, remote: Mapping[str, str] | None
 ) -> list[Row]:
     told = {line["number"]: line for line in lines if history.is_save(line)}
     rows = {number: _told(line) for number, line in told.items()}
-    links = Counter(key for one in here for key in one.files)
     there = history.pushed(lines).get(remote["url"], set()) if remote else set()
     for one in here:
         row = rows.get(one.number) or _told({"number": one.number})
-        # (where a file is missing nobody has looked at the others)
-        own = sum(size for key, size in one.files.items() if links[key] == 1) if one.files else None
-        rows[one.number] = row | _seen(one.about) | {"here": True, "own": own, "problem": one.problem}
+        known = {"here": True, "own": one.own if one.files else None, "problem": one.problem}
+        rows[one.number] = row | _seen(one.about) | known
     parents = {number: row["parent"] for number, row in rows.items()}
     left = history.left_behind(lines, parents, newest.number if newest else None)
     for number, row in rows.items():
@@ -180,7 +184,7 @@ def _place(row: Mapping[str, Any]) -> Row:
     return {key: _count(row.get(key)) for key in ("epoch", "batch", "step")}
 
 
-def _attempts(lines: Sequence[Line], here: Sequence[_Here]) -> list[Row]:
+def _attempts(lines: Sequence[Line], here: Sequence[Kept]) -> list[Row]:
     starts = {line["attempt"]: line for line in lines if line.get("event") == "start" and "attempt" in line}
     owner = {line["number"]: line.get("attempt") for line in lines if history.is_save(line)}
     environments = {owner.get(one.number): one.about.environment for one in here if one.about}
