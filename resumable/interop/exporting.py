@@ -20,7 +20,7 @@ from ..files import codec, disk, tensor_file
 from ..files.strict_json import Json, typed
 from ..run import manifest
 from ..run.checkpoint import Checkpoint
-from . import weights
+from . import weight_files
 
 _TORCH = (".pt", ".pth", ".bin")
 _SAFE = ".safetensors"
@@ -64,8 +64,8 @@ class File(NamedTuple):
 
 def read(found: Checkpoint, name: str | None) -> Model:
     """Return a model of a checkpoint, or the weights of an extra part; what is used is verified."""
-    try:
-        trees = weights.state(found)
+    with weight_files.damage_in(found):
+        trees = weight_files.state(found)
         models, extra = typed(dict, trees.get("model", {})), typed(dict, trees.get("extra", {}))
         chosen = _chosen(found, models, extra, name)
         if chosen in models:
@@ -74,13 +74,9 @@ def read(found: Checkpoint, name: str | None) -> Model:
         else:
             stem, rest = "extra", extra[chosen]
             tensors, values = rest.get("weights", rest), rest.get("values", {})
-        named = weights.of_part(found, stem, chosen, typed(dict, tensors))
+        named = weight_files.of_part(found, stem, chosen, typed(dict, tensors))
         plain, left = _plain(typed(dict, values))
         return Model(chosen, named.take([*named.shapes]), plain, left)
-    except ResumableError:
-        raise
-    except ValueError as exc:
-        raise disk.damaged(found.path, f"its content is not a checkpoint's: {exc}") from exc
 
 
 def _chosen(
