@@ -122,7 +122,8 @@ def test_ls_has_a_line_for_each_start_and_how_it_ended(
     first, second = capsys.readouterr().out.splitlines()[-2:]
     assert re.fullmatch(r"attempt 1  node7     process 1  fresh +\d s ago  ended: SIGTERM", first)
     assert re.fullmatch(
-        r"attempt 2  longer-8  process 2  from checkpoint 1  \d s ago  running, or ended without a word",
+        r"attempt 2  longer-8  process 2  from checkpoint 1  \d s ago  "
+        r"running or crashed \(no exit recorded\)",
         second,
     )
 

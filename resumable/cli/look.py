@@ -68,10 +68,10 @@ def _declare_report(commands: Any) -> None:
 
 
 def _report(given: argparse.Namespace) -> int:
-    # (what makes the page is not needed by any other command)
+    # Here and not above: no other command needs what makes the page.
     from ..views import report
 
-    # (a run of which all checkpoints are gone may still have its history)
+    # A run without checkpoints may still have its history.
     runs = [run_at(path, "auto" if Path(path, history.NAME).exists() else "must") for path in given.run]
     if given.json and given.output is None:
         print_json({"page": None, "runs": report.facts(runs, reads_all=given.verify)})
@@ -138,7 +138,7 @@ def _show(given: argparse.Namespace) -> int:
 
 
 def _why(found: Checkpoint) -> str | None:
-    """Return why a checkpoint was made, if its run's history tells."""
+    """Return why a checkpoint was made, if its run's history says so."""
     lines = _history(Run(found.path.parent.parent))
     about = found.about
     saves = [line for line in lines if history.is_save(line) and line["number"] == about.number]
@@ -169,7 +169,7 @@ def _diff_traces(given: argparse.Namespace) -> int:
     if given.all or given.depth:
         raise UsageError(
             "--trace compares what was written down at each boundary; --all and --depth are for checkpoints.",
-            fix="leave them out; with --json all that differs is told.",
+            fix="leave them out; --json has all that differs.",
         )
     compared = trace_diff.compare(given.before, given.after)
     if given.json:
@@ -184,7 +184,7 @@ def _history(run: Run) -> list[Line]:
     try:
         return history.read(run.path)
     except CannotRead as exc:
-        # What the checkpoints say of themselves does not depend on it.
+        # The checkpoints can be read without it.
         print(f"resumable: {exc}", file=sys.stderr)
         return []
 

@@ -1,4 +1,4 @@
-"""A file of `torch.save`, read without unpickling it: the tensors in it, and nothing is called by name.
+"""A file of `torch.save`, read without unpickling it: only tensors and plain values, and nothing is called.
 
 The file is a zip archive: a pickle, which says how the tensors are put together, and the memory of each.
 A pickle is a program. This reader knows the few instructions that a state dict is made of, and what it is
@@ -36,7 +36,7 @@ class Stored(NamedTuple):
 
 
 class TorchFile:
-    """What lies in a file; ValueError if it is damaged, Unsupported if it is not plain tensors and values."""
+    """The content of a file; ValueError if it is damaged, Unsupported if it holds more than plain values."""
 
     def __init__(self, size: int, read: Read) -> None:
         self._archive = archive = Archive(size, read)
@@ -55,10 +55,10 @@ class TorchFile:
             raise refused("the bytes of its numbers are in another order than this machine's")
         self._memory: dict[str, memoryview] = {}
         self.content: Any = _Machine(self._stored).run(bytes(archive.content(found[0])))
-        """What was saved; tensors are `Stored`, and what is neither they nor a plain value is `Other`."""
+        """What was saved; tensors are `Stored`, and what is neither a tensor nor a plain value is `Other`."""
 
     def tensor(self, stored: Stored) -> torch.Tensor:
-        """Read a tensor; those that share memory in the file do so here."""
+        """Read a tensor; tensors that share memory in the file share it here."""
         if stored.entry not in self._memory:
             self._memory[stored.entry] = self._archive.content(stored.entry)
         memory = self._memory[stored.entry]
@@ -69,7 +69,7 @@ class TorchFile:
         return viewed(flat, stored.dtype).as_strided(stored.shape, stored.stride, stored.begin)
 
     def _stored(self, storage: Storage, dtype: torch.dtype, begin: Any, shape: Any, stride: Any) -> Stored:
-        """Return a tensor, of which nothing has been allocated before its shape is known to make sense."""
+        """Return a tensor whose shape and place make sense; nothing is allocated."""
         entry = f"{self._folder}/data/{storage.key}"
         if self._archive.sizes.get(entry) != storage.size:
             raise ValueError(f"{entry} in it has not the {storage.size:,} bytes that the pickle says")
@@ -78,7 +78,7 @@ class TorchFile:
         numbers = (begin, *shape, *stride)
         if not {*map(type, numbers)} <= {int} or not 0 <= min(numbers) <= max(numbers) < _MOST:
             raise ValueError("a tensor in it has a shape that is none")
-        # Nothing times 2**63 is nothing, but torch cannot count to it.
+        # 0 * 2**63 is 0, but torch overflows on the way.
         if len(shape) > _MOST_DIMENSIONS or math.prod(max(length, 1) for length in shape) >= _MOST:
             raise ValueError(f"a tensor in it has {len(shape)} dimensions, too many or too long ones")
         count, room = math.prod(shape), storage.size // dtype.itemsize
@@ -93,19 +93,19 @@ class TorchFile:
 
 
 class Other(NamedTuple):
-    """A value that is no tensor and nothing plain: only what it is called is known of it."""
+    """A value that is neither a tensor nor plain; only the name of its class is known."""
 
     name: str
 
 
 class Global(NamedTuple):
-    """What a pickle asks for by its name, and does not get."""
+    """What a pickle asks for by name; it is never imported."""
 
     name: str
 
 
 class Storage(NamedTuple):
-    """Memory that tensors lie in."""
+    """Memory that tensors are views of."""
 
     key: str
     dtype: torch.dtype | None

@@ -1,4 +1,4 @@
-"""A zip archive of what is stored as it is, read strictly; nothing in it can become larger than it is."""
+"""A zip archive of uncompressed entries, read strictly: none can become larger than the file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def refused(problem: str) -> Unsupported:
 
 
 class Archive:
-    """The entries of an archive; ValueError if it is damaged, Unsupported if they are not just stored."""
+    """The entries of an archive; ValueError if it is damaged, Unsupported if they are compressed."""
 
     def __init__(self, size: int, read: Read) -> None:
         self._read = read

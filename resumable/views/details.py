@@ -16,7 +16,7 @@ from ..run.policy import bytes_of
 from .comparison import MISSING, Change, Comparison, Pair
 from .contents import RANDOM, Contents, Measured, Tensor, described, generators
 from .magnitudes import Distance, Size
-from .tables import age, numbers, print_table
+from .tables import age, bold, numbers, print_table
 
 Row = dict[str, Any]
 _Item = TypeVar("_Item")
@@ -129,7 +129,7 @@ def _print_head(told: Row) -> None:
         ["parent", "none" if told["parent"] is None else f"checkpoint {told['parent']}"],
         ["size", bytes_of(told["size"])],
     ]
-    print(f"checkpoint {told['number']}")
+    print(bold(f"checkpoint {told['number']}"))
     print_table([row for row in rows if row[1]], (0, 1), "  ")
 
 
@@ -333,7 +333,7 @@ def _print_section(
     has_head = bool(rows) and (not rows[0][0] or rows[0][0] in ("name", "rank"))
     if len(rows) <= has_head:
         return
-    print(f"\n{printable(title, but='')}")
+    print(f"\n{bold(printable(title, but=''))}")
     most = len(rows) if all_of_it else _MOST + has_head
     print_table(rows[:most], to_the_left, "  ")
     if len(rows) > most:
