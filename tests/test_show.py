@@ -199,6 +199,16 @@ def test_what_somebody_has_forged_is_named(
     assert problem in capsys.readouterr().err
 
 
+def test_a_part_that_the_manifest_lacks_is_shown(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = Run(run).open(3)
+    forge(
+        found, lambda content: content.replace(b'"model":{"model":{', b'"model":{"other":{', 1), "state.json"
+    )
+
+    assert main(["show", f"{run}@3"]) == 0
+    assert capsys.readouterr().out.count("tensors of other\n") == 1
+
+
 @pytest.mark.parametrize("file", ["state.json", "manifest.json"])
 def test_what_is_nested_too_deeply_is_damaged(
     run: Path, file: str, capsys: pytest.CaptureFixture[str]
