@@ -122,7 +122,8 @@ def test_ls_has_a_line_for_each_start_and_how_it_ended(
     first, second = capsys.readouterr().out.splitlines()[-2:]
     assert re.fullmatch(r"attempt 1  node7     process 1  fresh +\d s ago  ended: SIGTERM", first)
     assert re.fullmatch(
-        r"attempt 2  longer-8  process 2  from checkpoint 1  \d s ago  running, or ended without a word",
+        r"attempt 2  longer-8  process 2  from checkpoint 1  \d s ago  "
+        r"running or crashed \(no exit recorded\)",
         second,
     )
 
@@ -424,3 +425,23 @@ def test_the_command_line_answers_without_torch_numpy_and_what_moves_checkpoints
 
     heavy = {"torch", "numpy", "safetensors", "fsspec", "asyncio", "tqdm", "plotly"}
     assert not heavy & {*done.stdout.splitlines()[-1].split()}
+
+
+def test_what_verifies_prunes_and_copies_a_run_does_without_torch(run: Path, tmp_path: Path) -> None:
+    remote = f"file://{tmp_path}/remote"
+    commands = [
+        ["verify", str(run)],
+        ["prune", str(run), "--keep=1"],
+        ["push", str(run), remote],
+        ["pull", str(tmp_path / "pulled"), remote],
+    ]
+    script = (
+        "import sys; from resumable.cli.app import main\n"
+        f"print([main(words) for words in {commands!r}]); print(*sys.modules)"
+    )
+
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+
+    *_, codes, modules = done.stdout.splitlines()
+    assert codes == "[0, 0, 0, 0]"
+    assert not {"torch", "numpy"} & {*modules.split()}

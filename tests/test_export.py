@@ -264,6 +264,6 @@ def test_a_name_that_says_nothing_is_refused(
     model: nn.Module, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert export(run_dir, "-o", tmp_path / "model.onnx") == 2
-    assert "nothing is known that model.onnx could be" in capsys.readouterr().err
+    assert "the name model.onnx does not say in which form to export" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         export(run_dir, "-o", tmp_path / "hf", "--max-shard-size", "5 apples")

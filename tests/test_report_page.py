@@ -179,7 +179,7 @@ def test_the_page_is_dark_where_the_reader_likes_that_and_the_switch_stays(
     page = open_page(facts, color_scheme="dark")
     dark = backgrounds(page)
 
-    page.get_by_role("button", name="Dark").click()
+    page.get_by_role("button", name="Light").click()
     light = backgrounds(page)
     page.reload()
     page.wait_for_selector("html[data-drawn]")

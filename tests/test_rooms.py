@@ -29,6 +29,7 @@ WITHOUT_TORCH = sorted(
     if module.split(".")[0] in ("files", "run", "remote", "views", "cli", "errors", "boundary", "progress")
     and module not in ("files.codec", "files.fingerprint", "files.tensor_file")
     and module not in ("run.environment", "cli.demo")
+    and module not in ("views.comparison", "views.contents", "views.details", "views.magnitudes")
 )
 """What `resumable ls` and its like need: they answer before torch could be imported."""
 

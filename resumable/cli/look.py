@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import CannotRead, CheckpointDamaged, CheckpointNotFound, FormatTooNew, UsageError, printable
+from ..errors import CannotRead, UsageError, printable
 from ..files.jsonl import Line, plain
 from ..progress import Progress
-from ..run import checkpoint, history
+from ..run import history
 from ..run.checkpoint import Checkpoint
 from ..run.directory import Run
 from ..run.policy import bytes_of
 from ..views import tables
+from ..views.overview import Kept, kept
 from .command import add, add_checkpoint, add_json, add_run, print_json, print_problems, read_at, run_at
 
 Row = dict[str, Any]
-Files = dict[str, os.stat_result]
 
 
 def declare(commands: Any) -> None:
@@ -70,10 +68,10 @@ def _declare_report(commands: Any) -> None:
 
 
 def _report(given: argparse.Namespace) -> int:
-    # (what makes the page is not needed by any other command)
+    # Here and not above: no other command needs what makes the page.
     from ..views import report
 
-    # (a run of which all checkpoints are gone may still have its history)
+    # A run without checkpoints may still have its history.
     runs = [run_at(path, "auto" if Path(path, history.NAME).exists() else "must") for path in given.run]
     if given.json and given.output is None:
         print_json({"page": None, "runs": report.facts(runs, reads_all=given.verify)})
@@ -88,11 +86,9 @@ def _report(given: argparse.Namespace) -> int:
 
 def _ls(given: argparse.Namespace) -> int:
     run = run_at(given.run)
-    seen = [found for number in run.numbers() if (found := _seen(run, number))]
-    _add_own(seen)
-    rows = [row for row, _ in seen]
-    newest = max((row["number"] for row in rows if not row["problem"]), default=None)
-    best = next((row["best"] for row in reversed(rows) if not row["problem"]), None)
+    rows = [_row(one) for one in kept(run)]
+    intact = [row for row in rows if not row["problem"]]
+    newest, best = (intact[-1]["number"], intact[-1]["best"]) if intact else (None, None)
     for row in rows:
         row["newest"], row["best"] = row["number"] == newest, row["number"] == best
     lines = _history(run)
@@ -108,48 +104,23 @@ def _ls(given: argparse.Namespace) -> int:
     return 0
 
 
-def _seen(run: Run, number: int) -> tuple[Row, Files] | None:
-    """Return what can be told of a checkpoint without reading its files; None if it has gone."""
-    row: Row = {"number": number, "path": None, "problem": None, "best": None, "size": None, "own": None}
-    files: Files = {}
-    try:
-        found = run.open(number)
-        row |= _facts(found)
-        files = found.look()
-    except (CheckpointDamaged, CheckpointNotFound, FormatTooNew) as exc:
-        row["problem"] = exc.problem
-        # A training that goes on may have pruned it meanwhile.
-        return (row, files) if run.path_of(number) else None
-    return row, files
-
-
-def _facts(found: Checkpoint) -> Row:
-    about = found.about
-    return {
-        "path": str(found.path),
+def _row(one: Kept) -> Row:
+    """Return the facts about a checkpoint on the disk; without an intact manifest, those outside it."""
+    row: Row = {"number": one.number, "path": one.path, "problem": one.problem, "size": None, "own": None}
+    if (about := one.about) is None:
+        return row
+    same = ("epoch", "batch", "step", "samples", "size", "saved", "parent")
+    row |= {name: getattr(about, name) for name in same}
+    return row | {
         "boundary": about.boundary.value,
-        "epoch": about.epoch,
-        "batch": about.batch,
-        "step": about.step,
-        "samples": about.samples,
         "metrics": plain(about.metrics),
-        "size": about.size,
-        "saved": about.saved,
-        "parent": about.parent,
         "best": about.best and about.best.number,
+        "own": one.own if one.files else about.size,
     }
 
 
-def _add_own(seen: Sequence[tuple[Row, Files]]) -> None:
-    links = Counter(checkpoint.identity(one) for _, files in seen for one in files.values())
-    for row, files in seen:
-        if row["size"] is not None:
-            shared = (one.st_size for one in files.values() if links[checkpoint.identity(one)] > 1)
-            row["own"] = row["size"] - sum(shared)
-
-
 def _show(given: argparse.Namespace) -> int:
-    # (what reads files and numbers is not needed to list them)
+    # Here and not above: they import torch, which takes longer than `ls` needs to answer.
     from ..views import contents, details
 
     def read(found: Checkpoint) -> tuple[contents.Contents, contents.Measured]:
@@ -167,7 +138,7 @@ def _show(given: argparse.Namespace) -> int:
 
 
 def _why(found: Checkpoint) -> str | None:
-    """Return why a checkpoint was made, if its run's history tells."""
+    """Return why a checkpoint was made, if its run's history says so."""
     lines = _history(Run(found.path.parent.parent))
     about = found.about
     saves = [line for line in lines if history.is_save(line) and line["number"] == about.number]
@@ -178,6 +149,7 @@ def _why(found: Checkpoint) -> str | None:
 def _diff(given: argparse.Namespace) -> int:
     if given.trace:
         return _diff_traces(given)
+    # See _show.
     from ..views import comparison, contents, details
 
     _, then = read_at(given.before, contents.read)
@@ -188,7 +160,7 @@ def _diff(given: argparse.Namespace) -> int:
         print_json(details.differences(then, now, found))
     else:
         details.print_differences(then, now, found, given.depth, all_of_it=given.all)
-    return 1 if found.pairs or found.changes else 0
+    return 0 if found.is_equal else 1
 
 
 def _diff_traces(given: argparse.Namespace) -> int:
@@ -197,7 +169,7 @@ def _diff_traces(given: argparse.Namespace) -> int:
     if given.all or given.depth:
         raise UsageError(
             "--trace compares what was written down at each boundary; --all and --depth are for checkpoints.",
-            fix="leave them out; with --json all that differs is told.",
+            fix="leave them out; --json has all that differs.",
         )
     compared = trace_diff.compare(given.before, given.after)
     if given.json:
@@ -212,7 +184,7 @@ def _history(run: Run) -> list[Line]:
     try:
         return history.read(run.path)
     except CannotRead as exc:
-        # What the checkpoints say of themselves does not depend on it.
+        # The checkpoints can be read without it.
         print(f"resumable: {exc}", file=sys.stderr)
         return []
 
@@ -224,7 +196,7 @@ def _add_history(rows: Sequence[dict[str, Any]], lines: Sequence[Line], newest: 
     for row in rows:
         line = saves.get(row["number"], {})
         row["why"], row["interval"] = line.get("why"), line.get("interval")
-        # (of one that is damaged nothing can come)
+        # Nothing can come from a damaged one.
         row["abandoned"] = row["number"] in left and not row["problem"]
 
 
@@ -233,7 +205,7 @@ def _add_remote(
 ) -> None:
     place, push = (remote["url"], remote["push"]) if remote else ("", "")
     there = history.pushed(lines).get(place, set())
-    # What was pruned there need not be there.
+    # What was pruned there need not be pushed again.
     ever = history.pushed({**line, "removed": []} for line in lines).get(place, set())
     for row in rows:
         is_due = row["best"] and push in ("best", "newest", "all")

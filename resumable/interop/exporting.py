@@ -20,7 +20,7 @@ from ..files import codec, disk, tensor_file
 from ..files.strict_json import Json, typed
 from ..run import manifest
 from ..run.checkpoint import Checkpoint
-from . import weights
+from . import weight_files
 
 _TORCH = (".pt", ".pth", ".bin")
 _SAFE = ".safetensors"
@@ -35,12 +35,12 @@ class Model:
     name: str
     tensors: Mapping[str, Tensor]
     values: Mapping[str, Any]
-    """What is in its state_dict besides tensors, and plain."""
+    """The plain values in its state_dict."""
     left: tuple[str, ...]
-    """What is there too, and is neither."""
+    """The names of what is neither a tensor nor a plain value, and is left out."""
 
     def tied(self) -> dict[str, str]:
-        """Return the names that share a tensor with an earlier one, and that one's."""
+        """Return the names that share a tensor with an earlier name, each with that name."""
         first: dict[Any, str] = {}
         names = {name: first.setdefault(_place(name, value), name) for name, value in self.tensors.items()}
         return {name: kept for name, kept in names.items() if name != kept}
@@ -63,9 +63,9 @@ class File(NamedTuple):
 
 
 def read(found: Checkpoint, name: str | None) -> Model:
-    """Return a model of a checkpoint, or the weights of an extra part; what is used is verified."""
-    try:
-        trees = weights.state(found)
+    """Return a model of a checkpoint, or the weights of an extra part, verified."""
+    with weight_files.damage_in(found):
+        trees = weight_files.state(found)
         models, extra = typed(dict, trees.get("model", {})), typed(dict, trees.get("extra", {}))
         chosen = _chosen(found, models, extra, name)
         if chosen in models:
@@ -74,13 +74,9 @@ def read(found: Checkpoint, name: str | None) -> Model:
         else:
             stem, rest = "extra", extra[chosen]
             tensors, values = rest.get("weights", rest), rest.get("values", {})
-        named = weights.of_part(found, stem, chosen, typed(dict, tensors))
+        named = weight_files.of_part(found, stem, chosen, typed(dict, tensors))
         plain, left = _plain(typed(dict, values))
         return Model(chosen, named.take([*named.shapes]), plain, left)
-    except ResumableError:
-        raise
-    except ValueError as exc:
-        raise disk.damaged(found.path, f"its content is not a checkpoint's: {exc}") from exc
 
 
 def _chosen(
@@ -124,7 +120,7 @@ def size_of(text: str) -> int:
 
 
 def kind_of(out: Path) -> str:
-    """Return what a name asks for: "safetensors", "torch" or "folder"."""
+    """Return the kind of export that a name means: "safetensors", "torch" or "folder"."""
     if out.is_dir() or not out.suffix:
         return "folder"
     if out.suffix == _SAFE:
@@ -132,13 +128,13 @@ def kind_of(out: Path) -> str:
     if out.suffix in _TORCH:
         return "torch"
     raise UsageError(
-        f"nothing is known that {out.name} could be.",
+        f"the name {out.name} does not say in which form to export.",
         fix=f"end it with {_SAFE} or {_TORCH[0]}, or give a folder, whose name has no dot in it.",
     )
 
 
 def check(out: Path, is_forced: bool) -> None:
-    """Raise UsageError if something would be replaced that nobody has said may be."""
+    """Raise UsageError if something would be replaced, unless that is forced."""
     is_folder = kind_of(out) == "folder"
     if os.path.lexists((out if is_folder else out.parent) / manifest.NAME):
         raise UsageError(f"{out} would be in a checkpoint, and damage it.", fix="give another name.")
@@ -150,7 +146,7 @@ def check(out: Path, is_forced: bool) -> None:
 
 
 def write(model: Model, out: Path, shard: int) -> list[File]:
-    """Write the weights; what stands under the name is there as a whole, or as it was before."""
+    """Write the weights; after a crash, the file or folder is complete or as it was before."""
     kind = kind_of(out)
     try:
         if kind == "folder":
@@ -172,7 +168,7 @@ def write(model: Model, out: Path, shard: int) -> list[File]:
 
 @contextlib.contextmanager
 def _replacing(out: Path) -> Iterator[Path]:
-    """Give a name to write to, and put what was written in place when it is durable."""
+    """Yield a temporary name to write to, and rename the file when it is durable."""
     fresh = out.with_name(f".{out.name}-{secrets.token_hex(4)}")
     try:
         yield fresh
@@ -211,14 +207,14 @@ def _refuse(tensors: Mapping[str, Tensor]) -> None:
 def _write_folder(model: Model, out: Path, shard: int) -> list[File]:
     kept = model.apart()
     plan = shards(kept, shard)
-    # (beside what a link leads to: files are renamed only within one file system)
+    # Beside the target of a link: a rename works only within one file system.
     place = Path(os.path.realpath(out))
     place.parent.mkdir(parents=True, exist_ok=True)
     stage = place.with_name(f".{place.name}-{secrets.token_hex(4)}")
     stage.mkdir()
     try:
         for name, names in plan.items():
-            # (Hugging Face ties by its config what is tied)
+            # No tied names: Hugging Face ties weights by its config.
             _write_safetensors(stage / name, {one: kept[one] for one in names}, {})
         if len(plan) > 1:
             disk.write(stage / INDEX, _index(plan, kept))
@@ -233,7 +229,7 @@ def _write_folder(model: Model, out: Path, shard: int) -> list[File]:
 
 
 def shards(tensors: Mapping[str, Tensor], most: int) -> dict[str, list[str]]:
-    """Return which tensors each file of a folder holds: one after the other, until it would be too large.
+    """Return the tensors of each file of a folder, which are filled one after the other.
 
     >>> shards({name: torch.zeros(2) for name in "abc"}, 16)["model-00002-of-00002.safetensors"]
     ['c']
@@ -258,13 +254,13 @@ def _index(plan: Mapping[str, list[str]], tensors: Mapping[str, Tensor]) -> byte
 
 
 def _put(stage: Path, out: Path) -> None:
-    """Give the folder its name, or put its files into the one that is there."""
+    """Rename the folder, or move its files into the one that exists."""
     if not os.path.lexists(out):
         os.rename(stage, out)
         disk.flush_folder(out.parent)
         return
     fresh = {*os.listdir(stage)}
-    # The index last: until then what it leads to is there as a whole, the old or the new.
+    # The index last: until then the old one still leads to complete files.
     for name in sorted(fresh, key=lambda name: name == INDEX):
         os.replace(stage / name, out / name)
     for name in os.listdir(out):

@@ -1,4 +1,4 @@
-"""A file of `torch.save`, read without unpickling it: the tensors in it, and nothing is called by name.
+"""A file of `torch.save`, read without unpickling it: only tensors and plain values, and nothing is called.
 
 The file is a zip archive: a pickle, which says how the tensors are put together, and the memory of each.
 A pickle is a program. This reader knows the few instructions that a state dict is made of, and what it is
@@ -7,10 +7,11 @@ told to call it only looks up in a table of its own; everything else is refused 
 
 from __future__ import annotations
 
+import io
 import math
-import struct
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NamedTuple
+import pickletools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,6 +21,7 @@ from .zip_archive import Archive, Read, refused
 
 _MOST_PICKLE = 16 << 20
 _MOST_DIMENSIONS = 64
+_LONGEST_LINE = 1000
 _MOST = 1 << 62
 
 
@@ -34,7 +36,7 @@ class Stored(NamedTuple):
 
 
 class TorchFile:
-    """What lies in a file; ValueError if it is damaged, Unsupported if it is not plain tensors and values."""
+    """The content of a file; ValueError if it is damaged, Unsupported if it holds more than plain values."""
 
     def __init__(self, size: int, read: Read) -> None:
         self._archive = archive = Archive(size, read)
@@ -52,11 +54,11 @@ class TorchFile:
         ):
             raise refused("the bytes of its numbers are in another order than this machine's")
         self._memory: dict[str, memoryview] = {}
-        self.content: Any = Machine(archive.content(found[0]), self._stored).run()
-        """What was saved; tensors are `Stored`, and what is neither they nor a plain value is `Other`."""
+        self.content: Any = _Machine(self._stored).run(bytes(archive.content(found[0])))
+        """What was saved; tensors are `Stored`, and what is neither a tensor nor a plain value is `Other`."""
 
     def tensor(self, stored: Stored) -> torch.Tensor:
-        """Read a tensor; those that share memory in the file do so here."""
+        """Read a tensor; tensors that share memory in the file share it here."""
         if stored.entry not in self._memory:
             self._memory[stored.entry] = self._archive.content(stored.entry)
         memory = self._memory[stored.entry]
@@ -67,7 +69,7 @@ class TorchFile:
         return viewed(flat, stored.dtype).as_strided(stored.shape, stored.stride, stored.begin)
 
     def _stored(self, storage: Storage, dtype: torch.dtype, begin: Any, shape: Any, stride: Any) -> Stored:
-        """Return a tensor, of which nothing has been allocated before its shape is known to make sense."""
+        """Return a tensor whose shape and place make sense; nothing is allocated."""
         entry = f"{self._folder}/data/{storage.key}"
         if self._archive.sizes.get(entry) != storage.size:
             raise ValueError(f"{entry} in it has not the {storage.size:,} bytes that the pickle says")
@@ -76,7 +78,7 @@ class TorchFile:
         numbers = (begin, *shape, *stride)
         if not {*map(type, numbers)} <= {int} or not 0 <= min(numbers) <= max(numbers) < _MOST:
             raise ValueError("a tensor in it has a shape that is none")
-        # Nothing times 2**63 is nothing, but torch cannot count to it.
+        # 0 * 2**63 is 0, but torch overflows on the way.
         if len(shape) > _MOST_DIMENSIONS or math.prod(max(length, 1) for length in shape) >= _MOST:
             raise ValueError(f"a tensor in it has {len(shape)} dimensions, too many or too long ones")
         count, room = math.prod(shape), storage.size // dtype.itemsize
@@ -91,19 +93,19 @@ class TorchFile:
 
 
 class Other(NamedTuple):
-    """A value that is no tensor and nothing plain: only what it is called is known of it."""
+    """A value that is neither a tensor nor plain; only the name of its class is known."""
 
     name: str
 
 
 class Global(NamedTuple):
-    """What a pickle asks for by its name, and does not get."""
+    """What a pickle asks for by name; it is never imported."""
 
     name: str
 
 
 class Storage(NamedTuple):
-    """Memory that tensors lie in."""
+    """Memory that tensors are views of."""
 
     key: str
     dtype: torch.dtype | None
@@ -127,194 +129,172 @@ _STORAGES = {
     "torch ComplexDoubleStorage": torch.complex128,
     "torch.storage UntypedStorage": None,
 }
-DTYPES_BY_NAME = {str(dtype).replace(".", " "): dtype for dtype in (*DTYPES, torch.complex128)}
+_DTYPES = {str(dtype).replace(".", " "): dtype for dtype in (*DTYPES, torch.complex128)}
 _DICT = "collections OrderedDict"
 _OTHERS = {
     *("torch Size", "torch device", "collections Counter", "argparse Namespace"),
     *("__builtin__ set", "builtins set"),
 }
-_REBUILDS = {
-    *("torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_tensor_v3"),
-    "torch._utils _rebuild_parameter",
-}
-_KNOWN = {_DICT, *_STORAGES, *DTYPES_BY_NAME, *_OTHERS, *_REBUILDS}
+_TENSORS = {"torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_tensor_v3"}
+_PARAMETER = "torch._utils _rebuild_parameter"
+_KNOWN = {_DICT, *_STORAGES, *_DTYPES, *_OTHERS, *_TENSORS, _PARAMETER}
 
 
-class Machine:
+class _Code(io.BytesIO):
+    """A pickle without long lines: Python takes hours to read a number of a million digits."""
+
+    def readline(self, size: int | None = -1, /) -> bytes:
+        return super().readline(_LONGEST_LINE)
+
+
+class _Machine:
     """A pickle of protocol 2, followed instruction by instruction; it makes dicts, lists and plain values."""
 
-    instructions: ClassVar[Mapping[int, Callable[[Any], Any]]]
-
-    def __init__(self, code: memoryview, make: _Make) -> None:
-        self._code = bytes(code)
-        self._at = 0
+    def __init__(self, make: _Make) -> None:
         self._make = make
-        self.stack: list[Any] = []
-        self.memo: dict[int, Any] = {}
+        self._stack: list[Any] = []
+        self._memo: dict[int, Any] = {}
 
     @no_garbage_collection()
-    def run(self) -> Any:
+    def run(self, code: bytes) -> Any:
         """Return what the pickle makes; ValueError if it makes no sense."""
         try:
-            while (code := self.byte()) != _STOP:
-                if code not in self.instructions:
-                    raise refused(f"its pickle has the instruction 0x{code:02x}, which no state dict needs")
-                self.instructions[code](self)
-            (found,) = self.stack
-        except (IndexError, KeyError, TypeError, ValueError, AttributeError, struct.error) as exc:
+            for instruction, argument, _ in pickletools.genops(_Code(code)):
+                if instruction.name not in _INSTRUCTIONS:
+                    known = f"0x{ord(instruction.code):02x} ({instruction.name})"
+                    raise refused(f"its pickle has the instruction {known}, which no state dict needs")
+                _INSTRUCTIONS[instruction.name](self, argument)
+            (found,) = self._stack
+        # A Warning is raised where users turn warnings into errors, as for a name with a backslash.
+        except (IndexError, KeyError, TypeError, ValueError, AttributeError, Warning) as exc:
             raise ValueError(f"its pickle is none: {exc!r:.200}") from exc
         return found
 
-    def byte(self) -> int:
-        self._at += 1
-        return self._code[self._at - 1]
-
-    def take(self, form: str) -> Any:
-        (found,) = struct.unpack_from(form, self._code, self._at)
-        self._at += struct.calcsize(form)
-        return found
-
-    def _bytes(self, count: int) -> bytes:
-        found = self._code[self._at : self._at + count]
-        if len(found) != count:
-            raise ValueError("it ends early")
-        self._at += count
-        return found
+    def protocol(self, number: int) -> None:
+        if number != 2:
+            raise refused(f"its pickle is of protocol {number}, and torch.save writes 2")
 
     def push(self, value: Any) -> None:
-        self.stack.append(value)
+        self._stack.append(value)
 
-    def protocol(self) -> None:
-        if (found := self.byte()) != 2:
-            raise refused(f"its pickle is of protocol {found}, and torch.save writes 2")
+    def text(self, text: str) -> None:
+        # UnicodeEncodeError, a ValueError, for half of a surrogate pair, which no terminal could print.
+        text.encode()
+        self.push(text)
 
-    def number(self, form: str) -> None:
-        self.push(self.take(form))
-
-    def long(self) -> None:
-        self.push(int.from_bytes(self._bytes(self.byte()), "little", signed=True))
-
-    def text(self) -> None:
-        self.push(str(self._bytes(self.take("<I")), "utf-8"))
-
-    def global_(self) -> None:
-        end = self._code[self._at : self._at + 1000].split(b"\n", 2)
-        if len(end) < 3:
-            raise ValueError("a name does not end")
-        self._bytes(len(end[0]) + len(end[1]) + 2)
-        name = f"{end[0].decode()} {end[1].decode()}"
-        if not self.is_known(name):
+    def name(self, name: str) -> None:
+        if name not in _KNOWN:
             raise refused(
                 f"its pickle asks for {name.replace(' ', '.')}, which no state dict of tensors needs"
             )
         self.push(Global(name))
 
-    def is_known(self, name: str) -> bool:
-        """Whether a state dict may ask for this; nothing is ever got."""
-        return name in _KNOWN
+    def put(self, place: int) -> None:
+        self._memo[place] = self._stack[-1]
 
-    def items(self) -> list[Any]:
-        """Take what lies above the last mark."""
-        place = len(self.stack) - 1
-        while self.stack[place] is not _MARK:
-            place -= 1
-        found = self.stack[place + 1 :]
-        del self.stack[place:]
+    def get(self, place: int) -> None:
+        self.push(self._memo[place])
+
+    def top(self, count: int) -> list[Any]:
+        """Take some values from the stack."""
+        if len(self._stack) < count:
+            raise ValueError("it takes what is not there")
+        found = self._stack[-count:]
+        del self._stack[-count:]
         return found
 
-    def tuple_of(self, count: int) -> None:
-        self.push(tuple(self.pop_items(count)))
+    def items(self) -> list[Any]:
+        """Take the values above the last mark."""
+        place = len(self._stack) - 1
+        while self._stack[place] is not _MARK:
+            place -= 1
+        found = self._stack[place + 1 :]
+        del self._stack[place:]
+        return found
 
     def append(self, items: list[Any]) -> None:
-        target = self.stack[-1]
+        target = self._stack[-1]
         if type(target) is not list:
             raise ValueError("it appends to what is no list")
         target += items
 
     def set_items(self, items: list[Any]) -> None:
-        target = self.stack[-1]
+        target = self._stack[-1]
         keys = items[::2]
         if type(target) is not dict or not {*map(type, keys)} <= {str, int}:
             raise ValueError("it puts into a dict what has no place there")
         target.update(zip(keys, items[1::2], strict=True))
 
-    def pop_items(self, count: int) -> list[Any]:
-        if len(self.stack) < count:
-            raise ValueError("it takes what is not there")
-        found = self.stack[-count:]
-        del self.stack[-count:]
-        return found
-
     def build(self) -> None:
-        # (the attributes of an OrderedDict, such as _metadata, and those of a Namespace)
-        self.stack.pop()
-        if not isinstance(self.stack[-1], (dict, Other)):
+        # The attributes of an OrderedDict, such as _metadata, and those of a Namespace are left out.
+        self._stack.pop()
+        if not isinstance(self._stack[-1], (dict, Other)):
             raise ValueError("it gives attributes to what has none")
 
     def persistent(self) -> None:
-        kind, of, key, _, count = self.stack.pop()
+        kind, of, key, _, count = self._stack.pop()
         if kind != "storage" or type(key) is not str or type(count) is not int or of.name not in _STORAGES:
             raise ValueError("a storage is none")
         dtype = _STORAGES[of.name]
         self.push(Storage(key, dtype, count * (dtype.itemsize if dtype else 1)))
 
-    def reduce(self) -> None:
-        arguments, what = self.stack.pop(), self.stack.pop()
+    def call(self) -> None:
+        """Push what stands for the result of a call; nothing is called."""
+        what, arguments = self.top(2)
         if type(arguments) is not tuple or type(what) is not Global:
             raise ValueError("it calls what cannot be called")
-        self.push(self.called(what.name, arguments))
-
-    def called(self, name: str, arguments: tuple[Any, ...]) -> Any:
-        """Return what stands for the result of a call that is not made."""
+        name = what.name
         if name == _DICT and not arguments:
-            return {}
-        if name in _OTHERS:
-            return Other(name)
-        if name == "torch._utils _rebuild_parameter" and isinstance(arguments[0], Stored):
-            return arguments[0]
-        if name in _REBUILDS and type(arguments[0]) is Storage:
-            storage, begin, shape, stride, _, _, *rest = arguments
-            dtype = DTYPES_BY_NAME[rest.pop(0).name] if name.endswith("_v3") else storage.dtype
-            if dtype is None:
-                raise ValueError("a tensor has no dtype")
-            if any(rest):
-                raise refused("it holds a tensor that is kept as the conjugate or the negative of another")
-            return self._make(storage, dtype, begin, shape, stride)
-        raise refused(f"its pickle calls {name.replace(' ', '.')} with what no state dict of tensors has")
+            self.push({})
+        elif name in _OTHERS:
+            self.push(Other(name))
+        elif name == _PARAMETER and isinstance(arguments[0], Stored):
+            self.push(arguments[0])
+        elif name in _TENSORS and type(arguments[0]) is Storage:
+            self.push(self._tensor(name, *arguments))
+        else:
+            called = name.replace(" ", ".")
+            raise refused(f"its pickle calls {called} with what no state dict of tensors has")
+
+    def _tensor(
+        self, name: str, storage: Storage, begin: Any, shape: Any, stride: Any, _: Any, __: Any, *rest: Any
+    ) -> Stored:
+        dtype, more = storage.dtype, [*rest]
+        if name.endswith("_v3"):
+            dtype = _DTYPES[more.pop(0).name]
+        if dtype is None:
+            raise ValueError("a tensor has no dtype")
+        if any(more):
+            raise refused("it holds a tensor that is kept as the conjugate or the negative of another")
+        return self._make(storage, dtype, begin, shape, stride)
 
 
-_STOP = ord(".")
-Machine.instructions = {
-    0x80: Machine.protocol,
-    ord("}"): lambda m: m.push({}),
-    ord("]"): lambda m: m.push([]),
-    ord(")"): lambda m: m.push(()),
-    ord("("): lambda m: m.push(_MARK),
-    ord("t"): lambda m: m.push(tuple(m.items())),
-    0x85: lambda m: m.tuple_of(1),
-    0x86: lambda m: m.tuple_of(2),
-    0x87: lambda m: m.tuple_of(3),
-    ord("N"): lambda m: m.push(None),
-    0x88: lambda m: m.push(True),
-    0x89: lambda m: m.push(False),
-    ord("K"): lambda m: m.push(m.byte()),
-    ord("M"): lambda m: m.number("<H"),
-    ord("J"): lambda m: m.number("<i"),
-    ord("G"): lambda m: m.number(">d"),
-    0x8A: Machine.long,
-    ord("X"): Machine.text,
-    ord("c"): Machine.global_,
-    ord("q"): lambda m: m.memo.__setitem__(m.byte(), m.stack[-1]),
-    ord("r"): lambda m: m.memo.__setitem__(m.take("<I"), m.stack[-1]),
-    ord("h"): lambda m: m.push(m.memo[m.byte()]),
-    ord("j"): lambda m: m.push(m.memo[m.take("<I")]),
-    ord("a"): lambda m: m.append(m.pop_items(1)),
-    ord("e"): lambda m: m.append(m.items()),
-    ord("s"): lambda m: m.set_items(m.pop_items(2)),
-    ord("u"): lambda m: m.set_items(m.items()),
-    ord("b"): lambda m: m.build(),
-    ord("Q"): Machine.persistent,
-    ord("R"): lambda m: m.reduce(),
-    # (what makes an object of a class from its arguments, too, is only looked up)
-    0x81: lambda m: m.reduce(),
+_INSTRUCTIONS: dict[str, Callable[[_Machine, Any], None]] = {
+    "PROTO": _Machine.protocol,
+    "NONE": lambda m, _: m.push(None),
+    "NEWTRUE": lambda m, _: m.push(True),
+    "NEWFALSE": lambda m, _: m.push(False),
+    **dict.fromkeys(("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"), _Machine.push),
+    "BINUNICODE": _Machine.text,
+    "GLOBAL": _Machine.name,
+    "MARK": lambda m, _: m.push(_MARK),
+    "EMPTY_TUPLE": lambda m, _: m.push(()),
+    "TUPLE": lambda m, _: m.push(tuple(m.items())),
+    "TUPLE1": lambda m, _: m.push(tuple(m.top(1))),
+    "TUPLE2": lambda m, _: m.push(tuple(m.top(2))),
+    "TUPLE3": lambda m, _: m.push(tuple(m.top(3))),
+    "EMPTY_LIST": lambda m, _: m.push([]),
+    "APPEND": lambda m, _: m.append(m.top(1)),
+    "APPENDS": lambda m, _: m.append(m.items()),
+    "EMPTY_DICT": lambda m, _: m.push({}),
+    "SETITEM": lambda m, _: m.set_items(m.top(2)),
+    "SETITEMS": lambda m, _: m.set_items(m.items()),
+    **dict.fromkeys(("BINPUT", "LONG_BINPUT"), _Machine.put),
+    **dict.fromkeys(("BINGET", "LONG_BINGET"), _Machine.get),
+    "BUILD": lambda m, _: m.build(),
+    "BINPERSID": lambda m, _: m.persistent(),
+    # To make an object of a class (NEWOBJ) is a call too.
+    **dict.fromkeys(("REDUCE", "NEWOBJ"), lambda m, _: m.call()),
+    "STOP": lambda m, _: None,
 }
+"""All that a state dict needs, by their names in pickletools."""

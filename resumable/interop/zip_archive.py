@@ -1,16 +1,19 @@
-"""A zip archive of what is stored as it is, read strictly; nothing in it can become larger than it is."""
+"""A zip archive of uncompressed entries, read strictly: none can become larger than the file."""
 
 from __future__ import annotations
 
+import io
+import os
 import struct
+import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable
+from zipfile import ZipInfo
 
 from ..errors import Unsupported
 
 Read = Callable[[int, int], memoryview]
-"""What returns the bytes of a file from one position to another, in memory that nobody else has."""
+"""Returns the bytes of a file from one position to another, in memory that nothing else has."""
 
 _MOST_DIRECTORY = 64 << 20
 
@@ -24,103 +27,79 @@ def refused(problem: str) -> Unsupported:
     )
 
 
-class _Entry(NamedTuple):
-    name: str
-    start: int
-    begin: int
-    end: int
-    checksum: int
-
-
 class Archive:
-    """The entries of an archive; ValueError if it is damaged, Unsupported if they are not just stored."""
+    """The entries of an archive; ValueError if it is damaged, Unsupported if they are compressed."""
 
     def __init__(self, size: int, read: Read) -> None:
         self._read = read
+        last = bytes(read(max(0, size - 22), size))
+        # zipfile would also find an end that a comment or anything else follows.
+        if last[:4] != b"PK\x05\x06" or last[20:] != b"\0\0":
+            raise ValueError("it does not end as a zip archive does")
         try:
-            entries = [*_entries(size, read)]
-        except struct.error as exc:
-            raise ValueError("its directory is none") from exc
-        _refuse_overlap(entries)
-        self._entries = {entry.name: entry for entry in entries}
+            with zipfile.ZipFile(_Raw(size, read)) as archive:
+                entries, limit = archive.infolist(), archive.start_dir
+        except (zipfile.BadZipFile, NotImplementedError, OSError, OverflowError, struct.error) as exc:
+            raise ValueError(f"its directory is none: {exc}") from exc
+        self._entries = {entry.filename: entry for entry in entries}
         if len(self._entries) != len(entries):
             raise refused("two entries in it have the same name")
-        self.sizes = {entry.name: entry.end - entry.begin for entry in entries}
+        self._begin = {entry.filename: self._content_begins(entry, limit) for entry in entries}
+        self.sizes = {entry.filename: entry.file_size for entry in entries}
         """The bytes of each entry."""
+        end = 0
+        for entry in sorted(entries, key=lambda entry: entry.header_offset):
+            if entry.header_offset < end:
+                raise refused(f"{entry.filename} and the entry before it overlap")
+            if entry.header_offset and not end:
+                raise ValueError("it does not begin as a zip archive does")
+            end = self._begin[entry.filename] + entry.file_size
+
+    def _content_begins(self, entry: ZipInfo, limit: int) -> int:
+        name, start = entry.orig_filename, entry.header_offset
+        if entry.compress_type or entry.flag_bits & 1 or entry.compress_size != entry.file_size:
+            raise refused(f"{name} in it is packed, so that it can become any size")
+        if name != entry.filename or "\\" in name or {"", ".", ".."} & {*name.split("/")}:
+            raise refused(f"{name!r} cannot be the name of what is in it")
+        if start + 30 > limit or bytes((head := self._read(start, start + 30))[:4]) != b"PK\x03\x04":
+            raise ValueError("its directory leads to what is no entry")
+        names, extras = struct.unpack("<26xHH", head)
+        begin = start + 30 + int(names) + int(extras)
+        if begin + entry.file_size > limit:
+            raise ValueError(f"{name} does not lie in it")
+        return begin
 
     def content(self, name: str) -> memoryview:
         """Return the bytes of an entry; ValueError if they are not those that were written."""
-        entry = self._entries[name]
-        content = self._read(entry.begin, entry.end)
-        if zlib.crc32(content) != entry.checksum:
+        begin = self._begin[name]
+        content = self._read(begin, begin + self.sizes[name])
+        if zlib.crc32(content) != self._entries[name].CRC:
             raise ValueError(f"{name} in it is not what its checksum says")
         return content
 
 
-def _entries(size: int, read: Read) -> Iterator[_Entry]:
-    limit, end = _directory(size, read)
-    rest = read(limit, end)
-    while rest:
-        # (no unpack_from: what is missing at the end has to be an error)
-        flags, method, checksum, *numbers, names, extras, comments, start = struct.unpack(
-            "<4x4xHH4xIIIHHH8xI", rest[:46]
-        )
-        name = str(rest[46 : 46 + names], "utf-8")
-        packed, length, start = _wide(rest[46 + names : 46 + names + extras], *numbers, start)
-        if bytes(rest[:4]) != b"PK\x01\x02" or 46 + names + extras + comments > len(rest):
-            raise ValueError("its directory is none")
-        if method or flags & 1 or packed != length:
-            raise refused(f"{name} in it is packed, so that it can become any size")
-        if "\\" in name or {"", ".", ".."} & {*name.split("/")}:
-            raise refused(f"{name!r} cannot be the name of what is in it")
-        begin = _content_begins(start, limit, read)
-        if begin + length > limit:
-            raise ValueError(f"{name} does not lie in it")
-        yield _Entry(name, start, begin, begin + length, checksum)
-        rest = rest[46 + names + extras + comments :]
+class _Raw(io.RawIOBase):
+    """A file for zipfile, which never reads more of it at once than a directory may have."""
 
+    def __init__(self, size: int, read: Read) -> None:
+        self._size, self._read, self._at = size, read, 0
 
-def _content_begins(start: int, limit: int, read: Read) -> int:
-    if start + 30 > limit or bytes((head := read(start, start + 30))[:4]) != b"PK\x03\x04":
-        raise ValueError("its directory leads to what is no entry")
-    names, extras = struct.unpack("<26xHH", head)
-    return start + 30 + int(names) + int(extras)
+    def seekable(self) -> bool:
+        return True
 
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        if not 0 <= at <= self._size:
+            raise OSError(f"there is no byte {at}")
+        self._at = at
+        return at
 
-def _refuse_overlap(entries: Iterable[_Entry]) -> None:
-    before = None
-    for entry in sorted(entries, key=lambda entry: entry.start):
-        if before and entry.start < before.end:
-            raise refused(f"{before.name} and {entry.name} in it overlap")
-        before = entry
+    def tell(self) -> int:
+        return self._at
 
-
-def _directory(size: int, read: Read) -> tuple[int, int]:
-    """Return where the directory lies, which is the last thing in the file."""
-    if size < 22 or bytes((last := read(size - 22, size))[:4]) != b"PK\x05\x06":
-        raise ValueError("it does not end as a zip archive does")
-    length, begin = struct.unpack("<12xII2x", last)
-    end = size - 22
-    if size >= 42 and bytes((link := read(size - 42, size - 22))[:4]) == b"PK\x06\x07":
-        (end,) = struct.unpack("<8xQ4x", link)
-        if end + 56 > size or bytes((wide := read(end, end + 56))[:4]) != b"PK\x06\x06":
-            raise ValueError("it does not end as a zip archive does")
-        length, begin = struct.unpack("<40xQQ", wide)
-    if begin + length != end or length > _MOST_DIRECTORY:
-        raise ValueError(f"it does not have a directory of {length:,} bytes")
-    return begin, end
-
-
-def _wide(extra: memoryview, *numbers: int) -> list[int]:
-    """Return numbers of a directory, those that do not fit into 32 bits from where they stand instead."""
-    wide: tuple[int, ...] = ()
-    while len(extra) >= 4:
-        kind, length = struct.unpack("<HH", extra[:4])
-        if kind == 1:
-            wide = struct.unpack(f"<{length // 8}Q", extra[4 : 4 + length // 8 * 8])
-        extra = extra[4 + length :]
-    # (they stand there with the length before the packed length)
-    packed, plain, start = numbers
-    found = iter(wide)
-    plain, packed, start = (next(found, one) if one == 0xFFFFFFFF else one for one in (plain, packed, start))
-    return [packed, plain, start]
+    def read(self, size: int | None = -1, /) -> bytes:
+        end = self._size if size is None or size < 0 else min(self._size, self._at + size)
+        if end - self._at > _MOST_DIRECTORY:
+            raise ValueError(f"it does not have a directory of {end - self._at:,} bytes")
+        begin, self._at = self._at, end
+        return bytes(self._read(begin, end))

@@ -8,14 +8,13 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import CannotRead, CheckpointDamaged
-from ..files import codec, disk, pin, safetensors_header, tensor_file
+from ..files import codec, disk, pin, tensor_file
 from ..files import large_files as blocks
 from ..files.codec import Encoded
 from ..files.large_files import Lane, Target
@@ -77,6 +76,7 @@ class Reading:
         used: Collection[str] = (),
     ) -> None:
         self.about = found.about
+        self._found = found
         self._folder = found.path
         self._pin = found.begin_pin() if expect else None
         self._number = found.about.number
@@ -128,7 +128,7 @@ class Reading:
         with contextlib.suppress(OSError):
             file.identity = blocks.identity(os.stat(self._folder / path))
         try:
-            header = _header(self._folder, path, size)
+            header = self._found.read_header(path)
             slots = tensor_file.read_header(header, size)
             facts = codec.tensor_facts(tree)
         except CheckpointDamaged:
@@ -283,11 +283,6 @@ def _own_devices(tree: Json) -> set[str]:
 
 def _devices(tree: Json) -> set[str]:
     return {str(about["device"]) for about in codec.tensor_facts(tree).values() if "device" in about}
-
-
-def _header(folder: Path, path: str, size: int) -> memoryview:
-    start = blocks.read_start(folder, path, size, 8)
-    return blocks.read_start(folder, path, size, safetensors_header.header_size(start, size))
 
 
 def _fits(slot: Slot, device: torch.device, live: Tensor | None) -> bool:

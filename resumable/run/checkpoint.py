@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from ..errors import FormatTooNew, ResumableError, SaveFailed
-from ..files import disk, large_files
+from ..files import disk, large_files, safetensors_header
 from ..files.large_files import Content, Lane, Target, Way, Written
 from ..files.pin import Pin
 from ..progress import Told
@@ -63,6 +63,12 @@ class Checkpoint:
         return large_files.read(
             self.path, file, *self.about.files[file], also=pin.file(file) if pin else None
         )
+
+    def read_header(self, file: str) -> memoryview:
+        """Return the header of a file with tensors, not verified."""
+        size = self.about.files[file].size
+        start = large_files.read_start(self.path, file, size, 8)
+        return large_files.read_start(self.path, file, size, safetensors_header.header_size(start, size))
 
     def verify(self, told: Told | None = None) -> None:
         """Raise CheckpointDamaged unless every byte is the one that was written.

@@ -1,3 +1,3 @@
 """What people and programs see of a run: tables, JSON, pages."""
 
-__all__ = ["comparison", "contents", "details", "html_page", "magnitudes", "report", "tables"]
+__all__ = ["comparison", "contents", "details", "html_page", "magnitudes", "overview", "report", "tables"]

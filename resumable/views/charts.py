@@ -1,4 +1,4 @@
-"""The charts of a report, as traces for plotly: which saves they show, where, and what each point tells."""
+"""The charts of a report, as traces for plotly: which saves they show, where, and each point's hover text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Row = Mapping[str, Any]
 Trace = dict[str, Json]
 
 MOST = 600
-"""How many saves of a run are shown: as many as a curve needs, and a page can hold."""
+"""How many saves of a run are shown: as many as a curve needs and a page can hold."""
 
 KINDS = {
     "save": "saves",
@@ -26,11 +26,11 @@ KINDS = {
     "failed": "failures",
     "odd": "NaN or infinite",
 }
-"""What is marked in the charts, and can be hidden."""
+"""The marks in the charts, which can be hidden."""
 
 
 def metrics(runs: Iterable[Row]) -> list[str]:
-    """Return the metrics of some runs, those that say what is best first."""
+    """Return the metrics of some runs, first those that decide which checkpoint is best."""
     goals = [run["goal"]["metric"] for run in runs if run["goal"]]
     return [
         *dict.fromkeys(goals + [name for run in runs for save in run["saves"] for name in save["metrics"]])
@@ -38,7 +38,7 @@ def metrics(runs: Iterable[Row]) -> list[str]:
 
 
 def shown(run: Row, most: int = MOST) -> list[Row]:
-    """Return the saves of a run that are shown: of very many those that matter, and the shape of the curves.
+    """Return the saves of a run that are shown: of very many, those that matter and the curves' extremes.
 
     >>> run = {"saves": [{"number": n, "metrics": {"acc": (n - 500) ** 2}} for n in range(1000)]}
     >>> few = shown(run | {"newest": 999, "best": 7, "goal": None, "events": []}, most=40)
@@ -90,27 +90,27 @@ class Curves:
 
     def metric(self, name: str) -> dict[str, Json]:
         """Return the chart of a metric over the steps."""
-        told = (trace for index in range(len(self.runs)) for trace in self._traces(index, name))
-        traces = [trace for trace in told if trace["x"]]
-        # No curve hides a mark.
+        every = (trace for index in range(len(self.runs)) for trace in self._traces(index, name))
+        traces = [trace for trace in every if trace["x"]]
+        # Marks last: no curve hides them.
         traces.sort(key=lambda trace: trace["kind"] not in ("curve", "branch", "save", "abandoned"))
         return {"title": printable(name, but=""), "kind": "metric", "x": _AXES[self.x], "traces": traces}
 
     def cost(self) -> dict[str, Json] | None:
-        """Return the chart of what saving has cost; None if nobody noted that."""
+        """Return the chart of what saving cost; None if the history does not say."""
         traces = []
         for index, saves in enumerate(self.shown):
             for kind in ("lost", "durable"):
                 known = [save for save in saves if save[kind] is not None]
-                points = [(save[self.x], save[kind], told(save)) for save in known]
+                points = [(save[self.x], save[kind], hover_text(save)) for save in known]
                 traces += [_trace(index, kind, points)] if points else []
         return {"title": "seconds", "kind": "cost", "x": _AXES[self.x], "traces": traces} if traces else None
 
     def sizes(self, index: int) -> dict[str, Json] | None:
-        """Return the chart of how big the checkpoints of a run are; None if none is there."""
+        """Return the chart of the sizes of a run's checkpoints; None if it has none."""
         here = [save for save in self.shown[index] if save["size"] and save["own"] is not None]
-        own = [(save["number"], save["own"], told(save)) for save in here]
-        rest = [(save["number"], max(0, save["size"] - save["own"]), told(save)) for save in here]
+        own = [(save["number"], save["own"], hover_text(save)) for save in here]
+        rest = [(save["number"], max(0, save["size"] - save["own"]), hover_text(save)) for save in here]
         if not here:
             return None
         traces = [_trace(index, "own", own)]
@@ -118,7 +118,7 @@ class Curves:
         return {"title": "bytes", "kind": "sizes", "x": _AXES["number"], "traces": traces}
 
     def kinds(self) -> list[str]:
-        """Return what is marked in any of the charts of metrics."""
+        """Return the marks that the charts of metrics have."""
         saves = [save for saves in self.shown for save in saves]
         there = {event["kind"] for run in self.runs for event in run["events"]}
         there |= {"save"} if saves else set()
@@ -132,7 +132,7 @@ class Curves:
         run, saves = self.runs[index], self.shown[index]
         given = [save for save in saves if name in save["metrics"] and save[self.x] is not None]
         finite = [save for save in given if _is_finite(save["metrics"][name])]
-        at = {save["number"]: (save[self.x], save["metrics"][name], told(save, run)) for save in finite}
+        at = {save["number"]: (save[self.x], save["metrics"][name], hover_text(save, run)) for save in finite}
         stayed = [save for save in finite if not save["abandoned"]]
         left = [save for save in finite if save["abandoned"]]
         if not given:
@@ -143,8 +143,8 @@ class Curves:
         yield _trace(index, "abandoned", [at[save["number"]] for save in left])
         if run["goal"] and run["goal"]["metric"] == name and run["best"] in at:
             yield _trace(index, "best", [at[run["best"]]])
-        # What has no place on the curve stands in a row below it.
-        odd = [(s[self.x], 0, told(s, run)) for s in given if not _is_finite(s["metrics"][name])]
+        # What has no place on the curve is marked in a row below it.
+        odd = [(s[self.x], 0, hover_text(s, run)) for s in given if not _is_finite(s["metrics"][name])]
         yield _trace(index, "odd", odd)
         for kind in ("resume", "back", "preempted", "failed"):
             yield _trace(index, kind, [*self._events(index, kind)])
@@ -155,7 +155,7 @@ class Curves:
         for event in _spread([one for one in run["events"] if one["kind"] == kind], MOST // 4):
             x = event["step"] if self.x == "step" else places.get(event["number"])
             if x is not None:
-                yield x, 0, told_of_event(event)
+                yield x, 0, hover_text_of_event(event)
 
 
 _AXES = {"step": "step", "number": "save number"}
@@ -164,12 +164,12 @@ _AXES = {"step": "step", "number": "save number"}
 def _branches(
     left: Sequence[Row], at: Mapping[int, tuple[Any, Any, str]], saves: Sequence[Row]
 ) -> Iterator[tuple[Any, Any, str]]:
-    """Yield a line for each abandoned save, from the one shown before it that it comes from."""
+    """Yield a line for each abandoned save, from the last save before it on its branch that is shown."""
     parents = {save["number"]: save["parent"] for save in saves}
     for save in left:
         number = save["number"]
         parent = parents.get(number)
-        # (a parent is always older: in a history that is damaged this must end, too)
+        # A parent is always older: the loop has to end in a damaged history too.
         while parent is not None and parent not in at:
             before, parent = parent, parents.get(parent)
             parent = parent if parent is not None and parent < before else None
@@ -183,8 +183,8 @@ def _trace(index: int, kind: str, points: Sequence[tuple[Any, Any, str]]) -> Tra
     return {"run": index, "kind": kind, "x": xs, "y": ys} | ({} if is_line else {"text": texts})
 
 
-def told(save: Row, run: Row | None = None) -> str:
-    """Return what a point tells of a save, for plotly, in lines."""
+def hover_text(save: Row, run: Row | None = None) -> str:
+    """Return the lines about a save that plotly shows at its point."""
     named = [word for word in ("best", "newest") if run and save["number"] == run[word]]
     named += ["abandoned"] if save["abandoned"] else []
     title = f"checkpoint {save['number']}"
@@ -207,14 +207,14 @@ def _whether_here(save: Row) -> str:
     return "" if save["here"] else ", not kept"
 
 
-def told_of_event(event: Row) -> str:
-    """Return what a point tells of a resume, a preemption and the like, for plotly, in lines."""
+def hover_text_of_event(event: Row) -> str:
+    """Return the lines about a resume, a preemption or the like that plotly shows at its point."""
     lines = [f"<b>{_safe(sentence(event))}</b>", _place(event), when(event["time"])]
     return "<br>".join(line for line in lines if line)
 
 
 def sentence(event: Row) -> str:
-    """Return what an event was, in words.
+    """Return an event in words.
 
     >>> sentence({"kind": "resume", "attempt": 2, "number": 41, "how": None})
     'attempt 2 went on from checkpoint 41'
@@ -234,7 +234,7 @@ def _place(row: Row) -> str:
 
 
 def number(value: Json) -> str:
-    """Return a metric as people read it.
+    """Return a metric as text.
 
     >>> number(0.123456789), number("nan"), number(None)
     ('0.123457', 'nan', '')
@@ -243,6 +243,6 @@ def number(value: Json) -> str:
 
 
 def _safe(text: str) -> str:
-    # Plotly draws what looks like HTML as such.
+    # Plotly takes what looks like HTML for HTML.
     line = printable(text, but="")
     return html.escape(line if len(line) <= 200 else f"{line[:199]}…", quote=False)

@@ -19,13 +19,13 @@ from .magnitudes import Distance, distance_of
 
 
 class Pair(NamedTuple):
-    """A tensor as it is in both; None where one has none of that name."""
+    """A tensor in both checkpoints; None where one has no tensor of that name."""
 
     key: Key
     before: Tensor | None
     after: Tensor | None
     distance: Distance | None = None
-    """None where they cannot be compared number by number."""
+    """None if they cannot be compared number by number."""
 
     @property
     def part(self) -> str:
@@ -36,7 +36,7 @@ class Pair(NamedTuple):
 
     @property
     def what(self) -> str:
-        """What has become of it: changed, missing, new, or of another dtype or shape."""
+        """How they differ: changed, missing, new, or of another dtype or shape."""
         if self.before is None or self.after is None:
             return "missing" if self.before else "new"
         if self.before.dtype != self.after.dtype:
@@ -45,7 +45,7 @@ class Pair(NamedTuple):
 
 
 class Change(NamedTuple):
-    """A value that is not the same in both; MISSING where one has none."""
+    """A value that differs; MISSING where one checkpoint has none."""
 
     kind: str
     """One of "part", "setting", "value", "environment"."""
@@ -53,7 +53,7 @@ class Change(NamedTuple):
     before: Json
     after: Json
     effect: str | None = None
-    """What it does to the numbers, where that is known."""
+    """What it does to the numbers, if that is known."""
 
 
 MISSING = {"$missing": None}
@@ -68,15 +68,20 @@ class Comparison:
     pairs: Sequence[Pair]
     changes: Sequence[Change]
 
+    @property
+    def is_equal(self) -> bool:
+        """Whether nothing differs."""
+        return not (self.pairs or self.changes)
+
 
 def size_to_read(before: Contents, after: Contents) -> int:
-    """Return how many bytes have to be read to compare them."""
+    """Return how many bytes a comparison reads."""
     shared = _unchanged_files(before, after)
     return sum(one.found.about.files[file].size for one in (before, after) for file in {*one.heads} - shared)
 
 
 def compare(before: Contents, after: Contents, told: Told | None = None) -> Comparison:
-    """Return in what two checkpoints differ; files that have one digest in both manifests are not read."""
+    """Return in what two checkpoints differ; files with the same digest in both manifests are not read."""
     shared = _unchanged_files(before, after)
     tensors = [{tensor.key: tensor for tensor in one.tensors} for one in (before, after)]
     keys = [*dict.fromkeys([*tensors[0], *tensors[1]])]
@@ -97,7 +102,7 @@ def _distances(
     before: Contents, after: Contents, fit: Mapping[Key, Pair], shared: set[str], told: Told | None
 ) -> dict[Key, Distance]:
     for file in {*after.heads} - shared:
-        # What is compared below is read again, piece by piece: a committed file does not change any more.
+        # Verified as a whole first. Below it is read again, piece by piece: a committed file stays as it is.
         after.found.scan_file(file, told=told)
     found: dict[Key, Distance] = {}
     guard = threading.Lock()
@@ -128,7 +133,8 @@ def _opened(found: Checkpoint, file: str) -> Iterator[int]:
 
 def _changes(before: Contents, after: Contents) -> Iterator[Change]:
     then, now = before.found.about, after.found.about
-    for name, one, other in _unequal(_kinds(before), _kinds(after)):
+    kinds = [{name: one.kind_of(name) for name in one.found.about.parts} for one in (before, after)]
+    for name, one, other in _unequal(*kinds):
         yield Change("part", name, one, other)
     for name, one, other in _unequal(then.built, now.built):
         yield Change("setting", name, one, other, changes.setting_effect(name))
@@ -146,16 +152,12 @@ def _rank(stem: str) -> str:
     return f"rank {int(stem.removeprefix(RANKS))}: " if stem.startswith(RANKS) else ""
 
 
-def _kinds(contents: Contents) -> dict[str, Json]:
-    return {name: about.get("kind") for name, about in contents.found.about.parts.items()}
-
-
 _Name = TypeVar("_Name")
 
 
 def _unequal(then: Mapping[_Name, Json], now: Mapping[_Name, Json]) -> Iterator[tuple[_Name, Json, Json]]:
     for name in dict.fromkeys([*then, *now]):
         one, other = then.get(name, MISSING), now.get(name, MISSING)
-        # Not as Python compares them: 1 and 1.0 and True would be equal.
+        # By their JSON: to Python 1, 1.0 and True are equal.
         if one is not other and json.dumps(one, sort_keys=True) != json.dumps(other, sort_keys=True):
             yield name, one, other

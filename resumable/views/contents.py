@@ -1,4 +1,4 @@
-"""What a checkpoint holds, read as safely as a load reads it, but without torch."""
+"""What a checkpoint holds: its trees and its tensors, verified as a load verifies them."""
 
 from __future__ import annotations
 
@@ -14,43 +14,36 @@ from typing import NamedTuple
 import xxhash
 
 from ..errors import CheckpointDamaged
-from ..files import disk, large_files, safetensors_header
+from ..files import codec, disk, large_files, tensor_file
 from ..files.large_files import Lane, Target
-from ..files.safetensors_header import Entry
 from ..files.strict_json import Json, parse, typed
+from ..files.tensor_file import Slot
 from ..progress import Told
 from ..run import manifest
 from ..run.checkpoint import RANKS, Checkpoint
 from . import magnitudes
 from .magnitudes import Size
 
-_DTYPES = {
-    **{"BOOL": "bool", "U8": "uint8", "I8": "int8", "I16": "int16", "U16": "uint16", "I32": "int32"},
-    **{"U32": "uint32", "I64": "int64", "U64": "uint64", "F16": "float16", "BF16": "bfloat16"},
-    **{"F32": "float32", "F64": "float64", "C64": "complex64", "F8_E4M3": "float8_e4m3fn"},
-    **{"F8_E5M2": "float8_e5m2", "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz"},
-    "F8_E8M0": "float8_e8m0fnu",
-}
-"""What torch calls the dtypes of a safetensors file."""
-
 Tree = Mapping[str, Json]
 Key = tuple[str, str]
-"""Which tensor of a training it is: the stem of its file, and its name."""
+"""A tensor of a training: the stem of its file, and its name."""
 
 _FROZEN = "-frozen"
 _DEEPEST = 200
-"""A value of 64 containers in each other is twice as many lists and objects, and the trees are some more."""
+"""A value of 64 nested containers is twice as many lists and objects in JSON, and the tree adds some."""
 _LONGEST_STATE = 1 << 20
-"""Of so many bytes can the state of a random generator be that is told by a digest."""
+"""The largest state of a random generator, in bytes, that is shown as a digest."""
+RANDOM = ("random", "generator")
+"""The kinds of parts that hold random generators."""
 
 
 class Tensor(NamedTuple):
-    """One tensor of a checkpoint, and where it lies."""
+    """A tensor of a checkpoint, and where it lies."""
 
     file: str
     name: str
     part: str
-    """The part that it belongs to; empty where no tree names it."""
+    """The part that it belongs to; empty if no tree names it."""
     dtype: str
     shape: tuple[int, ...]
     begin: int
@@ -58,27 +51,27 @@ class Tensor(NamedTuple):
 
     @property
     def key(self) -> Key:
-        """Which tensor it is, also where it was frozen since and lies in another file."""
+        """The same in two checkpoints, even if it was frozen in between and lies in another file."""
         return stem_of(self.file), self.name
 
     @property
     def values(self) -> int:
-        """How many numbers it has."""
+        """The number of its elements."""
         return math.prod(self.shape)
 
     @property
     def size(self) -> int:
-        """How many bytes it has."""
+        """Its bytes."""
         return self.end - self.begin
 
     @property
     def width(self) -> int:
-        """How many bytes one of its numbers has."""
+        """The bytes of one element."""
         return self.size // self.values if self.values else 1
 
 
 class Place(NamedTuple):
-    """Where a plain value stands: in the tree of which file, in which part, and its path, which begins so."""
+    """Where a plain value stands: the stem of its tree's file, its part, and its path from there."""
 
     stem: str
     part: str
@@ -91,13 +84,18 @@ class Contents:
 
     found: Checkpoint
     trees: Mapping[str, Tree]
-    """By the stem of the file that has the tensors ("model", "ranks/00000"), the parts by their names."""
+    """The parts by name, by the stem of the file that has their tensors ("model", "ranks/00000")."""
     tensors: Sequence[Tensor]
     heads: Mapping[str, memoryview]
+    """The header of each file with tensors, not verified yet."""
 
     def ranks(self) -> list[str]:
         """Return the stems of what differs by process, rank 0 first."""
         return sorted(stem for stem in self.trees if stem.startswith(RANKS))
+
+    def kind_of(self, part: str) -> Json:
+        """Return the kind of a part."""
+        return self.found.about.parts.get(part, {}).get("kind")
 
     def leaves(self) -> dict[Place, Json]:
         """Return the plain values of all trees."""
@@ -111,7 +109,7 @@ class Contents:
 
 
 def stem_of(file: str) -> str:
-    """Return what a file is called without its suffixes: what is frozen belongs to the same tree.
+    """Return the name of a file without its suffixes: frozen tensors belong to the same tree.
 
     >>> stem_of("model-frozen.safetensors"), stem_of("ranks/00000.json")
     ('model', 'ranks/00000')
@@ -120,15 +118,15 @@ def stem_of(file: str) -> str:
 
 
 def read(found: Checkpoint) -> Contents:
-    """Return what a checkpoint holds. Of the files with tensors only the heads are read, not verified yet."""
+    """Return what a checkpoint holds; of the files with tensors only the headers are read, unverified."""
     trees: dict[str, Tree] = {}
     heads: dict[str, memoryview] = {}
     with reading(found, manifest.NAME):
         _refuse_depth([found.about.built, found.about.environment, found.about.parts])
     for file in found.about.files:
         with reading(found, file):
-            if file.endswith(".safetensors"):
-                heads[file] = _head(found, file)
+            if codec.is_tensor_file(file):
+                heads[file] = found.read_header(file)
                 continue
             whole = typed(dict, parse(found.read_file(file)))
             _refuse_depth(whole)
@@ -136,8 +134,8 @@ def read(found: Checkpoint) -> Contents:
     tensors: list[Tensor] = []
     for file, head in heads.items():
         with reading(found, file):
-            entries = safetensors_header.entries_of(head, found.about.files[file].size)
-            tensors += _tensors(file, entries, trees.get(stem_of(file), {}))
+            slots = tensor_file.read_header(head, found.about.files[file].size)
+            tensors += _tensors(file, slots, trees.get(stem_of(file), {}))
             if twice := len(tensors) - len({tensor.key for tensor in tensors}):
                 raise ValueError(f"{twice} of its tensors are in another file, too")
     return Contents(found, trees, tensors, heads)
@@ -148,7 +146,7 @@ def _by_stem(whole: Tree) -> dict[str, Tree]:
 
 
 def _refuse_depth(whole: Json) -> None:
-    # Before all that calls itself: Python gives up at some depth, with an error that names no file.
+    # Before anything recursive: a RecursionError of Python's would name no file.
     waiting = [whole]
     for _ in range(_DEEPEST):
         inner = (one.values() if isinstance(one, dict) else one for one in waiting)
@@ -157,15 +155,9 @@ def _refuse_depth(whole: Json) -> None:
         raise ValueError(f"it is nested more than {_DEEPEST} deep")
 
 
-def _head(found: Checkpoint, file: str) -> memoryview:
-    size = found.about.files[file].size
-    start = large_files.read_start(found.path, file, size, 8)
-    return large_files.read_start(found.path, file, size, safetensors_header.header_size(start, size))
-
-
 @contextlib.contextmanager
 def reading(found: Checkpoint, file: str) -> Iterator[None]:
-    """Name the checkpoint and the file where what is read in the body is no such thing."""
+    """Name the checkpoint and the file in what goes wrong in the body."""
     try:
         yield
     except CheckpointDamaged:
@@ -174,18 +166,19 @@ def reading(found: Checkpoint, file: str) -> Iterator[None]:
         raise disk.damaged(found.path, f"{file}: {exc}") from exc
 
 
-def _tensors(file: str, entries: Sequence[Entry], tree: Tree) -> Iterator[Tensor]:
+def _tensors(file: str, slots: Sequence[Slot], tree: Tree) -> Iterator[Tensor]:
     named = {one.name: (part, one) for part, value in tree.items() for one in _stored(value)}
-    for name, code, shape, begin, end in entries:
-        part, stored = named.get(name, ("", _Stored(name)))
-        dtype = stored.dtype or _DTYPES[code]
-        if stored.dtype:
-            # (stored as its bytes)
-            shape = shape[:-1] if stored.shape is None else stored.shape
-        width = magnitudes.width(dtype) if stored.dtype else None
-        if width is not None and math.prod(shape) * width != end - begin:
-            raise ValueError(f"{name} is no {dtype} of shape {list(shape)}")
-        yield Tensor(file, name, part, dtype, shape, begin, end)
+    for slot in slots:
+        part, (_, dtype, shape) = named.get(slot.name, ("", _Stored(slot.name)))
+        if dtype is None:
+            dtype, shape = str(slot.dtype).removeprefix("torch."), slot.shape
+        else:
+            # Stored as its bytes.
+            shape = slot.shape[:-1] if shape is None else shape
+            width = magnitudes.width(dtype)
+            if width is not None and math.prod(shape) * width != slot.end - slot.begin:
+                raise ValueError(f"{slot.name} is no {dtype} of shape {list(shape)}")
+        yield Tensor(file, slot.name, part, dtype, shape, slot.begin, slot.end)
 
 
 class _Stored(NamedTuple):
@@ -195,22 +188,15 @@ class _Stored(NamedTuple):
 
 
 def _stored(tree: Json) -> Iterator[_Stored]:
-    """Yield the tensors that a tree names, with the dtypes and shapes of those that are stored as bytes."""
-    # Not by calling itself: a tree can be nested as deeply as its maker liked.
-    waiting = [tree]
-    while waiting:
-        item = waiting.pop()
-        match item:
+    """Yield the tensors that a tree names, with the dtypes and shapes of those stored as their bytes."""
+    for _, value in _walked(tree, ""):
+        match value:
             case {"$tensor": str(name)}:
                 yield _Stored(name)
             case {"$tensor": [str(name), dict(about)]}:
                 yield _Stored(name, typed(str, about["dtype"]) if "dtype" in about else None)
             case {"$ndarray": [str(name), str(dtype), list(shape), _]}:
                 yield _Stored(name, dtype, tuple(typed(int, length) for length in shape))
-            case list():
-                waiting += item
-            case dict():
-                waiting += item.values()
 
 
 def scan(
@@ -220,15 +206,14 @@ def scan(
     told: Told | None = None,
     whole: Collection[Key] = (),
 ) -> None:
-    """Read a file with tensors, verified, and give their bytes to `take`: which tensor, from where on.
+    """Read a file with tensors, verified, and pass their bytes to `take`: which tensor, and from where on.
 
-    Several threads do so, and never with a part of an element; those that are to be `whole` come at once.
+    Several threads call it, piece by piece but never with part of an element; those in `whole` come at once.
     """
     found, head = contents.found, contents.heads[file]
     again = memoryview(bytearray(len(head)))
-    note: Callable[[int], object] = told or _to_nobody
     apart: list[tuple[Tensor, memoryview]] = []
-    targets = [Target(0, len(head), again, partial(_take, None, note))]
+    targets = [Target(0, len(head), again, partial(_take, None, told))]
     for tensor in contents.tensors:
         if tensor.file != file or not tensor.size:
             continue
@@ -236,7 +221,7 @@ def scan(
         if tensor.key in whole or not _comes_in_elements(tensor):
             memory = memoryview(bytearray(tensor.size))
             apart.append((tensor, memory))
-        pass_on = partial(_take, None if memory else partial(take, tensor), note)
+        pass_on = partial(_take, None if memory else partial(take, tensor), told)
         targets.append(Target(tensor.begin, tensor.end, memory, pass_on))
     with reading(found, file):
         large_files.scan(found.path, file, *found.about.files[file], targets)
@@ -247,20 +232,17 @@ def scan(
 
 
 def _take(
-    take: Callable[[int, memoryview], None] | None, note: Told, lane: Lane, at: int, piece: memoryview
+    take: Callable[[int, memoryview], None] | None, told: Told | None, lane: Lane, at: int, piece: memoryview
 ) -> None:
     if take:
         take(at, piece)
-    note(piece.nbytes)
+    if told:
+        told(piece.nbytes)
 
 
 def _comes_in_elements(tensor: Tensor) -> bool:
     # A file is read in pieces and blocks whose lengths are powers of two.
     return tensor.width in (1, 2, 4, 8, 16) and tensor.begin % tensor.width == 0
-
-
-def _to_nobody(size: int) -> None:
-    """Where nobody wants to know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,46 +269,39 @@ def measure(contents: Contents, told: Told | None = None) -> Measured:
     small = {
         tensor.key
         for tensor in contents.tensors
-        if tensor.size <= _LONGEST_STATE and _is_state(contents, tensor)
+        if tensor.size <= _LONGEST_STATE and contents.kind_of(tensor.part) in RANDOM
     }
     for file in contents.heads:
         scan(contents, file, take, told, small)
     return Measured(sizes, states)
 
 
-def _is_state(contents: Contents, tensor: Tensor) -> bool:
-    kind = contents.found.about.parts.get(tensor.part, {}).get("kind")
-    return kind in ("random", "generator")
-
-
 class Generator(NamedTuple):
-    """The state of one random generator, in short."""
+    """A random generator and its state."""
 
     rank: int | None
-    """Of which process; None where all have the same."""
+    """The process that has it; None if all have the same."""
     name: str
     kind: str
     state: str
-    """A digest: two are equal where their states are."""
+    """A digest: equal states have equal ones."""
 
 
-def generators(contents: Contents, measured: Measured) -> list[Generator]:
-    """Return the random generators that a checkpoint holds."""
-    kinds = {name: about.get("kind") for name, about in contents.found.about.parts.items()}
-    found = []
+def generators(contents: Contents, measured: Measured) -> Iterator[Generator]:
+    """Yield the random generators in a checkpoint."""
     for stem, tree in contents.trees.items():
         rank = int(stem.removeprefix(RANKS)) if stem.startswith(RANKS) else None
         for part, value in tree.items():
-            each = value if kinds.get(part) == "random" and isinstance(value, dict) else {"": value}
-            for name, state in each.items() if kinds.get(part) in ("random", "generator") else ():
-                text = [json.dumps(state, sort_keys=True)]
-                text += [measured.states.get((stem, one.name), "") for one in _stored(state)]
-                digest = xxhash.xxh3_64_hexdigest("".join(text).encode())[:8]
-                found.append(Generator(rank, name or part, _algorithm(name, state), digest))
-    return found
+            if (kind := contents.kind_of(part)) in RANDOM:
+                each = value if kind == "random" and isinstance(value, dict) else {part: value}
+                for name, state in each.items():
+                    text = [json.dumps(state, sort_keys=True)]
+                    text += [measured.states.get((stem, one.name), "") for one in _stored(state)]
+                    digest = xxhash.xxh3_64_hexdigest("".join(text).encode())[:8]
+                    yield Generator(rank, name, _algorithm(state), digest)
 
 
-def _algorithm(name: str, state: Json) -> str:
+def _algorithm(state: Json) -> str:
     match state:
         case {"bit_generator": str(kind)}:
             return kind
@@ -339,15 +314,20 @@ def _algorithm(name: str, state: Json) -> str:
 
 
 def leaves(tree: Json, path: str = "") -> Iterator[tuple[str, Json]]:
-    """Yield the plain values of a tree by their paths, and no tensors; ValueError where it is no tree.
+    """Yield the plain values of a tree by their paths, without the tensors; ValueError if it is no tree.
 
     >>> [*leaves({"groups": [{"lr": 0.1, "betas": {"$tuple": [0.9, 0.99]}}], "exp": {"$tensor": "w"}})]
     [('groups.0.lr', 0.1), ('groups.0.betas', {'$tuple': [0.9, 0.99]})]
     """
+    for place, value in _walked(tree, path):
+        if not (isinstance(value, dict) and value.keys() & {"$tensor", "$ndarray"}):
+            yield place, value
+
+
+def _walked(tree: Json, path: str) -> Iterator[tuple[str, Json]]:
+    """Yield the plain values of a tree, and what names its tensors, by their paths."""
     inside: Iterable[tuple[str, Json]] = ()
     match tree:
-        case {"$tensor": _} | {"$ndarray": _}:
-            return
         case {"$dict": list(pairs)} | {"$OrderedDict": list(pairs)} | {"$Counter": list(pairs)}:
             inside = _pairs(pairs)
         case {"$defaultdict": [_, list(pairs)]}:
@@ -361,7 +341,7 @@ def leaves(tree: Json, path: str = "") -> Iterator[tuple[str, Json]]:
         case _:
             yield path, tree
     for key, value in inside:
-        yield from leaves(value, f"{path}.{key}" if path else key)
+        yield from _walked(value, f"{path}.{key}" if path else key)
 
 
 def _pairs(pairs: Sequence[Json]) -> Iterator[tuple[str, Json]]:

@@ -1,4 +1,4 @@
-"""Pages that need nothing beside them: alike to look at, and written only where nothing else lies."""
+"""Self-contained pages with one look, which never replace a file that is not such a page."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..version import __version__
 def page(
     maker: str, *, title: str, heading: str, body: Markup, note: str = "", data: str = "", script: str = ""
 ) -> str:
-    """Return a page that a command has made, with elements that hold data, and what its script does."""
+    """Return the page of a command; `data` are elements that hold data for its script."""
     values = {
         "maker": maker,
         "title": title,
@@ -38,12 +38,12 @@ def page(
 
 
 def text_of(name: str) -> str:
-    """Return a file that pages are made of."""
+    """Return the text of a file that belongs to the pages."""
     return (Path(__file__).parent / name).read_text(encoding="utf-8")
 
 
 def check(path: str | os.PathLike[str], maker: str) -> None:
-    """Check that a page of this command can be written there: nothing but an older one is replaced."""
+    """Check that a page can be written there: only an older one of the same command is replaced."""
     target = Path(path)
     if target.is_dir():
         raise UsageError(f"{target} is a folder.", fix=f"name a file: {target / f'{maker}.html'}.")
@@ -58,7 +58,7 @@ def check(path: str | os.PathLike[str], maker: str) -> None:
 
 def _is_made_by(maker: str, path: Path) -> bool:
     mark = f'<!doctype html>\n<html lang="en" data-made-by="resumable {maker}">'.encode()
-    # (a pipe would never end)
+    # A pipe would never end.
     with contextlib.suppress(OSError):
         if path.is_file():
             with path.open("rb") as file:
@@ -67,7 +67,7 @@ def _is_made_by(maker: str, path: Path) -> bool:
 
 
 def write(path: str | os.PathLike[str], text: str) -> None:
-    """Write a page as a whole."""
+    """Write a page, completely or not at all."""
     try:
         disk.replace(Path(os.path.realpath(path)), text.encode(errors="replace"))
     except OSError as exc:

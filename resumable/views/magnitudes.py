@@ -1,4 +1,4 @@
-"""How large the numbers of a tensor are, and how far those of two lie apart; from bytes, without torch."""
+"""How large the numbers of a tensor are, and how far those of two are apart, from their bytes."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import contextlib
 import functools
 import math
 import re
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import numpy as np
+import numpy as np
+import torch
 
-    Array = np.ndarray[Any, Any]
+from ..files.tensor_file import DTYPES
+
+Array = np.ndarray[Any, Any]
 
 
 @dataclass(slots=True)
@@ -24,17 +25,17 @@ class Size:
     nan: int = 0
     inf: int = 0
     squares: float = 0.0
-    """The sum of the squares of those that are finite."""
+    """The sum of the squares of the finite ones."""
     is_known: bool = True
-    """False for bytes that are no numbers."""
+    """False for bytes that are not numbers."""
 
     @property
     def norm(self) -> float | None:
-        """The square root of the sum of the squares; None where they are no numbers."""
+        """The square root of the sum of the squares; None if they are not numbers."""
         return math.sqrt(self.squares) if self.is_known else None
 
     def add(self, other: Size) -> None:
-        """Take in another piece."""
+        """Add another piece."""
         self.count += other.count
         self.nan += other.nan
         self.inf += other.inf
@@ -44,28 +45,28 @@ class Size:
 
 @dataclass(slots=True)
 class Distance:
-    """How far numbers lie apart, added up piece by piece."""
+    """How far numbers are apart, added up piece by piece."""
 
     changed: int = 0
     """How many differ in a bit."""
     most: float = 0.0
-    """The largest difference of two that are both finite."""
+    """The largest difference of two finite numbers."""
     squares: float = 0.0
     """The sum of the squares of those differences."""
     before: Size = field(default_factory=Size)
     not_finite: int = 0
-    """How many were finite, and are not any more."""
+    """How many were finite before and are not after."""
 
     @property
     def relative(self) -> float | None:
-        """The norm of the difference, as a share of the norm before; None where that is none."""
+        """The norm of the difference as a share of the norm before; None if that is zero or unknown."""
         norm = self.before.norm
         if norm is None or (not norm and self.squares):
             return None
         return math.sqrt(self.squares) / norm if norm else 0.0
 
     def add(self, other: Distance) -> None:
-        """Take in another piece."""
+        """Add another piece."""
         self.changed += other.changed
         self.most = max(self.most, other.most)
         self.squares += other.squares
@@ -74,40 +75,40 @@ class Distance:
 
 
 def width(dtype: str) -> int | None:
-    """Return the bytes of one element; None if nobody here knows the dtype.
+    """Return the bytes of one element; None for an unknown dtype.
 
     >>> width("bfloat16"), width("<U3"), width("complex32")
     (2, 12, None)
     """
-    if dtype in _WIDTHS:
-        return _WIDTHS[dtype]
+    if dtype in _FLOATS:
+        return _FLOATS[dtype].itemsize
     known = _numpy(dtype)
     return known.itemsize if known else None
 
 
 def is_number(dtype: str) -> bool:
-    """Whether numbers of that dtype can be added up here.
+    """Whether numbers of that dtype can be added up.
 
     >>> is_number("float8_e5m2"), is_number("complex32")
     (True, False)
     """
     known = _numpy(dtype)
-    return dtype in _WIDTHS or (known is not None and known.kind in "biufc")
+    return dtype in _FLOATS or (known is not None and known.kind in "biufc")
 
 
+# What is not finite is counted; NumPy would warn about it on the terminal.
+@np.errstate(all="ignore")
 def size_of(raw: memoryview, dtype: str, width: int) -> Size:
-    """Return how large the numbers are that lie in `raw`.
+    """Return how large the numbers in `raw` are.
 
     >>> import struct
     >>> size_of(memoryview(struct.pack("<3f", 3, 4, float("nan"))), "float32", 4)
     Size(count=3, nan=1, inf=0, squares=25.0, is_known=True)
     """
-    if not is_number(dtype):
-        return Size(raw.nbytes // width, is_known=False)
-    with _quietly():
-        return _size(_decoded(raw, dtype))
+    return _size(_decoded(raw, dtype)) if is_number(dtype) else Size(raw.nbytes // width, is_known=False)
 
 
+@np.errstate(all="ignore")
 def distance_of(before: memoryview, after: memoryview, dtype: str, width: int) -> Distance:
     """Return how far the numbers in `after` are from those in `before`.
 
@@ -120,23 +121,13 @@ def distance_of(before: memoryview, after: memoryview, dtype: str, width: int) -
     changed = _changed(before, after, width)
     if not is_number(dtype):
         return Distance(changed, before=Size(before.nbytes // width, is_known=False))
-    with _quietly():
-        values = _decoded(before, dtype)
-        size = _size(values)
-        return _distance(values, _decoded(after, dtype), changed, size) if changed else Distance(before=size)
-
-
-def _quietly() -> AbstractContextManager[None]:
-    import numpy as np
-
-    # What is not finite is counted; numpy would warn of it on the terminal.
-    return np.errstate(all="ignore")
+    values = _decoded(before, dtype)
+    size = _size(values)
+    return _distance(values, _decoded(after, dtype), changed, size) if changed else Distance(before=size)
 
 
 def _distance(values: Array, gaps: Array, changed: int, size: Size) -> Distance:
-    import numpy as np
-
-    # In place: to be given fresh memory again and again takes longer than to compute.
+    # In place: allocating fresh memory for each piece takes longer than the computation.
     gaps -= values
     gaps = np.abs(gaps, out=None if gaps.dtype.kind == "c" else gaps)
     squares = _squares(gaps)
@@ -150,8 +141,6 @@ def _distance(values: Array, gaps: Array, changed: int, size: Size) -> Distance:
 
 
 def _size(values: Array) -> Size:
-    import numpy as np
-
     squares = _squares(values)
     if math.isfinite(squares):
         return Size(values.size, squares=squares)
@@ -161,17 +150,13 @@ def _size(values: Array) -> Size:
 
 
 def _squares(values: Array) -> float:
-    import numpy as np
-
     if values.dtype.kind == "c":
         return _squares(values.real) + _squares(values.imag)
-    # Not dot(): its threads and those that read would be in each other's way.
+    # Not dot(): its threads would compete with those that read.
     return float(np.einsum("i,i->", values, values))
 
 
 def _changed(before: memoryview, after: memoryview, width: int) -> int:
-    import numpy as np
-
     kind = f"u{width}" if width in (1, 2, 4, 8) else "u1"
     differ = np.frombuffer(before, kind) != np.frombuffer(after, kind)
     if kind == "u1" and width > 1:
@@ -181,64 +166,25 @@ def _changed(before: memoryview, after: memoryview, width: int) -> int:
 
 def _decoded(raw: memoryview, dtype: str) -> Array:
     """Return the numbers as float64 or complex128."""
-    import numpy as np
-
-    if dtype == "bfloat16":
-        # The upper half of a float32.
-        return (np.frombuffer(raw, "<u2").astype("<u4") << 16).view("<f4").astype(np.float64)
-    if dtype in _EIGHT_BITS:
-        return _table(dtype)[np.frombuffer(raw, np.uint8)]
     known = _numpy(dtype)
-    assert known is not None
+    if known is None:
+        # Copied: torch cannot view what lies on an odd address.
+        bits = torch.tensor(np.frombuffer(raw, np.uint8))
+        wide: Array = bits.view(_FLOATS[dtype]).to(torch.float64).numpy()
+        return wide
     if known.kind == "b":
         known = np.dtype(np.uint8)
     return np.frombuffer(raw, known).astype(np.complex128 if known.kind == "c" else np.float64)
 
 
-_EIGHT_BITS = {
-    # bits of the exponent and the mantissa, and what is added to the exponent
-    "float8_e4m3fn": (4, 3, 7),
-    "float8_e5m2": (5, 2, 15),
-    "float8_e4m3fnuz": (4, 3, 8),
-    "float8_e5m2fnuz": (5, 2, 16),
-    "float8_e8m0fnu": (8, 0, 127),
-}
-_WIDTHS = {"bfloat16": 2, **dict.fromkeys(_EIGHT_BITS, 1)}
+_FLOATS = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES if dtype.is_floating_point}
+"""The dtypes of torch that NumPy may lack, by name."""
 
 
 @functools.cache
-def _table(dtype: str) -> Array:
-    """Return what each of the 256 bytes means."""
-    import numpy as np
-
-    return np.array([_meaning(dtype, byte) for byte in range(256)])
-
-
-def _meaning(dtype: str, byte: int) -> float:
-    exponent_bits, mantissa_bits, bias = _EIGHT_BITS[dtype]
-    if dtype == "float8_e8m0fnu":
-        return math.nan if byte == 255 else 2.0 ** (byte - bias)
-    sign = -1.0 if byte & 0x80 else 1.0
-    exponent, mantissa = (byte & 0x7F) >> mantissa_bits, byte & ((1 << mantissa_bits) - 1)
-    if dtype.endswith("fnuz"):
-        if byte == 0x80:
-            return math.nan
-    elif dtype == "float8_e4m3fn":
-        if byte & 0x7F == 0x7F:
-            return math.nan
-    elif exponent == (1 << exponent_bits) - 1:
-        return math.nan if mantissa else sign * math.inf
-    if exponent == 0:
-        return sign * math.ldexp(mantissa, 1 - bias - mantissa_bits)
-    return sign * math.ldexp((1 << mantissa_bits) + mantissa, exponent - bias - mantissa_bits)
-
-
-@functools.cache
-def _numpy(dtype: str) -> Any | None:
-    """Return numpy's dtype of that name, if it has one."""
-    import numpy as np
-
-    # (numpy's own parser would also take "O", whose bytes are pointers)
+def _numpy(dtype: str) -> np.dtype[Any] | None:
+    """Return NumPy's dtype of that name, if it has one."""
+    # NumPy's own parser would also take "O", whose bytes are pointers.
     if _KNOWN.fullmatch(dtype):
         with contextlib.suppress(TypeError, ValueError):
             return np.dtype(dtype)

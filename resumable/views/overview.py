@@ -1,4 +1,4 @@
-"""What there is to tell of a run as a whole: its saves, what happened to it and what is wrong, as JSON."""
+"""A run as a whole, as JSON: its saves, what happened to it, and what is wrong."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from ..run.manifest import Manifest
 
 Row = dict[str, Any]
 Verify = Callable[[Checkpoint], None]
-"""What raises CheckpointDamaged."""
+"""Raises CheckpointDamaged."""
 
 
 def overview(run: Run, verify: Verify | None = None) -> dict[str, Json]:
-    """Return what there is to tell of a run; with `verify`, verified by that, and not by sizes only.
+    """Return all facts about a run; `verify` checks each checkpoint, otherwise only file sizes are checked.
 
-    What the history tells is there for every save; what lies on the disk, for those that were kept.
+    Every save has what the history says about it; those that were kept also have what is on the disk.
 
     >>> found = overview(Run("runs/none"))
     >>> found["saves"], found["newest"], found["problem"]
     ([], None, None)
     """
     lines, problem = _history(run)
-    here = [*_checkpoints(run, verify)]
+    here = kept(run, verify)
     newest = next((one.about for one in reversed(here) if one.about and not one.problem), None)
     remote = history.remote(lines)
     saves = _saves(here, lines, newest, remote)
@@ -52,53 +52,56 @@ def overview(run: Run, verify: Verify | None = None) -> dict[str, Json]:
     return {key: plain(value) for key, value in found.items()}
 
 
-class _Here:
-    """A checkpoint that lies on the disk: what it tells of itself, its files, what is wrong."""
+class Kept:
+    """A checkpoint on the disk: its manifest and its files, and what is wrong with them."""
 
-    def __init__(self, run: Run, number: int, verify: Verify | None) -> None:
+    def __init__(self, run: Run, number: int, verify: Verify | None = None) -> None:
         self.number = number
-        self.files: dict[tuple[int, int], int] = {}
+        self.path: str | None = None
         self.about: Manifest | None = None
         self.problem: str | None = None
+        self.files: dict[tuple[int, int], int] = {}
+        """Their sizes; empty if one is missing or has another size."""
+        self.own = 0
+        """The bytes of the files that no other checkpoint of the run has."""
         try:
             found = run.open(number)
-            self.about = found.about
-            files = found.look().values()
-            self.files = {checkpoint.identity(one): one.st_size for one in files}
+            self.path, self.about = str(found.path), found.about
+            self.files = {checkpoint.identity(one): one.st_size for one in found.look().values()}
             if verify:
                 verify(found)
         except (CheckpointDamaged, CheckpointNotFound, FormatTooNew) as exc:
             self.problem = exc.problem
 
 
-def _checkpoints(run: Run, verify: Verify | None) -> Iterator[_Here]:
-    for number in run.numbers():
-        found = _Here(run, number, verify)
-        # A training that goes on may have pruned it meanwhile.
-        if not found.problem or run.path_of(number):
-            yield found
+def kept(run: Run, verify: Verify | None = None) -> list[Kept]:
+    """Return the checkpoints on the disk, oldest first."""
+    each = (Kept(run, number, verify) for number in run.numbers())
+    # One that is missing may have been pruned meanwhile by the training.
+    found = [one for one in each if not one.problem or run.path_of(one.number)]
+    links = Counter(key for one in found for key in one.files)
+    for one in found:
+        one.own = sum(size for key, size in one.files.items() if links[key] == 1)
+    return found
 
 
 def _history(run: Run) -> tuple[list[Line], str | None]:
     try:
         return history.read(run.path), None
     except CannotRead as exc:
-        # What the checkpoints say of themselves does not depend on it.
+        # The checkpoints can be read without it.
         return [], exc.problem
 
 
 def _saves(
-    here: Sequence[_Here], lines: Sequence[Line], newest: Manifest | None, remote: Mapping[str, str] | None
+    here: Sequence[Kept], lines: Sequence[Line], newest: Manifest | None, remote: Mapping[str, str] | None
 ) -> list[Row]:
-    told = {line["number"]: line for line in lines if history.is_save(line)}
-    rows = {number: _told(line) for number, line in told.items()}
-    links = Counter(key for one in here for key in one.files)
+    rows = {line["number"]: _of_history(line) for line in lines if history.is_save(line)}
     there = history.pushed(lines).get(remote["url"], set()) if remote else set()
     for one in here:
-        row = rows.get(one.number) or _told({"number": one.number})
-        # (where a file is missing nobody has looked at the others)
-        own = sum(size for key, size in one.files.items() if links[key] == 1) if one.files else None
-        rows[one.number] = row | _seen(one.about) | {"here": True, "own": own, "problem": one.problem}
+        row = rows.get(one.number) or _of_history({"number": one.number})
+        known = {"here": True, "own": one.own if one.files else None, "problem": one.problem}
+        rows[one.number] = row | _of_manifest(one.about) | known
     parents = {number: row["parent"] for number, row in rows.items()}
     left = history.left_behind(lines, parents, newest.number if newest else None)
     for number, row in rows.items():
@@ -106,8 +109,8 @@ def _saves(
     return [rows[number] for number in sorted(rows)]
 
 
-def _told(line: Line) -> Row:
-    """Return what the history tells of a save; a line may hold anything."""
+def _of_history(line: Line) -> Row:
+    """Return what the history says about a save; a line may hold anything."""
     metrics = line.get("metrics")
     values = metrics.items() if isinstance(metrics, dict) else ()
     return {
@@ -126,7 +129,7 @@ def _told(line: Line) -> Row:
     }
 
 
-def _seen(about: Manifest | None) -> Row:
+def _of_manifest(about: Manifest | None) -> Row:
     if about is None:
         return {}
     return {
@@ -142,45 +145,45 @@ def _seen(about: Manifest | None) -> Row:
 
 
 def _events(lines: Sequence[Line], saves: Sequence[Row]) -> Iterator[Row]:
-    """Yield what happened to the training between its saves, each with the place where it stood."""
+    """Yield what happened to the training between its saves, each with its position then."""
     at = {row["number"]: row for row in saves}
     words = {attempt["attempt"]: attempt for attempt in history.attempts(lines)}
     for line in lines:
         event, attempt = line.get("event"), line.get("attempt")
         came_from = line.get("from")
-        told = {"attempt": attempt, "time": _text(line.get("time"))}
+        who = {"attempt": attempt, "time": _text(line.get("time"))}
         if event == "start" and attempt in words and type(came_from) is int:
-            # How the one before has ended only this one may know.
+            # Only this line may know how the attempt before ended.
             yield {
                 "kind": "resume",
-                **told,
+                **who,
                 "number": came_from,
                 **_place(at.get(came_from, {})),
                 "how": None,
             }
         elif event == "restore" and type(came_from) is int:
-            yield {"kind": "back", **told, "number": came_from, **_place(at.get(came_from, {})), "how": None}
+            yield {"kind": "back", **who, "number": came_from, **_place(at.get(came_from, {})), "how": None}
         elif event == "end" and attempt in words:
-            yield from _end(_text(line.get("how")), told, None, line)
+            yield from _end(_text(line.get("how")), who, None, line)
     said = {line.get("attempt") for line in lines if line.get("event") == "end"}
     for attempt, word in words.items():
         if attempt not in said and word["ended"]:
             last = at.get(word["last"], {})
-            told = {"attempt": attempt, "time": last.get("time")}
-            yield from _end(word["ended"], told, word["last"], last)
+            who = {"attempt": attempt, "time": last.get("time")}
+            yield from _end(word["ended"], who, word["last"], last)
 
 
-def _end(how: str | None, told: Row, number: int | None, place: Mapping[str, Any]) -> Iterator[Row]:
+def _end(how: str | None, who: Row, number: int | None, place: Mapping[str, Any]) -> Iterator[Row]:
     if how and how not in ("closed", "left without close()"):
         kind = "preempted" if how.startswith("SIG") or how == "max_time" else "failed"
-        yield {"kind": kind, **told, "number": number, **_place(place), "how": how}
+        yield {"kind": kind, **who, "number": number, **_place(place), "how": how}
 
 
 def _place(row: Mapping[str, Any]) -> Row:
     return {key: _count(row.get(key)) for key in ("epoch", "batch", "step")}
 
 
-def _attempts(lines: Sequence[Line], here: Sequence[_Here]) -> list[Row]:
+def _attempts(lines: Sequence[Line], here: Sequence[Kept]) -> list[Row]:
     starts = {line["attempt"]: line for line in lines if line.get("event") == "start" and "attempt" in line}
     owner = {line["number"]: line.get("attempt") for line in lines if history.is_save(line)}
     environments = {owner.get(one.number): one.about.environment for one in here if one.about}
@@ -203,7 +206,7 @@ def _attempts(lines: Sequence[Line], here: Sequence[_Here]) -> list[Row]:
 
 
 def _differences(before: Row, now: Row) -> list[Row]:
-    """Return what the process ran on, and is not as it was in the attempt before."""
+    """Return in what the host, command and environment of an attempt differ from the one before."""
     then, new = _settings(before), _settings(now)
     both = [name for name in new if name in then and None not in (then[name], new[name])]
     return [{"name": name, "then": then[name], "now": new[name]} for name in both if then[name] != new[name]]

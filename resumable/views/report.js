@@ -61,7 +61,7 @@
     const layout = {
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", uirevision: "same", autosize: true,
       font: { family: "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif", size: 12, color: color("text") },
-      margin: { l: 8, r: 12, t: 10, b: 8 }, hovermode: "closest", dragmode: coarse ? false : "zoom",
+      margin: { l: 8, r: 12, t: 10, b: 8 }, hovermode: "closest", hoverdistance: 80, dragmode: coarse ? false : "zoom",
       hoverlabel: { bgcolor: color("page"), bordercolor: color("line"), align: "left", font: { color: color("text"), size: 13 } },
       xaxis: { ...axis, title: { text: chart.x, standoff: 6 }, anchor: hasRow ? "y2" : "y", separatethousands: true },
       yaxis: { ...axis, domain: [height, 1] },
@@ -70,7 +70,8 @@
       layout.yaxis2 = { domain: [0, height - 0.03], range: [1.3, 2 * runs.length + 1.7], visible: false, fixedrange: true };
     }
     if (chart.kind === "metric") layout.yaxis.type = isLog ? "log" : "linear";
-    if (chart.kind === "metric" && isLog) layout.yaxis.dtick = undefined;
+    // Labels at 1, 2 and 5: those between would overlap.
+    if (chart.kind === "metric" && isLog) Object.assign(layout.yaxis, { dtick: "D2", exponentformat: "e" });
     if (chart.kind === "cost") Object.assign(layout.yaxis, { rangemode: "tozero", ticksuffix: " s" });
     if (chart.kind === "sizes") {
       Object.assign(layout.yaxis, { rangemode: "tozero", ticksuffix: "B" });

@@ -1,4 +1,4 @@
-"""The report: one page, which needs nothing beside it, about one run or several."""
+"""The report: one self-contained page about one run or several."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from .charts import Curves, metrics
 from .overview import overview
 
 NAME = "report.html"
-"""Where a report goes if nobody says where."""
+"""The default file name of a report."""
 
 
 class Report:
-    """A page that was written; a notebook shows it."""
+    """A page that was written. A notebook shows it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -38,14 +38,14 @@ class Report:
         return f"<Report {self.path}>"
 
     def _repr_html_(self) -> str:
-        # The page as a whole: what a notebook shows may be looked at where the file is not.
+        # The whole page: a notebook may be opened where the file is not.
         page = html.escape(self.path.read_text(encoding="utf-8"))
         size = 'width="100%" height="720" style="border:0"'
         return f'<iframe sandbox="allow-scripts" title="resumable report" {size} srcdoc="{page}"></iframe>'
 
 
 def facts(runs: Sequence[Run], *, reads_all: bool = False) -> list[dict[str, Json]]:
-    """Return what there is to tell of some runs, verified with a bar where `reads_all`."""
+    """Return the facts about some runs; with `reads_all` every byte is verified, under a progress bar."""
     return [overview(run, _verify if reads_all else None) for run in runs]
 
 
@@ -57,20 +57,20 @@ def _verify(found: Checkpoint) -> None:
 def write(
     runs: Sequence[Run], path: str | os.PathLike[str] = NAME, *, reads_all: bool = False
 ) -> tuple[Report, list[dict[str, Json]]]:
-    """Write a page about some runs, and return it with the facts that it shows.
+    """Write a page about some runs; return it and the facts that it shows.
 
-    `reads_all`: every byte is verified; else what sizes and manifests tell.
+    With `reads_all` every byte is verified, otherwise only sizes and manifests.
     """
     target = Path(path)
     html_page.check(target, "report")
     library = _library()
-    told = facts(runs, reads_all=reads_all)
-    html_page.write(target, page(told, library))
-    return Report(target), told
+    found = facts(runs, reads_all=reads_all)
+    html_page.write(target, page(found, library))
+    return Report(target), found
 
 
 def _library() -> bytes:
-    """Return the code that draws the charts."""
+    """Return plotly.js, which draws the charts."""
     found = importlib.util.find_spec("plotly")
     for folder in (found and found.submodule_search_locations) or ():
         file = Path(folder) / "package_data" / "plotly.min.js"
@@ -82,14 +82,14 @@ def _library() -> bytes:
     )
 
 
-def page(told: Sequence[Mapping[str, Json]], library: bytes) -> str:
-    """Return the page about runs, as `overview` tells of them."""
-    curves = Curves(told)
-    names = [str(run["run"]) for run in told]
-    made = sections.Page(curves, metrics(told))
+def page(runs: Sequence[Mapping[str, Json]], library: bytes) -> str:
+    """Return the page about runs, as `overview` describes them."""
+    curves = Curves(runs)
+    names = [str(run["run"]) for run in runs]
+    made = sections.Page(curves, metrics(runs))
     body = made.make()
     charts = in_script({"runs": names, "charts": made.charts})
-    # Of the kinds of compression it is the one that browsers undo by themselves.
+    # Browsers can decompress gzip by themselves.
     packed = base64.b64encode(gzip.compress(library, 9, mtime=0)).decode()
     return html_page.page(
         "report",

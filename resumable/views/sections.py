@@ -1,4 +1,4 @@
-"""What stands in a report, from top to bottom: the figures at a glance, the charts, the tables."""
+"""The sections of a report, from top to bottom: the figures at a glance, the charts, the tables."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Row = Mapping[str, Any]
 Chart = dict[str, Json]
 
 AT_ONCE, MOST_METRICS = 4, 24
-"""How many metrics are drawn at once, and how many can be."""
+"""How many metrics are shown at once, and how many at most."""
 
 SHAPES = {
     "run-0": "M8 2a6 6 0 1 0 .01 0z",
@@ -39,7 +39,7 @@ SHAPES = {
 
 
 class Page:
-    """The body of a report, and the charts that it has places for."""
+    """The body of a report, and the data of its charts."""
 
     def __init__(self, curves: Curves, metrics: Sequence[str]) -> None:
         self.charts: list[Chart] = []
@@ -67,7 +67,7 @@ class Page:
             summary = tag("summary", f"{counted(len(rest), 'more metric')}")
             parts.append(tag("details", summary, tag("div", *rest, class_="charts")))
         if self._left_out:
-            more = f"{counted(self._left_out, 'further metric')}: resumable report --json tells them."
+            more = f"{counted(self._left_out, 'further metric')}: see resumable report --json."
             parts.append(tag("p", more, class_="quiet"))
         return section("Metrics", 2, *parts)
 
@@ -90,7 +90,7 @@ class Page:
     def _cost_section(self) -> Markup:
         chart = self._curves.cost()
         if chart is None:
-            return section("What saving costs", 2, tag("p", "The history tells of no save.", class_="empty"))
+            return section("What saving costs", 2, tag("p", "The history has no save.", class_="empty"))
         about = (
             "How long each save held up the training, and how long until it was durable, in the background."
         )
@@ -170,9 +170,9 @@ def _kept(run: Row, here: Sequence[Row]) -> str:
 def _interruptions(run: Row) -> str:
     kinds = [event["kind"] for event in run["events"]]
     words = [("resume", "resume"), ("preempted", "preemption"), ("failed", "failure")]
-    told = [counted(kinds.count(kind), word) for kind, word in words if kind in kinds]
+    found = [counted(kinds.count(kind), word) for kind, word in words if kind in kinds]
     back = kinds.count("back")
-    return ", ".join(told + ([f"went back {counted(back, 'time')}"] if back else []))
+    return ", ".join(found + ([f"went back {counted(back, 'time')}"] if back else []))
 
 
 def _share(run: Row, lost: Sequence[float]) -> str:
@@ -198,12 +198,12 @@ def _remote(run: Row, here: Sequence[Row]) -> list[Markup]:
     if not run["remote"]:
         return _fact("none", "")
     there = sum(save["pushed"] for save in run["saves"])
-    more = f"{run['remote']['url']} (push {run['remote']['push']}), as far as the history tells"
+    more = f"{run['remote']['url']} (push {run['remote']['push']}), as far as the history says"
     return _fact(f"{counted(there, 'checkpoint')} pushed", more)
 
 
 def _columns(run: Row, names: Sequence[str]) -> list[tuple[str, bool, Any]]:
-    """Return the columns of the table: the title, whether it holds words, and what a cell shows."""
+    """Return the columns of the table: the title, whether it holds words, and what makes a cell."""
 
     def metric(name: str) -> tuple[str, bool, Any]:
         return printable(name, but=""), False, lambda save: number(save["metrics"].get(name))
@@ -234,8 +234,8 @@ def _state(run: Row, save: Row) -> Markup:
 
 
 def _unshared(run: Row, save: Row) -> str:
-    is_told = save["own"] is not None and run["size"] != run["size_unshared"]
-    return bytes_of(save["own"]) if is_told else ""
+    is_known = save["own"] is not None and run["size"] != run["size_unshared"]
+    return bytes_of(save["own"]) if is_known else ""
 
 
 def _time(time: str | None) -> Markup:
@@ -245,8 +245,8 @@ def _time(time: str | None) -> Markup:
 def _happened(run: Row) -> Markup:
     events = run["events"]
     if not events:
-        told = "It went through without a stop." if run["attempts"] else "The history tells of nothing."
-        return tag("p", told, class_="empty")
+        text = "It was never interrupted." if run["attempts"] else "The history is empty."
+        return tag("p", text, class_="empty")
     shown = events[-200:]
     some = f"the last {len(shown)} of {len(events):,}" if len(shown) < len(events) else "all"
     caption = f"Resumes, preemptions and the like of {run['run']}: {some}, oldest first"
@@ -275,7 +275,7 @@ def _attempt(one: Row) -> list[object]:
         str(one["attempt"]),
         _lines([_time(one["time"]), ", ".join([*took, counted(one["saves"], "save")])]),
         "fresh" if came_from is None else f"checkpoint {came_from}",
-        _text(one["ended"] or "running, or ended without a word"),
+        _text(one["ended"] or "running or crashed (no exit recorded)"),
         _lines([f"{one['host']}, process {one['pid']}", *_environment(one)]),
         _lines([" ".join(map(str, argv)), commit]),
         _lines([*_differed(one)]),

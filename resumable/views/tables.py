@@ -1,4 +1,4 @@
-"""What commands print for people: tables, colours, and how long ago things were."""
+"""Tables, colours and relative times, as the commands print them for people."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def print_checkpoints(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def print_rest(remote: Mapping[str, str] | None, attempts: Sequence[Mapping[str, Any]]) -> None:
-    """Print where the checkpoints are pushed to, and a line for each start of the training."""
+    """Print where checkpoints are pushed to, and a line for each start of the training."""
     if remote or attempts:
         print()
     if remote:
@@ -46,7 +46,7 @@ def _cells(row: Mapping[str, Any], some_share: bool) -> tuple[str, ...]:
 
 
 def numbers(metrics: Mapping[str, float | str]) -> str:
-    """Return metrics as people write them.
+    """Return metrics as text.
 
     >>> numbers({"loss": 0.51812, "acc": "nan"})
     'loss 0.5181, acc nan'
@@ -62,7 +62,7 @@ def _attempt_cells(attempt: Mapping[str, Any]) -> tuple[str, ...]:
         f"process {attempt['pid']}",
         "fresh" if came_from is None else f"from checkpoint {came_from}",
         age(attempt["time"]),
-        f"ended: {ended.splitlines()[0]}" if ended else "running, or ended without a word",
+        f"ended: {ended.splitlines()[0]}" if ended else "running or crashed (no exit recorded)",
     )
 
 
@@ -72,13 +72,13 @@ def print_table(
     indent: str = "",
     marks: int | None = None,
 ) -> None:
-    """Print rows of cells in columns that fit; the words in the column of `marks` have their colours."""
+    """Print rows of cells in columns; the words in the column `marks` are coloured."""
     shown = [[printable(cell, but="") for cell in row] for row in rows]
-    # A column that is empty says nothing, whatever is above it.
+    # A column that is empty below its head is left out.
     used = [i for i, column in enumerate(zip(*shown, strict=True)) if any(column[1:] or column)]
     widths = {i: max(len(row[i]) for row in shown) for i in used}
     for row in shown:
-        # Numbers to the right, as they are added up; words to the left.
+        # Numbers are aligned right, words left.
         cells = [row[i].ljust(widths[i]) if i in to_the_left else row[i].rjust(widths[i]) for i in used]
         if marks in used:
             cells[used.index(marks)] = painted(cells[used.index(marks)])
@@ -86,7 +86,7 @@ def print_table(
 
 
 def painted(text: str) -> str:
-    """Return a text whose words for a state have colours, where a person looks at a terminal.
+    """Return a text in which the words for a state are coloured, if a person looks at it on a terminal.
 
     >>> painted("newest, best")
     'newest, best'
@@ -96,8 +96,13 @@ def painted(text: str) -> str:
     return _WORDS.sub(lambda word: f"\x1b[{_COLOURS[word[0]]}m{word[0]}\x1b[0m", text)
 
 
+def bold(text: str) -> str:
+    """Return a text in bold, if a person looks at it on a terminal."""
+    return f"\x1b[1m{text}\x1b[0m" if _is_coloured() else text
+
+
 def _is_coloured() -> bool:
-    # (https://no-color.org; a dumb terminal would show the signs; old ones of Windows, too)
+    # See https://no-color.org. A dumb terminal prints the codes, as old ones of Windows do.
     is_unwanted = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or sys.platform == "win32"
     return not is_unwanted and sys.stdout.isatty()
 
