@@ -1,4 +1,4 @@
-"""Splits of a dataset, drawn once in a run's life: no resume lets a sample change sides."""
+"""Random splits of a dataset, drawn once in a run's life: a resume moves no sample to another part."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from . import manifest
 if sys.platform != "win32":
     import fcntl
 
-# A link would make a file somewhere else.
+# Through a link the file would be made elsewhere.
 _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
 
 NAME = "splits.json"
@@ -32,14 +32,14 @@ NAME = "splits.json"
 def split(
     folder: Path, n: int, fractions: Sequence[float], name: str = "split", seed: int = 0
 ) -> list[list[int]]:
-    """Deal the `n` indices at random to parts of these sizes, and the same way in all of a run's life.
+    """Split `n` indices at random into parts of these sizes, in the same way for the run's whole life.
 
     >>> split(Path("runs/exp"), 10, [0.8, 0.2], seed=1)
     [[2, 9, 6, 4, 0, 3, 1, 7], [8, 5]]
     """
     _check(n, name, seed)
     lengths = _lengths(n, fractions)
-    # Of this stream alone numpy promises that it is the same in all versions.
+    # numpy promises the same stream in all versions only for this generator.
     order = np.random.RandomState(seed).permutation(n).astype("<i8")
     digest = xxhash.xxh3_128_hexdigest(np.concatenate([np.asarray(lengths, "<i8"), order]).tobytes())
     record = {"n": n, "fractions": [*map(_plain, fractions)], "seed": seed, "digest": digest}
@@ -51,7 +51,7 @@ def split(
 
 
 def records(folder: Path) -> dict[str, Json]:
-    """Return what is known of a run's splits, by name."""
+    """Return the splits of a run, by name."""
     if not os.path.lexists(folder / NAME):
         return {}
     try:
@@ -71,7 +71,7 @@ def records(folder: Path) -> dict[str, Json]:
 
 
 def adopt(folder: Path, told: Json) -> None:
-    """Take over what a checkpoint knows of the splits; StateMismatch if the run knows otherwise."""
+    """Adopt the splits of a checkpoint; StateMismatch if the run has different ones."""
     known, told = records(folder), _checked(told)
     for name in told.keys() & known.keys():
         _compare(folder, name, told[name], known[name])
@@ -80,7 +80,7 @@ def adopt(folder: Path, told: Json) -> None:
 
 
 def _added(folder: Path, new: Mapping[str, Json]) -> dict[str, Json]:
-    """Write those under new names, and return all; of several processes that add one, the first counts."""
+    """Write the splits with new names, and return all; if several processes add one, the first wins."""
     with _alone(folder):
         body = {"splits": {**new, **records(folder)}}
         with _writing(folder):
@@ -113,7 +113,7 @@ def _writing(folder: Path) -> Iterator[None]:
 
 
 def _wait_for(fd: int) -> None:
-    # Only so long: who holds it may have been stopped. And some file systems have no locks.
+    # Bounded: the holder may have been stopped, and some file systems have no locks.
     end = time.monotonic() + _PATIENCE
     with contextlib.suppress(OSError):
         while True:
@@ -194,6 +194,6 @@ def _lengths(n: int, fractions: Sequence[float]) -> list[int]:
 
 def _plain(value: Any) -> int | float:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        # (numpy's own kinds of float have no place in JSON)
+        # JSON takes no numpy floats.
         return value if isinstance(value, int) else float(value)
     raise UsageError(f"{value!r} is not a fraction.", fix="give numbers, as [0.9, 0.1].")
