@@ -21,7 +21,6 @@ from resumable import RunState
 from resumable.cli.app import main
 from resumable.errors import RemoteError
 from resumable.files.lock import Lock
-from resumable.remote.pull import attended
 from resumable.remote.run_copy import Remote
 from resumable.remote.storage import Store
 from resumable.run import history, manifest
@@ -693,7 +692,7 @@ def test_an_interrupt_gives_up_what_is_on_its_way() -> None:
             store.read("run.json", 1)
 
     with pytest.raises(KeyboardInterrupt):
-        attended(store, job)
+        store.interruptible(job)
 
     with pytest.raises(RemoteError, match="was given up"):
         store.read("run.json", 1)

@@ -20,6 +20,7 @@ from test_remote import a_place, a_shelf, about_of, commit, nowhere, sealed  # n
 
 from resumable import CheckpointDamaged, FormatTooNew, RemoteError, SaveFailed
 from resumable.remote import pull
+from resumable.remote.push import push
 from resumable.remote.run_copy import Remote
 from resumable.remote.storage import Store
 from resumable.run import manifest
@@ -59,7 +60,7 @@ def remote(place: Place, source: Run) -> Remote:
     """A remote with one checkpoint."""
     made = Remote(Store(place.url, place.options(), patience=20))
     made.claim("a1b2")
-    made.push(source.open(1), nowhere)
+    push(made, source.open(1), nowhere)
     return made
 
 
@@ -192,7 +193,7 @@ def test_what_else_lies_there_is_not_brought(run: Run, tmp_path: Path, source: R
             return {**super().sizes(folder), file: 1}
 
     remote = Remote(Listed(f"file://{tmp_path}/place"))
-    remote.push(source.open(1), nowhere)
+    push(remote, source.open(1), nowhere)
     assert is_as_it_was(pull.pull(remote, NAME, run, nowhere))
 
 
@@ -216,7 +217,7 @@ def broken(proxied_s3: ProxiedS3, shelf: str, source: Run) -> Remote:
     """A remote with one checkpoint behind the proxy."""
     made = Remote(Store(f"s3://{shelf}/{uuid.uuid4().hex}", proxied_s3.options(), patience=20))
     made.claim("a1b2")
-    made.push(source.open(1), nowhere)
+    push(made, source.open(1), nowhere)
     proxied_s3.proxy.forget()
     return made
 
@@ -285,6 +286,7 @@ def test_what_an_ended_pull_has_left_is_looked_at_before_it_is_believed(
 CHILD = """
 import json, sys
 from resumable.remote import pull
+from resumable.remote.push import push
 from resumable.remote.run_copy import Remote
 from resumable.run.directory import Run
 from resumable.remote.storage import Store
@@ -303,7 +305,7 @@ def test_a_pull_that_is_killed_leaves_nothing_half_and_the_next_one_goes_on(
     contents = {name: os.urandom(9 << 20) for name in ("model.safetensors", "optimizer.safetensors")}
     found = commit(source, 2, {**contents, "state.json": b"state"})
     remote = Remote(Store(place.url, place.options(), patience=20))
-    remote.push(found, nowhere)
+    push(remote, found, nowhere)
     about = json.dumps([place.url, place.options(), found.path.name, str(run_dir)])
     moved = []
     for lines in (1, 2, 4, 3):
@@ -378,7 +380,7 @@ def test_a_disk_without_room_says_so_before_anything_is_brought(
 ) -> None:
     remote = Remote(Store(place.url, place.options(), patience=20))
     found = commit(source, 2, {"model.safetensors": bytes(2 << 20)})
-    remote.push(found, nowhere)
+    push(remote, found, nowhere)
     run = Run(disk / "exp")
     run.acquire()
     with pytest.raises(SaveFailed, match=r"takes 2\.1 MB; .* are free for .*exp(.|\n)*make room there"):
@@ -393,7 +395,7 @@ def test_a_disk_that_fills_up_meanwhile_says_so_and_the_next_pull_goes_on(
 ) -> None:
     remote = Remote(Store(place.url, place.options(), patience=20))
     found = commit(source, 2, {"model.safetensors": os.urandom(300_000), "state.json": os.urandom(300_000)})
-    remote.push(found, nowhere)
+    push(remote, found, nowhere)
     run = Run(disk / "exp")
     run.acquire()
 
@@ -428,6 +430,6 @@ def test_the_facts_of_a_pulled_checkpoint_are_known_to_the_run(run: Run, tmp_pat
     goal = about_of(1, best=1).best
     assert goal
     for number, loss in ((1, 0.1), (2, 0.2)):
-        remote.push(commit(source, number, best=1, loss=loss), nowhere)
+        push(remote, commit(source, number, best=1, loss=loss), nowhere)
         pull.pull(remote, remote.numbers()[number], run, nowhere)
     assert run.best(goal.goal) == replace(goal, value=0.1)

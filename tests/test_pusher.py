@@ -529,7 +529,8 @@ def test_what_has_the_number_of_one_there_from_elsewhere_is_pushed(place: Place,
     shutil.copytree(tmp_path / "here", tmp_path / "elsewhere")
     saved(tmp_path / "elsewhere", [2.0, 1.0], **keeps)
 
-    # (one that is loaded from a path does not ask which numbers there are)
+    # Loaded from a path, it does not ask which numbers there are, and the lock keeps the push from asking.
+    other = Lock(tmp_path / "here" / ".push.lock")
     path = Run(tmp_path / "here").open(1).path
     training = Training()
     parts = {"model": training.model, "optimizer": training.optimizer, "loader": training.loader}
@@ -537,6 +538,7 @@ def test_what_has_the_number_of_one_there_from_elsewhere_is_pushed(place: Place,
     with heard(), state:
         for _ in range(2):
             step_and_save(state, training, 7.0)
+            other.release()
             until(lambda: not state._training.copies.pinned())  # type: ignore[union-attr]
 
     remote = Remote(Store(place.url, place.options()))

@@ -15,7 +15,8 @@ from servers import S3, Place, ProxiedS3, place_at
 
 from resumable import Boundary, CheckpointDamaged, FormatTooNew, RemoteError
 from resumable.files.large_files import Content
-from resumable.remote.run_copy import MARK, Remote, Sent
+from resumable.remote.push import Sent, missing, push
+from resumable.remote.run_copy import MARK, Remote
 from resumable.remote.storage import Store
 from resumable.run import checkpoint, manifest
 from resumable.run.checkpoint import Checkpoint
@@ -130,7 +131,7 @@ def test_what_is_pushed_is_there_and_nothing_else(run: Run, remote: Remote) -> N
     told: list[int] = []
     for number in (1, 3):
         found = run.open(number)
-        assert remote.push(found, told.append) == Sent(found.about.size, 0)
+        assert push(remote, found, told.append) == Sent(found.about.size, 0)
         assert contents_of(remote.store, found) == whole(found)
     assert sum(told) == run.open(1).about.size + run.open(3).about.size
     assert remote.numbers() == {1: "000001-step-00000010", 3: "000003-step-00000030"}
@@ -140,11 +141,11 @@ def test_what_is_pushed_is_there_and_nothing_else(run: Run, remote: Remote) -> N
 @ALL
 def test_what_is_complete_is_not_sent_again(run: Run, remote: Remote) -> None:
     found = run.open(1)
-    assert remote.missing(found) == found.about.size
-    remote.push(found, nowhere)
+    assert missing(remote, found) == found.about.size
+    push(remote, found, nowhere)
     told: list[int] = []
-    assert remote.push(found, told.append) == Sent(0, 0)
-    assert remote.missing(found) is None
+    assert push(remote, found, told.append) == Sent(0, 0)
+    assert missing(remote, found) is None
     assert sum(told) == found.about.size
 
 
@@ -161,7 +162,7 @@ def test_a_push_that_ends_anywhere_leaves_nothing_half_visible_and_the_next_one_
         proxied_s3.proxy.forget()
         proxied_s3.rules.add("status", status=403, after=requests)
         try:
-            broken.push(found, nowhere)
+            push(broken, found, nowhere)
         except RemoteError:
             is_whole = False
         else:
@@ -169,9 +170,9 @@ def test_a_push_that_ends_anywhere_leaves_nothing_half_visible_and_the_next_one_
         complete = there.numbers()
         if found.about.number in complete:
             assert {**contents_of(there.store, found), MARK: b""} == {**whole(found), MARK: b""}
-        missing = there.missing(found)
-        rest = there.push(found, nowhere).sent
-        assert rest == (missing or 0)
+        lacking = missing(there, found)
+        rest = push(there, found, nowhere).sent
+        assert rest == (lacking or 0)
         assert contents_of(there.store, found).items() >= whole(found).items()
         sent.append(rest)
         if is_whole:
@@ -190,11 +191,11 @@ def test_a_push_over_another_content_that_ends_anywhere_leaves_one_of_them_or_no
     other = commit(Run(tmp_path / "other"), 4, {"model.safetensors": b"old"})
     is_whole = False
     for requests in range(100):
-        there.push(other, nowhere)
+        push(there, other, nowhere)
         proxied_s3.rules.clear()
         proxied_s3.rules.add("status", status=403, after=requests)
         with contextlib.suppress(RemoteError):
-            broken.push(found, nowhere)
+            push(broken, found, nowhere)
             is_whole = True
         if there.numbers():
             assert {**contents_of(there.store, found), MARK: b""} in (
@@ -212,11 +213,11 @@ def test_the_next_push_sends_only_what_had_not_arrived(
     found = commit(run, 4, {"model.safetensors": os.urandom(200_000), "state.json": os.urandom(1000)})
     proxied_s3.rules.add("status", status=403, path="state.json")
     with pytest.raises(RemoteError, match=r"state\.json cannot be written"):
-        broken.push(found, nowhere)
+        push(broken, found, nowhere)
     proxied_s3.rules.clear()
     proxied_s3.proxy.forget()
     told: list[int] = []
-    assert broken.push(found, told.append) == Sent(1000, 0)
+    assert push(broken, found, told.append) == Sent(1000, 0)
     assert proxied_s3.proxy.seen.received < 20_000
     assert sum(told) == found.about.size
     assert contents_of(behind(proxied_s3, broken).store, found) == whole(found)
@@ -227,9 +228,9 @@ def test_another_content_under_the_same_name_and_of_the_same_size_is_replaced(
     run: Run, remote: Remote, tmp_path: Path
 ) -> None:
     other = commit(Run(tmp_path / "other"), 1, {"model.safetensors": b"WEIGHTS 1", "loader.json": b"1"})
-    remote.push(other, nowhere)
+    push(remote, other, nowhere)
     found = run.open(1)
-    assert remote.push(found, nowhere) == Sent(found.about.size, 0)
+    assert push(remote, found, nowhere) == Sent(found.about.size, 0)
     assert contents_of(remote.store, found) == whole(found)
 
 
@@ -240,7 +241,7 @@ def test_what_a_push_of_another_content_has_begun_is_replaced(
     folder = "checkpoints/000001-step-00000010"
     remote.store.write(f"{folder}/model.safetensors", b"WEIGHTS 1")
     remote.store.write(f"{folder}/{MARK}", sealed(1))
-    assert remote.push(run.open(1), nowhere).sent == run.open(1).about.size
+    assert push(remote, run.open(1), nowhere).sent == run.open(1).about.size
     assert contents_of(remote.store, run.open(1)) == whole(run.open(1))
 
 
@@ -248,8 +249,8 @@ def test_what_is_not_ours_in_a_checkpoints_folder_stays(run: Run, remote: Remote
     mine = ["checkpoints/000001-step-00000010/notes.txt", "checkpoints/mine/file"]
     for name in mine:
         remote.store.write(name, b"mine")
-    remote.push(run.open(1), nowhere)
-    remote.push(run.open(2), nowhere)
+    push(remote, run.open(1), nowhere)
+    push(remote, run.open(2), nowhere)
     assert remote.prune(Keep(1), None, [2]) == [1]
     remote.prune(Keep(1), None, [2])
     assert [name for name in mine if remote.store.read(name, 9) != b"mine"] == []
@@ -257,57 +258,58 @@ def test_what_is_not_ours_in_a_checkpoints_folder_stays(run: Run, remote: Remote
 
 
 def test_of_two_of_one_number_the_one_that_is_pushed_stays(run: Run, remote: Remote, tmp_path: Path) -> None:
-    remote.push(commit(Run(tmp_path / "other"), 1, step=7), nowhere)
-    remote.push(run.open(1), nowhere)
+    push(remote, commit(Run(tmp_path / "other"), 1, step=7), nowhere)
+    push(remote, run.open(1), nowhere)
     assert remote.numbers() == {1: "000001-step-00000010"}
     assert "000001-step-00000007" not in str(remote.store.sizes())
 
 
 @ALL
-def test_what_has_not_changed_is_copied_there_where_that_can_be_done(run: Run, remote: Remote) -> None:
+def test_what_has_not_changed_is_copied_there_where_that_can_be_done(
+    run: Run, remote: Remote, place: Place
+) -> None:
     frozen = os.urandom(2 << 20)
     for number in (4, 5):
         found = commit(
             run, number, {"model-frozen.safetensors": frozen, "state.json": b"%d" % number}, best=4
         )
         told: list[int] = []
-        sent = remote.push(found, told.append)
+        sent = push(remote, found, told.append)
         assert contents_of(remote.store, found) == whole(found)
         assert sum(told) == found.about.size
-    can = remote.store.can_read_ranges()
-    assert sent == (Sent(1, len(frozen)) if can else Sent(len(frozen) + 1, 0))
+    assert sent == (Sent(1, len(frozen)) if place.kind == "s3" else Sent(len(frozen) + 1, 0))
 
 
 def test_a_frozen_group_goes_over_the_line_once(run: Run, broken: Remote, proxied_s3: ProxiedS3) -> None:
     frozen = os.urandom(2 << 20)
     for number in (4, 5):
-        broken.push(commit(run, number, {"model-frozen.safetensors": frozen}), nowhere)
+        push(broken, commit(run, number, {"model-frozen.safetensors": frozen}), nowhere)
     assert len(frozen) < proxied_s3.proxy.seen.received < 1.1 * len(frozen)
 
 
 def test_a_copy_of_what_is_damaged_there_is_not_made(run: Run, remote: Remote, s3: S3, shelf: str) -> None:
     remote = Remote(Store(f"s3://{shelf}/{uuid.uuid4().hex}", s3.options(), patience=20))
     contents = {"model-frozen.safetensors": os.urandom(2 << 20)}
-    remote.push(commit(run, 4, contents), nowhere)
+    push(remote, commit(run, 4, contents), nowhere)
     remote.store.write("checkpoints/000004-step-00000040/model-frozen.safetensors", bytes(2 << 20))
     found = commit(run, 5, contents)
-    assert remote.push(found, nowhere) == Sent(2 << 20, 0)
+    assert push(remote, found, nowhere) == Sent(2 << 20, 0)
     assert contents_of(remote.store, found) == whole(found)
 
 
 @pytest.mark.parametrize("what", ["manifest", "file"])
 def test_what_cannot_be_copied_is_sent(run: Run, remote: Remote, what: str) -> None:
     contents = {"model-frozen.safetensors": os.urandom(2 << 20)}
-    remote.push(commit(run, 4, contents), nowhere)
+    push(remote, commit(run, 4, contents), nowhere)
     folder = "checkpoints/000004-step-00000040"
     if what == "manifest":
         remote.store.write(f"{folder}/{manifest.NAME}", b"damaged")
     else:
         remote.store.remove(f"{folder}/model-frozen.safetensors")
     remote = Remote(remote.store)
-    assert remote.push(commit(run, 5, contents), nowhere) == Sent(2 << 20, 0)
+    assert push(remote, commit(run, 5, contents), nowhere) == Sent(2 << 20, 0)
     changed = {"model-frozen.safetensors": os.urandom(2 << 20)}
-    assert remote.push(commit(run, 6, changed), nowhere) == Sent(2 << 20, 0)
+    assert push(remote, commit(run, 6, changed), nowhere) == Sent(2 << 20, 0)
 
 
 def test_what_cannot_be_written_is_known_before_the_first_push(broken: Remote, proxied_s3: ProxiedS3) -> None:
@@ -321,14 +323,14 @@ def test_what_is_damaged_here_is_not_pushed(run: Run, remote: Remote) -> None:
     found = run.open(1)
     (found.path / "model.safetensors").write_bytes(b"WEIGHTS 1")
     with pytest.raises(CheckpointDamaged, match="has the digest"):
-        remote.push(found, nowhere)
+        push(remote, found, nowhere)
     assert remote.store.sizes() == {}
 
 
 def test_large_files_go_one_after_the_other(run: Run, broken: Remote, proxied_s3: ProxiedS3) -> None:
     found = commit(run, 4, {"model.safetensors": os.urandom(17 << 20), "state.json": b"state"})
     there = behind(proxied_s3, broken)
-    assert there.push(found, nowhere).sent == found.about.size
+    assert push(there, found, nowhere).sent == found.about.size
     assert contents_of(there.store, found) == whole(found)
 
 
@@ -347,7 +349,7 @@ def test_a_file_that_is_gone_before_the_end_keeps_the_checkpoint_from_being_comp
             remote.store.remove(f"checkpoints/{found.path.name}/{first}")
 
     with pytest.raises(RemoteError, match="has no bytes after it was sent; it should have"):
-        remote.push(found, delete)
+        push(remote, found, delete)
     assert remote.numbers() == {}
 
 
@@ -357,7 +359,7 @@ def test_a_manifest_that_is_not_as_it_was_written_does_not_stay(
     name = f"{run.open(1).path.name}/manifest.json"
     proxied_s3.rules.add("flip-answer", method="GET", path=name)
     with pytest.raises(RemoteError, match=r"manifest\.json is not as it was written"):
-        broken.push(run.open(1), nowhere)
+        push(broken, run.open(1), nowhere)
     assert behind(proxied_s3, broken).numbers() == {}
 
 
@@ -378,7 +380,7 @@ def test_a_remote_is_that_of_the_run_that_claims_it_first(remote: Remote) -> Non
 
 def test_a_remote_whose_name_is_lost_is_still_that_of_its_checkpoints(run: Run, remote: Remote) -> None:
     assert remote.whose() == (None, {})
-    remote.push(run.open(1), nowhere)
+    push(remote, run.open(1), nowhere)
     assert remote.whose() == ("a1b2", remote.numbers())
     with pytest.raises(RemoteError, match="holds another run"):
         remote.claim("c3d4")
@@ -446,11 +448,11 @@ def test_what_is_wrong_with_a_manifest_is_said(remote: Remote, text: bytes | Non
 def test_the_best_is_what_the_newest_that_can_be_read_says(run: Run, remote: Remote) -> None:
     assert remote.best(remote.numbers()) is None
     for number in (1, 2, 3):
-        remote.push(run.open(number), nowhere)
+        push(remote, run.open(number), nowhere)
     remote.store.write("checkpoints/000003-step-00000030/manifest.json", b"damaged")
     remote = Remote(remote.store)
     assert remote.best(remote.numbers()) == 2
-    remote.push(commit(run, 4), nowhere)
+    push(remote, commit(run, 4), nowhere)
     assert remote.best(remote.numbers()) == 2
     assert remote.best({1: "000001-step-00000010"}) == 1
 
@@ -461,7 +463,7 @@ def test_the_best_is_what_the_newest_that_can_be_read_says(run: Run, remote: Rem
 @ALL
 def test_only_what_is_kept_stays(run: Run, remote: Remote) -> None:
     for number in (1, 2, 3):
-        remote.push(run.open(number), nowhere)
+        push(remote, run.open(number), nowhere)
     assert remote.prune(None, None, []) == []
     assert remote.prune(Keep(1), None, [2, None]) == [1]
     assert [*remote.numbers()] == [2, 3]
@@ -471,14 +473,14 @@ def test_only_what_is_kept_stays(run: Run, remote: Remote) -> None:
 
 def test_what_is_kept_for_its_metric_is_known_by_the_manifests(run: Run, remote: Remote) -> None:
     for number in (1, 2, 3):
-        remote.push(run.open(number), nowhere)
+        push(remote, run.open(number), nowhere)
     assert Remote(remote.store).prune(Keep(newest=1, best=2), GOAL, []) == [1]
 
 
 def test_what_is_kept_by_time_is_known_by_the_manifests(run: Run, remote: Remote) -> None:
     for number in (1, 2, 3):
-        remote.push(run.open(number), nowhere)
-    remote.push(commit(run, 4), nowhere)
+        push(remote, run.open(number), nowhere)
+    push(remote, commit(run, 4), nowhere)
     bad = replace(about_of(2), saved="some day")
     remote.store.write("checkpoints/000002-step-00000020/manifest.json", manifest.to_json(bad))
     remote.store.write("checkpoints/000001-step-00000010/manifest.json", b"damaged")
@@ -490,7 +492,7 @@ def test_what_is_kept_by_time_is_known_by_the_manifests(run: Run, remote: Remote
 def test_what_killed_pushes_and_prunes_have_left_is_removed_but_not_the_newest(
     run: Run, remote: Remote
 ) -> None:
-    remote.push(run.open(3), nowhere)
+    push(remote, run.open(3), nowhere)
     for number in (1, 2, 4):
         folder = f"checkpoints/{checkpoint.name(number, number * 10)}"
         remote.store.write(f"{folder}/model.safetensors", b"1")
@@ -507,9 +509,9 @@ def test_a_prune_that_ends_anywhere_leaves_nothing_half_visible(
     run: Run, broken: Remote, proxied_s3: ProxiedS3
 ) -> None:
     there = behind(proxied_s3, broken)
-    there.push(run.open(3), nowhere)
+    push(there, run.open(3), nowhere)
     for requests in range(1, 20):
-        there.push(run.open(1), nowhere)
+        push(there, run.open(1), nowhere)
         proxied_s3.rules.clear()
         proxied_s3.rules.add("status", status=403, method="DELETE", after=requests - 1)
         try:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from concurrent.futures import CancelledError
 from typing import Any
 
 import pytest
 
-from resumable.remote.deadline import Meter, Request, TooLong
+from resumable.remote.deadline import Call, Meter, in_thread
 
 PATIENCE = 0.2
 
@@ -36,25 +37,24 @@ def meter(limit: int = 100) -> tuple[Meter, list[int]]:
 
 def test_what_is_moved_is_told_and_what_no_filesystem_told_of_at_the_end() -> None:
     counted, told = meter()
-    counted.add(30)
-    counted.fill()
+    with counted:
+        counted.add(30)
     assert told == [30, 70]
 
 
 def test_a_failed_call_has_moved_nothing() -> None:
     counted, told = meter()
-    counted.add(30)
-    counted.undo()
-    counted.add(20)
-    assert (told, sum(told)) == ([30, -30, 20], 20)
+    with contextlib.suppress(OSError), counted:
+        counted.add(30)
+        raise OSError
+    assert told == [30, -30]
 
 
-def test_more_than_there_should_be_is_an_error_and_is_not_told() -> None:
+def test_what_a_client_sends_again_is_not_counted_again() -> None:
     counted, told = meter()
-    counted.add(100)
-    with pytest.raises(TooLong, match="more than the 100 bytes"):
-        counted.add(1)
-    assert told == [100]
+    counted.add(80)
+    counted.add(80)
+    assert told == [80, 20]
 
 
 def test_nothing_moves_after_the_stop() -> None:
@@ -74,40 +74,46 @@ def test_a_filesystem_may_tell_how_much_more_or_how_much_in_all() -> None:
     assert told == [10, 25]
 
 
+def in_loop(work: Coroutine[Any, Any, Any], loop: Any, counted: Meter | None = None) -> Call:
+    return Call(asyncio.run_coroutine_threadsafe(work, loop), counted)
+
+
 def test_a_call_in_a_thread_returns_what_it_returns_or_raises_what_it_raises() -> None:
-    good, bad = Request(), Request()
-    good.begin_in_thread(lambda: 7)
+    good, bad = Call(in_thread(lambda: 7)), Call(in_thread(lambda: [].index(1)))
     assert good.wait(20) == 7
-    assert not good.is_pending()
-    bad.begin_in_thread(lambda: [].index(1))
+    assert good.is_done()
     with pytest.raises(ValueError, match="1 is not in list"):
         bad.wait(20)
+
+
+def test_a_call_that_raises_a_timeout_of_its_own_raises_that() -> None:
+    def late() -> None:
+        raise TimeoutError("of its own")
+
+    with pytest.raises(TimeoutError, match="of its own"):
+        Call(in_thread(late)).wait(20)
 
 
 def test_a_call_in_a_loop_returns_what_it_returns_or_raises_what_it_raises(loop: Any) -> None:
     async def divide(number: int) -> float:
         return 14 / number
 
-    good, bad = Request(), Request()
-    good.begin_in_loop(divide(2), loop)
-    assert good.wait(20) == 7
-    bad.begin_in_loop(divide(0), loop)
+    assert in_loop(divide(2), loop).wait(20) == 7
     with pytest.raises(ZeroDivisionError):
-        bad.wait(20)
+        in_loop(divide(0), loop).wait(20)
 
 
-def test_a_call_in_which_nothing_moves_is_late(loop: Any) -> None:
-    request = Request()
-    request.begin_in_loop(asyncio.sleep(60), loop)
+def test_a_call_in_which_nothing_moves_is_late_and_not_later_than_the_patience(loop: Any) -> None:
+    call, began = in_loop(asyncio.sleep(60), loop), time.monotonic()
     with pytest.raises(TimeoutError, match=r"nothing has moved for 0\.2 s"):
-        request.wait(PATIENCE)
-    assert request.is_pending()
-    request.give_up(TimeoutError())
+        call.wait(PATIENCE)
+    assert PATIENCE * 0.9 <= time.monotonic() - began < 20
+    assert not call.is_done()
+    call.give_up()
 
 
 def test_a_call_that_moves_is_waited_for_however_long_it_takes(loop: Any) -> None:
     counted, told = meter()
-    request = Request(counted)
 
     async def move() -> str:
         for _ in range(10):
@@ -115,8 +121,7 @@ def test_a_call_that_moves_is_waited_for_however_long_it_takes(loop: Any) -> Non
             counted.add(1)
         return "done"
 
-    request.begin_in_loop(move(), loop)
-    assert (request.wait(PATIENCE), len(told)) == ("done", 10)
+    assert (in_loop(move(), loop, counted).wait(PATIENCE), len(told)) == ("done", 10)
 
 
 def test_a_call_in_a_loop_that_is_given_up_has_ended_at_once(loop: Any) -> None:
@@ -128,18 +133,16 @@ def test_a_call_in_a_loop_that_is_given_up_has_ended_at_once(loop: Any) -> None:
         finally:
             ended.set()
 
-    request = Request()
-    request.begin_in_loop(hang(), loop)
+    call = in_loop(hang(), loop)
     asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result()
-    request.give_up(InterruptedError("enough"))
-    with pytest.raises(InterruptedError, match="enough"):
-        request.wait(60)
+    call.give_up()
+    with pytest.raises(CancelledError):
+        call.wait(60)
     assert ended.wait(20)
 
 
 def test_a_call_in_a_thread_that_is_given_up_ends_with_its_next_piece() -> None:
     counted, told = meter()
-    request = Request(counted)
     go_on, ended = threading.Event(), threading.Event()
 
     def move() -> None:
@@ -149,17 +152,10 @@ def test_a_call_in_a_thread_that_is_given_up_ends_with_its_next_piece() -> None:
         finally:
             ended.set()
 
-    request.begin_in_thread(move)
-    request.give_up(InterruptedError("enough"))
+    call = Call(in_thread(move), counted)
+    call.give_up()
     go_on.set()
     assert ended.wait(20)
-    with pytest.raises(InterruptedError, match="enough"):
-        request.wait(60)
+    with pytest.raises(CancelledError):
+        call.wait(60)
     assert told == []
-
-
-def test_what_is_waited_for_in_vain_is_not_waited_for_longer_than_the_patience() -> None:
-    request, began = Request(), time.monotonic()
-    with pytest.raises(TimeoutError):
-        request.wait(PATIENCE)
-    assert PATIENCE <= time.monotonic() - began < 20

@@ -75,7 +75,6 @@ def _pull(given: argparse.Namespace) -> int:
 def _moved(given: argparse.Namespace, run: Run, move: Callable[[Copying], list[Transfer]]) -> list[Transfer]:
     # (what talks to a remote takes its time to import, and `resumable --help` would wait for it)
     from ..remote.by_hand import Copying
-    from ..remote.pull import attended
     from ..remote.run_copy import Remote
     from ..remote.storage import Store
 
@@ -83,7 +82,7 @@ def _moved(given: argparse.Namespace, run: Run, move: Callable[[Copying], list[T
     tell = partial(_print_transfer, run, remote, given.json)
     copying = Copying(run, remote, dry=given.dry_run, progress=Progress(), tell=tell)
     try:
-        done = attended(remote.store, lambda: move(copying))
+        done = remote.store.interruptible(lambda: move(copying))
     except KeyboardInterrupt:
         print("resumable: interrupted; the same command goes on from there.", file=sys.stderr)
         raise
@@ -107,14 +106,14 @@ def _print_transfer(run: Run, remote: Remote, is_json: bool, one: Transfer) -> N
 
 
 def _transfer_line(one: Transfer, run: Run, remote: Remote) -> str:
-    from ..remote.push import told
+    from ..remote.push import summary
 
     assert one.size is not None
     what = f"checkpoint {one.number}"
     if one.result == "pushed":
-        return told(f"pushed {what} to {remote}", one.sent + one.copied, one.seconds)
+        return summary(f"pushed {what} to {remote}", one.sent + one.copied, one.seconds)
     if one.result == "pulled":
-        return told(f"pulled {what} from {remote}", one.size, one.seconds)
+        return summary(f"pulled {what} from {remote}", one.size, one.seconds)
     if one.result == "to push":
         part = f"{bytes_of(one.sent)} of " if one.sent < one.size else ""
         return f"would push {what} to {remote}: {part}{bytes_of(one.size)}"

@@ -1,8 +1,8 @@
-"""One tree of tensors and plain values, to files and back.
+"""A tree of tensors and plain values, to files and back.
 
-Plain values become JSON. What JSON does not have is an object with one key that begins
-with "$", as in `{"$tuple": [1, 2]}`. Tensors go into a safetensors file, and stand in
-the JSON by name. Reading imports nothing and calls nothing by name.
+Plain values become JSON. A type that JSON lacks becomes an object with one key that begins
+with "$", as in `{"$tuple": [1, 2]}`. Tensors go into a safetensors file, and the JSON
+refers to them by name. Reading imports nothing and calls nothing by name.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .tensor_file import DTYPES, as_bytes, from_safetensors, to_safetensors, vie
 
 Path = tuple[str, ...]
 Place = Callable[[Path, str], torch.device]
-"""Where a tensor goes, by its path in the tree and the device that it came from."""
+"""Returns the device of a tensor, given its path in the tree and the device that it was saved on."""
 
 _DTYPES_BY_NAME = {
     str(dtype).removeprefix("torch."): dtype
@@ -46,7 +46,7 @@ _DEEPEST = 64
 
 @dataclass(slots=True)
 class Encoded:
-    """A tree as JSON, and the tensors (still the live ones) that it names."""
+    """A tree as JSON, and the live tensors that it names."""
 
     json: Json
     tensors: dict[str, torch.Tensor]
@@ -55,19 +55,19 @@ class Encoded:
     key: tuple[Any, ...] = ()
     """Equal for two encodings only if their tensors have the same names, dtypes, shapes and devices."""
     frozen: frozenset[str] = frozenset()
-    """The tensors that are not trained, which lie in a file of their own."""
+    """The tensors that are not trained, which are in a file of their own."""
     kept: frozenset[str] = frozenset()
-    """The tensors that nobody else has, or that are the live ones: to be used as they are, not copied."""
+    """The tensors that may be used without a copy: live ones, or not referred to from elsewhere."""
     moved: Mapping[str, str] = field(default_factory=dict)
-    """Which device of this process stands for one of the process that saved."""
+    """The device of this process for each device of the process that saved."""
 
 
 Memo = dict[Path, "_Group"]
-"""What the last encoding of a tree found, by path; an encoding reads it and writes it."""
+"""Groups of the last encoding of a tree, by path; an encoding reads and updates them."""
 
 
 def encode(tree: Any, name: Callable[[Path], str] = ".".join, memo: Memo | None = None) -> Encoded:
-    """Return the tree as JSON and tensors; `name` gives a tensor its name in the file.
+    """Return the tree as JSON and tensors; `name` makes a tensor's name in the file from its path.
 
     >>> encode({"lr": 0.1, "betas": (0.9, float("inf"))}).json
     {'lr': 0.1, 'betas': {'$tuple': [0.9, {'$float': 'inf'}]}}
@@ -78,33 +78,33 @@ def encode(tree: Any, name: Callable[[Path], str] = ".".join, memo: Memo | None 
     except _MemoStale:
         assert memo is not None
         memo.clear()
-        # Without it: two dicts can have one path, and would find each other there again.
+        # Without the memo: two dicts can have the same path, and would get each other's group again.
         encoder = _Encoder(name, None)
         json = encoder.encode(tree, ())
     return Encoded(json, encoder.tensors, encoder.aliases, tuple(encoder.key))
 
 
 class _MemoStale(Exception):
-    """A tensor shares its place or its name with one of a group that was taken as it was."""
+    """A tensor shares its memory or its name with one of a group that was taken from the memo."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Group:
-    """A dict of nothing but tensors, as it was encoded: it is encoded so again until one of them moves.
+    """An encoded dict of tensors, reused until one of them moves.
 
-    Ten thousand tensors, one by one, would keep the training waiting for a tenth of a second.
+    Encoding ten thousand tensors one by one would delay the training by a tenth of a second.
     """
 
     facts: tuple[list[Any], ...]
     json: dict[str, Json]
     stored: dict[str, str]
-    """By the name in the file: the key in the dict."""
+    """The key in the dict, by the name in the file."""
     aliases: dict[str, str]
     places: frozenset[int]
 
 
 def _facts(values: Mapping[str, torch.Tensor]) -> tuple[list[Any], ...] | None:
-    """Return all that the encoding of plain tensors depends on, each for all of them in one call."""
+    """Return everything that the encoding of plain tensors depends on, one call for all of them."""
     tensors = values.values()
     if not values or not {*map(type, tensors)} <= _PLAIN:
         return None
@@ -114,11 +114,11 @@ def _facts(values: Mapping[str, torch.Tensor]) -> tuple[list[Any], ...] | None:
     try:
         methods = (torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride)
         places, *shapes = ([*map(method, tensors)] for method in methods)
-        # What has no bytes has no place, which else tells on which device it is.
+        # A tensor without bytes has no address, which otherwise identifies the device.
         devices = [tensor.device for tensor in tensors] if 0 in places else []
         return [*values], dtypes, places, *shapes, devices
     except RuntimeError:
-        # (sparse and nested ones have no place)
+        # Sparse and nested tensors have no address.
         return None
 
 
@@ -137,15 +137,15 @@ class _Encoder:
         self.key: list[Any] = []
 
     def encode(self, value: Any, path: Path) -> Json:
-        # Exact types: a subclass would come back as something else.
+        # Exact types: a subclass would come back as another type.
         kind = type(value)
         if value is None or kind is bool:
             return value
         if kind is str:
-            # JSON reads two surrogates as the one character that they make.
+            # JSON reads a pair of surrogates as one character.
             return value if _is_text(value) else {"$str": value.encode("utf-8", "surrogatepass").hex()}
         if kind is int:
-            # Beyond 2^53 other readers of JSON round; beyond 4300 digits Python refuses.
+            # Other JSON readers round beyond 2^53; Python refuses more than 4300 digits.
             return value if abs(value) <= 2**53 else {"$int": hex(value)}
         if kind is float:
             return value if math.isfinite(value) else {"$float": repr(value)}
@@ -186,7 +186,7 @@ class _Encoder:
         fresh = {*islice(reversed(self.tensors), len(self.tensors) - tensors)}
         tied = dict(islice(reversed(self.aliases.items()), len(self.aliases) - aliases))
         self._memo.pop(path, None)
-        # One that is tied to a tensor elsewhere, or whose name was taken there, depends on what is there.
+        # A tensor that is tied to one elsewhere, or whose name is taken there, depends on that one.
         is_apart = fresh.issuperset(tied.values())
         if is_apart and not any(name.endswith("~") for name in (*fresh, *tied)):
             stored: dict[str, str] = {}
@@ -220,7 +220,7 @@ class _Encoder:
         )
 
     def _set(self, values: Iterable[Any], path: Path) -> list[Json]:
-        # Sorted, since the order of a set changes from process to process.
+        # Sorted: the order of a set differs between processes.
         return sorted(self._each(values, path), key=json.dumps)
 
     def _array(self, value: np.ndarray[Any, Any], path: Path) -> Json:
@@ -233,9 +233,9 @@ class _Encoder:
     def _tensor(self, value: torch.Tensor, path: Path) -> Json:
         if problem := _unstorable(value):
             raise _cannot(path, f"is {problem}, which cannot be stored", "store a dense tensor")
-        # Itself wherever it can be: what is read into it later has to be what the training has.
+        # The tensor itself where possible: later reads fill it in place, and the training must see them.
         live = value.detach().resolve_conj().resolve_neg() if value.is_conj() or value.is_neg() else value
-        # Kernels may add in another order on another layout, so the layout is state too.
+        # Kernels may sum in another order on another layout, so the layout is state too.
         is_laid_out = not live.is_contiguous() and _is_dense(live.shape, live.stride())
         facts = {
             "dtype": None if live.dtype in DTYPES else str(live.dtype).removeprefix("torch."),
@@ -247,7 +247,7 @@ class _Encoder:
         return {"$tensor": [stored, about] if about else stored}
 
     def _store(self, tensor: torch.Tensor, path: Path) -> str:
-        # A surrogate has no UTF-8, in which other tools keep a name.
+        # A surrogate cannot be encoded as UTF-8, which other tools use for names.
         name = self._name(path).encode(errors="replace").decode()
         while name in self.tensors or name in self.aliases or name == "__metadata__":
             name += "~"
@@ -278,7 +278,7 @@ _ENCODERS: dict[type, Callable[[_Encoder, Any, Path], Json]] = {
     bytes: lambda _, value, __: {"$bytes": base64.b64encode(value).decode()},
     bytearray: lambda _, value, __: {"$bytearray": base64.b64encode(value).decode()},
     complex: lambda self, value, path: {"$complex": self._each((value.real, value.imag), path)},
-    # Not str(value): numpy leaves out the zeros at the end.
+    # Not str(value): numpy drops trailing zeros.
     np.str_: lambda self, value, path: {"$numpy.str_": self.encode(str.__str__(value), path)},
     np.bytes_: lambda self, value, path: {"$numpy.bytes_": self.encode(bytes(value), path)},
     Boundary: lambda _, value, __: {"$Boundary": value.value},
@@ -296,12 +296,12 @@ def _step(key: Any) -> str:
     try:
         return str(key)
     except ValueError:
-        # Python refuses to write an int of more than 4300 digits.
+        # Python refuses to print an int of more than 4300 digits.
         return "number"
 
 
 def _stored_as(dtype: np.dtype[Any]) -> torch.dtype:
-    # Memory that nobody has set yet holds any byte; a tensor's file has only real booleans.
+    # Uninitialized memory holds any byte; a safetensors file has only real booleans.
     return torch.bool if dtype.kind == "b" else torch.uint8
 
 
@@ -325,12 +325,12 @@ def _unstorable(value: torch.Tensor) -> str | None:
 
 
 def _is_storable(dtype: torch.dtype) -> bool:
-    # The others (quantized, int1 to uint7) cannot even be copied.
+    # Other dtypes (quantized, int1 to uint7) cannot even be copied.
     return dtype in DTYPES or dtype.is_floating_point or dtype.is_complex
 
 
 def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    # Every element once, whatever the order: what empty_strided can make again.
+    # Every element exactly once, in any order: empty_strided can make such a tensor again.
     expected = 1
     for stride, length in sorted(zip(strides, shape, strict=True)):
         if length != 1 and stride != expected:
@@ -360,7 +360,7 @@ def _advice(value: Any) -> str:
 
 def tensor_names(tree: Json) -> Iterator[str]:
     """Yield the names of the tensors that a tree's JSON mentions."""
-    # Not by calling itself: what was not decoded yet can be nested as deeply as its maker liked.
+    # Not recursive: JSON that was not decoded yet can be nested to any depth.
     waiting = [tree]
     while waiting:
         item = waiting.pop()
@@ -375,7 +375,7 @@ def tensor_names(tree: Json) -> Iterator[str]:
 
 
 def tensor_facts(tree: Json) -> dict[str, dict[str, Json]]:
-    """Return the dtypes, strides and devices that a tree's JSON says of its tensors, by their names."""
+    """Return the dtypes, strides and devices that a tree's JSON has for its tensors, by name."""
     found: dict[str, dict[str, Json]] = {}
     waiting = [tree]
     while waiting:
@@ -400,13 +400,13 @@ def _rank_path(rank: int) -> str:
 
 
 def rank_of(path: str) -> int | None:
-    """Return the rank that alone has the file; None for what all ranks share."""
+    """Return the rank that a file belongs to; None if all ranks share it."""
     found = _OF_RANK.fullmatch(path)
     return int(found[1]) if found else None
 
 
 def to_texts(trees: Mapping[str, Encoded], rank: int = 0) -> dict[str, bytes]:
-    """Return the JSON files of a checkpoint. The tree "rank" is what differs by process."""
+    """Return the JSON files of a checkpoint. The tree "rank" differs between processes."""
     shared = {stem: tree.json for stem, tree in trees.items() if stem != "rank"}
     texts = {"state.json": _text(shared)}
     if "rank" in trees:
@@ -415,7 +415,7 @@ def to_texts(trees: Mapping[str, Encoded], rank: int = 0) -> dict[str, bytes]:
 
 
 def to_groups(trees: Mapping[str, Encoded], rank: int = 0) -> dict[str, Encoded]:
-    """Return the tensors of each safetensors file: what is not trained lies apart, since it stays."""
+    """Return the tensors of each safetensors file; frozen ones have a file of their own, which stays."""
     groups = {}
     for stem, tree in trees.items():
         path = _rank_path(rank) if stem == "rank" else stem
@@ -451,17 +451,17 @@ def from_files(files: Mapping[str, memoryview]) -> dict[str, Encoded]:
 
 
 def is_tensor_file(path: str) -> bool:
-    """Whether a file of a checkpoint holds tensors; the others are JSON."""
+    """Return whether a file of a checkpoint holds tensors; the others are JSON."""
     return path.endswith(".safetensors")
 
 
 def is_frozen(path: str) -> bool:
-    """Whether a file of a checkpoint holds what is not trained."""
+    """Return whether a file of a checkpoint holds frozen tensors."""
     return path.endswith(f"{_FROZEN}.safetensors")
 
 
 def to_trees(texts: Mapping[str, bytes | memoryview], rank: int = 0) -> dict[str, dict[str, Json]]:
-    """Return the trees' JSON, from the files of a checkpoint that hold it."""
+    """Return the JSON of the trees, from the JSON files of a checkpoint."""
     if missing := {"state.json", f"{_rank_path(rank)}.json"} - texts.keys():
         raise ValueError(f"there is no {' and no '.join(sorted(missing))}")
     if unknown := texts.keys() - {"state.json", f"{_rank_path(rank)}.json"}:
@@ -516,7 +516,7 @@ def _from_parts(
 
 def _text(tree: Json) -> bytes:
     text = json.dumps(tree, allow_nan=False, separators=(",", ":"))
-    # What no load would read must not be taken for saved.
+    # Refuse here what no load would read.
     if len(text) > LONGEST or is_more_than(MOST, text):
         raise CannotStore(
             f"the plain values of this checkpoint are {len(text):,} characters of JSON; at most {LONGEST:,} "
@@ -532,7 +532,7 @@ def decode(
     place: Place | None = None,
     kept: Collection[str] = (),
 ) -> Any:
-    """Return what was encoded; ValueError if `tree` is not something that `encode` returns.
+    """Return the tree that was encoded; ValueError if `tree` cannot come from `encode`.
 
     Without `place` the tensors share the memory of `tensors`; with it they are new ones, but for
     those that are `kept` and lie well.
@@ -555,7 +555,7 @@ class _Decoder:
     def decode(self, value: Json, path: Path) -> Any:
         if not isinstance(value, (list, dict)):
             return value
-        # (a tensor in the deepest list is one deeper)
+        # A tensor in the deepest list is one level deeper.
         if len(path) > _DEEPEST + 1:
             raise ValueError(f"it is nested more than {_DEEPEST} deep")
         if isinstance(value, list):
@@ -602,7 +602,7 @@ class _Decoder:
         name, text, lengths, order = typed(list, value)
         stored, dtype = self._tensors[name], _checked_dtype(text)
         shape = [typed(int, length) for length in typed(list, lengths)]
-        # numpy takes [-1] for whatever length fits.
+        # numpy takes -1 for any length that fits.
         if stored.dtype != _stored_as(dtype) or order not in ("C", "F") or min(shape, default=0) < 0:
             raise ValueError(f"{value!r} does not describe an array")
         raw = bytearray(as_bytes(stored))
@@ -674,7 +674,7 @@ def _not_finite(text: Json) -> float:
 
 
 def _checked_dtype(text: str) -> np.dtype[Any]:
-    # numpy's own parser would also take "O", whose bytes are pointers.
+    # numpy's own parser also takes "O", whose bytes are pointers.
     if not _NUMPY_DTYPE.fullmatch(text):
         raise ValueError(f"{text} is not a numpy dtype that can be stored")
     return np.dtype(text)
@@ -698,7 +698,7 @@ def _as_described(stored: torch.Tensor, about: Mapping[str, Json]) -> torch.Tens
         stored = _as_dtype(stored, _DTYPES_BY_NAME[about["dtype"]])
     if "stride" in about:
         stride = [typed(int, step) for step in typed(list, about["stride"])]
-        # Strides decide how much memory is reserved.
+        # Strides decide how much memory is allocated.
         if not _is_dense(stored.shape, stride):
             raise ValueError(f"a tensor of shape {list(stored.shape)} cannot have the strides {stride}")
     _checked_device(about.get("device", "cpu"))

@@ -18,13 +18,13 @@ _BINARY = getattr(os, "O_BINARY", 0)
 
 
 def created(path: Path) -> AbstractContextManager[int]:
-    """Create a file, and flush it when all has been written to the descriptor."""
+    """Create a file; the context writes to the descriptor, and the file is flushed at its end."""
     # EXCL: what is committed is never written again. 0o666 under the umask: colleagues can read it.
     return _flushed(path, os.O_CREAT | os.O_EXCL)
 
 
 def joined(path: Path) -> AbstractContextManager[int]:
-    """Open a file that was created for several to write, and flush it when this one has written its part."""
+    """Open a file that several processes write, and flush it when this one has written its share."""
     return _flushed(path, 0)
 
 
@@ -51,7 +51,7 @@ def write(path: Path, data: bytes) -> None:
 
 
 def read_small(folder: Path, name: str, limit: int = 64 << 20) -> bytes:
-    """Return the bytes of a file for whose size nobody vouches."""
+    """Return the bytes of a file whose size is not in a manifest."""
     with opened(folder, name) as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
@@ -63,7 +63,7 @@ def read_small(folder: Path, name: str, limit: int = 64 << 20) -> bytes:
 
 @contextlib.contextmanager
 def opened(folder: Path, name: str) -> Iterator[FileIO]:
-    """Open a regular file in a folder of ours; what goes wrong while it is read is told apart."""
+    """Open a regular file in a folder of ours; damage and an unreadable disk raise different errors."""
     # NOFOLLOW: a link must not lead outside the folder. NONBLOCK: a pipe must not hang the load.
     flags = os.O_RDONLY | _BINARY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     path = folder / name
@@ -79,7 +79,7 @@ def opened(folder: Path, name: str) -> Iterator[FileIO]:
 
 
 def look(folder: Path, name: str) -> os.stat_result:
-    """Return what the disk says of a regular file in a folder of ours, without opening it."""
+    """Return the stat of a regular file in a folder of ours, without opening it."""
     try:
         found = os.lstat(f"{folder}/{name}")
     except OSError as exc:
@@ -100,9 +100,9 @@ def _unread(folder: Path, name: str, exc: OSError) -> CannotRead | CheckpointDam
 
 
 def _open_in(folder: Path, name: str, flags: int) -> int:
-    if os.open not in os.supports_dir_fd:  # (Windows)
+    if os.open not in os.supports_dir_fd:  # Windows
         return os.open(folder / name, flags)
-    # Each folder by itself: it may have become a link since it was looked at.
+    # Folder by folder: one may have been replaced by a link since it was checked.
     *folders, name = Path(name).parts
     fd = os.open(folder, _FOLDER)
     try:
@@ -115,7 +115,7 @@ def _open_in(folder: Path, name: str, flags: int) -> int:
 
 
 def _leave(fd: int) -> None:
-    # Nothing was written through it, so there is nothing that can be lost.
+    # Nothing was written through it, so nothing can be lost.
     with contextlib.suppress(OSError):
         os.close(fd)
 
@@ -135,7 +135,7 @@ def _fill(file: FileIO, buffer: memoryview) -> None:
 
 
 def damaged(folder: Path, problem: str) -> CheckpointDamaged:
-    """Return the error that says what is wrong with the checkpoint in `folder`."""
+    """Return the error for a damaged checkpoint in `folder`."""
     is_in_a_run = folder.parent.name == "checkpoints"
     run = folder.parent.parent
     removal = f"To remove this one: resumable prune {run} --damaged" if is_in_a_run else "It can be deleted."
@@ -146,7 +146,7 @@ def damaged(folder: Path, problem: str) -> CheckpointDamaged:
 
 
 def is_proof(exc: CheckpointDamaged) -> bool:
-    """Whether a checkpoint is damaged for good, and not on a disk or a network that does not answer now."""
+    """Return whether a checkpoint is damaged for good, rather than unreadable at this moment."""
     cause = exc.__cause__
     return not isinstance(cause, OSError) or cause.errno in _NO_FILE
 
@@ -157,9 +157,9 @@ _NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO)
 def flush_folder(path: Path) -> bool:
     """Make the names in a folder durable: a power cut otherwise loses a rename or a new file.
 
-    False where the file system has no such call: some of FUSE, and folders that a virtual machine shares.
+    False if the file system cannot do that: some of FUSE, and folders shared with a virtual machine.
     """
-    if sys.platform == "win32":  # (NTFS journals names; folders cannot be opened)
+    if sys.platform == "win32":  # NTFS journals names; folders cannot be opened
         return True
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -175,40 +175,40 @@ def flush_folder(path: Path) -> bool:
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and the ones above it, durably; one that exists is left as it is."""
+    """Create a folder and its parents, durably; existing ones are left as they are."""
     if path.is_dir():
         return
     make_folder(path.parent)
-    # Another process may have been quicker: that is the same outcome.
+    # Another process may have made it first, with the same result.
     with contextlib.suppress(FileExistsError):
         os.mkdir(path)
     flush_folder(path.parent)
 
 
 def flush_names(path: Path) -> None:
-    """Make the names in a folder that was there durable, and those that lead to it."""
-    # Who made it (the script, a start that was killed) may not have flushed them: a power cut would take
-    # along all that is flushed below.
+    """Make the names in an existing folder durable, and those of its parents."""
+    # Whoever made it (the script, a start that was killed) may not have flushed them: a power cut would
+    # take everything that is flushed below along.
     if not flush_folder(path):
         warn(f"the file system of {path} cannot flush folders: a power cut may take new checkpoints along.")
     device = os.stat(path).st_dev
-    # (where a link leads to, and not where it stands)
+    # The parents of the target, if it is a link.
     for folder in Path(os.path.realpath(path)).parents:
         if os.stat(folder).st_dev != device:
             break
-        # (what may not be looked into has long been there)
+        # A folder that we may not open was not made by us.
         with contextlib.suppress(PermissionError):
             flush_folder(folder)
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Put a small file in place as a whole: readers see the old content or the new one."""
+    """Write a small file atomically: readers see the old content or the new one."""
     fresh = path.with_name(f".{path.name}-{os.urandom(4).hex()}")
     try:
         write(fresh, data)
         os.replace(fresh, path)
     except BaseException:
-        # On a full disk the half of a file is more than there is room for.
+        # A full disk has no room for half a file.
         with contextlib.suppress(OSError):
             os.unlink(fresh)
         raise
@@ -228,7 +228,7 @@ def publish(stage: Path, target: Path) -> None:
 
 
 def point(link: Path, target: Path) -> None:
-    """Let the symbolic link `link` lead to `target`, replacing it as a whole if it is ours."""
+    """Make `link` a symbolic link to `target`, atomically; an existing link is replaced."""
     fresh = link.with_name(f".{link.name}-{os.urandom(4).hex()}")
     os.symlink(os.path.relpath(target, link.parent), fresh, target_is_directory=True)
     try:
@@ -241,7 +241,7 @@ def point(link: Path, target: Path) -> None:
 
 def remove(folder: Path, names: Iterable[str]) -> None:
     """Remove a folder that holds `names` (those of folders end in "/"); OSError if it holds anything else."""
-    # Backwards: what a subfolder holds comes before the subfolder.
+    # In reverse order: the files of a subfolder come before the subfolder.
     for name in sorted(names, reverse=True):
         if name.endswith("/"):
             os.rmdir(folder / name)

@@ -1,4 +1,4 @@
-"""What tells that tensors are the same as before, without a copy of them."""
+"""Fingerprints of tensors, which tell without a copy whether they have changed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _AT_A_TIME = 8 << 20
 
 
 def of(tensors: Sequence[Tensor]) -> list[Any]:
-    """Return what is the same again only for tensors of the same bits, one for each; None never is.
+    """Return a fingerprint of each tensor, equal only for the same bits; None is equal to nothing.
 
     >>> weight = torch.zeros(3)
     >>> before = of([weight])
@@ -29,12 +29,12 @@ def of(tensors: Sequence[Tensor]) -> list[Any]:
     on_host = [tensor for tensor in tensors if tensor.is_cpu]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         digests = pool.map(_digest, on_host)
-        # In this thread, whose stream the training's kernels are in.
+        # In this thread: its stream is the one of the training's kernels.
         return [next(digests) if tensor.is_cpu else _sum(tensor) for tensor in tensors]
 
 
 def is_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Whether two fingerprints are of the same bits."""
+    """Return whether two fingerprints are of the same bits."""
     return len(one) == len(other) and all(map(_is_same, one, other))
 
 
@@ -56,11 +56,11 @@ def _sum(tensor: Tensor) -> Tensor | None:
 
 
 def on_device(tensor: Tensor) -> Tensor:
-    """Return a sum over the numbers of a contiguous tensor, each with its weight, made where it lies."""
+    """Return a weighted sum of the numbers of a contiguous tensor, computed on its device."""
     flat = tensor.detach().view(-1).view(torch.uint8)
     words = flat[: flat.numel() // 4 * 4].view(torch.int32) if flat.data_ptr() % 4 == 0 else flat
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    # (no two numbers have the same weight, else one could move to the other's place unseen)
+    # No two numbers have the same weight: otherwise swapping them would not show.
     for first, numbers in ((0, words), (words.numel(), flat[words.nbytes :])):
         for begin in range(0, numbers.numel(), _AT_A_TIME):
             part = numbers[begin : begin + _AT_A_TIME]
@@ -72,7 +72,7 @@ def on_device(tensor: Tensor) -> Tensor:
 
 
 def _mixed(numbers: Tensor) -> Tensor:
-    # Weights in a row would not notice +1, -2, +1.
+    # Consecutive weights would not notice +1, -2, +1.
     mixed = (numbers + 1) * 0x1E3779B97F4A7C15
     mixed = (mixed ^ (mixed >> 31)) * 0x3F58476D1CE4E5B9
     return (mixed ^ (mixed >> 29)) | 1

@@ -1,4 +1,4 @@
-"""A file with a JSON object on each line, which grows at its end; a kill tears at most the last line."""
+"""An append-only file with a JSON object on each line; a kill tears at most the last line."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ Line = dict[str, Json]
 
 
 def read(path: Path) -> list[Line]:
-    """Return the lines of a file that need not be there, without those that are damaged."""
+    """Return the lines of a file without damaged ones; none if there is no such file."""
     return [line for text in _content(path).split(b"\n") if (line := _parsed(text)) is not None]
 
 
 def append(path: Path, lines: Iterable[Line]) -> None:
-    """Add lines, flushed; or, if OSError is raised, none."""
+    """Append lines, flushed; none of them if OSError is raised."""
     with _opened(path, os.O_RDWR | os.O_CREAT | os.O_APPEND) as fd:
         if os.fstat(fd).st_nlink > 1:
-            # It has another name too, under which it is somebody else's: a backup's, say.
+            # A hard link: a backup, for example, must not change with it.
             rewrite(path, lambda line: line, lines)
             return
         end, glue = _tail(fd)
@@ -34,7 +34,7 @@ def append(path: Path, lines: Iterable[Line]) -> None:
         try:
             _put(fd, glue + b"".join(map(_text, lines)))
         except OSError:
-            # Half a line, or a whole one that would be there twice after the next try.
+            # Remove half a line, or a whole one that the next try would write again.
             with contextlib.suppress(OSError):
                 os.ftruncate(fd, end)
             raise
@@ -43,12 +43,12 @@ def append(path: Path, lines: Iterable[Line]) -> None:
 
 
 def rewrite(path: Path, change: Callable[[Line], Line | None], lines: Iterable[Line]) -> None:
-    """Put the file in place as a whole, each line as `change` returns it (None: left out), and add lines."""
+    """Rewrite the file atomically: each line as `change` returns it (None drops it), then the new lines."""
     kept = []
     *whole, last = _content(path).split(b"\n")
     for text in whole if _parsed(last) is None else [*whole, last]:
         if (line := _parsed(text)) is None:
-            # Whoever wrote this may be able to read it.
+            # The version that wrote this may be able to read it.
             kept.append(text + b"\n")
         elif changed := change(line):
             kept.append(text + b"\n" if changed is line else _text(changed))
@@ -56,7 +56,7 @@ def rewrite(path: Path, change: Callable[[Line], Line | None], lines: Iterable[L
 
 
 def plain(value: Json) -> Json:
-    """Return a value as any reader of JSON takes it: NaN and infinities are strings, and text is whole.
+    """Return a value as strict JSON: NaN and infinities become strings, and text becomes valid UTF-8.
 
     >>> plain({"loss": float("nan"), "argv": ("train.py",)})
     {'loss': 'nan', 'argv': ['train.py']}
@@ -71,7 +71,7 @@ def plain(value: Json) -> Json:
 
 
 def mentions(path: Path, text: bytes) -> bool:
-    """Whether a file has these bytes: much faster than to read its lines."""
+    """Return whether a file contains these bytes, which is much faster than reading its lines."""
     return text in _content(path)
 
 
@@ -80,7 +80,7 @@ def _text(line: Line) -> bytes:
 
 
 def _parsed(text: bytes) -> Line | None:
-    # What is no line of ours is left where it stands: a training must not end because of it.
+    # Lines that are not ours are left alone: a training must not end because of them.
     with contextlib.suppress(ValueError):
         found = parse(text)
         return found if isinstance(found, dict) else None
@@ -94,7 +94,7 @@ def _content(path: Path) -> bytes:
 
 
 def _tail(fd: int) -> tuple[int, bytes]:
-    """Return where the last line ends, without what a kill has torn, and what the next begins with."""
+    """Return where the last whole line ends, and the separator that the next line needs."""
     size = os.lseek(fd, 0, os.SEEK_END)
     os.lseek(fd, max(0, size - 1), os.SEEK_SET)
     if os.read(fd, 1) in (b"", b"\n"):

@@ -1,4 +1,4 @@
-"""Large files: hashed on the way, written as the disk likes it, read by several threads."""
+"""Large files: hashed while they are written and read, by several threads."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ if sys.platform != "win32":
     import fcntl
 
 BLOCK = 16 << 20
-"""A longer file is hashed in blocks of so many bytes, so that several threads can share the work."""
+"""Longer files are hashed in blocks of this many bytes, so that several threads can share the work."""
 
-_PIECE = 1 << 20  # what stays in a processor's cache from the read to the hash
+_PIECE = 1 << 20  # stays in the processor's cache between the read and the hash
 _PREALLOCATE = 1 << 20
-_WORTH_A_LINK = 1 << 20  # what is damaged in a file is damaged in all checkpoints that share it
+_WORTH_A_LINK = 1 << 20  # damage to a linked file damages every checkpoint that shares it
 
 Way = Literal["uncached", "paced", "direct", "plain"]
 """How large files are written.
 
-"uncached": what is on the disk is dropped from the page cache, which holds other people's data, at once.
-"paced": each block is handed to the disk at once. "direct": past the page cache. "plain": all at the end.
+"uncached": written data is dropped from the page cache at once, which leaves it to other programs' data.
+"paced": the flush of each block begins at once. "direct": O_DIRECT. "plain": all is flushed at the end.
 """
 
 
 def digest(data: Any) -> str:
-    """Return the xxh3-128 of a buffer; of one longer than a block, that of its blocks' digests."""
+    """Return the xxh3-128 of a buffer, or of its blocks' digests if it is longer than a block."""
     view = memoryview(data)
     return fold([xxhash.xxh3_128_digest(view[at : at + BLOCK]) for at in _blocks(view.nbytes)])
 
@@ -57,7 +57,7 @@ def _blocks(size: int) -> range:
 
 
 def _in_threads(job: Callable[[int], bytes], size: int, threads: int) -> list[bytes]:
-    """Return what `job` returns for each block; the first error ends the others' work too."""
+    """Return the result of `job` for each block; the first error stops the other threads."""
     blocks = _blocks(size)
     if threads == 1 or len(blocks) == 1:
         return [job(at) for at in blocks]
@@ -72,7 +72,7 @@ def _in_threads(job: Callable[[int], bytes], size: int, threads: int) -> list[by
             failed.set()
             raise
 
-    # (where nothing large is read or written, it takes longer to import than all else does)
+    # Imported late: it takes longer than everything else where no large file is read or written.
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(min(threads, len(blocks))) as pool:
@@ -80,11 +80,11 @@ def _in_threads(job: Callable[[int], bytes], size: int, threads: int) -> list[by
 
 
 class Content:
-    """What is to become a file: bytes in memory, perhaps not all of them there yet.
+    """The bytes of a file to be written, which may still be arriving in memory.
 
-    `ready(end)` returns when the first `end` bytes are. `before` is what the last save made of
-    the same file: where nothing has changed since, there is nothing to write. What is only a share
-    of a file of `size` bytes, from `begin` on, consists of whole blocks of it.
+    `ready(end)` returns when the first `end` bytes are there. `before` is the same file in the last save: if
+    nothing has changed since, nothing is written. A share of a file of `size` bytes, from `begin` on, has
+    whole blocks only.
     """
 
     def __init__(
@@ -102,11 +102,11 @@ class Content:
         self._ready = ready
         self._before = before
         if self.is_share() and not self._is_of_whole_blocks():
-            # Its digests would be those of other blocks than the ones that are read one day.
+            # Its digests would not be those of the blocks that a load reads.
             raise ValueError(f"{self.data.nbytes} bytes from {begin} on are no whole blocks of {self.size}")
 
     def is_share(self) -> bool:
-        """Whether there is more to the file than this."""
+        """Return whether this is only a part of the file."""
         return (self.begin, self.data.nbytes) != (0, self.size)
 
     def _is_of_whole_blocks(self) -> bool:
@@ -115,24 +115,24 @@ class Content:
         return 0 <= begin < end and begin % BLOCK == 0 and ends_well
 
     def block(self, at: int) -> memoryview:
-        """Return the bytes of a block, when they are there."""
+        """Return the bytes of a block, once they are there."""
         part = self.data[at : at + BLOCK]
         if self._ready:
             self._ready(at + part.nbytes)
         return part
 
     def whole(self) -> memoryview:
-        """Return all bytes, when they are there."""
+        """Return all bytes, once they are there."""
         if self._ready:
             self._ready(self.data.nbytes)
         return self.data
 
     def unchanged(self) -> Written | None:
-        """Return what the last save wrote, if this is the same to the last bit."""
+        """Return the file of the last save, if this has exactly the same bytes."""
         before = self._before
         if before is None or before.size != self.size or before.size < _WORTH_A_LINK:
             return None
-        # What has changed at all has mostly changed at its beginning.
+        # A file that has changed has mostly changed in its first block.
         if self._digest(0) != before.blocks[0]:
             return None
         return before if _in_threads(self._digest, before.size, _WRITERS) == before.blocks else None
@@ -148,7 +148,7 @@ class Written(NamedTuple):
     size: int
     blocks: list[bytes]
     identity: tuple[int, ...] = ()
-    """What tells that nobody has touched the file since."""
+    """Changes whenever the file is written to or replaced."""
 
     @property
     def digest(self) -> str:
@@ -160,7 +160,7 @@ def put(path: Path, content: Content, way: Way = "paced") -> Written:
     """Create the file, flushed: written, or as a hard link to the last save's if nothing has changed."""
     before = content.unchanged()
     if before:
-        # Where that one is gone or was touched, or there are no hard links, there still is the content.
+        # If that file is gone or was touched, or hard links are not supported, write the content.
         with contextlib.suppress(OSError):
             if identity(os.stat(before.path)) == before.identity:
                 os.link(before.path, path)
@@ -205,7 +205,7 @@ def receive(path: Path, size: int, read: Callable[[int, int], Any], piece: int, 
 
 def write_share(path: Path, content: Content, way: Way = "paced") -> list[bytes]:
     """Write a share of a file that was created for several, flush, and return its blocks' digests."""
-    # (a flush by another process says nothing about what is written after it)
+    # Each process flushes: a flush by another does not cover what is written after it.
     with disk.joined(path) as fd:
         if (found := os.fstat(fd).st_size) != content.size:
             raise SaveFailed(
@@ -224,7 +224,7 @@ def _write(fd: int, content: Content, way: Way) -> list[bytes]:
 
 
 def identity(found: os.stat_result) -> tuple[int, ...]:
-    """Return what tells that a file has been replaced or written to."""
+    """Return a value that changes when a file is replaced or written to."""
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
@@ -232,7 +232,7 @@ def _preallocate(fd: int, size: int) -> None:
     if size < _PREALLOCATE or not hasattr(os, "posix_fallocate"):
         return
     try:
-        # A full disk says so before the work, and the flush need not move the file's end.
+        # A full disk is reported before the work, and the flush need not move the file's end.
         os.posix_fallocate(fd, 0, size)
     except OSError as exc:
         if exc.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
@@ -246,7 +246,7 @@ def _write_blocks(fd: int, content: Content, way: Way) -> list[bytes]:
         place = content.begin + at
         _write_at(fd, block, place, _pwrite_uncached if way == "uncached" else _pwrite)
         if way == "paced":
-            # Left to itself the kernel begins only at the flush, and the disk has idled until then.
+            # By default the kernel begins at the flush, and the disk idles until then.
             _begin_flush(fd, place, block.nbytes)
         return found
 
@@ -254,7 +254,7 @@ def _write_blocks(fd: int, content: Content, way: Way) -> list[bytes]:
 
 
 def _begins_a_page(data: memoryview) -> bool:
-    # Past the page cache a disk takes nothing else; a `bytes` object never does.
+    # O_DIRECT needs page-aligned memory, which a `bytes` object never is.
     is_one = data.nbytes >= mmap.PAGESIZE and not data.readonly
     return is_one and ctypes.addressof(ctypes.c_char.from_buffer(data)) % mmap.PAGESIZE == 0
 
@@ -287,7 +287,7 @@ def _pwrite_uncached(fd: int, data: memoryview, at: int) -> int:
     return os.pwritev(fd, [data], at, _RWF_DONTCACHE)
 
 
-_RWF_DONTCACHE = 0x80  # (Linux since 6.14, some file systems)
+_RWF_DONTCACHE = 0x80  # Linux since 6.14, some file systems
 
 
 if sys.platform == "win32":
@@ -299,7 +299,7 @@ if sys.platform == "win32":
     _WRITERS = 1
 else:
     _pwrite = os.pwrite
-    _WRITERS = 2  # more of them slow a training down more than they hasten the disk
+    _WRITERS = 2  # more slow the training down more than they speed up the disk
 
 
 def _set_direct(fd: int, is_on: bool) -> None:
@@ -309,7 +309,7 @@ def _set_direct(fd: int, is_on: bool) -> None:
 
 def _begin_flush(fd: int, at: int, size: int) -> None:
     if hasattr(os, "posix_fadvise"):
-        # Linux begins to write what it is told will not be needed; nothing is dropped before that is done.
+        # Linux starts writing data that is marked as not needed; it drops none of it before it is written.
         with contextlib.suppress(OSError):
             os.posix_fadvise(fd, at, size, os.POSIX_FADV_DONTNEED)
 
@@ -320,9 +320,9 @@ _WAYS: tuple[Way, ...] = (
 
 
 def fastest_way(folder: Path, scratch: memoryview, is_wanted: Callable[[], bool] = lambda: True) -> Way:
-    """Return how this disk takes large files fastest; `scratch` (page-aligned) is written to try it.
+    """Return the fastest way to write large files to this disk, tried with `scratch`, which is page-aligned.
 
-    When it is not wanted any more, what is known by then has to do.
+    If it is no longer wanted, return the best that is known by then.
     """
     taken: dict[Way, float] = {}
     for way in _WAYS * 2:
@@ -334,19 +334,19 @@ def fastest_way(folder: Path, scratch: memoryview, is_wanted: Callable[[], bool]
             write(probe, Content(scratch), way)
             seconds = time.perf_counter() - start
         except OSError:
-            # (not every disk can be written past the page cache)
+            # Not every disk can be written past the page cache.
             continue
         finally:
             with contextlib.suppress(OSError):
                 os.unlink(probe)
-        # The first way that is not clearly slower than another: a disk is never quite quiet.
+        # Take the first way that is not clearly slower than another: disks are noisy.
         taken[way] = min(seconds, taken.get(way, math.inf))
     quickest = min(taken.values(), default=0.0)
     return next((way for way, seconds in taken.items() if seconds <= 1.15 * quickest), "paced")
 
 
 class Lane:
-    """Memory through which one thread reads what has none of its own to go to."""
+    """A buffer of one thread, for bytes that have no memory of their own to be read into."""
 
     def __init__(self) -> None:
         self._memory = memoryview(bytearray(_PIECE))
@@ -357,7 +357,7 @@ class Lane:
 
 
 class Target(NamedTuple):
-    """Where a range of a file belongs: in host memory, or behind a function that takes it piece by piece."""
+    """The destination of a range of a file: host memory, or a function that takes it piece by piece."""
 
     begin: int
     end: int
@@ -376,7 +376,7 @@ def scan(
 ) -> list[bytes]:
     """Read a file, verified in the memory that it is read into; return its blocks' digests.
 
-    What no target wants is verified all the same. `also` is fed the bytes in their order, by one thread.
+    Bytes without a target are verified too. `also` gets all bytes in order, from one thread.
     """
     with _of_size(folder, name, size) as fd:
         scanned = _Scan(fd, size, targets, lane, also)
@@ -402,7 +402,7 @@ def scan_again(
     targets: Sequence[Target],
     lane: Callable[[], Lane] = Lane,
 ) -> None:
-    """Read what the targets want of a file whose blocks were verified before, and verify those again."""
+    """Read the targets' ranges of a file that was verified before, and verify their blocks again."""
     wanted = {
         at for target in targets for at in range(target.begin // BLOCK * BLOCK, max(target.end, 1), BLOCK)
     }
@@ -504,8 +504,8 @@ def read_range(fd: int, begin: int, end: int) -> memoryview:
 
 
 def read(folder: Path, name: str, size: int, expected: str, also: Hasher | None = None) -> memoryview:
-    """Return the bytes of a file, verified in the private memory that the caller goes on to use."""
-    # The file is looked at first: a manifest can claim any size.
+    """Return the bytes of a file, verified in private memory that the caller may keep."""
+    # Check the size of the file first: a manifest can claim any size.
     with _of_size(folder, name, size):
         buffer = memoryview(bytearray(size))
     scan(folder, name, size, expected, [Target(0, size, buffer)], also=also)

@@ -1,4 +1,4 @@
-"""The right to write one run, held by one process until it lets go or dies."""
+"""The exclusive right to write a run, held by a process until it releases it or ends."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _BINARY = getattr(os, "O_BINARY", 0)
 
 
 class Lock:
-    """The right to write one folder, held by one process until it lets go or dies.
+    """The exclusive right to write a folder, held by a process until it releases it or ends.
 
-    A POSIX record lock: the kernel frees it with its process, and what was forked from
-    the holder (loader workers) does not keep it alive when the holder is killed.
+    A POSIX record lock: the kernel frees it when its process ends, and processes forked from the holder
+    (loader workers) do not keep it alive when the holder is killed.
     """
 
     # Closing *any* descriptor of the file frees a record lock of the whole process, so it is opened once.
-    # With the process: what is forked from the holder inherits this set, but no lock.
+    # Keyed by process: a child forked from the holder inherits this set, but not the lock.
     _held: ClassVar[set[tuple[int, Path]]] = set()
 
     def __init__(self, path: Path) -> None:
@@ -46,30 +46,30 @@ class Lock:
             raise in_use(path, holder) from exc
         self._held.add(self._key)
         self._path = path
-        # Only for the message that others get: a full disk must not cost us the lock.
+        # Only for the message to other processes: a full disk must not cost us the lock.
         with contextlib.suppress(OSError):
-            # (only who writes a run needs it: commands that look answer sooner)
+            # Imported late: commands that only read answer sooner.
             import socket
 
             _sign(self._fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
 
     def is_held(self) -> bool:
-        """Whether this process holds it; a forked child has a copy of this object, but not the lock."""
+        """Return whether this process holds it: a forked child has this object, but not the lock."""
         return self._key in self._held and self._key[0] == os.getpid()
 
     def is_in_place(self) -> bool:
-        """Whether others who want the lock would meet this one: unless its folder was moved, say."""
+        """Return whether other processes would find this lock: not if its folder was moved."""
         try:
             return os.path.samestat(os.stat(self._path), os.fstat(self._fd))
         except (FileNotFoundError, NotADirectoryError):
             return False
         except OSError:
-            # (a disk that does not answer says nothing about it)
+            # A disk that does not answer is no evidence.
             return True
 
     def renew(self) -> None:
-        """Take it again where this process has lost it: by opening and closing the file, as a copy does."""
-        if sys.platform == "win32":  # (where a lock belongs to its descriptor)
+        """Take it again in case this process has lost it by closing the file, as copying the run does."""
+        if sys.platform == "win32":  # There a lock belongs to its descriptor
             return
         try:
             _take(self._fd)
@@ -78,7 +78,7 @@ class Lock:
             raise in_use(self._key[1], "another process, since this one has lost its lock") from exc
 
     def release(self) -> None:
-        """Let go; the file stays, since removing it would race with the next holder."""
+        """Release it; the file stays, since removing it would race with the next holder."""
         if self.is_held():
             # Even a close that fails (on a network disk) has closed it.
             with contextlib.suppress(OSError):
@@ -87,7 +87,7 @@ class Lock:
 
 
 def in_use(path: Path, holder: str) -> RunInUse:
-    """Return the error that says who else is writing the run of the lock file `path`."""
+    """Return the error that names the process that writes the run of the lock file `path`."""
     return RunInUse(
         f"{path.parent} is being written by {holder}.",
         fix="wait for it or stop it, or give this training a run directory of its own. "
@@ -109,7 +109,7 @@ def _opened(path: Path) -> int:
 
 
 def _sign(fd: int, text: bytes) -> None:
-    # What else stands there may be a file of somebody's that has this name too.
+    # Other content may be a user's file of the same name.
     if os.read(fd, 8) in (b"", b"process "):
         os.lseek(fd, 0, os.SEEK_SET)
         os.ftruncate(fd, 0)

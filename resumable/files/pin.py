@@ -1,4 +1,4 @@
-"""The digest that a user pins a checkpoint's content with: one that nobody can forge."""
+"""The cryptographic hash that pins the content of a checkpoint (`expect=`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FORM = re.compile(r"sha256:[0-9a-f]{64}")
 
 
 class Hasher(Protocol):
-    """What is fed the bytes of a file, in their order."""
+    """Takes the bytes of a file, in order."""
 
     def update(self, data: Any, /) -> None:
         """Take the next bytes."""
@@ -35,7 +35,7 @@ class Pin:
         self._files: dict[str, Any] = {}
 
     def file(self, name: str) -> Hasher:
-        """Return what is to be fed the bytes of a file."""
+        """Return the hasher for the bytes of a file."""
         found: Hasher = hashlib.sha256()
         self._files[name] = found
         return found
@@ -55,7 +55,7 @@ def of_bytes(data: Any) -> str:
 
 
 def checked(expect: Any) -> str | None:
-    """Return what a user expects, if it has the form of a digest."""
+    """Return the pin that a user expects; UsageError if it is not a digest."""
     if expect is None or (isinstance(expect, str) and _FORM.fullmatch(expect)):
         return expect
     raise UsageError(
@@ -76,7 +76,7 @@ def due(resume: Any, expect: str | None) -> Any:
 
 
 def refuse_others(expect: str | None, found: str, path: Path) -> None:
-    """Raise CheckpointNotExpected unless what was found is what was expected, if anything was."""
+    """Raise CheckpointNotExpected if a pin is expected and another was found."""
     if expect is not None and found != expect:
         raise CheckpointNotExpected(
             f"{path} has the content {found}, and expected was {expect}.",

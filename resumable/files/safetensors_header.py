@@ -1,4 +1,4 @@
-"""The head of a safetensors file, which says where its tensors lie; without torch."""
+"""The header of a safetensors file, which lists its tensors; without torch."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ SIZES = {
 """The bytes of one element, by the name of its dtype in the file."""
 
 LONGEST = 100_000_000
-"""What the safetensors library reads at most."""
+"""The longest header that the safetensors library reads."""
 _MOST_DIMENSIONS = 64
 
 
 class Entry(NamedTuple):
-    """Where a tensor lies in its file, and what its bytes are."""
+    """A tensor in its file: its dtype, shape and byte range."""
 
     name: str
     code: str
@@ -32,7 +32,7 @@ class Entry(NamedTuple):
 
 
 def header_size(start: bytes | memoryview, size: int) -> int:
-    """Return where the data of a file of `size` bytes begins, by its first eight."""
+    """Return where the data of a file of `size` bytes begins, from its first eight bytes."""
     if len(start) < 8 or size < (found := 8 + int.from_bytes(start[:8], "little")):
         raise ValueError("the header is longer than the file")
     if found > LONGEST:
@@ -41,7 +41,7 @@ def header_size(start: bytes | memoryview, size: int) -> int:
 
 
 def entries_of(header: bytes | memoryview, size: int) -> list[Entry]:
-    """Return where the tensors of a file of `size` bytes lie; ValueError if that is no safetensors file."""
+    """Return the tensors of a file of `size` bytes; ValueError if it is not a safetensors file."""
     start = len(header)
     entries = typed(dict, parse(header[8:]))
     typed(dict, entries.pop("__metadata__", {}))

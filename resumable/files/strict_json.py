@@ -1,4 +1,4 @@
-"""JSON that is read strictly, and that can vouch for its own bytes."""
+"""JSON that is read strictly, and that can carry a checksum of itself."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _ENCODER = json.JSONEncoder(allow_nan=False)
 
 
 def seal(body: Mapping[str, Json]) -> bytes:
-    """Return the JSON text of `body`, with the checksum of all that follows as its first key."""
-    # Not indent=: for that, json has only its slow encoder.
+    """Return the JSON text of `body`; its first key is the checksum of everything after it."""
+    # Not indent=: that uses the slow encoder of json.
     lines = (_ENCODER.encode({key: value})[1:-1] for key, value in body.items())
     rest = ("\n " + ",\n ".join(lines) + "\n}").encode()
     return _first_line(rest) + rest
@@ -27,7 +27,7 @@ def seal(body: Mapping[str, Json]) -> bytes:
 
 def unseal(data: bytes) -> dict[str, Json]:
     """Return what `seal` was given; ValueError if one bit of the text has changed."""
-    # (those of 100,000 processes have 800,000)
+    # A manifest of 100,000 processes has 800,000.
     rest = data[len(_first_line(b"")) :]
     if data != _first_line(rest) + rest:
         raise ValueError("its checksum does not match its content")
@@ -37,10 +37,10 @@ def unseal(data: bytes) -> dict[str, Json]:
 
 
 LONGEST = 256 << 20
-"""So many bytes a JSON text can have at most, but for those that nobody vouches for: they can have 64 MiB."""
+"""The most bytes of a JSON text; 64 MiB if its size is not in a manifest."""
 
 MOST = 4_000_000
-"""So many lists, objects and keys a JSON text can have at most; a text of 48 MB can hold 16 million."""
+"""The most lists, objects and keys of a JSON text; 48 MB of text can hold 16 million."""
 
 
 def parse(data: bytes | memoryview, most: int = MOST) -> Json:
@@ -51,7 +51,7 @@ def parse(data: bytes | memoryview, most: int = MOST) -> Json:
     ValueError: it has a key twice
     """
     text = str(data, "utf-8")
-    # Before: an empty list takes 3 bytes of the text, and 64 and more of memory.
+    # Checked before parsing: an empty list takes 3 bytes of text, and at least 64 of memory.
     if is_more_than(most, text):
         raise ValueError(f"it has more than {most:,} lists, objects and keys, which is more than is read")
     try:
@@ -61,18 +61,18 @@ def parse(data: bytes | memoryview, most: int = MOST) -> Json:
 
 
 def is_more_than(most: int, text: str) -> bool:
-    """Whether a JSON text has more lists, objects and keys than that.
+    """Return whether a JSON text has more than `most` lists, objects and keys.
 
     >>> is_more_than(3, '{"a": [[], "[[["]}'), is_more_than(4, '{"a": [[], "[[["]}')
     (True, False)
     """
     if sum(map(text.count, _PIECES)) <= most:
         return False
-    # Some may stand in strings, which are left out, a part of the text after the other: all of it at once
-    # would take the memory that this is to save.
+    # Brackets inside strings do not count. Remove strings part by part: doing it at once would take the
+    # memory that this check protects.
     found, at, is_in_string = 0, 0, False
     while at < len(text) and found <= most:
-        # (no part ends in the middle of an escape)
+        # No part ends in the middle of an escape.
         end = _WHOLE.match(text, at + _PART)
         assert end
         plain = text[at : end.end()].replace("\\\\", "").replace('\\"', "").split('"')
@@ -88,7 +88,7 @@ _WHOLE = re.compile(r"(?<!\\)|\\*[^\\]?", re.DOTALL)
 
 
 def typed(kind: type[_Kind], value: Json) -> _Kind:
-    """Return `value` if it is of that very type: True is no int.
+    """Return `value` if it has exactly that type: True is not an int.
 
     >>> typed(int, True)
     Traceback (most recent call last):

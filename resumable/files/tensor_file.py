@@ -1,4 +1,4 @@
-"""A safetensors file, from tensors and back, without copying them."""
+"""Safetensors files, from tensors and back, without copies."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _ALIGNMENT = 16  # what the widest dtype, complex128, needs
 
 
 class Slot(NamedTuple):
-    """Where a tensor lies in its file."""
+    """A tensor in its file: dtype, shape and byte range."""
 
     name: str
     dtype: torch.dtype
@@ -55,7 +55,7 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A safetensors file without its data: everything that stays until a tensor has another shape."""
+    """A safetensors file without its data: the same for as long as no tensor changes its shape."""
 
     header: bytes
     slots: tuple[Slot, ...]
@@ -72,11 +72,11 @@ class Layout:
 
 
 def layout(tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, str]) -> Layout:
-    """Return how the tensors lie in a safetensors file.
+    """Return the layout of these tensors in a safetensors file.
 
-    Tied names stand in the metadata, as `safetensors.torch.load_model` expects them.
+    The names of tied tensors are in the metadata, as `safetensors.torch.load_model` expects them.
     """
-    # The widest first: every tensor then begins at a multiple of its element's size.
+    # The widest dtype first: every tensor then begins at a multiple of its element size.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     header: dict[str, Json] = {"__metadata__": {**aliases, "format": "pt"}}
     places = []
@@ -90,7 +90,7 @@ def layout(tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, str]) -> L
         position = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
-    # What no load would read must not be taken for saved.
+    # Refuse here what no load would read.
     if 8 + len(text) > safetensors_header.LONGEST or is_more_than(MOST, text.decode()):
         raise CannotStore(
             f"{len(ordered):,} tensors are more than one file can describe.",
@@ -112,18 +112,18 @@ def to_safetensors(tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, st
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a tensor in host memory, one row after the other."""
-    # Not reshape: what counts as contiguous can have any stride where its length is 1.
+    """Return the bytes of a tensor in host memory, in row-major order."""
+    # Not reshape: a contiguous tensor can have any stride in a dimension of length 1.
     flat = tensor.detach().contiguous().as_strided([tensor.numel()], [1]).view(torch.uint8)
     if tensor.dtype == torch.bool:
-        # Memory that nobody has set yet holds any byte, and readers refuse all but 0 and 1.
+        # Uninitialized memory holds any byte, and readers accept only 0 and 1.
         flat = flat.ne(0).view(torch.uint8)
     array: Any = flat.numpy()
     return memoryview(array)
 
 
 def read_header(header: bytes | memoryview, size: int) -> list[Slot]:
-    """Return where the tensors of a file of `size` bytes lie; ValueError if that is no safetensors file."""
+    """Return the tensors of a file of `size` bytes; ValueError if it is not a safetensors file."""
     try:
         return [
             Slot(name, _DTYPES_BY_CODE[code], shape, begin, end)
@@ -141,7 +141,7 @@ def from_safetensors(data: memoryview) -> dict[str, torch.Tensor]:
 
 
 def from_row(raw: memoryview, slots: Sequence[Slot]) -> list[torch.Tensor]:
-    """Return the tensors whose bytes follow each other in `raw`, which they share if they lie well."""
+    """Return the tensors whose bytes are in `raw`, one after the other, as views where alignment allows."""
     found: list[torch.Tensor] = []
     for dtype, same in itertools.groupby(slots, key=lambda slot: slot.dtype):
         row = [*same]
@@ -161,28 +161,28 @@ def from_row(raw: memoryview, slots: Sequence[Slot]) -> list[torch.Tensor]:
 
 
 def refuse_no_booleans(flat: torch.Tensor, dtype: torch.dtype) -> None:
-    """Raise ValueError if bytes that are said to be booleans are not."""
+    """Raise ValueError if a boolean is neither 0 nor 1."""
     if dtype == torch.bool and bool((flat > 1).any()):
         raise ValueError("a boolean is neither 0 nor 1")
 
 
 def viewed(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return bytes as numbers of another dtype, in the same memory if they lie well in it."""
-    # On an odd address the processor may refuse to work: a segmentation fault.
+    """Return bytes as numbers of another dtype, as a view if they are aligned."""
+    # Access to an unaligned address may be a segmentation fault.
     aligned = flat if flat.data_ptr() % dtype.itemsize == 0 else flat.clone()
     return aligned.view(dtype)
 
 
 def empty(slot: Slot, device: torch.device | None = None) -> torch.Tensor:
-    """Return a tensor for the slot, with nothing in it yet."""
+    """Return an uninitialized tensor for the slot."""
     try:
         torch.empty(slot.shape, dtype=slot.dtype, device="meta")
     except (RuntimeError, TypeError) as exc:
-        # Nothing times 2**63 is nothing, but torch cannot count to it.
+        # A shape such as (0, 2**63) has no elements, but torch cannot count to 2**63.
         raise ValueError(f"no tensor has the shape {list(slot.shape)}") from exc
     return torch.empty(slot.shape, dtype=slot.dtype, device=device or "cpu")
 
 
 def is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have the same bits, wherever they lie."""
+    """Return whether two tensors have the same bits, on whatever device."""
     return one.shape == other.shape and as_bytes(one.cpu()) == as_bytes(other.cpu())

@@ -1,4 +1,4 @@
-"""How the work of saving and loading gets along with the rest of the process."""
+"""How saving and loading share a process with the training."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ T = TypeVar("T")
 
 
 def yield_to_training() -> None:
-    """Let this thread, and those that it starts, run when the training leaves a processor idle."""
+    """Lower the priority of this thread, and of those that it starts, below the training's."""
     if sys.platform == "linux":
-        # (a sandbox may forbid it)
+        # A sandbox may forbid it.
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)
 
@@ -26,8 +26,8 @@ def yield_to_training() -> None:
 def allow_captures() -> None:
     """Let other threads capture CUDA graphs while this one works with the GPU.
 
-    A capture in the default mode fails as soon as any thread makes a call that such a capture forbids,
-    unless that thread has opted out.
+    By default a capture fails as soon as any thread makes a call that captures forbid, unless that thread
+    has opted out.
     """
     if driver := _driver():
         driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_RELAXED)))
@@ -35,7 +35,7 @@ def allow_captures() -> None:
 
 @functools.cache
 def _driver() -> Any:
-    """Return the driver of NVIDIA's GPUs, if there is one."""
+    """Return NVIDIA's driver library, if there is one."""
     with contextlib.suppress(OSError):
         return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
     return None
@@ -46,10 +46,10 @@ _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 @contextlib.contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Keep Python from looking for garbage meanwhile.
+    """Disable the garbage collector.
 
-    Thousands of small objects come and go; that makes it look at every object of the process, again
-    and again, which takes longer than all the rest.
+    Thousands of small objects come and go, which makes it scan every object of the process again and again:
+    that takes longer than everything else.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -61,9 +61,9 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 def in_daemons(job: Callable[[T], object], items: Iterable[T], count: int) -> None:
-    """Do a job for each item, in some threads; when all have ended, raise the first error.
+    """Run a job for each item in `count` threads; when all have ended, raise the first error.
 
-    Unlike those of a pool they do not keep a process that ends: what they wait for may never come.
+    Unlike the threads of a pool they are daemons: they may hang, and must not keep the process alive.
 
     >>> found = []
     >>> in_daemons(found.append, [1, 2, 3], count=2)

@@ -1,3 +1,3 @@
 """Copies of whole checkpoints elsewhere: complete, or not there."""
 
-__all__ = ["by_hand", "in_training", "pull", "push", "run_copy", "storage", "url"]
+__all__ = ["by_hand", "in_training", "push", "run_copy", "storage", "url"]

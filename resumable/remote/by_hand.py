@@ -1,4 +1,4 @@
-"""Pushes and pulls checkpoints by hand: of a run that nobody trains, or that another process trains."""
+"""Pushes and pulls checkpoints on command, of a run that no process trains or that another one trains."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ from ..run.checkpoint import Checkpoint
 from ..run.directory import Run
 from ..run.history import History
 from ..run.manifest import Manifest
-from . import pull
-from .push import LOCK
+from .pull import adopt, look, pull
+from .push import LOCK, missing, push
 from .run_copy import Remote
 
 
 class Transfer(NamedTuple):
-    """What has become of one checkpoint; "there" and "here": it was already; "to ...": in a dry run."""
+    """What was done with a checkpoint; "there" and "here": it was already; "to ...": in a dry run."""
 
     number: int
     result: Literal["pushed", "pulled", "there", "here", "to push", "to pull", "damaged"]
     size: int | None = None
     """The bytes of its files."""
     sent: int = 0
-    """What a push has sent of them, or would have to."""
+    """The bytes that a push has sent, or would have to."""
     copied: int = 0
-    """What it has copied from another checkpoint there."""
+    """The bytes that the remote has copied from another checkpoint there."""
     seconds: float = 0.0
     problem: str | None = None
 
 
 class Copying:
-    """Moves checkpoints between a run and a remote, and tells of each one; a `dry` one only tells.
+    """Moves checkpoints between a run and a remote, and reports each; a `dry` one only reports.
 
     >>> from resumable.remote.storage import Store
     >>> run = Run("runs/exp")
@@ -71,8 +71,20 @@ class Copying:
         self._there: dict[int, str] = {}
         self._best: int | None = None
 
+    def _each(
+        self, move: Callable[[int], Transfer | None], numbers: Iterable[int], is_one_enough: bool = False
+    ) -> list[Transfer]:
+        done = []
+        for number in numbers:
+            if one := move(number):
+                done.append(one)
+                self._tell(one)
+                if is_one_enough and one.result != "damaged":
+                    break
+        return done
+
     def push(self, which: str | int) -> list[Transfer]:
-        """Copy "newest" (and the best), "best", "all" or a save number there; what is damaged is left out."""
+        """Push "newest" (and the best), "best", "all" or a save number; damaged checkpoints are left out."""
         about = self._newest_about()
         self._best = about.best.number if about.best else None
         newest_first = [*reversed(self._run.numbers())]
@@ -80,7 +92,7 @@ class Copying:
         with self._right_to_push(about.run_id):
             done = self._each(self._push, numbers, is_one_enough=which == "newest")
             if not done:
-                # (raises: the training that goes on has pruned it meanwhile)
+                # Raises: the training in progress has pruned it in the meantime.
                 self._run.open(numbers[0])
             tried = {one.number for one in done}
             best = [number for number in newest_first if number == self._best and number not in tried]
@@ -128,24 +140,12 @@ class Copying:
         finally:
             held.release()
 
-    def _each(
-        self, move: Callable[[int], Transfer | None], numbers: Iterable[int], is_one_enough: bool = False
-    ) -> list[Transfer]:
-        done = []
-        for number in numbers:
-            if one := move(number):
-                done.append(one)
-                self._tell(one)
-                if is_one_enough and one.result != "damaged":
-                    break
-        return done
-
     def _push(self, number: int) -> Transfer | None:
         try:
             return self._push_found(self._run.open(number))
         except (CheckpointDamaged, FileNotFoundError, RemoteError) as exc:
             if self._run.path_of(number) is None:
-                # The training that goes on has pruned it meanwhile.
+                # The training in progress has pruned it in the meantime.
                 return None
             if isinstance(exc, CheckpointDamaged):
                 return Transfer(number, "damaged", problem=exc.problem)
@@ -153,22 +153,21 @@ class Copying:
 
     def _push_found(self, found: Checkpoint) -> Transfer:
         number, size = found.about.number, found.about.size
-        missing = self._remote.missing(found)
+        lacking = missing(self._remote, found)
         if self._dry:
-            return Transfer(number, "there" if missing is None else "to push", size, sent=missing or 0)
+            return Transfer(number, "there" if lacking is None else "to push", size, sent=lacking or 0)
         done, started = Transfer(number, "there", size), time.perf_counter()
-        if missing is not None:
+        if lacking is not None:
             with self._progress.moving(f"pushing checkpoint {number}", size) as moved:
-                sent = self._remote.push(found, moved)
+                sent = push(self._remote, found, moved)
             done = Transfer(number, "pushed", size, *sent, time.perf_counter() - started)
         self._there[number] = found.path.name
         self._remote.point_at(found.path.name, max(self._there), self._best)
-        self._note_push(done)
+        if lacking is not None or not self._is_noted(number):
+            self._note_push(done)
         return done
 
     def _note_push(self, done: Transfer) -> None:
-        if done.result == "there" and self._is_noted(done.number):
-            return
         try:
             # Only for this moment: a training must be able to start while gigabytes are pushed.
             self._run.acquire()
@@ -186,13 +185,13 @@ class Copying:
             self._run.release()
 
     def _is_noted(self, number: int) -> bool:
-        # (a process that was killed may have pushed it without a word)
+        # A process that was killed may have pushed it without a note.
         with contextlib.suppress(CannotRead):
             return number in history.pushed(history.read(self._run.path)).get(str(self._remote), ())
         return False
 
     def pull(self, which: str | int) -> list[Transfer]:
-        """Bring "newest" (the newest that is intact, and the best), "best" or a save number from there."""
+        """Pull "newest" (the newest that is intact, and the best), "best" or a save number."""
         run_id, self._there = self._remote.whose()
         if not self._there or run_id is None:
             raise CheckpointNotFound(
@@ -245,8 +244,8 @@ class Copying:
         self._run.acquire()
         try:
             if self._run.highest() is None:
-                pull.adopt(self._run, run_id)
-            # (where all are damaged only run.json tells)
+                adopt(self._run, run_id)
+            # Where all manifests are damaged, only run.json tells.
             self._refuse_another(self._run.identity(run_id), run_id)
             yield
         finally:
@@ -269,12 +268,12 @@ class Copying:
         name = self._there[number]
         if found := self._intact_here(number, name):
             return Transfer(number, "here", found.about.size)
-        about, started = pull.look(self._remote, name)[0], time.perf_counter()
+        size, started = look(self._remote, name)[0].size, time.perf_counter()
         if self._dry:
-            return Transfer(number, "to pull", about.size)
-        with self._progress.moving(f"pulling checkpoint {number}", about.size) as moved:
-            pull.pull(self._remote, name, self._run, moved)
-        size, seconds = about.size, time.perf_counter() - started
+            return Transfer(number, "to pull", size)
+        with self._progress.moving(f"pulling checkpoint {number}", size) as moved:
+            pull(self._remote, name, self._run, moved)
+        seconds = time.perf_counter() - started
         History(self._run, by_hand=True).pulled(number, str(self._remote), size=size, seconds=seconds)
         self._point()
         return Transfer(number, "pulled", size, seconds=seconds)
@@ -302,7 +301,7 @@ class Copying:
         try:
             text = self._remote.about(found.path.name)[1]
         except CheckpointDamaged:
-            # Nothing there is better than what is here.
+            # The one here is better.
             return True
         return text == disk.read_small(found.path, manifest.NAME)
 

@@ -1,20 +1,18 @@
-"""What the error of a filesystem means: whether trying again may help, and what is told of it."""
+"""What a filesystem's error means: whether a retry may help, what to do about it, and its text."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 
-from .deadline import TooLong
-
 
 def is_final(error: BaseException) -> bool:
-    """Whether trying again soon makes no sense: somebody has to do something first."""
+    """Return whether a retry is useless until the user changes something."""
     if isinstance(error, (PermissionError, IsADirectoryError, NotADirectoryError, NotImplementedError)):
         return True
-    if isinstance(error, (TypeError, ImportError, FileNotFoundError, TooLong)):
+    if isinstance(error, (TypeError, ImportError, FileNotFoundError)):
         return True
-    # (gcsfs has no kind of its own for it)
+    # gcsfs has no class of its own for it.
     if str(error).startswith("Forbidden"):
         return True
     return any(kind.__name__ in _FINAL for kind in type(error).mro())
@@ -38,7 +36,7 @@ _FINAL = (
 
 
 def advice(error: BaseException) -> str:
-    """Return what to do about it."""
+    """Return what to do about an error."""
     if is_final(error):
         return (
             "look at the address, at the credentials that this machine has for it, and at what they may do; "
@@ -48,12 +46,12 @@ def advice(error: BaseException) -> str:
 
 
 def text(error: BaseException, secrets: Sequence[str]) -> str:
-    """Return what an error says, without the secrets (longest first)."""
-    told = f"{error.strerror}" if isinstance(error, OSError) and error.strerror else str(error)
-    told = " ".join(told.split()).rstrip(".") or type(error).__name__
+    """Return the text of an error without the secrets, which are given longest first."""
+    found = f"{error.strerror}" if isinstance(error, OSError) and error.strerror else str(error)
+    found = " ".join(found.split()).rstrip(".") or type(error).__name__
     for secret in secrets:
-        told = told.replace(secret, "***")
-    return _QUERY.sub("?***", told)[:_LONGEST_TEXT]
+        found = found.replace(secret, "***")
+    return _QUERY.sub("?***", found)[:_LONGEST_TEXT]
 
 
 _LONGEST_TEXT = 500

@@ -1,4 +1,4 @@
-"""What a training has to do with its remote: what it can take from there, and what it copies to it."""
+"""What a training does with its remote: it takes checkpoints from there, and copies its own to it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from ..run.directory import Run, Which, is_number
 from ..run.history import History
 from ..run.manifest import Best, Goal
 from . import pull, url
-from .push import Pusher, told
+from .background import Pusher, cause
+from .push import summary
 from .run_copy import Remote
 from .storage import Store
 
@@ -48,15 +49,15 @@ class Copies:
         return str(self._remote)
 
     def told(self) -> dict[str, str]:
-        """Return where they are and which, for the history."""
+        """Return the address and which checkpoints are pushed, for the history."""
         return {"url": str(self), "push": self._copied.push}
 
     def are_cached(self) -> bool:
-        """Whether the run directory is only a cache of the remote."""
+        """Return whether the run directory is only a cache of the remote."""
         return self._run.path == url.cache_folder(self._copied.place).absolute()
 
     def look(self, resume: Which) -> None:
-        """See which checkpoints are there; where there are none here, be the run that is there."""
+        """List the checkpoints there; if there are none here, this becomes the run that is there."""
         if resume == "never" or not ((isinstance(resume, str) and resume in _WORDS) or is_number(resume)):
             return
         run_id, numbers = self._crew.ranks.first("the remote", self._look)
@@ -66,19 +67,19 @@ class Copies:
             self._crew.ranks.each("the run's id", lambda: self._adopt(str(run_id)))
 
     def count(self) -> int:
-        """Return how many checkpoints are there, as far as a quick look can tell."""
+        """Return how many checkpoints are there; 0 if the remote does not answer quickly."""
         remote = Remote(self._store.with_patience(_QUICK))
         try:
             return len(remote.whose()[1])
         except (RemoteError, CheckpointDamaged):
-            # Who pushes will meet it too, and say so.
+            # The push fails too, and reports it.
             return 0
         finally:
             remote.store.close()
 
     def _look(self) -> tuple[str | None, list[tuple[int, str]]]:
         is_empty = self._run.highest() is None
-        # Where there is something to go on from, a remote that does not answer must not keep it.
+        # With a checkpoint to resume from here, a remote that does not answer must not delay the training.
         remote = self._remote if is_empty else Remote(self._store.with_patience(_QUICK))
         line = f"waiting for {self} to tell what it has"
         waits = threading.Timer(_A_LONG_WAIT, self._progress.print, [line])
@@ -92,9 +93,9 @@ class Copies:
                     f"{self._run} is empty, and nobody can tell what {self} has of it: {exc.problem}",
                     fix=f"{exc.fix.rstrip('.')}. Or say resume='never' to start fresh without asking.",
                 ) from None
-            # (in the words of who pushes, who will meet it too)
+            # The push fails for the same cause: it is reported once.
             hope = "It is tried again; until then nothing is pushed. What is there was not looked at."
-            self._tell(f"{exc.problem} {hope}", exc.problem)
+            self._tell(f"{exc.problem} {hope}", cause(exc.problem))
             return None, []
         finally:
             waits.cancel()
@@ -114,35 +115,35 @@ class Copies:
             pull.adopt(self._run, run_id)
 
     def pull(self, number: int) -> None:
-        """Bring a checkpoint into the run."""
+        """Pull a checkpoint into the run."""
         with contextlib.suppress(CheckpointDamaged, CheckpointNotFound):
-            # On the disk of another node, say, of which only some have lost it.
+            # It may be intact on this node and lost on another.
             self._run.open(number).verify()
             return
         name, started = self.numbers[number], time.perf_counter()
         if self._store.is_abandoned():
-            # Somebody has interrupted the last pull, and now wants another one.
+            # The last pull was interrupted, in a notebook for example.
             self._store = Store(self._copied.place, self._copied.options)
             self._remote = Remote(self._store)
         about = self._remote.about(name)[0]
         with self._progress.moving(f"pulling checkpoint {number}", about.size) as moved:
-            pull.attended(self._store, lambda: pull.pull(self._remote, name, self._run, moved))
+            self._store.interruptible(lambda: pull.pull(self._remote, name, self._run, moved))
         seconds = time.perf_counter() - started
         self._pulled.append((number, about.size, seconds))
         if self._crew.is_first and not self._progress.is_shown():
-            self._progress.print(told(f"pulled checkpoint {number} from {self}", about.size, seconds))
+            self._progress.print(summary(f"pulled checkpoint {number} from {self}", about.size, seconds))
 
     def best(self, above: int) -> int | None:
-        """Return the number of the best checkpoint that is there, as those above a number know it."""
+        """Return the number of the best checkpoint there, according to the newest above a number."""
         return self._remote.best(self.numbers, above)
 
     def start(self, history: History, best: Best | None) -> None:
-        """Begin to push; to be called by the process that decides, when the run is its own."""
+        """Start pushing, in the first process, once the run is locked."""
         for number, size, seconds in self._pulled:
             history.pulled(number, str(self), size=size, seconds=seconds)
         self._pulled.clear()
         if self._pusher is None and self._crew.is_first and self._crew.run_id:
-            # (with a connection of its own: what is taken from there must not wait for what is copied to it)
+            # With a connection of its own: a pull must not wait for a push.
             self._pusher = Pusher(
                 self._run,
                 Remote(Store(self._copied.place, self._copied.options)),
@@ -157,12 +158,12 @@ class Copies:
             self._pusher.start(self._crew.run_id, best)
 
     def _seen(self, number: int) -> None:
-        # (of several processes each counts for itself, from what they agreed on when they met)
+        # Several processes count from the number that they agreed on at the start.
         if self._crew.ranks.is_alone:
             self._crew.count_from(number)
 
     def saved(self, number: int, best: Best | None) -> None:
-        """Note that a new checkpoint is durable here."""
+        """Push a new checkpoint, which is durable here."""
         if self._pusher:
             self._pusher.saved(number, best)
 
@@ -171,19 +172,19 @@ class Copies:
         return self._pusher.pinned() if self._pusher else set()
 
     def close(self) -> None:
-        """Wait for what is not there yet; RemoteError says what is missing."""
+        """Wait until everything is pushed; RemoteError says what is missing."""
         self._store.close()
         if self._pusher:
             self._pusher.close(self._copied.patience)
 
     def hand_over(self) -> None:
-        """Let go at once: another one of this process goes on with it."""
+        """Stop at once, because another training of this process takes over."""
         self._store.close()
         if self._pusher:
             self._pusher.hand_over()
 
     def leave(self) -> None:
-        """Let go at once."""
+        """Stop at once, and warn of what is missing there."""
         self._store.close()
         if self._pusher:
             self._pusher.leave()

@@ -4,41 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
 
 from ..errors import CheckpointDamaged, FormatTooNew, RemoteError, ResumableError
-from ..files import disk
 from ..files.threads import in_daemons
 from ..run import checkpoint, manifest, policy
-from ..run.checkpoint import Checkpoint
-from ..run.manifest import FILE_NAME, Goal, Manifest
+from ..run.manifest import FILE_NAME, FileRecord, Goal, Manifest
 from ..run.policy import Facts, Keep
-from .deadline import Moved
-from .storage import PART, Store
+from .storage import Store
 
 FOLDER = "checkpoints"
-"""What holds the checkpoints, there as here."""
+"""The folder of the checkpoints, there as here."""
 
 MARK = "pushing.json"
-"""The manifest that a checkpoint will have, in a folder that is not complete: whose the files in it are."""
+"""The manifest that an incomplete checkpoint will have: it tells whose files are in its folder."""
 
 
 class AnotherRun(RemoteError):
-    """A remote folder is another run's: nothing that is done here will ever change that."""
-
-
-class Sent(NamedTuple):
-    """What a push has moved, in bytes: sent from here, and copied from another checkpoint there."""
-
-    sent: int
-    copied: int
+    """The remote folder belongs to another run: no retry will change that."""
 
 
 class Remote:
-    """The copy of a run in a remote folder, which looks like the run itself.
+    """The copy of a run in a remote folder, which has the layout of the run itself.
 
-    A checkpoint there without its manifest does not exist: the manifest is written when all else has
+    A checkpoint there without its manifest does not exist: the manifest is written when everything else has
     arrived, and removed before anything else is.
 
     >>> remote = Remote(Store("memory://empty"))
@@ -48,17 +37,19 @@ class Remote:
 
     def __init__(self, store: Store) -> None:
         self.store = store
+        self.sources: dict[FileRecord, tuple[str, str]] = {}
+        """Where this process has put a large file, and with which ETag: the store can copy it from there."""
         self._manifests: dict[str, Manifest] = {}
-        self._points: dict[str, str] = {}
+        self._pointers: dict[str, str] = {}
 
     def __str__(self) -> str:
         return str(self.store)
 
     def numbers(self) -> dict[int, str]:
-        """Return the checkpoints that are complete, oldest first: save numbers, and the folders' names."""
-        return _complete(self._look())
+        """Return the complete checkpoints, oldest first: save numbers, and the names of their folders."""
+        return _complete(self._list())
 
-    def _look(self) -> dict[str, dict[str, int]]:
+    def _list(self) -> dict[str, dict[str, int]]:
         found: dict[str, dict[str, int]] = {}
         for path, size in self.store.sizes(FOLDER).items():
             name, _, file = path.partition("/")
@@ -67,7 +58,7 @@ class Remote:
         return found
 
     def run_id(self) -> str | None:
-        """Return what tells the run that is there from all others; None if none is there."""
+        """Return the id of the run that has claimed this folder, if one has."""
         text = self.store.read("run.json", _SMALL)
         if text is None:
             return None
@@ -82,17 +73,17 @@ class Remote:
             ) from exc
 
     def claim(self, run_id: str) -> None:
-        """Make this the folder of a run; RemoteError if it is another's."""
+        """Make this the folder of a run; RemoteError if it belongs to another."""
         self.is_of(run_id)
         if self.run_id() is None:
             self.store.write("run.json", manifest.seal({"run_id": run_id}))
-            # Another run may have found nobody there at the same moment.
+            # Another run may have claimed it at the same moment.
             self.is_of(run_id)
 
     def is_of(self, run_id: str) -> bool:
-        """Whether this is the folder of a run already; RemoteError if it is another's."""
+        """Return whether this is the folder of a run already; RemoteError if it belongs to another."""
         found = None
-        # (what is damaged there says nothing)
+        # A damaged manifest does not say whose it is.
         with contextlib.suppress(CheckpointDamaged):
             found, _ = self.whose()
         if found not in (None, run_id):
@@ -103,38 +94,34 @@ class Remote:
         return found is not None
 
     def begin(self, run_id: str) -> dict[int, str]:
-        """Make this the folder of a run, to push to; return its checkpoints as `numbers` does."""
+        """Claim this folder for a run, and try to write there; return its checkpoints as `numbers` does."""
         self.claim(run_id)
-        self.try_to_write()
+        self.store.write(_PROBE, b"whether this can be written\n")
+        self.store.remove(_PROBE)
         self.store.end_uploads(FOLDER)
         return self.numbers()
 
     def whose(self) -> tuple[str | None, dict[int, str]]:
-        """Return the id of the run that is there, and its checkpoints as `numbers` does."""
+        """Return the id of the run in this folder, and its checkpoints as `numbers` does."""
         run_id, numbers = self.run_id(), self.numbers()
         if numbers and run_id is None:
             run_id = self.about(numbers[max(numbers)])[0].run_id
         return run_id, numbers
 
     def best(self, numbers: Mapping[int, str], above: int = 0) -> int | None:
-        """Return the number of the best of these checkpoints, as the newest above a number knows it."""
+        """Return the number of the best of these checkpoints, according to the newest above a number."""
         for number in sorted(filter(above.__lt__, numbers), reverse=True):
             try:
                 best = self.about(numbers[number])[0].best
             except ResumableError:
-                # (whoever pulls it is told)
+                # A pull of it says what is wrong.
                 continue
             if best and best.number in numbers:
                 return best.number
         return None
 
-    def try_to_write(self) -> None:
-        """Write a small file and remove it: raise what would go wrong with a checkpoint."""
-        self.store.write(_PROBE, b"whether this can be written\n")
-        self.store.remove(_PROBE)
-
     def about(self, name: str) -> tuple[Manifest, bytes]:
-        """Return what a checkpoint that is there says about itself, and the text of that."""
+        """Return the manifest of a checkpoint there, parsed and as it was written."""
         text = self.store.read(f"{FOLDER}/{name}/{manifest.NAME}", _LARGEST_MANIFEST)
         if text is None:
             raise self.damaged(name, f"{manifest.NAME} is missing")
@@ -150,123 +137,36 @@ class Remote:
         return about, text
 
     def damaged(self, name: str, problem: str) -> CheckpointDamaged:
-        """Return the error that says what is wrong with a checkpoint there."""
+        """Return the error for a damaged checkpoint there."""
         return CheckpointDamaged(
             f"{self}/{FOLDER}/{name} is damaged: {problem}.",
             fix="an older one is used where there is one. This one can be deleted there.",
         )
 
-    def push(self, found: Checkpoint, moved: Moved) -> Sent:
-        """Copy a checkpoint there, complete on return; what is there already is not sent again."""
-        name, about = found.path.name, found.about
-        folder = f"{FOLDER}/{name}"
-        text = disk.read_small(found.path, manifest.NAME)
-        there = self.store.sizes(folder)
-        if self._is_complete(folder, about, text, there):
-            moved(about.size)
-            return Sent(0, 0)
-        # What is damaged here must not be what is left when this machine is gone.
-        found.verify()
-        kept = self._begin(folder, text, there)
-        here = {file: record.size for file, record in about.files.items() if kept.get(file) == record.size}
-        moved(sum(here.values()))
-        copied = self._copy(found, folder, here.keys(), moved)
-        self._send(found, folder, [file for file in about.files if file not in {*here, *copied}], moved)
-        self._end(folder, about, text)
-        self._manifests[name] = about
-        self._remove_of_same_number(name)
-        copies = sum(about.files[file].size for file in copied)
-        return Sent(about.size - sum(here.values()) - copies, copies)
-
-    def _is_complete(self, folder: str, about: Manifest, text: bytes, there: Mapping[str, int]) -> bool:
-        if any(there.get(file) != record.size for file, record in about.files.items()):
-            return False
-        path = f"{folder}/{manifest.NAME}"
-        return there.get(manifest.NAME) == len(text) and self.store.read(path, len(text)) == text
-
-    def missing(self, found: Checkpoint) -> int | None:
-        """Return how many bytes of a checkpoint's files a push would have to send; None: it is complete."""
-        folder = f"{FOLDER}/{found.path.name}"
-        text = disk.read_small(found.path, manifest.NAME)
-        there = self.store.sizes(folder)
-        if self._is_complete(folder, found.about, text, there):
-            return None
-        kept = there if self._is_begun(folder, text, there) else {}
-        return sum(r.size for file, r in found.about.files.items() if kept.get(file) != r.size)
-
-    def _is_begun(self, folder: str, text: bytes, there: Mapping[str, int]) -> bool:
-        return there.get(MARK) == len(text) and self.store.read(f"{folder}/{MARK}", len(text)) == text
-
-    def _begin(self, folder: str, text: bytes, there: Mapping[str, int]) -> Mapping[str, int]:
-        """Return which files can stay: those of the same checkpoint, where a push of it was ended."""
-        if manifest.NAME in there:
-            self.store.remove(f"{folder}/{manifest.NAME}")
-        if self._is_begun(folder, text, there):
-            return there
-        # Of the same size, but of another branch of the training, or who knows whose.
-        self._remove_files(folder, there)
-        self.store.write(f"{folder}/{MARK}", text)
-        return {}
-
-    def _copy(self, found: Checkpoint, folder: str, but: Iterable[str], moved: Moved) -> list[str]:
-        """Copy there what another checkpoint there has already; return which files."""
-        due = {f: r for f, r in found.about.files.items() if f not in but and r.size >= _WORTH_A_COPY}
-        others = [name for name in self.numbers().values() if name != found.path.name] if due else []
-        if not others:
-            return []
-        newest = others[-1]
-        with contextlib.suppress(ResumableError):
-            source = self._manifests.get(newest) or self.about(newest)[0]
-            known = {record: file for file, record in source.files.items()}
-            copied = []
-            for file, record in due.items():
-                path = f"{FOLDER}/{newest}/{known[record]}" if record in known else None
-                if path and self.store.copy(path, f"{folder}/{file}", found.path / file):
-                    copied.append(file)
-                    moved(record.size)
-            return copied
-        return []
-
-    def _send(self, found: Checkpoint, folder: str, files: Sequence[str], moved: Moved) -> None:
-        sizes = {file: found.about.files[file].size for file in files}
-        small = [file for file in files if sizes[file] < 2 * PART]
-
-        def send(file: str) -> None:
-            self.store.send(found.path / file, f"{folder}/{file}", moved)
-
-        # Each of the large ones is sent in parts, several at once: two of them would only need more memory.
-        in_daemons(send, small, min(_SMALL_AT_ONCE, self.store.at_once))
-        for file in files:
-            if file not in small:
-                send(file)
-
-    def _end(self, folder: str, about: Manifest, text: bytes) -> None:
-        there = self.store.sizes(folder)
-        for file, record in about.files.items():
-            if there.get(file) != record.size:
-                raise RemoteError(
-                    f"{self}/{folder}/{file} has {there.get(file, 'no')} bytes after it was sent; "
-                    f"it should have {record.size:,}.",
-                    fix="look whether something else writes or deletes there; the next push sends it again.",
-                )
-        self.store.write(f"{folder}/{manifest.NAME}", text)
-        if self.store.read(f"{folder}/{manifest.NAME}", len(text)) != text:
-            self.store.remove(f"{folder}/{manifest.NAME}")
+    def commit(self, name: str, text: bytes) -> None:
+        """Write the manifest of a checkpoint whose files have arrived, and remove others of its number."""
+        path = f"{FOLDER}/{name}/{manifest.NAME}"
+        self.store.write(path, text)
+        if self.store.read(path, len(text)) != text:
+            self.store.remove(path)
             raise RemoteError(
-                f"{self}/{folder}/{manifest.NAME} is not as it was written.",
+                f"{self}/{path} is not as it was written.",
                 fix="look whether something else writes there; the next push sends it again.",
             )
-        self.store.remove(f"{folder}/{MARK}")
-
-    def _remove_of_same_number(self, name: str) -> None:
-        # From a branch of the training that was left: two of one number would be told apart by chance.
-        for other, files in self._look().items():
+        self.store.remove(f"{FOLDER}/{name}/{MARK}")
+        # From a branch of the training that was left: which of two with one number counts would be chance.
+        for other, files in self._list().items():
             if other != name and _number(other) == _number(name):
                 self._remove(other, files)
 
+    def uncommit(self, name: str) -> None:
+        """Remove the manifest of a checkpoint, if it has one: from then on it does not exist."""
+        self.store.remove(f"{FOLDER}/{name}/{manifest.NAME}")
+        self._manifests.pop(name, None)
+
     def prune(self, keep: Keep | None, goal: Goal | None, protect: Iterable[int | None]) -> list[int]:
-        """Remove all checkpoints but those that `keep` names, and what pushes have left; return which."""
-        found = self._look()
+        """Remove the checkpoints that `keep` does not keep, and incomplete ones; return the numbers."""
+        found = self._list()
         names = _complete(found)
         going = []
         if keep is not None:
@@ -278,46 +178,44 @@ class Remote:
             going = policy.to_prune(facts, keep, goal, protect)
         for number in going:
             self._remove(names[number], found[names[number]])
-        # (one that is newer than all may be on its way from elsewhere)
+        # An incomplete one that is newer than all may be on its way from elsewhere.
         for name, files in found.items():
             if manifest.NAME not in files and _ours(files) and _number(name) < max(names, default=0):
                 self._remove(name, files)
         return going
 
     def _facts(self, number: int, name: str) -> Facts:
-        # What cannot be read is kept as long as its number says.
+        # One that cannot be read is kept for as long as its number says.
         with contextlib.suppress(CheckpointDamaged, FormatTooNew):
             return policy.facts_of(self._manifests.get(name) or self.about(name)[0])
         return _facts(number, name)
 
     def _remove(self, name: str, files: Iterable[str]) -> None:
-        folder = f"{FOLDER}/{name}"
-        # First of all: from then on it does not exist.
-        self.store.remove(f"{folder}/{manifest.NAME}")
-        self._manifests.pop(name, None)
-        self._remove_files(folder, files)
-        self.store.remove_folder(f"{folder}/{checkpoint.RANKS.rstrip('/')}")
-        self.store.remove_folder(folder)
+        self.uncommit(name)
+        self.remove_files(name, files)
+        self.store.remove_folder(f"{FOLDER}/{name}/{checkpoint.RANKS.rstrip('/')}")
+        self.store.remove_folder(f"{FOLDER}/{name}")
 
-    def _remove_files(self, folder: str, files: Iterable[str]) -> None:
-        others = [f"{folder}/{file}" for file in _ours(files) if file not in (MARK, manifest.NAME)]
+    def remove_files(self, name: str, files: Iterable[str]) -> None:
+        """Remove those of the files in a checkpoint's folder that are ours; its manifest is gone already."""
+        others = [f"{FOLDER}/{name}/{file}" for file in _ours(files) if file not in (MARK, manifest.NAME)]
         in_daemons(self.store.remove, others, self.store.at_once)
-        # Last: it says whose the others are.
+        # Last: it tells whose the other files are.
         if MARK in files:
-            self.store.remove(f"{folder}/{MARK}")
+            self.store.remove(f"{FOLDER}/{name}/{MARK}")
 
     def point_at(self, name: str, newest: int, best: int | None) -> None:
-        """Let newest.json and best.json say of a checkpoint that it is that, where it is."""
+        """Make newest.json and best.json name a checkpoint, if it is the newest, or the best."""
         for word, number in (("newest", newest), ("best", best)):
             if _number(name) == number:
                 self.point(word, name)
 
     def point(self, word: str, name: str) -> None:
-        """Let `word`.json say which checkpoint it is: for people and their tools; nothing here reads it."""
-        if self._points.get(word) != name:
+        """Make `word`.json name a checkpoint: for people and their tools; nothing here reads it."""
+        if self._pointers.get(word) != name:
             about = {"checkpoint": f"{FOLDER}/{name}", "number": _number(name)}
             self.store.write(f"{word}.json", manifest.seal(about))
-            self._points[word] = name
+            self._pointers[word] = name
 
 
 def _complete(found: Mapping[str, Mapping[str, int]]) -> dict[int, str]:
@@ -345,5 +243,3 @@ _SMALL = 1 << 20
 _LARGEST_MANIFEST = 64 << 20
 _PART = re.compile(r"(?:ranks/)?\.[a-z0-9.-]{1,50}\.part")
 _PROBE = ".resumable-probe"
-_WORTH_A_COPY = 1 << 20
-_SMALL_AT_ONCE = 2

@@ -1,4 +1,4 @@
-"""Addresses of remote folders: what may be shown of them, what they need, where their copy lies here."""
+"""Addresses of remote folders: their form, their secrets, the packages that they need, their local cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..errors import UsageError
 
 
 def is_url(path: object) -> bool:
-    """Whether it is the address of a folder that is not a local path.
+    """Return whether this is an address rather than a local path.
 
     >>> is_url("s3://bucket/exp"), is_url("runs/exp"), is_url(Path("runs"))
     (True, False, False)
@@ -24,7 +24,7 @@ def is_url(path: object) -> bool:
 
 
 def shown(url: str) -> str:
-    """Return an address without what is nobody's business.
+    """Return an address without its secrets.
 
     >>> shown("sftp://ann:secret@host:2222/exp/"), shown("https://host/exp?token=secret")
     ('sftp://ann@host:2222/exp', 'https://host/exp')
@@ -35,11 +35,11 @@ def shown(url: str) -> str:
 
 
 def _parts(url: str) -> tuple[str, str]:
-    """Return `user:password`, and the host with the path."""
+    """Return `user:password`, and the rest from the host on."""
     rest = url.partition("://")[2]
     place, slash, path = rest.partition("/")
     if "@" in path and "@" not in place and ":" in place and not _PORT.search(place):
-        # A password with a slash in it: what comes after that would be shown as a path.
+        # A password with a slash in it: the part after the slash would be shown as a path.
         login, _, rest = rest.partition("@")
         return login, rest
     login, _, host = place.rpartition("@")
@@ -47,7 +47,7 @@ def _parts(url: str) -> tuple[str, str]:
 
 
 def check(url: str) -> None:
-    """Raise UsageError for an address that cannot be meant, or that needs what is not installed."""
+    """Raise UsageError for an address that is none, or that needs a package that is not installed."""
     if not is_url(url) or not _names_a_folder(url):
         raise UsageError(
             f"{url!r} is not the address of a remote folder.",
@@ -74,19 +74,19 @@ def check(url: str) -> None:
 
 
 def _names_a_folder(url: str) -> bool:
-    # (file://exp would be another folder wherever the script is started)
+    # file://exp would depend on the directory in which the script is started.
     place = shown(url).partition("://")[2]
     return _ABSOLUTE.match(place) is not None if url.startswith(("file://", "local://")) else bool(place)
 
 
 def secrets_in(url: str, options: Mapping[str, Any]) -> list[str]:
-    """Return the texts that must not be shown: passwords, keys and tokens, longest first."""
+    """Return the secrets of an address, its options and the environment, longest first."""
     found = [*_texts(options)]
     if password := _parts(url)[0].partition(":")[2]:
         found += [password, unquote(password)]
     found += _SECRET_PART.split(url.partition("://")[2], maxsplit=1)[1:]
     found += [value for name, value in os.environ.items() if _is_secret(name)]
-    # (a short one may be a part of any word)
+    # A short one may be part of any word.
     return sorted({text for text in found if len(text) >= _SHORTEST_SECRET}, key=len, reverse=True)
 
 
@@ -99,12 +99,12 @@ def _texts(options: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _is_secret(name: str) -> bool:
-    # (secretAccessKey, X-Api-Key)
+    # Also names such as secretAccessKey and X-Api-Key.
     return _SECRET_NAME.search(_WORD_BEGINS.sub("_", name).replace("-", "_")) is not None
 
 
 def cache_folder(url: str) -> Path:
-    """Return the local folder in which a run with a remote address is kept.
+    """Return the local folder of a run that was given as an address.
 
     >>> cache_folder("s3://bucket/exp").name
     's3-bucket-exp-66064cff'
@@ -113,7 +113,7 @@ def cache_folder(url: str) -> Path:
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     plain = shown(url)
     words = re.sub(r"[^a-zA-Z0-9._]+", "-", plain).strip("-.")[-_LONGEST_NAME:]
-    # (other addresses may have the same words)
+    # Other addresses may have the same words.
     digest = hashlib.sha256(plain.encode()).hexdigest()[:8]
     return Path(home or f"{cache}/resumable").expanduser() / f"{words}-{digest}"
 

@@ -1,4 +1,4 @@
-"""What is not as it was when a checkpoint was made, and what that does to the numbers."""
+"""Changes since a checkpoint was made, and their effect on the numbers."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ WILL, MAY, HARMLESS = "will change bits", "may change bits", "harmless"
 EFFECTS = WILL, MAY, HARMLESS
 
 CHECKPOINTS, CODES, OVERRIDES = "checkpoint", "code", "override"
-"""Whose value of a setting is used: the checkpoint's, or the code's: in any case, or by `override=`."""
+"""Whose value of a setting is used: the checkpoint's, or the code's, always or by `override=`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Something that is not as it was when the checkpoint was made."""
+    """A change since the checkpoint was made."""
 
     name: str
     then: str
     now: str
     effect: str
-    """One of EFFECTS: what it does to the numbers, where the value of now is used."""
+    """One of EFFECTS: its effect on the numbers, if the current value is used."""
     note: str = ""
-    """What follows from it."""
+    """The consequence, in words."""
     used: str = ""
-    """Whose value is used, where there is a choice."""
+    """Whose value is used, if there is a choice."""
 
     def to_json(self) -> dict[str, Json]:
-        """Return it as plain data.
+        """Return it as JSON.
 
         >>> Difference("torch", "2.12.0", "2.13.0", MAY).to_json()["now"]
         '2.13.0'
@@ -43,19 +43,19 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What a checkpoint and the script do not agree on, and may."""
+    """The differences between a checkpoint and the script that are allowed."""
 
     unfit: dict[str, set[str]]
     best: Best | None
     differences: Sequence[Difference]
 
     def names(self, used: str) -> list[str]:
-        """Return the settings of which this side's value is used."""
+        """Return the settings whose value comes from this side."""
         return [difference.name for difference in self.differences if difference.used == used]
 
 
 def of_setting(name: str, then: Any, now: Any, used: str, known: tuple[str, str] | None = None) -> Difference:
-    """Return a setting that the script makes otherwise than when the run was built.
+    """Return the change of a setting since the run was built.
 
     `known` is the effect and the note where more than the name tells them.
 
@@ -67,17 +67,17 @@ def of_setting(name: str, then: Any, now: Any, used: str, known: tuple[str, str]
 
 
 def setting_effect(name: str) -> str:
-    """Return what it does if a setting of this name, such as "optimizer.lr", is another.
+    """Return the effect of a changed setting of this name, such as "optimizer.lr".
 
     >>> setting_effect("optimizer.fused")
     'may change bits'
     """
-    # Whatever it is, it is there to change how the training goes: batches, steps, schedules, scales.
+    # Any other setting changes the training: batches, steps, schedules, scales.
     return _SETTINGS.get((name.partition(".")[0], name.rpartition(".")[2]), WILL)
 
 
 _SETTINGS = {
-    # The same arithmetic by other kernels, which may round and sum otherwise.
+    # The same arithmetic by other kernels, which may round and sum differently.
     ("optimizer", "foreach"): MAY,
     ("optimizer", "fused"): MAY,
     ("optimizer", "capturable"): MAY,
@@ -90,7 +90,7 @@ _SETTINGS = {
 
 
 def of_world(then: int, now: int) -> list[Difference]:
-    """Return that there are more or fewer processes: whose gradients are averaged, and in which order.
+    """Return the change of the number of processes, whose gradients are averaged.
 
     >>> [row.effect for row in of_world(2, 4)]
     ['will change bits']
@@ -99,7 +99,7 @@ def of_world(then: int, now: int) -> list[Difference]:
 
 
 def of_devices(then: set[str], now: set[str]) -> list[Difference]:
-    """Return that the models lie on another kind of device, which has other kernels for everything.
+    """Return the change to another type of device, which has other kernels for everything.
 
     >>> [(row.then, row.now) for row in of_devices({"cuda"}, {"cpu"})]
     [('cuda', 'cpu')]
@@ -110,7 +110,7 @@ def of_devices(then: set[str], now: set[str]) -> list[Difference]:
 
 
 def of_environment(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
-    """Return what the process runs on and is not as it was, as far as both sides know it.
+    """Return the changes of the environment, as far as both sides know it.
 
     >>> of_environment({"torch": "2.12.0", "gpus": []}, {"torch": "2.13.0", "gpus": []})[0].effect
     'may change bits'
@@ -126,24 +126,24 @@ def of_environment(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Diff
 
 
 def environment_effect(name: str, then: Any, now: Any, is_on_gpu: bool) -> str:
-    """Return what it does that this was `then` and is `now`.
+    """Return the effect of a change from `then` to `now`.
 
     >>> environment_effect("python", "3.11.1", "3.11.9", is_on_gpu=True)
     'harmless'
     """
     if name in _HARMLESS_IN_PATCHES and _release(then) == _release(now):
         return HARMLESS
-    # (what a newer version of this library has noted down)
+    # A value that a newer version of this library has recorded.
     on_gpu, without = _ENVIRONMENT.get(name, (MAY, MAY))
     return on_gpu if is_on_gpu else without
 
 
 _ENVIRONMENT = {
-    # A release may have other kernels, other defaults, another order of the sums, other random streams.
+    # A release may change kernels, defaults, the order of sums and random streams.
     "torch": (MAY, MAY),
     # NumPy may change the streams of its generators, and its vectorised functions, with a minor release.
     "numpy": (MAY, MAY),
-    # `random.shuffle` and the like may draw otherwise in a minor release; `sum` of floats rounds otherwise
+    # `random.shuffle` and others may draw differently in a minor release; `sum` of floats rounds differently
     # from 3.12 on. The order of a set of strings is another in every process, so it is nothing new.
     "python": (MAY, MAY),
     # Another processor family or system has another libm and other vector instructions.
@@ -170,19 +170,19 @@ _ENVIRONMENT = {
     # What a commit changes in the training is in the rest of the table, or cannot be compared at all.
     "git": (HARMLESS, HARMLESS),
 }
-"""By what is compared: the effect where a GPU is used, and where none is."""
+"""The effect of each change, with a GPU and without one."""
 
-# A patch release corrects faults, and leaves random streams and results as they were.
+# A patch release fixes bugs, and keeps random streams and results.
 _HARMLESS_IN_PATCHES = ("python", "numpy")
 
 
 def _release(version: Any) -> str:
-    # (anything may stand in a manifest)
+    # A manifest may hold any value.
     return ".".join(str(version).split(".")[:2])
 
 
 def _is_known(value: Any) -> bool:
-    # False is a flag's value; None, and no GPUs, are all that a process knows that has not used any.
+    # False is a value; None and "no GPUs" mean that the process has not used one.
     return value is not None and value != []
 
 
@@ -193,7 +193,7 @@ def _shown(value: Any) -> str:
 
 
 def is_named(name: str, patterns: Sequence[str]) -> bool:
-    """Whether one of the patterns names it: "optimizer.lr", "scheduler.*".
+    """Return whether one of the patterns matches a setting: "optimizer.lr", "scheduler.*".
 
     >>> is_named("optimizer.lr", ["*.lr"])
     True
@@ -202,7 +202,7 @@ def is_named(name: str, patterns: Sequence[str]) -> bool:
 
 
 def table(title: str, found: Sequence[Sequence[Json]], rank: int) -> str | None:
-    """Return what one process tells of the differences that each process has found; None if nothing.
+    """Return one report of the differences that all processes have found; None if there are none.
 
     What rank 0 has found too, it tells for all.
 
@@ -240,7 +240,7 @@ _WIDEST = 40
 
 
 def resized(then: int, now: int) -> str:
-    """Return what the line that tells of a resume adds where the number of processes is another.
+    """Return the addition to the resume line for another number of processes.
 
     >>> resized(2, 1)
     '; 1 process instead of 2: what is left of the epoch is divided anew'

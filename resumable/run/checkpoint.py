@@ -1,4 +1,4 @@
-"""One checkpoint: stage it, commit it, open it, verify it."""
+"""One checkpoint: stage, commit, open and verify it."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from . import manifest
 from .manifest import FILE_NAME, FileRecord, Manifest
 
 NAME = re.compile(r"([0-9]{6,15})-step-([0-9]{8,})")
-"""Save number and optimizer steps. Folders with other names are not ours."""
+"""The save number and the optimizer steps. Folders with other names are not ours."""
 
 HIGHEST = 10**15 - 1
 """The highest save number that a name has room for."""
 
 DEBRIS = re.compile(r"\.(?:stage|trash)-[0-9]{6,}-[0-9a-f]{8}")
-"""What a killed save or a killed prune leaves behind."""
+"""Folders that a killed save or a killed prune leaves behind."""
 
 PULL = re.compile(r"\.pull-[0-9]{6,}-[0-9a-f]{8}")
-"""What a killed pull leaves behind: the next one goes on with it."""
+"""Folders that a killed pull leaves behind, and the next pull completes."""
 
 RANKS = "ranks/"
-"""The folder in a checkpoint for what differs by process."""
+"""The folder in a checkpoint for the state that differs between processes."""
 
 
 def name(number: int, step: int) -> str:
@@ -71,7 +71,7 @@ class Checkpoint:
         return large_files.read_start(self.path, file, size, safetensors_header.header_size(start, size))
 
     def verify(self, told: Told | None = None) -> None:
-        """Raise CheckpointDamaged unless every byte is the one that was written.
+        """Raise CheckpointDamaged unless every byte is as it was written.
 
         `told` is called with how many bytes were read, again and again, by any thread.
         """
@@ -79,14 +79,14 @@ class Checkpoint:
             self.scan_file(file, told=told)
 
     def scan_file(self, file: str, pin: Pin | None = None, told: Told | None = None) -> None:
-        """Raise CheckpointDamaged unless every byte of one file is the one that was written."""
+        """Raise CheckpointDamaged unless every byte of one file is as it was written."""
         size, digest = self.about.files[file]
         targets = [Target(0, size, None, partial(_tell, told))] if told else []
         also = pin.file(file) if pin else None
         large_files.scan(self.path, file, size, digest, targets, also=also)
 
     def look(self) -> dict[str, os.stat_result]:
-        """Return what the disk says of its files; CheckpointDamaged if one is missing or of another size.
+        """Return the stat of each file; CheckpointDamaged if one is missing or has another size.
 
         Nothing is read: that the bytes are those that were written, only `verify` can tell.
         """
@@ -97,7 +97,7 @@ class Checkpoint:
         return found
 
     def pin(self, told: Told | None = None) -> str:
-        """Return a digest of all of its content, verified, to expect where it is loaded (`expect=`).
+        """Return a hash of all of its content, verified, to pass as `expect=` where it is loaded.
 
         The digests in the manifest find what has changed by itself; this one nobody can forge. It is the
         SHA-256 of a line for each file, the manifest too, as `sha256sum` prints it, sorted by name.
@@ -112,14 +112,14 @@ class Checkpoint:
         pin = Pin()
         text = disk.read_small(self.path, manifest.NAME)
         pin.file(manifest.NAME).update(text)
-        # What was opened may have been another file.
+        # The manifest may have been replaced since it was opened.
         if manifest.to_json(_parsed(self.path, text)) != manifest.to_json(self.about):
             raise disk.damaged(self.path, f"{manifest.NAME} has changed since it was opened")
         return pin
 
 
 def identity(found: os.stat_result) -> tuple[int, int]:
-    """Return which file it is: hard links of one are the same."""
+    """Return the identity of a file, the same for all of its hard links."""
     return found.st_dev, found.st_ino
 
 
@@ -128,7 +128,7 @@ def _tell(told: Told, lane: Lane, at: int, piece: memoryview) -> None:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Return the checkpoint in a folder; its manifest is verified, its files are not yet."""
+    """Return the checkpoint in a folder; only its manifest is verified."""
     return Checkpoint(path, _parsed(path, disk.read_small(path, manifest.NAME)))
 
 
@@ -144,7 +144,7 @@ def _parsed(path: Path, text: bytes) -> Manifest:
 def commit(
     folder: Path, about: Manifest, files: Mapping[str, Content], way: Way = "paced"
 ) -> tuple[Checkpoint, dict[str, Written]]:
-    """Write the files and the manifest, flushed, and make them visible in `folder` as one checkpoint."""
+    """Write the files and the manifest, flushed, and publish them in `folder` as a checkpoint."""
     stage = Stage(folder, about.number, about.step)
     with stage.making():
         written = stage.write(files, way)
@@ -153,7 +153,7 @@ def commit(
 
 
 class Stage:
-    """A checkpoint that is being made, by one process or by several: nobody reads it before it is published.
+    """A checkpoint that one or several processes are writing; it is not read before it is published.
 
     A crash at any moment leaves the checkpoint as a whole or not at all.
     """
@@ -169,7 +169,7 @@ class Stage:
 
     @contextlib.contextmanager
     def making(self, shared: Mapping[str, int] | None = None) -> Iterator[None]:
-        """Make the folder, and remove it if the body fails; `shared` files (by size) have many writers."""
+        """Make the folder, and remove it if the body fails; several processes write the `shared` files."""
         try:
             disk.make_folder(self._folder)
             os.mkdir(self.path)
@@ -183,13 +183,13 @@ class Stage:
             raise
 
     def remove(self) -> None:
-        """Remove what was made so far, as far as that can be done."""
-        # The first error is the one to report. What stays is debris; the next start removes it.
+        """Remove what was written so far, as far as possible."""
+        # The first error is the one to report; the next start removes what stays.
         with contextlib.suppress(OSError):
             remove(self.path)
 
     def failed(self, cause: OSError) -> SaveFailed:
-        """Return what the user is told of an error of the disk."""
+        """Turn a disk error into a SaveFailed with advice."""
         advice, known = "mend the cause and call save() again", ""
         if cause.errno in (errno.ENOSPC, errno.EDQUOT):
             is_quota = cause.errno == errno.EDQUOT
@@ -202,13 +202,13 @@ class Stage:
         )
 
     def write(self, files: Mapping[str, Content], way: Way = "paced") -> dict[str, Written]:
-        """Write files, or links to the last save's, flushed."""
+        """Write files, or link the unchanged ones of the last save, flushed."""
         self._size += sum(content.data.nbytes for content in files.values())
         return {file: self._write(file, content, way) for file, content in files.items()}
 
     def _write(self, file: str, content: Content, way: Way) -> Written:
         if not (folder := (self.path / file).parent).is_dir():
-            # (another process may be as quick)
+            # Another process may have made it first.
             folder.mkdir(exist_ok=True)
         if content.is_share():
             return Written(
@@ -217,12 +217,12 @@ class Stage:
         return large_files.put(self.path / file, content, way)
 
     def flush(self) -> None:
-        """Make the names of what is in the folders of the stage durable."""
+        """Make the names in the folders of the stage durable."""
         if (self.path / RANKS).is_dir():
             disk.flush_folder(self.path / RANKS)
 
     def close(self, about: Manifest, records: Mapping[str, FileRecord]) -> Manifest:
-        """Write the manifest, when all files are there and flushed."""
+        """Write the manifest, once all files are there and flushed."""
         about = replace(about, files=dict(records))
         self.flush()
         disk.write(self.path / manifest.NAME, manifest.to_json(about))
@@ -230,19 +230,19 @@ class Stage:
         return about
 
     def publish(self, about: Manifest) -> Checkpoint:
-        """Give it its name. This is the commit."""
+        """Give it its final name: this is the commit."""
         disk.publish(self.path, self.target)
         return Checkpoint(self.target, about)
 
     def published(self, written: Mapping[str, Written]) -> dict[str, Written]:
-        """Return where what was written lies now."""
+        """Return the files at their final place."""
         return {file: one._replace(path=self.target / file) for file, one in written.items()}
 
 
 def _free(folder: Path) -> str:
-    with contextlib.suppress(OSError, AttributeError):  # (Windows has no statvfs)
+    with contextlib.suppress(OSError, AttributeError):  # Windows has no statvfs
         found = os.statvfs(folder)
-        # (some file systems do not count the files, and say 0)
+        # Some file systems do not count files, and report 0.
         if found.f_files and not found.f_favail:
             return ", and no more files can be made on its disk"
         return f", and {found.f_bavail * found.f_frsize:,} are free"
@@ -257,7 +257,7 @@ def remove(folder: Path) -> None:
 
 
 def unknown(folder: Path) -> list[str]:
-    """Return the names in a checkpoint's folder that this library did not write."""
+    """Return the names in a checkpoint's folder that this library has not written."""
     return [n for n in _entries(folder) if n != RANKS and not FILE_NAME.fullmatch(n)]
 
 
@@ -267,5 +267,5 @@ def _entries(folder: Path) -> list[str]:
 
 
 def _names(folder: Path) -> list[str]:
-    # With a slash, so that a folder with the name of a file of ours is not taken for that file.
+    # With a slash, so that a folder is not taken for a file of the same name.
     return [f"{e.name}/" if e.is_dir(follow_symlinks=False) else e.name for e in os.scandir(folder)]

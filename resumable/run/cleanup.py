@@ -1,4 +1,4 @@
-"""Which checkpoints of a run may go, when a person tidies it; a pure decision."""
+"""Which checkpoints `resumable prune` removes; a pure decision."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .policy import Facts, Keep
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What a person wants to be rid of: all but what `keep` names, the damaged, the abandoned."""
+    """The checkpoints to remove: those that `keep` does not keep, damaged ones, abandoned ones."""
 
     keep: Keep | None = None
     damaged: bool = False
@@ -22,7 +22,7 @@ class Wish:
 
 
 class Verdict(NamedTuple):
-    """Whether a checkpoint goes, and why it does or does not."""
+    """The verdict on a checkpoint: whether it is removed, and why."""
 
     number: int
     goes: bool
@@ -31,17 +31,17 @@ class Verdict(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What is known of the checkpoints of a run."""
+    """The known facts about the checkpoints of a run."""
 
     intact: Sequence[Facts]
-    """Oldest first; those of which nothing is known to be wrong."""
+    """Oldest first; those that are not known to be damaged."""
     damaged: Collection[int]
     unread: Collection[int]
-    """Those that the disk does not give now, which proves nothing: they stay."""
+    """Those that cannot be read at the moment, which proves nothing: they stay."""
     abandoned: Collection[int]
-    """Those that the newest does not come from."""
+    """Those that are not ancestors of the newest."""
     newest: int
-    """The newest of which every byte was verified: what a resume goes on from."""
+    """The newest one of which every byte was verified: a resume uses it."""
     best: int | None
     goal: Goal | None
 
@@ -74,7 +74,7 @@ def verdicts(run: Standing, wish: Wish) -> list[Verdict]:
 
 
 class Link(NamedTuple):
-    """A file of a checkpoint: which one it is on the disk, how many names it has there, its bytes."""
+    """A file of a checkpoint: its identity on the disk, its number of hard links, its size."""
 
     identity: tuple[int, int]
     names: int
@@ -82,7 +82,7 @@ class Link(NamedTuple):
 
 
 def freed(going: Collection[int], files: Mapping[int, Collection[Link]]) -> int:
-    """Return the bytes that are freed: those of files of which the last name goes.
+    """Return the bytes that are freed: those of files whose last hard link is removed.
 
     >>> shared, own = Link((0, 7), 2, 500), Link((0, 8), 1, 30)
     >>> freed([1], {1: [shared, own], 2: [shared]}), freed([1, 2], {1: [shared, own], 2: [shared]})

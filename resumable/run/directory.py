@@ -45,13 +45,13 @@ class Copies(Protocol):
 
     @property
     def numbers(self) -> Mapping[int, str]:
-        """The save numbers, and the names of the folders."""
+        """The names of the folders, by save number."""
 
     def pull(self, number: int) -> None:
-        """Bring one into the run, in place of a damaged one."""
+        """Copy one into the run, in place of a damaged one."""
 
     def best(self, above: int) -> int | None:
-        """Return the number of the best, as those above a number know it."""
+        """Return the number of the best, according to those above a number."""
 
 
 _AT_A_GLANCE = 5
@@ -60,7 +60,7 @@ _WORDS = ("auto", "never", "best", *_NEWEST)
 
 
 class Run:
-    """A run directory, to look at and to tidy; nothing is read before a method is called.
+    """A run directory, to inspect and to prune; nothing is read before a method is called.
 
     >>> Run("runs/exp").numbers()
     []
@@ -68,23 +68,23 @@ class Run:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._given = os.fspath(path)
-        # A script may change its working directory; its run stays where it was.
+        # Absolute, because a script may change its working directory.
         self.path = Path(path).absolute()
         self.folder = self.path / "checkpoints"
         self._lock: lock.Lock | None = None
         self._is_free = threading.Event()
         self._is_free.set()
-        # A save looks at the run in the background, while the script may do so too.
+        # A save in the background and the script may both list the run.
         self._guard = threading.RLock()
         self._kept: Listing | None = None
-        # Not the manifests: those of a big model are megabytes.
+        # Not the manifests: those of a large model are megabytes.
         self._facts: dict[str, tuple[Stamp | None, Facts]] = {}
 
     def __str__(self) -> str:
         return str(self._given)
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows: the newest checkpoints."""
+        """Return the table that a notebook shows: the newest checkpoints."""
         there = self.numbers()
         caption = f"{self}: {counted(len(there), 'checkpoint')}"
         caption += f", the newest {_AT_A_GLANCE}" if len(there) > _AT_A_GLANCE else ""
@@ -100,7 +100,7 @@ class Run:
         return number, about.epoch, about.batch, about.step, metrics, when(about.saved)
 
     def check(self, resume: Which, is_copied: bool = False) -> None:
-        """Raise for what can be seen to be wrong before anything is made or locked.
+        """Raise if the path cannot be a run, before anything is made or locked.
 
         What is not here may be in a remote copy, if there is one.
         """
@@ -125,18 +125,18 @@ class Run:
             self._open_named(resume)
 
     def numbers(self) -> list[int]:
-        """Return the save numbers that are there, oldest first, without opening anything."""
+        """Return the save numbers, oldest first, without opening a checkpoint."""
         with self._guard:
             return [*self._look().parsed().numbers]
 
     def highest(self) -> int | None:
-        """Return the highest save number that is there."""
+        """Return the highest save number, None without a checkpoint."""
         with self._guard:
             newest = self._look().newest()
         return None if newest is None else number_of(newest)
 
     def holds_more_than(self, count: int) -> bool:
-        """Whether there are more checkpoints than that."""
+        """Return whether there are more than `count` checkpoints."""
         with self._guard:
             return len(self._look().parsed().numbers) > count
 
@@ -152,17 +152,17 @@ class Run:
                 f"{self.folder} cannot be read: {exc.strerror}.",
                 fix="mend the cause (the disk, permissions) and start again.",
             ) from exc
-        # What another did to the folder can be another checkpoint under a name that is known.
+        # Another process may have put another checkpoint under a known name.
         if kept and not kept.is_sure and kept.leaders and kept.names == fresh.parsed().names:
             fresh.leaders = kept.leaders
         return fresh
 
     def holds(self, found: Checkpoint) -> bool:
-        """Whether a checkpoint is one of this run."""
+        """Return whether a checkpoint belongs to this run."""
         return found.path.resolve().parent == self.folder.resolve()
 
     def path_of(self, number: int) -> Path | None:
-        """Return the folder of a checkpoint, if it is there."""
+        """Return the folder of a checkpoint, if it exists."""
         with self._guard:
             name = self._look().parsed().names.get(number)
         return None if name is None else self.folder / name
@@ -196,7 +196,7 @@ class Run:
         if newest is None:
             return
         yield self.folder / newest
-        # Only now: it is nearly always the newest, and putting thousands of others in order takes its time.
+        # Sorted only now: it is nearly always the newest, and sorting thousands of others takes time.
         for number in reversed(self.numbers()):
             path = self.path_of(number)
             if path and path.name != newest:
@@ -209,7 +209,7 @@ class Run:
         copies: Copies | None = None,
         skip: Container[int] = (),
     ) -> tuple[Checkpoint, T] | None:
-        """Return the checkpoint that `which` means and what `read` returned for it; None to start fresh.
+        """Return the checkpoint that `which` means and the result of `read` for it; None to start fresh.
 
         What is not here, or is damaged, is taken from its `copies`. Of the newest, those to `skip` come last.
         """
@@ -227,7 +227,7 @@ class Run:
     def _newest_intact(
         self, read: Callable[[Checkpoint], T], copies: Copies | None, skip: Container[int]
     ) -> tuple[Checkpoint, T]:
-        # Newest is the highest save number: after going back, the highest step is of an abandoned branch.
+        # Newest is the highest save number: after restore(), the highest step may be on an abandoned branch.
         last: ResumableError | None = None
         for number in _those_last(skip, self._newest_numbers(copies)):
             try:
@@ -235,7 +235,7 @@ class Run:
             except (CheckpointDamaged, RemoteError) as exc:
                 if isinstance(exc, RemoteError) and self.highest() is None:
                     raise
-                # Not only the first: each one that is skipped is training that is lost.
+                # Warn of each: every skipped checkpoint is lost training.
                 warn(f"{exc.problem} It is skipped; an older checkpoint is used.")
                 last = exc
         if last is None:
@@ -279,7 +279,7 @@ class Run:
 
     def _best_number(self, copies: Copies | None = None) -> int:
         here = next((found.about for found in self._intact() if found.about.best), None)
-        # (a newer one that is only there knows of better ones)
+        # A newer one in the remote may know of a better one.
         if copies and (best := copies.best(above=here.number if here else 0)):
             return best
         if here and here.best:
@@ -308,7 +308,7 @@ class Run:
         )
 
     def _missing(self) -> CheckpointNotFound:
-        """Return the error for a run that has to be there and is not."""
+        """Return the error for a run that has to exist and does not."""
         hint = f" Did you mean {meant}?" if (meant := _meant(self.path)) else ""
         what = "holds no checkpoint" if self.path.is_dir() else "does not exist"
         return CheckpointNotFound(
@@ -317,12 +317,12 @@ class Run:
         )
 
     def acquire(self) -> None:
-        """Become the one process that writes this run, and tidy up after the one before."""
+        """Become the only process that writes this run, and clean up after the last one."""
         is_held = self._lock is not None and self._lock.is_held()
         if self._lock and is_held and self._lock.is_in_place():
             self._lock.renew()
             return
-        # What was locked may lie elsewhere now; here another process could begin.
+        # The locked folder may have been moved; another process could start here.
         self.release()
         with self._writing():
             disk.make_folder(self.path)
@@ -337,18 +337,18 @@ class Run:
             )
 
     def release(self) -> None:
-        """Let another process write this run."""
+        """Release the lock, so that another process can write this run."""
         if self._lock:
             self._lock.release()
             self._lock = None
         self._is_free.set()
 
     def wait_until_free(self, patience: float) -> None:
-        """Wait until what writes this run by this object has let go of it, as long as that."""
+        """Wait until the lock of this object is released, for so many seconds at most."""
         self._is_free.wait(patience)
 
     def identity(self, known: str | None = None) -> str:
-        """Return the run's id; the first call in its life writes it down, the `known` one if there is one."""
+        """Return the run's id; the first call in its life writes it, the `known` id if given."""
         path = self.path / "run.json"
         if os.path.lexists(path):
             try:
@@ -361,7 +361,7 @@ class Run:
                         f"{path} was not written by resumable.",
                         fix="give the run a directory of its own; nothing in this one was touched.",
                     ) from exc
-                # Nothing is lost with it: every manifest repeats the id.
+                # Nothing is lost: every manifest repeats the id.
                 warn(f"{path} is damaged and written anew")
         told = (found.about.run_id for found in self._intact())
         run_id = known or next(told, None) or os.urandom(8).hex()
@@ -372,7 +372,7 @@ class Run:
         """Return the run's id if it has checkpoints, without writing anything."""
         known = next((found.about.run_id for found in self._intact()), None)
         if known is None and self.highest() is not None:
-            # All are damaged: what another run has must not be mixed with them.
+            # All are damaged: checkpoints of another run must not be mixed with them.
             with contextlib.suppress(CheckpointDamaged, ValueError, KeyError):
                 return self._written_id()
         return known
@@ -381,11 +381,11 @@ class Run:
         return str(manifest.unseal(self._id_text())["run_id"])
 
     def _id_text(self) -> bytes:
-        # (the run may be a link to a folder elsewhere)
+        # The run may be a link to a folder elsewhere.
         return disk.read_small(Path(os.path.realpath(self.path)), "run.json")
 
     def adopt(self, run_id: str) -> None:
-        """Be the run of that id, whatever stood here before."""
+        """Take over a run id, in place of the one that was here."""
         created = datetime.now(timezone.utc).isoformat(timespec="seconds")
         with self._writing():
             disk.replace(self.path / "run.json", manifest.seal({"run_id": run_id, "created": created}))
@@ -403,7 +403,7 @@ class Run:
             ) from exc
 
     def point(self, word: str, target: Path | None) -> None:
-        """Let runs/exp/`word` lead to a checkpoint: for people, never trusted by us."""
+        """Link runs/exp/`word` to a checkpoint: for people; nothing here reads it."""
         link = self.path / word
         if target is None:
             return
@@ -417,7 +417,7 @@ class Run:
             warn(f"the link {link} could not be made ({exc.strerror}); nothing depends on it")
 
     def best(self, goal: Goal | None) -> Best | None:
-        """Return the best of the checkpoints that are intact; only what is new is opened."""
+        """Return the best of the intact checkpoints; only new ones are opened."""
         with self._guard:
             listing = self._look().parsed()
             if goal in listing.leaders and self._is_as_it_was(listing, listing.leaders[goal]):
@@ -444,27 +444,27 @@ class Run:
         return facts
 
     def _known(self, name: str) -> Facts:
-        # Not looked at again: of what every= keeps there may be thousands, and each save prunes.
+        # Cached: every= may keep thousands of checkpoints, and each save prunes.
         known = self._facts.get(name)
         return known[1] if known else self._facts_of(name)
 
     @contextlib.contextmanager
     def adding(self, about: Manifest) -> Iterator[None]:
-        """Commit a checkpoint in the body of this, and what is there already is not listed again."""
+        """Add a checkpoint, committed in the body, to the listing without reading the folder again."""
         name = checkpoint.name(about.number, about.step)
         with self._changing() as changes:
             yield
             changes.added.append(name)
-        # (the checkpoint is durable; where it cannot be listed, whoever looks next is told)
+        # The checkpoint is durable; if the folder cannot be listed, the next reader gets the error.
         with self._guard, contextlib.suppress(CannotRead):
             self._facts[name] = stamp(self.folder / name / manifest.NAME), policy.facts_of(about)
-            # Here, where nobody waits: the next one to look is the training.
+            # List it here, in the background: the next reader is the training.
             leaders = self._look().leaders
             for goal, leader in leaders.items():
                 leaders[goal] = policy.update_leader(leader, goal, about.metrics, about.number)
 
     def take_in(self, stage: Stage, about: Manifest) -> Checkpoint:
-        """Make a stage that is complete a checkpoint of this run, in place of a damaged one of that name."""
+        """Commit a complete stage to this run, in place of a damaged checkpoint of that name."""
         trash = self._moved_away(stage.target) if os.path.lexists(stage.target) else None
         disk.flush_folder(stage.path)
         with self.adding(about):
@@ -472,16 +472,16 @@ class Run:
         if trash:
             with self._guard:
                 self._kept = None
-            # What stays of it is debris; the next start removes it.
+            # The next start removes what stays of it.
             with contextlib.suppress(OSError):
                 checkpoint.remove(trash)
         return found
 
     def remove_pulls(self, but: Path | None = None) -> None:
-        """Remove what killed pulls have left, but for the one that is to go on."""
+        """Remove what killed pulls have left, except for one."""
         for path in self.folder.glob(".pull-*"):
             if path != but and checkpoint.PULL.fullmatch(path.name):
-                # (what else lies in it keeps it there)
+                # Other files in it keep it there.
                 with contextlib.suppress(OSError):
                     checkpoint.remove(path)
 
@@ -497,18 +497,18 @@ class Run:
                 listing.follow(changes, time.perf_counter() - started)
                 for name in changes.removed:
                     self._facts.pop(name, None)
-                # One that was made in the meantime has seen the folder half changed.
+                # A listing made in the meantime has seen the folder half changed.
                 if self._kept is not listing:
                     self._kept = None
 
     def prune(self, keep: Keep | None, protect: Iterable[int | None], goal: Goal | None = None) -> None:
-        """Delete all checkpoints but those that `keep` names and the protected ones.
+        """Delete all checkpoints except those that `keep` keeps and the protected ones.
 
         To be called when the newest one is durable: until then an older one may be the last intact one.
         """
         if keep is None:
             return
-        # For most rules the names say enough: each manifest that is looked at takes its time.
+        # For most rules the names are enough, and reading manifests takes time.
         facts_of = self._known if keep.every or (goal and keep.best > 1) else _named
         with self._guard:
             names = self._look().parsed().names
@@ -517,7 +517,7 @@ class Run:
             warn(f"checkpoint {number} in {self.path} could not be pruned: {problem}")
 
     def remove(self, going: Iterable[int]) -> dict[int, str]:
-        """Delete checkpoints, whatever they are worth; return which could not be, and why."""
+        """Delete checkpoints unconditionally; return which could not be deleted, and why."""
         problems: dict[int, str] = {}
         with self._guard:
             names = self._look().parsed().names
@@ -530,21 +530,21 @@ class Run:
                     self._remove(self.folder / name)
                 except OSError as exc:
                     problems[number] = exc.strerror or str(exc)
-                # What could not be removed to the end has its name no more.
+                # A checkpoint that was removed in part has already lost its name.
                 if not os.path.lexists(self.folder / name):
                     changes.removed.append(name)
         return problems
 
     def _remove(self, path: Path) -> None:
-        # It was a folder when it was listed. What a link leads to is not ours to delete.
+        # It was a folder when it was listed; the target of a link is not ours to delete.
         if path.is_symlink():
             raise OSError("it is a symbolic link")
         if others := checkpoint.unknown(path):
             raise OSError(f"it holds {', '.join(others)}, which resumable did not write")
-        # Another user's: it could be renamed, and then not be removed.
+        # Another user's folder could be renamed, and then not removed.
         if not os.access(path, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        # Renamed first: a crash in between must not leave half a checkpoint under a checkpoint's name.
+        # Rename it first: a crash in between must not leave half a checkpoint under a checkpoint's name.
         checkpoint.remove(self._moved_away(path))
 
     def _moved_away(self, path: Path) -> Path:
@@ -581,7 +581,7 @@ def _those_last(last: Container[int], numbers: Iterable[int]) -> Iterator[int]:
 
 
 def is_number(which: object) -> TypeGuard[int | str]:
-    """Whether it is a save number, as a number or as text."""
+    """Return whether this is a save number, as a number or as text."""
     if isinstance(which, str):
         return which.isdecimal()
     return isinstance(which, int) and not isinstance(which, bool)
@@ -598,7 +598,7 @@ def _is_folder(path: Path) -> bool:
 
 
 def _meant(path: Path) -> Path | None:
-    """Return a run that a path which is none may mean: in it, around it, or beside it with a similar name."""
+    """Return the run that a wrong path may mean: below it, above it, or beside it with a similar name."""
     around = (above for above in Path(os.path.realpath(path)).parents if _is_run(above))
     similar = difflib.get_close_matches(path.name, _runs_in(path.parent), cutoff=0.5)
     near = (path.parent / name for name in similar if name != path.name)

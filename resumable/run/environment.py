@@ -1,4 +1,4 @@
-"""What this process runs on."""
+"""The environment of this process: versions, devices, flags, git."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def describe() -> dict[str, Any]:
 
 
 def flags() -> dict[str, Any]:
-    """Return the settings of torch that numerical results depend on, as JSON; no device is asked.
+    """Return the settings of torch that numerical results depend on, as JSON, without touching a device.
 
     >>> flags()["cudnn_benchmark"]
     False
@@ -60,7 +60,7 @@ def _tf32() -> str:
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
-        # Where a script has used the newer settings, torch refuses to answer by the older.
+        # If a script has used the newer settings, torch refuses to read the older ones.
         return str(torch.backends.cuda.matmul.fp32_precision)
 
 
@@ -73,7 +73,7 @@ def _cudnn_tf32() -> bool | str:
 
 @cache
 def driver(file: Path = Path("/proc/driver/nvidia/version")) -> str | None:
-    """Return the version of NVIDIA's driver, which torch could tell only by making a context."""
+    """Return the version of NVIDIA's driver; torch would have to make a context to get it."""
     with contextlib.suppress(OSError):
         found = re.search(r"NVRM version:.*?\s([0-9]+\.[0-9.]+)\s", file.read_text(errors="replace"))
         return found and found[1]
@@ -116,9 +116,9 @@ def _script_folder() -> Path:
 
 @cache
 def _is_dirty(folder: Path, seconds: float = 2) -> bool | None:
-    """Return whether files that git knows have been changed; None if it cannot say in that time."""
+    """Return whether files that git tracks have changed; None if git does not answer in time."""
     command = ["git", "status", "--porcelain", "--untracked-files=no"]
-    # Not to take the lock of the index: a commit that the user makes meanwhile would fail.
+    # Without the lock of the index: a commit by the user would fail meanwhile.
     settings = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         found = subprocess.run(
@@ -135,7 +135,7 @@ def _is_dirty(folder: Path, seconds: float = 2) -> bool | None:
 
 
 def _git_commit(folder: Path) -> str | None:
-    # A note for people: an odd repository must not stop a save.
+    # Only a note for people: an unusual repository must not stop a save.
     with contextlib.suppress(OSError, ValueError):
         if git := _git_folder(folder):
             head = (git / "HEAD").read_text().strip()
@@ -146,7 +146,7 @@ def _git_commit(folder: Path) -> str | None:
 def _git_folder(folder: Path) -> Path | None:
     for parent in (folder, *folder.parents):
         git = parent / ".git"
-        if git.is_file():  # (of a worktree or a submodule)
+        if git.is_file():  # in a worktree or a submodule
             return parent / git.read_text().strip().removeprefix("gitdir: ")
         if git.is_dir():
             return git

@@ -1,4 +1,4 @@
-"""What has happened to a run: a line for each start, save, going back and end."""
+"""The history of a run: a line for each start, save, restore and end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAME = "history.jsonl"
 
 
 class History:
-    """The history of a run, which the one process that writes the run adds to.
+    """The history of a run, written by the process that holds the run's lock.
 
     It never stops a training: that it cannot be written is said once, and tried again with each line.
 
@@ -40,32 +40,32 @@ class History:
 
     def __init__(self, run: Run, *, by_hand: bool = False) -> None:
         self._run = run
-        # Pushed and pulled while nothing is trained: of no attempt.
+        # A push or a pull by hand belongs to no attempt.
         self._by_hand = by_hand
         self._path = run.path / NAME
-        # A save is noted in the background, while the script may go back or end.
+        # A save is noted in the background, while the script may restore or end.
         self._guard = threading.Lock()
         self._parents: dict[int, int | None] = {}
         self._superseded: set[int] = set()
-        # What the file does not say yet. While it cannot be written, that must not grow for ever.
+        # Lines that are not in the file yet; bounded, because the file may stay unwritable.
         self._due: deque[Line] = deque(maxlen=_MOST_DUE)
         self._marks: dict[int, bool] = {}
         self._replaced: set[int] = set()
         self._has_warned = False
         self.last_took: tuple[float | None, float] | None = None
-        """What the last save of the processes before cost: the seconds lost, if known, and until durable."""
+        """The cost of the last save of earlier attempts: seconds lost, if known, and until durable."""
         self.stands_on: int | None = None
-        """The checkpoint that the training stands on: the one loaded, until there is a save after it."""
+        """The checkpoint that the training continues: the loaded one, then the last save."""
         self.attempt: int | None = None
-        """Which start of the run this is, from 1; None before it, after its end, and if nobody can tell."""
+        """The number of this start of the run, from 1; None before it, after its end, and if unknown."""
 
     @property
     def highest(self) -> int:
-        """The highest save number that is known, also of a checkpoint that is not there any more."""
+        """The highest known save number, including checkpoints that no longer exist."""
         return max((number for number in self._parents if number <= HIGHEST), default=0)
 
     def begin(self, facts: Mapping[str, Json], came_from: int | None) -> int | None:
-        """Note that a process (with these `facts` about it) goes on from a checkpoint, or starts fresh."""
+        """Note that a process, described by `facts`, resumes from a checkpoint or starts fresh."""
         with self._guard:
             try:
                 lines = read(self._run.path)
@@ -101,7 +101,7 @@ class History:
             about = self._about(number)
             if self.attempt is None or about is None:
                 return
-            # The folder has lost its newest checkpoint, or all: this is another one of that number.
+            # The folder has lost its newest checkpoints: this is another one of the same number.
             self._replaced |= {number} & self._parents.keys()
             self.stands_on = None
             took = {"lost": _rounded(lost), "durable": _rounded(durable)}
@@ -110,14 +110,14 @@ class History:
             self._write(line)
 
     def went_back(self, number: int | None, what: str) -> None:
-        """Note that the training goes on from an earlier checkpoint; None: from one of another run."""
+        """Note that the training was restored to a checkpoint; None means one of another run."""
         with self._guard:
             if self.attempt is not None:
                 self._go_on_from(number)
                 self._write(self._line("restore", **{"from": number}, what=what))
 
     def skip(self, number: int, problem: str) -> None:
-        """Note that a resume from this checkpoint fails, so that the next start skips it."""
+        """Note that resuming from this checkpoint failed, so that the next start skips it."""
         with self._guard:
             if self.attempt is not None:
                 self._write(self._line("skip", number=number, problem=problem[:_LONGEST_TEXT]))
@@ -130,7 +130,7 @@ class History:
         self._moved("push", number=number, to=to, **took)
 
     def pulled(self, number: int, origin: str, *, size: int, seconds: float) -> None:
-        """Note that a checkpoint was brought from a remote."""
+        """Note that a checkpoint was pulled from a remote."""
         self._moved("pull", number=number, origin=origin, size=size, seconds=_rounded(seconds))
 
     def _moved(self, event: str, **about: Json) -> None:
@@ -139,7 +139,7 @@ class History:
                 self._write(self._line(event, **about))
 
     def ended(self, how: str, **place: int) -> None:
-        """Note how and where this process has ended; only the first word about that counts."""
+        """Note how and where this process has ended; only the first call counts."""
         with self._guard:
             if self.attempt is not None:
                 line = self._line("end", how=how[:_LONGEST_TEXT], **place)
@@ -151,7 +151,7 @@ class History:
         return {"event": event, "attempt": self.attempt, "time": now, **about}
 
     def _unknown(self) -> Iterator[Manifest]:
-        # Who was killed between the commit and the line has left a checkpoint without one.
+        # A process killed between the commit and the line has left a checkpoint without one.
         numbers: list[int] = []
         with contextlib.suppress(ResumableError):
             numbers = self._run.numbers()
@@ -202,7 +202,7 @@ class History:
 
 
 def read(folder: Path) -> list[Line]:
-    """Return what has happened to the run in a folder, oldest first; lines that are damaged are left out."""
+    """Return the history of the run in a folder, oldest first, without damaged lines."""
     try:
         return jsonl.read(folder / NAME)
     except OSError as exc:
@@ -213,7 +213,7 @@ def read(folder: Path) -> list[Line]:
 
 
 def attempts(lines: Sequence[Line]) -> list[Line]:
-    """Return a summary of each start: the process, what it went on from, its last save, how it ended.
+    """Return a summary of each start: the process, its checkpoint, its last save, how it ended.
 
     >>> start = {"event": "start", "attempt": 1, "time": "2026-07-30T12:00:00+00:00", "host": "node7"}
     >>> [found] = attempts([start, {"event": "end", "attempt": 1, "how": "SIGTERM"}])
@@ -231,7 +231,7 @@ def attempts(lines: Sequence[Line]) -> list[Line]:
 
 
 def pushed(lines: Iterable[Line]) -> dict[str, set[int]]:
-    """Return which checkpoints are complete on which remote, as far as it was noted.
+    """Return the checkpoints that are complete on each remote, according to the history.
 
     >>> line = {"event": "push", "to": "s3://b/exp"}
     >>> pushed([line | {"number": 1, "removed": []}, line | {"number": 2, "removed": [1]}])
@@ -248,22 +248,22 @@ def pushed(lines: Iterable[Line]) -> dict[str, set[int]]:
 
 
 def skipped(folder: Path) -> dict[int, str]:
-    """Return the checkpoints of the run in a folder that a start is not to resume from, and why."""
+    """Return the checkpoints that a start must not resume from, and why."""
     found: dict[int, str] = {}
-    # (a training needs no history; who writes it tells that it cannot be read)
+    # A training needs no history; the writer reports one that cannot be read.
     with contextlib.suppress(OSError):
         if jsonl.mentions(folder / NAME, b'"skip"'):
             for line in jsonl.read(folder / NAME):
                 if line.get("event") == "skip" and _holds(line, number=int, problem=str):
                     found[line["number"]] = line["problem"]
                 elif is_save(line):
-                    # The folder had lost its newest checkpoint: this is another one of that number.
+                    # The folder had lost its newest checkpoint: this is another one of the same number.
                     found.pop(line["number"], None)
     return found
 
 
 def remote(lines: Sequence[Line]) -> dict[str, str] | None:
-    """Return where the last start pushes to (`url`) and which checkpoints (`push`); None if nowhere.
+    """Return the remote of the last start (`url`) and which checkpoints it pushes; None without one.
 
     >>> time, where = "2026-07-30T12:00:00+00:00", {"url": "s3://b/exp", "push": "newest"}
     >>> remote([{"event": "start", "attempt": 1, "time": time, "remote": where}])
@@ -277,13 +277,13 @@ def remote(lines: Sequence[Line]) -> dict[str, str] | None:
 
 
 def is_save(line: Line) -> bool:
-    """Whether a line tells of a save, as this library writes it."""
+    """Return whether a line is a save, as this library writes it."""
     is_ours = line.get("event") == "save" and _holds(line, number=int, superseded=bool)
     return is_ours and all(type(line.get(key, "")) in (int, type(None)) for key in ("parent", "attempt"))
 
 
 def abandoned(parents: Mapping[int, int | None], number: int | None, before: Iterable[int]) -> set[int]:
-    """Return the saves that a training which stands at `number` has not come by.
+    """Return the saves that are not ancestors of checkpoint `number`.
 
     Of those earlier than one whose parent nobody knows, it is the ones that were abandoned `before`.
 
@@ -301,7 +301,7 @@ def abandoned(parents: Mapping[int, int | None], number: int | None, before: Ite
 
 
 def left_behind(lines: Iterable[Line], here: Mapping[int, int | None], newest: int | None) -> set[int]:
-    """Return the saves that the newest checkpoint does not come from; what is `here` knows its parent.
+    """Return the saves that are not ancestors of the newest checkpoint; those `here` know their parent.
 
     >>> left_behind([], {1: None, 2: 1, 3: 1}, newest=3)
     {2}
@@ -313,7 +313,7 @@ def left_behind(lines: Iterable[Line], here: Mapping[int, int | None], newest: i
     return abandoned({**{line["number"]: line["parent"] for line in saves}, **here}, newest, before)
 
 
-# (each is about 500 bytes)
+# Each is about 500 bytes.
 _MOST_DUE = 1000
 _LONGEST_TEXT = 1000
 _SUMMARY = ("attempt", "time", "host", "pid", "argv", "git", "dirty", "versions", "from")
@@ -372,10 +372,10 @@ def _how_it_ended(attempt: int, lines: Sequence[Line], now: Mapping[str, Json]) 
 
 
 def _what_is_likely(then: Line, now: Mapping[str, Json]) -> str:
-    """Say how a process has ended that left no word; not more than can be known."""
+    """Describe the end of a process that has not noted it, as far as it can be known."""
     likely = "killed, crashed or not closed: it left no word"
     boots = then.get("boot"), now.get("boot")
-    # (containers on one machine have names of their own)
+    # Containers on one machine have host names of their own.
     if boots[0] and boots[0] == boots[1]:
         return likely
     if then.get("host") != now.get("host"):
@@ -387,7 +387,7 @@ def _what_is_likely(then: Line, now: Mapping[str, Json]) -> str:
 
 def _is_start(line: Line) -> bool:
     attempt = line.get("attempt")
-    # (one more than the longest number that Python writes is none that it writes)
+    # Longer numbers than Python prints were not written by it.
     if line.get("event") != "start" or type(attempt) is not int or not 0 <= attempt < 1 << 53:
         return False
     with contextlib.suppress(ValueError, TypeError):

@@ -1,4 +1,4 @@
-"""HTML of text that anybody may have written: nothing in it is taken for markup."""
+"""HTML from untrusted text: nothing in it is taken for markup."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Markup(str):
 
 
 def escaped(value: object) -> Markup:
-    """Return what shows a value in a page: text is escaped, markup stays, None is nothing.
+    """Return a value as HTML: text is escaped, markup stays, None is empty.
 
     >>> escaped("<b>"), escaped(Markup("<b>")), escaped(None), escaped("up\\u202enwod")
     ('&lt;b&gt;', '<b>', '', 'up\\\\u202enwod')
@@ -38,7 +38,7 @@ def tag(name: str, *inside: object, **attributes: str) -> Markup:
 def table(
     caption: str, head: Sequence[str], rows: Iterable[Sequence[object]], to_the_left: Iterable[int] = ()
 ) -> Markup:
-    """Return a table; numbers stand to the right, but for the columns `to_the_left`.
+    """Return a table; numbers are right-aligned, except in the columns `to_the_left`.
 
     >>> table("Saves", ["number"], [[1]])[:54]
     '<table><caption>Saves</caption><thead><tr><th scope="c'
@@ -60,12 +60,12 @@ def section(title: str, level: int, *inside: object) -> Markup:
 
 
 def scrolling(content: Markup, label: str) -> Markup:
-    """Return what is wide in a box of its own that scrolls, which the keyboard has to reach."""
+    """Return wide content in a box that scrolls, reachable by keyboard."""
     return tag("div", content, class_="scroll", role="region", tabindex="0", aria_label=label)
 
 
 def in_script(value: Json) -> Markup:
-    """Return JSON that can stand in a script element, whatever it holds.
+    """Return JSON that is safe inside a script element.
 
     >>> in_script("</script>")
     '"\\\\u003c/script>"'

@@ -1,4 +1,4 @@
-"""What the folder of the checkpoints holds, kept for as long as that is sure to be so."""
+"""A cached listing of the checkpoints folder, used only while it is known to be valid."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .manifest import Best, Goal
 
 
 class Stamp(NamedTuple):
-    """What tells that a folder or a file is not as it was."""
+    """Changes whenever a folder or a file changes."""
 
     device: int
     inode: int
@@ -34,19 +34,19 @@ class Changes(NamedTuple):
 
 
 class Listing:
-    """What the folder of the checkpoints holds, for as long as that is sure to be so."""
+    """The content of the checkpoints folder, used only while it is known to be valid."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         started, now = time.perf_counter(), time.time_ns()
-        # Before the names: what changes while they are read has to show.
+        # Before the names: a change while they are read must show.
         self.stamp = stamp(folder)
         self.folders, others = _scan(folder)
-        # One text and one pattern: a call for each of thousands takes longer than to read them from the disk.
+        # One text and one pattern: a call for each of thousands of names takes longer than reading them.
         self._text = f"/{'/'.join(self.folders)}/"
         self.debris: list[str] = _DEBRIS.findall(f"{self._text}/{'/'.join(others)}/")
-        # A folder that has only just changed can change again without a new time. Most file systems
-        # also count the folders in a folder.
+        # A folder that has just changed can change again without a new mtime. Most file systems also count
+        # the folders in a folder.
         self.is_counted = self.stamp is not None and self.stamp.links == 2 + len(self.folders)
         self.is_sure = self.is_counted or self.stamp is None or now - self.stamp.changed > _COARSEST_TIME
         self.seconds = time.perf_counter() - started
@@ -57,14 +57,14 @@ class Listing:
         self._newest: str | None = None
 
     def is_current(self) -> bool:
-        """Whether nothing has changed since."""
+        """Return whether nothing has changed since."""
         return self.is_sure and stamp(self.folder) == self.stamp
 
     def newest(self) -> str | None:
         """Return the name with the highest save number."""
         if not self.numbers and not self._newest:
             top = max(self.folders, default="")
-            # Where all numbers have six digits, the order of the names is theirs.
+            # While all numbers have six digits, names sort like numbers.
             is_plain = checkpoint.NAME.fullmatch(top) and not _WIDE.search(self._text)
             self._newest = top if is_plain else None
         if self._newest:
@@ -83,7 +83,7 @@ class Listing:
         return self
 
     def follow(self, changes: Changes, seconds: float) -> None:
-        """Take in what this process has changed in so many seconds, in which others were not seen."""
+        """Apply the changes of this process; changes by others in these `seconds` were not seen."""
         before, self.stamp = self.stamp, stamp(self.folder)
         for name in changes.removed:
             self._forget(number_of(name))
@@ -107,9 +107,10 @@ class Listing:
         self.leaders = {g: best for g, best in self.leaders.items() if not best or best.number != number}
 
 
-# The coarsest file systems count the time in two seconds.
+# The coarsest file systems count time in steps of two seconds.
 _COARSEST_TIME = 3_000_000_000
-# A renaming by hand in the middle of a save is in no count: so often the folder is looked at all the same.
+# A rename by hand in the middle of a save does not show: list the folder again when saves have taken
+# this many times as long as a listing.
 _PATIENCE = 200
 
 _OURS = re.compile(rf"/({checkpoint.NAME.pattern})(?=/)")
@@ -122,7 +123,7 @@ def _scan(folder: Path) -> tuple[list[str], list[str]]:
     others: list[str] = []
     with contextlib.suppress(FileNotFoundError), _open_folder(folder) as place, os.scandir(place) as entries:
         for entry in entries:
-            # Not through a link: what it leads to is another run's, and pruning would delete it.
+            # Not through a link: its target belongs to another run, and pruning would delete it.
             (folders if entry.is_dir(follow_symlinks=False) else others).append(entry.name)
     return folders, others
 
@@ -132,12 +133,12 @@ def _open_folder(folder: Path) -> Iterator[int | Path]:
     if os.scandir not in os.supports_fd:
         yield folder
         return
-    # Without it, each of thousands of entries gets the path of the folder before its name.
+    # Without a descriptor, each of thousands of entries gets the path of the folder before its name.
     fd = os.open(folder, os.O_RDONLY)
     try:
         yield fd
     finally:
-        # Nothing was written through it, so there is nothing that can be lost.
+        # Nothing was written through it, so nothing can be lost.
         with contextlib.suppress(OSError):
             os.close(fd)
 
@@ -148,7 +149,7 @@ def number_of(name: str) -> int:
 
 
 def stamp(path: Path) -> Stamp | None:
-    """Return what tells whether a folder or a file changes; None if it is not there."""
+    """Return the stamp of a folder or a file; None if it does not exist."""
     with contextlib.suppress(OSError):
         found = os.stat(path)
         return Stamp(

@@ -1,4 +1,4 @@
-"""What a checkpoint says about itself, to and from JSON, with a version gate."""
+"""The manifest of a checkpoint, to and from JSON, with a version check."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ FORMAT = 1
 """The version of the on-disk format that this library writes, and the newest it reads."""
 
 NAME = "manifest.json"
-"""The file that is written last: a checkpoint without it is damaged."""
+"""The name of the manifest, which is written last: a checkpoint without it is damaged."""
 
 FILE_NAME = re.compile(r"(?:[a-z]{1,32}(?:-frozen)?|ranks/[0-9]{5})\.(?:json|safetensors)")
-"""The only names a checkpoint's files can have; none leads out of its folder."""
+"""The only names that files of a checkpoint can have; none leads out of its folder."""
 
 
 class FileRecord(NamedTuple):
-    """How a file was when it was written."""
+    """The size and the hash of a file as it was written."""
 
     size: int
     xxh3_128: str
@@ -49,12 +49,12 @@ class Best:
     value: float
     number: int
     since: int = 0
-    """How many saves with that metric were made after it, none of them better."""
+    """How many saves with that metric have followed without being better."""
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The facts about one checkpoint. `parent` is the checkpoint that its training went on from."""
+    """The facts about one checkpoint. `parent` is the checkpoint before it in the training."""
 
     number: int
     parent: int | None
@@ -103,7 +103,7 @@ def to_json(about: Manifest) -> bytes:
 
 
 def from_json(data: bytes) -> Manifest:
-    """Return the manifest whose text is `data`; ValueError says what is wrong with it."""
+    """Parse a manifest; ValueError says what is wrong with it."""
     body = unseal(data)
     missing, unknown = _KEYS - body.keys(), body.keys() - _KEYS
     if missing or unknown:
@@ -130,7 +130,7 @@ def from_json(data: bytes) -> Manifest:
 
 
 def seal(body: Mapping[str, Json]) -> bytes:
-    """Return the text of one of our JSON files: sealed, and with the format's number."""
+    """Return the text of one of our JSON files, with a checksum and the version of the format."""
     return strict_json.seal({"format": FORMAT, **body})
 
 
@@ -149,7 +149,7 @@ def unseal(data: bytes) -> dict[str, Json]:
 
 def _whole(value: Json) -> int:
     count = typed(int, value)
-    # (of 400 digits is no float, and a size is shown as one)
+    # A number of 400 digits does not fit a float, and sizes are shown as floats.
     if not 0 <= count < 1 << 128:
         raise ValueError(f"{count!s:.50} stands where a count belongs")
     return count

@@ -12,23 +12,23 @@ from typing import Literal
 from .manifest import Best, Goal, Manifest
 
 Push = Literal["best", "newest", "all"]
-"""Which checkpoints go to the remote: each that becomes the best; the newest and the best; all."""
+"""Which checkpoints are pushed: the best; the newest and the best; all."""
 
 
 def moment(saved: str) -> float | None:
-    """Return the seconds since 1970 of a time in a manifest, where anything may stand.
+    """Return the seconds since 1970 of a time in a manifest, which may hold any text.
 
     >>> moment("2026-07-30T12:00:00+00:00"), moment("yesterday")
     (1785412800.0, None)
     """
-    # (the first and the last day of all are none in another time zone, and Windows begins in 1970)
+    # The first and the last date overflow in another time zone, and Windows begins in 1970.
     with contextlib.suppress(ValueError, OverflowError, OSError):
         return datetime.fromisoformat(saved).timestamp()
     return None
 
 
 def when(time: str | None) -> str:
-    """Return a time as people read it, in UTC.
+    """Return a time in readable form, in UTC.
 
     >>> when("2026-07-30T12:00:05+00:00")
     '2026-07-30 12:00:05 UTC'
@@ -39,7 +39,7 @@ def when(time: str | None) -> str:
 
 
 def is_better(goal: Goal, value: float | None, than: float | None) -> bool:
-    """Whether `value` beats `than`; one that is missing, infinite or NaN never does."""
+    """Return whether `value` is better than `than`; a missing, infinite or NaN value never is."""
     if value is None or not math.isfinite(value):
         return False
     if than is None:
@@ -50,7 +50,7 @@ def is_better(goal: Goal, value: float | None, than: float | None) -> bool:
 def update_best(
     best: Best | None, goal: Goal | None, metrics: Mapping[str, float], number: int
 ) -> Best | None:
-    """Return the best after the save `number` with `metrics`, and how many saves it has stood since."""
+    """Return the best after the save `number` with `metrics`, and for how many saves it has been the best."""
     leader = update_leader(best, goal, metrics, number)
     if best is None or goal is None or leader != best or goal.metric not in metrics:
         return leader
@@ -83,7 +83,7 @@ def best_of(goal: Goal | None, history: Iterable[tuple[int, Mapping[str, float]]
 
 @dataclass(frozen=True, slots=True)
 class Every:
-    """When to save by itself: each rule that is given, whichever comes first."""
+    """When to save automatically: whichever of the given rules is due first."""
 
     seconds: float | None = None
     steps: int | None = None
@@ -100,14 +100,14 @@ class Every:
         return ", ".join([*rules, *self.measured()])
 
     def measured(self) -> list[str]:
-        """Return those of the rules that need to know what a save costs."""
+        """Return the rules that depend on the cost of a save."""
         rules = [] if self.budget is None else [percent(self.budget)]
         return rules + ([] if self.mtbf is None else [f"mtbf {duration(self.mtbf)}"])
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a save costs, in seconds, as measured: of training `lost`, and until it is `durable`."""
+    """The measured cost of a save, in seconds: training time `lost`, and time until it is `durable`."""
 
     lost: float
     durable: float
@@ -115,7 +115,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Since:
-    """What was done since the last save, of whatever kind."""
+    """The progress since the last save of any kind."""
 
     seconds: float
     steps: int
@@ -124,14 +124,14 @@ class Since:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """How often the measured cost lets one save, and why."""
+    """The interval that the measured cost allows, and why."""
 
     seconds: float
     reason: str
 
 
 def interval(every: Every, cost: Cost | None) -> Interval | None:
-    """Return how often a budget or the time between failures means; None if neither is given.
+    """Return the interval for a budget or a time between failures; None if neither is given.
 
     >>> interval(Every(budget=0.01), Cost(lost=0.21, durable=1.9))
     Interval(seconds=21.0, reason='a save costs 0.21 s of training and takes 1.9 s: every 21 s is 1 %')
@@ -142,7 +142,7 @@ def interval(every: Every, cost: Cost | None) -> Interval | None:
         return Interval(
             _FIRST, f"no save has been measured yet: the first one comes after {duration(_FIRST)}"
         )
-    # The longest is the one that keeps all of what is asked for.
+    # The longest interval satisfies all of the rules.
     seconds, why = max(_bounds(every, cost))
     costs = f"a save costs {duration(cost.lost)} of training and takes {duration(cost.durable)}"
     return Interval(seconds, f"{costs}: every {duration(seconds)} {why}")
@@ -150,18 +150,18 @@ def interval(every: Every, cost: Cost | None) -> Interval | None:
 
 def _bounds(every: Every, cost: Cost) -> Iterator[tuple[float, str]]:
     yield _SHORTEST, "is often enough"
-    # Never one while another is in flight: the second would wait for the first, and the training with it.
+    # Never while another save is in flight: the training would wait for the first.
     yield _SLACK * cost.durable, "lets one end before the next begins"
     if every.budget is not None:
         yield cost.lost / every.budget, f"is {percent(every.budget)}"
     if every.mtbf is not None:
-        # Young and Daly: with each failure half an interval is lost.
+        # Young and Daly: each failure costs half an interval.
         optimum = math.sqrt(2 * cost.lost * every.mtbf)
         yield optimum, f"loses the least with a failure every {duration(every.mtbf)}"
 
 
 def due(every: Every, since: Since, chosen: Interval | None) -> str | None:
-    """Return which rule says to save now, if one does.
+    """Return the rule that is due now, if one is.
 
     >>> due(Every(steps=500, seconds=600), Since(seconds=20, steps=500, epochs=0), None)
     'every 500 steps'
@@ -170,7 +170,7 @@ def due(every: Every, since: Since, chosen: Interval | None) -> str | None:
 
 
 def due_by_count(every: Every, since: Since) -> str | None:
-    """Return which rule of steps or epochs says to save now: all processes find the same, without a clock."""
+    """Return the rule of steps or epochs that is due now; it is the same in all processes."""
     for count, unit in ((every.steps, "step"), (every.epochs, "epoch")):
         done = since.steps if unit == "step" else since.epochs
         if count is not None and done >= count:
@@ -179,7 +179,7 @@ def due_by_count(every: Every, since: Since) -> str | None:
 
 
 def due_by_time(every: Every, since: Since, chosen: Interval | None) -> str | None:
-    """Return which rule of time says to save now; the clocks of several processes differ."""
+    """Return the rule of time that is due now; the clocks of several processes differ."""
     if every.seconds is not None and since.seconds >= every.seconds:
         return f"every {duration(every.seconds)}"
     if chosen is None or since.seconds < chosen.seconds:
@@ -189,7 +189,7 @@ def due_by_time(every: Every, since: Since, chosen: Interval | None) -> str | No
 
 _FIRST = 60.0
 _SHORTEST = 10.0
-"""What a shorter interval saves of a crash is nothing, and what it writes wears out disks."""
+"""A shorter interval would save next to nothing in a crash, and wear out disks."""
 _SLACK = 1.2
 
 
@@ -202,7 +202,7 @@ class Keep:
     every: Every | None = None
 
     def told(self) -> int | str:
-        """Return it as it is told to people and other processes: a number where that says all."""
+        """Return it in its shortest form for people and other processes: a number, if that is all."""
         if (self.best, self.every) == (1, None):
             return self.newest
         return f"newest {self.newest}, best {self.best}" + (f", every {self.every}" if self.every else "")
@@ -210,7 +210,7 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What decides whether a checkpoint stays; `saved` in seconds, as time.time() counts them."""
+    """The facts that decide whether a checkpoint stays; `saved` is a time.time()."""
 
     number: int
     step: int
@@ -220,14 +220,14 @@ class Facts:
 
 
 def facts_of(about: Manifest) -> Facts:
-    """Return what decides whether the checkpoint of a manifest stays."""
+    """Return the facts that decide whether the checkpoint of a manifest stays."""
     return Facts(about.number, about.step, about.epoch, moment(about.saved) or 0.0, about.metrics)
 
 
 def to_prune(
     facts: Sequence[Facts], keep: Keep | None, goal: Goal | None, protect: Iterable[int | None]
 ) -> list[int]:
-    """Return the save numbers of the checkpoints, given oldest first, that may go.
+    """Return the save numbers of the checkpoints to remove, given all of them oldest first.
 
     >>> to_prune([Facts(number, step=10 * number) for number in (1, 2, 3, 4)], Keep(newest=2), None, [1])
     [2]
@@ -245,7 +245,7 @@ def to_prune(
 def _best_numbers(facts: Iterable[Facts], goal: Goal, count: int) -> set[int]:
     sign = -1 if goal.maximize else 1
     values = ((one.metrics.get(goal.metric), one.number) for one in facts)
-    # (of equal ones the older)
+    # The older of two equal ones.
     found = sorted(
         (sign * value, number)
         for value, number in values
@@ -263,7 +263,7 @@ def _milestones(facts: Sequence[Facts], every: Every) -> set[int]:
 
 
 def _nearest(places: Iterable[tuple[int, float, tuple[float, ...]]], length: float | None) -> set[int]:
-    """Return the numbers of those to which no earlier save is nearer to the same multiple.
+    """Return the numbers of the first saves at or after each multiple.
 
     What is left out never counts again: pruning after each save keeps what pruning at the end would. After
     going back a second one at the same multiple stays too: the first may be what the training went back from.
@@ -279,7 +279,7 @@ def _nearest(places: Iterable[tuple[int, float, tuple[float, ...]]], length: flo
 
 
 def room(keep: Keep | None, goal: Goal | None, size: int, there: int, free: int) -> str | None:
-    """Return what to warn of if `free` bytes are too few; `there` checkpoints of `size` bytes are already.
+    """Return a warning if `free` bytes are too few; `there` checkpoints of `size` bytes exist already.
 
     >>> print(room(Keep(3), Goal("acc", True), size=1_400_000_000, there=3, free=1_100_000_000))
     a checkpoint takes about 1.4 GB; 3 + best and the one being written need 7 GB, 4.2 GB of it are there \
@@ -306,7 +306,7 @@ already, and 1.1 GB are free. Make room, or keep fewer (keep=).
 
 
 def bytes_of(size: float) -> str:
-    """Return a size as people write it.
+    """Return a size in readable form.
 
     >>> bytes_of(999), bytes_of(1_440_000_000)
     ('999 B', '1.44 GB')
@@ -319,7 +319,7 @@ def bytes_of(size: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a time as people write it.
+    """Return a duration in readable form.
 
     >>> duration(0.21), duration(90), duration(3600), duration(250)
     ('0.21 s', '90 s', '1 h', '4.2 min')
@@ -332,7 +332,7 @@ def duration(seconds: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Return a share as people write it.
+    """Return a share in percent.
 
     >>> percent(0.005)
     '0.5 %'
