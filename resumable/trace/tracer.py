@@ -23,7 +23,7 @@ from ..files.threads import no_garbage_collection
 from ..parts.capture import NAMERS, Capture, Trees, without_fleeting
 from ..position.position import Position
 from ..run import environment
-from ..views.contents import leaves
+from ..views.trees import leaves
 from . import digest, trace_file
 from .pending import Late
 from .trace_file import At, Record

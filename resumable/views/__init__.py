@@ -1,3 +1,13 @@
 """What people and programs see of a run: tables, JSON, pages."""
 
-__all__ = ["comparison", "contents", "details", "html_page", "magnitudes", "overview", "report", "tables"]
+__all__ = [
+    "comparison",
+    "contents",
+    "details",
+    "html_page",
+    "magnitudes",
+    "overview",
+    "report",
+    "tables",
+    "trees",
+]

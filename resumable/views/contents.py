@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -23,14 +23,13 @@ from ..run import manifest
 from ..run.checkpoint import RANKS, Checkpoint
 from . import magnitudes
 from .magnitudes import Size
+from .trees import Stored, leaves, refuse_depth, stored
 
 Tree = Mapping[str, Json]
 Key = tuple[str, str]
 """A tensor of a training: the stem of its file, and its name."""
 
 _FROZEN = "-frozen"
-_DEEPEST = 200
-"""A value of 64 nested containers is twice as many lists and objects in JSON, and the tree adds some."""
 _LONGEST_STATE = 1 << 20
 """The largest state of a random generator, in bytes, that is shown as a digest."""
 RANDOM = ("random", "generator")
@@ -122,14 +121,14 @@ def read(found: Checkpoint) -> Contents:
     trees: dict[str, Tree] = {}
     heads: dict[str, memoryview] = {}
     with reading(found, manifest.NAME):
-        _refuse_depth([found.about.built, found.about.environment, found.about.parts])
+        refuse_depth([found.about.built, found.about.environment, found.about.parts])
     for file in found.about.files:
         with reading(found, file):
             if codec.is_tensor_file(file):
                 heads[file] = found.read_header(file)
                 continue
             whole = typed(dict, parse(found.read_file(file)))
-            _refuse_depth(whole)
+            refuse_depth(whole)
             trees |= {stem_of(file): whole} if file.startswith(RANKS) else _by_stem(whole)
     tensors: list[Tensor] = []
     for file, head in heads.items():
@@ -145,16 +144,6 @@ def _by_stem(whole: Tree) -> dict[str, Tree]:
     return {stem: typed(dict, tree) for stem, tree in whole.items()}
 
 
-def _refuse_depth(whole: Json) -> None:
-    # Before anything recursive: a RecursionError of Python's would name no file.
-    waiting = [whole]
-    for _ in range(_DEEPEST):
-        inner = (one.values() if isinstance(one, dict) else one for one in waiting)
-        waiting = [item for items in inner for item in items if isinstance(item, (list, dict))]
-    if waiting:
-        raise ValueError(f"it is nested more than {_DEEPEST} deep")
-
-
 @contextlib.contextmanager
 def reading(found: Checkpoint, file: str) -> Iterator[None]:
     """Name the checkpoint and the file in what goes wrong in the body."""
@@ -167,9 +156,9 @@ def reading(found: Checkpoint, file: str) -> Iterator[None]:
 
 
 def _tensors(file: str, slots: Sequence[Slot], tree: Tree) -> Iterator[Tensor]:
-    named = {one.name: (part, one) for part, value in tree.items() for one in _stored(value)}
+    named = {one.name: (part, one) for part, value in tree.items() for one in stored(value)}
     for slot in slots:
-        part, (_, dtype, shape) = named.get(slot.name, ("", _Stored(slot.name)))
+        part, (_, dtype, shape) = named.get(slot.name, ("", Stored(slot.name)))
         if dtype is None:
             dtype, shape = str(slot.dtype).removeprefix("torch."), slot.shape
         else:
@@ -179,24 +168,6 @@ def _tensors(file: str, slots: Sequence[Slot], tree: Tree) -> Iterator[Tensor]:
             if width is not None and math.prod(shape) * width != slot.end - slot.begin:
                 raise ValueError(f"{slot.name} is no {dtype} of shape {list(shape)}")
         yield Tensor(file, slot.name, part, dtype, shape, slot.begin, slot.end)
-
-
-class _Stored(NamedTuple):
-    name: str
-    dtype: str | None = None
-    shape: tuple[int, ...] | None = None
-
-
-def _stored(tree: Json) -> Iterator[_Stored]:
-    """Yield the tensors that a tree names, with the dtypes and shapes of those stored as their bytes."""
-    for _, value in _walked(tree, ""):
-        match value:
-            case {"$tensor": str(name)}:
-                yield _Stored(name)
-            case {"$tensor": [str(name), dict(about)]}:
-                yield _Stored(name, typed(str, about["dtype"]) if "dtype" in about else None)
-            case {"$ndarray": [str(name), str(dtype), list(shape), _]}:
-                yield _Stored(name, dtype, tuple(typed(int, length) for length in shape))
 
 
 def scan(
@@ -296,7 +267,7 @@ def generators(contents: Contents, measured: Measured) -> Iterator[Generator]:
                 each = value if kind == "random" and isinstance(value, dict) else {part: value}
                 for name, state in each.items():
                     text = [json.dumps(state, sort_keys=True)]
-                    text += [measured.states.get((stem, one.name), "") for one in _stored(state)]
+                    text += [measured.states.get((stem, one.name), "") for one in stored(state)]
                     digest = xxhash.xxh3_64_hexdigest("".join(text).encode())[:8]
                     yield Generator(rank, name, _algorithm(state), digest)
 
@@ -311,72 +282,3 @@ def _algorithm(state: Json) -> str:
             return f"{len(state)} devices" if len(state) != 1 else "1 device"
         case _:
             return "torch"
-
-
-def leaves(tree: Json, path: str = "") -> Iterator[tuple[str, Json]]:
-    """Yield the plain values of a tree by their paths, without the tensors; ValueError if it is no tree.
-
-    >>> [*leaves({"groups": [{"lr": 0.1, "betas": {"$tuple": [0.9, 0.99]}}], "exp": {"$tensor": "w"}})]
-    [('groups.0.lr', 0.1), ('groups.0.betas', {'$tuple': [0.9, 0.99]})]
-    """
-    for place, value in _walked(tree, path):
-        if not (isinstance(value, dict) and value.keys() & {"$tensor", "$ndarray"}):
-            yield place, value
-
-
-def _walked(tree: Json, path: str) -> Iterator[tuple[str, Json]]:
-    """Yield the plain values of a tree, and what names its tensors, by their paths."""
-    inside: Iterable[tuple[str, Json]] = ()
-    match tree:
-        case {"$dict": list(pairs)} | {"$OrderedDict": list(pairs)} | {"$Counter": list(pairs)}:
-            inside = _pairs(pairs)
-        case {"$defaultdict": [_, list(pairs)]}:
-            inside = _pairs(pairs)
-        case {"$tuple": list(items)} | {"$deque": [_, list(items)]} if not _is_flat(items):
-            inside = ((str(i), item) for i, item in enumerate(items))
-        case list() if not _is_flat(tree):
-            inside = ((str(i), item) for i, item in enumerate(tree))
-        case dict() if tree and not any(key.startswith("$") for key in tree):
-            inside = tree.items()
-        case _:
-            yield path, tree
-    for key, value in inside:
-        yield from _walked(value, f"{path}.{key}" if path else key)
-
-
-def _pairs(pairs: Sequence[Json]) -> Iterator[tuple[str, Json]]:
-    for pair in pairs:
-        key, value = typed(list, pair)
-        yield key if isinstance(key, str) else described(key), value
-
-
-def _is_flat(items: Sequence[Json]) -> bool:
-    return not any(isinstance(item, (list, dict)) and not _is_number(item) for item in items)
-
-
-def _is_number(item: Json) -> bool:
-    return isinstance(item, dict) and item.keys() <= {"$float", "$int"}
-
-
-def described(value: Json) -> str:
-    """Return a plain value of a tree as Python would write it.
-
-    >>> described({"$tuple": [0.9, {"$float": "inf"}]}), described("x"), described(None)
-    ('(0.9, inf)', "'x'", 'None')
-    """
-    match value:
-        case {"$tuple": list(items)}:
-            inside = ", ".join(map(described, items))
-            return f"({inside},)" if len(items) == 1 else f"({inside})"
-        case {"$set": list(items)} | {"$frozenset": list(items)} if items:
-            return f"{{{', '.join(map(described, items))}}}"
-        case list():
-            return f"[{', '.join(map(described, value))}]"
-        case {"$float": str(text)} | {"$Boundary": str(text)} | {"$torch.dtype": str(text)}:
-            return text
-        case {"$int": str(text)}:
-            return text
-        case dict():
-            return json.dumps(value)
-        case _:
-            return repr(value)

@@ -14,9 +14,10 @@ from ..files.strict_json import Json
 from ..run.checkpoint import RANKS
 from ..run.policy import bytes_of
 from .comparison import MISSING, Change, Comparison, Pair
-from .contents import RANDOM, Contents, Measured, Tensor, described, generators
+from .contents import RANDOM, Contents, Measured, Tensor, generators
 from .magnitudes import Distance, Size
 from .tables import age, bold, numbers, print_table
+from .trees import described
 
 Row = dict[str, Any]
 _Item = TypeVar("_Item")
