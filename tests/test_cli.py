@@ -204,6 +204,7 @@ def test_ls_tells_which_bytes_no_other_checkpoint_has(
     with RunState.load(run_dir, model=model, keep=None) as state:
         state.save()
         state.save()
+    capsys.readouterr()
 
     main(["ls", str(run_dir), "--json"])
     rows = json.loads(capsys.readouterr().out)["checkpoints"]
