@@ -391,7 +391,7 @@ def test_a_training_that_only_saves_has_a_boundary_at_each_save(tmp_path: Path) 
 
     found = trace_file.read(tmp_path / "a.jsonl")
     assert [(one.why, one.at.kind, one.at.step) for one in found] == [
-        ("start", "outside", 1),
+        ("start", "outside", 0),
         *(("boundary", "outside", step) for step in (1, 2, 3)),
         ("closed", "outside", 3),
     ]

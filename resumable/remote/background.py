@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from ..errors import (
-    CannotRead,
     CheckpointDamaged,
     CheckpointNotFound,
     RemoteError,
@@ -20,13 +19,12 @@ from ..errors import (
 from ..files import lock
 from ..files.threads import yield_to_training
 from ..progress import Progress
-from ..run import history
 from ..run.directory import Run
 from ..run.history import History
 from ..run.manifest import Best, Goal
 from ..run.policy import Keep, Push, duration
 from .backlog import Backlog
-from .push import LOCK, Sent, push, summary
+from .push import LOCK, Sent, noted, push, summary
 from .run_copy import AnotherRun, Remote
 
 
@@ -271,10 +269,7 @@ class Pusher:
 
     def _note_known(self, numbers: set[int], names: Mapping[int, str]) -> None:
         """Note checkpoints in the history that a process has pushed and was killed before it noted them."""
-        noted: set[int] = set()
-        with contextlib.suppress(CannotRead):
-            noted = history.pushed(history.read(self._run.path)).get(str(self._remote), set())
-        for number in sorted(numbers - noted):
+        for number in sorted(numbers - noted(self._remote, self._run)):
             self._history.pushed(number, str(self._remote), sent=0, copied=0, seconds=0)
             self._remote.point_at(names[number], max(names), self._backlog.best)
 

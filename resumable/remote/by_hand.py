@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from ..errors import (
-    CannotRead,
     CheckpointDamaged,
     CheckpointNotFound,
     RemoteError,
@@ -18,13 +17,13 @@ from ..errors import (
 )
 from ..files import disk, lock
 from ..progress import Progress
-from ..run import history, manifest
+from ..run import manifest
 from ..run.checkpoint import Checkpoint
 from ..run.directory import Run
 from ..run.history import History
 from ..run.manifest import Manifest
 from .pull import adopt, look, pull
-from .push import LOCK, missing, push
+from .push import LOCK, missing, noted, push
 from .run_copy import Remote
 
 
@@ -163,7 +162,8 @@ class Copying:
             done = Transfer(number, "pushed", size, *sent, time.perf_counter() - started)
         self._there[number] = found.path.name
         self._remote.point_at(found.path.name, max(self._there), self._best)
-        if lacking is not None or not self._is_noted(number):
+        # A process that was killed may have pushed it without a note.
+        if lacking is not None or number not in noted(self._remote, self._run):
             self._note_push(done)
         return done
 
@@ -183,12 +183,6 @@ class Copying:
             )
         finally:
             self._run.release()
-
-    def _is_noted(self, number: int) -> bool:
-        # A process that was killed may have pushed it without a note.
-        with contextlib.suppress(CannotRead):
-            return number in history.pushed(history.read(self._run.path)).get(str(self._remote), ())
-        return False
 
     def pull(self, which: str | int) -> list[Transfer]:
         """Pull "newest" (the newest that is intact, and the best), "best" or a save number."""

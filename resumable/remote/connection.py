@@ -62,7 +62,7 @@ class Connection:
     def _make(self) -> tuple[Any, str]:
         from fsspec.core import url_to_fs
 
-        options = filesystem.with_defaults(self._place, self._options)
+        options = filesystem.without_retries(self._place, self._options)
         try:
             # Not the cached one that others use: a connection that hangs is closed with its filesystem.
             made: tuple[Any, str] = url_to_fs(self._place, **options, skip_instance_cache=True)

@@ -13,15 +13,13 @@ PIECE = 4 << 20
 """Bytes that are read at once: a connection that breaks costs no more than this."""
 
 
-def with_defaults(place: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the options that a filesystem is made with: one try for each request, content verified."""
-    if place.startswith(("s3://", "s3a://")):
-        # botocore waits by Python's own generator before a retry: the training would draw other numbers.
-        config = {"retries": {"total_max_attempts": 1}, **(options.get("config_kwargs") or {})}
-        return {**options, "config_kwargs": config}
-    if place.startswith(("gs://", "gcs://")):
-        return {"consistency": "md5", **options}
-    return options
+def without_retries(place: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the options of a filesystem, changed so that botocore leaves retries to us."""
+    if not place.startswith(("s3://", "s3a://")):
+        return options
+    # It waits by Python's own generator: the training would draw other numbers after each failure.
+    config = {"retries": {"total_max_attempts": 1}, **(options.get("config_kwargs") or {})}
+    return {**options, "config_kwargs": config}
 
 
 def is_async(fs: Any) -> bool:
@@ -62,9 +60,10 @@ def part_options(fs: Any, part: int, at_once: int) -> dict[str, int]:
 
 
 def read_range(fs: Any, name: str, begin: int, end: int) -> bytes:
-    """Read some bytes of a file, where that takes no request of its own kind."""
-    # Without a cache: one that reads ahead would fetch far more than is asked for.
-    with fs.open(name, "rb", cache_type="none") as file:
+    """Read some bytes of a file of a filesystem that is not an object store."""
+    # The Hub's files read ahead by default, and would fetch twice as much as is asked for.
+    options = {"cache_type": "none"} if protocol(fs) == "hf" else {}
+    with fs.open(name, "rb", **options) as file:
         if hasattr(file, "readv"):
             # paramiko: a plain read waits for every 32 KiB before it asks for the next.
             return b"".join(file.readv([(begin, end - begin)]))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import NamedTuple
 
-from ..errors import RemoteError
+from ..errors import CannotRead, RemoteError
 from ..files import disk
 from ..files.threads import in_daemons
-from ..run import manifest
+from ..run import history, manifest
 from ..run.checkpoint import Checkpoint
+from ..run.directory import Run
 from ..run.policy import bytes_of, duration
 from .deadline import Moved
 from .run_copy import FOLDER, MARK, Remote
@@ -33,6 +35,14 @@ def push(remote: Remote, found: Checkpoint, moved: Moved) -> Sent:
 def missing(remote: Remote, found: Checkpoint) -> int | None:
     """Return how many bytes of a checkpoint a push would have to send; None if it is complete there."""
     return _Push(remote, found).missing()
+
+
+def noted(remote: Remote, run: Run) -> set[int]:
+    """Return the checkpoints that are complete in a remote according to the run's history."""
+    # A history that cannot be read is reported by its writer.
+    with contextlib.suppress(CannotRead):
+        return history.pushed(history.read(run.path)).get(str(remote), set())
+    return set()
 
 
 def summary(what: str, size: int, seconds: float) -> str:
