@@ -32,10 +32,13 @@ from .options import Copied
 from .parts import capture
 from .parts.capture import Capture
 from .position import last_batch, spikes
-from .position.loader_position import Hooks, LoaderPosition, Through
+from .position.batch_loop import Hooks, Through, Way
+from .position.counted_loops import Batches, Enumerated
+from .position.counting import End
+from .position.loader_position import LoaderPosition
 from .position.loop_variables import LoopGenerators, LoopVariables
 from .position.means import Means
-from .position.position import Batches, Enumerated, Position
+from .position.position import Position
 from .position.prefetch import ToDevice
 from .position.spikes import Spikes
 from .processes.ranks import of_this_training
@@ -159,7 +162,7 @@ class RunState:
         self._position = at = _position(loader, extra, sample_seeds, shown)
         late, all_write = options.seconds("timeout", timeout), options.write(write)
         self._crew = crew = Crew(self.run, late, at.stands_at, is_shared=shared, all_write=all_write)
-        at.processes = crew.ranks.size
+        at.join(crew.ranks.size)
         at.means.gather, shown.means = partial(_gather, crew), at.means.glance
         slots = dict(zip(capture.SLOTS, (model, optimizer, scheduler, scaler, extra), strict=True))
         self._capture = Capture(slots, self._vars, at, _of_each_rank(per_rank, extra), crew.rank)
@@ -279,7 +282,7 @@ class RunState:
         self._resuming.warn_of_dropout()
         self._warn_of_loaders()
         ranks = self._crew.ranks
-        self._position.seed = ranks.first("the seed of the samples", lambda: self._position.seed)
+        self._position.share_seed(ranks.first("the seed of the samples", lambda: self._position.seed))
         ranks.each("the arguments", lambda: self._check_arguments(resume, override))
         if self._copies:
             if self._copies.are_cached():
@@ -478,15 +481,15 @@ class RunState:
         """
         self._begin_training()
         name = self._loader_name(loader)
-        loads_ahead = self._position.at(name).keeps_draws = through is not None
+        loads_ahead = draws = through is not None
         if device is not None:
             ahead = self._position.at(name).source.can_load_ahead()
             loads_ahead |= ahead
             through = _both(through, ToDevice(device, ahead))
         at = self._position.at(name)
         begin, end = partial(self._batches_begin, name, at), partial(self._batches_end, at)
-        hooks = Hooks(begin, partial(self._batch_ended, name, at), end)
-        return self._position.batches(name, hooks, through, loads_ahead)
+        hooks = Hooks(begin, partial(self._batch_ended, at), end)
+        return self._position.batches(name, hooks, Way(through, loads_ahead, draws))
 
     def enumerate(
         self,
@@ -940,15 +943,20 @@ the batches since are left out (1 of 3 times)
             if hasattr(live, "register_step_post_hook"):
                 hook = untraced(_weakly(self._stepped, name, number == 0))
                 hooks.append(live.register_step_post_hook(hook))
-                self._position.counts_steps |= number == 0
-                self._position.streams.has_optimizer = True
-        self._position.gradients = self._capture.gradients
-        self._position.first_lines.look = self._capture.changed_models
-        self._position.before_loop.look_at_models = self._capture.changed_models
-        self._position.before_loop.look_at_settings = self._capture.changed_settings
-        self._position.streams.hold_settings = self._capture.hold_settings
-        self._position.streams.hold_gradients = self._capture.hold_gradients
-        self._position.accelerate.optimizers = [*named.values()]
+        first = next(iter(named.values()), None)
+        self._position.watch_optimizers(
+            [*named.values()],
+            are_hooked=bool(hooks),
+            counts_steps=hasattr(first, "register_step_post_hook"),
+        )
+        parts = self._capture
+        self._position.watch_parts(
+            parts.gradients,
+            parts.changed_models,
+            parts.changed_settings,
+            parts.hold_settings,
+            parts.hold_gradients,
+        )
         self._not_given = NotGiven(self._capture.given(), self._capture.parameters)
         # (`untraced` takes a second to import torch's compiler, as the first optimizer of a process has done)
         if "torch._dynamo" in sys.modules:
@@ -1014,40 +1022,40 @@ the batches since are left out (1 of 3 times)
         self._position.before_loop.forget()
         self._position.note_captured(name == self._first_optimizer)
 
-    def _batch_ended(self, name: str, at: LoaderPosition) -> None:
-        self._find_unseen_steps()
+    def _batch_ended(self, at: LoaderPosition) -> None:
+        if self._unseen.optimizers:
+            self._find_unseen_steps()
         has_changed = self._body_ended()
-        self._progress.count_batches(at, at.done + 1)
-        if self._position.is_between(name):
+        if self._progress.batches_of is at:
+            self._progress.count_batches(at, at.done + 1)
+        if end := self._position.batch_ends(at):
             self._saving.pace.body_ended()
-            is_rest_next = self._position.is_rest_next(name)
-            step = self._position.steps_done()
-            self._at_boundary(has_changed, step, self.epoch, is_rest_next=is_rest_next)
+            self._at_boundary(has_changed, end)
 
     def _step_ended(self) -> None:
         has_changed = self._body_ended()
         step = self._position.steps_done()
         self._progress.count("steps", step)
         self._saving.pace.body_ended()
-        self._at_boundary(has_changed, step, self.epoch)
+        self._at_boundary(has_changed, End(step, self.epoch))
 
     def _epoch_ended(self) -> None:
         has_changed = self._body_ended()
         self._progress.count("epochs", self.epoch + 1)
         self._saving.pace.rest_ended()
-        self._at_boundary(has_changed, self.step, self.epoch + 1)
+        self._at_boundary(has_changed, End(self.step, self.epoch + 1))
         self._saving.pace.begin()
 
     def _body_ended(self) -> bool:
         self._crew.ranks.refuse_trouble()
         return bool(self._saving.lost_since())
 
-    def _at_boundary(self, has_changed: bool, step: int, epoch: int, *, is_rest_next: bool = False) -> None:
+    def _at_boundary(self, has_changed: bool, end: End) -> None:
         """Save, or save and leave, if it is time to."""
         due = self._trace.boundary() if self._trace else None
-        due = due or self._autosave.due(
-            step, epoch, is_rest_next=is_rest_next, is_saving=self._saving.is_busy
-        )
+        if due is None and self._autosave.may_be_due(end.step, end.epoch):
+            is_saving, is_rest_next = self._saving.is_busy, end.is_rest_next
+            due = self._autosave.due(end.step, end.epoch, is_rest_next=is_rest_next, is_saving=is_saving)
         if due is None:
             return
         # What one process has to save again, all have to.

@@ -57,8 +57,8 @@ class LoaderSource:
         self._shows = shows
         self._latest: weakref.ref[Workers] | None = None
         self._size = 0
-        self.loads_ahead = False
-        """Whether batches may be asked for before the training wants them."""
+        self._loads_ahead = False
+        """Whether batches are asked for before the training wants them."""
         self._seeds = seeds
         self._generators = Generators(loader, own)
         self._is_stream = isinstance(loader.dataset, IterableDataset)
@@ -124,8 +124,13 @@ class LoaderSource:
     def __len__(self) -> int:
         return len(self.loader) if self._length is None else self._length
 
-    def open(self) -> Iterator[Any]:
-        """Return the batches that are left of the epoch. Where it goes on, no generator is moved."""
+    def load_ahead(self) -> None:
+        """Note that from now on batches are asked for before the training wants them."""
+        self._loads_ahead = True
+
+    def open(self, *, loads_ahead: bool = False) -> Iterator[Any]:
+        """Return the batches that are left of the epoch. In mid-epoch, no generator is moved."""
+        self._loads_ahead = loads_ahead
         saved, self._saved = self._saved, None
         loaded: Sequence[Any] = ()
         if saved and (lengths := saved.get("lengths")):
@@ -143,7 +148,7 @@ class LoaderSource:
         else:
             batches = self._begin_anew()
         self._is_open = True
-        return _Reading(self, batches, loaded)
+        return _FromWorkers(self, batches) if self.loader.num_workers else _Here(self, batches, loaded)
 
     def _check_lengths(self, drawn: int | None, then: int | None, *, is_drawn: bool) -> None:
         """Look whether the dataset has what was added to it before the checkpoint."""
@@ -296,8 +301,11 @@ class LoaderSource:
         is_kept = self._stream is not None and loader.persistent_workers
         self._late = context.RawArray("b", loader.num_workers) if is_kept else None
         own = self._generators.own
+        # In this process only a stream has to say of each batch what it has changed.
+        is_stamped = bool(loader.num_workers) or self._is_stream
         worker = Worker(loader, self._stream, own, starts, seeded is not None, self._late)
-        self._view = stand_in(loader, self._stream or seeded or loader.dataset, self._order, worker)
+        dataset = self._stream or seeded or loader.dataset
+        self._view = stand_in(loader, dataset, self._order, worker if is_stamped else None)
         if not loader.num_workers:
             if self._stream:
                 self._stream.start, self._stream.root = starts.get(0), self._generators.root()
@@ -414,14 +422,18 @@ class LoaderSource:
                 self._turn = (by + 1) % self.loader.num_workers
         return count
 
-    def load(self, batches: Iterator[Any]) -> tuple[Any, Stamp]:
-        """Load a batch in this process."""
+    def load(self, batches: Iterator[Any]) -> Any:
+        """Load a batch in this process; that of a stream has its stamp."""
         if self._stream and not self._began:
             self._began = self._stream.began or worker_rng.read(rng.find(self._generators.root()))
-        self.draws = self._generators.read() if self.loads_ahead else None
-        self._look_before_batch()
+        self.draws = self._generators.read() if self._loads_ahead else None
+        # A thread that loads ahead does so while the script runs.
+        number = self._batches
+        is_look_due = number & (number + 1) == 0 and threading.current_thread() is threading.main_thread()
+        if is_look_due:
+            self._look_before_batch()
         try:
-            batch, stamped = next(batches)
+            batch = next(batches)
         except StopIteration:
             for counters in self._counters:
                 counters.epoch_ended()
@@ -434,17 +446,30 @@ class LoaderSource:
             if self._order.kept is not None:
                 # A dataset that is seeded for each sample leaves the training's generators alone.
                 rng.restore(self._order.kept)
-        self._look_after_batch()
-        return batch, stamped
+        if is_look_due:
+            self._look_after_batch()
+        return batch
 
-    def _is_look_due(self) -> bool:
-        # (while another thread loads, the script runs too)
-        is_alone = threading.current_thread() is threading.main_thread()
-        return self._batches & (self._batches + 1) == 0 and is_alone
+    def load_again(self, draws: Draws, loaded: Any) -> Any:
+        """Return a batch that was ahead at the save, and may be ahead again at the next."""
+        self.draws = draws
+        return loaded
+
+    def came_out_here(self, loaded: Any) -> Any:
+        """Count a batch that was loaded in this process, and return it without its stamp."""
+        if self._is_stream:
+            batch, stamped = loaded
+            self.came_out(stamped, None)
+            return batch
+        on_its_way = self._order.on_its_way
+        self._last = last = on_its_way.popleft() if on_its_way else None
+        self._batches += 1
+        if last is not None:
+            self._samples += last.samples * self._order.deal.shards
+            self._size = last.samples
+        return loaded
 
     def _look_before_batch(self) -> None:
-        if not self._is_look_due():
-            return
         for counters in self._counters:
             if self._batches == 1:
                 counters.script_ran()
@@ -452,8 +477,6 @@ class LoaderSource:
                 counters.begin()
 
     def _look_after_batch(self) -> None:
-        if not self._is_look_due():
-            return
         for counters in self._counters:
             if not self._is_stream:
                 counters.loaded()
@@ -650,13 +673,34 @@ class LoaderSource:
             latest.end()
 
 
-class _Reading:
-    """The batches of one epoch, without their stamps."""
+class _FromWorkers:
+    """The batches of one epoch, from workers."""
 
-    def __init__(self, source: LoaderSource, batches: Iterator[Any], loaded: Sequence[Any]) -> None:
+    def __init__(self, source: LoaderSource, batches: Iterator[Any]) -> None:
         self._source = source
         self._batches = batches
-        self._loaded = deque(loaded)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._batches)
+        except StopIteration:
+            self._source.ended()
+            raise
+        except StreamEnded as exc:
+            raise _ended_early(exc) from exc
+
+
+class _Here:
+    """The batches of one epoch, loaded in this process."""
+
+    def __init__(self, source: LoaderSource, batches: Iterator[Any], ahead: Sequence[Any]) -> None:
+        self._source = source
+        self._batches = batches
+        self._ahead = deque(ahead)
+        """What was ahead at the save: where its draws began, and the batch."""
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -664,27 +708,21 @@ class _Reading:
     def __next__(self) -> Any:
         source = self._source
         try:
-            if source.loader.num_workers:
-                return next(self._batches)
-            batch, stamped = self._next()
+            loaded = source.load_again(*self._ahead.popleft()) if self._ahead else source.load(self._batches)
         except StopIteration:
             source.ended()
             raise
         except StreamEnded as exc:
-            raise StateMismatch(
-                f"the stream that is run again has come to its end too early: {exc}.",
-                fix="give it the data that the run was started with, or begin the epoch's data anew with "
-                "allow=['loader'].",
-            ) from exc
-        source.came_out(stamped, None)
-        return batch
+            raise _ended_early(exc) from exc
+        return source.came_out_here(loaded)
 
-    def _next(self) -> Any:
-        if not self._loaded:
-            return self._source.load(self._batches)
-        # It may be ahead again when the next checkpoint is taken.
-        self._source.draws, loaded = self._loaded.popleft()
-        return loaded
+
+def _ended_early(exc: StreamEnded) -> StateMismatch:
+    return StateMismatch(
+        f"the stream that is run again has come to its end too early: {exc}.",
+        fix="give it the data that the run was started with, or begin the epoch's data anew with "
+        "allow=['loader'].",
+    )
 
 
 _ANY_ORDER = "its batches came in any order (in_order=False)"

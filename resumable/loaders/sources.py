@@ -24,8 +24,6 @@ class Source(Protocol):
     """What `LoaderPosition` needs of a loader."""
 
     loader: Any
-    loads_ahead: bool
-    """Whether batches may be asked for before the training wants them."""
     has_cheap_marks: bool
     """Whether a mark can be made with every batch."""
 
@@ -38,8 +36,14 @@ class Source(Protocol):
     def root(self) -> object:
         """Return what the loader's generators hang off."""
 
-    def open(self) -> Iterator[Any]:
-        """Return the batches that are left of the epoch. Where it goes on, no generator is moved."""
+    def open(self, *, loads_ahead: bool = False) -> Iterator[Any]:
+        """Return the batches that are left of the epoch. In mid-epoch, no generator is moved.
+
+        `loads_ahead`: whether batches are asked for before the training wants them.
+        """
+
+    def load_ahead(self) -> None:
+        """Note that from now on batches are asked for before the training wants them."""
 
     def can_load_ahead(self) -> bool:
         """Whether asking for a batch early leaves all that is drawn as it is."""
@@ -85,7 +89,6 @@ class StatefulSource:
 
     def __init__(self, loader: Any, own: Mapping[str, rng.Generator]) -> None:
         self.loader = loader
-        self.loads_ahead = False
         self._own = own
         self._saved: Mapping[str, Any] | None = None
         self._is_used = self._is_stuck = False
@@ -112,8 +115,8 @@ class StatefulSource:
     def _all(self) -> dict[str, Any]:
         return {"loader": self.root(), "extra": self._own}
 
-    def open(self) -> Iterator[Any]:
-        """Return the batches that are left of the epoch. Where it goes on, no generator is moved."""
+    def open(self, *, loads_ahead: bool = False) -> Iterator[Any]:
+        """Return the batches that are left of the epoch. In mid-epoch, no generator is moved."""
         saved, self._saved = self._saved, None
         if not self._is_used and not isinstance(self.loader, DataLoader):
             # (to ask torchdata's for its state is to begin its epoch)
@@ -173,6 +176,9 @@ class StatefulSource:
             return len(self.loader)
         except TypeError:
             return None
+
+    def load_ahead(self) -> None:
+        """Do nothing: what it loads is the same."""
 
     def can_load_ahead(self) -> bool:
         """Return that nobody knows what asking it early does."""
@@ -253,7 +259,6 @@ class PlainSource:
         self, loader: Any, name: str, own: Mapping[str, rng.Generator], shows: Callable[[], bool]
     ) -> None:
         self.loader = loader
-        self.loads_ahead = False
         self._shows = shows
         self._name = name
         self._own = own
@@ -308,8 +313,8 @@ class PlainSource:
         # (what hangs in a module has the same path from everywhere)
         return start is not None and {path, f"loader.{path}"}.isdisjoint(start["generators"])
 
-    def open(self) -> Iterator[Any]:
-        """Return the batches that are left of the epoch. Where it goes on, no generator is moved."""
+    def open(self, *, loads_ahead: bool = False) -> Iterator[Any]:
+        """Return the batches that are left of the epoch. In mid-epoch, no generator is moved."""
         saved, self._saved = self._saved, None
         if saved is not None and self._is_one_shot() and self._used is self.loader:
             self._stay_at(saved["batches"], saved["before"])
@@ -414,6 +419,9 @@ class PlainSource:
 
     def _all(self) -> dict[str, Any]:
         return {"loader": self.loader, "extra": self._own}
+
+    def load_ahead(self) -> None:
+        """Do nothing: what it loads is the same."""
 
     def can_load_ahead(self) -> bool:
         """Return that nobody knows what asking it early does."""
