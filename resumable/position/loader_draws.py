@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from ..loaders import rng
-from ..loaders.sources import PlainSource, Source
+from ..loaders.plain_source import PlainSource
+from ..loaders.source import Source
 
 
 class Generators:

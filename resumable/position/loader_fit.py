@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..loaders import rng
-from ..loaders.sources import Source
+from ..loaders.source import Source
 
 
 def differences(source: Source, saved: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from typing import Any, Protocol
 
 from ..errors import UsageError
-from ..loaders.sources import Source
+from ..loaders.source import Source
 from . import loader_fit
 from .loader_draws import Generators, ThroughDraws
 from .loader_epoch import EpochPlace, Loaded, Phase, StepCounted, Training

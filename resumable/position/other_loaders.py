@@ -27,7 +27,8 @@ _SOURCES = (
     "resumable.position.batch_loop",
     "resumable.position.loader_position",
     "resumable.position.thread_loop",
-    "resumable.loaders.sources",
+    "resumable.loaders.plain_source",
+    "resumable.loaders.stateful_source",
 )
 
 
