@@ -11,8 +11,10 @@ from torch.utils.data import DataLoader
 
 from . import determinism, options
 from .errors import UsageError
-from .position.loader_position import Hooks, LoaderPosition, Through
-from .position.position import Batches
+from .position.batch_loop import Hooks, Through, Way
+from .position.counted_loops import Batches
+from .position.counting import End
+from .position.loader_position import LoaderPosition
 from .position.prefetch import ToDevice
 from .session import Session
 
@@ -48,14 +50,14 @@ class Loops:
         self._session.refuse_closed()
         name = self._loader_name(loader)
         at = self._position.at(name)
-        loads_ahead = at.keeps_draws = through is not None
+        loads_ahead = draws = through is not None
         if device is not None:
             ahead = at.source.can_load_ahead()
             loads_ahead |= ahead
             through = _both(through, ToDevice(device, ahead))
         begin, end = partial(self._begin_batches, name, at), partial(self._end_batches, at)
-        hooks = Hooks(begin, partial(self._batch_ended, name, at), end)
-        return self._position.batches(name, hooks, through, loads_ahead)
+        hooks = Hooks(begin, partial(self._batch_ended, at), end)
+        return self._position.batches(name, hooks, Way(through, loads_ahead, draws))
 
     def _print_if_complete(self, done: int, total: int, what: str) -> None:
         if self._session.has_resumed and done >= total:
@@ -112,29 +114,28 @@ class Loops:
             fix="give RunState the loader (loader=...), or name one of several: batches('train').",
         )
 
-    def _batch_ended(self, name: str, at: LoaderPosition) -> None:
+    def _batch_ended(self, at: LoaderPosition) -> None:
         self._session.steps.find_unseen()
         has_changed = self._body_ended()
-        self._progress.count_batches(at, at.done + 1)
-        if self._position.is_between(name):
+        if self._progress.batches_of is at:
+            self._progress.count_batches(at, at.done + 1)
+        if end := self._position.batch_ends(at):
             self._saving.pace.body_ended()
-            is_rest_next = self._position.is_rest_next(name)
-            step, epoch = self._position.steps_done(), self._position.epochs_done()
-            self._at_boundary(has_changed, step, epoch, is_rest_next=is_rest_next)
+            self._at_boundary(has_changed, end)
 
     def _step_ended(self) -> None:
         has_changed = self._body_ended()
-        step = self._position.steps_done()
-        self._progress.count("steps", step)
+        end = End(self._position.steps_done(), self._position.epochs_done())
+        self._progress.count("steps", end.step)
         self._saving.pace.body_ended()
-        self._at_boundary(has_changed, step, self._position.epochs_done())
+        self._at_boundary(has_changed, end)
 
     def _epoch_ended(self) -> None:
         has_changed = self._body_ended()
-        epoch = self._position.epochs_done() + 1
-        self._progress.count("epochs", epoch)
+        end = End(self._position.step, self._position.epochs_done() + 1)
+        self._progress.count("epochs", end.epoch)
         self._saving.pace.rest_ended()
-        self._at_boundary(has_changed, self._position.step, epoch)
+        self._at_boundary(has_changed, end)
         self._saving.pace.begin()
 
     def _body_ended(self) -> bool:
@@ -142,13 +143,13 @@ class Loops:
         self._training.crew.ranks.refuse_trouble()
         return bool(self._saving.lost_since())
 
-    def _at_boundary(self, has_changed: bool, step: int, epoch: int, *, is_rest_next: bool = False) -> None:
+    def _at_boundary(self, has_changed: bool, end: End) -> None:
         """Save, or save and leave, if it is time to."""
         session = self._session
         due = session.trace.boundary() if session.trace else None
-        due = due or session.autosave.due(
-            step, epoch, is_rest_next=is_rest_next, is_saving=self._saving.is_busy
-        )
+        if due is None and session.autosave.may_be_due(end.step, end.epoch):
+            is_saving, is_rest_next = self._saving.is_busy, end.is_rest_next
+            due = session.autosave.due(end.step, end.epoch, is_rest_next=is_rest_next, is_saving=is_saving)
         if due is None:
             return
         # What one process has to save again, all have to.

@@ -63,8 +63,8 @@ class Progress:
         self._is_first = is_first
         self._outer: _Count | None = None
         self._batches: _Count | None = None
-        self._loop: object = None
-        """The loop over batches that the bar is for: the others have none."""
+        self.batches_of: object = None
+        """The loop over batches that has a bar: the others have none."""
         self._epoch = 0.0
         self._has_batches = False
         self._next = 0.0
@@ -83,7 +83,7 @@ class Progress:
         if self._outer or done >= total or not self.is_shown():
             yield
             return
-        self.end_batches(self._loop)
+        self.end_batches(self.batches_of)
         self._outer = _Count(what, total, done, self._tail_of_loop)
         self._epoch, self._has_batches = done, False
         if what == "steps":
@@ -98,16 +98,20 @@ class Progress:
         outer = self._outer
         if outer is None or outer.what != what:
             return
-        self.end_batches(self._loop)
+        self.end_batches(self.batches_of)
         outer.done = self._epoch = done
         if not self._has_batches and time.monotonic() >= self._next:
             self._draw()
 
     def begin_batches(self, loop: object, total: int | None, done: int) -> None:
         """Note that a loop over batches begins, of which some are done; `total` is None if nobody knows."""
-        if self._loop is not None or (self._outer and self._outer.what == "steps") or not self.is_shown():
+        if (
+            self.batches_of is not None
+            or (self._outer and self._outer.what == "steps")
+            or not self.is_shown()
+        ):
             return
-        self._loop = loop
+        self.batches_of = loop
         self._batches = _Count("batches", total, done, self._tail_of_batches, leave=False)
         self._has_batches = True
         if self._outer:
@@ -118,32 +122,32 @@ class Progress:
 
     def count_batches(self, loop: object, done: int) -> None:
         """Note that so many batches of the epoch are done."""
-        if loop == self._loop and self._batches:
+        if loop == self.batches_of and self._batches:
             self._batches.done = done
             if time.monotonic() >= self._next:
                 self._draw()
 
     def end_batches(self, loop: object) -> None:
         """Note that a loop over batches has ended, or was left; a second time changes nothing."""
-        if loop != self._loop or self._batches is None:
+        if loop != self.batches_of or self._batches is None:
             return
         if self._outer:
             self._outer.done = self._epoch + self._batches.share()
         self._batches.close()
-        self._batches = self._loop = None
+        self._batches = self.batches_of = None
         if self._outer:
             self._outer.hide()
 
     def go_to(self, *, epochs: int, steps: int) -> None:
         """Stand where the training has gone; loops over batches that are running end."""
-        self.end_batches(self._loop)
+        self.end_batches(self.batches_of)
         if self._outer:
             self._epoch = {"epochs": epochs, "steps": steps}[self._outer.what]
             self._outer.move(self._epoch)
 
     def close(self) -> None:
         """Take the bars away: what is printed next begins on a line of its own."""
-        self.end_batches(self._loop)
+        self.end_batches(self.batches_of)
         if self._outer:
             self._outer.close()
             self._outer = None

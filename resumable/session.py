@@ -101,7 +101,7 @@ class Session:
         self.resuming.warn_of_dropout()
         self._warn_of_loaders()
         ranks, position = crew.ranks, training.position
-        position.seed = ranks.first("the seed of the samples", lambda: position.seed)
+        position.share_seed(ranks.first("the seed of the samples", lambda: position.seed))
         ranks.each("the arguments", lambda: self._check_arguments(resume))
         if copies:
             if copies.are_cached():

@@ -20,9 +20,9 @@ from .errors import Diverged, Preempted, RemoteError, UsageError, warn
 from .files import pin
 from .loops import Loops
 from .position import spikes
-from .position.loader_position import Through
+from .position.batch_loop import Through
+from .position.counted_loops import Batches, Enumerated
 from .position.means import Means
-from .position.position import Batches, Enumerated
 from .position.spikes import Spikes
 from .run import html
 from .run.directory import Run

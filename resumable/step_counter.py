@@ -39,9 +39,9 @@ class StepCounter:
         if "torch._dynamo" in sys.modules:
             hook = untraced(_weakly(self._not_given.stepped))
             self._hooks.append(register_optimizer_step_post_hook(hook))
-        self._position.counts_steps = self._first in hooked
-        self._position.streams.has_optimizer = bool(hooked)
-        self._position.accelerate.optimizers = [*named.values()]
+        self._position.watch_optimizers(
+            [*named.values()], are_hooked=bool(hooked), counts_steps=self._first in hooked
+        )
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -58,8 +58,9 @@ class StepCounter:
 
     def find_unseen(self) -> None:
         """Find the optimizers that step without calling hooks: their steps are in a captured CUDA graph."""
-        for name in self._unseen.stepped():
-            self._note_captured(name)
+        if self._unseen.optimizers:
+            for name in self._unseen.stepped():
+                self._note_captured(name)
 
     def _stepped(self, name: str, is_first: bool, optimizer: Any) -> None:
         self._unseen.seen(name)

@@ -49,9 +49,15 @@ class Training:
         written = {"is_shared": options.is_shared, "all_write": options.all_write}
         crew = Crew(run, options.timeout, position.stands_at, **written)
         parts = Capture(options.parts, variables, position, options.per_rank, crew.rank)
-        position.processes = crew.ranks.size
+        position.join(crew.ranks.size)
         position.means.gather, progress.means = partial(_gather, crew), position.means.glance
-        _connect(position, parts)
+        position.watch_parts(
+            parts.gradients,
+            parts.changed_models,
+            parts.changed_settings,
+            parts.hold_settings,
+            parts.hold_gradients,
+        )
         copied = options.copied(remote)
         warn = position.once.warn
         copies = copied and Copies(run, crew, copied, options.goal, progress, warn)
@@ -100,16 +106,6 @@ def _position(options: Options, progress: Progress) -> Position:
     own = {name: live for name, live in extra.items() if rng.is_generator(live)}
     loaders = capture.named("loader", options.loader)
     return Position(loaders, own, options.sample_seeds, shows=progress.is_shown)
-
-
-def _connect(position: Position, parts: Capture) -> None:
-    """Let the position look at the parts."""
-    position.gradients = parts.gradients
-    position.first_lines.look = parts.changed_models
-    position.before_loop.look_at_models = parts.changed_models
-    position.before_loop.look_at_settings = parts.changed_settings
-    position.streams.hold_settings = parts.hold_settings
-    position.streams.hold_gradients = parts.hold_gradients
 
 
 def _gather(crew: Crew, own: Json) -> Sequence[Json]:

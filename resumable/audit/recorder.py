@@ -118,21 +118,21 @@ class Audit(Trace):
     def begin(self, *, is_resumed: bool) -> None:
         """Write down where the training begins, and again when its first body does."""
         super().begin(is_resumed=is_resumed)
-        self._position.body_begins = self._body_begins
+        self._position.handed.call_at_body(self._body_begins)
         if self._inspection:
             self._inspection.begin()
 
     def _body_begins(self) -> None:
-        handed = self._position.handed
+        handed = self._position.handed.peek()
         self._write("first", is_full=True)
-        self._position.handed = handed
+        self._position.handed.repeat(handed)
 
     def boundary(self) -> Due | None:
         """Write the boundary down, and leave where the plan says so."""
         at = self._write_boundary(is_full=True)
         if at.kind == "epoch":
             # What an epoch's first lines change shows before its first batch does.
-            self._position.body_begins = self._body_begins
+            self._position.handed.call_at_body(self._body_begins)
         # (an epoch of which no batch was counted counts itself: its loop is the script's own)
         self._count += at.kind != "epoch" or self._is_between_epochs
         self._is_between_epochs = at.kind == "epoch"

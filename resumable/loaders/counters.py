@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -156,6 +156,59 @@ class Counters:
             seen[id(owner)] = one
         self._seen = seen
         return pairs
+
+
+class LoaderCounters:
+    """The counters in a loader's dataset, its collate function and its sampler."""
+
+    def __init__(self, roots: Mapping[str, object], *, is_stream: bool) -> None:
+        """`roots`: what is loaded with in this process, by its role."""
+        self._here = [Counters(role, root) for role, root in roots.items()]
+        self._is_stream = is_stream
+        self._found: dict[str, Counter] = {}
+        """Counters that no checkpoint has, by name."""
+        self._told: set[str] = set()
+
+    def begin(self) -> None:
+        """Look before a stream is iterated: many count there."""
+        for counters in self._here:
+            counters.begin()
+
+    def before_batch(self, number: int) -> None:
+        """Look before the batch of a number."""
+        for counters in self._here:
+            if number == 1:
+                counters.script_ran()
+            elif not self._is_stream:
+                counters.begin()
+
+    def after_batch(self, number: int) -> None:
+        """Look after the batch of a number."""
+        for counters in self._here:
+            if not self._is_stream:
+                counters.loaded()
+            elif not number:
+                counters.epoch_begun()
+            elif number == 1:
+                counters.epoch_goes_on()
+
+    def epoch_ended(self) -> None:
+        """Look after an epoch's last batch."""
+        for counters in self._here:
+            counters.epoch_ended()
+
+    def note(self, found: Iterable[Counter]) -> None:
+        """Note counters that a worker has found."""
+        for counter in found:
+            self._found.setdefault(counter.name, counter)
+
+    def new(self, sampler: Counters, keeps: Callable[[Any], bool]) -> str | None:
+        """Return a warning of the counters that were found since the last call."""
+        self.note(one for counters in self._here for one in counters.new())
+        self.note(sampler.new(keeps))
+        new = [str(counter) for name, counter in self._found.items() if name not in self._told]
+        self._told.update(self._found)
+        return " ".join(new) or None
 
 
 def _samplers(root: object) -> Iterator[object]:

@@ -130,7 +130,7 @@ class Order:
             self._drawn = self._generators.read()
             self._states = self.states()
         self.counters.begin()
-        return self._draw(iter(self._sampler))
+        return self._rest(iter(self._sampler), is_new=True)
 
     def states(self) -> list[Any]:
         """Return the states of samplers that have one."""
@@ -186,12 +186,6 @@ class Order:
             self._generators.write(self._drawn)
         self.load_states(self._states)
 
-    def _draw(self, inner: Iterator[Any]) -> Iterator[Any]:
-        if not self._is_stream:
-            self._begun = self._generators.read()
-            self._base = self._drawn_from()
-        yield from self._rest(inner)
-
     def _drawn_from(self) -> resharding.Base | str:
         base, own = resharding.base(self._loader), getattr(self._loader.sampler, "generator", None)
         if isinstance(base, str) or own is None or type(self._loader.sampler) is not RandomSampler:
@@ -200,12 +194,22 @@ class Order:
         path = next((path for path, generator in found.items() if generator is own), None)
         return "its sampler's generator was not found" if path is None else {**base, "generator": path}
 
-    def _rest(self, inner: Iterator[Any]) -> Iterator[Any]:
-        while (indices := self._ask(inner)) is not _END:
+    def _rest(self, inner: Iterator[Any], *, is_new: bool = False) -> Iterator[Any]:
+        if is_new and not self._is_stream:
+            self._begun = self._generators.read()
+            self._base = self._drawn_from()
+        while True:
+            # Once the first two batches were asked for, most samplers show nothing new.
+            is_plain = self.pulled > 1 and self.seeded_epoch is None
+            is_plain = is_plain and (self._is_stream or not self._may_draw_late)
+            indices = next(inner, _END) if is_plain else self._ask(inner)
+            if indices is _END:
+                break
             pulled = self._numbered(indices)
             self.on_its_way.append(pulled)
-            yield self._placed(pulled)
-        # (a sampler may draw once more as it ends)
+            self.sent = pulled.number
+            yield pulled.indices if self.seeded_epoch is None else self._placed(pulled)
+        # A sampler may draw once more as it ends.
         self._has_ended = True
         self.counters.epoch_ended()
 

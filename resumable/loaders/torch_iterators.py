@@ -56,14 +56,17 @@ class Told(Protocol):
         """A worker's stream has come to its end."""
 
 
-def stand_in(loader: DataLoader[Any], dataset: Dataset[Any], order: Order, worker: Worker) -> DataLoader[Any]:
+def stand_in(
+    loader: DataLoader[Any], dataset: Dataset[Any], order: Order, worker: Worker | None
+) -> DataLoader[Any]:
     """Return a loader like the user's, with our order, worker and wrapped dataset; theirs stays as it is."""
     view = copied(loader)
     # (torch refuses to set these, lest they change under a running iterator)
     vars(view)["dataset"] = dataset
     vars(view)["sampler" if loader.batch_sampler is None else "batch_sampler"] = order
-    view.collate_fn = worker
-    if loader.num_workers:
+    if worker is not None:
+        view.collate_fn = worker
+    if worker is not None and loader.num_workers:
         view.worker_init_fn = worker.begin
     return view
 

@@ -162,7 +162,7 @@ class Capture:
         for part in self._parts:
             if isinstance(part, _LoaderPart):
                 part.keeps = self._aliases.holds
-        position.devices = self.devices_in_use
+        position.train_on(self.devices_in_use)
         self._memos: dict[tuple[str, str], codec.Memo] = {}
         self.settings = {
             f"{part.name}.{key}": value
@@ -641,7 +641,7 @@ class Capture:
         return (
             rng.collect(),
             [(generator, rng.read(generator)) for generator in own],
-            [(loader, loader.read_generators()) for loader in loaders],
+            [(loader, loader.generators.read()) for loader in loaders],
         )
 
     def names(self, wanted: str) -> list[str]:
@@ -715,7 +715,7 @@ def _write_generators(states: _States) -> None:
     for generator, state in own:
         rng.write(generator, state)
     for loader, by_path in loaders:
-        loader.write_generators(by_path)
+        loader.generators.write(by_path)
 
 
 def merge(into: Encoded, more: Encoded) -> None:

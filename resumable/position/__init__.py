@@ -1,3 +1,14 @@
 """Where a training stands: epochs, steps, batches, random generators and running means."""
 
-__all__ = ["last_batch", "loader_position", "loop_variables", "means", "position", "prefetch", "spikes"]
+__all__ = [
+    "batch_loop",
+    "counted_loops",
+    "counting",
+    "last_batch",
+    "loader_position",
+    "loop_variables",
+    "means",
+    "position",
+    "prefetch",
+    "spikes",
+]

@@ -23,11 +23,15 @@ class Accelerate:
     """
 
     def __init__(self) -> None:
-        self.optimizers: Iterable[Any] = ()
+        self._optimizers: Iterable[Any] = ()
         self._once = Once()
         self._loops: dict[LoaderPosition, _Epoch] = {}
         self._saved: Mapping[str, Any] | None = None
         self._found: list[Any] | None = None
+
+    def watch(self, optimizers: Iterable[Any]) -> None:
+        """Look for the Accelerator that has prepared these optimizers."""
+        self._optimizers = optimizers
 
     def begin(self, name: str, at: LoaderPosition, processes: int) -> None:
         """Note that a loop over batches begins."""
@@ -82,7 +86,7 @@ class Accelerate:
         if kind is None or _gradient_state() is None:
             return []
         if self._found is None:
-            ours = {id(wrappers.inside(optimizer)) for optimizer in self.optimizers}
+            ours = {id(wrappers.inside(optimizer)) for optimizer in self._optimizers}
             self._found = [one for one in _instances(kind) if ours & _prepared(one)]
         return self._found
 
@@ -104,7 +108,7 @@ class _Epoch:
     def end_of_dataloader(self) -> bool:
         """Whether the batch in hand is the epoch's last."""
         length = self._at.length()
-        return length is not None and self._at.in_hand and self._at.done + 1 >= length
+        return length is not None and self._at.in_hand is not None and self._at.done + 1 >= length
 
 
 def _gradient_state() -> Any:

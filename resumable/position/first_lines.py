@@ -18,16 +18,20 @@ class BeforeLoop:
     """
 
     def __init__(self) -> None:
-        self.look_at_models: Look | None = None
-        self.look_at_settings: Look | None = None
+        self._look_at_models: Look | None = None
+        self._look_at_settings: Look | None = None
         self._changed_since: list[Callable[[], list[str]]] = []
         self._is_resumed = False
+
+    def watch(self, models: Look, settings: Look) -> None:
+        """Look at the models, and at the settings of the other parts."""
+        self._look_at_models, self._look_at_settings = models, settings
 
     def begin(self, *, is_resumed: bool) -> None:
         """Note that a checkpoint was loaded, or that there is none."""
         self._is_resumed = is_resumed
         # (at the first start, a setting that each start makes the same is exact)
-        looks = [self.look_at_models, self.look_at_settings if is_resumed else None]
+        looks = [self._look_at_models, self._look_at_settings if is_resumed else None]
         self._changed_since = [look() for look in looks if look]
 
     def was_read(self, *, may_begin_loop: bool) -> None:
@@ -60,9 +64,15 @@ class FirstLines:
     """
 
     def __init__(self) -> None:
-        self.look: Look | None = None
+        self._look: Look | None = None
         self._changed_since: Callable[[], list[str]] | None = None
         self._bodies = 0
+        self.is_looking = False
+        """Whether the first batch shows what the lines before it have changed."""
+
+    def watch(self, models: Look) -> None:
+        """Look at the models."""
+        self._look = models
 
     def begin(self) -> None:
         """Note that a body begins."""
@@ -71,11 +81,13 @@ class FirstLines:
 
     def go_on(self) -> None:
         """Note that a loop over batches has ended."""
-        self._changed_since = self.look() if self.look and self._bodies <= 2 else None
+        self._changed_since = self._look() if self._look and self._bodies <= 2 else None
+        self.is_looking = self._changed_since is not None
 
     def end(self) -> None:
         """Note that a loop over batches has its first batch."""
         changed_since, self._changed_since = self._changed_since, None
+        self.is_looking = False
         if changed_since and (changed := changed_since()):
             self._bodies = 3
             warn(

@@ -23,7 +23,13 @@ Hook = Callable[[], None]
 
 _EARLY = "was iterated before RunState.load"
 _OWN_KIND = "has an iterator of its own kind"
-_SOURCES = ("resumable.position.loader_position", "resumable.loaders.sources")
+_SOURCES = (
+    "resumable.position.batch_loop",
+    "resumable.position.loader_position",
+    "resumable.position.thread_loop",
+    "resumable.loaders.plain_source",
+    "resumable.loaders.stateful_source",
+)
 
 
 @dataclass(slots=True)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 from ..boundary import Boundary
 from ..errors import warn
 from ..loaders import rng
-from .loader_position import Hook, LoaderPosition
-
-States = Mapping[str, Any]
+from .held_generators import HeldGenerators, States
 
 ENTRIES = ("loop", "read", "load", "start")
 """Where a resume puts the generators back: as a loop begins, at the first read of a counter, in the load.
@@ -21,40 +18,23 @@ draws all of it again.
 """
 
 
-class Streams:
+class Streams(HeldGenerators):
     """The random generators of a training, as they are and as a resume is to find them."""
 
-    def __init__(
-        self, generators: Mapping[str, rng.Generator], loaders: Mapping[str, LoaderPosition]
-    ) -> None:
-        self._generators = generators
-        self._loaders = loaders
-        self.has_optimizer = False
-        """Whether optimizers tell of their steps: until the first of these, nothing is trained."""
-        self.hold_settings: Callable[[], Hook] | None = None
-        """What remembers the small parts, and returns what puts them back."""
-        self.hold_gradients: Callable[[], Hook] | None = None
-        """What remembers the gradients of a resumed window, and returns what puts them back."""
+    def __init__(self, generators: Mapping[str, rng.Generator]) -> None:
+        super().__init__(generators)
         self.has_trained = False
         """Whether a batch was handed out, or a step made, in this process or before."""
         self.has_used_loops = False
-        self.body_start: States | None = None
-        """The generators at the start of the body that is running."""
         self._entry = "start"
         self._at_load: States | None = None
         """The generators as a run began, until its first loop does."""
         self._drawn_from: States | None = None
         """The same, if the script drew random numbers from there before the loop."""
-        self._held: States | None = None
-        self._put_gradients_back: Hook | None = None
-        self._is_in_first_lines = False
-        """Whether the body of a loop by hand has begun again, whose batches have not."""
         self._loop_draws = ""
         """A digest of the generators as a loop by hand over batches began."""
         self._has_ended_by_hand = False
         """Whether that loop has ended, and the script has not read a counter since."""
-        self._put_settings_back: Hook | None = None
-        self._is_closed = False
         self._is_read = False
         """Whether the script reads the counters before it trains: a loop of its own begins there."""
         self._first_read: States | None = None
@@ -65,22 +45,6 @@ class Streams:
         """The generators at the end of each outermost loop; None: the next one began with the same."""
         self._left: tuple[str, int, int] | None = None
         """The loop that was left before its end: its kind, its total, and its number."""
-
-    def read(self) -> dict[str, Any]:
-        """Return the states of all generators."""
-        return {
-            "global": rng.collect(),
-            "own": {name: rng.read(generator) for name, generator in self._generators.items()},
-            "loaders": {name: loader.read_generators() for name, loader in self._loaders.items()},
-        }
-
-    def write(self, states: States) -> None:
-        """Put all generators into these states."""
-        rng.restore(states["global"])
-        for name in self._generators.keys() & states["own"].keys():
-            rng.write(self._generators[name], states["own"][name])
-        for name in self._loaders.keys() & states["loaders"].keys():
-            self._loaders[name].write_generators(states["loaders"][name])
 
     def collect(self, boundary: Boundary) -> dict[str, Any]:
         """Return what a resume needs to know of the streams."""
@@ -131,13 +95,9 @@ class Streams:
             self.begin()
             return
         self.hold()
-        self._put_gradients_back = self.hold_gradients and self.hold_gradients()
+        self._put_gradients_back = self._hold_gradients and self._hold_gradients()
         if self._entry != "load":
             self.write(self._drawn_from or before)
-
-    def hold(self) -> None:
-        """Remember the generators for where the loops go on: draws until then do not count."""
-        self._held, self._put_gradients_back = None if self._is_closed else self.read(), None
 
     def _note_draws_before(self, now: States) -> None:
         if self._at_load is not None and not rng.is_same(self._at_load, now):
@@ -154,7 +114,7 @@ class Streams:
             elif self.body_start:
                 # In mid-epoch the body's first lines run again; batches() puts back after them.
                 self.write(self.body_start)
-                self._is_in_first_lines = True
+                self._is_in_first_lines = self.is_put_back_due = True
         if self._held is None:
             now = self.read()
             self._note_draws_before(now)
@@ -214,29 +174,6 @@ class Streams:
 
     # Where the loops go on.
 
-    def put_back(self) -> None:
-        """Put back the generators as they were held, and what a body's first lines have changed."""
-        if (put_settings_back := self._put_settings_back) is not None:
-            self._put_settings_back = None
-            put_settings_back()
-        if self._held is not None:
-            if self._put_gradients_back:
-                self._put_gradients_back()
-                self._put_gradients_back = None
-            self.write(self._held)
-            self._held = None
-        self._is_in_first_lines = False
-
-    def close(self) -> None:
-        """Put the generators back where a loop by hand had nothing left to do, and never again.
-
-        An iterator that the script has kept may end much later, and the generators are another run's then.
-        """
-        if self._is_in_first_lines:
-            self.put_back()
-        self.forget_held()
-        self._is_closed = True
-
     def put_back_late(self) -> None:
         """Put the generators back where the training goes on without a loop of RunState."""
         held, self._held, self._put_gradients_back = self._held, None, None
@@ -255,38 +192,6 @@ class Streams:
         """
         if self._held is not None and (is_in_body or self._entry != "load"):
             self.write(self._held)
-
-    @contextmanager
-    def as_held(self) -> Iterator[None]:
-        """Have the generators as they are held, for what goes on with them, and then as they were."""
-        if self._held is None:
-            yield
-            return
-        now = self.read()
-        self.write(self._held)
-        try:
-            yield
-            # With other settings than at the checkpoint, a loader may have moved them.
-            self._held = self.read()
-        finally:
-            self.write(now)
-
-    def forget_held(self) -> None:
-        """Put nothing back: an epoch begins, and its first body went on from where it was put back."""
-        self._held = self._put_settings_back = self._put_gradients_back = None
-
-    def begin_body(self, *, is_second_time: bool) -> None:
-        """Begin a body of `epochs()`.
-
-        The first lines of one that is resumed in the middle run for the second time: they draw what they
-        drew then, and the loop in the body puts back what they have changed.
-        """
-        if is_second_time and self.body_start:
-            self.write(self.body_start)
-            self._put_settings_back = self.hold_settings and self.hold_settings()
-        else:
-            self.put_back()
-            self.body_start = self.read()
 
     def begin_loop(self, kind: str, total: int, done: Mapping[str, int]) -> int:
         """Note that an outermost loop begins, and return its number; `done`: the epochs and steps."""

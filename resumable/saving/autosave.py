@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -32,9 +33,11 @@ class Autosave:
         self._every = every
         self._leaves_at = None if max_time is None else began() + max_time
         self._calls = None if ranks.is_alone else Calls(ranks, pace.body)
-        self._saved_at, self._step, self._epoch = time.monotonic(), 0, 0
         self._waiting: Due | None = None
         """What was due at an epoch's last batch, and waits for the end of the epoch's body."""
+        self._always_asks = bool(self._calls or max_time is not None or every.measured())
+        """Whether what is due depends on the other processes, or on what was measured meanwhile."""
+        self._count_from(0, 0)
 
     @property
     def is_on(self) -> bool:
@@ -48,9 +51,21 @@ class Autosave:
 
     def saved(self, step: int, epoch: int) -> None:
         """Note that there is a save of this place: the rules count from here."""
-        self._saved_at, self._step, self._epoch = time.monotonic(), step, epoch
+        self._count_from(step, epoch)
         if self._waiting and not self._waiting.leaves:
             self._waiting = None
+
+    def _count_from(self, step: int, epoch: int) -> None:
+        self._saved_at, self._step, self._epoch = time.monotonic(), step, epoch
+        self._next_step = step + (self._every.steps or math.inf)
+        self._next_epoch = epoch + (self._every.epochs or math.inf)
+        self._next_time = self._saved_at + (math.inf if self._every.seconds is None else self._every.seconds)
+
+    def may_be_due(self, step: int, epoch: int) -> bool:
+        """Whether anything may be due here; if not, `due` need not be asked."""
+        if self._always_asks or self._signals.received is not None:
+            return True
+        return step >= self._next_step or epoch >= self._next_epoch or time.monotonic() >= self._next_time
 
     def due(self, step: int, epoch: int, *, is_rest_next: bool, is_saving: bool) -> Due | None:
         """Return what is to be done here; `is_rest_next`: only the rest of the epoch's body comes next.

@@ -127,7 +127,7 @@ class Saving:
             # Once this save has begun, those of the last one cannot be asked for any more.
             self.hear_first()
         else:
-            self._position.metrics = metrics
+            self._position.note_metrics(metrics)
         # What the last one saw is in the memory that this one takes.
         self._seen = None
         self._image.catch_up()
@@ -235,7 +235,8 @@ class Saving:
             # A flush can fail after the rename: then the checkpoint is there all the same.
             if not self._is_there(about.number):
                 self._failed, self._unheard = about.number, None
-                self.best, self.parent, self._position.metrics = save.before
+                self.best, self.parent, metrics = save.before
+                self._position.note_metrics(metrics)
             raise
         durable = save.durable_after()
         if self._crew.leads:
@@ -259,13 +260,14 @@ class Saving:
             with contextlib.suppress(ResumableError):
                 about = self._crew.decided(number)
                 if about and self._failed != number:
-                    self._position.metrics, self.best = dict(about.metrics), about.best
+                    self.best = about.best
+                    self._position.note_metrics(dict(about.metrics))
 
     def go_on_from(self, chosen: Checkpoint, best: Best | None, reading: Reading) -> None:
         """Let the next save be one that follows this checkpoint."""
         self.best, self._unheard, self._place = best, None, {}
         ranks, position = self._crew.ranks, self._position
-        position.metrics = dict(ranks.first("the metrics", lambda: position.metrics))
+        position.note_metrics(dict(ranks.first("the metrics", lambda: position.metrics)))
         is_ours = self._run.holds(chosen)
         self.parent = chosen.about.number if is_ours else None
         self._written = reading.written() if is_ours else {}

@@ -22,18 +22,19 @@ class Unseen:
     """The optimizers that have not called a hook yet, and what their state was."""
 
     def __init__(self, optimizers: Mapping[str, Any]) -> None:
-        self._optimizers = dict(optimizers)
+        self.optimizers = dict(optimizers)
+        """Those that have not called a hook yet."""
         self._before: dict[str, list[Any]] = {}
 
     def seen(self, name: str) -> None:
         """Note that a hook was called for a step of this optimizer."""
-        self._optimizers.pop(name, None)
+        self.optimizers.pop(name, None)
 
     def stepped(self) -> list[str]:
         """Return the optimizers whose state has changed since the last call although no hook was called."""
-        if not self._optimizers:
+        if not self.optimizers:
             return []
-        now = {name: fingerprint.of([*_states(live)]) for name, live in self._optimizers.items()}
+        now = {name: fingerprint.of([*_states(live)]) for name, live in self.optimizers.items()}
         before, self._before = self._before, now
         known = now.keys() & before.keys()
         found = [name for name in now if name in known and _has_changed(before[name], now[name])]

@@ -57,7 +57,7 @@ class Trace:
         self._seen: At | None = None
         self._has_begun = self._is_over = False
         self._once = Once()
-        position.digest = self.digest_of_batch
+        position.handed.watch(self.digest_of_batch)
         # The last lines, of a script that does not call close().
         self._end = weakref.finalize(self, _end, os.getpid(), self._lines)
 
@@ -91,7 +91,8 @@ class Trace:
     def went_back(self) -> None:
         """Write down that the training goes on from an earlier place."""
         self._has_begun = True
-        self._noted, self._position.handed = {}, []
+        self._noted = {}
+        self._position.handed.take()
         self._write("restored", is_full=False)
 
     def boundary(self) -> Due | None:
@@ -110,7 +111,7 @@ class Trace:
 
     def _write(self, why: str, *, is_full: bool) -> At:
         at = here(self._position)
-        batches, self._position.handed = self._position.handed, []
+        batches = self._position.handed.take()
         noted, self._noted = self._noted, {}
         is_due = self._is_due(at, why)
         if is_full or (is_due and why == "boundary"):
@@ -198,8 +199,8 @@ class Trace:
     def _give_up(self, exc: OSError) -> None:
         # A trace is no truth: what the training has done does not depend on it.
         self._is_over = True
-        self._position.digest = None
-        self._noted, self._position.handed = {}, []
+        self._position.handed.watch(None)
+        self._noted = {}
         self._lines.drop()
         self._once.warn(
             f"{self._lines.path} cannot be written any more: {exc.strerror or exc}. The training goes on, "
@@ -219,7 +220,7 @@ class Trace:
             self._give_up(exc)
         self._end.detach()
         self._is_over = True
-        self._position.digest = None
+        self._position.handed.watch(None)
 
 
 class _Look:

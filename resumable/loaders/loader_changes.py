@@ -1,0 +1,155 @@
+"""Decides what a loader with other settings than in the checkpoint can continue with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset, Subset
+
+from ..files import large_files
+from ..run.changes import HARMLESS, MAY, WILL
+from . import resharding
+from .dataset_length import length_of
+from .order import other_data, plain
+
+_ANY_ORDER = "its batches came in any order (in_order=False)"
+
+Saved = Mapping[str, Any]
+"""What `LoaderSource.collect` has returned."""
+
+
+def settings(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return how the script made a loader; its split is digested once."""
+    return {
+        "batch_size": loader.batch_size,
+        "drop_last": loader.drop_last,
+        "num_workers": loader.num_workers,
+        **dealt(loader),
+        "batch_sampler": type(loader.batch_sampler).__name__,
+        "dataset_length": length_of(loader.dataset),
+    }
+
+
+def dealt(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return by what the samples are dealt out, and to how many ranks."""
+    return {"sampler": type(loader.sampler).__name__, "shards": resharding.count(loader)}
+
+
+def split_of(dataset: Any) -> str | None:
+    """Return a digest of the indices of a `Subset`; None for other datasets."""
+    # A split that is drawn anew at every start lets the samples to validate on into the training.
+    if isinstance(dataset, Subset):
+        return large_files.digest(repr(plain(list(dataset.indices))).encode())[:8]
+    return None
+
+
+def in_question(loader: DataLoader[Any], setting: str, saved: Saved) -> tuple[str, str] | None:
+    """Return what a changed setting puts in question in mid-epoch: itself or everything (""), and why."""
+    is_stream = isinstance(loader.dataset, IterableDataset)
+    if setting == "num_workers":
+        # What each worker reads of a stream depends on how many there are.
+        return ("", "") if is_stream else None
+    if setting in ("shards", "sampler", "batch_size") and not is_stream:
+        return _dealt_in_question(loader, setting, saved)
+    has_position = any(at and at["data"] for at in saved["workers"])
+    return ("" if is_stream and not has_position else setting, "")
+
+
+def _dealt_in_question(loader: DataLoader[Any], setting: str, saved: Saved) -> tuple[str, str] | None:
+    obstacle = _obstacle(loader, saved)
+    if obstacle and setting == "shards":
+        return "", f"{obstacle}; if that is allowed, the epoch's data begins anew"
+    if _has_other_shards(loader, saved) or (not obstacle and setting == "sampler"):
+        # The rest is resharded; if that is impossible, the error is reported for the shards.
+        return None
+    return setting, obstacle if obstacle and setting == "sampler" else ""
+
+
+def _has_other_shards(loader: DataLoader[Any], saved: Saved) -> bool:
+    return bool(saved["dealt"]["shards"] != resharding.count(loader))
+
+
+def _obstacle(loader: DataLoader[Any], saved: Saved) -> str | None:
+    """Return why the samples that are left of an epoch cannot be dealt out again."""
+    if not saved["order"]["is_in_order"] or _has_gaps(saved):
+        return _ANY_ORDER
+    return resharding.obstacle(saved["order"]["base"], loader)
+
+
+def _has_gaps(saved: Saved) -> bool:
+    """Whether batches have come out before others that were asked for earlier."""
+    return bool(min(saved["order"]["on_its_way"], default=saved["batches"]) < saved["batches"])
+
+
+def effects(loader: DataLoader[Any], saved: Saved, *, has_seeds: bool) -> dict[str, tuple[str, str]]:
+    """Return what a change of a setting does to the bits, and why, where its name alone does not tell.
+
+    `has_seeds`: whether each sample has a seed of its own.
+    """
+    if isinstance(loader.dataset, IterableDataset):
+        return {}
+    is_in_epoch = bool(saved["order"])
+    draws = any(at and at["generators"] for at in saved["workers"])
+    lost = "what is drawn at random while loading is not what it would be"
+    anew = f"{'what is left of the epoch' if is_in_epoch else 'every epoch'} is dealt out anew"
+    # A batch that is loaded as one has one seed.
+    is_seeded = has_seeds and not hasattr(loader.dataset, "__getitems__")
+    workers, shards = (WILL if draws else MAY, f"the order stays; {lost}"), f"{anew}; {lost}"
+    if has_seeds:
+        workers = HARMLESS, "each sample has its seed, so the batches stay the same"
+    elif is_in_epoch and saved["num_workers"] and not draws:
+        workers = HARMLESS, "nothing was drawn at random in the workers, so the batches stay the same"
+    if is_seeded or (not has_seeds and workers[0] == HARMLESS):
+        shards = anew
+    return {"shards": (WILL, shards), "num_workers": workers}
+
+
+def adapted(loader: DataLoader[Any], saved: Saved, other: AbstractSet[str]) -> Saved:
+    """Return what a loader continues with that has `other` settings than in the checkpoint."""
+    is_dealt_otherwise = saved["dealt"] != dealt(loader)
+    is_in_epoch = bool(saved["order"]) and not saved["is_left"]
+    if _has_other_shards(loader, saved):
+        # Those of another number of ranks have had other samples; what was loaded is of no use.
+        saved = {**saved, "workers": [], "made": None, "turn": 0, "ahead": []}
+    if is_dealt_otherwise:
+        saved = {**saved, "dealt": dealt(loader)}
+    if is_in_epoch and (is_dealt_otherwise or other):
+        return _with_other_batches(loader, saved)
+    # The rest of an epoch that was left matters only to workers that stand there.
+    return {**saved, "order": None, "is_left": False} if is_dealt_otherwise else saved
+
+
+def _with_other_batches(loader: DataLoader[Any], saved: Saved) -> dict[str, Any]:
+    # From here on other batches are made of the samples that are left.
+    if _has_gaps(saved):
+        raise other_data(f"{_ANY_ORDER}, and other batches cannot be made of what is left of them")
+    batches, order = saved["batches"], saved["order"]
+    obstacle = resharding.obstacle(order["base"], loader)
+    # At the end of an epoch some samples come a second time.
+    samples = saved["samples"] if obstacle else min(saved["samples"], order["base"]["samples"])
+    order = {
+        **order,
+        "base": obstacle or order["base"],
+        "has_ended": order["has_ended"] or order["is_short"],
+        "from": [batches, samples],
+        "pulled": batches,
+        "on_its_way": [],
+        "has_last": False,
+        "fingerprint": None,
+    }
+    return {**saved, "samples": samples, "order": order}
+
+
+def length_from(loader: DataLoader[Any], deal: resharding.Deal, order: Mapping[str, Any]) -> int | None:
+    """Return the number of batches of an epoch that continues with other batches; None if it does not."""
+    batches, samples = order["from"]
+    if not samples:
+        return None
+    if isinstance(order["base"], str):
+        left = len(loader.sampler) - samples // deal.shards  # type: ignore[arg-type]
+    else:
+        left = deal.each(order["base"]["samples"] - samples)
+    size = loader.batch_size or 1
+    return int(batches + (left // size if loader.drop_last else -(-left // size)))

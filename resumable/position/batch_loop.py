@@ -1,0 +1,274 @@
+"""The loop over what is left of an epoch's batches, as the training sees it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from types import FrameType
+from typing import Any
+
+from ..errors import UsageError
+from . import habits
+from .held_generators import Hook
+from .loader_position import LoaderPosition
+from .running_sums import RunningSums
+
+Through = Callable[[Iterator[Any]], Any]
+"""Makes an iterable of the same batches, such as a thread that loads them ahead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """Calls at the beginning and the end of a loop over batches, and after each body."""
+
+    begin: Hook
+    body_ended: Hook
+    end: Hook
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How the batches get from the loader to the training."""
+
+    through: Through | None = None
+    loads_ahead: bool = False
+    """Whether batches are asked for before the training wants them."""
+    draws: bool = False
+    """Whether `through` is code of the script's, which may draw random numbers."""
+
+
+class Stage(Enum):
+    """How far a loop is, and when a batch counts."""
+
+    FIRST = "first"
+    """No batch was asked for."""
+    SECOND = "second"
+    """One batch was asked for: where the second one is, it shows whether a prefetcher asks."""
+    STRAIGHT = "straight"
+    """A batch counts when the next one is asked for."""
+    ONE_AHEAD = "one ahead"
+    """A batch counts when the next but one is asked for: the usual stream prefetcher asks."""
+    ENDED = "ended"
+    """The batches have come to their end, or the loop was left."""
+
+
+def begin(at: LoaderPosition, hooks: Hooks, way: Way) -> Iterator[Any]:
+    """Return the batches that are left, counting one as done when the next is asked for."""
+    if not at.may_loop():
+        return Over(at.training.sums)
+    at.draws.begin(is_recorded=way.draws)
+    # Before there are workers: they inherit which signals are noted.
+    hooks.begin()
+    try:
+        return Loop(at, at.open(loads_ahead=way.loads_ahead), hooks, way.through)
+    except BaseException:
+        hooks.end()
+        raise
+
+
+class Loop:
+    """One pass over what is left of an epoch."""
+
+    def __init__(
+        self, at: LoaderPosition, batches: Iterator[Any], hooks: Hooks, through: Through | None
+    ) -> None:
+        self._at = at
+        self._lap = at.lap
+        self._stage = Stage.FIRST
+        self._hooks = hooks
+        self._is_watched = False
+        self._outer = sys.exc_info()[1]
+        self._sums = at.training.sums
+        self._is_direct = through is None
+        self._asked_first: tuple[object, object] | None = None
+        """The call that asked for the first batch, and the training's progress then."""
+        self._progress_then = at.training.progress()
+        is_boundary = self._is_direct and at.training.is_in_batches()
+        self._drawn_then = at.training.streams.read_draws() if is_boundary else None
+        self._batches = batches
+        self._through: Iterator[Any] | None = None
+        at.began(self)
+        # Most prefetchers fail where there is no batch.
+        if through is not None and not (at.done and at.done == at.length()):
+            self._through = iter(through(Loading(at, batches)))
+        self._is_watched = True
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        at = self._at
+        if self._stage is Stage.SECOND:
+            self._look_ahead(sys._getframe(1))
+        if self._stage is Stage.ONE_AHEAD:
+            return self._next_ahead()
+        if self._stage is Stage.ENDED:
+            raise StopIteration
+        if at.in_hand is not None:
+            try:
+                self._hooks.body_ended()
+            except BaseException:
+                # A loop that continues after it must not be handed this batch a second time.
+                at.take_back()
+                at.leave(self._outer)
+                raise
+        if self._stage is Stage.FIRST:
+            self._ask_first(sys._getframe(1))
+        elif self._sums.is_looking:
+            self._sums.go_on(sys._getframe(1))
+        at.ask()
+        try:
+            batch = at.load(self._batches, self._lap) if self._through is None else self._come_through()
+        except StopIteration:
+            self._end()
+            raise
+        except BaseException:
+            at.leave(self._outer)
+            raise
+        at.hand_out()
+        return batch
+
+    def _ask_first(self, asked_by: FrameType) -> None:
+        at, training = self._at, self._at.training
+        if self._is_direct:
+            self._asked_first = _call(asked_by), training.progress()
+        self._stage = Stage.SECOND if self._is_direct else Stage.STRAIGHT
+        at.habits.look_at_holders(self)
+        self._sums.begin(asked_by, is_over=False)
+        if at.done:
+            habits.warn_of_numbers(self, asked_by, at.done)
+        at.habits.asked(asked_by, is_direct=self._is_direct)
+        drawn, self._drawn_then = self._drawn_then, None
+        if drawn and at.habits.is_asked_by_hand and training.is_in_batches():
+            habits.warn_of_draws_before_next(drawn, training.streams.read_draws())
+
+    def _look_ahead(self, asked_by: FrameType) -> None:
+        """Look whether the second batch is asked for elsewhere, and nothing was trained on the first.
+
+        That is the usual stream prefetcher, an object that is always one batch ahead.
+        """
+        assert self._asked_first
+        (first, then), self._asked_first = self._asked_first, None
+        progress = self._at.training.progress()
+        self._stage = Stage.STRAIGHT
+        if progress is None or progress != then:
+            return
+        if first == _call(asked_by):
+            habits.warn_of_generator(asked_by)
+        else:
+            self._stage = Stage.ONE_AHEAD
+            self._at.ask_ahead()
+
+    def _next_ahead(self) -> Any:
+        at = self._at
+        if at.ahead:
+            self._hooks.body_ended()
+            at.take_back()
+            at.hand_out()
+        try:
+            return at.load(self._batches, self._lap)
+        except StopIteration:
+            self._stage = Stage.ENDED
+            at.expect_no_more()
+            raise
+
+    def _come_through(self) -> Any:
+        assert self._through is not None
+        try:
+            batch = next(self._through)
+        except StopIteration:
+            self._at.draws.catch_up()
+            if kept := len(self._at.ahead):
+                self._end()
+                raise UsageError(
+                    f"through= has kept {kept} of the batches that it was given.",
+                    fix="let it give each batch that it gets once, in the same order.",
+                ) from None
+            raise
+        self._at.draws.catch_up()
+        if not self._at.ahead:
+            raise UsageError(
+                "through= has made more batches than it was given.",
+                fix="let it give each batch that it gets once, in the same order.",
+            )
+        return batch
+
+    def _end(self) -> None:
+        at, then = self._at, self._progress_then
+        self._stage = Stage.ENDED
+        self._sums.end()
+        is_untrained = at.done > 1 and then is not None and then == at.training.progress()
+        at.habits.ended(is_untrained=is_untrained)
+        at.end()
+        self.unwatch()
+
+    def numbered(self, start: int, batch: Any) -> tuple[int, Any]:
+        """Return the batch that was just handed out, with its index in the epoch, counted from `start`."""
+        at = self._at
+        return start + at.done + (len(at.ahead) if self._stage is Stage.ONE_AHEAD else 0), batch
+
+    def close(self) -> None:
+        """Leave the loop."""
+        if self._stage is not Stage.ENDED and self._lap == self._at.lap:
+            stage, self._stage = self._stage, Stage.ENDED
+            self._at.close(self._outer, has_asked=stage is not Stage.FIRST)
+        self.unwatch()
+
+    def abandon(self) -> None:
+        """Give no more batches: the loader was put elsewhere."""
+        self._stage = Stage.ENDED
+        self.unwatch()
+
+    def unwatch(self) -> None:
+        """Stop watching for signals; a second call does nothing."""
+        if self._is_watched:
+            self._is_watched = False
+            self._hooks.end()
+
+    def __del__(self) -> None:
+        # A loop that is left drops its iterator; at the interpreter's end that means nothing.
+        if not sys.is_finalizing():
+            self.close()
+
+
+def _call(asked_by: FrameType) -> object:
+    """Return what tells calls apart; the frame itself would keep the loop and its workers alive."""
+    return id(asked_by), asked_by.f_code, asked_by.f_back and asked_by.f_back.f_code
+
+
+class Over:
+    """No batches: the epoch's were over when the training was resumed."""
+
+    def __init__(self, sums: RunningSums) -> None:
+        self._sums = sums
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        self._sums.begin(sys._getframe(1), is_over=True)
+        raise StopIteration
+
+    def numbered(self, start: int, batch: Any) -> tuple[int, Any]:
+        """Return a batch with its index; never called."""
+        return start, batch
+
+
+class Loading:
+    """The loader's batches for `through=`, each noted as it is loaded."""
+
+    def __init__(self, at: LoaderPosition, batches: Iterator[Any]) -> None:
+        self._at = at
+        self._lap = at.lap
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        # A thread may still ask for more when the training has long gone elsewhere.
+        if self._lap != self._at.lap:
+            raise StopIteration
+        return self._at.load(self._batches, self._lap)

@@ -1,0 +1,247 @@
+"""The loops over epochs, steps and batches, which move the counters."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from ..boundary import Boundary
+from ..errors import warn
+from . import batch_loop, iteration, thread_loop
+from .batch_loop import Hooks, Way
+from .counting import Counting
+from .held_generators import Hook
+from .loader_position import LoaderPosition
+from .means import Means
+from .random_streams import Streams
+
+
+class CountedLoops(Counting):
+    """The counters of a training, and the loops that move them."""
+
+    def __init__(
+        self,
+        streams: Streams,
+        processes: int,
+        loaders: Mapping[str, Any],
+        make: Callable[[str, Any], LoaderPosition],
+    ) -> None:
+        super().__init__(streams, processes, loaders, make)
+        self.means = Means()
+        """The running means of the epoch in hand."""
+        self.restores = 0
+        """Counts how often the training was put elsewhere: a body that runs then does not count."""
+        self._resumed_at = Boundary.OUTSIDE
+        self._is_in_epochs = False
+        self._not_due: set[str] = set()
+        """Loaders that an epoch has ended without."""
+        self._left_for: str | None = None
+        """What a resume begins with, if `epochs()` or `steps()` was left right after `save()`."""
+
+    def epochs(self, total: int, body_ended: Hook) -> Iterator[int]:
+        """Yield the epochs up to `total`."""
+        if any(loader.is_through() for loader in self._known.all):
+            # An epoch's body was left after its batches had come to their end.
+            self._begin_epoch(self.epoch + 1)
+        number = self._begin_loop("epochs", total)
+        has_run = False
+        while self.epoch < total:
+            has_run = True
+            is_second_time = self._resumed_at in (Boundary.BATCH, Boundary.STEP)
+            self.streams.begin_body(is_second_time=is_second_time)
+            restores, outer, self._body = self.restores, self._body, Boundary.EPOCH
+            self._step_at_start, self._has_looped, self._is_in_epochs = self.step, False, True
+            self._has_saved_end = False
+            self.means.begin(self.epoch)
+            if not self.loaders:
+                self._stepped = set()
+            self.first_lines.begin()
+            asked_by = getattr(iteration.caller(), "f_code", None)
+            try:
+                yield self.epoch
+            except GeneratorExit:
+                is_last = self.boundary() is not Boundary.EPOCH or self.epoch + 1 == total
+                if self.is_saved_body() and not is_last and iteration.is_break(asked_by):
+                    self._left_for = f"epoch {self.epoch + 1}"
+                self._stay()
+                self.streams.leave_loop("epochs", total, number)
+                raise
+            finally:
+                self._body, self._is_in_epochs = outer, False
+            if restores == self.restores:
+                try:
+                    self._end_body(body_ended)
+                finally:
+                    self._begin_epoch(self.epoch + 1)
+        self.streams.end_loop(number, has_run=has_run, resumed_at=self._resumed_at)
+
+    def _begin_loop(self, kind: str, total: int) -> int | None:
+        """Return the number of an outermost loop that begins; None for one in the body of another."""
+        done = {"epochs": self.epoch, "steps": self.step}
+        self._left_for = None
+        return None if self._body is not None else self.streams.begin_loop(kind, total, done)
+
+    def _end_body(self, body_ended: Hook) -> None:
+        self._put_back_unlooped()
+        self._not_due |= {n for n, at in self.loaders.items() if not (at.is_over or at.is_under_way())}
+        begun = [loader for loader in self._known.all if loader.is_over or loader.is_under_way()]
+        for loader in self._known.all:
+            loader.habits.warn_of_left_after_save()
+            if begun == [loader] and loader.is_open and not loader.is_over:
+                loader.habits.warn_of_counted_by_hand(loader.reached(), self.once)
+        # Whatever is left of the batches, the next epoch is what follows.
+        self._has_ended_body = True
+        try:
+            body_ended()
+        finally:
+            self._has_ended_body = False
+
+    def _put_back_unlooped(self) -> None:
+        # In mid-epoch, and the body did not loop again over what was left.
+        if self._known.is_under_way() or self._resumed_at is Boundary.STEP:
+            self.streams.put_back()
+
+    def _stay(self) -> None:
+        # The next loops continue from here, as after a resume.
+        for loader in self._known.all:
+            loader.stay()
+        if self._known.is_under_way():
+            for loader in self._known.all:
+                loader.pass_by()
+            self._resumed_at = Boundary.BATCH
+            self.streams.hold()
+
+    def _begin_epoch(self, epoch: int, *, is_new_body: bool = True) -> None:
+        self._put_back_unlooped()
+        for loader in self._known.all:
+            if loader.step_counted is not None:
+                loader.step_counted.warn_of_uncounted()
+            loader.leave(None)
+            loader.rewind()
+        self.epoch, self.batch = epoch, 0
+        self.sums.forget()
+        self._resumed_at = Boundary.EPOCH
+        if is_new_body:
+            self.streams.forget_body()
+        self.streams.forget_held()
+
+    def steps(self, total: int, body_ended: Hook) -> Iterator[int]:
+        """Yield the steps up to `total`: each body is one, whatever the optimizers do in it."""
+        number = self._begin_loop("steps", total)
+        has_run = False
+        while self.step < total:
+            has_run = True
+            self.streams.put_back()
+            if not self._is_in_epochs:
+                self.streams.forget_body()
+            restores, outer, self._body = self.restores, self._body, Boundary.STEP
+            self._step_in_hand = self.step
+            around = [loader for loader in self._known.all if loader.in_hand]
+            self.handed.body_begins()
+            asked_by = getattr(iteration.caller(), "f_code", None)
+            try:
+                yield self.step
+                if restores == self.restores:
+                    try:
+                        body_ended()
+                    finally:
+                        # A body whose step was skipped (a gradient scaler does that) is still one body.
+                        self.step = self.steps_done()
+                        for loader in self._known.all:
+                            if loader.in_hand and loader not in around:
+                                loader.take_back()
+            except GeneratorExit:
+                is_last = self.steps_done() >= total
+                if self.is_saved_body() and not is_last and iteration.is_break(asked_by):
+                    self._left_for = f"step {self.steps_done()}"
+                self.streams.leave_loop("steps", total, number)
+                raise
+            finally:
+                self._body = outer
+        self.streams.end_loop(number, has_run=has_run, resumed_at=self._resumed_at)
+        self._has_looped = True
+
+    def batches(self, name: str, hooks: Hooks, way: Way) -> Batches:
+        """Return what is left of the epoch's batches."""
+        loader = self._known.at(name)
+        if self._body is not Boundary.EPOCH and loader.is_through():
+            # Used without epochs(): the loader beginning anew is the next epoch.
+            for at in self._known.all:
+                at.habits.warn_of_left_after_save()
+            self._begin_epoch(self.epoch + 1, is_new_body=False)
+        if self._body is None:
+            self.means.begin(self.epoch)
+            has_begun = any(at.is_over or at.is_under_way() for at in self._known.all)
+            self.streams.begin_batches_by_hand(is_first=not has_begun)
+        return Batches(loader, hooks, way)
+
+    def at(self, name: str) -> LoaderPosition:
+        """Return where a loader stands, by its name."""
+        return self._known.at(name)
+
+    def find(self, iterable: Any) -> str:
+        """Return the name of an iterable that was not given to RunState, and know it from now on."""
+        return self._known.find(iterable, is_in_epochs=self._body is Boundary.EPOCH)
+
+    def is_in_inner_loop(self) -> bool:
+        """Whether a loop over batches runs in the body of one over those of another loader."""
+        return self._known.is_in_inner_loop()
+
+    def warn_of_left_after_save(self) -> None:
+        """Warn of a `break` right after `save()`: the checkpoint does not know of it."""
+        if self._left_for:
+            warn(
+                f"the loop was left by a break right after save(): the same command trains on, with "
+                f"{self._left_for}. To keep a training that has ended from going on, break at the top of the "
+                "body instead: on state.patience(), or on a value in state.vars that was set before save()."
+            )
+
+    def unlooped(self) -> list[str]:
+        """Return the loaders that a save in this epoch's body takes for not due."""
+        if self._body is not Boundary.EPOCH or self.boundary() is not Boundary.EPOCH:
+            return []
+        has_begun = {name: at.is_over or at.is_under_way() for name, at in self.loaders.items()}
+        lacking = [name for name, begun in has_begun.items() if not begun and name not in self._not_due]
+        return lacking if any(has_begun.values()) else []
+
+
+class Batches:
+    """The batches that are left of an epoch, to loop over once.
+
+    `len()` is how many the whole epoch has, where the loader knows; it stays the same in the loop.
+    """
+
+    def __init__(self, loader: LoaderPosition, hooks: Hooks, way: Way) -> None:
+        self._loader = loader
+        self._hooks = hooks
+        self._way = way
+        self._thread = threading.get_ident()
+
+    def __len__(self) -> int:
+        return len(self._loader.source)
+
+    def __iter__(self) -> Iterator[Any]:
+        if threading.get_ident() != self._thread:
+            return thread_loop.begin(self._loader, self._way)
+        return batch_loop.begin(self._loader, self._hooks, self._way)
+
+
+class Enumerated:
+    """The batches that are left of an epoch, each with its index in the epoch, to loop over once.
+
+    `len()` is that of the batches.
+    """
+
+    def __init__(self, batches: Batches, start: int) -> None:
+        self._batches = batches
+        self._start = start
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        loop: Any = iter(self._batches)
+        # map() is not a frame of its own: the loop still sees who asks, and ends when map() is dropped.
+        return map(partial(loop.numbered, self._start), loop)
