@@ -21,13 +21,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
 from . import determinism, options
-from .audit import recorder, survey, unregistered
-from .audit.unregistered import Seen, Unregistered
 from .boundary import Due
 from .errors import Diverged, Preempted, RemoteError, UsageError, warn
 from .files import pin
 from .files.strict_json import Json
 from .loaders import doubts, rng
+from .observer import Unregistered, audit, observer
 from .options import Copied
 from .parts import capture
 from .parts.capture import Capture
@@ -172,7 +171,7 @@ class RunState:
         self._watch(options.save_on(save_on), *options.when(every, mtbf, max_time))
         self._hooks = self._count_steps(optimizer)
         traced = trace, options.count("trace_every", trace_every)
-        self._trace = recorder.begin(self._capture, at, crew.rank, *traced, run=self.run.path, given=run_dir)
+        self._trace = observer(self._capture, at, crew.rank, *traced, run=self.run.path, given=run_dir)
 
     def _furnish(self, keep: Keep | None, copied: Copied | None, is_elastic: bool) -> None:
         self._is_closed, self._is_prepared, self._is_calm = False, False, True
@@ -181,7 +180,7 @@ class RunState:
         self._loop = LoopVariables(self._capture.given), generators
         self._process = os.getpid()
         self._has_begun = False
-        self._first_look: Mapping[str, Seen] | None = None
+        self._first_look: Mapping[str, Any] | None = None
         once, run, crew = self._position.once, self.run, self._crew
         self._copies = copied and Copies(run, crew, copied, self._goal, self._progress, once.warn)
         where = run, crew, self._capture, self._position, self._goal, self._progress, self._copies
@@ -821,9 +820,10 @@ the batches since are left out (1 of 3 times)
         ...     print(one.name, "in", one.fix)
         seen in state.vars["seen"]
         """
-        look = survey.take(self._capture, sys._getframe(1))
+        look = audit("survey").take(self._capture, sys._getframe(1))
         self._first_look = look if self._first_look is None else self._first_look
-        return unregistered.changed(self._first_look, look)
+        lost: list[Unregistered] = audit("unregistered").changed(self._first_look, look)
+        return lost
 
     def report(self, path: str | os.PathLike[str] = "report.html") -> Report | None:
         """Write a page about the run, as `resumable report` does; a notebook shows what this returns.

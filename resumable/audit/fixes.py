@@ -92,17 +92,6 @@ def counted(count: int, what: str) -> str:
     return f"{count:,} {what}" + "s" * (count != 1)
 
 
-def sentence(fix: str) -> str:
-    """Return a fix as something to do.
-
-    >>> sentence("scheduler=scheduler"), sentence('state.vars["seen"]')
-    ('RunState.load(..., scheduler=scheduler)', 'keep it in state.vars["seen"]')
-    """
-    if re.match(r"\w+=", fix):
-        return f"RunState.load(..., {fix})"
-    return f"keep it in {fix}" if fix.startswith("state.vars") else fix
-
-
 def fix(place: Place, kind: str, value: Any, use: Use, held: Held) -> str:
     """Return the line of code that lets a part hold it."""
     kinds = type(value).__mro__

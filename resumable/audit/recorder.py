@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import IO, Any
 
 import torch
@@ -19,45 +18,17 @@ from ..errors import UsageError
 from ..files import tensor_file
 from ..files.strict_json import Json
 from ..files.threads import no_garbage_collection
+from ..observer import AUDIT, sentence
 from ..parts.capture import Capture
 from ..position.position import Position
-from ..trace import digest, tracer
+from ..trace import digest
 from ..trace.trace_file import Record, path_of
 from ..trace.tracer import EVERY, Trace, here, is_place, plain, tensors_of
-from . import fixes, survey
+from . import survey
 from .nondeterminism import Inspection
-
-VARIABLE = "RESUMABLE_AUDIT"
-"""The environment variable that has the plan of an audited process, as JSON."""
 
 _LOADER = ("batch", "is_over", "generators")
 """What of a loader's place is the same in a training that was never stopped."""
-
-
-def begin(
-    capture: Capture,
-    position: Position,
-    rank: int | None,
-    trace: str | os.PathLike[str] | None,
-    every: int,
-    *,
-    run: Path,
-    given: str | os.PathLike[str],
-) -> Trace | None:
-    """Return what writes down this process's boundaries, if anybody wants that.
-
-    `run` is where the run lies, `given` where the script says that it does.
-    """
-    if text := os.environ.get(VARIABLE):
-        plan = _read(text)
-        if path_of(plan["left"], rank or 0).exists():
-            # What catches SystemExit and begins again, or starts another process in the place of one that
-            # has left, must not train beyond the stop.
-            os._exit(128 + signal.SIGTERM)
-        _follow(given)
-        return Audit(plan, capture, position, rank or 0)
-    trace = os.environ.get("RESUMABLE_TRACE", trace) or None
-    return Trace(tracer.path_of(trace, rank, run), capture, position, every) if trace else None
 
 
 def _read(plan: str) -> dict[str, Any]:
@@ -66,8 +37,8 @@ def _read(plan: str) -> dict[str, Any]:
         return {"trace": found["trace"], "left": found["left"], "steps": found["steps"], **found}
     except (ValueError, TypeError, KeyError) as exc:
         raise UsageError(
-            f"the environment variable {VARIABLE} is {plan!r:.80}, which is no plan of an audit.",
-            fix=f"unset {VARIABLE}: `resumable audit -- COMMAND` sets it by itself.",
+            f"the environment variable {AUDIT} is {plan!r:.80}, which is no plan of an audit.",
+            fix=f"unset {AUDIT}: `resumable audit -- COMMAND` sets it by itself.",
         ) from exc
 
 
@@ -88,6 +59,19 @@ _followed: dict[str, None] = {}
 
 class Audit(Trace):
     """A line for each boundary with all that a resume has to bring back, and all that no part holds."""
+
+    @classmethod
+    def follow(
+        cls, plan: str, capture: Capture, position: Position, rank: int, run_dir: str | os.PathLike[str]
+    ) -> Audit:
+        """Return what follows a plan; `run_dir` is the run directory in the script's arguments."""
+        read = _read(plan)
+        if path_of(read["left"], rank).exists():
+            # What catches SystemExit and begins again, or starts another process in the place of one that
+            # has left, must not train beyond the stop.
+            os._exit(128 + signal.SIGTERM)
+        _follow(run_dir)
+        return cls(read, capture, position, rank)
 
     def __init__(self, plan: dict[str, Any], capture: Capture, position: Position, rank: int) -> None:
         path = path_of(plan["trace"], rank)
@@ -163,7 +147,7 @@ class Audit(Trace):
         with open(self._samples, "ab") as file:
             parts = whole(self._capture, file)
         seen = survey.take(self._capture, sys._getframe())
-        told = {n: {**one._asdict(), "fix": fixes.sentence(one.fix)} for n, one in seen.items()}
+        told = {n: {**one._asdict(), "fix": sentence(one.fix)} for n, one in seen.items()}
         more: dict[str, Any] = {"unregistered": told, "settings": determinism.settings()}
         if self._unseen:
             more["unseen"] = self._unseen

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ..errors import printable
 from ..files.strict_json import Json
+from ..observer import Unregistered
 from . import fixes
 
 
@@ -23,29 +23,6 @@ class Seen(NamedTuple):
     """Whether to lose it is a defect ("state"), or may not matter to the training ("note"), or the script
     sets it in every epoch ("set")."""
     fix: str
-
-
-class Unregistered(NamedTuple):
-    """Something that changes while the training goes on, and that no part holds.
-
-    >>> lost = Unregistered("best", "number", "train.py:8", "state", 'state.vars["best"]')
-    >>> print(lost)
-    best (number, train.py:8) changes, and no part holds it: a resume would lose it. Fix: keep it in \
-state.vars["best"]
-    """
-
-    name: str
-    kind: str
-    where: str
-    weight: str
-    """Whether to lose it is a defect ("state"), or may not matter to the training ("note")."""
-    fix: str
-
-    def __str__(self) -> str:
-        facts = f"{self.kind}, {self.where}" if self.where else self.kind
-        lost = "a resume would lose it" if self.weight == "state" else "a resume begins it anew"
-        text = f"{self.name} ({facts}) changes, and no part holds it: {lost}."
-        return printable(f"{text} Fix: {fixes.sentence(self.fix)}")
 
 
 def changed(first: Mapping[str, Seen], now: Mapping[str, Seen]) -> list[Unregistered]:
