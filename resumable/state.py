@@ -822,7 +822,7 @@ the batches since are left out (1 of 3 times)
         """
         look = audit("survey").take(self._capture, sys._getframe(1))
         self._first_look = look if self._first_look is None else self._first_look
-        lost: list[Unregistered] = audit("unregistered").changed(self._first_look, look)
+        lost: list[Unregistered] = audit("survey").changed(self._first_look, look)
         return lost
 
     def report(self, path: str | os.PathLike[str] = "report.html") -> Report | None:

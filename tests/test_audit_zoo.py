@@ -70,6 +70,24 @@ BROKEN = {
 }
 """What is wrong with each, and what the diagnosis has to name."""
 
+REAL = {
+    "accumulation_of_a_library": ("state", "accelerator.step"),
+    "average_that_teaches": ("state", "main.model_ema"),
+    "batch_ahead_and_a_count": ("state", "X"),
+    "environment_forgotten": ("state", "env.place"),
+    "generator_of_the_environment": ("randomness", "_np_random"),
+    "hidden_state_of_an_epoch": ("state", "train.hidden"),
+    "negatives_drawn_after_load": ("state", "x_neg"),
+    "optimizer_of_the_critic": ("state", "optimizer_d"),
+    "python_random_in_a_dataset": ("repeat: python", "Python's generator"),
+    "rate_of_a_plateau": ("state", "lr"),
+    "scheduler_in_a_function": ("state", "main.scheduler"),
+    "workers_of_the_validation": ("randomness", "val_loader"),
+}
+"""The same of published scripts that were broken on purpose."""
+
+CORRECT = sorted([*(ZOO / "correct").glob("*.py"), *(ZOO / "real" / "correct").glob("*.py")])
+
 NOT_IN_FORKS = {"set_order"}
 """What has its own in every process, but not in every fork of one."""
 
@@ -84,17 +102,30 @@ def test_a_broken_script_is_diagnosed_by_its_class_and_by_name(
     name: str, forks: Forks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    kind, named = BROKEN[name]
     start = trials.start if name in NOT_IN_FORKS else forks
 
-    first = audit([sys.executable, str(ZOO / "broken" / f"{name}.py")], start=start).findings[0]
+    _is_diagnosed(ZOO / "broken" / f"{name}.py", *BROKEN[name], start)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("name", sorted(REAL))
+def test_a_published_script_that_is_broken_is_diagnosed(
+    name: str, forks: Forks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    _is_diagnosed(ZOO / "real" / "broken" / f"{name}.py", *REAL[name], forks)
+
+
+def _is_diagnosed(script: Path, kind: str, named: str, start: trials.Start) -> None:
+    first = audit([sys.executable, str(script)], start=start).findings[0]
 
     assert ": ".join(filter(None, (first.kind, first.cause))) == kind, _said(first)
     assert re.search(rf"\b{re.escape(named)}\b", _said(first)), _said(first)
 
 
 @pytest.mark.sampled(12)
-@pytest.mark.parametrize("script", sorted((ZOO / "correct").glob("*.py")), ids=lambda script: script.stem)
+@pytest.mark.parametrize("script", CORRECT, ids=lambda script: script.stem)
 def test_a_correct_script_gives_no_alarm(
     script: Path, forks: Forks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,3 +153,4 @@ def test_where_no_batch_can_be_given_after_a_resume_the_data_are_said_to_differ(
 
 def test_every_broken_script_is_in_the_table() -> None:
     assert {script.stem for script in (ZOO / "broken").glob("*.py")} == BROKEN.keys()
+    assert {script.stem for script in (ZOO / "real" / "broken").glob("*.py")} == REAL.keys()

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "resumable"
 
 ORDER = (
     "errors boundary progress version | files | run | options processes | loaders | position | parts | remote"
-    " | views | interop | trace | saving | determinism | resuming observer | state | audit.source | audit | cli"
+    " | views | interop | trace | saving | determinism | resuming observer | state | audit | cli"
 )
 PLACE = {room: place for place, rooms in enumerate(ORDER.split(" | ")) for room in rooms.split()}
 ROOMS = {name for name in PLACE if (PACKAGE / name.replace(".", "/")).is_dir()}

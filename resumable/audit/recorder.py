@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import IO, Any
 
 import torch
@@ -22,9 +23,9 @@ from ..observer import AUDIT, sentence
 from ..parts.capture import Capture
 from ..position.position import Position
 from ..trace import digest
-from ..trace.trace_file import Record, path_of
+from ..trace.trace_file import At, Record, path_of
 from ..trace.tracer import EVERY, Trace, here, is_place, plain, tensors_of
-from . import survey
+from . import survey, values
 from .nondeterminism import Inspection
 
 _LOADER = ("batch", "is_over", "generators")
@@ -81,8 +82,13 @@ class Audit(Trace):
         self._leaves: float | None = plan.get("leaves")
         self._stop: list[Json] | None = plan.get("stop")
         self._most: int = plan["steps"]
-        self._count, self._is_between_epochs = 0, True
-        self._unseen = ""
+        self._count, self._ends, self._is_between_epochs = 0, 0, True
+        self._unseen, self._rank = "", rank
+        self._keep: dict[str, Any] | None = plan.get("keep")
+        """Which values to write down at a boundary, and when the next body begins."""
+        self._put: dict[str, Any] | None = plan.get("put")
+        """Which values to put back after a resume."""
+        self._keeps_first = False
         self._inspection = Inspection() if plan.get("inspects") else None
         if plan.get("deterministic"):
             determinism.make_deterministic()
@@ -105,26 +111,58 @@ class Audit(Trace):
         self._position.body_begins = self._body_begins
         if self._inspection:
             self._inspection.begin()
+        if is_resumed and self._put:
+            self._put_back("boundary")
+            self._position.loop_begins = lambda: self._put_back("boundary")
 
     def _body_begins(self) -> None:
         handed = self._position.handed
         self._write("first", is_full=True)
         self._position.handed = handed
+        if self._put:
+            self._put_back("first")
+            self._put = None
+        if self._keeps_first and self._keep:
+            self._keep_values("first")
+            self._keep = None
+
+    def _put_back(self, when: str) -> None:
+        # A line between load and the loop, or between the epoch and its batches, may set it once more.
+        if self._put:
+            folder = path_of(Path(self._put["folder"]) / when, self._rank)
+            values.put_back(survey.look(self._capture, sys._getframe()), self._put["names"], folder)
+
+    def _keep_values(self, when: str) -> None:
+        if self._keep:
+            folder = path_of(Path(self._keep["folder"]) / when, self._rank)
+            values.write(survey.look(self._capture, sys._getframe()), self._keep["names"], folder)
 
     def boundary(self) -> Due | None:
         """Write the boundary down, and leave where the plan says so."""
         at = self._write_boundary(is_full=True)
+        if self._keep and [*at] == self._keep["at"]:
+            self._keep_values("boundary")
+            self._keeps_first, self._position.body_begins = True, self._body_begins
         if at.kind == "epoch":
             # What an epoch's first lines change shows before its first batch does.
             self._position.body_begins = self._body_begins
-        # (an epoch of which no batch was counted counts itself: its loop is the script's own)
+        # An epoch of which no batch was counted counts itself: its loop is the script's own.
         self._count += at.kind != "epoch" or self._is_between_epochs
         self._is_between_epochs = at.kind == "epoch"
-        if not (self._count >= self._most if self._stop is None else [*at] == self._stop):
+        self._ends += at.kind == "epoch"
+        if not (self._is_enough(at) if self._stop is None else [*at] == self._stop):
             return None
         self._left.touch()
         _end_after(self._leaves)
         return Due("audit", signal.SIGTERM)
+
+    def _is_enough(self, at: At) -> bool:
+        """Whether a training has come far enough: two ends of epochs show more than one, if they are near."""
+        if self._count < self._most:
+            return False
+        most = 3 if self._ends else 1.5
+        is_in_epoch = at.kind == "batch" or (at.kind == "epoch" and self._ends < _ENDS)
+        return not is_in_epoch or self._count >= most * self._most
 
     def saved(self, metrics: Mapping[str, float]) -> None:
         """Leave metrics to the part that says where the training stands, which has them."""
@@ -154,6 +192,10 @@ class Audit(Trace):
         if why != "boundary":
             more["kinds"] = kinds
         return Record(at, why, batches, parts=parts, more=more)
+
+
+_ENDS = 2
+"""At so many ends of epochs, at the least, a training is looked at, unless that takes too long."""
 
 
 def _end_after(seconds: float | None) -> None:

@@ -1,3 +1,13 @@
 """Where a training stands: epochs, steps, batches, random generators and running means."""
 
-__all__ = ["last_batch", "loader_position", "loop_variables", "means", "position", "prefetch", "spikes"]
+__all__ = [
+    "bytecode",
+    "iteration",
+    "last_batch",
+    "loader_position",
+    "loop_variables",
+    "means",
+    "position",
+    "prefetch",
+    "spikes",
+]

@@ -50,6 +50,12 @@ class Carried:
     """Those that it only reads: an object, or a list, may change all the same."""
     used: frozenset[Name] = frozenset()
     """All that the loops read, and neither make in each body nor seed."""
+    made: frozenset[Name] = frozenset()
+    """Those that each body assigns before it reads them."""
+    restarted: frozenset[Name] = frozenset()
+    """Those that an inner loop carries, and that each body of the outermost one assigns first."""
+    named: frozenset[Name] = frozenset()
+    """All that the loops read or assign."""
 
 
 @cache
@@ -74,6 +80,7 @@ def carried(code: CodeType, at: int, states: frozenset[Name]) -> Carried:
     kept: set[Name] = set()
     used: set[Name] = set()
     assigned: set[Name] = set()
+    outer: set[Name] = set()
     for head, end in loops.items():
         body = [one for one in instructions if head <= one.offset <= end]
         inside = [event for one in body for event in events[one.offset]]
@@ -83,7 +90,7 @@ def carried(code: CodeType, at: int, states: frozenset[Name]) -> Carried:
         found |= live & stored
         kept |= loaded
         if head == start:
-            used, assigned = live - stored, stored
+            used, assigned, outer = live - stored, stored, live
     kept -= assigned
     before = [one for one in statements if one.first < start]
     restored = {name for one in before if one.reads(states) for _, name in one.events}
@@ -96,7 +103,25 @@ def carried(code: CodeType, at: int, states: frozenset[Name]) -> Carried:
         frozenset(name for name in found - known if _decides(name, body_of_all, states)),
         frozenset(name for name in kept - found - known if _decides(name, body_of_all, states)),
         frozenset(used - states),
+        frozenset(assigned - found),
+        frozenset(found & assigned - outer),
+        frozenset(assigned | used | kept | found),
     )
+
+
+@cache
+def is_in_loop(code: CodeType, at: int) -> bool:
+    """Whether a place in a function is inside a loop."""
+    return bool(_loops_around(_without_handlers([*dis.get_instructions(code)]), at))
+
+
+@cache
+def of_method(code: CodeType) -> tuple[frozenset[Name], frozenset[Name]]:
+    """Return the names that a function may read before it stores them, and those that it stores."""
+    instructions = _without_handlers([*dis.get_instructions(code)])
+    events = _events(instructions)
+    stored = {name for some in events.values() for how, name in some if how == "store"}
+    return frozenset(_live_at_head(instructions, events)), frozenset(stored)
 
 
 def _events(instructions: list[dis.Instruction]) -> dict[int, list[Event]]:
@@ -209,6 +234,7 @@ def _statements(
     instructions: list[dis.Instruction], events: Mapping[int, list[Event]]
 ) -> Iterator[_Statement]:
     now, has_stored, before = None, False, ""
+    inside = {*_in_expressions(instructions)}
     for one in instructions:
         # What is stored from a copy goes on to be used: (n := n + 1) > 3.
         is_store = one.opname.startswith("STORE_") and before not in ("COPY", "DUP_TOP")
@@ -221,10 +247,26 @@ def _statements(
         if _is_method(one):
             now.methods.add(str(one.argval))
         has_stored = is_store
-        if one.opname.startswith(_ENDS):
+        if one.opname.startswith(_ENDS) and one.offset not in inside:
             now.is_condition = "_IF_" in one.opname or one.opname == "GET_ITER"
             yield now
             now = None
+
+
+def _in_expressions(instructions: list[dis.Instruction]) -> Iterator[int]:
+    """Yield the offsets of the jumps of `x if y else z`, which chooses a value and no way."""
+    for number, one in enumerate(instructions):
+        depth, following = 0, number + 1
+        while "POP_JUMP" in one.opname and following < len(instructions):
+            step = instructions[following]
+            if step.opname == "JUMP_FORWARD" and depth == 1:
+                yield from (one.offset, step.offset)
+            if _is_jump(step) or step.opname.startswith(_NO_WAY_ON):
+                break
+            depth += dis.stack_effect(step.opcode, step.arg, jump=False)
+            if depth < 1:
+                break
+            following += 1
 
 
 def _decides(name: Name, statements: list[_Statement], states: frozenset[Name]) -> bool:

@@ -45,7 +45,7 @@ class LoopVariables:
 
     def _values(self, frame: FrameType) -> dict[Name, Any]:
         variables = variables_of(frame)
-        states = frozenset(_states(variables, frame))
+        states = frozenset(states_in(variables, frame))
         saved = {id(one) for one in self._saved() if type(one) not in _PLAIN}
         found: dict[Name, Any] = {}
         carried = bytecode.carried(frame.f_code, frame.f_lasti, states)
@@ -99,7 +99,7 @@ class LoopGenerators:
         roots: dict[str, Any] = {}
         for frame in iteration.of_script(sys._getframe()):
             variables = variables_of(frame)
-            states = frozenset(_states(variables, frame))
+            states = frozenset(states_in(variables, frame))
             for name in bytecode.carried(frame.f_code, frame.f_lasti, states).used:
                 root, _, attribute = name.partition(".")
                 owner = variables.get(root, frame.f_globals.get(root))
@@ -127,7 +127,7 @@ def variables_of(frame: FrameType) -> dict[str, Any]:
     return found
 
 
-def _states(variables: Mapping[str, Any], frame: FrameType) -> Iterator[Name]:
+def states_in(variables: Mapping[str, Any], frame: FrameType) -> Iterator[Name]:
     """Yield the names of RunState, and of its object, in a frame."""
     seen = {**{name: frame.f_globals.get(name) for name in frame.f_code.co_names}, **variables}
     for name, value in seen.items():

@@ -68,6 +68,8 @@ class Position:
 
     _left_for: str | None = None
     """What a resume begins with, if `epochs()` or `steps()` was left right after `save()`."""
+    loop_begins: Hook | None = None
+    """What is called when the first loop begins."""
 
     def __init__(
         self,
@@ -326,6 +328,11 @@ class Position:
             begins, self.body_begins = self.body_begins, None
             begins()
 
+    def _loop_begins(self) -> None:
+        if self.loop_begins:
+            begins, self.loop_begins = self.loop_begins, None
+            begins()
+
     def next_opened(self) -> int:
         """Return what tells which of several loops has handed out its first batch first."""
         self._opened += 1
@@ -534,6 +541,7 @@ class Position:
         """Return the number of an outermost loop that begins; None for one in the body of another."""
         done = {"epochs": self.epoch, "steps": self.step}
         self._left_for = None
+        self._loop_begins()
         return None if self._body is not None else self.streams.begin_loop(kind, total, done)
 
     def _end_body(self, body_ended: Hook) -> None:
@@ -660,6 +668,7 @@ class Position:
             self._begin_epoch(self.epoch + 1)
             self.streams.body_start = start
         if self._body is None:
+            self._loop_begins()
             self.means.begin(self.epoch)
             has_begun = any(at.is_over or at.is_under_way() for at in self._all())
             self.streams.begin_batches_by_hand(is_first=not has_begun)
