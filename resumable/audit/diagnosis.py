@@ -124,6 +124,9 @@ def _of_length(records: Sequence[Record], others: Sequence[Record], rank: int) -
 
 _ELSEWHERE = "boundary"
 
+LOOP = "loop"
+"""Why there is a record: the first loop of a resumed process begins."""
+
 LENGTH = "length"
 """What differs where one training goes on and the other does not."""
 
@@ -258,7 +261,9 @@ def suspects(straight: Trial, resumed: Trial, stop: At, unsteady: set[str]) -> l
     """Return what is in no part and is not the same when a resumed training begins."""
     found: dict[str, Lost] = {}
     for rank in range(min(len(straight.ranks), len(resumed.ranks))):
-        for record, reference in _pairs(straight, resumed, [stop], rank):
+        then = straight.boundaries(rank).get(stop)
+        begins = [(one, then) for one in resumed.ranks[rank] if one.why == LOOP]
+        for record, reference in (*begins, *_pairs(straight, resumed, [stop], rank)):
             for name, seen in _seen(reference).items() if reference and record.why != "boundary" else ():
                 if name in _seen(record) and _digest(record, name) != seen["digest"] and name not in unsteady:
                     found[name] = _lost(name, seen, _seen(record)[name], record.at)

@@ -26,6 +26,7 @@ from ..trace import digest
 from ..trace.trace_file import At, Record, path_of
 from ..trace.tracer import EVERY, Trace, here, is_place, plain, tensors_of
 from . import survey, values
+from .diagnosis import LOOP
 from .nondeterminism import Inspection
 
 _LOADER = ("batch", "is_over", "generators")
@@ -111,9 +112,13 @@ class Audit(Trace):
         self._position.body_begins = self._body_begins
         if self._inspection:
             self._inspection.begin()
-        if is_resumed and self._put:
+        if is_resumed:
             self._put_back("boundary")
-            self._position.loop_begins = lambda: self._put_back("boundary")
+            self._position.loop_begins = self._loop_begins
+
+    def _loop_begins(self) -> None:
+        self._write(LOOP, is_full=True)
+        self._put_back("boundary")
 
     def _body_begins(self) -> None:
         handed = self._position.handed
