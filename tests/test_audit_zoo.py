@@ -77,7 +77,6 @@ REAL = {
     "environment_forgotten": ("state", "env.place"),
     "generator_of_the_environment": ("randomness", "_np_random"),
     "hidden_state_of_an_epoch": ("state", "train.hidden"),
-    "negatives_drawn_after_load": ("state", "x_neg"),
     "optimizer_of_the_critic": ("state", "optimizer_d"),
     "python_random_in_a_dataset": ("repeat: python", "Python's generator"),
     "rate_of_a_plateau": ("state", "lr"),

@@ -25,9 +25,8 @@ from ..position.position import Position
 from ..trace import digest
 from ..trace.trace_file import At, Record, path_of
 from ..trace.tracer import EVERY, Trace, here, is_place, plain, tensors_of
-from . import survey, values
+from . import operations, survey, values
 from .diagnosis import LOOP
-from .nondeterminism import Inspection
 
 _LOADER = ("batch", "is_over", "generators")
 """What of a loader's place is the same in a training that was never stopped."""
@@ -90,7 +89,7 @@ class Audit(Trace):
         self._put: dict[str, Any] | None = plan.get("put")
         """Which values to put back after a resume."""
         self._keeps_first = False
-        self._inspection = Inspection() if plan.get("inspects") else None
+        self._operations = operations.watch() if plan.get("inspects") else None
         if plan.get("deterministic"):
             determinism.make_deterministic()
         self._limit: float | None = plan.get("limit")
@@ -110,8 +109,6 @@ class Audit(Trace):
         """Write down where the training begins, and again when its first body does."""
         super().begin(is_resumed=is_resumed)
         self._position.body_begins = self._body_begins
-        if self._inspection:
-            self._inspection.begin()
         if is_resumed:
             self._put_back("boundary")
             self._position.loop_begins = self._loop_begins
@@ -174,10 +171,9 @@ class Audit(Trace):
 
     def close(self, *, is_at_end: bool = False) -> None:
         """Write down which operations were not deterministic."""
-        if self._inspection:
-            found = [operation._asdict() for operation in self._inspection.end()]
+        if self._operations is not None:
+            found, self._operations = [*self._operations], None
             self._put_down(Record(here(self._position), "end", more={"operations": found}))
-            self._inspection = None
         if not self._left.exists():
             # (one that has left is to end now)
             faulthandler.cancel_dump_traceback_later()

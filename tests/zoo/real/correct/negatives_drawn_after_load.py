@@ -1,4 +1,4 @@
-"""Broken, after pytorch/examples mnist_forward_forward: the negatives are drawn between load and the loop."""
+"""Correct, after pytorch/examples mnist_forward_forward: the negatives are drawn after load."""
 
 import torch
 from torch import nn
