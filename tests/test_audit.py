@@ -34,8 +34,14 @@ def stops(script: Script, **options: object) -> list[tuple[str, int]]:
     return [(at.kind, at.step) for at in found.stops]
 
 
-def test_it_stops_in_mid_epoch_at_the_last_batch_at_an_epochs_end_and_once_more() -> None:
-    assert stops(Script(told.boundaries(6, 5))) == [("batch", 2), ("batch", 5), ("epoch", 10), ("batch", 15)]
+def test_it_stops_in_mid_epoch_at_the_last_batch_at_two_ends_and_once_more() -> None:
+    assert stops(Script(told.boundaries(6, 5))) == [
+        ("batch", 2),
+        ("batch", 5),
+        ("epoch", 5),
+        ("epoch", 10),
+        ("batch", 13),
+    ]
 
 
 def test_of_one_epoch_it_stops_in_the_middle_at_the_last_batch_and_at_the_end() -> None:
@@ -114,7 +120,7 @@ def test_epochs_whose_batches_nobody_sees_are_counted_themselves() -> None:
 
     found = audit.audit(COMMAND, start=script)
 
-    assert [at.epoch for at in found.stops] == [1, 3]
+    assert [at.epoch for at in found.stops] == [1, 2, 3]
     assert [at.epoch for at in audit.audit(COMMAND, at=[2, 5], start=script).stops] == [2, 5]
 
 

@@ -81,7 +81,6 @@ REAL = {
     "python_random_in_a_dataset": ("repeat: python", "Python's generator"),
     "rate_of_a_plateau": ("state", "lr"),
     "scheduler_in_a_function": ("state", "main.scheduler"),
-    "workers_of_the_validation": ("randomness", "val_loader"),
 }
 """The same of published scripts that were broken on purpose."""
 

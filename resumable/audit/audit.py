@@ -329,12 +329,14 @@ def _stops(straight: Trial, at: Sequence[int], twice: bool, notes: list[str]) ->
             )
         found = {_near(counted, len(counted) // 3), _near(counted, 2 * len(counted) // 3)}
     else:
-        # Something may be made at the end of one epoch, and be there at the end of the next.
+        # Something may be made at the end of one epoch, and be there at the end of the next. At the first end
+        # a window of batches is cut off, unless it divides the epoch.
         end = ends[1] if len(ends) > 1 and ends[1] < len(boundaries) - 1 else ends[0]
-        after = [one for one in boundaries[end + 1 : -1] if one.kind != "epoch"]
+        following = next((one for one in ends if one > end), len(boundaries) - 1)
+        after = boundaries[end + 1 : following]
         first = boundaries[: max(1, ends[0] - 1)]
         middle = _near(first, ends[0] // 2 - (ends[0] > 1))
-        found = {middle, boundaries[ends[0] - 1], boundaries[end]}
+        found = {middle, boundaries[ends[0] - 1], boundaries[ends[0]], boundaries[end]}
         found |= {_near(after, len(after) // 2)} if after else set()
     return sorted(found - {boundaries[-1]}, key=boundaries.index)
 
@@ -347,7 +349,7 @@ def _near(boundaries: Sequence[At], place: int) -> At:
     return boundaries[next(fits, place)]
 
 
-_NEARBY = 7
+_NEARBY = 3
 
 
 def _chosen(counted: Sequence[At], at: Sequence[int], twice: bool, notes: list[str]) -> list[At]:

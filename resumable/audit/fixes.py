@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
 
 from . import scopes
 from .registered import Held
@@ -87,8 +86,6 @@ def counted(count: int, what: str) -> str:
 def fix(place: Place, kind: str, value: Any, held: Held, use: str = "") -> str:
     """Return the line of code that lets a part hold it; `use` is what the loop does with the variable."""
     kinds = type(value).__mro__
-    if DataLoader in kinds:
-        return f"{place.code}.generator = torch.Generator(), from which it draws the seed of its workers"
     if nn.Module in kinds:
         return _of_module(place, value, held)
     for slot, base in (("optimizer", torch.optim.Optimizer), ("scheduler", LRScheduler)):

@@ -196,19 +196,13 @@ class Survey:
         elif type in kinds:
             yield from self._attributes(item) if scopes.is_users_class(value) else ()
         elif DataLoader in kinds:
-            yield from self._look_into_loader(item)
+            there = scopes.attributes(value)
+            for name in ("generator", "sampler", "batch_sampler", "dataset"):
+                yield item.inside(there.get(name), item.place.attribute(name, value))
         elif enum.Enum in kinds:
             self._note(item, "text", digest.of(value))
         elif not _is_package(kind):
             yield from self._look_into_object(item, kinds)
-
-    def _look_into_loader(self, item: Item) -> Iterator[Item]:
-        there = scopes.attributes(item.value)
-        if there.get("persistent_workers") and not self._held.has(item.value):
-            # Its workers draw their seed when they are started, once in each process.
-            self._note(item, "DataLoader", digest.of(there.get("_iterator") is not None))
-        for name in ("generator", "sampler", "batch_sampler", "dataset"):
-            yield item.inside(there.get(name), item.place.attribute(name, item.value))
 
     def _look_into_object(self, item: Item, kinds: tuple[type, ...]) -> Iterator[Item]:
         value = item.value

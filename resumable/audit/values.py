@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.optim.lr_scheduler import LRScheduler
 
 from ..files import codec, tensor_file
 from ..files.strict_json import Json
@@ -68,8 +68,10 @@ def _read(value: Any) -> dict[str, Any]:
         return {"generator": rng.read(value)}
     if nn.Module in kinds:
         return {"tensors": dict(containers.tensors_of(value))}
-    if DataLoader in kinds:
-        return {"has_workers": value._iterator is not None}
+    if isinstance(value, LRScheduler):
+        # It has set the rates when it was made, perhaps after they were loaded.
+        rates = [group["lr"] for group in value.optimizer.param_groups]
+        return {"state": value.state_dict(), "rates": rates}
     if hasattr(type(value), "state_dict"):
         return {"state": value.state_dict()}
     return {"value": value}
@@ -82,10 +84,10 @@ def _write(item: Item, found: Mapping[str, Any]) -> None:
     elif "tensors" in found:
         for name, tensor in containers.tensors_of(value):
             _copy(tensor, found["tensors"][name])
-    elif "has_workers" in found:
-        _start_workers(value, wanted=found["has_workers"])
     elif "state" in found:
         value.load_state_dict(found["state"])
+        for number, rate in enumerate(found.get("rates", ())):
+            value.optimizer.param_groups[number]["lr"] = rate
     else:
         _replace(item, found["value"])
 
@@ -105,10 +107,3 @@ def _replace(item: Item, new: Any) -> None:
 def _copy(tensor: torch.Tensor, new: torch.Tensor) -> None:
     with torch.no_grad():
         tensor.copy_(new)
-
-
-def _start_workers(loader: Any, *, wanted: bool) -> None:
-    if wanted and loader._iterator is None:
-        states = rng.collect()
-        loader._iterator = loader._get_iterator()
-        rng.restore(states)

@@ -1,13 +1,17 @@
 """Correct, after denoising-diffusion-pytorch: the trainer keeps the loop's step in an attribute."""
 
 import copy
-from itertools import cycle
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from resumable import RunState
+
+
+def cycle(batches):
+    while True:
+        yield from batches
 
 
 class Trainer:

@@ -1,4 +1,4 @@
-"""Broken, in the shape of timm: the workers of the validation draw their seed once in each process."""
+"""Correct, in the shape of timm: the workers of the validation are started once in each process."""
 
 import torch
 from torch import nn
