@@ -17,11 +17,9 @@ pytestmark = [pytest.mark.heavy, pytest.mark.timeout(600)]
 
 ZOO = Path(__file__).parent / "zoo"
 BROKEN = {
-    "accumulation_by_enumerate": ("state", "i"),
     "accumulation_counter": ("state", "pending"),
     "attack_until_a_deadline": ("repeat: clock", "the time"),
     "augmenter_forgotten": ("randomness", "dice"),
-    "average_only_at_the_end": ("state", "averaged"),
     "batch_ahead": ("state", "x"),
     "batch_generator_forgotten": ("randomness", "picker"),
     "channels_last_at_the_first_start": ("state", "0.weight"),
@@ -43,9 +41,8 @@ BROKEN = {
     "module_counts_calls": ("state", "calls"),
     "momentum_queue_forgotten": ("state", "queue"),
     "noise_generator_forgotten": ("randomness", "noise"),
-    "nondeterministic_scatter": ("repeat: operation", "index_put"),
+    "nondeterministic_scatter": ("repeat: operation", "an operation"),
     "numpy_unseeded": ("repeat: numpy", "NumPy's generator"),
-    "patience_in_a_variable": ("state", "epochs_without"),
     "python_random_unseeded": ("repeat: python", "Python's generator"),
     "replay_forgotten": ("state", "replay"),
     "running_mean_is_no_buffer": ("state", "running_mean"),
@@ -69,6 +66,12 @@ BROKEN = {
     "worker_seeded_by_the_time": ("repeat: clock", "the time"),
 }
 """What is wrong with each, and what the diagnosis has to name."""
+
+NOTED = {"average_only_at_the_end": "averaged", "patience_in_a_variable": "main.epochs_without"}
+"""What is lost, but no training depends on it within the steps of an audit."""
+
+UNNAMED = {"accumulation_by_enumerate": "state"}
+"""What is diagnosed by its class only, since it cannot be put back."""
 
 REAL = {
     "accumulation_of_a_library": ("state", "accelerator.step"),
@@ -103,6 +106,29 @@ def test_a_broken_script_is_diagnosed_by_its_class_and_by_name(
     start = trials.start if name in NOT_IN_FORKS else forks
 
     _is_diagnosed(ZOO / "broken" / f"{name}.py", *BROKEN[name], start)
+
+
+@pytest.mark.parametrize("name", sorted(NOTED))
+def test_what_no_training_depends_on_is_a_note(
+    name: str, forks: Forks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    verdict = audit([sys.executable, str(ZOO / "broken" / f"{name}.py")], start=forks)
+
+    assert verdict.is_exact, verdict.findings
+    assert NOTED[name] in [one.name for one in verdict.lost if one.weight == "note"]
+
+
+@pytest.mark.parametrize("name", sorted(UNNAMED))
+def test_what_cannot_be_put_back_is_not_named(
+    name: str, forks: Forks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    first = audit([sys.executable, str(ZOO / "broken" / f"{name}.py")], start=forks).findings[0]
+
+    assert (first.kind, list(first.names)) == (UNNAMED[name], [])
 
 
 @pytest.mark.sampled(4)
@@ -150,5 +176,5 @@ def test_where_no_batch_can_be_given_after_a_resume_the_data_are_said_to_differ(
 
 
 def test_every_broken_script_is_in_the_table() -> None:
-    assert {script.stem for script in (ZOO / "broken").glob("*.py")} == BROKEN.keys()
+    assert {script.stem for script in (ZOO / "broken").glob("*.py")} == {*BROKEN, *NOTED, *UNNAMED}
     assert {script.stem for script in (ZOO / "real" / "broken").glob("*.py")} == REAL.keys()

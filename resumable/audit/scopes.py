@@ -14,7 +14,7 @@ from types import CodeType, FrameType, FunctionType, GetSetDescriptorType, Membe
 from typing import Any
 
 from ..loaders import named
-from ..position import bytecode, iteration, loop_variables
+from ..position import bytecode, loop_variables
 from ..position.bytecode import Carried
 
 STATE, NOTE, FRESH = "state", "note", "fresh"
@@ -92,7 +92,7 @@ def _names(argument: object) -> tuple[object, ...]:
 def of_modules(frame: FrameType | None) -> list[Scope]:
     """Return the variables of the script, and of the modules of the user's that it has imported."""
     found: dict[int, Scope] = {}
-    for running in iteration.of_script(frame):
+    for running in _running(frame):
         if running.f_code.co_name == "<module>":
             found.setdefault(id(running.f_globals), _of_module(running.f_globals, "", running))
     # The script's own variables have the shorter names.
@@ -101,6 +101,15 @@ def of_modules(frame: FrameType | None) -> list[Scope]:
         prefix = "" if name == "__main__" else f"{name.rpartition('.')[2]}."
         found.setdefault(id(variables), _of_module(variables, prefix))
     return [*found.values()]
+
+
+def _running(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame:
+        # An example in a docstring is a script, whatever module it is in.
+        is_example = frame.f_code.co_filename.startswith("<doctest")
+        if is_example or named.is_own(str(frame.f_globals.get("__name__", "__main__"))):
+            yield frame
+        frame = frame.f_back
 
 
 def _users_modules() -> Iterator[tuple[str, ModuleType]]:
@@ -138,7 +147,7 @@ def _names_in(code: CodeType) -> Iterator[str]:
 def of_functions(frame: FrameType | None) -> list[Scope]:
     """Return the variables of the user's functions that are running, the outermost first."""
     found, is_inner = [], False
-    for running in [*iteration.of_script(frame)][::-1]:
+    for running in [*_running(frame)][::-1]:
         code = running.f_code
         if code.co_name != "<module>":
             prefix = f"{code.co_name}." if code.co_name.isidentifier() else ""

@@ -2,7 +2,6 @@
 
 __all__ = [
     "bytecode",
-    "iteration",
     "last_batch",
     "loader_position",
     "loop_variables",

@@ -4,30 +4,22 @@ import copy
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from resumable import RunState
 
 
-def cycle(batches):
-    while True:
-        yield from batches
-
-
 class Trainer:
     def __init__(self, model, data, steps):
-        self.model, self.steps, self.step = model, steps, 0
-        self.loader = DataLoader(TensorDataset(data), batch_size=8, shuffle=True)
+        self.model, self.data, self.steps, self.step = model, data, steps, 0
         self.opt = torch.optim.Adam(model.parameters(), lr=1e-3)
         self.ema = copy.deepcopy(model)
 
     def train(self):
-        parts = {"optimizer": self.opt, "loader": self.loader, "extra": {"ema": self.ema}}
+        parts = {"optimizer": self.opt, "extra": {"ema": self.ema}}
         with RunState.load("runs/exp", model=self.model, **parts) as state:
-            batches = cycle(state.batches())
             for self.step in state.steps(self.steps):  # noqa: B020
                 for _ in range(2):
-                    (x,) = next(batches)
+                    x = self.data[torch.randint(len(self.data), (8,))]
                     noise = torch.randn_like(x)
                     ((self.model(x + noise) - noise).square().mean() / 2).backward()
                 self.opt.step()
