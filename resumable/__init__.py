@@ -33,10 +33,10 @@ from .run.directory import Run
 from .version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from .audit.unregistered import Unregistered as Unregistered
     from .determinism import seed_everything as seed_everything
     from .interop.weights import Misfit as Misfit
     from .interop.weights import load_weights as load_weights
+    from .observer import Unregistered as Unregistered
     from .saving.writer import PendingSave as PendingSave
     from .state import RunState as RunState
 
@@ -45,7 +45,7 @@ _LAZY = {
     "Misfit": ".interop.weights",
     "PendingSave": ".saving.writer",
     "RunState": ".state",
-    "Unregistered": ".audit.unregistered",
+    "Unregistered": ".observer",
     "load_weights": ".interop.weights",
     "seed_everything": ".determinism",
 }

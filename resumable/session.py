@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from . import determinism
-from .audit import recorder
 from .boundary import Due
 from .errors import Preempted, RemoteError, UsageError, warn
 from .files import pin
 from .files.strict_json import Json
 from .loaders import doubts
+from .observer import observer
 from .options import Options
 from .position import last_batch
 from .position.position import Position
@@ -54,7 +54,7 @@ class Session:
         self.autosave = Autosave(ranks, self.signals, pace, options.rules, options.limit)
         self.steps = StepCounter(training, self.saving, self.autosave)
         self.warnings = SaveWarnings(training)
-        self.trace = recorder.begin(
+        self.trace = observer(
             training.parts,
             training.position,
             training.crew.rank,

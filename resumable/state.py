@@ -14,11 +14,10 @@ from typing import Any
 import torch
 
 from . import options
-from .audit import survey, unregistered
-from .audit.unregistered import Seen, Unregistered
 from .errors import Diverged, Preempted, RemoteError, UsageError, warn
 from .files import pin
 from .loops import Loops
+from .observer import Unregistered, audit
 from .position import spikes
 from .position.batch_loop import Through
 from .position.counted_loops import Batches, Enumerated
@@ -151,7 +150,7 @@ class RunState:
         self._training, self._saving = session.training, session.saving
         self._position = session.training.position
         self._is_calm = True
-        self._first_look: Mapping[str, Seen] | None = None
+        self._first_look: Mapping[str, Any] | None = None
 
     @property
     def run(self) -> Run:
@@ -468,9 +467,10 @@ the batches since are left out (1 of 3 times)
         ...     print(one.name, "in", one.fix)
         seen in state.vars["seen"]
         """
-        look = survey.take(self._training.parts, sys._getframe(1))
+        look = audit("survey").take(self._training.parts, sys._getframe(1))
         self._first_look = look if self._first_look is None else self._first_look
-        return unregistered.changed(self._first_look, look)
+        lost: list[Unregistered] = audit("survey").changed(self._first_look, look)
+        return lost
 
     def report(self, path: str | os.PathLike[str] = "report.html") -> Report | None:
         """Write a page about the run, as `resumable report` does; a notebook shows what this returns.

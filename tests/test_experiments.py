@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import random
+import re
+import warnings
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import told
+import torch
 from told import Script, Start
 
-from resumable.audit import audit, verdicts
+from resumable.audit import audit, operations, verdicts
 from resumable.audit import causes as experiments
 from resumable.audit.diagnosis import Finding
-from resumable.audit.nondeterminism import CHANGED, DIFFERED, REFUSED
 from resumable.trace.trace_file import Record
 
 
@@ -111,57 +112,54 @@ def test_a_generator_that_stands_elsewhere_and_is_no_cause_is_not_named() -> Non
     assert why(Script(told.boundaries(4, 4), changed)).cause == "hash"
 
 
-class Inspected(Unsteady):
-    """One in which an operation is found, and why that may not repeat itself."""
+PUT = "put_ (train.py:9)"
 
-    def __init__(self, *about: Any, why: str = DIFFERED, **options: Any) -> None:
-        super().__init__(*about, **options)
-        self._found = {"name": "aten::put_", "where": "train.py:9", "why": why}
+
+class Inspected(Unsteady):
+    """One with an operation of which torch has no deterministic implementation."""
 
     def _changed(self, record: Record, start: Start) -> Record | None:
         found = super()._changed(record, start)
         if found and start.plan.get("inspects") and record.why == "start":
-            return replace(found, more={**found.more, "operations": [self._found]})
+            return replace(found, more={**found.more, "operations": [PUT]})
         return found
 
 
-def test_the_operations_that_are_not_deterministic_are_named_with_their_line() -> None:
-    finding = why(Inspected(["operation"]))
-
-    assert finding.names == [f"aten::put_ (train.py:9): {DIFFERED}"]
+def test_operations_without_a_deterministic_implementation_are_named() -> None:
+    assert why(Inspected(["operation"])).names == [PUT]
 
 
-@pytest.mark.parametrize("why_not", [CHANGED, REFUSED])
-def test_an_operation_that_was_not_seen_to_differ_is_named_as_possible_and_not_as_the_cause(
-    why_not: str,
-) -> None:
-    finding = why(Inspected(["something else"], refused_at=1, why=why_not))
+def test_an_operation_is_named_as_possible_where_the_script_fails_with_deterministic_ones() -> None:
+    finding = why(Inspected(["something else"], refused_at=1))
 
     assert finding.cause == "unknown"
-    assert "(it may be an operation: aten::put_; with deterministic ones the script fails)" in finding.text
-    assert finding.names == [f"aten::put_ (train.py:9): {why_not}"]
+    assert "(it may be an operation: put_; with deterministic ones the script fails)" in finding.text
+    assert finding.names == [PUT]
     assert "deterministic=True" not in finding.fix
 
 
 def test_an_operation_is_not_named_where_deterministic_ones_were_tried_and_do_not_help() -> None:
-    finding = why(Inspected(["something else"], why=CHANGED))
+    finding = why(Inspected(["something else"]))
 
     assert (finding.cause, finding.names) == ("unknown", [])
 
 
-@pytest.mark.parametrize(("refused_at", "how"), [(1, "fails"), (99, "does not help")])
-def test_one_that_was_seen_to_differ_is_the_cause_though_deterministic_ones_do_not_help(
-    refused_at: int, how: str
+def test_torch_names_the_operations_that_it_has_no_deterministic_implementation_of(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    finding = why(Inspected(["something else"], refused_at=refused_at))
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+    found = operations.watch()
+    try:
+        torch.zeros(2).put_(torch.tensor([0, 0]), torch.ones(2))
+    finally:
+        torch.use_deterministic_algorithms(False)
 
-    assert finding.cause == "operation"
-    assert finding.fix.endswith(f"seed_everything(0, deterministic=True) {how} here")
+    assert [re.sub(r"\d+", "9", name) for name in found] == ["put_ (test_experiments.py:9)"]
 
 
 @pytest.mark.parametrize("refused_at", [1, 3])
 def test_an_operation_that_torch_refuses_hides_no_causes_that_are_found_together(refused_at: int) -> None:
-    finding = why(Inspected(["python", "numpy"], "data", refused_at=refused_at, why=REFUSED))
+    finding = why(Inspected(["python", "numpy"], "data", refused_at=refused_at))
 
     assert finding.cause == "python, numpy"
 
@@ -190,17 +188,6 @@ def test_of_what_differs_rarely_the_cause_is_unknown_and_how_often_it_does_is_to
     assert finding.cause == "unknown"
     assert f"is another one in {len(seldom)} of 9 starts, first at" in finding.text
     assert len(script.starts) == 10
-
-
-def test_an_operation_that_was_seen_to_differ_is_the_cause_of_a_rare_difference() -> None:
-    class Racing(Rarely, Inspected):
-        def __init__(self) -> None:
-            Inspected.__init__(self, ["something else"])
-            self._seldom = [2]
-
-    finding = why(Racing())
-
-    assert (finding.cause, "in 1 of 9 starts" in finding.text) == ("operation", True)
 
 
 @pytest.mark.parametrize("seed", range(5))

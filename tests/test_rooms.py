@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,8 @@ PACKAGE = Path(__file__).parent.parent / "resumable"
 
 ORDER = (
     "errors boundary progress version | files | run | options processes | loaders | position | parts | remote"
-    " | views | interop | trace | training | saving | determinism | audit.source | audit"
-    " | resuming | step_counter save_warnings | session | loops | state | cli"
+    " | views | interop | trace | training | saving | determinism | resuming observer"
+    " | step_counter save_warnings | session | loops | state | audit | cli"
 )
 PLACE = {room: place for place, rooms in enumerate(ORDER.split(" | ")) for room in rooms.split()}
 ROOMS = {name for name in PLACE if (PACKAGE / name.replace(".", "/")).is_dir()}
@@ -78,6 +80,14 @@ def shown(room: str) -> list[str]:
     face = source(f"{room}.__init__")
     names = [node.value for node in face.body if isinstance(node, ast.Assign)]
     return ast.literal_eval(names[0]) if names else []
+
+
+def test_a_training_does_not_import_the_audit() -> None:
+    code = "import sys, resumable.state; print([name for name in sys.modules if '.audit' in name])"
+
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+    assert said == "[]\n"
 
 
 @pytest.mark.parametrize("room", sorted(ROOMS))

@@ -69,23 +69,27 @@ class Script:
         done = trace_file.read(path) if path.exists() else []
         if path not in self._trials:
             self._trials.append(path)
-        resumes = sum(record.why == "resumed" for record in done) + bool(done)
+        place = Path(environment["RESUMABLE_RUN_DIR"]) / "place"
+        at = At(*json.loads(place.read_text())) if place.exists() else None
+        resumes = sum(record.why == "resumed" for record in done) + bool(at)
         start = Start(self._trials.index(path), resumes, environment, plan)
         self.starts.append(start)
         log.write_text("epoch 0\n")
         with open(path, "a") as file:
-            for record in self._records(done, plan):
+            for record in self._records(at, plan):
                 if (changed := self._change(record, start)) is None:
                     log.write_text(FAILED)
                     return 1
                 file.write(trace_file.to_line(changed) + "\n")
+                place.parent.mkdir(exist_ok=True)
+                place.write_text(json.dumps(record.at))
         return 143 if Path(plan["left"]).exists() else 0
 
-    def _records(self, done: Sequence[Record], plan: Mapping[str, Any]) -> Iterator[Record]:
-        at = done[-1].at if done else At("outside", 0, 0, 0)
+    def _records(self, done: At | None, plan: Mapping[str, Any]) -> Iterator[Record]:
+        at = done or At("outside", 0, 0, 0)
         why = "resumed" if done else "start"
         yield record(at, why, more={"kinds": KINDS, "settings": {}})
-        rest = self._places[self._places.index(at) + 1 :] if done else self._places
+        rest = self._places[self._places.index(at) + 1 :] if done in self._places else self._places
         counted, before = 0, "epoch"
         for place in rest:
             yield record(place)

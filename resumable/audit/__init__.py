@@ -1,3 +1,3 @@
 """Runs a script several times, and names what a resume would lose."""
 
-__all__ = ["audit", "page", "recorder", "survey", "trials", "unregistered", "verdicts"]
+__all__ = ["audit", "recorder", "survey", "trials", "verdicts"]

@@ -12,8 +12,8 @@ from typing import Any
 
 from ..errors import UsageError
 from ..trace.trace_file import At
-from . import causes, diagnosis, naming, trials
-from .diagnosis import Finding, Lost
+from . import causes, diagnosis, naming, proof, trials
+from .diagnosis import Finding, Lost, Unlike
 from .trials import Attempt, Start, Trial, Trials
 
 
@@ -116,14 +116,49 @@ def _examine(made: Trials, verdict: Verdict, at: Sequence[int], twice: bool) -> 
         return
     unsteady = diagnosis.unsteady_names([straight, *again])
     verdict.lost = diagnosis.lost(straight, stopped, verdict.stops, unsteady)
-    if unlike := diagnosis.after_resume(straight, stopped, verdict.stops, ignored):
-        gone = verdict.lost or diagnosis.made_otherwise(unlike, unsteady)
-        parted = diagnosis.of_resume(straight, stopped, unlike, gone)
+    unlike = diagnosis.after_resume(straight, stopped, verdict.stops, ignored)
+    failed = _failed(stopped) or _fell_short(straight, stopped, verdict.stops)
+    culprits: list[Lost] = []
+    if (unlike and not diagnosis.settings_unlike(unlike)) or (failed and failed.kind == diagnosis.DATA):
+        reached = _stops_before(unlike, straight, stopped, verdict.stops)
+        culprits, rest = proof.culprits(made, straight, reached, ignored, unsteady)
+        verdict.notes += _of_bystanders(culprits, rest)
+    verdict.lost = _weighed(verdict.lost, culprits)
+    if unlike:
+        parted = diagnosis.of_resume(straight, stopped, unlike, culprits)
         verdict.findings.append(_of_chance(made, straight, parted) or parted)
-    elif failed := _failed(stopped) or _fell_short(straight, stopped, verdict.stops, unsteady):
+    elif failed and culprits:
+        names, fix = [one.name for one in culprits], "; ".join(one.fix for one in culprits)
+        verdict.findings.append(failed._replace(names=names, fix=fix))
+    elif failed:
         verdict.findings.append(failed)
-    else:
-        verdict.findings += map(diagnosis.of_lost, (one for one in verdict.lost if one.weight == "state"))
+
+
+def _stops_before(unlike: Unlike | None, straight: Trial, stopped: Trial, stops: Sequence[At]) -> list[At]:
+    """Return the stops after which a training was resumed, up to where it parts."""
+    order = [*straight.boundaries()]
+    resumed = [*stops[: max(1, len(stopped.attempts) - 1)]]
+    if unlike is None or unlike.one.at not in order:
+        return resumed
+    return [at for at in resumed if order.index(at) <= order.index(unlike.one.at)] or resumed[:1]
+
+
+def _weighed(lost: Sequence[Lost], culprits: Sequence[Lost]) -> list[Lost]:
+    """Return what is lost with its weight: state, if the training was another one without it."""
+    names = {one.name for one in culprits}
+    rest = [one._replace(weight="note") for one in lost if one.name not in names]
+    return [*(one._replace(weight="state") for one in culprits), *rest]
+
+
+def _of_bystanders(culprits: Sequence[Lost], rest: Sequence[Lost]) -> list[str]:
+    if culprits or not rest:
+        return []
+    names = naming.joined(
+        [one.name for one in rest[:_MORE]] + ([f"{len(rest) - _MORE} more"] if rest[_MORE:] else [])
+    )
+    return [
+        f"{names} differ after a resume too, but with their values put back the training is still another one"
+    ]
 
 
 def _of_other(made: Trials, straight: Trial, other: Trial) -> Finding | None:
@@ -223,7 +258,7 @@ def _of_no_stop(straight: Trial) -> Finding:
     )
 
 
-def _fell_short(straight: Trial, stopped: Trial, stops: Sequence[At], unsteady: set[str]) -> Finding | None:
+def _fell_short(straight: Trial, stopped: Trial, stops: Sequence[At]) -> Finding | None:
     """Return what a training that was stopped did not come to, if so."""
     there = stopped.boundaries()
     expected = (one.at for one in diagnosis.unasked(straight.records, there) if one.why == "boundary")
@@ -237,14 +272,12 @@ def _fell_short(straight: Trial, stopped: Trial, stops: Sequence[At], unsteady: 
         return _of_unset(unset[1], missing[0])
     if _OTHER_BATCHES in last.error:
         said = last.error.partition(": ")[2].rstrip(".")
-        gone = diagnosis.lost(straight, stopped, stops, unsteady, at_once=True)
         return Finding(
             diagnosis.DATA,
             "the order of the samples",
             missing[0],
             f"{begun} {said}, and the script did not come to {missing[0]}",
-            names=[one.name for one in gone],
-            fix=gone[0].fix if gone else "give what the order depends on as extra=.",
+            fix="give what the order depends on as extra=.",
         )
     return Finding(
         diagnosis.SCRIPT,
@@ -294,13 +327,29 @@ def _stops(straight: Trial, at: Sequence[int], twice: bool, notes: list[str]) ->
                 f"no epoch came to its end within {len(counted)} batches, so the last batch and the epoch's "
                 "end were not stopped at: --steps goes further"
             )
-        found = {counted[len(counted) // 3], counted[2 * len(counted) // 3]}
+        found = {_near(counted, len(counted) // 3), _near(counted, 2 * len(counted) // 3)}
     else:
-        second = ends[1 % len(ends)]
-        after = [one for one in boundaries[second + 1 : -1] if one.kind != "epoch"]
-        middle = boundaries[ends[0] // 2 - (ends[0] > 1)]
-        found = {middle, boundaries[ends[0] - 1], boundaries[second], *after[len(after) // 2 :][:1]}
+        # Something may be made at the end of one epoch, and be there at the end of the next. At the first end
+        # a window of batches is cut off, unless it divides the epoch.
+        end = ends[1] if len(ends) > 1 and ends[1] < len(boundaries) - 1 else ends[0]
+        following = next((one for one in ends if one > end), len(boundaries) - 1)
+        after = boundaries[end + 1 : following]
+        first = boundaries[: max(1, ends[0] - 1)]
+        middle = _near(first, ends[0] // 2 - (ends[0] > 1))
+        found = {middle, boundaries[ends[0] - 1], boundaries[ends[0]], boundaries[end]}
+        found |= {_near(after, len(after) // 2)} if after else set()
     return sorted(found - {boundaries[-1]}, key=boundaries.index)
+
+
+def _near(boundaries: Sequence[At], place: int) -> At:
+    """Return the boundary there, or one nearby at which no window of 2, 3, 4 or 6 batches ends."""
+    near = sorted(range(len(boundaries)), key=lambda other: abs(other - place))[:_NEARBY]
+    counts = [boundaries[one].batch or boundaries[one].step for one in near]
+    fits = (one for one, count in zip(near, counts, strict=True) if count > 4 and count % 2 and count % 3)
+    return boundaries[next(fits, place)]
+
+
+_NEARBY = 3
 
 
 def _chosen(counted: Sequence[At], at: Sequence[int], twice: bool, notes: list[str]) -> list[At]:

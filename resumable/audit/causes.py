@@ -6,7 +6,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..files.strict_json import Json
@@ -105,14 +105,11 @@ def why(made: Trials, straight: Trial, unlike: Unlike) -> Finding:
     spread = _spread(made)
     tries = _Tries(made, spread)
     found = [] if spread.is_rare else tries.that_help([*_likely_first(straight, unlike)])
-    causes, operations = [CAUSES[word] for word in found], list[_Operation]()
+    causes, operations = [CAUSES[word] for word in found], list[str]()
     if not found or {"operation", "threads"} & {*found}:
         operations = _operations(made)
-    if not found and (seen := [one for one in operations if one.is_seen]):
-        found, operations = ["operation"], seen
-        causes = [replace(CAUSES["operation"], fix=_fix_of_seen(spread, tries))]
     if not found and not spread.is_rare and _stands_elsewhere(unlike, "torch"):
-        # (torch.seed() asks the system where nobody can answer in its place)
+        # torch.seed() asks the system, and nothing can answer in its place.
         found, causes = ["torch"], [CAUSES["torch"]]
     if not found:
         causes = [_RARE if spread.is_rare else UNKNOWN]
@@ -126,18 +123,11 @@ def why(made: Trials, straight: Trial, unlike: Unlike) -> Finding:
         + " and ".join(cause.because for cause in causes)
         + ("" if found else _possible(operations, tries)),
         cause=", ".join(found) or "unknown",
-        names=[*_names(operations), *_generators(unlike, found)],
+        names=[*operations, *_generators(unlike, found)],
         fix="; ".join(dict.fromkeys(cause.fix for cause in causes)),
         evidence=diagnosis.evidence(unlike),
         rank=unlike.rank,
     )
-
-
-def _fix_of_seen(spread: _Spread, tries: _Tries) -> str:
-    if spread.is_rare:
-        return f"{CAUSES['operation'].fix}, or use others in their place"
-    fails = "fails" if "operation" in tries.failed else "does not help"
-    return f"use others in their place: resumable.seed_everything(0, deterministic=True) {fails} here"
 
 
 def _often(spread: _Spread) -> str:
@@ -146,11 +136,11 @@ def _often(spread: _Spread) -> str:
     return f"another one in {spread.others} of {spread.starts} starts"
 
 
-def _possible(operations: Sequence[_Operation], tries: _Tries) -> str:
+def _possible(operations: Sequence[str], tries: _Tries) -> str:
     """Return what may be the cause, since it was not tried without it."""
     if not operations:
         return ""
-    names = naming.joined([*dict.fromkeys(one.name for one in operations)])
+    names = naming.joined([*dict.fromkeys(one.partition(" (")[0] for one in operations)])
     fails = "; with deterministic ones the script fails" if "operation" in tries.failed else ""
     return f" (it may be an operation: {names}{fails})"
 
@@ -160,14 +150,13 @@ def of_refused(made: Trials, straight: Trial) -> Finding | None:
     said = straight.attempts[-1].error
     if "deterministic" not in said or not said.startswith("RuntimeError"):
         return None
-    operations = _operations(made)
     return Finding(
         REPEAT,
         "an operation",
         None,
         f"with deterministic operations the script fails: {said}",
         cause="operation",
-        names=_names([one for one in operations if one.is_refused] or operations),
+        names=_operations(made),
         fix="use others in their place, or leave out --deterministic",
     )
 
@@ -314,39 +303,13 @@ def _without(words: Iterable[str]) -> tuple[dict[str, str], dict[str, Json]]:
     return environment, plan
 
 
-class _Operation(NamedTuple):
-    """An operation that may not be deterministic."""
-
-    name: str
-    text: str
-    is_seen: bool
-    """Whether it was seen to give other numbers when it was done twice."""
-    is_refused: bool
-
-
-def _operations(made: Trials) -> list[_Operation]:
-    """Return the operations that may not be deterministic, as one more training has found them."""
-    from .nondeterminism import DIFFERED, REFUSED
-
-    # (without it older versions of torch refuse each product of matrices on CUDA)
+def _operations(made: Trials) -> list[str]:
+    """Return the operations of which torch has no deterministic implementation, each with its line."""
+    # Without it older versions of torch refuse each product of matrices on CUDA.
     workspace = {"CUBLAS_WORKSPACE_CONFIG": os.environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8")}
     trial = made.straight("naming operations", workspace, {"inspects": True, "deterministic": False})
-    found = [
-        one for records in trial.ranks for record in records for one in record.more.get("operations", ())
-    ]
-    return [
-        _Operation(
-            one["name"],
-            f"{one['name']} ({one['where']}): {one['why']}",
-            one["why"] == DIFFERED,
-            one["why"] == REFUSED,
-        )
-        for one in found
-    ]
-
-
-def _names(operations: Sequence[_Operation]) -> list[str]:
-    return [*dict.fromkeys(one.text for one in operations)]
+    every = (one.more.get("operations", ()) for records in trial.ranks for one in records)
+    return [*dict.fromkeys(name for names in every for name in names)]
 
 
 def _generators(unlike: Unlike, causes: Sequence[str]) -> list[str]:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..trace import digest
-from . import script_variables
+from . import scopes
 from .fixes import Nth
 from .registered import TENSORS, Held
 
@@ -73,7 +73,7 @@ class Inside:
             self.kept.append(value)
             self._add_items(value, path, depth)
         elif depth == 0:
-            for name, inner in script_variables.attributes(value).items():
+            for name, inner in scopes.attributes(value).items():
                 if not self._held.has(inner) and _is_own_state(name, inner):
                     self.add(inner, (name,), 1)
         elif len(self.objects) < WIDEST:

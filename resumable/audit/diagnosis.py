@@ -82,6 +82,12 @@ def is_essential(part: str, name: str, kinds: Mapping[str, str]) -> bool:
     return not name.startswith(("metrics", "generators"))
 
 
+def _is_serious(found: Difference, kinds: Mapping[str, str]) -> bool:
+    # What is in the bytes of an object is not known: the same may be written in another way.
+    is_opaque = all(isinstance(one, dict) and "$bytes" in one for one in (found.before, found.after))
+    return not is_opaque and is_essential(found.part, found.name, kinds)
+
+
 def kinds_of(trial: Trial) -> dict[str, str]:
     """Return what kind of object each part is."""
     found: dict[str, str] = next((r.more["kinds"] for r in trial.records if "kinds" in r.more), {})
@@ -95,7 +101,7 @@ def first_unlike(one: Trial, other: Trial) -> Unlike | None:
     for rank, (records, others) in enumerate(zip(one.ranks, other.ranks, strict=False)):
         for place, (record, met) in enumerate(zip(records, others, strict=False)):
             differ = trace_file.differences(record, met)
-            serious = [one for one in differ if is_essential(one.part, one.name, kinds)]
+            serious = [one for one in differ if _is_serious(one, kinds)]
             if record.at != met.at and not serious:
                 serious = [Difference(record.at, "position", "step", record.at.step, met.at.step)]
             if serious:
@@ -117,6 +123,9 @@ def _of_length(records: Sequence[Record], others: Sequence[Record], rank: int) -
 
 
 _ELSEWHERE = "boundary"
+
+LOOP = "loop"
+"""Why there is a record: the first loop of a resumed process begins."""
 
 LENGTH = "length"
 """What differs where one training goes on and the other does not."""
@@ -147,12 +156,15 @@ def unsteady_names(trials: Sequence[Trial]) -> set[str]:
     }
 
 
-def after_resume(straight: Trial, stopped: Trial, stops: Sequence[At], ignored: set[Leaf]) -> Unlike | None:
+def after_resume(
+    straight: Trial, stopped: Trial, stops: Sequence[At], ignored: set[Leaf], *, at_boundaries: bool = False
+) -> Unlike | None:
     """Return where a training that was stopped parts from one that was not; None: nowhere."""
     found = []
     for rank in range(len(straight.ranks)):
         if rank < len(stopped.ranks):
-            found += [*_of_rank(straight, stopped, stops, ignored, rank)][:1]
+            unlike = _of_rank(straight, stopped, stops, ignored, rank)
+            found += [one for one in unlike if one.other.why == "boundary" or not at_boundaries][:1]
     return min(found, key=lambda unlike: unlike.place, default=None)
 
 
@@ -226,28 +238,45 @@ def _counts(found: Difference, why: str, kinds: Mapping[str, str]) -> bool:
     )
 
 
-def lost(
-    straight: Trial, stopped: Trial, stops: Sequence[At], unsteady: set[str], *, at_once: bool = False
-) -> list[Lost]:
-    """Return what changes in the training, is in no part, and is not the same after a resume.
-
-    `at_once`: what is not the same before the first batch counts too.
-    """
+def lost(straight: Trial, stopped: Trial, stops: Sequence[At], unsteady: set[str]) -> list[Lost]:
+    """Return what changes in the training, is in no part, and is not the same after a resume."""
     found: dict[str, Lost] = {}
     for rank in range(min(len(straight.ranks), len(stopped.ranks))):
         first = next((one for one in straight.ranks[rank] if one.why == "boundary"), None)
         for record, reference in _pairs(straight, stopped, stops, rank):
             if reference is None or first is None:
                 break
-            if record.why == "resumed" and not at_once:
-                # (what the script still sets before the first batch is not lost)
+            if record.why == "resumed":
+                # What the script still sets before the first batch is not lost.
                 continue
             for name, seen in _seen(reference).items():
                 is_other = name in _seen(record) and _digest(record, name) != seen["digest"]
                 has_changed = _has_changed(straight, rank, name)
                 if is_other and has_changed and name not in unsteady and name not in found:
                     found[name] = _lost(name, seen, _seen(record)[name], record.at)
-    return sorted(found.values(), key=lambda one: (one.weight != "state", one.name))
+    return sorted(found.values(), key=_likely)
+
+
+def suspects(straight: Trial, resumed: Trial, stop: At, unsteady: set[str]) -> list[Lost]:
+    """Return what is in no part and is not the same when a resumed training begins."""
+    found: dict[str, Lost] = {}
+    for rank in range(min(len(straight.ranks), len(resumed.ranks))):
+        then = straight.boundaries(rank).get(stop)
+        begins = [(one, then) for one in resumed.ranks[rank] if one.why == LOOP]
+        for record, reference in (*begins, *_pairs(straight, resumed, [stop], rank)):
+            for name, seen in _seen(reference).items() if reference and record.why != "boundary" else ():
+                if name in _seen(record) and _digest(record, name) != seen["digest"] and name not in unsteady:
+                    found[name] = _lost(name, seen, _seen(record)[name], record.at)
+    return sorted(found.values(), key=_likely)
+
+
+def _likely(one: Lost) -> tuple[bool, int, str]:
+    return one.weight != "state", rank_of(one.kind), one.name
+
+
+def rank_of(kind: str) -> int:
+    """Return how likely it is that a training depends on something of a kind: objects before plain values."""
+    return 2 if kind in ("number", "text", "none") else kind in ("list", "dict", "set", "tuple", "deque")
 
 
 def _has_changed(straight: Trial, rank: int, name: str) -> bool:
@@ -270,10 +299,10 @@ def _digest(record: Record, name: str) -> str | None:
     return seen["digest"] if seen else None
 
 
-def of_resume(straight: Trial, stopped: Trial, unlike: Unlike, gone: Sequence[Lost]) -> Finding:
+def of_resume(straight: Trial, stopped: Trial, unlike: Unlike, culprits: Sequence[Lost]) -> Finding:
     """Return what is wrong with a training that is another one after it was stopped."""
     first = unlike.first
-    kind, suspects = _class_of(unlike, first, gone)
+    kind = _class_of(unlike, first, culprits)
     settings = settings_unlike(unlike) if kind == NUMBERS else []
     when = {
         "resumed": f"after the resume at {unlike.one.at}",
@@ -287,8 +316,8 @@ def of_resume(straight: Trial, stopped: Trial, unlike: Unlike, gone: Sequence[Lo
         naming.of(first),
         unlike.other.at,
         text,
-        names=settings or [f"{one.name} ({one.kind}{one.where and ', '}{one.where})" for one in suspects],
-        fix=_SAME_SETTINGS if settings else _fix_of(kind, unlike, first, suspects),
+        names=settings or [f"{one.name} ({one.kind}{one.where and ', '}{one.where})" for one in culprits],
+        fix=_SAME_SETTINGS if settings else _fix_of(kind, unlike, first, culprits),
         evidence=evidence(unlike),
         rank=unlike.rank,
     )
@@ -303,20 +332,6 @@ def settings_unlike(unlike: Unlike) -> list[str]:
     return [f"{name}: {one[name]} and {other[name]}" for name in one if one[name] != other.get(name)]
 
 
-def made_otherwise(unlike: Unlike, unsteady: set[str]) -> list[Lost]:
-    """Return what no part holds and a resumed process has made otherwise, and not changed since: a split."""
-    here = _seen(unlike.other)
-    return [
-        _lost(name, then, here[name], unlike.other.at)
-        for name, then in _seen(unlike.one).items()
-        if name in here
-        and name not in unsteady
-        # (a number may well say where this process began)
-        and then["kind"] not in ("number", "text", "none")
-        and then["digest"] != here[name]["digest"]
-    ]
-
-
 def first_of(differences: Sequence[Difference]) -> Difference:
     """Return the difference that the others can follow from: a batch before what was computed from it."""
     return min(differences, key=_cause_before_effect)
@@ -329,31 +344,23 @@ def _cause_before_effect(found: Difference) -> tuple[int, bool]:
     return (group if not is_setting else order.index("random")), isinstance(found.before, dict)
 
 
-def _class_of(unlike: Unlike, first: Difference, gone: Sequence[Lost]) -> tuple[str, Sequence[Lost]]:
-    # (some show only where they have another value than what is saved)
-    early = [one for one in gone if _order(one.at) <= _order(unlike.other.at)] or gone
-    sure = [one for one in early if one.weight == "state"] or early
+def _class_of(unlike: Unlike, first: Difference, culprits: Sequence[Lost]) -> str:
     if unlike.other.why != "boundary" or first.part == "position":
-        return STATE, sure
-    draws = [one for one in sure if is_generator(one.kind)]
-    data = [one for one in sure if _chooses_data(one)]
-    # (a script that asks a loader by itself has batches that nobody else sees)
-    if first.part == "batches" or (data and len(data) == len(sure)):
-        return DATA, sure
-    if first.part == "random" or first.part.startswith("loader") or (draws and len(draws) == len(sure)):
-        return RANDOMNESS, draws or sure
+        return STATE
+    # A script that asks a loader by itself has batches that are not compared.
+    if first.part == "batches" or (culprits and all(map(_chooses_data, culprits))):
+        return DATA
+    is_drawn = culprits and all(is_generator(one.kind) for one in culprits)
+    if first.part == "random" or first.part.startswith("loader") or is_drawn:
+        return RANDOMNESS
     is_setting = first.part.startswith(("scheduler", "scaler", "optimizer")) and first.name.startswith(
         "groups"
     )
-    return (STATE if sure or is_setting else NUMBERS), sure
+    return STATE if culprits or is_setting else NUMBERS
 
 
 def _chooses_data(one: Lost) -> bool:
     return one.kind in ("iterator", "DataLoader") or one.kind.endswith("Sampler")
-
-
-def _order(at: At) -> tuple[int, int, int]:
-    return at.step, at.epoch, at.batch
 
 
 def is_generator(kind: str) -> bool:
@@ -361,9 +368,9 @@ def is_generator(kind: str) -> bool:
     return kind in ("torch.Generator", "random.Random") or kind.startswith("numpy.random")
 
 
-def _fix_of(kind: str, unlike: Unlike, first: Difference, suspects: Sequence[Lost]) -> str:
-    if suspects:
-        return "; ".join(dict.fromkeys(one.fix for one in suspects[:_FIXES]))
+def _fix_of(kind: str, unlike: Unlike, first: Difference, culprits: Sequence[Lost]) -> str:
+    if culprits:
+        return "; ".join(dict.fromkeys(one.fix for one in culprits[:_FIXES]))
     if first.name == _ELSEWHERE:
         return (
             "look for what decides when an optimizer steps, or a loop ends: a count of the script's own "
@@ -397,7 +404,7 @@ def _fix_of(kind: str, unlike: Unlike, first: Difference, suspects: Sequence[Los
 
 
 _FIXES = 3
-"""For so many suspects the fix is told at once."""
+"""How many fixes are given at once."""
 
 
 def evidence(unlike: Unlike) -> list[str]:
@@ -454,24 +461,9 @@ def _by(one: Trial, other: Trial, before: Mapping[str, Any], after: Mapping[str,
     return f" by up to {distance.most:.1g} (in {distance.changed:,} of {count:,} numbers)"
 
 
-def of_lost(one: Lost) -> Finding:
-    """Return that something is lost, though within the audit nothing that was trained depended on it."""
-    values = ["" if value is None else naming.shown(value) for value in (one.before, one.after)]
-    told = f" ({values[0]} in the training that was not stopped, {values[1]} in the resumed one)"
-    return Finding(
-        STATE,
-        one.name,
-        one.at,
-        f"{one.name} ({one.kind}{one.where and ', '}{one.where}) changes, is in no part, and is another one "
-        f"after a resume{told if all(values) else ''}",
-        names=[one.name],
-        fix=one.fix,
-    )
-
-
 def is_alike(one: Record, other: Record, ignored: AbstractSet[Leaf], kinds: Mapping[str, str]) -> bool:
     """Whether two records of one boundary are of one training."""
     return not any(
-        (found.part, found.name) not in ignored and is_essential(found.part, found.name, kinds)
+        (found.part, found.name) not in ignored and _is_serious(found, kinds)
         for found in trace_file.differences(one, other)
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from typing import Any, NamedTuple
 
@@ -10,12 +9,14 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from . import script_variables
+from . import scopes
 from .registered import Held
-from .source import meters
-from .source.uses import Use
 
 _CONTAINERS = ("list", "dict", "set", "deque")
+_VALUES = ("number", "text", "none", "tensor", "array", "tuple", "frozenset")
+
+REBOUND, RESTARTED = "rebound", "restarted"
+"""What a loop does with a variable: assigns it, or begins it again in each epoch."""
 
 
 class Nth(NamedTuple):
@@ -73,16 +74,6 @@ def of_module(name: str, code: str, path: str, part: str) -> Place:
     return Place(f"{name}.{path}" if path else name, code + steps, part)
 
 
-def nameless(kind: str, number: int) -> Place:
-    """Return the place of what no variable leads to."""
-    return Place(f"{kind}#{number}", "...", leaf_of=kind.lower())
-
-
-def is_nameless(name: str) -> bool:
-    """Whether no variable leads to it."""
-    return "#" in name
-
-
 def counted(count: int, what: str) -> str:
     """Return a number of things as people write it.
 
@@ -92,26 +83,9 @@ def counted(count: int, what: str) -> str:
     return f"{count:,} {what}" + "s" * (count != 1)
 
 
-def sentence(fix: str) -> str:
-    """Return a fix as something to do.
-
-    >>> sentence("scheduler=scheduler"), sentence('state.vars["seen"]')
-    ('RunState.load(..., scheduler=scheduler)', 'keep it in state.vars["seen"]')
-    """
-    if re.match(r"\w+=", fix):
-        return f"RunState.load(..., {fix})"
-    return f"keep it in {fix}" if fix.startswith("state.vars") else fix
-
-
-def fix(place: Place, kind: str, value: Any, use: Use, held: Held) -> str:
-    """Return the line of code that lets a part hold it."""
+def fix(place: Place, kind: str, value: Any, held: Held, use: str = "") -> str:
+    """Return the line of code that lets a part hold it; `use` is what the loop does with the variable."""
     kinds = type(value).__mro__
-    if use is Use.COUNTED:
-        return "state.batch instead of enumerate(), which begins at 0 after a resume"
-    if type(value) is itertools.count:
-        return f'state.vars["{place.leaf}"], as the number it has come to, and begin itertools.count() there'
-    if kind == "iterator":
-        return "give RunState the loader (loader=...), and loop over state.batches()"
     if nn.Module in kinds:
         return _of_module(place, value, held)
     for slot, base in (("optimizer", torch.optim.Optimizer), ("scheduler", LRScheduler)):
@@ -125,18 +99,15 @@ def fix(place: Place, kind: str, value: Any, use: Use, held: Held) -> str:
         return own
     if kind == "parameter":
         return f'make it an nn.Parameter, and extra={{"{place.leaf}": {{"{place.leaf}": {place.code}}}}}'
-    is_bound_anew = use in (Use.CARRIED, Use.RESET, Use.SET)
-    if kind in ("number", "text", "none", "tensor", "array", "tuple", "frozenset") or (
-        is_bound_anew and (kind in _CONTAINERS or kind.endswith("tensors"))
-    ):
+    if kind in _VALUES or (use and (kind in _CONTAINERS or kind.endswith("tensors"))):
         return _of_plain(place.leaf, use)
     return _extra(place)
 
 
-def _of_plain(name: str, use: Use) -> str:
-    if use is not Use.RESET:
+def _of_plain(name: str, use: str) -> str:
+    if use != RESTARTED:
         return f'state.vars["{name}"]'
-    # (to set it there as it was set before would begin it anew after each resume)
+    # To set it there as it was set before would begin it anew after each resume.
     return (
         f'state.vars["{name}"], by state.vars.setdefault("{name}", ...) before the loop over the batches and '
         f'state.vars.pop("{name}") after it'
@@ -160,10 +131,17 @@ def _of_module(place: Place, module: Any, held: Held) -> str:
     return _of_slot("model", place, held) if is_trained or is_first else _extra(place)
 
 
-def of_metric(place: Place) -> str:
+def is_metric(kind: type) -> bool:
+    """Whether a class is a metric of torchmetrics, which keeps its sums out of its state_dict."""
+    return any(
+        (one.__module__, one.__qualname__) == ("torchmetrics.metric", "Metric") for one in kind.__mro__
+    )
+
+
+def _of_metric(place: Place) -> str:
     """Return the lines that let a part hold a metric, which keeps its sums out of its state_dict.
 
-    >>> of_metric(Place("accuracy", "accuracy"))
+    >>> _of_metric(Place("accuracy", "accuracy"))
     'accuracy.persistent(True), and then RunState.load(..., extra={"accuracy": accuracy})'
     """
     given = "" if place.part else f"(..., {_extra(place)})"
@@ -174,8 +152,10 @@ def _of_attribute(place: Place, kind: str) -> str:
     """Return how the object whose attribute it is can be saved with it; "" where that needs nothing of it."""
     owner = place.owner if isinstance(place.owner, type) else type(place.owner)
     names = {name for one in owner.__mro__ for name in vars(one)}
-    if place.part and (not script_variables.is_users_class(owner) or place.leaf == meters.COUNT):
-        # (nobody can give one of a library's another method)
+    if is_metric(owner):
+        return _of_metric(Place(place.owner_code, place.owner_code, place.part))
+    if place.part and not scopes.is_users_class(owner):
+        # A class of a library cannot be given another method.
         return f'keep it: state.vars["{place.leaf}"], and set it from there after RunState.load'
     if nn.Module in owner.__mro__ and place.part:
         if kind not in ("number", "tensor"):

@@ -19,45 +19,17 @@ from ..errors import UsageError
 from ..files import tensor_file
 from ..files.strict_json import Json
 from ..files.threads import no_garbage_collection
+from ..observer import AUDIT, sentence
 from ..parts.capture import Capture
 from ..position.position import Position
-from ..trace import digest, tracer
-from ..trace.trace_file import Record, path_of
+from ..trace import digest
+from ..trace.trace_file import At, Record, path_of
 from ..trace.tracer import EVERY, Trace, here, is_place, plain, tensors_of
-from . import fixes, survey
-from .nondeterminism import Inspection
-
-VARIABLE = "RESUMABLE_AUDIT"
-"""The environment variable that has the plan of an audited process, as JSON."""
+from . import operations, survey, values
+from .diagnosis import LOOP
 
 _LOADER = ("batch", "is_over", "generators")
 """What of a loader's place is the same in a training that was never stopped."""
-
-
-def begin(
-    capture: Capture,
-    position: Position,
-    rank: int | None,
-    trace: str | os.PathLike[str] | None,
-    every: int,
-    *,
-    run: Path,
-    given: str | os.PathLike[str],
-) -> Trace | None:
-    """Return what writes down this process's boundaries, if anybody wants that.
-
-    `run` is where the run lies, `given` where the script says that it does.
-    """
-    if text := os.environ.get(VARIABLE):
-        plan = _read(text)
-        if path_of(plan["left"], rank or 0).exists():
-            # What catches SystemExit and begins again, or starts another process in the place of one that
-            # has left, must not train beyond the stop.
-            os._exit(128 + signal.SIGTERM)
-        _follow(given)
-        return Audit(plan, capture, position, rank or 0)
-    trace = os.environ.get("RESUMABLE_TRACE", trace) or None
-    return Trace(tracer.path_of(trace, rank, run), capture, position, every) if trace else None
 
 
 def _read(plan: str) -> dict[str, Any]:
@@ -66,8 +38,8 @@ def _read(plan: str) -> dict[str, Any]:
         return {"trace": found["trace"], "left": found["left"], "steps": found["steps"], **found}
     except (ValueError, TypeError, KeyError) as exc:
         raise UsageError(
-            f"the environment variable {VARIABLE} is {plan!r:.80}, which is no plan of an audit.",
-            fix=f"unset {VARIABLE}: `resumable audit -- COMMAND` sets it by itself.",
+            f"the environment variable {AUDIT} is {plan!r:.80}, which is no plan of an audit.",
+            fix=f"unset {AUDIT}: `resumable audit -- COMMAND` sets it by itself.",
         ) from exc
 
 
@@ -89,6 +61,19 @@ _followed: dict[str, None] = {}
 class Audit(Trace):
     """A line for each boundary with all that a resume has to bring back, and all that no part holds."""
 
+    @classmethod
+    def follow(
+        cls, plan: str, capture: Capture, position: Position, rank: int, run_dir: str | os.PathLike[str]
+    ) -> Audit:
+        """Return what follows a plan; `run_dir` is the run directory in the script's arguments."""
+        read = _read(plan)
+        if path_of(read["left"], rank).exists():
+            # What catches SystemExit and begins again, or starts another process in the place of one that
+            # has left, must not train beyond the stop.
+            os._exit(128 + signal.SIGTERM)
+        _follow(run_dir)
+        return cls(read, capture, position, rank)
+
     def __init__(self, plan: dict[str, Any], capture: Capture, position: Position, rank: int) -> None:
         path = path_of(plan["trace"], rank)
         super().__init__(path, capture, position, EVERY)
@@ -97,9 +82,14 @@ class Audit(Trace):
         self._leaves: float | None = plan.get("leaves")
         self._stop: list[Json] | None = plan.get("stop")
         self._most: int = plan["steps"]
-        self._count, self._is_between_epochs = 0, True
-        self._unseen = ""
-        self._inspection = Inspection() if plan.get("inspects") else None
+        self._count, self._ends, self._is_between_epochs = 0, 0, True
+        self._unseen, self._rank = "", rank
+        self._keep: dict[str, Any] | None = plan.get("keep")
+        """Which values to write down at a boundary, and when the next body begins."""
+        self._put: dict[str, Any] | None = plan.get("put")
+        """Which values to put back after a resume."""
+        self._keeps_first = False
+        self._operations = operations.watch() if plan.get("inspects") else None
         if plan.get("deterministic"):
             determinism.make_deterministic()
         self._limit: float | None = plan.get("limit")
@@ -119,38 +109,72 @@ class Audit(Trace):
         """Write down where the training begins, and again when its first body does."""
         super().begin(is_resumed=is_resumed)
         self._position.handed.call_at_body(self._body_begins)
-        if self._inspection:
-            self._inspection.begin()
+        if is_resumed:
+            self._put_back("boundary")
+            self._position.handed.call_at_loop(self._loop_begins)
+
+    def _loop_begins(self) -> None:
+        self._write(LOOP, is_full=True)
+        self._put_back("boundary")
 
     def _body_begins(self) -> None:
         handed = self._position.handed.peek()
         self._write("first", is_full=True)
         self._position.handed.repeat(handed)
+        if self._put:
+            self._put_back("first")
+            self._put = None
+        if self._keeps_first and self._keep:
+            self._keep_values("first")
+            self._keep = None
+
+    def _put_back(self, when: str) -> None:
+        # A line between load and the loop, or between the epoch and its batches, may set it once more.
+        if self._put:
+            folder = path_of(Path(self._put["folder"]) / when, self._rank)
+            values.put_back(survey.look(self._capture, sys._getframe()), self._put["names"], folder)
+
+    def _keep_values(self, when: str) -> None:
+        if self._keep:
+            folder = path_of(Path(self._keep["folder"]) / when, self._rank)
+            values.write(survey.look(self._capture, sys._getframe()), self._keep["names"], folder)
 
     def boundary(self) -> Due | None:
         """Write the boundary down, and leave where the plan says so."""
         at = self._write_boundary(is_full=True)
+        if self._keep and [*at] == self._keep["at"]:
+            self._keep_values("boundary")
+            self._keeps_first = True
+            self._position.handed.call_at_body(self._body_begins)
         if at.kind == "epoch":
             # What an epoch's first lines change shows before its first batch does.
             self._position.handed.call_at_body(self._body_begins)
-        # (an epoch of which no batch was counted counts itself: its loop is the script's own)
+        # An epoch of which no batch was counted counts itself: its loop is the script's own.
         self._count += at.kind != "epoch" or self._is_between_epochs
         self._is_between_epochs = at.kind == "epoch"
-        if not (self._count >= self._most if self._stop is None else [*at] == self._stop):
+        self._ends += at.kind == "epoch"
+        if not (self._is_enough(at) if self._stop is None else [*at] == self._stop):
             return None
         self._left.touch()
         _end_after(self._leaves)
         return Due("audit", signal.SIGTERM)
+
+    def _is_enough(self, at: At) -> bool:
+        """Whether a training has come far enough: two ends of epochs show more than one, if they are near."""
+        if self._count < self._most:
+            return False
+        most = 3 if self._ends else 1.5
+        is_in_epoch = at.kind == "batch" or (at.kind == "epoch" and self._ends < _ENDS)
+        return not is_in_epoch or self._count >= most * self._most
 
     def saved(self, metrics: Mapping[str, float]) -> None:
         """Leave metrics to the part that says where the training stands, which has them."""
 
     def close(self, *, is_at_end: bool = False) -> None:
         """Write down which operations were not deterministic."""
-        if self._inspection:
-            found = [operation._asdict() for operation in self._inspection.end()]
+        if self._operations is not None:
+            found, self._operations = [*self._operations], None
             self._put_down(Record(here(self._position), "end", more={"operations": found}))
-            self._inspection = None
         if not self._left.exists():
             # (one that has left is to end now)
             faulthandler.cancel_dump_traceback_later()
@@ -163,13 +187,17 @@ class Audit(Trace):
         with open(self._samples, "ab") as file:
             parts = whole(self._capture, file)
         seen = survey.take(self._capture, sys._getframe())
-        told = {n: {**one._asdict(), "fix": fixes.sentence(one.fix)} for n, one in seen.items()}
+        told = {n: {**one._asdict(), "fix": sentence(one.fix)} for n, one in seen.items()}
         more: dict[str, Any] = {"unregistered": told, "settings": determinism.settings()}
         if self._unseen:
             more["unseen"] = self._unseen
         if why != "boundary":
             more["kinds"] = kinds
         return Record(at, why, batches, parts=parts, more=more)
+
+
+_ENDS = 2
+"""At so many ends of epochs, at the least, a training is looked at, unless that takes too long."""
 
 
 def _end_after(seconds: float | None) -> None:

@@ -18,7 +18,7 @@ from ..parts.models import ModulePart
 from ..parts.part import Part
 from ..position.loader_position import LoaderPosition
 from ..trace import digest
-from . import script_variables
+from . import scopes
 
 _DEEPEST = 8
 _WIDEST = 256
@@ -134,7 +134,7 @@ def _inside(value: object) -> list[object]:
     elif list in kinds:
         items = list.copy(value)  # type: ignore[arg-type]
     elif hasattr(type(value), "__dataclass_fields__"):
-        items = [*script_variables.attributes(value).values()]
+        items = [*scopes.attributes(value).values()]
     else:
         return []
     return [one for one in items if type(one) not in _PLAIN] if len(items) <= _WIDEST else []

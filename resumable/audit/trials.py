@@ -134,6 +134,15 @@ class Trials:
                 break
         return trial
 
+    def resumed(self, name: str, base: Trial, until: At, plan: Mapping[str, Json] | None = None) -> Trial:
+        """Return a training that goes on from where another one was stopped, which is left as it is."""
+        trial = self._new(name)
+        # A script that came to no save has none.
+        if (base.folder / "run").exists():
+            shutil.copytree(base.folder / "run", trial.folder / "run")
+        self._attempt(trial, name, {"stop": [*until], **(plan or {})}, {})
+        return trial
+
     def _new(self, name: str) -> Trial:
         trial = Trial(name, self._folder / f"{len(self.made):02}")
         trial.folder.mkdir(parents=True)

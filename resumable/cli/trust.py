@@ -66,7 +66,6 @@ def _declare_audit(commands: Any) -> None:
     sub.add_argument(
         "--deterministic", action="store_true", help="with deterministic operations, where torch has them"
     )
-    sub.add_argument("--html", metavar="FILE", help="write a page about it, too")
     add_json(sub)
     sub.description = (
         f"{sub.description}\n\nThe script is not changed and its runs are not touched: it trains in "
@@ -82,7 +81,7 @@ def _count(text: str) -> int:
 
 
 def _audit(given: argparse.Namespace) -> int:
-    from ..audit import audit, page, trials, verdicts
+    from ..audit import audit, trials, verdicts
 
     command = given.script[given.script[:1] == ["--"] :]
     if not command:
@@ -91,8 +90,6 @@ def _audit(given: argparse.Namespace) -> int:
             fix="give it after two dashes: resumable audit -- python train.py",
         )
     trials.check(command)
-    if given.html:
-        page.check(given.html)
     with _leaving():
         found = audit.audit(
             command,
@@ -102,8 +99,6 @@ def _audit(given: argparse.Namespace) -> int:
             deterministic=given.deterministic,
             told=lambda text: print(text, end="", file=sys.stderr, flush=True),
         )
-    if given.html:
-        page.write(found, given.html)
     if given.json:
         print_json(found.to_json())
     else:

@@ -2,6 +2,7 @@
 
 __all__ = [
     "batch_loop",
+    "bytecode",
     "counted_loops",
     "counting",
     "last_batch",

@@ -61,6 +61,10 @@ class Carried:
     """All that a body reads from the one before and does not seed."""
     made: frozenset[Name] = frozenset()
     """Those that each body assigns before it reads them."""
+    restarted: frozenset[Name] = frozenset()
+    """Those that an inner loop carries, and that each body of the outermost one assigns first."""
+    named: frozenset[Name] = frozenset()
+    """All that the loops read or assign."""
 
 
 @cache
@@ -91,6 +95,7 @@ def carried(code: CodeType, at: int, states: frozenset[Name]) -> Carried:
     kept: set[Name] = set()
     used: set[Name] = set()
     assigned: set[Name] = set()
+    outer: set[Name] = set()
     for head, end in loops.items():
         body = [one for one in instructions if head <= one.offset <= end]
         inside = [event for one in body for event in events[one.offset]]
@@ -99,7 +104,7 @@ def carried(code: CodeType, at: int, states: frozenset[Name]) -> Carried:
         found |= live & stored
         kept |= loaded
         if head == start:
-            used, assigned = live, stored
+            used, assigned, outer = {*live}, stored, live
     kept -= assigned
     before = [one for one in statements if one.first < start]
     restored = {name for one in before if one.reads(states) for _, name in one.events}
@@ -108,8 +113,9 @@ def carried(code: CodeType, at: int, states: frozenset[Name]) -> Carried:
     body_of_all = [one for one in statements if start <= one.first <= loops[start]]
     used -= {name for one in body_of_all if one.methods & _SEEDS for name in one.names("load")}
     known = states | restored | given | _from_clocks(body_of_all)
+    made, restarted = assigned - found, (found & assigned) - outer
     found -= {name for name in found if name in known or _owner(name) in restored}
-    made = assigned - found
+    named = assigned | outer | kept | found
     others = known | found
     kept -= {name for name in kept if name in others or _owner(name) in restored or _root(name) in made}
     return Carried(
@@ -117,7 +123,28 @@ def carried(code: CodeType, at: int, states: frozenset[Name]) -> Carried:
         frozenset(name for name in kept if _decides(name, body_of_all, states)),
         frozenset(used - states),
         frozenset(made),
+        frozenset(restarted),
+        frozenset(named),
     )
+
+
+@cache
+def is_in_loop(code: CodeType, at: int) -> bool:
+    """Whether a place in a function is inside a loop."""
+    instructions = [*dis.get_instructions(code)]
+    jumps = _jumps(instructions)
+    return bool(_loops_around(_without_handlers(instructions, jumps), jumps, at))
+
+
+@cache
+def of_method(code: CodeType) -> tuple[frozenset[Name], frozenset[Name]]:
+    """Return the names that a function may read before it stores them, and those that it stores."""
+    instructions = [*dis.get_instructions(code)]
+    jumps = _jumps(instructions)
+    instructions = _without_handlers(instructions, jumps)
+    events = _events(instructions)
+    stored = {name for some in events.values() for how, name in some if how == "store"}
+    return frozenset(_live_at_head(instructions, jumps, events)), frozenset(stored)
 
 
 def _owner(name: Name) -> Name:
@@ -278,6 +305,7 @@ def _statements(
     instructions: list[dis.Instruction], events: Mapping[int, list[Event]]
 ) -> Iterator[_Statement]:
     now, has_stored, before, comprehension_ends = None, False, "", 0
+    inside = {*_in_expressions(instructions)}
     for one, following in zip(instructions, [*instructions[1:], None], strict=True):
         if one.opname == "FOR_ITER" and before == "SWAP":
             # From Python 3.12 on, a comprehension is a loop in the middle of a statement.
@@ -297,10 +325,26 @@ def _statements(
             now.methods.add(str(one.argval))
         has_stored = is_store
         is_loop = one.opname == "GET_ITER" and following is not None and following.opname == "FOR_ITER"
-        if is_loop or one.opname.startswith(_ENDS):
+        if is_loop or (one.opname.startswith(_ENDS) and one.offset not in inside):
             now.is_condition = is_loop or "_IF_" in one.opname
             yield now
             now = None
+
+
+def _in_expressions(instructions: list[dis.Instruction]) -> Iterator[int]:
+    """Yield the offsets of the jumps of `x if y else z`, which chooses a value and no way."""
+    for number, one in enumerate(instructions):
+        depth, following = 0, number + 1
+        while "POP_JUMP" in one.opname and following < len(instructions):
+            step = instructions[following]
+            if step.opname == "JUMP_FORWARD" and depth == 1:
+                yield from (one.offset, step.offset)
+            if step.opcode in _JUMPS or step.opname.startswith(_NO_WAY_ON):
+                break
+            depth += dis.stack_effect(step.opcode, step.arg, jump=False)
+            if depth < 1:
+                break
+            following += 1
 
 
 def _decides(name: Name, statements: list[_Statement], states: frozenset[Name]) -> bool:

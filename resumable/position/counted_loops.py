@@ -81,6 +81,7 @@ class CountedLoops(Counting):
         """Return the number of an outermost loop that begins; None for one in the body of another."""
         done = {"epochs": self.epoch, "steps": self.step}
         self._left_for = None
+        self.handed.loop_begins()
         return None if self._body is not None else self.streams.begin_loop(kind, total, done)
 
     def _end_body(self, body_ended: Hook) -> None:
@@ -172,6 +173,7 @@ class CountedLoops(Counting):
                 at.habits.warn_of_left_after_save()
             self._begin_epoch(self.epoch + 1, is_new_body=False)
         if self._body is None:
+            self.handed.loop_begins()
             self.means.begin(self.epoch)
             has_begun = any(at.is_over or at.is_under_way() for at in self._known.all)
             self.streams.begin_batches_by_hand(is_first=not has_begun)

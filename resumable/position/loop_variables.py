@@ -53,7 +53,7 @@ class LoopVariables:
 
     def _values(self, frame: FrameType) -> dict[Name, Any]:
         variables = variables_of(frame)
-        states = _states(variables, frame)
+        states = states_in(variables, frame)
         saved = self._saved()
         found: dict[Name, Any] = {}
         carried = bytecode.carried(frame.f_code, frame.f_lasti, states)
@@ -107,7 +107,7 @@ class LoopGenerators:
         roots: dict[str, Any] = {}
         for frame in iteration.of_script(sys._getframe()):
             variables = variables_of(frame)
-            states = _states(variables, frame)
+            states = states_in(variables, frame)
             for name in bytecode.carried(frame.f_code, frame.f_lasti, states).used:
                 for reached, value in [*_way_to(name, variables, frame.f_globals).items()][-1:]:
                     roots.setdefault(reached, value)
@@ -153,7 +153,7 @@ def variables_of(frame: FrameType) -> dict[str, Any]:
     return found
 
 
-def _states(variables: Mapping[str, Any], frame: FrameType) -> frozenset[Name]:
+def states_in(variables: Mapping[str, Any], frame: FrameType) -> frozenset[Name]:
     """Return the names of RunState, and of its object, in a frame."""
     seen = {**{name: frame.f_globals.get(name) for name in frame.f_code.co_names}, **variables}
     seen |= {f"self.{name}": value for name, value in getattr(seen.get("self"), "__dict__", {}).items()}

@@ -148,7 +148,7 @@ def read(path: str | Path) -> list[Record]:
             records = []
         elif record.why in ("resumed", "restored"):
             # Not all that are further: a loop over other data may count its batches from 0 again.
-            while records and _order(records[-1].at) > _order(record.at):
+            while records and _is_beyond(records[-1].at, record.at):
                 records.pop()
         records.append(record)
     return records
@@ -164,8 +164,10 @@ _BEGINS = re.compile(rf'"why":"({"|".join(_BEGIN)})"')
 _NEAR = 200
 
 
-def _order(at: At) -> tuple[int, int, int]:
-    return at.step, at.epoch, at.batch
+def _is_beyond(at: At, begun: At) -> bool:
+    # Before a loop over data that was not given to RunState begins, its batch is not known.
+    is_known = begun.kind != "outside"
+    return (at.step, at.epoch, at.batch * is_known) > (begun.step, begun.epoch, begun.batch)
 
 
 def _lines(path: str | Path) -> Iterator[str]:

@@ -1,0 +1,90 @@
+"""Finding what a resume loses by putting it back: what is named has made the difference go away."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ..trace.trace_file import At
+from . import diagnosis
+from .diagnosis import Leaf, Lost
+from .trials import Trial, Trials
+
+
+def culprits(
+    made: Trials, straight: Trial, stops: Sequence[At], ignored: set[Leaf], unsteady: set[str]
+) -> tuple[list[Lost], list[Lost]]:
+    """Return what a training that parts after the last of these stops has lost, and what else may be.
+
+    The training is stopped once more, at one place. When it is resumed, the values of what no part holds are
+    put back as they were there: all of them at first, then as few as are needed.
+    """
+    boundaries = [*straight.boundaries()]
+    for stop in reversed(stops):
+        base = made.straight(f"stopped at {stop}", until=stop)
+        if stop not in base.boundaries():
+            continue
+        found = _At(made, straight, base, stop, ignored)
+        control = made.resumed("resumed, trained to the end", base, boundaries[-1])
+        if not found.is_gone(control):
+            suspects = diagnosis.suspects(straight, control, stop, unsteady)
+            return found.least([one.name for one in suspects], suspects)
+    return [], []
+
+
+class _At:
+    """Trainings that are resumed at one stop, with values put back."""
+
+    def __init__(self, made: Trials, straight: Trial, base: Trial, stop: At, ignored: set[Leaf]) -> None:
+        self._made = made
+        self._straight = straight
+        self._base = base
+        self._stop = stop
+        self._ignored = ignored
+        self._boundaries = [*straight.boundaries()]
+
+    def is_gone(self, trial: Trial) -> bool:
+        """Whether a training has come to the end, and is the one that was never stopped."""
+        if self._boundaries[-1] not in trial.boundaries() or trial.attempts[-1].has_hung:
+            return False
+        return not diagnosis.after_resume(
+            self._straight, trial, [self._stop], self._ignored, at_boundaries=True
+        )
+
+    def least(self, names: Sequence[str], suspects: Sequence[Lost]) -> tuple[list[Lost], list[Lost]]:
+        """Return the fewest suspects whose values have to be put back, and the others."""
+        if not names:
+            return [], []
+        place = self._boundaries.index(self._stop)
+        folder = self._base.folder / "values"
+        keep = {"at": [*self._stop], "names": [*names], "folder": str(folder)}
+        self._made.straight(
+            "with their values written down", plan={"keep": keep}, until=self._boundaries[place + 1]
+        )
+
+        def helps(some: Sequence[str]) -> bool:
+            put = {"names": [*some], "folder": str(folder)}
+            name = f"resumed, with {some[0]} put back" if len(some) == 1 else "resumed, with more put back"
+            return self.is_gone(self._made.resumed(name, self._base, self._boundaries[-1], {"put": put}))
+
+        needed = {*_least(names, helps)} if helps(names) else set()
+        return (
+            [one for one in suspects if one.name in needed],
+            [one for one in suspects if one.name not in needed],
+        )
+
+
+def _least(
+    names: Sequence[str], helps: Callable[[Sequence[str]], bool], known: Sequence[str] = ()
+) -> list[str]:
+    """Return the fewest names that help together with those that are known to be needed.
+
+    >>> _least("abcdef", lambda some: {*"be"} <= {*some})
+    ['b', 'e']
+    """
+    if known and helps(known):
+        return []
+    if len(names) == 1:
+        return [*names]
+    first, second = names[: len(names) // 2], names[len(names) // 2 :]
+    of_second = _least(second, helps, [*known, *first])
+    return [*_least(first, helps, [*known, *of_second]), *of_second]
