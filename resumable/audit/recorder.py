@@ -26,7 +26,7 @@ from ..trace import digest
 from ..trace.trace_file import At, Record, path_of
 from ..trace.tracer import EVERY, Trace, here, is_place, plain, tensors_of
 from . import operations, survey, values
-from .diagnosis import LOOP
+from .losses import LOOP
 
 _LOADER = ("batch", "is_over", "generators")
 """What of a loader's place is the same in a training that was never stopped."""
