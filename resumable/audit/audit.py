@@ -234,7 +234,7 @@ _FIX_OF_A_HANG = (
 
 
 def _began_anew(stopped: Trial, stops: Sequence[At]) -> Finding | None:
-    # (it would do the same as one that was never stopped, and pass for exact)
+    # It would do the same as one that was never stopped, and pass for exact.
     place = next((n for n, one in enumerate(stopped.attempts[1:]) if one.began == "start"), None)
     if place is None:
         return None

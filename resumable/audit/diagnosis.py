@@ -191,7 +191,7 @@ def pairs(
         elif record.why == "first" and record.at in firsts:
             yield record, firsts[record.at]
         elif record.why in ("resumed", "first") and resumes:
-            # (a script may go back, or load again, by itself)
+            # A script may go back, or load again, by itself.
             yield record, boundaries[stops[min(resumes, len(stops)) - 1]]
 
 
