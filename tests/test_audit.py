@@ -449,7 +449,7 @@ def test_a_correct_script_gives_no_alarm(
     found = audited(forks, tmp_path, **CORRECT[name])
 
     assert found.is_exact, verdicts.headline(found)
-    assert len(found.stops) == 4
+    assert len(found.stops) == 5
 
 
 OWN_LOOPS = {

@@ -11,7 +11,7 @@ import pytest
 import told
 from told import KINDS
 
-from resumable.audit import diagnosis
+from resumable.audit import diagnosis, losses
 from resumable.audit.trials import Trial
 from resumable.trace.trace_file import At, Record
 
@@ -125,7 +125,7 @@ def test_a_resume_whose_first_batch_is_one_of_an_evaluation_is_no_alarm() -> Non
 
 def finding(after: Trial, before: Trial | None = None) -> diagnosis.Finding:
     one = before or straight()
-    gone = diagnosis.lost(one, after, [STOP], set())
+    gone = losses.lost(one, after, [STOP], set())
     unlike = diagnosis.after_resume(one, after, [STOP], set())
     assert unlike
     return diagnosis.of_resume(one, after, unlike, gone)
@@ -194,7 +194,7 @@ def test_what_never_changes_or_differs_each_time_anyway_is_not_lost() -> None:
     seen = [with_seen(told.record(at), seconds=str(at.step), constant="1") for at in PLACES]
     gone = [with_seen(told.record(at), seconds=f"- {at.step}", constant="2") for at in PLACES[3:]]
 
-    found = diagnosis.lost(straight(*seen), stopped(*seen[:3], *gone), [STOP], {"seconds"})
+    found = losses.lost(straight(*seen), stopped(*seen[:3], *gone), [STOP], {"seconds"})
 
     assert found == []
 
@@ -225,7 +225,7 @@ def test_a_script_that_loads_more_often_than_it_was_stopped_is_compared_all_the_
     after.ranks[0].insert(6, told.record(PLACES[3], "resumed"))
 
     diagnosis.after_resume(straight(), after, [STOP], set())
-    assert diagnosis.lost(straight(), after, [STOP], set()) == []
+    assert losses.lost(straight(), after, [STOP], set()) == []
 
 
 def sampled(folder: Path, name: str, *values: float) -> Trial:

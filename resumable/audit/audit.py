@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import UsageError
 from ..trace.trace_file import At
-from . import causes, diagnosis, naming, proof, trials
+from . import causes, diagnosis, losses, naming, proof, trials
 from .diagnosis import Finding, Lost, Unlike
 from .trials import Attempt, Start, Trial, Trials
 
@@ -114,8 +114,8 @@ def _examine(made: Trials, verdict: Verdict, at: Sequence[int], twice: bool) -> 
     if anew := _began_anew(stopped, verdict.stops):
         verdict.findings.append(anew)
         return
-    unsteady = diagnosis.unsteady_names([straight, *again])
-    verdict.lost = diagnosis.lost(straight, stopped, verdict.stops, unsteady)
+    unsteady = losses.unsteady_names([straight, *again])
+    verdict.lost = losses.lost(straight, stopped, verdict.stops, unsteady)
     unlike = diagnosis.after_resume(straight, stopped, verdict.stops, ignored)
     failed = _failed(stopped) or _fell_short(straight, stopped, verdict.stops)
     culprits: list[Lost] = []
@@ -234,7 +234,7 @@ _FIX_OF_A_HANG = (
 
 
 def _began_anew(stopped: Trial, stops: Sequence[At]) -> Finding | None:
-    # (it would do the same as one that was never stopped, and pass for exact)
+    # It would do the same as one that was never stopped, and pass for exact.
     place = next((n for n, one in enumerate(stopped.attempts[1:]) if one.began == "start"), None)
     if place is None:
         return None

@@ -175,12 +175,12 @@ def _likely_first(straight: Trial, unlike: Unlike) -> Iterator[str]:
     unseeded = [word for word in ("python", "numpy") if _stands_elsewhere(unlike, word)]
     others = ["system", "hash", "clock"]
     of_numbers = [*(["benchmark"] if _has_benchmark(straight) else []), "operation", "threads"]
-    # (a generator that stands elsewhere and is not used is no cause)
+    # A generator that stands elsewhere and is not used is no cause.
     yield from [*of_numbers, *unseeded, *others] if is_numbers_only else [*unseeded, *others, *of_numbers]
 
 
 def _has_benchmark(straight: Trial) -> bool:
-    # (a script may turn it on after RunState.load)
+    # A script may turn it on after RunState.load.
     settings: list[Mapping[str, Any]] = [record.more.get("settings", {}) for record in straight.records]
     return any("benchmark" in name and value for one in settings for name, value in one.items())
 
@@ -211,7 +211,7 @@ class _Spread(NamedTuple):
     @property
     def needed(self) -> int:
         """How many starts without a cause have to be alike: for one of all causes, 3 % are by chance."""
-        # (one less of both: few starts say little, and it would be too often by far half of the time)
+        # One less of both: few starts say little, and it would be too often by far half of the time.
         often = (self.others - 1) / (self.starts - 1)
         return 1 + math.ceil(math.log(0.03 / len(CAUSES)) / math.log(1 - often))
 
@@ -262,7 +262,7 @@ class _Tries:
         needed = [word for word in words if word not in self.failed]
         if len(needed) < 2 or not self._repeats(needed):
             return []
-        # (nearly always two starts are enough to see that a cause was needed)
+        # Nearly always two starts are enough to see that a cause was needed.
         least = self._least_of(needed, 2)
         return least if self._repeats(least) else self._least_of(needed, self._spread.needed)
 
@@ -297,7 +297,7 @@ def _without(words: Iterable[str]) -> tuple[dict[str, str], dict[str, Json]]:
     for word in words:
         environment |= CAUSES[word].environment
         plan |= CAUSES[word].plan
-    # (one variable has all that is stilled)
+    # One variable has all that is stilled.
     if kinds := [word for word in words if "RESUMABLE_STILL" in CAUSES[word].environment]:
         environment |= stilled(*kinds)
     return environment, plan

@@ -87,7 +87,7 @@ class Inside:
         length, items = _items(value)
         self._pieces.append(f"{path} {length}")
         if set in type(value).__mro__ or frozenset in type(value).__mro__:
-            # (their order changes from process to process)
+            # Their order changes from process to process.
             plain = [digest.of(inner) for _, inner in items if type(inner) in (*NUMBERS, *TEXTS)]
             self._tell(path, digest.of(sorted(plain)))
             return
@@ -124,7 +124,7 @@ def _items(value: Any) -> tuple[int, list[tuple[Any, Any]]]:
     base: Any = next(one for one in (list, tuple, deque) if one in kinds)
     length = base.__len__(value)
     ends = {*range(min(length, WIDEST // 2)), *range(max(0, length - WIDEST // 2), length)}
-    # (what is in the middle of a deque takes long to get)
+    # What is in the middle of a deque takes long to get.
     spread = () if base is deque else range(0, length, max(1, length // WIDEST))
     return length, [(place, base.__getitem__(value, place)) for place in sorted({*ends, *spread})]
 

@@ -124,9 +124,6 @@ def _of_length(records: Sequence[Record], others: Sequence[Record], rank: int) -
 
 _ELSEWHERE = "boundary"
 
-LOOP = "loop"
-"""Why there is a record: the first loop of a resumed process begins."""
-
 LENGTH = "length"
 """What differs where one training goes on and the other does not."""
 
@@ -140,19 +137,6 @@ def unsteady(trials: Sequence[Trial]) -> set[Leaf]:
         for records, met in zip(first.ranks, other.ranks, strict=False)
         for one, two in zip(records, met, strict=False)
         for found in trace_file.differences(one, two)
-    }
-
-
-def unsteady_names(trials: Sequence[Trial]) -> set[str]:
-    """Return what no part holds and differs between trainings that do the same: times, for example."""
-    first, *others = trials
-    return {
-        name
-        for other in others
-        for records, met in zip(first.ranks, other.ranks, strict=False)
-        for one, two in zip(records, met, strict=False)
-        for name in _seen(one).keys() | _seen(two).keys()
-        if _digest(one, name) != _digest(two, name)
     }
 
 
@@ -173,7 +157,7 @@ def _of_rank(
 ) -> Iterator[Unlike]:
     boundaries = straight.boundaries(rank)
     kinds = kinds_of(straight)
-    for place, (record, reference) in enumerate(_pairs(straight, stopped, stops, rank)):
+    for place, (record, reference) in enumerate(pairs(straight, stopped, stops, rank)):
         if reference is None:
             there = min(boundaries.values(), key=lambda one: abs(one.at.step - record.at.step))
             differ = [Difference(record.at, "position", _ELSEWHERE, str(there.at), str(record.at))]
@@ -190,7 +174,7 @@ def _of_rank(
             yield Unlike(reference, record, differ, first_of(differ), place, rank)
 
 
-def _pairs(
+def pairs(
     straight: Trial, stopped: Trial, stops: Sequence[At], rank: int
 ) -> Iterator[tuple[Record, Record | None]]:
     """Yield each record of a stopped training with the straight one's of the same place."""
@@ -207,7 +191,7 @@ def _pairs(
         elif record.why == "first" and record.at in firsts:
             yield record, firsts[record.at]
         elif record.why in ("resumed", "first") and resumes:
-            # (a script may go back, or load again, by itself)
+            # A script may go back, or load again, by itself.
             yield record, boundaries[stops[min(resumes, len(stops)) - 1]]
 
 
@@ -236,67 +220,6 @@ def _counts(found: Difference, why: str, kinds: Mapping[str, str]) -> bool:
     return why == "resumed" or (
         found.name != "eval" and found.part != "random" and kinds.get(found.part) != "generator"
     )
-
-
-def lost(straight: Trial, stopped: Trial, stops: Sequence[At], unsteady: set[str]) -> list[Lost]:
-    """Return what changes in the training, is in no part, and is not the same after a resume."""
-    found: dict[str, Lost] = {}
-    for rank in range(min(len(straight.ranks), len(stopped.ranks))):
-        first = next((one for one in straight.ranks[rank] if one.why == "boundary"), None)
-        for record, reference in _pairs(straight, stopped, stops, rank):
-            if reference is None or first is None:
-                break
-            if record.why == "resumed":
-                # What the script still sets before the first batch is not lost.
-                continue
-            for name, seen in _seen(reference).items():
-                is_other = name in _seen(record) and _digest(record, name) != seen["digest"]
-                has_changed = _has_changed(straight, rank, name)
-                if is_other and has_changed and name not in unsteady and name not in found:
-                    found[name] = _lost(name, seen, _seen(record)[name], record.at)
-    return sorted(found.values(), key=_likely)
-
-
-def suspects(straight: Trial, resumed: Trial, stop: At, unsteady: set[str]) -> list[Lost]:
-    """Return what is in no part and is not the same when a resumed training begins."""
-    found: dict[str, Lost] = {}
-    for rank in range(min(len(straight.ranks), len(resumed.ranks))):
-        then = straight.boundaries(rank).get(stop)
-        begins = [(one, then) for one in resumed.ranks[rank] if one.why == LOOP]
-        for record, reference in (*begins, *_pairs(straight, resumed, [stop], rank)):
-            for name, seen in _seen(reference).items() if reference and record.why != "boundary" else ():
-                if name in _seen(record) and _digest(record, name) != seen["digest"] and name not in unsteady:
-                    found[name] = _lost(name, seen, _seen(record)[name], record.at)
-    return sorted(found.values(), key=_likely)
-
-
-def _likely(one: Lost) -> tuple[bool, int, str]:
-    return one.weight != "state", rank_of(one.kind), one.name
-
-
-def rank_of(kind: str) -> int:
-    """Return how likely it is that a training depends on something of a kind: objects before plain values."""
-    return 2 if kind in ("number", "text", "none") else kind in ("list", "dict", "set", "tuple", "deque")
-
-
-def _has_changed(straight: Trial, rank: int, name: str) -> bool:
-    digests = {_digest(one, name) for one in straight.ranks[rank] if one.why == "boundary"} - {None}
-    return len(digests) > 1
-
-
-def _lost(name: str, then: Mapping[str, Any], now: Mapping[str, Any], at: At) -> Lost:
-    about = (then["kind"], then["where"], then["weight"], then["fix"])
-    return Lost(name, *about, at, then["value"], now["value"])
-
-
-def _seen(record: Record) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = record.more.get("unregistered", {})
-    return found
-
-
-def _digest(record: Record, name: str) -> str | None:
-    seen = _seen(record).get(name)
-    return seen["digest"] if seen else None
 
 
 def of_resume(straight: Trial, stopped: Trial, unlike: Unlike, culprits: Sequence[Lost]) -> Finding:

@@ -46,7 +46,7 @@ class Place(NamedTuple):
 
     def attribute(self, name: str, owner: object) -> Place:
         """Return the place of an attribute."""
-        # (a list of modules has numbers for names)
+        # A list of modules has numbers for names.
         code = f"{self.code}[{name}]" if name.isdigit() else f"{self.code}.{name}"
         leaf = self.leaf if name.isdigit() else name
         return Place(f"{self.name}.{name}", code, self.part, owner, self.code, leaf)

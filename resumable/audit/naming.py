@@ -34,7 +34,7 @@ def of(found: Difference) -> str:
     "NumPy's generator"
     """
     part, name = found.part, found.name
-    # (of one among several its parts' names begin with its own)
+    # Of one among several its parts' names begin with its own.
     name = name.removeprefix(f"{part.partition('.')[2]}.") if "." in part else name
     if part == "batches":
         return "the batch"
@@ -93,7 +93,7 @@ def shown(value: Json) -> str:
     """Return a plain value as it is written; nothing for a tensor or what is long."""
     if isinstance(value, dict) or (isinstance(value, str) and value.startswith("#")):
         return ""
-    # (what JSON has no number for is written as a text)
+    # What JSON has no number for is written as a text.
     is_plain = isinstance(value, str) and value in ("inf", "-inf", "nan")
     text = f"{value:.6g}" if isinstance(value, float) else str(value) if is_plain else repr(value)
     return text if len(text) <= 40 else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ..trace.trace_file import At
-from . import diagnosis
+from . import diagnosis, losses
 from .diagnosis import Leaf, Lost
 from .trials import Trial, Trials
 
@@ -26,7 +26,7 @@ def culprits(
         found = _At(made, straight, base, stop, ignored)
         control = made.resumed("resumed, trained to the end", base, boundaries[-1])
         if not found.is_gone(control):
-            suspects = diagnosis.suspects(straight, control, stop, unsteady)
+            suspects = losses.suspects(straight, control, stop, unsteady)
             return found.least([one.name for one in suspects], suspects)
     return [], []
 

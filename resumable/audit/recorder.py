@@ -26,7 +26,7 @@ from ..trace import digest
 from ..trace.trace_file import At, Record, path_of
 from ..trace.tracer import EVERY, Trace, here, is_place, plain, tensors_of
 from . import operations, survey, values
-from .diagnosis import LOOP
+from .losses import LOOP
 
 _LOADER = ("batch", "is_over", "generators")
 """What of a loader's place is the same in a training that was never stopped."""
@@ -100,7 +100,7 @@ class Audit(Trace):
         try:
             return digest.of(batch)
         except Exception as exc:
-            # (a batch can be any object; that it was not compared whole has to be told with the verdict)
+            # A batch can be any object; that it was not compared whole has to be told with the verdict.
             kind = type(batch)
             self._unseen = f"{kind.__module__}.{kind.__qualname__}: {type(exc).__name__}: {exc}"
             return super().digest_of_batch(batch)
@@ -176,7 +176,7 @@ class Audit(Trace):
             found, self._operations = [*self._operations], None
             self._put_down(Record(here(self._position), "end", more={"operations": found}))
         if not self._left.exists():
-            # (one that has left is to end now)
+            # One that has left is to end now.
             faulthandler.cancel_dump_traceback_later()
         super().close()
 
@@ -202,7 +202,7 @@ _ENDS = 2
 
 def _end_after(seconds: float | None) -> None:
     if seconds:
-        # (it prints where all threads stand, and exits with 1)
+        # It prints where all threads stand, and exits with 1.
         faulthandler.dump_traceback_later(seconds, exit=True, file=2)
 
 

@@ -62,7 +62,7 @@ class Held:
     def saves(self, part: str, attribute: str, values: AbstractSet[str]) -> bool:
         """Whether a part has saved an attribute: under its name, or something with one of these digests."""
         names, saved = self._saved_by(part)
-        # (a loader's place is full of small numbers, any of which could be the attribute's by chance)
+        # A loader's place is full of small numbers, any of which could be the attribute's by chance.
         is_by_value = not part.startswith("loader")
         return attribute.lstrip("_") in names or (is_by_value and not values.isdisjoint(saved))
 
@@ -94,7 +94,7 @@ class Held:
             for inner in getattr(part.live, "_schedulers", ()):
                 self._keep(inner)
         elif hasattr(part.live, "param_groups"):
-            # (a script may have made these dicts, and have them still)
+            # A script may have made these dicts, and have them still.
             self._hold_inside(part.live.param_groups, 0)
 
     def _hold_loader(self, at: LoaderPosition) -> None:
@@ -113,7 +113,7 @@ class Held:
             self._places.add(place)
 
     def _keep(self, value: object) -> None:
-        # (with the object itself: another may get the identity of one that is gone)
+        # With the object itself: another may get the identity of one that is gone.
         self._ids[id(value)] = value
 
 

@@ -28,8 +28,8 @@ from ..position.loader_position import LoaderPosition
 from ..trace import digest
 from . import containers, fixes, scopes
 from .containers import BARE, CONTAINERS, NUMBERS, TEXTS, Inside
-from .diagnosis import rank_of
 from .fixes import Place
+from .losses import rank_of
 from .registered import TENSORS, Held
 from .scopes import FRESH, NOTE, STATE, Scope
 

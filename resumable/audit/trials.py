@@ -79,7 +79,7 @@ class Trial:
         found: dict[At, Record] = {}
         for record in self.ranks[rank] if rank < len(self.ranks) else ():
             if record.why == "boundary":
-                # (a script may save twice at one step: where it is stopped there, it has come to the first)
+                # A script may save twice at one step: where it is stopped there, it has come to the first.
                 found.setdefault(record.at, record)
         return found
 
@@ -189,7 +189,7 @@ class Trials:
 
 
 def _orders(trial: Trial, plan: Mapping[str, Json]) -> dict[str, str]:
-    # (which cuBLAS reads as it begins, before the script has made a RunState)
+    # cuBLAS reads it when it starts, before the script has made a RunState.
     workspace = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if plan["deterministic"] else {}
     return {
         **workspace,
@@ -248,14 +248,14 @@ def error_in(lines: Sequence[str]) -> str:
     frames = [number for number, line in enumerate(bare) if _FRAME.fullmatch(line)]
     for number in reversed(frames):
         told = [*dropwhile(lambda line: line[:1] in ("", " "), bare[number + 1 :])]
-        # (torchrun's own says only that a process has failed)
+        # torchrun's own says only that a process has failed.
         if told and "ChildFailedError" not in told[0]:
             return " ".join([told[0], *map(str.strip, takewhile(lambda line: line[:1] == " ", told[1:]))])
     return ""
 
 
 def _last_words(lines: Sequence[str]) -> str:
-    # (such as those of argparse; at the end of what torchrun prints is a table)
+    # Such as those of argparse; at the end of what torchrun prints is a table.
     said = [line.strip() for line in lines if line.strip()]
     return said[-1] if said and not any("ChildFailedError" in line for line in said) else ""
 
@@ -302,10 +302,10 @@ def _end(child: subprocess.Popen[bytes], plan: str | None) -> None:
     try:
         child.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            # (torchrun ends the processes that it has started)
+            # torchrun ends the processes that it has started.
             child.wait(_PATIENCE)
     finally:
-        # (also where somebody could not wait, and has pressed Ctrl-C again)
+        # Also where somebody could not wait, and has pressed Ctrl-C again.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         if plan:
