@@ -107,7 +107,7 @@ def _running(frame: FrameType | None) -> Iterator[FrameType]:
     while frame:
         # An example in a docstring is a script, whatever module it is in.
         is_example = frame.f_code.co_filename.startswith("<doctest")
-        if is_example or named.is_own(str(frame.f_globals.get("__name__", "__main__"))):
+        if is_example or named.is_own_code(frame.f_code, frame.f_globals):
             yield frame
         frame = frame.f_back
 

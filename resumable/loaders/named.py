@@ -166,12 +166,23 @@ def is_own(module: str) -> bool:
     return _is_own(module, getattr(sys.modules.get(module), "__file__", None))
 
 
+def is_own_code(code: CodeType, variables: Mapping[str, Any]) -> bool:
+    """Whether code that runs with these global variables is the user's."""
+    module = str(variables.get("__name__", "__main__"))
+    # The code of an installed file may run under a name that no module has.
+    return is_own(module) and (module in sys.modules or not _is_installed(code.co_filename))
+
+
+@cache
+def _is_installed(file: str) -> bool:
+    return not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
+
+
 @cache
 def _is_own(module: str, file: str | None) -> bool:
     if is_known(module):
         return False
-    is_installed = not {"site-packages", "dist-packages"}.isdisjoint(Path(file or "").parts)
-    return not is_installed or module.partition(".")[0] in {"__main__", *_packages_run()}
+    return not _is_installed(file or "") or module.partition(".")[0] in {"__main__", *_packages_run()}
 
 
 def is_known(module: str) -> bool:

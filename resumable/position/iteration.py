@@ -60,7 +60,7 @@ def numbers(iterator: Iterator[Any], frame: FrameType) -> Iterator[int]:
 def of_script(frame: FrameType | None) -> Iterator[FrameType]:
     """Yield a frame and those around it, as far as they run the user's own code."""
     while frame:
-        if named.is_own(str(frame.f_globals.get("__name__", "__main__"))):
+        if named.is_own_code(frame.f_code, frame.f_globals):
             yield frame
         frame = frame.f_back
 
