@@ -286,7 +286,7 @@ def met(run_dir: Path, name: str, is_auto: bool) -> list[str]:
         warnings.simplefilter("always")
         try:
             state = tiny.RunState.load(run_dir, **parts, keep=9, resume="auto" if is_auto else 2)
-            state._position.put_back()
+            state._position.streams.put_back()
         except CheckpointDamaged as exc:
             problems = [] if name in exc.problem else [f"not named: {exc}"]
             return problems + ["something was touched"] * (training.digest() != before)

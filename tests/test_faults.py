@@ -276,7 +276,7 @@ def _told_of_start(training: Training, run_dir: Path) -> tuple[str, str, RunStat
         warnings.simplefilter("always")
         try:
             state = RunState.load(run_dir, minimize="loss", keep=1, **parts)
-            state._position.put_back()
+            state._position.streams.put_back()
         except ResumableError as error:
             return "raised", str(error), None
         except Exception as error:

@@ -76,7 +76,7 @@ def load(run_dir: Path | str, **options: Any) -> tuple[Training, RunState]:
     """Start the script: fresh, or from what is there, up to where its loop begins."""
     training = fresh()
     state = RunState.load(run_dir, **training.parts(), **{"minimize": "loss", "keep": 1, **options})
-    state._position.put_back()
+    state._position.streams.put_back()
     return training, state
 
 

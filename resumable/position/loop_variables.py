@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import sys
 from argparse import Namespace
-from ast import literal_eval
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Mapping
 from itertools import islice
@@ -126,7 +125,7 @@ def _way_to(name: Name, variables: Mapping[str, Any], others: Mapping[str, Any])
             return {}
         way[path] = value = _attributes(value)[attribute]
     if bracket and type(value) in _CONTAINERS:
-        index = literal_eval(key[:-1])
+        index = key[1:-2] if key[0] in "'\"" else int(key[:-1])
         try:
             way[name] = value[index]
         except (LookupError, TypeError):
