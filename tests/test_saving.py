@@ -589,7 +589,7 @@ def test_a_training_has_one_image_which_is_no_larger_than_its_state_and_goes_wit
     run_dir: Path, large: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if large:
-        monkeypatch.setattr("resumable.saving.saver._WORTH_PREPARING", 0)
+        monkeypatch.setattr("resumable.saving.room._WORTH_PREPARING", 0)
     host_memory._maps.clear()
     threads = {*threading.enumerate()}
     for resume in range(3):
