@@ -367,6 +367,7 @@ def test_workers_with_full_queues_end_when_their_training_is_killed(
     training = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
     assert training.stdout is not None
     with training, errors:
+        assert "starting fresh" in training.stdout.readline()
         workers = [os.pidfd_open(int(pid)) for pid in training.stdout.readline().split()]
         training.send_signal(signal.SIGKILL)
     ended = [fd for fd in workers if select.select([fd], [], [], 60)[0]]

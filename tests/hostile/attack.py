@@ -92,7 +92,7 @@ def started(run: Path, which: Any, saves: bool = False) -> dict[str, Any]:
                     keep=9,
                     resume=which,
                 )
-                state._position.put_back()
+                state._position.streams.put_back()
         except BaseException as exc:
             found["error"] = told(exc)
             found["is_as_it_was"] = training.digest() == before
