@@ -442,8 +442,8 @@ def test_a_training_that_is_told_to_leave_leaves_though_the_remote_is_gone(s3: S
 @pytest.mark.heavy
 def test_what_is_missing_is_told_with_what_went_wrong_last(s3: S3, run_dir: Path) -> None:
     gone = {**s3.options(), "endpoint_url": "http://127.0.0.1:9"}
-    model = torch.nn.Linear(2, 1)
-    state = RunState.load(run_dir, model=model, remote="s3://bucket/exp", remote_options=gone, push_timeout=8)
+    parts = {"model": torch.nn.Linear(2, 1), "resume": "never", "push_timeout": 8}
+    state = RunState.load(run_dir, remote="s3://bucket/exp", remote_options=gone, **parts)  # type: ignore[arg-type]
     state.save()
 
     with pytest.raises(RemoteError, match=r"checkpoint 1 of .* did not get to .* not done in 8 s: .*onnect"):
