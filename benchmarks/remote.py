@@ -88,7 +88,7 @@ def measure(megabytes: float, rounds: int, folder: Path, result: Result) -> None
 
 @contextlib.contextmanager
 def _server(folder: Path) -> Iterator[Any]:
-    sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+    sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
     import servers
 
     with servers.seaweed(folder) as server:

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from .determinism import seed_everything as seed_everything
     from .interop.weights import Misfit as Misfit
     from .interop.weights import load_weights as load_weights
-    from .observer import Unregistered as Unregistered
     from .saving.writer import PendingSave as PendingSave
+    from .session.observer import Unregistered as Unregistered
     from .state import RunState as RunState
 
 # These import torch, which the command line and a mere `import resumable` do not wait for.
@@ -45,7 +45,7 @@ _LAZY = {
     "Misfit": ".interop.weights",
     "PendingSave": ".saving.writer",
     "RunState": ".state",
-    "Unregistered": ".observer",
+    "Unregistered": ".session.observer",
     "load_weights": ".interop.weights",
     "seed_everything": ".determinism",
 }

@@ -9,7 +9,7 @@ import torch
 
 from .errors import UsageError, warn
 from .files.strict_json import Json
-from .loaders import rng
+from .loaders.generators import rng
 from .processes import ranks
 from .run import environment
 
@@ -49,7 +49,7 @@ def seed_everything(seed: int, deterministic: bool = False, *, per_rank: bool = 
     if deterministic:
         make_deterministic()
     number = rng.seed_of(f"{seed}/{_rank()}") % _SEEDS if per_rank else seed
-    rng.begin(number)
+    rng.seed_all(number)
     return number
 
 

@@ -16,17 +16,17 @@ import torch
 from . import options
 from .errors import Diverged, Preempted, RemoteError, UsageError, warn
 from .files import pin
-from .loops import Loops
-from .observer import Unregistered, audit
 from .position import spikes
 from .position.batch_loop import Through
 from .position.counted_loops import Batches, Enumerated
 from .position.means import Means
 from .position.spikes import Spikes
-from .run import html
+from .run import markup
 from .run.directory import Run
 from .saving.writer import PendingSave
-from .session import Session, told
+from .session.loops import Loops
+from .session.observer import Unregistered, audit
+from .session.session import Session, told
 from .trace import tracer
 from .views import report
 from .views.report import Report
@@ -518,7 +518,7 @@ the batches since are left out (1 of 3 times)
             warn(exc.problem)
 
     def _repr_html_(self) -> str:
-        return f"{html.tag('code', repr(self))}{self.run._repr_html_()}"
+        return f"{markup.tag('code', repr(self))}{self.run._repr_html_()}"
 
     def __repr__(self) -> str:
         epoch, batch, step = self._position.stands_at()

@@ -10,13 +10,15 @@ from typing import Any
 
 from .errors import Once, UsageError
 from .files.strict_json import Json
-from .loaders import rng
+from .loaders.generators import rng
 from .options import Options
-from .parts import capture
-from .parts.capture import Capture
+from .parts.parts import Parts, named
+from .parts.watch import Watch
 from .position.position import Position
-from .processes.ranks import of_this_training
-from .processes.roles import Crew
+from .processes.alone import Alone
+from .processes.crew import Crew
+from .processes.joint import Joint
+from .processes.ranks import Ranks, of_this_training
 from .progress import Progress
 from .remote import url
 from .remote.in_training import Copies
@@ -31,7 +33,7 @@ class Training:
     options: Options
     run: Run
     crew: Crew
-    parts: Capture
+    parts: Parts
     variables: dict[str, Any]
     """`state.vars`."""
     position: Position
@@ -46,17 +48,18 @@ class Training:
         run, variables = Run(folder), dict[str, Any]()
         progress = Progress(options.progress, is_first=of_this_training()[0] == 0)
         position = _position(options, progress)
-        written = {"is_shared": options.is_shared, "all_write": options.all_write}
-        crew = Crew(run, options.timeout, position.stands_at, **written)
-        parts = Capture(options.parts, variables, position, options.per_rank, crew.rank)
+        crew = _crew(options, run, position)
+        parts = Parts(options.parts, variables, position, options.per_rank, crew.rank)
         position.join(crew.ranks.size)
-        position.means.gather, progress.means = partial(_gather, crew), position.means.glance
+        position.means.gather_with(partial(_gather, crew))
+        progress.means = position.means.glance
+        watch = Watch(parts)
         position.watch_parts(
-            parts.gradients,
-            parts.changed_models,
-            parts.changed_settings,
-            parts.hold_settings,
-            parts.hold_gradients,
+            watch.gradients,
+            watch.changed_models,
+            watch.changed_settings,
+            watch.hold_settings,
+            watch.hold_gradients,
         )
         copied = options.copied(remote)
         warn = position.once.warn
@@ -83,7 +86,13 @@ class Training:
         if self.crew.is_first:
             self.progress.print(line)
 
-    def meet(self, facts: Mapping[str, Json] | None = None, check: Callable[[], None] = lambda: None) -> None:
+    def meet(
+        self,
+        facts: Mapping[str, Json] | None = None,
+        check: Callable[[], None] = lambda: None,
+        *,
+        is_copied: bool = False,
+    ) -> None:
         """Meet the other processes, at the first call; RanksDiffer if their facts differ."""
         self.crew.ranks.refuse_trouble()
         if self.crew.has_met:
@@ -97,15 +106,22 @@ class Training:
         }
         kinds = {f"the part {name}": kind for name, kind in self.parts.kinds().items()}
         outlines = {f"what {name} holds": outline for name, outline in self.parts.outlines().items()}
-        self.crew.meet({**alike, **kinds, **outlines, **(facts or {})}, check)
-        self.parts.saves_all = self.crew.saves_all or self.checks_replicas
+        self.crew.meet({**alike, **kinds, **outlines, **(facts or {})}, check, is_copied=is_copied)
+        self.parts.join(saves_all=self.crew.saves_all or self.checks_replicas)
 
 
 def _position(options: Options, progress: Progress) -> Position:
-    extra = capture.named("extra", options.parts["extra"])
+    extra = named("extra", options.parts["extra"])
     own = {name: live for name, live in extra.items() if rng.is_generator(live)}
-    loaders = capture.named("loader", options.loader)
+    loaders = named("loader", options.loader)
     return Position(loaders, own, options.sample_seeds, shows=progress.is_shown)
+
+
+def _crew(options: Options, run: Run, position: Position) -> Crew:
+    ranks = Ranks(options.timeout, position.stands_at)
+    if ranks.is_alone:
+        return Alone(run, ranks)
+    return Joint(run, ranks, is_shared=options.is_shared, all_write=options.all_write)
 
 
 def _gather(crew: Crew, own: Json) -> Sequence[Json]:

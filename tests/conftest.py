@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import counted
 import numpy as np
-import proofs
 import pytest
 import torch
+from counted import nightly, tally  # noqa: F401 (pytest finds fixtures here)
 from forks import forks  # noqa: F401 (pytest finds fixtures here)
-from proofs import nightly, tally  # noqa: F401 (pytest finds fixtures here)
 from servers import place, proxied_s3, s3, sftp  # noqa: F401 (pytest finds fixtures here)
 
 torch.set_num_threads(1)
@@ -62,12 +62,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # (-m leaves out what is nightly right after)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    proofs.sample(items)
+    counted.sample(items)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     reports = (one for kind in ("passed", "failed") for one in terminalreporter.stats.get(kind, ()))
-    if told := [*proofs.lines(reports)]:
+    if told := [*counted.lines(reports)]:
         terminalreporter.section("counted")
         for line in told:
             terminalreporter.write_line(line)

@@ -19,9 +19,10 @@ from ..errors import UsageError
 from ..files import tensor_file
 from ..files.strict_json import Json
 from ..files.threads import no_garbage_collection
-from ..observer import AUDIT, sentence
-from ..parts.capture import Capture
+from ..parts.collect import collect
+from ..parts.parts import Parts
 from ..position.position import Position
+from ..session.observer import AUDIT, sentence
 from ..trace import digest
 from ..trace.trace_file import At, Record, path_of
 from ..trace.tracer import EVERY, Trace, here, is_place, plain, tensors_of
@@ -63,7 +64,7 @@ class Audit(Trace):
 
     @classmethod
     def follow(
-        cls, plan: str, capture: Capture, position: Position, rank: int, run_dir: str | os.PathLike[str]
+        cls, plan: str, parts: Parts, position: Position, rank: int, run_dir: str | os.PathLike[str]
     ) -> Audit:
         """Return what follows a plan; `run_dir` is the run directory in the script's arguments."""
         read = _read(plan)
@@ -72,11 +73,11 @@ class Audit(Trace):
             # has left, must not train beyond the stop.
             os._exit(128 + signal.SIGTERM)
         _follow(run_dir)
-        return cls(read, capture, position, rank)
+        return cls(read, parts, position, rank)
 
-    def __init__(self, plan: dict[str, Any], capture: Capture, position: Position, rank: int) -> None:
+    def __init__(self, plan: dict[str, Any], parts: Parts, position: Position, rank: int) -> None:
         path = path_of(plan["trace"], rank)
-        super().__init__(path, capture, position, EVERY)
+        super().__init__(path, parts, position, EVERY)
         self._samples = path.with_suffix(".samples")
         self._left = path_of(plan["left"], rank)
         self._leaves: float | None = plan.get("leaves")
@@ -132,12 +133,12 @@ class Audit(Trace):
         # A line between load and the loop, or between the epoch and its batches, may set it once more.
         if self._put:
             folder = path_of(Path(self._put["folder"]) / when, self._rank)
-            values.put_back(survey.look(self._capture, sys._getframe()), self._put["names"], folder)
+            values.put_back(survey.look(self._parts, sys._getframe()), self._put["names"], folder)
 
     def _keep_values(self, when: str) -> None:
         if self._keep:
             folder = path_of(Path(self._keep["folder"]) / when, self._rank)
-            values.write(survey.look(self._capture, sys._getframe()), self._keep["names"], folder)
+            values.write(survey.look(self._parts, sys._getframe()), self._keep["names"], folder)
 
     def boundary(self) -> Due | None:
         """Write the boundary down, and leave where the plan says so."""
@@ -182,11 +183,11 @@ class Audit(Trace):
 
     @no_garbage_collection()
     @torch.inference_mode(False)
-    def _record(self, at: Any, why: str, batches: list[str], is_full: bool) -> Record:
-        kinds = self._capture.kinds()
+    def _record(self, at: Any, why: str, batches: list[str]) -> Record:
+        kinds = self._parts.kinds()
         with open(self._samples, "ab") as file:
-            parts = whole(self._capture, file)
-        seen = survey.take(self._capture, sys._getframe())
+            parts = whole(self._parts, file)
+        seen = survey.take(self._parts, sys._getframe())
         told = {n: {**one._asdict(), "fix": sentence(one.fix)} for n, one in seen.items()}
         more: dict[str, Any] = {"unregistered": told, "settings": determinism.settings()}
         if self._unseen:
@@ -206,14 +207,14 @@ def _end_after(seconds: float | None) -> None:
         faulthandler.dump_traceback_later(seconds, exit=True, file=2)
 
 
-def whole(capture: Capture, samples: IO[bytes]) -> dict[str, Json]:
+def whole(parts: Parts, samples: IO[bytes]) -> dict[str, Json]:
     """Return all values of all parts by their names; samples of the tensors go into the file."""
-    trees, about = capture.collect()
-    parts: dict[str, Json] = {}
+    trees, about = collect(parts)
+    values: dict[str, Json] = {}
     for part in about:
         found = {**plain(trees, part), **_tensors(tensors_of(trees, part), samples)}
-        parts[part] = _of_place(found) if is_place(about[part]) else found
-    return parts
+        values[part] = _of_place(found) if is_place(about[part]) else found
+    return values
 
 
 def _of_place(found: dict[str, Json]) -> dict[str, Json]:

@@ -12,10 +12,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..files import codec
 from ..files.strict_json import Json
-from ..loaders import rng, wrappers
-from ..parts.capture import Capture, Trees
+from ..loaders import wrappers
+from ..loaders.generators import search
 from ..parts.models import ModulePart
-from ..parts.part import Part
+from ..parts.part import Part, Trees
+from ..parts.parts import Parts
 from ..position.loader_position import LoaderPosition
 from ..trace import digest
 from . import scopes
@@ -29,14 +30,14 @@ TENSORS = (Tensor, nn.Parameter, nn.Buffer) if hasattr(nn, "Buffer") else (Tenso
 class Held:
     """What the parts hold at one boundary."""
 
-    def __init__(self, capture: Capture, trees: Trees) -> None:
+    def __init__(self, parts: Parts, trees: Trees) -> None:
         self._trees = trees
         self._ids: dict[int, object] = {}
         self._places: set[int] = set()
         self._saved: dict[str, tuple[set[str], set[str]]] = {}
         self.slots: dict[str, int] = {}
         """How many parts each argument of RunState was given."""
-        for part in capture.all_parts():
+        for part in parts.all:
             slot = part.name.partition(".")[0]
             self.slots[slot] = self.slots.get(slot, 0) + 1
             self._hold(part)
@@ -45,8 +46,8 @@ class Held:
                 self._hold_tensor(tensor)
         self.optimized = {
             id(parameter)
-            for live in capture.optimizers()
-            for group in live.param_groups
+            for part in parts.optimizers
+            for group in part.live.param_groups
             for parameter in group["params"]
         }
         """The parameters that an optimizer which is given trains."""
@@ -99,7 +100,7 @@ class Held:
 
     def _hold_loader(self, at: LoaderPosition) -> None:
         self._keep(at.source.loader)
-        for generator in rng.find(at.source.root()).values():
+        for generator in search.find(at.source.root()).values():
             self._keep(generator)
 
     def _hold_inside(self, value: object, depth: int) -> None:

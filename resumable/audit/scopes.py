@@ -13,9 +13,9 @@ from functools import cache
 from types import CodeType, FrameType, FunctionType, GetSetDescriptorType, MemberDescriptorType, ModuleType
 from typing import Any
 
-from ..loaders import named
-from ..position import bytecode, loop_variables
-from ..position.bytecode import Carried
+from ..loaders.generators import code_names
+from ..position.script import bytecode, loop_variables
+from ..position.script.bytecode import Carried
 
 STATE, NOTE, FRESH = "state", "note", "fresh"
 """Whether a training depends on the value from one body to the next, may not, or makes it in each body."""
@@ -107,7 +107,7 @@ def _running(frame: FrameType | None) -> Iterator[FrameType]:
     while frame:
         # An example in a docstring is a script, whatever module it is in.
         is_example = frame.f_code.co_filename.startswith("<doctest")
-        if is_example or named.is_own_code(frame.f_code, frame.f_globals):
+        if is_example or code_names.is_own_code(frame.f_code, frame.f_globals):
             yield frame
         frame = frame.f_back
 
@@ -116,7 +116,7 @@ def _users_modules() -> Iterator[tuple[str, ModuleType]]:
     for name, module in [*sys.modules.items()]:
         # Whose a package without an __init__.py is, no file tells.
         is_ours = ModuleType in type(module).__mro__ and getattr(module, "__file__", None)
-        if name == "__main__" or (is_ours and named.is_own(name)):
+        if name == "__main__" or (is_ours and code_names.is_own(name)):
             yield name, module
 
 
@@ -205,7 +205,7 @@ def assign_attribute(owner: Any, name: str, value: Any) -> None:
 
 def is_users_class(kind: type) -> bool:
     """Whether a class is of the user's own code."""
-    return named.is_own(str(kind.__module__))
+    return code_names.is_own(str(kind.__module__))
 
 
 def of_attribute(kind: type, name: str) -> tuple[str, str]:

@@ -19,12 +19,13 @@ from torch.utils.data import DataLoader, Dataset
 from ..errors import ResumableError
 from ..files.strict_json import Json
 from ..files.threads import no_garbage_collection
-from ..loaders import rng
-from ..observer import Unregistered
-from ..parts.capture import Capture, Trees
+from ..loaders.generators import rng
+from ..parts.collect import collect
 from ..parts.models import ModulePart
-from ..parts.part import Part
+from ..parts.part import Part, Trees
+from ..parts.parts import Parts
 from ..position.loader_position import LoaderPosition
+from ..session.observer import Unregistered
 from ..trace import digest
 from . import containers, fixes, scopes
 from .containers import BARE, CONTAINERS, NUMBERS, TEXTS, Inside
@@ -78,25 +79,25 @@ class Item(NamedTuple):
         return Item(value, place, **{"weight": weight, **more}, depth=self.depth + 1, assign=assign)
 
 
-def take(capture: Capture, frame: FrameType | None, trees: Trees | None = None) -> dict[str, Seen]:
+def take(parts: Parts, frame: FrameType | None, trees: Trees | None = None) -> dict[str, Seen]:
     """Return what is alive and in no part, by a name that is the same in every process.
 
     `frame` is where the script stands; `trees` are what the parts hold, if the caller has them. Nothing is
     changed, and no code of the script is called but the parts' own.
     """
-    return look(capture, frame, trees).found
+    return look(parts, frame, trees).found
 
 
 @no_garbage_collection()
 @torch.inference_mode(False)
-def look(capture: Capture, frame: FrameType | None, trees: Trees | None = None) -> Survey:
+def look(parts: Parts, frame: FrameType | None, trees: Trees | None = None) -> Survey:
     """Look at all that is alive and in no part."""
     if trees is None:
         try:
-            trees, _ = capture.collect()
+            trees, _ = collect(parts)
         except ResumableError:  # the next save reports it
             trees = {}
-    survey = Survey(capture, Held(capture, trees))
+    survey = Survey(parts, Held(parts, trees))
     survey.run(frame)
     return survey
 
@@ -114,8 +115,8 @@ def changed(first: Mapping[str, Seen], now: Mapping[str, Seen]) -> list[Unregist
 class Survey:
     """One look at everything."""
 
-    def __init__(self, capture: Capture, held: Held) -> None:
-        self._parts = capture.all_parts()
+    def __init__(self, parts: Parts, held: Held) -> None:
+        self._parts = parts.all
         self._held = held
         self._seen: dict[int, Any] = {}
         self.found: dict[str, Seen] = {}

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..files import codec, tensor_file
 from ..files.strict_json import Json
-from ..loaders import rng
+from ..loaders.generators import rng
 from . import containers
 from .registered import TENSORS
 from .survey import Item, Survey

@@ -23,7 +23,8 @@ from ..errors import (
 from ..remote import url
 from ..run import checkpoint, manifest
 from ..run.checkpoint import Checkpoint
-from ..run.directory import Run, Which, is_number
+from ..run.directory import Run
+from ..run.resume_choice import Which, is_number
 
 T = TypeVar("T")
 

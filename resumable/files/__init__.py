@@ -3,6 +3,7 @@
 __all__ = [
     "codec",
     "disk",
+    "file_reader",
     "fingerprint",
     "jsonl",
     "large_files",

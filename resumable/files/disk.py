@@ -15,6 +15,8 @@ from pathlib import Path
 from ..errors import CannotRead, CheckpointDamaged, SaveFailed, warn
 
 _BINARY = getattr(os, "O_BINARY", 0)
+# NOFOLLOW: a link must not lead outside the folder. NONBLOCK: a pipe must not hang the training.
+_SAFELY = _BINARY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
 def created(path: Path) -> AbstractContextManager[int]:
@@ -61,11 +63,22 @@ def read_small(folder: Path, name: str, limit: int = 64 << 20) -> bytes:
     return bytes(buffer)
 
 
+def open_regular(path: Path, flags: int) -> int:
+    """Open a regular file; OSError for a link, a pipe or a folder of that name."""
+    fd = os.open(path, flags | _SAFELY, 0o666)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
 @contextlib.contextmanager
 def opened(folder: Path, name: str) -> Iterator[FileIO]:
     """Open a regular file in a folder of ours; damage and an unreadable disk raise different errors."""
-    # NOFOLLOW: a link must not lead outside the folder. NONBLOCK: a pipe must not hang the load.
-    flags = os.O_RDONLY | _BINARY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    flags = os.O_RDONLY | _SAFELY
     path = folder / name
     try:
         if path.parent != folder and path.parent.is_symlink():

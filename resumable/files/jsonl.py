@@ -7,7 +7,6 @@ import errno
 import json
 import math
 import os
-import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -113,12 +112,8 @@ def _put(fd: int, text: bytes) -> None:
 
 @contextlib.contextmanager
 def _opened(path: Path, flags: int) -> Iterator[int]:
-    # NOFOLLOW: a link must not lead outside the run. NONBLOCK: a pipe must not hang the training.
-    flags |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-    fd = os.open(path, flags, 0o666)
+    fd = disk.open_regular(path, flags)
     try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
         yield fd
     finally:
         os.close(fd)

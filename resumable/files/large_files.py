@@ -1,8 +1,7 @@
-"""Large files: hashed while they are written and read, by several threads."""
+"""Large files: hashed by several threads while they are written."""
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import ctypes
 import errno
@@ -12,8 +11,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from io import FileIO
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -21,7 +19,6 @@ import xxhash
 
 from ..errors import SaveFailed
 from . import disk
-from .pin import Hasher
 
 if sys.platform != "win32":
     import fcntl
@@ -29,7 +26,6 @@ if sys.platform != "win32":
 BLOCK = 16 << 20
 """Longer files are hashed in blocks of this many bytes, so that several threads can share the work."""
 
-_PIECE = 1 << 20  # stays in the processor's cache between the read and the hash
 _PREALLOCATE = 1 << 20
 _WORTH_A_LINK = 1 << 20  # damage to a linked file damages every checkpoint that shares it
 
@@ -56,7 +52,7 @@ def _blocks(size: int) -> range:
     return range(0, max(size, 1), BLOCK)
 
 
-def _in_threads(job: Callable[[int], bytes], size: int, threads: int) -> list[bytes]:
+def in_threads(job: Callable[[int], bytes], size: int, threads: int) -> list[bytes]:
     """Return the result of `job` for each block; the first error stops the other threads."""
     blocks = _blocks(size)
     if threads == 1 or len(blocks) == 1:
@@ -135,7 +131,7 @@ class Content:
         # A file that has changed has mostly changed in its first block.
         if self._digest(0) != before.blocks[0]:
             return None
-        return before if _in_threads(self._digest, before.size, _WRITERS) == before.blocks else None
+        return before if in_threads(self._digest, before.size, _WRITERS) == before.blocks else None
 
     def _digest(self, at: int) -> bytes:
         return xxhash.xxh3_128_digest(self.block(at))
@@ -200,7 +196,7 @@ def receive(path: Path, size: int, read: Callable[[int, int], Any], piece: int, 
                 hasher.update(found)
             return hasher.digest()
 
-        return fold(_in_threads(job, size, threads))
+        return fold(in_threads(job, size, threads))
 
 
 def write_share(path: Path, content: Content, way: Way = "paced") -> list[bytes]:
@@ -250,7 +246,7 @@ def _write_blocks(fd: int, content: Content, way: Way) -> list[bytes]:
             _begin_flush(fd, place, block.nbytes)
         return found
 
-    return _in_threads(job, content.data.nbytes, _WRITERS)
+    return in_threads(job, content.data.nbytes, _WRITERS)
 
 
 def _begins_a_page(data: memoryview) -> bool:
@@ -269,7 +265,7 @@ def _write_directly(fd: int, content: Content) -> list[bytes]:
         return found
 
     _set_direct(fd, True)
-    digests = _in_threads(job, content.data.nbytes, _WRITERS)
+    digests = in_threads(job, content.data.nbytes, _WRITERS)
     _set_direct(fd, False)
     _write_at(fd, content.data[whole:], content.begin + whole)
     return digests
@@ -343,170 +339,3 @@ def fastest_way(folder: Path, scratch: memoryview, is_wanted: Callable[[], bool]
         taken[way] = min(seconds, taken.get(way, math.inf))
     quickest = min(taken.values(), default=0.0)
     return next((way for way, seconds in taken.items() if seconds <= 1.15 * quickest), "paced")
-
-
-class Lane:
-    """A buffer of one thread, for bytes that have no memory of their own to be read into."""
-
-    def __init__(self) -> None:
-        self._memory = memoryview(bytearray(_PIECE))
-
-    def room(self) -> memoryview:
-        """Return memory to read a piece into."""
-        return self._memory
-
-
-class Target(NamedTuple):
-    """The destination of a range of a file: host memory, or a function that takes it piece by piece."""
-
-    begin: int
-    end: int
-    memory: memoryview | None
-    take: Callable[[Lane, int, memoryview], None] | None = None
-
-
-def scan(
-    folder: Path,
-    name: str,
-    size: int,
-    expected: str,
-    targets: Sequence[Target] = (),
-    lane: Callable[[], Lane] = Lane,
-    also: Hasher | None = None,
-) -> list[bytes]:
-    """Read a file, verified in the memory that it is read into; return its blocks' digests.
-
-    Bytes without a target are verified too. `also` gets all bytes in order, from one thread.
-    """
-    with _of_size(folder, name, size) as fd:
-        scanned = _Scan(fd, size, targets, lane, also)
-        digests = _in_threads(scanned.block, size, 1 if also else _READERS)
-    if (actual := fold(digests)) != expected:
-        raise disk.damaged(folder, f"{name} has the digest {actual}, its manifest says {expected}")
-    return digests
-
-
-def read_start(folder: Path, name: str, size: int, count: int) -> memoryview:
-    """Return the first `count` bytes of a file of `size`, not verified."""
-    with _of_size(folder, name, size) as fd:
-        start = memoryview(bytearray(min(count, size)))
-        _read_at(fd, start, 0)
-    return start
-
-
-def scan_again(
-    folder: Path,
-    name: str,
-    size: int,
-    digests: Sequence[bytes],
-    targets: Sequence[Target],
-    lane: Callable[[], Lane] = Lane,
-) -> None:
-    """Read the targets' ranges of a file that was verified before, and verify their blocks again."""
-    wanted = {
-        at for target in targets for at in range(target.begin // BLOCK * BLOCK, max(target.end, 1), BLOCK)
-    }
-    with _of_size(folder, name, size) as fd:
-        scanned = _Scan(fd, size, targets, lane)
-
-        def job(at: int) -> bytes:
-            return scanned.block(at) if at in wanted else digests[at // BLOCK]
-
-        if _in_threads(job, size, _READERS) != list(digests):
-            raise disk.damaged(folder, f"{name} has changed since it was verified, a moment ago")
-
-
-@contextlib.contextmanager
-def _of_size(folder: Path, name: str, size: int) -> Iterator[int]:
-    with disk.opened(folder, name) as file:
-        found = os.fstat(file.fileno()).st_size
-        if found != size:
-            raise disk.damaged(folder, f"{name} has {found:,} bytes, its manifest says {size:,}")
-        yield file.fileno()
-
-
-class _Scan:
-    def __init__(
-        self,
-        fd: int,
-        size: int,
-        targets: Sequence[Target],
-        lane: Callable[[], Lane],
-        also: Hasher | None = None,
-    ) -> None:
-        self._fd = fd
-        self._also = also
-        self._size = size
-        self._targets = targets
-        self._ends = [target.end for target in targets]
-        self._make_lane = lane
-        self._lanes = threading.local()
-
-    def _lane(self) -> Lane:
-        if not hasattr(self._lanes, "own"):
-            self._lanes.own = self._make_lane()
-        own: Lane = self._lanes.own
-        return own
-
-    def block(self, at: int) -> bytes:
-        hasher = xxhash.xxh3_128()
-        end = min(at + BLOCK, self._size)
-        number = bisect.bisect_right(self._ends, at)
-        while at < end:
-            target = self._targets[number] if number < len(self._targets) else None
-            if target is None or at < target.begin:
-                at = self._piece(hasher, at, min(end, target.begin) if target else end, None)
-            else:
-                at = self._piece(hasher, at, min(end, target.end), target)
-                number += at == target.end
-        return hasher.digest()
-
-    def _piece(self, hasher: xxhash.xxh3_128, at: int, end: int, target: Target | None) -> int:
-        if target and target.memory is not None:
-            piece = target.memory[at - target.begin : min(end, at + _PIECE) - target.begin]
-        else:
-            piece = self._lane().room()[: end - at]
-        _read_at(self._fd, piece, at)
-        hasher.update(piece)
-        if self._also:
-            self._also.update(piece)
-        if target and target.take:
-            target.take(self._lane(), at - target.begin, piece)
-        return at + piece.nbytes
-
-
-def _read_at(fd: int, rest: memoryview, at: int) -> None:
-    while rest.nbytes:
-        count = _preadv(fd, [rest], at)
-        if not count:
-            raise OSError(errno.EIO, f"the file ended {rest.nbytes:,} bytes early")
-        rest, at = rest[count:], at + count
-
-
-if sys.platform == "win32":
-
-    def _preadv(fd: int, buffers: list[memoryview], at: int) -> int:
-        os.lseek(fd, at, os.SEEK_SET)
-        with FileIO(fd, closefd=False) as file:
-            return file.readinto(buffers[0]) or 0
-
-    _READERS = 1
-else:
-    _preadv = os.preadv
-    _READERS = min(8, os.cpu_count() or 1)
-
-
-def read_range(fd: int, begin: int, end: int) -> memoryview:
-    """Return some bytes of a file, not verified, in memory of their own."""
-    buffer = memoryview(bytearray(end - begin))
-    _read_at(fd, buffer, begin)
-    return buffer
-
-
-def read(folder: Path, name: str, size: int, expected: str, also: Hasher | None = None) -> memoryview:
-    """Return the bytes of a file, verified in private memory that the caller may keep."""
-    # Check the size of the file first: a manifest can claim any size.
-    with _of_size(folder, name, size):
-        buffer = memoryview(bytearray(size))
-    scan(folder, name, size, expected, [Target(0, size, buffer)], also=also)
-    return buffer

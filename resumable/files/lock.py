@@ -5,19 +5,17 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import stat
 import sys
 from pathlib import Path
 from typing import ClassVar
 
 from ..errors import RunInUse
+from . import disk
 
 if sys.platform == "win32":
     import msvcrt
 else:
     import fcntl
-
-_BINARY = getattr(os, "O_BINARY", 0)
 
 
 class Lock:
@@ -35,7 +33,7 @@ class Lock:
         self._key = (os.getpid(), path.parent.resolve() / path.name)
         if self._key in self._held:
             raise in_use(path, f"this process ({os.getpid()})")
-        self._fd = _opened(path)
+        self._fd = disk.open_regular(path, os.O_RDWR | os.O_CREAT)
         try:
             _take(self._fd)
         except OSError as exc:
@@ -93,19 +91,6 @@ def in_use(path: Path, holder: str) -> RunInUse:
         fix="wait for it or stop it, or give this training a run directory of its own. "
         "A lock never outlives its process: there is no file to delete.",
     )
-
-
-def _opened(path: Path) -> int:
-    # NOFOLLOW: a link must not lead outside the run. NONBLOCK: a pipe must not hang the training.
-    safely = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | _BINARY | safely, 0o666)
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-    except OSError:
-        os.close(fd)
-        raise
-    return fd
 
 
 def _sign(fd: int, text: bytes) -> None:

@@ -22,8 +22,8 @@ class Hasher(Protocol):
 class Pin:
     """The SHA-256 of files as they are read, and of all of them together.
 
-    What it is fed is what goes on to be used. A checksum of a file that is read once more would vouch for
-    bytes that somebody else may have replaced in between.
+    It hashes the very bytes that are used. A hash from a second reading would vouch for bytes that may have
+    been replaced in between.
 
     >>> pin = Pin()
     >>> pin.file("state.json").update(b"{}")

@@ -20,7 +20,9 @@ def yield_to_training() -> None:
     if sys.platform == "linux":
         # A sandbox may forbid it.
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)
+            thread = threading.get_native_id()
+            # Never raised: root may, and the training may run at a lower one already.
+            os.setpriority(os.PRIO_PROCESS, thread, max(5, os.getpriority(os.PRIO_PROCESS, thread)))
 
 
 def allow_captures() -> None:

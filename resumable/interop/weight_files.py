@@ -21,8 +21,8 @@ from ..errors import (
     Unsupported,
     UsageError,
 )
-from ..files import codec, disk, large_files, pin, safetensors_header, tensor_file
-from ..files.large_files import Target
+from ..files import codec, disk, file_reader, pin, safetensors_header, tensor_file
+from ..files.file_reader import Target
 from ..files.pin import Pin
 from ..files.strict_json import LONGEST, Json, parse, typed
 from ..files.tensor_file import Slot
@@ -154,7 +154,7 @@ def _verified(
     targets = [Target(0, len(header), again)]
     targets += [Target(s.begin, s.end, place) for s, place in zip(slots, places, strict=True) if place.nbytes]
     also = pinned.file(file) if pinned else None
-    large_files.scan(found.path, file, *found.about.files[file], targets, also=also)
+    file_reader.scan(found.path, file, *found.about.files[file], targets, also=also)
     if again != header:
         raise ValueError(f"{file} has changed while it was read")
     return {s.name: tensor_file.from_row(place, [s])[0] for s, place in zip(slots, places, strict=True)}
@@ -196,7 +196,7 @@ def _opened(place: Path) -> Iterator[int]:
 
 
 def _of_file(place: Path, fd: int, expect: str | None, use: Use[T]) -> T:
-    size, read = os.fstat(fd).st_size, partial(large_files.read_range, fd)
+    size, read = os.fstat(fd).st_size, partial(file_reader.read_range, fd)
     if expect:
         # In private memory: what is used has to be what was hashed.
         whole = read(0, size)

@@ -1,13 +1,3 @@
 """Where each kind of loader stands in its data, its workers and their random generators included."""
 
-__all__ = [
-    "dataloader",
-    "doubts",
-    "named",
-    "plain_source",
-    "rng",
-    "source",
-    "sources",
-    "torch_iterators",
-    "wrappers",
-]
+__all__ = ["choose_source", "loader_source", "loader_warnings", "plain_iterable", "source", "wrappers"]

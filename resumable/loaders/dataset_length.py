@@ -1,4 +1,4 @@
-"""Watches the length of a dataset: items that a training adds are in no checkpoint by themselves."""
+"""Watches the length of a dataset: items that a training adds are in no checkpoint."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..errors import StateMismatch, warn
-from .worker import is_stateful
+from .workers.object_states import is_stateful
 
 
 def length_of(dataset: Any) -> int | None:
@@ -20,14 +20,14 @@ def length_of(dataset: Any) -> int | None:
 
 
 class DatasetLength:
-    """The length of a loader's dataset, as it was given and as the last order was drawn."""
+    """The length of a loader's dataset: at the start, and when the last order was drawn."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
         self._given = self._drawn = self.now()
 
     def now(self) -> int | None:
-        """Return the length as it is now; None for a stream."""
+        """Return the current length; None for a stream."""
         dataset = self._loader.dataset
         return None if isinstance(dataset, IterableDataset) else length_of(dataset)
 
@@ -62,7 +62,7 @@ class DatasetLength:
             )
 
     def outgrown(self, keeps: Callable[[Any], bool], *, is_under_way: bool) -> str | None:
-        """Return a warning if a resume would lack items of the dataset.
+        """Return a warning if items of the dataset would be missing after a resume.
 
         `keeps`: whether an object is saved with the training.
         """

@@ -1,4 +1,4 @@
-"""Decides what a loader with other settings than in the checkpoint can continue with."""
+"""Decides how a loader continues with other settings than in the checkpoint."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from ..files import large_files
 from ..run.changes import HARMLESS, MAY, WILL
-from . import resharding
 from .dataset_length import length_of
-from .order import other_data, plain
+from .workers import resharding
+from .workers.order import other_data, plain
 
 _ANY_ORDER = "its batches came in any order (in_order=False)"
 
@@ -21,7 +21,7 @@ Saved = Mapping[str, Any]
 
 
 def settings(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return how the script made a loader; its split is digested once."""
+    """Return the settings of a loader, except its split and its sample seeds."""
     return {
         "batch_size": loader.batch_size,
         "drop_last": loader.drop_last,
@@ -33,20 +33,20 @@ def settings(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 def dealt(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return by what the samples are dealt out, and to how many ranks."""
+    """Return the kind of sampler, and the number of ranks that it shards for."""
     return {"sampler": type(loader.sampler).__name__, "shards": resharding.count(loader)}
 
 
 def split_of(dataset: Any) -> str | None:
     """Return a digest of the indices of a `Subset`; None for other datasets."""
-    # A split that is drawn anew at every start lets the samples to validate on into the training.
+    # A split drawn again at every start would train on samples that are for validation.
     if isinstance(dataset, Subset):
         return large_files.digest(repr(plain(list(dataset.indices))).encode())[:8]
     return None
 
 
 def in_question(loader: DataLoader[Any], setting: str, saved: Saved) -> tuple[str, str] | None:
-    """Return what a changed setting puts in question in mid-epoch: itself or everything (""), and why."""
+    """Return what a changed setting invalidates in mid-epoch: itself or everything (""), and why."""
     is_stream = isinstance(loader.dataset, IterableDataset)
     if setting == "num_workers":
         # What each worker reads of a stream depends on how many there are.
@@ -72,19 +72,19 @@ def _has_other_shards(loader: DataLoader[Any], saved: Saved) -> bool:
 
 
 def _obstacle(loader: DataLoader[Any], saved: Saved) -> str | None:
-    """Return why the samples that are left of an epoch cannot be dealt out again."""
+    """Return why the rest of an epoch's samples cannot be resharded."""
     if not saved["order"]["is_in_order"] or _has_gaps(saved):
         return _ANY_ORDER
     return resharding.obstacle(saved["order"]["base"], loader)
 
 
 def _has_gaps(saved: Saved) -> bool:
-    """Whether batches have come out before others that were asked for earlier."""
+    """Whether batches have come out before others that were requested earlier."""
     return bool(min(saved["order"]["on_its_way"], default=saved["batches"]) < saved["batches"])
 
 
 def effects(loader: DataLoader[Any], saved: Saved, *, has_seeds: bool) -> dict[str, tuple[str, str]]:
-    """Return what a change of a setting does to the bits, and why, where its name alone does not tell.
+    """Return how a changed setting changes the results, and why, where its name alone does not say it.
 
     `has_seeds`: whether each sample has a seed of its own.
     """
@@ -107,22 +107,22 @@ def effects(loader: DataLoader[Any], saved: Saved, *, has_seeds: bool) -> dict[s
 
 
 def adapted(loader: DataLoader[Any], saved: Saved, other: AbstractSet[str]) -> Saved:
-    """Return what a loader continues with that has `other` settings than in the checkpoint."""
+    """Return the state for a loader whose `other` settings have changed since the checkpoint."""
     is_dealt_otherwise = saved["dealt"] != dealt(loader)
     is_in_epoch = bool(saved["order"]) and not saved["is_left"]
     if _has_other_shards(loader, saved):
-        # Those of another number of ranks have had other samples; what was loaded is of no use.
+        # With another number of ranks the workers have had other samples, and batches ahead are useless.
         saved = {**saved, "workers": [], "made": None, "turn": 0, "ahead": []}
     if is_dealt_otherwise:
         saved = {**saved, "dealt": dealt(loader)}
     if is_in_epoch and (is_dealt_otherwise or other):
         return _with_other_batches(loader, saved)
-    # The rest of an epoch that was left matters only to workers that stand there.
+    # The rest of an abandoned epoch matters only to workers that are still in it.
     return {**saved, "order": None, "is_left": False} if is_dealt_otherwise else saved
 
 
 def _with_other_batches(loader: DataLoader[Any], saved: Saved) -> dict[str, Any]:
-    # From here on other batches are made of the samples that are left.
+    # From here on, the remaining samples form other batches.
     if _has_gaps(saved):
         raise other_data(f"{_ANY_ORDER}, and other batches cannot be made of what is left of them")
     batches, order = saved["batches"], saved["order"]

@@ -1,4 +1,4 @@
-"""What the position needs of a loader, of whatever kind."""
+"""The interface of all kinds of loaders to the position."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class Source(Protocol):
-    """What `LoaderPosition` needs of a loader."""
+    """A loader as `LoaderPosition` uses it."""
 
     loader: Any
     has_cheap_marks: bool
@@ -20,73 +20,86 @@ class Source(Protocol):
         """Return the batches of this epoch."""
 
     def settings(self) -> dict[str, Any]:
-        """Return how the script made the loader."""
+        """Return the settings with which the script made the loader."""
 
     def root(self) -> object:
-        """Return what the loader's generators hang off."""
+        """Return the root under which the loader's generators are found."""
 
     def open(self, *, loads_ahead: bool = False) -> Iterator[Any]:
-        """Return the batches that are left of the epoch. In mid-epoch, no generator is moved.
+        """Return the rest of the epoch's batches. In mid-epoch, no generator is moved.
 
-        `loads_ahead`: whether batches are asked for before the training wants them.
+        `loads_ahead`: whether batches are requested before the training wants them.
         """
 
     def load_ahead(self) -> None:
-        """Note that from now on batches are asked for before the training wants them."""
+        """Note that from now on batches are requested before the training wants them."""
 
     def can_load_ahead(self) -> bool:
-        """Whether asking for a batch early leaves all that is drawn as it is."""
+        """Whether requesting a batch early changes no random number."""
 
     def size(self, batch: Any) -> int:
-        """Return the samples in the batch that it gave last."""
+        """Return the number of samples in the last batch."""
 
     def forgive(self) -> int:
-        """Count the batches that failed, as the training goes on without them."""
+        """Count the batches that failed, as the training continues without them."""
 
     def mark(self) -> Any:
-        """Return where the loader stands with the batch that it gave last."""
+        """Return the loader's place after its last batch."""
 
     def collect(self, mark: Any, ahead: Sequence[Any], is_under_way: bool) -> dict[str, Any]:
-        """Return what goes on after the batch of the mark (None: the last one that was given).
+        """Return the state to continue from after the batch of a mark; None: after the last one.
 
-        `ahead` are the marks of batches after it that the training has not had.
+        `ahead` are the marks of later batches that the training has not had yet.
         """
 
     def in_question(self, setting: str, saved: Mapping[str, Any]) -> tuple[str, str] | None:
-        """Return what a changed setting puts in question in mid-epoch: itself or everything (""), and why."""
+        """Return what a changed setting invalidates in mid-epoch: itself or everything (""), and why."""
 
     def effects(self, saved: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-        """Return what a change of a setting does to the bits, and why, where its name alone does not tell."""
+        """Return how a changed setting changes the results, and why, where its name alone does not say it."""
 
     def restore(self, saved: Mapping[str, Any], other: AbstractSet[str]) -> None:
-        """Go on from what `collect` returned. Of the settings, the `other` ones have changed since."""
+        """Continue from a state that `collect` returned; the `other` settings have changed since."""
 
     def begin_own_streams(self) -> None:
-        """Go on without the workers that were saved: they are another rank's."""
+        """Drop the saved workers: they are another rank's."""
 
     def rewind(self) -> None:
-        """Stand at the beginning of an epoch."""
+        """Return to the beginning of an epoch."""
 
     def close(self, *, now: bool) -> None:
-        """Let go of what runs in the background; end `now` what a loop still holds, too."""
+        """Release what runs in the background; `now`: also what a loop still holds."""
 
 
 class WithoutWorkers:
-    """What is the same for all sources that have no workers of their own."""
+    """The common part of all sources without workers of their own."""
+
+    loader: Any
+
+    def replace(self, loader: Any) -> None:
+        """Read from this loader, made like the one before, when it is opened next."""
+        self.loader = loader
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the kind of the loader: how the script made it is unknown."""
+        return {"kind": type(self.loader).__name__}
 
     def load_ahead(self) -> None:
-        """Do nothing: what is loaded ahead is the same."""
+        """Do nothing: loading ahead changes nothing here."""
 
     def can_load_ahead(self) -> bool:
-        """Return False: what asking early does is unknown."""
+        """Return False: the effect of an early request is unknown."""
         return False
 
     def forgive(self) -> int:
-        """Count nothing: an iterator that has raised is at its end, or keeps its own position."""
+        """Return 0: an iterator that has raised is at its end, or keeps its own position."""
         return 0
 
     def effects(self, saved: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-        """Return nothing: what a change of a setting does is unknown."""
+        """Return nothing: the effect of a changed setting is unknown."""
         return {}
 
     def close(self, *, now: bool) -> None:
@@ -94,7 +107,7 @@ class WithoutWorkers:
 
 
 def size_of(batch: Any, otherwise: int | None) -> int:
-    """Return the samples in a batch, as its first tensor has them."""
+    """Return the number of samples in a batch: the length of its first tensor."""
     while isinstance(batch, (Mapping, list, tuple)) and batch:
         batch = next(iter(batch.values() if isinstance(batch, Mapping) else batch))
     return batch.shape[0] if isinstance(batch, torch.Tensor) and batch.ndim else otherwise or 1

@@ -1,4 +1,4 @@
-"""What Accelerate and Lightning Fabric wrap the parts of a training in."""
+"""Unwraps the parts of a training that Accelerate or Lightning Fabric has wrapped."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ _INSIDE = {
     "accelerate.optimizer.AcceleratedOptimizer": "optimizer",
     "accelerate.scheduler.AcceleratedScheduler": "scheduler",
 }
-"""Where each keeps what it wraps. By name: to import them for that would take seconds."""
+"""The attribute that holds the wrapped object. By name: importing these packages takes seconds."""
 _MAKERS = {
     **dict.fromkeys([f"{module}._FabricDataLoader" for module in _FABRIC], "fabric"),
     "accelerate.data_loader.DataLoaderAdapter": "accelerator",
 }
-"""Who makes each loader that counts its epochs from 0 in every process."""
+"""The makers of loaders that count their epochs from 0 in every process."""
 
 
 def inside(live: Any) -> Any:
-    """Return what Accelerate or Fabric has wrapped, or the object itself."""
+    """Return the object inside wrappers of Accelerate or Fabric, or the object itself."""
     while attribute := attribute_of(live):
         live = getattr(live, attribute)
     return live
 
 
 def attribute_of(live: Any) -> str | None:
-    """Return the attribute in which a wrapper keeps what it wraps; None for what is none."""
+    """Return the attribute that holds the wrapped object; None if the object is no wrapper."""
     return _attribute(type(live).__mro__)
 
 
@@ -38,8 +38,8 @@ def _attribute(kinds: tuple[type, ...]) -> str | None:
 
 
 def maker_of(loader: Any) -> str | None:
-    """Return what scripts call the object whose loader this is (fabric, accelerator); None for others."""
-    # (its class, and not what it says of itself: that it is torch's)
+    """Return the usual name of the object that made the loader (fabric, accelerator); None for others."""
+    # Look at type(): by its __class__ it claims to be torch's.
     return _found(_MAKERS, type(loader).__mro__)
 
 

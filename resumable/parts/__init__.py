@@ -1,3 +1,14 @@
-"""The live objects of a training: read into trees, and put back all or none."""
+"""The live objects of a training: collected into trees, and restored all or none."""
 
-__all__ = ["aliases", "capture", "gradients", "models", "part", "reading"]
+__all__ = [
+    "aliases",
+    "collect",
+    "fit",
+    "gradients",
+    "models",
+    "part",
+    "parts",
+    "reading",
+    "restore",
+    "watch",
+]

@@ -1,4 +1,4 @@
-"""The order in which DistributedDataParallel sums the gradients: it decides how the sums are rounded."""
+"""The order in which DistributedDataParallel sums the gradients, which decides how the sums are rounded."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 
 _known: WeakKeyDictionary[nn.Module, list[Tensor]] = WeakKeyDictionary()
-"""The order never changes again once there is one."""
+"""The order of each replica. It never changes once DDP has rebuilt its buckets."""
 
 
 def layout(ddp: nn.Module) -> list[Tensor] | None:
-    """Return the parameters in the order of DDP's buckets; None while, or if, these are as they were made.
+    """Return the parameters in the order of DDP's buckets; None if DDP has not rebuilt them.
 
-    DDP fills them anew after the first backward, in the order in which the gradients of the first process
-    became ready. Where a gradient lies decides in which order three or more processes sum it.
-    With static_graph that is after the second, and nothing tells the order before: who goes on from the very
-    first step has the buckets as they are made for one step more than a training that was not stopped.
+    DDP rebuilds the buckets after the first backward pass, in the order in which the gradients of rank 0
+    became ready. The place of a gradient decides in which order three or more processes sum it.
+    With static_graph, DDP rebuilds them after the second pass and does not expose the order before: a resume
+    from the very first step then uses the initial buckets for one step more than an uninterrupted training.
     """
     if ddp in _known:
         return _known[ddp]
@@ -32,12 +32,12 @@ def layout(ddp: nn.Module) -> list[Tensor] | None:
 
 
 def restore(ddp: nn.Module, order: Sequence[Tensor] | None) -> bool:
-    """Let DDP use this order from the next backward on, or begin as it was made; False if it cannot.
+    """Make DDP use this order from the next backward pass on, or its initial one; False if it cannot.
 
-    Every process has to be told the same order; none waits for another here.
+    Every process must pass the same order. This call does not communicate.
     """
     if _ids(layout(ddp)) == _ids(order) and (order is None or ddp in _known):
-        # (not where the buckets are still to be made: what became ready first may differ by process)
+        # Before DDP has rebuilt its buckets, the order of readiness may differ by process.
         return True
     before = {**vars(ddp)}
     try:
@@ -47,11 +47,11 @@ def restore(ddp: nn.Module, order: Sequence[Tensor] | None) -> bool:
             return False
         _begin_anew(ddp, chosen, [is_sparse[parameter] for parameter in chosen])
         if order is not None:
-            # As if the gradients had become ready in this order: the next forward, in which all processes
-            # take part, makes the buckets from that, and they are never made again.
+            # Simulate gradients that became ready in this order: the next forward pass, in which all
+            # processes take part, builds the buckets from it, and they are never rebuilt.
             ddp.reducer._push_all_rebuilt_params()  # type: ignore[operator, union-attr]
     except (AttributeError, TypeError, RuntimeError):
-        # A torch in which something of this is called otherwise.
+        # Another version of torch, which names some of these otherwise.
         vars(ddp).update(before)
         return False
     _known.pop(ddp, None)
@@ -65,11 +65,11 @@ def _ids(tensors: Sequence[Tensor] | None) -> list[int]:
 
 
 def _read(ddp: Any) -> tuple[list[Tensor], bool]:
-    """Return the order, and whether the buckets have it already."""
+    """Return the order, and whether the buckets have been rebuilt in it."""
     try:
         if ddp.find_unused_parameters and not ddp.static_graph:
             return [], False
-        # By itself it notes only in the next forward what the last backward was like.
+        # Otherwise DDP records the last backward pass only in the next forward pass.
         ddp.logger.set_runtime_stats_and_log()
         noted = ddp._get_ddp_logging_data()
         stays = bool(noted.get("has_rebuilt_buckets"))
@@ -78,14 +78,14 @@ def _read(ddp: Any) -> tuple[list[Tensor], bool]:
     except (AttributeError, TypeError):
         return [], False
     if not text or noted.get("num_parameter_tensors") != len(parameters):
-        # (where some were frozen or unfrozen since, the indices are of others)
+        # If parameters were frozen or unfrozen since, the indices mean other parameters.
         return [], False
     filled = [[int(index) for index in bucket.split()] for bucket in text.split(",")]
     if stays and os.environ.get("DDP_SET_LAST_BUCKET_CAP") == "1":
-        # They are filled from the end then.
+        # The buckets are then filled from the end.
         filled = [bucket[::-1] for bucket in filled]
     indices = [*chain(*filled)]
-    # With static_graph, those that have no gradient come last.
+    # With static_graph, parameters without a gradient come last.
     indices += sorted({*range(len(parameters))} - {*indices})
     return [parameters[index] for index in indices], stays
 
@@ -99,12 +99,12 @@ def _parameters(ddp: Any) -> dict[Tensor, bool]:
     try:
         return dict(zip(*ddp._build_params_for_reducer(), strict=True))
     finally:
-        # It also chooses anew which buffers are broadcast, which would change the training.
+        # The call also selects the buffers to broadcast again, which would change the training.
         vars(ddp).update(before)
 
 
 def _can_begin_anew(ddp: Any) -> bool:
-    # What would be lost with the reducer that has it.
+    # A new reducer would lose these.
     lost = ("mixed_precision", "_use_python_reducer", "_require_manual_backward_finalization")
     in_backward = any(hasattr(parameter, "_in_backward_optimizers") for parameter in ddp.parameters())
     is_fixed = ddp.find_unused_parameters and not ddp.static_graph

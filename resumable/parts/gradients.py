@@ -1,4 +1,4 @@
-"""Which gradients of an optimizer are on their way to a later step."""
+"""Finds the gradients of an optimizer that a later step needs."""
 
 from __future__ import annotations
 
@@ -12,41 +12,53 @@ from torch import Tensor
 from ..errors import warn
 
 _ENOUGH = 3
-"""So often the script is seen to zero its gradients before it is taken to do so always."""
+"""After this many zeroed gradients, the script is assumed to zero them always."""
 
 
 class Gradients:
-    """The gradients of one optimizer: those that its last step has used, and those of a later one.
+    """The gradients of one optimizer: those that its last step used, and those that the next one will use.
 
-    A gradient that a step has used is not part of the training's state if the script zeroes it before it
-    adds the next one. Whether it does shows at the first backward pass after a step.
+    A used gradient is not part of the training's state if the script zeroes it before the next backward
+    pass. The first backward pass after a step shows whether it does.
     """
 
     def __init__(self, live: Any) -> None:
         self._live = live
         self.is_captured = False
-        """Whether a captured graph makes the steps, with the gradients that it makes itself."""
+        """Whether a captured graph makes the steps and computes the gradients."""
         self._used: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._are_kept: bool | None = None
-        """Whether used gradients go into the next step too; None: not seen yet."""
+        """Whether the script keeps used gradients for the next step; None: not known yet."""
         self._times_zeroed = 0
         self._is_first = False
         self._has_left_out = False
-        """Whether used gradients were left out of a checkpoint before it was seen what becomes of them."""
-        self.has_body_ended: bool | None = None
-        """Whether the save that is being made stands where a body has ended; None: there is no save."""
+        """Whether a checkpoint lacks used gradients although it was not known whether they are kept."""
+        self._has_body_ended: bool | None = None
+        """Whether the current save is at the end of a loop body; None: no save is being made."""
         self.used: list[str] = []
-        """Those that `pending` returned last though a step has used them: the script may zero them."""
+        """The used gradients that `pending` returned last, which the script may zero."""
         self._restored: list[tuple[Tensor, Tensor]] = []
-        """Parameters, and the gradients that were put into them for the rest of their window."""
+        """The parameters whose gradients were restored in mid-window, with these gradients."""
         self._watch: tuple[Tensor, Any] | None = None
 
+    def note_captured(self) -> None:
+        """Note that a captured graph makes the steps."""
+        self.is_captured = True
+
+    def begin_save(self, *, has_body_ended: bool) -> None:
+        """Note that a save begins, at the end of a loop body or in the middle of one."""
+        self._has_body_ended = has_body_ended
+
+    def end_save(self) -> None:
+        """Note that the save has collected the gradients."""
+        self._has_body_ended = None
+
     def collect(self) -> int | None:
-        """Return how often used gradients were seen to be zeroed; None: they go into the next step too."""
+        """Return how often used gradients were zeroed; None if the script keeps them."""
         return None if self._are_kept else self._times_zeroed
 
     def restore(self, times_zeroed: int | None) -> None:
-        """Take over what `collect` returned, and see as little else as a new process."""
+        """Restore the value that `collect` returned; everything else starts as in a new process."""
         if self._watch is not None:
             self._watch[1].remove()
         self._watch, self._is_first, self._restored = None, False, []
@@ -54,13 +66,13 @@ class Gradients:
         self._are_kept = True if times_zeroed is None else False if times_zeroed >= _ENOUGH else None
 
     def put_in(self, gradients: Mapping[Tensor, Tensor]) -> None:
-        """Give parameters the gradients that the rest of their window adds to."""
+        """Restore gradients that the rest of the window adds to."""
         for parameter, gradient in gradients.items():
             parameter.grad = gradient
         self._restored = [*gradients.items()]
 
     def hold(self) -> Callable[[], None]:
-        """Return what gives parameters their gradients again: many scripts zero them before the loop."""
+        """Return a function that restores these gradients: many scripts zero them before the loop."""
         held = [(parameter, gradient, gradient._version) for parameter, gradient in self._restored]
         self._restored = []
 
@@ -69,8 +81,8 @@ class Gradients:
                 if gradient._version != version:
                     warn(
                         "zero_grad(set_to_none=False) before the loop has zeroed the gradients of a window "
-                        "that the resume goes on in: its step will be another one. Call it before "
-                        "RunState.load, or with set_to_none=True."
+                        "that the resume continues, so its step will differ. Call it before RunState.load, "
+                        "or with set_to_none=True."
                     )
                     return
                 if parameter.grad is None:
@@ -79,7 +91,7 @@ class Gradients:
         return put_back
 
     def stepped(self) -> None:
-        """Note that the optimizer has made a step with the gradients that there are."""
+        """Note that the optimizer has made a step with the current gradients."""
         self._used = {id(p): (weakref.ref(g), g._version) for p, g in self._all() if not g.is_inference()}
         self._is_first, self._restored = True, []
         if self._watch is None and not self._are_kept:
@@ -88,10 +100,10 @@ class Gradients:
     def pending(self, parameters: Mapping[str, Tensor], *, is_alone: bool = True) -> dict[str, Tensor]:
         """Return the gradients that a resume needs, by the names of their parameters.
 
-        Used ones are needed if the script keeps them. Until that is known they are returned where a body has
-        ended: those that the next one zeroes do no harm. In the middle of a body the script may be about to
-        zero them, and a resume does not run the rest of the body. Of several processes each has its own, and
-        another number of them could not go on from these.
+        Used gradients are needed if the script keeps them. Until that is known, they are returned at the end
+        of a loop body: if the next one zeroes them, they do no harm. In the middle of a body the script may
+        be about to zero them, and a resume does not run the rest of the body. With several processes, each
+        has its own, and another number of processes could not use them.
         """
         self.used = []
         if self.is_captured:
@@ -99,11 +111,11 @@ class Gradients:
         found = {name: p.grad for name, p in parameters.items() if p.grad is not None}
         if not self._are_kept:
             used = {name for name, g in found.items() if self._is_used(parameters[name], g)}
-            if self._are_kept is None and is_alone and self.has_body_ended:
-                # On a device a copy of all gradients is memory that the training may need.
+            if self._are_kept is None and is_alone and self._has_body_ended:
+                # A copy of all gradients on a device may take memory that the training needs.
                 self.used = sorted(name for name in used if found[name].is_cpu)
             left_out = used.difference(self.used)
-            self._has_left_out |= bool(left_out) and self.has_body_ended is not None
+            self._has_left_out |= bool(left_out) and self._has_body_ended is not None
             found = {name: g for name, g in found.items() if name not in left_out}
         return found if any(map(_may_be_nonzero, found.values())) else {}
 
@@ -126,7 +138,7 @@ class Gradients:
                 if found := known():
                     found()
 
-            # Else torch warns of it where a process is given the parameters.
+            # Otherwise torch warns when the parameters are sent to another process.
             torch.utils.hooks.unserializable_hook(hook)  # type: ignore[no-untyped-call]
             self._watch = smallest, smallest.register_hook(hook)  # type: ignore[no-untyped-call]
             weakref.finalize(self, self._watch[1].remove).atexit = False
@@ -147,8 +159,8 @@ class Gradients:
         is_there = gradient is not None and self._is_used(parameter, gradient)
         if gradient is not None and not is_there:
             if not gradient.is_cpu and (self._are_kept is False or _is_capturing(gradient)):
-                # Only its values show whether it was zeroed in place. To read them would stop the training
-                # until the device has caught up, and end a capture.
+                # Only its values show whether it was zeroed in place. Reading them would synchronize with
+                # the device, and end a capture.
                 return
             is_there = bool(gradient.any())
         if is_there:
@@ -161,7 +173,7 @@ class Gradients:
 
 
 def _may_be_nonzero(gradient: Tensor) -> bool:
-    # To read one on a device would stop the training until the device has caught up.
+    # Reading a gradient on a device would synchronize with it.
     is_plain = gradient.is_cpu and gradient.layout == torch.strided
     return not is_plain or (gradient.numel() > 0 and bool(gradient.any()))
 

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from functools import lru_cache
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import Unsupported, UsageError, warn
+from ..errors import UsageError, warn
 from ..files import large_files, tensor_file
 from ..loaders import wrappers
 from . import ddp_buckets
 from .part import Difference, Part, Saved, same_device, shape
+from .sharded import refuse_split
+
+Modules = Sequence[tuple[str, nn.Module]]
+"""Modules by name."""
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -30,7 +33,7 @@ def unwrap(module: nn.Module) -> nn.Module:
 def _wrapper_attribute(module: nn.Module) -> str | None:
     if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         return "module"
-    # Importing it costs a second; where it was not imported, nothing can be compiled.
+    # Importing torch._dynamo takes a second; as long as it is not imported, nothing can be compiled.
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     if dynamo and isinstance(module, dynamo.OptimizedModule):
         return "_orig_mod"
@@ -38,17 +41,22 @@ def _wrapper_attribute(module: nn.Module) -> str | None:
 
 
 def bare_name(root: nn.Module) -> Callable[[str], str]:
-    """Return the function that takes the wrappers inside `root` out of a name."""
+    """Return a function that removes the wrappers inside `root` from a name."""
     return _bare_name(root.named_modules(remove_duplicate=False))
 
 
 def _bare_name(walked: Iterable[tuple[str, nn.Module]]) -> Callable[[str], str]:
-    wrapped = [
-        f"{name}.{attribute}." if name else f"{attribute}."
-        for name, module in walked
-        if (attribute := _wrapper_attribute(module))
-    ]
-    # The innermost first: the prefixes of the others are then still as they were.
+    attributes: dict[type, str | None] = {}
+    wrapped = []
+    for name, module in walked:
+        kind = type(module)
+        if kind not in attributes:
+            attributes[kind] = _wrapper_attribute(module)
+        if attribute := attributes[kind]:
+            wrapped.append(f"{name}.{attribute}." if name else f"{attribute}.")
+    if not wrapped:
+        return str
+    # The innermost first, so that the prefixes of the others still match.
     wrapped.sort(key=len, reverse=True)
 
     def bare(name: str) -> str:
@@ -66,31 +74,21 @@ class ModulePart(Part):
 
     kind = "module"
 
-    def __init__(self, name: str, live: nn.Module, stem: str = "extra") -> None:
-        super().__init__(name, unwrap(live), stem)
+    def __init__(self, name: str, live: nn.Module, stem: str = "extra", rank: int | None = None) -> None:
+        super().__init__(name, unwrap(live), stem, rank)
         self._wrapped = live
         self._named_orders: dict[str, tuple[list[Tensor], list[str]]] = {}
         self._refuse_split()
-        self._refuse_lazy()
-        self.built = {"frozen": self._frozen()}
-        self._buffers_of_the_script = self._buffers().keys()
-        self._given = self._shapes()
-
-    def _shapes(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
-        """Return the shapes of the tensors that have to be the same at a resume."""
-        persistent = {
-            f"{name}.{leaf}" if name else leaf: buffer
-            for name, module in self._modules()
-            for leaf, buffer in module._buffers.items()
-            if buffer is not None and leaf not in module._non_persistent_buffers_set
-        }
-        return {
-            name: (live.shape, live.dtype) for name, live in (*self._named_parameters(), *persistent.items())
-        }
+        parameters, modules = self.parameters(), self._modules()
+        buffers = _buffers_of(modules)
+        _refuse_lazy(name, {**parameters, **buffers})
+        self.built = {"frozen": _frozen(parameters)}
+        self._buffers_of_the_script = buffers.keys()
+        self._given = _shapes(parameters, modules)
 
     def outgrown(self) -> Iterator[str]:
-        """Yield that it has other tensors than it was given with."""
-        now = self._shapes()
+        """Yield that its tensors have changed since the script passed it."""
+        now = _shapes(self.parameters(), self._modules())
         if names := [name for name in {**self._given, **now} if self._given.get(name) != now.get(name)]:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             yield (
@@ -101,14 +99,22 @@ class ModulePart(Part):
             )
 
     def is_torchs_own(self) -> bool:
-        """Whether no module in it has a way of its own to save or to load."""
-        return all(map(_is_torchs_own, self.live.modules()))
+        """Whether no module in it has its own way to save or to load."""
+        modules = [*self.live.modules()]
+        for module in modules:
+            if not _OWN.isdisjoint(vars(module)):
+                return False
+            for hooks in _HOOKS:
+                if getattr(module, hooks, None):
+                    return False
+        return all(map(_is_torchs_kind, {*map(type, modules)}))
 
     def is_filled_in_place(self) -> bool:
-        """Whether its state_dict names the very tensors that it uses."""
-        tensors = self.live.state_dict(keep_vars=True).values() if self.is_torchs_own() else ()
-        plain = (type(value) in (Tensor, nn.Parameter) and not value.is_neg() for value in tensors)
-        return self.is_torchs_own() and all(plain)
+        """Whether its state_dict contains the very tensors that it uses."""
+        if not self.is_torchs_own():
+            return False
+        tensors = self.live.state_dict(keep_vars=True).values()
+        return {*map(type, tensors)} <= {Tensor, nn.Parameter} and not any(map(Tensor.is_neg, tensors))
 
     def size(self) -> int:
         """Return the bytes of its parameters and buffers."""
@@ -119,59 +125,57 @@ class ModulePart(Part):
         for path, value in chain(*walked):
             refuse_split(f"{self.name}.{path}" if path else self.name, value)
 
-    def _refuse_lazy(self) -> None:
-        for name, tensor in [*self.parameters().items(), *self._buffers().items()]:
-            if tensor is not None and nn.parameter.is_lazy(tensor):
-                raise UsageError(
-                    f"{self.name}.{name} has no shape yet.",
-                    fix="run one batch through the model first.",
-                )
-
     def collect(self) -> dict[str, Any]:
-        """Return the weights, which any tool can read, and apart from them what is only for us."""
-        bare = bare_name(self.live)
-        state = {bare(name): value for name, value in self._state().items()}
-        values: dict[str, Any] = {}
-        if not {*map(type, state.values())} <= {Tensor, nn.Parameter} or _EXTRA in "".join(state):
-            values = {name: value for name, value in state.items() if not _is_weight(name, value)}
-        weights = {name: value for name, value in state.items() if name not in values} if values else state
+        """Return the weights, which any tool can read, and separately the rest of the state."""
+        weights, values = self._weights()
+        modules = self._modules()
+        buffers = _buffers_of(modules).items()
         rest = {
             "values": values,
-            # Not persistent does not mean constant.
-            "buffers": {name: buffer for name, buffer in self._buffers().items() if name not in state},
-            "eval": [name for name, module in dict(self._modules()).items() if not module.training],
-            "frozen": self._frozen(),
+            # A buffer with persistent=False can still change.
+            "buffers": {name: one for name, one in buffers if name not in weights and name not in values},
+            "eval": [name for name, module in dict(modules).items() if not module.training],
+            "frozen": _frozen(self.parameters()),
         }
-        if found := self._orders():
+        if found := self._orders(modules):
             rest["buckets"] = found
         if self.stem == "model":
             return {"model": weights, "extra": rest, **self.differing()}
         return {self.stem: {"weights": weights, **rest}, **self.differing()}
 
+    def _weights(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return its state_dict by bare names: the tensors, and the other values."""
+        bare = bare_name(self.live)
+        state = {bare(name): value for name, value in self._state().items()}
+        if {*map(type, state.values())} <= {Tensor, nn.Parameter} and _EXTRA not in "".join(state):
+            return state, {}
+        values = {name: value for name, value in state.items() if not _is_weight(name, value)}
+        return {name: value for name, value in state.items() if name not in values}, values
+
     @property
     def rest_stem(self) -> str:
-        """The tree for what is not a weight."""
+        """The tree for everything that is not a weight."""
         return "extra" if self.stem == "model" else self.stem
 
     def outline(self) -> str:
-        """Return how many tensors it has, and a digest of their names and shapes."""
-        tensors = {**self.parameters(), **self._buffers()}
+        """Return the number of its tensors, and a hash of their names and shapes."""
+        tensors = {**self.parameters(), **_buffers_of(self._modules())}
         texts = [f"{name} {value is not None and shape(value)}" for name, value in tensors.items()]
         return f"{len(tensors)} tensors ({large_files.digest(' '.join(texts).encode())[:8]})"
 
     def differing(self) -> dict[str, Any]:
-        """Return what each rank has for itself: small buffers, and whether they are soon to be rank 0's."""
+        """Return the buffers that can differ by rank, and whether DDP will broadcast rank 0's."""
         if self.rank is None:
             return {}
-        # After a pass with no_sync() it does not broadcast them before the next one.
-        syncs = {path: bool(ddp.require_forward_param_sync) for path, ddp in self._replicas().items()}
-        # (rank 0's too: where no disk is shared, those with the weights are of whoever leads on a node)
+        # After a pass with no_sync(), DDP does not broadcast them before the next pass.
+        replicas = _replicas_of(self._modules())
+        syncs = {path: bool(ddp.require_forward_param_sync) for path, ddp in replicas.items()}
+        # Rank 0's too: without a shared disk, the weights' file is written by the first rank of each node.
         return {"rank": {"own_buffers": self.own_buffers(), "syncs": syncs}}
 
     def own_buffers(self) -> dict[str, Tensor]:
-        """Return the buffers that can differ by rank: statistics of batches, and what is small."""
-        # DistributedDataParallel makes them rank 0's before the next forward pass in training, but an
-        # evaluation may come first.
+        """Return the buffers that can differ by rank: batch statistics, and small ones."""
+        # DDP broadcasts rank 0's before the next forward pass in training, but an evaluation may come first.
         kinds = nn.modules.batchnorm._NormBase
         bare = bare_name(self.live)
         return {
@@ -181,89 +185,74 @@ class ModulePart(Part):
             if buffer is not None and (isinstance(module, kinds) or buffer.nbytes <= _SMALL)
         }
 
-    def _split(self, trees: Callable[[str], Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        rest = trees(self.rest_stem)
-        return (trees("model") if self.stem == "model" else rest["weights"]), rest
-
-    def _modules(self) -> list[tuple[str, nn.Module]]:
-        # A wrapper has the name of what it wraps, which comes after it.
+    def _modules(self) -> Modules:
+        """Return the modules by their bare names, a wrapper before the module that it wraps."""
         bare = bare_name(self._wrapped)
         return [(bare(name), module) for name, module in self._wrapped.named_modules()]
 
-    def _buffers(self) -> dict[str, Tensor | None]:
-        return {
-            f"{name}.{leaf}" if name else leaf: buffer
-            for name, module in self._modules()
-            for leaf, buffer in module._buffers.items()
-        }
-
-    def _replicas(self) -> dict[str, nn.Module]:
-        wrapper = nn.parallel.DistributedDataParallel
-        return {name: module for name, module in self._modules() if isinstance(module, wrapper)}
-
-    def _orders(self) -> dict[str, list[str]]:
-        orders = {path: ddp_buckets.layout(replica) for path, replica in self._replicas().items()}
+    def _orders(self, modules: Modules) -> dict[str, list[str]]:
+        orders = {path: ddp_buckets.layout(replica) for path, replica in _replicas_of(modules).items()}
         return {path: self._names_of(path, order) for path, order in orders.items() if order}
 
     def _names_of(self, path: str, order: list[Tensor]) -> list[str]:
-        # It stays for the rest of the training, and ten thousand names take a while.
+        # Cached: the order stays the same, and naming ten thousand parameters takes a while.
         if path not in self._named_orders or self._named_orders[path][0] is not order:
-            names = {id(parameter): name for name, parameter in self._named_parameters()}
+            names = {id(parameter): name for name, parameter in self.parameters().items()}
             self._named_orders[path] = order, [names[id(parameter)] for parameter in order]
         return self._named_orders[path][1]
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Return the parameters by their bare names; a tied one has several."""
-        return dict(self._named_parameters())
-
-    def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        # In one walk: torch's own takes a new one for every question, and each takes longer than the answer.
+        """Return the parameters by their bare names; a tied parameter has several."""
+        # One walk: each of torch's own methods takes another.
         walked = [*self.live.named_modules(remove_duplicate=False)]
         bare = _bare_name(walked)
-        for path, module in walked:
-            for leaf, parameter in module._parameters.items():
-                if parameter is not None:
-                    yield bare(f"{path}.{leaf}" if path else leaf), parameter
+        return {
+            bare(f"{path}.{leaf}" if path else leaf): parameter
+            for path, module in walked
+            for leaf, parameter in module._parameters.items()
+            if parameter is not None
+        }
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the parameters and buffers by their bare names."""
-        buffers = {name: buffer for name, buffer in self._buffers().items() if buffer is not None}
-        return {**self.parameters(), **buffers}
+        buffers = _buffers_of(self._modules())
+        return {**self.parameters(), **{name: one for name, one in buffers.items() if one is not None}}
 
-    def name_in_optimizers(self, name: str) -> str:
-        """Return the name under which an optimizer keeps the state of a parameter."""
+    @property
+    def prefix_in_optimizers(self) -> str:
+        """The start of the names under which an optimizer keeps the state of the parameters."""
         prefix = self.name.partition(".")[2] if self.name.startswith("model") else self.name
-        return f"{prefix}.{name}" if prefix else name
+        return f"{prefix}." if prefix else ""
 
     def _state(self) -> dict[str, Any]:
         is_own = type(self.live).state_dict is nn.Module.state_dict and "state_dict" not in vars(self.live)
-        # The parameters themselves: a view of each would have to be made, ten thousand times.
+        # Detaching ten thousand parameters takes time.
         state: dict[str, Any] = self.live.state_dict(keep_vars=True) if is_own else self.live.state_dict()
         return state
 
-    def _frozen(self) -> list[str]:
-        return [name for name, parameter in self._named_parameters() if not parameter.requires_grad]
-
     def differences(self, saved: Saved, built: Mapping[str, Any]) -> Iterator[Difference]:
-        """Yield the names that are missing, new, of another shape, tied or frozen otherwise."""
-        (then, rest_then), (now, rest_now) = self._split(saved.view), self._split(self.collect().__getitem__)
-        weights_then, weights_now = then, now
+        """Yield the names that are missing, new, or differ in shape, ties or requires_grad."""
+        rest = saved.view(self.rest_stem)
+        then = saved.view("model") if self.stem == "model" else rest["weights"]
+        now, values = self._weights()
+        both = then.keys() & now.keys()
         if [*then] == [*now] and all(map(operator.is_, then.values(), now.values())):
-            # What is to be filled is what there is; ten thousand comparisons would find nothing.
+            # Tensors that are read in place are equal to themselves: skip ten thousand comparisons.
             then = now = {}
         for name in {**then, **now}:
             if text := _compared(then.get(name), now.get(name)):
                 yield Difference(self.name, name, text)
-        for name in sorted(rest_then["values"].keys() ^ rest_now["values"].keys()):
-            where = "missing" if name in rest_then["values"] else "new"
+        for name in sorted(rest["values"].keys() ^ values.keys()):
+            where = "missing" if name in rest["values"] else "new"
             yield Difference(self.name, name, f"{where} in the code")
-        # Under names of their own: who allows one of these still gets the tensors.
-        for names in _ties(then) ^ _ties(now):
+        # A name for the tie as a whole, so that allowing it still restores the tensors.
+        ties = _ties(then)
+        for names in ties ^ _ties(now):
             if names <= then.keys() & now.keys():
-                where = "checkpoint" if names in _ties(then) else "code"
+                where = "checkpoint" if names in ties else "code"
                 yield Difference(self.name, " = ".join(sorted(names)), f"one tensor only in the {where}")
-        for name in sorted(set(built["frozen"]) ^ set(self.built["frozen"])):
-            if name in weights_then and name in weights_now:
+        for name in sorted({*built["frozen"]} ^ {*self.built["frozen"]}):
+            if name in both:
                 state = "frozen" if name in self.built["frozen"] else "trained"
                 text = f"{state} in the code now, not so before"
                 yield Difference(self.name, f"{name}.requires_grad", text)
@@ -277,7 +266,7 @@ class ModulePart(Part):
         state = self._state()
         size = len(state)
         for name in list(state):
-            # What is the live tensor itself is filled later.
+            # A tensor that is the live one itself is filled later.
             if bare(name) in unfit or then[bare(name)] is state[name]:
                 del state[name]
             else:
@@ -286,107 +275,115 @@ class ModulePart(Part):
             self.live.load_state_dict(state)
         elif state:
             self.live.load_state_dict(state, strict=False)
-        self._restore_buffers(rest["buffers"], unfit)
-        self._forget_buffers(rest["buffers"].keys() | then.keys() | unfit)
+        modules = self._modules()
+        self._restore_buffers(modules, rest["buffers"], unfit)
+        self._forget_buffers(modules, rest["buffers"].keys() | then.keys() | unfit)
         if self.stem != "rank":
-            self._restore_own(saved.of_rank(), unfit)
-        for name, module in self._modules():
+            self._restore_own(modules, saved.of_rank(), unfit)
+        for name, module in modules:
             module.training = name not in rest["eval"]
         for name, parameter in self.parameters().items():
             if name not in unfit and f"{name}.requires_grad" not in unfit:
                 parameter.requires_grad_(name not in rest["frozen"])
         if not unfit:
-            self._restore_orders(rest.get("buckets", {}))
+            self._restore_orders(modules, rest.get("buckets", {}))
 
-    def _restore_orders(self, saved: Mapping[str, list[str]]) -> None:
-        for path, replica in self._replicas().items():
+    def _restore_orders(self, modules: Modules, saved: Mapping[str, list[str]]) -> None:
+        for path, replica in _replicas_of(modules).items():
             parameters = self.parameters()
             order = [parameters[name] for name in saved[path]] if path in saved else None
             if not ddp_buckets.restore(replica, order):
                 warn(
-                    f"{self.name}: DistributedDataParallel is made otherwise than it was, or this torch "
-                    f"({torch.__version__}) cannot let it sum the gradients in the order that it had then: "
+                    f"{self.name}: DistributedDataParallel is set up in another way than before, or this "
+                    f"torch ({torch.__version__}) cannot restore the order in which it summed the gradients: "
                     "with three or more processes, results may differ from an uninterrupted run's in their "
                     "last bits."
                 )
 
-    def _restore_buffers(self, saved: Mapping[str, Tensor | None], unfit: AbstractSet[str]) -> None:
-        modules = dict(self._modules())
+    def _restore_buffers(
+        self,
+        modules: Modules,
+        saved: Mapping[str, Tensor | None],
+        unfit: AbstractSet[str],
+    ) -> None:
+        owners = dict(modules)
         device = next((tensor.device for tensor in self.live.parameters()), None)
         for name, value in saved.items():
             owner, _, leaf = name.rpartition(".")
-            if owner in modules and name not in unfit:
-                _restore_buffer(modules[owner], leaf, value, device)
+            if owner in owners and name not in unfit:
+                _restore_buffer(owners[owner], leaf, value, device)
 
-    def _restore_own(self, own: Mapping[str, Any], unfit: AbstractSet[str]) -> None:
-        self._restore_buffers(own.get("own_buffers", {}), unfit)
-        replicas = self._replicas()
+    def _restore_own(self, modules: Modules, own: Mapping[str, Any], unfit: AbstractSet[str]) -> None:
+        self._restore_buffers(modules, own.get("own_buffers", {}), unfit)
+        replicas = _replicas_of(modules)
         for path, syncs in own.get("syncs", {}).items():
             if path in replicas:
                 replicas[path].require_forward_param_sync = syncs
 
-    def _forget_buffers(self, saved: AbstractSet[str]) -> None:
-        # What was made after the checkpoint was.
-        modules = dict(self._modules())
-        for name in self._buffers().keys() - saved - self._buffers_of_the_script:
+    def _forget_buffers(self, modules: Modules, saved: AbstractSet[str]) -> None:
+        """Delete the buffers that were registered after the checkpoint was made."""
+        owners = dict(modules)
+        for name in _buffers_of(modules).keys() - saved - self._buffers_of_the_script:
             owner, _, leaf = name.rpartition(".")
-            delattr(modules[owner], leaf)
+            delattr(owners[owner], leaf)
+
+
+def _buffers_of(modules: Modules) -> dict[str, Tensor | None]:
+    return {
+        f"{name}.{leaf}" if name else leaf: buffer
+        for name, module in modules
+        for leaf, buffer in module._buffers.items()
+    }
+
+
+def _replicas_of(modules: Modules) -> dict[str, nn.Module]:
+    wrapper = nn.parallel.DistributedDataParallel
+    return {name: module for name, module in modules if isinstance(module, wrapper)}
+
+
+def _frozen(parameters: Mapping[str, nn.Parameter]) -> list[str]:
+    return [name for name, parameter in parameters.items() if not parameter.requires_grad]
+
+
+def _shapes(
+    parameters: Mapping[str, nn.Parameter], modules: Modules
+) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Return the shapes of the tensors that must be the same in a resume."""
+    persistent = {
+        f"{name}.{leaf}" if name else leaf: buffer
+        for name, module in modules
+        for leaf, buffer in module._buffers.items()
+        if buffer is not None and leaf not in module._non_persistent_buffers_set
+    }
+    return {name: (live.shape, live.dtype) for name, live in (*parameters.items(), *persistent.items())}
+
+
+def _refuse_lazy(part: str, tensors: Mapping[str, Tensor | None]) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None and nn.parameter.is_lazy(tensor):
+            raise UsageError(f"{part}.{name} has no shape yet.", fix="run one batch through the model first.")
 
 
 def _restore_buffer(module: nn.Module, leaf: str, value: Tensor | None, device: torch.device | None) -> None:
     live = module._buffers.get(leaf)
     if value is None or live is None or _compared(value, live):
         if value is not live:
-            # Made, dropped or grown during the training.
+            # It was registered, removed or resized during the training.
             fresh = value if value is None else value.to(device or value.device)
             module.register_buffer(leaf, fresh, persistent=False)
     elif not tensor_file.is_equal(value, live):
-        # (an expanded mask could not be written to)
+        # An expanded mask cannot be written to, so it is only copied if it differs.
         with torch.no_grad():
             live.copy_(value)
 
 
-def refuse_split(name: str, value: Any) -> None:
-    """Raise Unsupported for what each process holds only a share of."""
-    marks = _MARKS_OF_TENSORS if isinstance(value, Tensor) else _MARKS
-    found = _splitter(type(value).__mro__)
-    found = found or next((marks[mark] for mark in marks if mark in getattr(value, "__dict__", ())), None)
-    if found:
-        is_engine = found == "DeepSpeed"
-        tool = "the engine's own save_checkpoint" if is_engine else "torch.distributed.checkpoint"
-        raise Unsupported(
-            f"{name} is split over the processes ({found}); this version knows only what each of them "
-            "holds whole.",
-            fix=f"use DistributedDataParallel where the model fits on each device, or save with {tool}.",
-        )
-
-
-@lru_cache
-def _splitter(kinds: tuple[type, ...]) -> str | None:
-    # By name: who has one of these has imported it, and nobody else should have to.
-    modules = [f"{kind.__module__}." for kind in kinds]
-    starts = [start for start in _SPLITTERS for module in modules if module.startswith(start)]
-    return _SPLITTERS[starts[0]] if starts else None
-
-
-_SPLITTERS = {
-    "torch.distributed.fsdp.": "FSDP",
-    "torch.distributed.tensor.": "DTensor",
-    "torch.distributed._shard.": "ShardedTensor",
-    "torch.distributed.optim.zero_redundancy_optimizer.": "ZeroRedundancyOptimizer",
-    # (its kernels and optimizers for one device are in deepspeed.ops)
-    "deepspeed.runtime.": "DeepSpeed",
-    "deepspeed.inference.": "DeepSpeed",
-    "deepspeed.moe.": "DeepSpeed",
-}
-_MARKS = {"_is_fsdp_managed_module": "FSDP"}
-_MARKS_OF_TENSORS = {"_is_flat_param": "FSDP", "ds_id": "DeepSpeed"}
-
-_SMALL = 256 << 10  # larger ones are tables and masks, which nobody changes
+_SMALL = 256 << 10  # larger buffers are tables and masks, which stay the same
 _EXTRA = "_extra_state"
-_OWN = (
-    *("state_dict", "_save_to_state_dict", "load_state_dict", "_load_from_state_dict"),
-    *("get_extra_state", "set_extra_state"),
+_OWN = frozenset(
+    {
+        *("state_dict", "_save_to_state_dict", "load_state_dict", "_load_from_state_dict"),
+        *("get_extra_state", "set_extra_state"),
+    }
 )
 _HOOKS = (
     *("_state_dict_hooks", "_state_dict_pre_hooks"),
@@ -394,14 +391,13 @@ _HOOKS = (
 )
 
 
-def _is_torchs_own(module: nn.Module) -> bool:
-    if vars(module).keys() & {*_OWN}:
-        return False
-    # (not __module__: functools.wraps gives a method that of the one it replaces)
-    scopes = (getattr(getattr(type(module), name), "__globals__", {}) for name in _OWN)
-    return all(scope.get("__name__", "").startswith("torch.nn.") for scope in scopes) and not any(
-        getattr(module, hooks, None) for hooks in _HOOKS
-    )
+def _is_torchs_kind(kind: type[nn.Module]) -> bool:
+    for name in _OWN:
+        # Not __module__, which functools.wraps copies from the method that it replaces.
+        scope = getattr(getattr(kind, name), "__globals__", {})
+        if not scope.get("__name__", "").startswith("torch.nn."):
+            return False
+    return True
 
 
 def _is_weight(name: str, value: Any) -> bool:

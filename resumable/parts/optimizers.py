@@ -1,4 +1,4 @@
-"""Optimizers, whose state goes by the names of the parameters."""
+"""Optimizers: their state is stored by the names of the parameters."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from torch import Tensor
 from ..files import large_files
 from ..files.codec import Path, Place
 from .gradients import Gradients
-from .models import ModulePart, refuse_split
+from .models import ModulePart
 from .part import Difference, Part, Saved, kind_of, plain, same_device, shape
+from .sharded import refuse_split
 
 Tree = dict[str, Any]
 
 
 class OptimizerPart(Part):
-    """An optimizer, whose state goes by the names of the parameters, not by their order."""
+    """An optimizer. Its state is stored by the names of the parameters, not by their order."""
 
     def __init__(
         self,
@@ -27,11 +28,14 @@ class OptimizerPart(Part):
         live: torch.optim.Optimizer,
         stem: str = "extra",
         modules: Sequence[ModulePart] = (),
+        rank: int | None = None,
     ) -> None:
-        super().__init__(name, live, stem)
+        super().__init__(name, live, stem, rank)
         self.kind = kind_of(live, "optimizer")
         self._model_parts = modules
-        self._refuse_split()
+        refuse_split(name, live)
+        for parameter_name, parameter in self.parameters().items():
+            refuse_split(f"{name}: {parameter_name}", parameter)
         self.gradients = Gradients(live)
         self.built = settings_of_groups(live.param_groups)
         self._given = self._sizes()
@@ -40,7 +44,7 @@ class OptimizerPart(Part):
         return [len(group["params"]) for group in self.live.param_groups]
 
     def outgrown(self) -> Iterator[str]:
-        """Yield that it has other groups, or other parameters in them, than it was given with."""
+        """Yield that its groups or their parameters have changed since the script passed it."""
         then, now = self._given, self._sizes()
         if then != now:
             yield (
@@ -51,21 +55,12 @@ class OptimizerPart(Part):
                 "resume restores that."
             )
 
-    def _refuse_split(self) -> None:
-        refuse_split(self.name, self.live)
-        for name, parameter in self.parameters().items():
-            refuse_split(f"{self.name}: {name}", parameter)
-
     def is_torchs_own(self) -> bool:
-        """Whether it is of a class of torch's, and nobody has hooked into its state."""
+        """Whether its class is torch's and its state has no hooks."""
         hooks = ("_optimizer_state_dict", "_optimizer_load_state_dict")
         is_hooked = any(getattr(self.live, f"{hook}_{when}_hooks", None) for hook in hooks for when in _WHEN)
         is_own = type(self.live).__module__.startswith("torch.optim.")
         return is_own and not is_hooked and vars(self.live).keys().isdisjoint(_STATE)
-
-    def is_filled_in_place(self) -> bool:
-        """Whether what its state_dict names are the very tensors that it uses."""
-        return self.is_torchs_own()
 
     def is_on_device(self) -> bool:
         """Whether some of its parameters are not in host memory."""
@@ -77,13 +72,9 @@ class OptimizerPart(Part):
         return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
     def outline(self) -> str:
-        """Return how many parameters it has, and a digest of their groups."""
-        names = self.names()
+        """Return the number of its parameters, and a hash of their names by group."""
+        names = self._names(self._names_in_models())
         return f"{sum(map(len, names))} parameters ({large_files.digest(repr(names).encode())[:8]})"
-
-    def names(self) -> list[list[str]]:
-        """Return the names of the parameters of each group."""
-        return self._names(self._names_in_models())
 
     def _names(self, known: Mapping[int, str]) -> list[list[str]]:
         return [
@@ -97,16 +88,19 @@ class OptimizerPart(Part):
     def _names_in_models(self) -> dict[int, str]:
         known: dict[int, str] = {}
         for part in self._model_parts:
+            prefix = part.prefix_in_optimizers
             for name, parameter in part.parameters().items():
-                known.setdefault(id(parameter), part.name_in_optimizers(name))
+                known.setdefault(id(parameter), prefix + name)
         return known
 
-    def parameters(self, names_of_groups: Sequence[Sequence[str]] | None = None) -> dict[str, Tensor]:
+    def parameters(self) -> dict[str, Tensor]:
         """Return the parameters by their names."""
-        named = self.names() if names_of_groups is None else names_of_groups
+        return self._named(self._names(self._names_in_models()))
+
+    def _named(self, names_of_groups: Sequence[Sequence[str]]) -> dict[str, Tensor]:
         return {
             name: parameter
-            for group, names in zip(self.live.param_groups, named, strict=True)
+            for group, names in zip(self.live.param_groups, names_of_groups, strict=True)
             for name, parameter in zip(names, group["params"], strict=True)
         }
 
@@ -114,23 +108,21 @@ class OptimizerPart(Part):
         """Return the parameters by their names."""
         return self.parameters()
 
-    def _loose(self, known: Mapping[int, str] | None = None) -> dict[str, Tensor]:
-        # Trained, but in no model that we were given (a temperature, a latent): nobody else would save it.
-        known = self._names_in_models() if known is None else known
-        parameters = self.parameters(self._names(known))
-        return {name: value for name, value in parameters.items() if id(value) not in known}
+    def note_step(self) -> None:
+        """Note that it has made a step, which torch checks when a scheduler steps."""
+        self.live._opt_called = True
 
     def collect(self) -> dict[str, Any]:
-        """Return the groups by names, and the state by what it is (exp_avg) and then by names."""
+        """Return the groups with names, and the state by key, such as exp_avg, and then by name."""
         state = self.live.state_dict()
         groups = []
         state_by_key: dict[str, dict[str, Any]] = {}
         on_host = set()
         others = dict(state["state"])
         known = self._names_in_models()
-        for group, live, names in zip(
-            state["param_groups"], self.live.param_groups, self._names(known), strict=True
-        ):
+        named = self._names(known)
+        parameters = self._named(named)
+        for group, live, names in zip(state["param_groups"], self.live.param_groups, named, strict=True):
             groups.append({"params": names} | {k: v for k, v in group.items() if k not in _NAMES})
             for index, parameter, name in zip(group["params"], live["params"], names, strict=True):
                 for key, value in others.pop(index, {}).items():
@@ -138,16 +130,17 @@ class OptimizerPart(Part):
                     if isinstance(value, Tensor) and value.is_cpu and not parameter.is_cpu:
                         on_host.add(key)
         rest = {k: v for k, v in state.items() if k not in ("state", "param_groups")}
-        gradients = self._gradients() if self.rank is None else {}
+        of_rank = self._gradients(parameters)
+        gradients = of_rank if self.rank is None else {}
         return {
-            **self.differing(),
+            **({"rank": {"gradients": of_rank}} if self.rank is not None and of_rank else {}),
             self.stem: {
                 "groups": groups,
                 "state": state_by_key,
                 "others": others,
                 "rest": rest,
                 "on_host": sorted(on_host),
-                "loose": self._loose(known),
+                "loose": _loose(parameters, known),
                 "gradients": gradients,
                 "used": [name for name in self.gradients.used if name in gradients],
                 "zeroed": self.gradients.collect(),
@@ -155,13 +148,13 @@ class OptimizerPart(Part):
         }
 
     def differing(self) -> dict[str, Any]:
-        """Return the gradients of this rank, which the others get only with the next step."""
-        if self.rank is None or not (gradients := self._gradients()):
+        """Return the gradients of this rank, which DDP has not reduced yet."""
+        if self.rank is None or not (gradients := self._gradients(self.parameters())):
             return {}
         return {"rank": {"gradients": gradients}}
 
-    def _gradients(self) -> dict[str, Any]:
-        pending = self.gradients.pending(self.parameters(), is_alone=self.rank is None)
+    def _gradients(self, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
+        pending = self.gradients.pending(parameters, is_alone=self.rank is None)
         return {name: _grad_out(gradient) for name, gradient in pending.items()}
 
     def _saved_gradients(self, saved: Saved, tree: Tree | None = None) -> dict[str, Any]:
@@ -180,7 +173,7 @@ class OptimizerPart(Part):
                 parameter.grad = None
 
     def hold(self) -> Callable[[], None]:
-        """Return what puts back the gradients, and which settings there are, as they are now."""
+        """Return a function that restores the gradients and removes settings that were added since."""
         groups = [(group, {*group}) for group in self.live.param_groups]
         gradients = [(p, p.grad) for group, _ in groups for p in group["params"]]
 
@@ -196,15 +189,15 @@ class OptimizerPart(Part):
     def differences(self, saved: Saved, built: Mapping[str, Any]) -> Iterator[Difference]:
         """Yield the parameters that are in another group, or in none."""
         known = self._names_in_models()
-        tree, loose = saved.view(self.stem), self._loose(known)
+        now = self._names(known)
+        tree, loose = saved.view(self.stem), _loose(self._named(now), known)
         for name in tree["loose"].keys() & loose.keys():
             was, is_now = shape(tree["loose"][name]), shape(loose[name])
             if was != is_now:
                 yield Difference(self.name, name, f"{was} in the checkpoint, {is_now} in the code")
         then = [group["params"] for group in tree["groups"]]
-        now = self._names(known)
         if len(then) != len(now):
-            # Under the name "": such a change has no halves.
+            # Under the name "", because it can only be allowed as a whole.
             text = f"{len(then)} parameter groups in the checkpoint, {len(now)} in the code"
             yield Difference(self.name, "", text)
             return
@@ -213,11 +206,11 @@ class OptimizerPart(Part):
                 where = "missing in the code" if name in before else "new in the code"
                 yield Difference(self.name, name, f"{where} (parameter group {number})")
         if isinstance(self.live, torch.optim.LBFGS) and then != now and sorted(then[0]) == sorted(now[0]):
-            # Its state is of all parameters in a row.
+            # LBFGS keeps its state for all parameters in one flat tensor.
             yield Difference(self.name, "", "the parameters are in another order, on which LBFGS depends")
 
     def resized(self, saved: Saved, then: int, now: int) -> Iterator[Difference]:
-        """Yield that gradients were on their way to a step: each process has its own."""
+        """Yield that the checkpoint has accumulated gradients, of which each process has its own."""
         if self._saved_gradients(saved).keys() - {*saved.view(self.stem).get("used", ())}:
             text = f"summed up by {then} processes, each for itself; there are {now} in the code"
             yield Difference(self.name, "gradients", text)
@@ -226,7 +219,7 @@ class OptimizerPart(Part):
         """Load the state by name, each tensor with its own dtype and layout."""
         known = self._names_in_models()
         named = self._names(known)
-        parameters = self.parameters(named)
+        parameters = self._named(named)
         tree = saved.copy(self.stem, self._placer(saved.view(self.stem)["on_host"], parameters))
         was = self.live.param_groups
         now = self.live.state_dict()
@@ -241,7 +234,7 @@ class OptimizerPart(Part):
             for position, name in zip(index["params"], names, strict=True):
                 mine = {k: v[name] for k, v in tree["state"].items() if name in v}
                 if name in unfit:
-                    # Some optimizers make it at construction, and only then.
+                    # Some optimizers make this state in their constructor only.
                     mine = now["state"].get(position, {})
                 if mine:
                     state[position] = by_parameter[name] = mine
@@ -251,7 +244,7 @@ class OptimizerPart(Part):
         finally:
             _keep_identity(was, self.live.param_groups)
         with torch.no_grad():
-            for name in tree["loose"].keys() & self._loose(known).keys() - unfit:
+            for name in tree["loose"].keys() & _loose(parameters, known).keys() - unfit:
                 parameters[name].copy_(tree["loose"][name])
         self.gradients.restore(tree.get("zeroed", 0))
         gradients = {} if "gradients" in unfit else self._saved_gradients(saved, tree)
@@ -270,12 +263,17 @@ class OptimizerPart(Part):
         return place
 
     def _keep_types(self, saved: Mapping[str, Tree], parameters: Mapping[str, Tensor]) -> None:
-        # load_state_dict casts to the parameter's dtype: fp32 moments of bf16 weights would lose bits.
+        # load_state_dict casts to the parameter's dtype, and fp32 moments of bf16 weights would lose bits.
         for name, then in saved.items():
             now = self.live.state[parameters[name]]
             for key in then.keys() & now.keys():
                 if _device(now[key]) == _device(then[key]):
                     now[key] = then[key]
+
+
+def _loose(parameters: Mapping[str, Tensor], known: Mapping[int, str]) -> dict[str, Tensor]:
+    """Return the parameters that are in no model, such as a temperature: no other part saves them."""
+    return {name: value for name, value in parameters.items() if id(value) not in known}
 
 
 def _grad_out(gradient: Tensor) -> Any:
@@ -308,11 +306,11 @@ def _device(value: Any) -> torch.device | None:
 
 
 def settings_of_groups(groups: Sequence[Tree]) -> Tree:
-    """Return how the groups of an optimizer were made."""
+    """Return the settings with which the groups of an optimizer were made."""
     found: Tree = {}
     for key in {key: None for group in groups for key in group}:
         if key not in (*_NAMES, "initial_lr"):
-            # A scheduler changes `lr` as soon as it is made; `initial_lr` is what the script said.
+            # A scheduler changes `lr` in its constructor; `initial_lr` is the script's value.
             source = "initial_lr" if key == "lr" else key
             values = [plain(group.get(source, group.get(key))) for group in groups]
             found[key] = values[0] if values.count(values[0]) == len(values) else values
@@ -320,7 +318,7 @@ def settings_of_groups(groups: Sequence[Tree]) -> Tree:
 
 
 def _merged_group(then: Tree, now: Tree, code_wins: AbstractSet[str]) -> Tree:
-    # What a newer torch has added to the groups is only in `now`.
+    # Settings that a newer torch has added are only in `now`.
     merged = {**now, **then, **{key: now[key] for key in code_wins if key in now}}
     if "lr" in code_wins and then.get("initial_lr"):
         # The same point of the schedule, with the code's learning rate.
@@ -330,7 +328,7 @@ def _merged_group(then: Tree, now: Tree, code_wins: AbstractSet[str]) -> Tree:
 
 
 def _keep_identity(was: Sequence[Tree], now: Sequence[Tree]) -> None:
-    # A captured CUDA graph reads the learning rate from the very tensor that it was captured with.
+    # A captured CUDA graph reads the learning rate from the tensor that it was captured with.
     for before, after in zip(was, now, strict=True):
         for key, value in before.items():
             if isinstance(value, Tensor) and isinstance(after[key], Tensor):

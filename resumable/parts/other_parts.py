@@ -1,10 +1,10 @@
-"""The other kinds of objects that a training is made of, and which object is of which kind."""
+"""The other kinds of parts: anything with a state_dict, generators, containers, the position in the data."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -14,10 +14,14 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..errors import CannotStore, UsageError
-from ..loaders import rng
-from .models import ModulePart, refuse_split
+from ..files.strict_json import Json
+from ..loaders.generators import rng
+from ..loaders.loader_source import LoaderSource
+from ..position.loader_position import LoaderPosition
+from .models import ModulePart
 from .optimizers import OptimizerPart
 from .part import Difference, Part, Saved, kind_of, plain, same_device
+from .sharded import refuse_split
 
 Tree = dict[str, Any]
 
@@ -25,8 +29,8 @@ Tree = dict[str, Any]
 class StatefulPart(Part):
     """Anything with `state_dict` and `load_state_dict`: schedulers, scalers, the user's own."""
 
-    def __init__(self, name: str, live: Any, stem: str = "extra") -> None:
-        super().__init__(name, live, stem)
+    def __init__(self, name: str, live: Any, stem: str = "extra", rank: int | None = None) -> None:
+        super().__init__(name, live, stem, rank)
         self.kind = kind_of(live, self.kind)
         self._is_schedule = name.startswith("scheduler") or isinstance(live, LRScheduler)
         if not name.startswith("extra"):
@@ -39,25 +43,25 @@ class StatefulPart(Part):
         return _without_torch_functions(state) if self._is_schedule else state
 
     def is_torchs_own(self) -> bool:
-        """Whether it is of a class of torch's."""
+        """Whether its class is torch's."""
         return type(self.live).__module__.startswith("torch.") and "load_state_dict" not in vars(self.live)
 
     def collect(self) -> dict[str, Any]:
-        """Return what its own `state_dict` says."""
+        """Return its own `state_dict`."""
         return {self.stem: self._state()}
 
     def restore(self, saved: Saved, unfit: AbstractSet[str], code_wins: AbstractSet[str]) -> None:
-        """Give it to its own `load_state_dict`."""
+        """Pass the state to its own `load_state_dict`."""
         state = saved.copy(self.stem, same_device)
         if code_wins:
             _overlay(state, self._state(), code_wins, "")
-        # A scaler that is switched off has nothing to say, and one that is on refuses nothing.
+        # A scaler that is off has no state, and a scaler that is on rejects an empty one.
         if state or not isinstance(self.live, torch.amp.GradScaler):
             self.live.load_state_dict(state)
 
 
 def _without_torch_functions(state: Tree) -> Tree:
-    # Some schedulers keep a function of torch's own among their state; their constructor sets it again.
+    # Some schedulers keep a function of torch in their state; their constructor sets it again.
     kept: Tree = {}
     for key, value in state.items():
         if callable(value) and (getattr(value, "__module__", None) or "").startswith("torch."):
@@ -69,7 +73,7 @@ def _without_torch_functions(state: Tree) -> Tree:
 
 
 def settings(state: Any, prefix: str) -> Tree:
-    """Return how a schedule or a scaler was made, by its state."""
+    """Return the settings of a scheduler or a scaler, from its state."""
     found: Tree = {}
     for key, value in state.items() if isinstance(state, dict) else ():
         if key == "_schedulers":
@@ -80,7 +84,7 @@ def settings(state: Any, prefix: str) -> Tree:
     return found
 
 
-# What moves by itself, and what follows from the learning rate.
+# Counters, and values that follow from the learning rate.
 _COUNTERS = {
     *("last_epoch", "_step_count", "_is_initial", "_get_lr_called_within_step", "_growth_tracker"),
     *("base_lrs", "_last_lr"),
@@ -97,7 +101,7 @@ def _overlay(then: Tree, now: Tree, code_wins: AbstractSet[str], prefix: str) ->
 
 
 class GeneratorPart(Part):
-    """A random generator of the user's own."""
+    """A random generator that the script passed."""
 
     kind = "generator"
 
@@ -106,19 +110,19 @@ class GeneratorPart(Part):
         return {self.stem: rng.read(self.live)}
 
     def differences(self, saved: Saved, built: Mapping[str, Any]) -> Iterator[Difference]:
-        """Yield that it is of another algorithm now."""
+        """Yield that its algorithm has changed."""
         if isinstance(self.live, np.random.Generator):
             then = saved.view(self.stem)["bit_generator"]
             if then != (now := rng.read(self.live)["bit_generator"]):
                 yield Difference(self.name, "", f"{then} in the checkpoint, {now} in the code")
 
     def restore(self, saved: Saved, unfit: AbstractSet[str], code_wins: AbstractSet[str]) -> None:
-        """Put it into its saved state."""
+        """Restore its state."""
         rng.write(self.live, saved.view(self.stem))
 
 
 class ContainerPart(Part):
-    """A dict, list, set or deque of plain values and tensors, filled again in place."""
+    """A dict, list, set or deque of plain values and tensors, restored in place."""
 
     kind = "container"
     is_container = True
@@ -128,36 +132,36 @@ class ContainerPart(Part):
         return {self.stem: self.live}
 
     def differences(self, saved: Saved, built: Mapping[str, Any]) -> Iterator[Difference]:
-        """Yield that it is a container of another kind now."""
+        """Yield that its type has changed."""
         then, now = type(saved.view(self.stem)), type(self.live)
         if then is not now:
             yield Difference(self.name, "", f"{then.__name__} in the checkpoint, {now.__name__} in the code")
 
     def restore(self, saved: Saved, unfit: AbstractSet[str], code_wins: AbstractSet[str]) -> None:
-        """Empty it and fill it with what was saved."""
+        """Replace its content."""
         content = saved.restoring.into(self)
         if content is not self.live:
-            # (it was one with another part, and is not any more)
+            # It was the same object as another part, and no longer is.
             saved.restoring.fill(self.live, content)
 
 
 class DataclassPart(Part):
-    """A dataclass of plain values, whose fields are set again."""
+    """A dataclass of plain values, whose fields are assigned."""
 
     kind = "dataclass"
     is_container = True
 
-    def __init__(self, name: str, live: Any, stem: str = "extra") -> None:
-        super().__init__(name, live, stem)
-        # One that the training puts into a field later could not be made again: no class is in the file.
+    def __init__(self, name: str, live: Any, stem: str = "extra", rank: int | None = None) -> None:
+        super().__init__(name, live, stem, rank)
+        # A dataclass that the training assigns later could not be made again: the file names no classes.
         self._nested = set(_nested_in(live, ""))
 
     def fields(self) -> list[tuple[Any, str, Any]]:
-        """Return the fields: the dataclass that has each, its name, and its value."""
+        """Return the fields: for each, the dataclass that has it, its name and its value."""
         return [(owner, name, getattr(owner, name)) for _, owner, name in self._fields(self.live, "")]
 
     def collect(self) -> dict[str, Any]:
-        """Return the fields by their paths, those of dataclasses inside it too."""
+        """Return the fields by their paths, including those of nested dataclasses."""
         return {self.stem: {path: getattr(owner, name) for path, owner, name in self._fields(self.live, "")}}
 
     def _fields(self, owner: Any, prefix: str) -> Iterator[tuple[str, Any, str]]:
@@ -205,12 +209,93 @@ def _is_dataclass(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
-def make(name: str, live: Any, stem: str, modules: Sequence[ModulePart]) -> Part:
-    """Return the part for a live object; UsageError if nothing could put it back."""
+class RandomPart(Part):
+    """The global random generators."""
+
+    kind = "random"
+
+    def collect(self) -> dict[str, Any]:
+        """Return their states."""
+        return {self.stem: rng.collect()}
+
+    def restore(self, saved: Saved, unfit: AbstractSet[str], code_wins: AbstractSet[str]) -> None:
+        """Restore their states, on the devices that this process uses."""
+        rng.restore(rng.moved(saved.view(self.stem), saved.moved(self.stem)))
+
+
+class PositionPart(Part):
+    """The counters, and the position in the data."""
+
+    kind = "position"
+
+    def collect(self) -> dict[str, Any]:
+        """Return what its `collect` returns."""
+        return {self.stem: self.live.collect()}
+
+    def restore(self, saved: Saved, unfit: AbstractSet[str], code_wins: AbstractSet[str]) -> None:
+        """Restore it, with the states of generators on the devices that this process uses."""
+        state = saved.copy(self.stem, same_device)
+        for states in (state.get("body_start"), *state.get("loop_ends", ())):
+            if states:
+                states["global"] = rng.moved(states["global"], saved.moved(self.stem))
+        self.live.restore(state, unfit)
+
+    def resized(self, saved: Saved, then: int, now: int) -> Iterator[Difference]:
+        """Yield the iterables in mid-epoch, which each process loops over by itself."""
+        for name, at in saved.view(self.stem).get("iterables", {}).items():
+            if at["batch"]:
+                text = f"in mid-epoch, looped over by each of {then} processes for itself, and {now} now"
+                yield Difference(self.name, name, text)
+
+
+class LoaderPart(PositionPart):
+    """The position in one loader. `is_saved` returns whether an object is saved with the training."""
+
+    def __init__(self, name: str, live: LoaderPosition, is_saved: Callable[[Any], bool]) -> None:
+        super().__init__(name, live, "rank")
+        self.built = live.source.settings()
+        self._is_saved = is_saved
+
+    def restore(self, saved: Saved, unfit: AbstractSet[str], code_wins: AbstractSet[str]) -> None:
+        """Restore the position."""
+        self.live.restore(saved.copy(self.stem, same_device), unfit)
+
+    def effects(self, saved: Saved) -> dict[str, tuple[str, str]]:
+        """Return the effect of each changed setting on the order of the data, and a note."""
+        try:
+            effects: dict[str, tuple[str, str]] = self.live.source.effects(saved.view(self.stem)["source"])
+            return effects
+        except KeyError:
+            return {}
+
+    def resized(self, saved: Saved, then: int, now: int) -> Iterator[Difference]:
+        """Yield why the rest of the epoch cannot be resharded."""
+        for text in self.live.resized(saved.view(self.stem), then, now):
+            yield Difference(self.name, "", text)
+
+    def differences(self, saved: Saved, built: Mapping[str, Json]) -> Iterator[Difference]:
+        """Yield the changes that make the saved position meaningless."""
+        at = saved.view(self.stem)
+        for name, text in self.live.differences(at):
+            # A dataset that grew in the training may reach that length again before the loop begins.
+            is_grown = name == "dataset_length" and built.get(name) == self.live.source.settings().get(name)
+            is_checked = bool(at["source"].get("lengths"))
+            yield Difference(self.name, name, text, is_open=is_grown and is_checked)
+
+    def outgrown(self) -> Iterator[str]:
+        """Yield how its data has changed since the script passed it."""
+        source, is_under_way = self.live.source, self.live.is_under_way()
+        if isinstance(source, LoaderSource):
+            text = source.outgrown(self._is_saved, is_under_way=is_under_way)
+            yield from [f"{self.name}: {text}"] if text else []
+
+
+def make(name: str, live: Any, stem: str, modules: Sequence[ModulePart], rank: int | None = None) -> Part:
+    """Return the part for a live object; UsageError if nothing could restore it."""
     slot = name.partition(".")[0]
     has_state = hasattr(live, "state_dict") and hasattr(live, "load_state_dict")
     if hasattr(live, "param_groups"):
-        # (not every optimizer is one of torch's)
+        # Not only torch's optimizers can be sharded.
         refuse_split(name, live)
     if slot != "extra" and (not has_state or isinstance(live, nn.Module) is not (slot == "model")):
         raise UsageError(
@@ -218,17 +303,17 @@ def make(name: str, live: Any, stem: str, modules: Sequence[ModulePart]) -> Part
             fix=f"give {slot} one object of its kind or a dict of named ones; all else goes into extra=.",
         )
     if isinstance(live, nn.Module):
-        return ModulePart(name, live, stem)
+        return ModulePart(name, live, stem, rank)
     if isinstance(live, torch.optim.Optimizer):
-        return OptimizerPart(name, live, stem, modules)
+        return OptimizerPart(name, live, stem, modules, rank)
     if rng.is_generator(live):
-        return GeneratorPart(name, live, stem)
+        return GeneratorPart(name, live, stem, rank)
     if has_state:
-        return StatefulPart(name, live, stem)
+        return StatefulPart(name, live, stem, rank)
     if isinstance(live, (dict, list, set, deque)):
-        return ContainerPart(name, live, stem)
+        return ContainerPart(name, live, stem, rank)
     if _is_dataclass(live) and _is_settable(live):
-        return DataclassPart(name, live, stem)
+        return DataclassPart(name, live, stem, rank)
     raise UsageError(
         f"{name} is a {type(live).__name__}, which cannot be put back in place.",
         fix="pass an object with state_dict and load_state_dict, a random generator, a dict or a "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -14,34 +14,68 @@ from torch import Tensor
 from ..files import codec
 from ..files.codec import Encoded, Place
 
+Trees = dict[str, Encoded]
+"""The content of a checkpoint, by the file that it belongs to: model, optimizer, extra, rank."""
+
+
+def _model_name(path: codec.Path) -> str:
+    return ".".join(path).removeprefix("model.")
+
+
+def _optimizer_name(path: codec.Path) -> str:
+    # optimizer.D / state / exp_avg / layer1.weight -> D.exp_avg.layer1.weight
+    part = path[0].removeprefix("optimizer").lstrip(".")
+    rest = path[2:] if path[1] == "state" else path[1:]
+    return ".".join([part, *rest] if part else rest)
+
+
+NAMERS: dict[str, Callable[[codec.Path], str]] = {
+    "model": _model_name,
+    "optimizer": _optimizer_name,
+}
+"""By tree: the function that names a tensor in its file by its path."""
+
 
 class Saved:
-    """What a checkpoint holds of one part."""
+    """The state of one part in a checkpoint.
 
-    def __init__(self, trees: Mapping[str, Encoded], part: str, restoring: Any = None) -> None:
+    `views` holds the trees that are decoded already, by file and part; each is decoded once.
+    """
+
+    def __init__(
+        self,
+        trees: Mapping[str, Encoded],
+        part: str,
+        views: dict[str, dict[str, Any]] | None = None,
+        restoring: Any = None,
+    ) -> None:
         self._trees = trees
         self._part = part
+        self._views = {} if views is None else views
         self.restoring = restoring
-        """What restores the containers of all parts, see `aliases.Restoring`."""
+        """Restores the containers of all parts, see `containers.Restoring`."""
 
     def view(self, stem: str) -> Any:
-        """Return the tree; its tensors share the checkpoint's memory."""
-        tree = self._trees[stem]
-        return codec.decode(tree.json[self._part], tree.tensors)
+        """Return the decoded tree, for reading only; its tensors share the checkpoint's memory."""
+        views = self._views.setdefault(stem, {})
+        if self._part not in views:
+            tree = self._trees[stem]
+            views[self._part] = codec.decode(tree.json[self._part], tree.tensors)
+        return views[self._part]
 
     def moved(self, stem: str) -> Mapping[str, str]:
-        """Return which device of this process stands for one of the process that saved."""
+        """Return the device of this process for each device of the process that saved."""
         return self._trees[stem].moved
 
     def of_rank(self) -> Any:
-        """Return what only this process has of a part that all share, in tensors that nobody else changes."""
+        """Return a copy of this rank's own state of a shared part."""
         tree = self._trees.get("rank")
         if tree is None or self._part not in tree.json:
             return {}
         return codec.decode(tree.json[self._part], tree.tensors, same_device, tree.kept)
 
     def copy(self, stem: str, place: Place) -> Any:
-        """Return the tree with tensors that nobody else changes, on the devices that `place` names."""
+        """Return the tree with tensors of its own, on the devices that `place` names."""
         tree = self._trees[stem]
 
         def place_here(path: codec.Path, device: str) -> torch.device:
@@ -51,7 +85,7 @@ class Saved:
 
 
 def same_device(_: codec.Path, device: str) -> torch.device:
-    """Place a tensor on the device that it came from, or on the CPU if this process has none such."""
+    """Return the device that a tensor was saved from, or the CPU if this process has no such device."""
     kind, *index = device.split(":")
     backend = getattr(torch, kind, None)
     if kind == "cpu" or backend is None or int(index[0] if index else 0) >= backend.device_count():
@@ -60,12 +94,12 @@ def same_device(_: codec.Path, device: str) -> torch.device:
 
 
 def plain(value: Any) -> Any:
-    """Return a setting as a number where it is a tensor of one."""
+    """Return a setting, as a number if it is a tensor with one element."""
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
 def shape(tensor: torch.Tensor) -> str:
-    """Return the dtype and shape of a tensor, as people write them.
+    """Return the dtype and shape of a tensor as text.
 
     >>> shape(torch.zeros(2, 3))
     'float32[2, 3]'
@@ -75,13 +109,13 @@ def shape(tensor: torch.Tensor) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One thing that a checkpoint and a live object do not agree on."""
+    """A difference between a checkpoint and a live object."""
 
     part: str
     name: str
     text: str
     is_open: bool = False
-    """Whether it may be gone when the training needs it, so that only then it is an error."""
+    """Whether it may still disappear before the training depends on it; it is an error only then."""
 
     def matches(self, pattern: str) -> bool:
         """Whether the pattern names it: model.head.*, head.*, or the whole part."""
@@ -90,7 +124,7 @@ class Difference:
 
 
 def kind_of(live: Any, otherwise: str) -> str:
-    """Return what tells a torch object from those of other classes, whose state would not fit it."""
+    """Return the class name of a torch object, whose state fits no other class; else `otherwise`."""
     if not type(live).__module__.startswith("torch."):
         return otherwise
     inner = ", ".join(kind_of(scheduler, otherwise) for scheduler in getattr(live, "_schedulers", ()))
@@ -98,30 +132,45 @@ def kind_of(live: Any, otherwise: str) -> str:
 
 
 class Part:
-    """One object of a training. `built` is how the script made it, before anything was restored."""
+    """One object of a training. `built` holds its settings as the script made them, before any restore."""
 
     kind = "state"
     is_container = False
-    """Whether its tree is made of the very containers and tensors that the script has."""
+    """Whether its tree consists of the script's own containers and tensors."""
 
-    def __init__(self, name: str, live: Any, stem: str = "extra") -> None:
+    def __init__(self, name: str, live: Any, stem: str = "extra", rank: int | None = None) -> None:
         self.name = name
         self.live = live
         self.stem = stem
         self.built: dict[str, Any] = {}
-        self.rank: int | None = None
-        """This process's rank, where others have the same part."""
+        self.rank = None if stem == "rank" else rank
+        """This process's rank if the part is shared by several ranks."""
+        self._memos: dict[str, codec.Memo] = {}
+
+    @property
+    def rest_stem(self) -> str:
+        """The tree for everything that is not a weight of a model."""
+        return self.stem
+
+    def encode(self, *, is_all: bool = True) -> Trees:
+        """Return its encoded trees: all of them, or only those that no other rank saves."""
+        return {
+            stem: codec.encode(
+                {self.name: tree}, NAMERS.get(stem, ".".join), self._memos.setdefault(stem, {})
+            )
+            for stem, tree in (self.collect() if is_all else self.collect_of_rank()).items()
+        }
 
     def collect_of_rank(self) -> dict[str, Any]:
-        """Return what no other process can save: all of it, or what differs by rank."""
+        """Return the trees that no other rank saves: all of them, or only what differs by rank."""
         return self.collect() if self.stem == "rank" else self.differing()
 
     def outline(self) -> str:
-        """Return what is another text for other tensors."""
+        """Return a text that is the same on two ranks only if their tensors are alike."""
         return ""
 
     def differing(self) -> dict[str, Any]:
-        """Return what this process alone has of a part that all share."""
+        """Return this rank's own state of a shared part."""
         return {}
 
     def collect(self) -> dict[str, Any]:
@@ -133,23 +182,23 @@ class Part:
         return {}
 
     def outgrown(self) -> Iterator[str]:
-        """Yield what has changed since it was given, so that a resume would be refused."""
+        """Yield the changes since the script passed it that would make a resume fail."""
         yield from ()
 
     def is_torchs_own(self) -> bool:
-        """Whether only torch's code, or ours, is called to restore it."""
+        """Whether a restore runs only code of torch and of this library."""
         return True
 
     def differences(self, saved: Saved, built: Mapping[str, Any]) -> Iterator[Difference]:
-        """Yield why `saved` could not be put into the live object."""
+        """Yield the reasons why `saved` cannot be restored into the live object."""
         yield from ()
 
     def resized(self, saved: Saved, then: int, now: int) -> Iterator[Difference]:
-        """Yield what `saved` holds that as many processes as there are now cannot go on with."""
+        """Yield the state that another number of processes cannot use."""
         yield from ()
 
     def restore(self, saved: Saved, unfit: AbstractSet[str], code_wins: AbstractSet[str]) -> None:
-        """Put `saved` into the live object, but for `unfit` names and settings where the code wins."""
+        """Restore the live object, except for `unfit` names and the settings where the code wins."""
         raise NotImplementedError
 
 

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint, verified, each to where it belongs."""
+"""Reads and verifies a checkpoint, each tensor into its final memory."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ import torch
 from torch import Tensor
 
 from ..errors import CannotRead, CheckpointDamaged
-from ..files import codec, disk, pin, tensor_file
+from ..files import codec, disk, file_reader, pin, tensor_file
 from ..files import large_files as blocks
 from ..files.codec import Encoded
-from ..files.large_files import Lane, Target
+from ..files.file_reader import Lane, Target
 from ..files.strict_json import LONGEST, Json
 from ..files.tensor_file import Slot
 from ..progress import Told
 from ..run.checkpoint import Checkpoint
-from .part import same_device
+from .devices import moved_trees
+from .part import Saved, Trees, same_device
 
 Live = Mapping[str, Mapping[str, Tensor]]
-"""By tree and name in the file: the tensors of the training that a checkpoint's can be read into."""
+"""By tree and name in the file: the live tensors that a checkpoint can be read into."""
 
 
 class _Wanted(NamedTuple):
@@ -36,17 +37,18 @@ class _Wanted(NamedTuple):
 
 Take = Callable[[Lane, int, memoryview], None]
 Show = Callable[[str, int], contextlib.AbstractContextManager[Told | None]]
-"""What shows how much has been read of so many bytes, and gives what is to be told of it."""
+"""Shows a progress bar for a number of bytes, and returns a function that advances it."""
 
 _cuda: Any = torch.cuda
 _HOST = torch.device("cpu")
-_SMALL = 64 << 10  # tensors of fewer bytes are read together
+_SMALL = 64 << 10  # smaller tensors are read together, in bytes
 _ROOM = 4 << 20
 
 
 @dataclass(slots=True)
 class _File:
     path: str
+    stem: str
     size: int
     blocks: list[bytes] = field(default_factory=list)
     identity: tuple[int, ...] = ()
@@ -58,12 +60,12 @@ def _show_nothing(what: str, size: int) -> contextlib.AbstractContextManager[Non
 
 
 class Reading:
-    """A checkpoint that is verified. What belongs into live tensors is not there before `fill`.
+    """A verified checkpoint. The live tensors have their old values until `fill`.
 
-    Twice reading what a live tensor is to hold is the price for leaving all of them alone until it is
-    certain that every byte is intact and every part has taken its state. Where a content is expected, all
-    is read once, into memory of its own: the second time it could be another, and the digests of the blocks
-    can be forged.
+    Tensors that are restored in place are read twice: the live ones are not touched before every byte is
+    verified and every part has accepted its state. If a content hash is expected, everything is read only
+    once, into new memory: the second read could return other bytes, because the hashes of the blocks can
+    be forged.
     """
 
     def __init__(
@@ -74,8 +76,14 @@ class Reading:
         show: Show = _show_nothing,
         expect: str | None = None,
         used: Collection[str] = (),
+        now: Trees | None = None,
     ) -> None:
         self.about = found.about
+        self.now: Trees = now or {}
+        """The encoded parts of the training whose tensors are in `live`."""
+        self.built: dict[str, Any] = {}
+        """The settings that the run was built with, once `decode` has decoded them."""
+        self._views: dict[str, dict[str, Any]] = {}
         self._found = found
         self._folder = found.path
         self._pin = found.begin_pin() if expect else None
@@ -85,46 +93,47 @@ class Reading:
         self._files: dict[str, _File] = {}
         self._kept: dict[str, set[str]] = {}
         self.is_heir = rank >= found.about.world_size
-        """Whether there was no such rank: what only one rank has is that of rank 0."""
+        """Whether the checkpoint has no state of this rank; the state of rank 0 is used instead."""
         rank = 0 if self.is_heir else rank
         others = {path for path in found.about.files if codec.rank_of(path) not in (None, rank)}
         records = {path: record for path, record in found.about.files.items() if path not in others}
         texts = {path: self._text(found, path) for path in records if not codec.is_tensor_file(path)}
         trees = codec.to_trees(texts, rank)
         self._used = {*used, *(str(tensor.device) for tree in live.values() for tensor in tree.values())}
-        self._moved = _moved_trees(trees, self._used, is_alone=found.about.world_size == 1)
+        self._moved = moved_trees(trees, self._used, is_alone=found.about.world_size == 1)
         own = self._moved.get("rank", {})
         self.without_device = sorted(there for there, here in own.items() if here == "cpu")
-        """The devices of the process that saved for which this process has none of its own."""
+        """The devices of the process that saved that have no counterpart in this process."""
         if len(self.without_device) == len(own):
-            # It works on the CPU now, which `Capture.devices` tells.
+            # This process works on the CPU only, which is reported as a change of devices.
             self.without_device = []
         tensors = {}
         large = {path: record for path, record in records.items() if codec.is_tensor_file(path)}
         size = sum(size for size, _ in large.values())
         with self._show(f"reading checkpoint {self._number}", size) as told:
             for path, (size, digest) in large.items():
-                tensors[path] = self._read(path, size, digest, trees.get(codec.stem_of(path)), told)
-        # Each rank looks at its own; those of ranks that are no more nobody else would.
+                file = self._files[path] = _File(path, codec.stem_of(path), size)
+                tensors[path] = self._read(file, digest, trees.get(file.stem), told)
+        # Each rank verifies its own files; rank 0 also verifies those of ranks that no longer exist.
         for path in sorted(others) if rank == 0 or self._pin else ():
             found.scan_file(path, self._pin)
         pin.refuse_others(expect, str(self._pin), found.path)
         self.trees: dict[str, Encoded] = codec.from_parts(trees, tensors)
-        """What the checkpoint holds; a tensor that is to be filled is the live one."""
+        """The content of the checkpoint; a tensor to be filled in place is the live one."""
         for stem, tree in self.trees.items():
             tree.kept = frozenset(self._kept.get(stem, ()))
             tree.moved = self._moved.get(stem, {})
 
     def _text(self, found: Checkpoint, path: str) -> memoryview:
-        # What it takes in memory is many times that; what there is of a file that has holes is much less.
+        # Check the size first: parsed JSON is many times larger, and a sparse file can claim any size.
         if (size := found.about.files[path].size) > LONGEST:
-            # (unless it is not even that long)
-            blocks.read_start(self._folder, path, size, 0)
+            # A file that is shorter than the manifest says is reported as such.
+            file_reader.read_start(self._folder, path, size, 0)
             raise disk.damaged(self._folder, f"{path} has {size:,} bytes; at most {LONGEST:,} make sense")
         return found.read_file(path, self._pin)
 
-    def _read(self, path: str, size: int, digest: str, tree: Json, told: Told | None) -> dict[str, Tensor]:
-        file = self._files[path] = _File(path, size)
+    def _read(self, file: _File, digest: str, tree: Json, told: Told | None) -> dict[str, Tensor]:
+        path, size = file.path, file.size
         with contextlib.suppress(OSError):
             file.identity = blocks.identity(os.stat(self._folder / path))
         try:
@@ -135,20 +144,23 @@ class Reading:
             raise
         except ValueError as exc:
             raise disk.damaged(self._folder, f"{path}: {exc}") from exc
-        live = self._live.get(codec.stem_of(path), {})
-        here = self._moved.get(codec.stem_of(path), {})
+        live = self._live.get(file.stem, {})
+        here = self._moved.get(file.stem, {})
+        devices: dict[str, torch.device] = {}
         fresh = []
         for slot in slots:
             about = facts.get(slot.name, {})
             there = str(about.get("device", "cpu"))
-            device = same_device((), here.get(there, there))
+            if there not in devices:
+                devices[there] = same_device((), here.get(there, there))
+            device = devices[there]
             if about.keys() <= {"device"} and _fits(slot, device, live.get(slot.name)):
                 if self._pin:
                     fresh.append(_Wanted(slot, _HOST))
                 else:
                     file.in_place[slot.name] = slot, live[slot.name]
             else:
-                # (a device that this training does not use may be somebody else's)
+                # Another process may use the devices that this training does not use.
                 fresh.append(_Wanted(slot, device if str(device) in self._used else _HOST))
         places = _Places(fresh)
         again = memoryview(bytearray(len(header)))
@@ -156,11 +168,11 @@ class Reading:
         also = self._pin.file(path) if self._pin else None
         file.blocks = _on_lanes(
             places.devices,
-            lambda lane: blocks.scan(self._folder, path, size, digest, targets, lane, also),
+            lambda lane: file_reader.scan(self._folder, path, size, digest, targets, lane, also),
         )
         if again != header:
             raise disk.damaged(self._folder, f"{path} has changed while it was read")
-        self._kept.setdefault(codec.stem_of(path), set()).update(places.large_names(), file.in_place)
+        self._kept.setdefault(file.stem, set()).update(places.large_names(), file.in_place)
         try:
             made = places.tensors()
         except ValueError as exc:
@@ -168,29 +180,53 @@ class Reading:
         return made | {name: tensor for name, (_, tensor) in file.in_place.items()}
 
     def written(self) -> dict[str, blocks.Written]:
-        """Return what the checkpoint's tensor files were written as."""
+        """Return the hashes and identities of the checkpoint's tensor files."""
         return {
             file.path: blocks.Written(self._folder / file.path, file.size, file.blocks, file.identity)
             for file in self._files.values()
         }
 
+    def decode(self) -> None:
+        """Decode every tree and setting, once; ValueError for one that cannot be decoded."""
+        for path, setting in self.about.built.items():
+            try:
+                self.built[path] = codec.decode(setting, {})
+            except ValueError as exc:
+                raise ValueError(f"manifest.json: the setting {path} cannot be decoded: {exc}") from exc
+        for stem, tree in self.trees.items():
+            try:
+                view = codec.decode(tree.json, tree.tensors)
+            except ValueError as exc:
+                where = "ranks" if stem == "rank" else "state.json"
+                raise ValueError(f"{where}: its tree {stem!r} cannot be decoded: {exc}") from exc
+            # A forged tree can decode to any type: its parts are then missing.
+            self._views[stem] = view if type(view) is dict else {}
+
+    def saved(self, part: str, restoring: Any = None) -> Saved:
+        """Return the checkpoint's state of a part."""
+        return Saved(self.trees, part, self._views, restoring)
+
+    def forget_view(self, stem: str, part: str) -> None:
+        """Decode a part again when it is next used, after a change of its tree."""
+        self._views.get(stem, {}).pop(part, None)
+
     def names_in_place(self, stem: str) -> set[str]:
-        """Return the tensors of a tree that are to be filled."""
-        files = (file for path, file in self._files.items() if codec.stem_of(path) == stem)
-        return {name for file in files for name in file.in_place}
+        """Return the names of a tree's tensors that are to be filled in place."""
+        return {name for file in self._files.values() if file.stem == stem for name in file.in_place}
 
     def apart(self, part: str) -> None:
-        """Read the tensors of a part into memory of their own instead of into the live ones."""
+        """Read the tensors of a part into new memory instead of the live tensors."""
         for file, names in self._of_parts([part]):
             slots = [file.in_place.pop(name)[0] for name in names]
             places = _Places([_Wanted(slot, _HOST) for slot in slots])
             self._read_again(file, places.targets, places.devices)
-            tree = self.trees[codec.stem_of(file.path)]
+            tree = self.trees[file.stem]
             tree.tensors.update(places.tensors())
             tree.kept -= {*names}
+            self.forget_view(file.stem, part)
 
     def fill(self, parts: Collection[str]) -> None:
-        """Read the tensors of some parts into the live ones."""
+        """Read the tensors of some parts into the live tensors."""
         chosen = [*self._of_parts(parts)]
         size = sum(file.in_place[name][1].nbytes for file, names in chosen for name in names)
         with self._show(f"putting checkpoint {self._number} in its place", size) as told:
@@ -202,7 +238,7 @@ class Reading:
 
     def _of_parts(self, parts: Collection[str]) -> Iterator[tuple[_File, list[str]]]:
         for file in self._files.values():
-            json = self.trees[codec.stem_of(file.path)].json
+            json = self.trees[file.stem].json
             names = {name for part in parts if part in json for name in codec.tensor_names(json[part])}
             if there := [name for name in file.in_place if name in names]:
                 yield file, there
@@ -210,19 +246,21 @@ class Reading:
     def _read_again(self, file: _File, targets: Sequence[Target], devices: Collection[torch.device]) -> None:
         _on_lanes(
             devices,
-            lambda lane: blocks.scan_again(self._folder, file.path, file.size, file.blocks, targets, lane),
+            lambda lane: file_reader.scan_again(
+                self._folder, file.path, file.size, file.blocks, targets, lane
+            ),
         )
 
 
 def _telling(targets: Sequence[Target], told: Told | None) -> Sequence[Target]:
-    """Return the targets such that somebody is told of what they take."""
+    """Return the targets, each reporting the bytes that it takes."""
     if told is None:
         return targets
     return [target._replace(take=partial(_take, told, target.take)) for target in targets]
 
 
 def _of_all(targets: Sequence[Target], size: int) -> Iterator[Target]:
-    """Yield the targets and, for what lies between them in a file of `size`, some that take nothing."""
+    """Yield the targets of a file of `size` bytes, and targets that take nothing for the gaps."""
     end = 0
     for target in [*targets, Target(size, size, None)]:
         if end < target.begin:
@@ -237,54 +275,6 @@ def _take(told: Told, take: Take | None, lane: Lane, at: int, piece: memoryview)
     told(piece.nbytes)
 
 
-def moved(saved: Collection[str], used: Collection[str]) -> dict[str, str]:
-    """Return which device of a process stands for one of the process that saved, of those on an accelerator.
-
-    >>> moved({"cpu", "cuda:0"}, {"cuda:3"})
-    {'cuda:0': 'cuda:3'}
-    """
-    theirs, ours = (sorted({*devices} - {"cpu"}, key=_by_index) for devices in (saved, used))
-    if {*theirs} <= {*ours}:
-        return {}
-    # The parts of a model that is spread over several keep their order; what has no place is for the host.
-    return dict(zip(theirs, [*ours, *["cpu"] * len(theirs)], strict=False))
-
-
-def _by_index(device: str) -> tuple[str, int]:
-    kind, _, index = device.partition(":")
-    return kind, int(index or 0)
-
-
-def _moved_trees(
-    trees: Mapping[str, Json], used: Collection[str], *, is_alone: bool
-) -> dict[str, dict[str, str]]:
-    """Return, by tree, which device of this process stands for one of the process that saved.
-
-    What is trained decides: all else follows it, or stays where it was.
-    """
-    if not used:
-        return {}
-    trained = {device for stem in ("model", "optimizer") if stem in trees for device in _devices(trees[stem])}
-    own = _own_devices(trees["rank"]) or (trained if is_alone else set())
-    found = {}
-    for stem, tree in trees.items():
-        theirs = own if stem == "rank" else trained
-        # What another rank had on a GPU of its own may be on somebody else's here.
-        found[stem] = moved(theirs if is_alone else theirs | _devices(tree), used)
-    return found
-
-
-def _own_devices(tree: Json) -> set[str]:
-    """Return the devices that the process used whose tree it is; older versions did not say."""
-    at = tree.get("position")
-    found = at.get("devices") if isinstance(at, dict) else None
-    return {str(device) for device in found} if isinstance(found, list) else set()
-
-
-def _devices(tree: Json) -> set[str]:
-    return {str(about["device"]) for about in codec.tensor_facts(tree).values() if "device" in about}
-
-
 def _fits(slot: Slot, device: torch.device, live: Tensor | None) -> bool:
     return (
         live is not None
@@ -293,7 +283,7 @@ def _fits(slot: Slot, device: torch.device, live: Tensor | None) -> bool:
         and live.is_contiguous()
         and live.numel() > 0
         and live.device.type in ("cpu", "cuda")
-        # (not every byte is a boolean, and a complex tensor may stand for its conjugate)
+        # Not every byte is a valid boolean, and a complex tensor may be a lazy conjugate.
         and live.dtype != torch.bool
         and not live.is_complex()
         and not live.is_inference()
@@ -301,7 +291,7 @@ def _fits(slot: Slot, device: torch.device, live: Tensor | None) -> bool:
 
 
 class _Places:
-    """Where tensors of one file are read to: a large one to its own memory, small ones together."""
+    """The memory that the tensors of a file are read into: large ones directly, small ones in rows."""
 
     def __init__(self, wanted: Sequence[_Wanted]) -> None:
         self.devices = {want.device for want in wanted if want.device.type == "cuda"}
@@ -331,7 +321,7 @@ class _Places:
         slot = want.slot
         tensor = _room_for(want) if want.live is None else want.live
         if want.live is not None:
-            # Else neither autograd nor a save on its way would know that it is written to.
+            # Otherwise neither autograd nor a running save would notice the write.
             torch.autograd.graph.increment_version(tensor)
         flat = tensor.detach().view(-1).view(torch.uint8)
         self._large.append((slot, tensor))
@@ -342,11 +332,11 @@ class _Places:
             self.targets.append(Target(slot.begin, slot.end, None, partial(_send, flat)))
 
     def large_names(self) -> set[str]:
-        """Return the tensors that have memory of their own."""
+        """Return the names of the tensors that are read directly into their memory."""
         return {slot.name for slot, _ in self._large}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors by name, when they have been read."""
+        """Return the tensors by name, after they have been read."""
         for slot, tensor in self._large:
             tensor_file.refuse_no_booleans(tensor.view(-1).view(torch.uint8), slot.dtype)
         found = {slot.name: tensor for slot, tensor in self._large}
@@ -357,7 +347,7 @@ class _Places:
 
     @torch.no_grad()
     def move(self) -> None:
-        """Copy what was read together into the live tensors."""
+        """Copy the tensors that were read in rows into the live tensors."""
         for row, memory in self._rows:
             lives = [want.live for want in row if want.live is not None]
             torch._foreach_copy_(lives, _in_row(row, memory))
@@ -367,7 +357,7 @@ def _room_for(want: _Wanted) -> Tensor:
     try:
         return tensor_file.empty(want.slot, want.device)
     except RuntimeError as exc:
-        # (torch tells so of no room, in host memory and on a device)
+        # torch raises RuntimeError if it is out of memory, on the host and on a device.
         raise CannotRead(
             f"there is no room on {want.device} for the {want.slot.end - want.slot.begin:,} bytes of "
             f"{want.slot.name}.",
@@ -386,7 +376,7 @@ def _send(to: Tensor, lane: Lane, at: int, piece: memoryview) -> None:
 
 
 class _DeviceLane(Lane):
-    """Two pinned buffers: while one crosses the bus, the other is read into."""
+    """Two pinned buffers: one is filled from the file while the other is copied to the device."""
 
     def __init__(self) -> None:
         self._buffers = [
@@ -399,14 +389,14 @@ class _DeviceLane(Lane):
         self._turn = 1 - self._turn
         if sent := self._sent[self._turn]:
             device, event = sent
-            # A thread's device is the first one until it is set: waiting there would create a context on it.
+            # Each thread starts with device 0, and waiting there would create a context on it.
             with torch.cuda.device(device):
                 event.synchronize()
         array: Any = self._buffers[self._turn].numpy()
         return memoryview(array)
 
     def send(self, to: Tensor) -> None:
-        """Begin to copy what was read into the room to its place."""
+        """Start to copy the buffer that was filled to the device."""
         stream = _side_stream(to.device)
         with torch.cuda.device(to.device), torch.cuda.stream(stream):
             to.copy_(self._buffers[self._turn][: to.numel()], non_blocking=True)
@@ -417,17 +407,17 @@ class _DeviceLane(Lane):
 
 @functools.cache
 def _side_stream(device: torch.device) -> Any:
-    # torch deals out the same 32 streams in turn: new ones for each load would soon be the user's.
+    # torch hands out the same 32 streams in turn: new ones for each load would soon be the user's.
     return _cuda.Stream(device)
 
 
 def _on_lanes(devices: Collection[torch.device], scan: Callable[[Callable[[], Lane]], Any]) -> Any:
-    # The streams of the lanes know nothing of what the training's have still to do, nor these of them.
+    # The streams of the lanes and those of the training do not wait for each other.
     for device in devices:
         torch.cuda.synchronize(device)
     try:
         return scan(_DeviceLane if devices else Lane)
     finally:
-        # After a failure too: what is still on its way would overwrite what is put back.
+        # After a failure too: copies in flight would overwrite the tensors that are put back.
         for device in devices:
             torch.cuda.synchronize(device)

@@ -2,14 +2,12 @@
 
 __all__ = [
     "batch_loop",
-    "bytecode",
     "counted_loops",
-    "counting",
     "last_batch",
     "loader_position",
-    "loop_variables",
     "means",
     "position",
     "prefetch",
     "spikes",
+    "training_counters",
 ]

@@ -43,7 +43,7 @@ class Accelerate:
                 "window of accumulate() is not full there, the optimizer makes no step. Give the dataset a "
                 "__len__, or the Accelerator a GradientAccumulationPlugin(..., sync_with_dataloader=False)."
             )
-        # (Accelerate itself has weak references only)
+        # Accelerate itself keeps only weak references.
         self._loops[at] = epoch = _Epoch(at, processes)
         gradients._add_dataloader(epoch)
 
@@ -54,8 +54,8 @@ class Accelerate:
             gradients._remove_dataloader(epoch)
 
     def begin_loop(self) -> None:
-        """Put back the place in the window, as the loops go on after a restore."""
-        # (it may have been made since the last look)
+        """Restore the place in the window, as the loops continue after a restore."""
+        # It may have been made since the last look.
         self._found = self._found or None
         if self._saved is not None:
             self._put_back(self._saved)
@@ -69,7 +69,7 @@ class Accelerate:
         return {"step": found[0].step, "sync_gradients": gradients.sync_gradients}
 
     def restore(self, saved: Mapping[str, Any] | None) -> None:
-        """Stand where `collect` stood: now, and again when a loop begins."""
+        """Restore what `collect` returned: now, and again when a loop begins."""
         self._saved = saved
         if saved is not None:
             self._put_back(saved)
@@ -112,7 +112,7 @@ class _Epoch:
 
 
 def _gradient_state() -> Any:
-    """Return what all Accelerators share; None before there is one."""
+    """Return the state that all Accelerators share; None before the first one."""
     # To import Accelerate for that would take seconds.
     kind = getattr(sys.modules.get("accelerate.state"), "GradientState", None)
     return kind() if kind is not None and kind._shared_state else None

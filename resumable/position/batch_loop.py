@@ -1,4 +1,4 @@
-"""The loop over what is left of an epoch's batches, as the training sees it."""
+"""The loops over the rest of an epoch's batches: in the training's thread, or in another."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from enum import Enum
 from types import FrameType
 from typing import Any
 
-from ..errors import UsageError
-from . import habits
-from .held_generators import Hook
+from ..errors import UsageError, warn
+from .epoch.held_generators import Hook
 from .loader_position import LoaderPosition
-from .running_sums import RunningSums
+from .script import habits
+from .script.running_sums import RunningSums
 
 Through = Callable[[Iterator[Any]], Any]
 """Makes an iterable of the same batches, such as a thread that loads them ahead."""
@@ -51,7 +51,7 @@ class Stage(Enum):
     ONE_AHEAD = "one ahead"
     """A batch counts when the next but one is asked for: the usual stream prefetcher asks."""
     ENDED = "ended"
-    """The batches have come to their end, or the loop was left."""
+    """No batches are left, or the loop was left."""
 
 
 def begin(at: LoaderPosition, hooks: Hooks, way: Way) -> Iterator[Any]:
@@ -69,7 +69,7 @@ def begin(at: LoaderPosition, hooks: Hooks, way: Way) -> Iterator[Any]:
 
 
 class Loop:
-    """One pass over what is left of an epoch."""
+    """One pass over the rest of an epoch."""
 
     def __init__(
         self, at: LoaderPosition, batches: Iterator[Any], hooks: Hooks, through: Through | None
@@ -234,7 +234,7 @@ class Loop:
 
 
 def _call(asked_by: FrameType) -> object:
-    """Return what tells calls apart; the frame itself would keep the loop and its workers alive."""
+    """Return a value that identifies a call; the frame itself would keep the loop and its workers alive."""
     return id(asked_by), asked_by.f_code, asked_by.f_back and asked_by.f_back.f_code
 
 
@@ -272,3 +272,98 @@ class Loading:
         if self._lap != self._at.lap:
             raise StopIteration
         return self._at.load(self._batches, self._lap)
+
+
+_NOT_ONE_TO_ONE = "Where that is not one to one, give the thread to state.batches(through=...)."
+
+
+def begin_in_thread(at: LoaderPosition, way: Way) -> Iterator[Any]:
+    """Return the batches that are left, counting one as done when the optimizer steps."""
+    if not at.may_loop():
+        return Over(at.training.sums)
+    at.draws.begin(is_recorded=way.draws)
+    counted = CountedBySteps(at)
+    return ThreadLoop(at, at.open(loads_ahead=True, step_counted=counted), counted, way)
+
+
+class CountedBySteps:
+    """The batches that another thread loads: one counts when the optimizer steps."""
+
+    def __init__(self, at: LoaderPosition) -> None:
+        self._at = at
+        self._has_ended = False
+        """Whether the thread has come to the end of the batches."""
+
+    def ended(self) -> None:
+        """Note that the thread has come to the end of the batches."""
+        self._has_ended = True
+        if not self._at.ahead:
+            self._at.finish()
+
+    def stepped(self) -> None:
+        """Count a batch."""
+        # Without the lock: the other thread holds it for as long as it waits for a batch.
+        if self._at.ahead:
+            self._at.hand_out()
+            self._at.take_back()
+            if self._has_ended and not self._at.ahead:
+                self._at.finish()
+        else:
+            self._at.training.once.warn(
+                "the optimizer has made more steps than another thread has loaded batches: there a batch "
+                f"counts when the optimizer steps. {_NOT_ONE_TO_ONE}",
+                about="steps of another thread",
+            )
+
+    def warn_of_uncounted(self) -> None:
+        """Warn, at an epoch's end, of batches that no step was made for."""
+        if self._at.ahead and self._has_ended:
+            warn(
+                f"{len(self._at.ahead)} batches of the epoch were loaded by another thread, and the "
+                "optimizer made no step for them: there a batch counts when the optimizer steps. "
+                f"{_NOT_ONE_TO_ONE}"
+            )
+        elif not self._has_ended:
+            warn(
+                "the epoch ended before another thread had come to the end of its batches: a resume in "
+                "mid-epoch does not know which of them were trained. Give the thread to "
+                "state.batches(through=...)."
+            )
+
+    def refuse_to_leave_out(self) -> None:
+        """Raise UsageError unless all batches are counted."""
+        if self._at.ahead or not self._has_ended:
+            raise UsageError(
+                "another thread loops over state.batches(), and nobody knows which batch is in hand.",
+                fix="give the thread to state.batches(through=...): what comes out of it is in hand.",
+            )
+
+
+class ThreadLoop:
+    """One pass over the rest of an epoch, in another thread than the training's."""
+
+    def __init__(self, at: LoaderPosition, batches: Iterator[Any], counted: CountedBySteps, way: Way) -> None:
+        self._at = at
+        self._lap = at.lap
+        self._counted = counted
+        self._index = at.done - 1
+        loading = Loading(at, batches)
+        self._batches = iter(way.through(loading)) if way.through else loading
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        with self._at.lock:
+            self._at.ask()
+            try:
+                return next(self._batches)
+            except StopIteration:
+                if self._lap == self._at.lap:
+                    self._counted.ended()
+                raise
+
+    def numbered(self, start: int, batch: Any) -> tuple[int, Any]:
+        """Return the batch that was just handed out, with its index in the epoch, counted from `start`."""
+        self._index += 1
+        return start + self._index, batch

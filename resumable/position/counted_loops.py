@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 from ..boundary import Boundary
 from ..errors import warn
-from . import batch_loop, iteration, thread_loop
+from . import batch_loop
 from .batch_loop import Hooks, Way
-from .counting import Counting
-from .held_generators import Hook
-from .loader_position import LoaderPosition
+from .epoch.held_generators import Hook
+from .epoch.random_streams import Streams
+from .loader_position import LoaderPosition, LoaderSet
 from .means import Means
-from .random_streams import Streams
+from .script import script_frames
+from .training_counters import TrainingCounters
 
 
-class CountedLoops(Counting):
+class CountedLoops(TrainingCounters):
     """The counters of a training, and the loops that move them."""
 
-    def __init__(
-        self,
-        streams: Streams,
-        processes: int,
-        loaders: Mapping[str, Any],
-        make: Callable[[str, Any], LoaderPosition],
-    ) -> None:
-        super().__init__(streams, processes, loaders, make)
+    def __init__(self, streams: Streams, loaders: LoaderSet, processes: int) -> None:
+        super().__init__(streams, loaders, processes)
         self.means = Means()
         """The running means of the epoch in hand."""
         self.restores = 0
@@ -38,12 +33,12 @@ class CountedLoops(Counting):
         self._not_due: set[str] = set()
         """Loaders that an epoch has ended without."""
         self._left_for: str | None = None
-        """What a resume begins with, if `epochs()` or `steps()` was left right after `save()`."""
+        """The place at which a resume begins, if `epochs()` or `steps()` was left right after `save()`."""
 
     def epochs(self, total: int, body_ended: Hook) -> Iterator[int]:
         """Yield the epochs up to `total`."""
         if any(loader.is_through() for loader in self._known.all):
-            # An epoch's body was left after its batches had come to their end.
+            # An epoch's body was left after its last batch.
             self._begin_epoch(self.epoch + 1)
         number = self._begin_loop("epochs", total)
         has_run = False
@@ -58,12 +53,12 @@ class CountedLoops(Counting):
             if not self.loaders:
                 self._stepped = set()
             self.first_lines.begin()
-            asked_by = getattr(iteration.caller(), "f_code", None)
+            asked_by = getattr(script_frames.caller(), "f_code", None)
             try:
                 yield self.epoch
             except GeneratorExit:
                 is_last = self.boundary() is not Boundary.EPOCH or self.epoch + 1 == total
-                if self.is_saved_body() and not is_last and iteration.is_break(asked_by):
+                if self.is_saved_body() and not is_last and script_frames.is_break(asked_by):
                     self._left_for = f"epoch {self.epoch + 1}"
                 self._stay()
                 self.streams.leave_loop("epochs", total, number)
@@ -100,7 +95,7 @@ class CountedLoops(Counting):
             self._has_ended_body = False
 
     def _put_back_unlooped(self) -> None:
-        # In mid-epoch, and the body did not loop again over what was left.
+        # The training resumed in mid-epoch, and the body did not loop over the rest.
         if self._known.is_under_way() or self._resumed_at is Boundary.STEP:
             self.streams.put_back()
 
@@ -141,7 +136,7 @@ class CountedLoops(Counting):
             self._step_in_hand = self.step
             around = [loader for loader in self._known.all if loader.in_hand]
             self.handed.body_begins()
-            asked_by = getattr(iteration.caller(), "f_code", None)
+            asked_by = getattr(script_frames.caller(), "f_code", None)
             try:
                 yield self.step
                 if restores == self.restores:
@@ -155,7 +150,7 @@ class CountedLoops(Counting):
                                 loader.take_back()
             except GeneratorExit:
                 is_last = self.steps_done() >= total
-                if self.is_saved_body() and not is_last and iteration.is_break(asked_by):
+                if self.is_saved_body() and not is_last and script_frames.is_break(asked_by):
                     self._left_for = f"step {self.steps_done()}"
                 self.streams.leave_loop("steps", total, number)
                 raise
@@ -165,10 +160,10 @@ class CountedLoops(Counting):
         self._has_looped = True
 
     def batches(self, name: str, hooks: Hooks, way: Way) -> Batches:
-        """Return what is left of the epoch's batches."""
+        """Return the rest of the epoch's batches."""
         loader = self._known.at(name)
         if self._body is not Boundary.EPOCH and loader.is_through():
-            # Used without epochs(): the loader beginning anew is the next epoch.
+            # Without epochs(), another pass over the loader is the next epoch.
             for at in self._known.all:
                 at.habits.warn_of_left_after_save()
             self._begin_epoch(self.epoch + 1, is_new_body=False)
@@ -180,7 +175,7 @@ class CountedLoops(Counting):
         return Batches(loader, hooks, way)
 
     def at(self, name: str) -> LoaderPosition:
-        """Return where a loader stands, by its name."""
+        """Return the position of a loader, by its name."""
         return self._known.at(name)
 
     def find(self, iterable: Any) -> str:
@@ -210,7 +205,7 @@ class CountedLoops(Counting):
 
 
 class Batches:
-    """The batches that are left of an epoch, to loop over once.
+    """The rest of an epoch's batches, to loop over once.
 
     `len()` is how many the whole epoch has, where the loader knows; it stays the same in the loop.
     """
@@ -226,12 +221,12 @@ class Batches:
 
     def __iter__(self) -> Iterator[Any]:
         if threading.get_ident() != self._thread:
-            return thread_loop.begin(self._loader, self._way)
+            return batch_loop.begin_in_thread(self._loader, self._way)
         return batch_loop.begin(self._loader, self._hooks, self._way)
 
 
 class Enumerated:
-    """The batches that are left of an epoch, each with its index in the epoch, to loop over once.
+    """The rest of an epoch's batches, each with its index in the epoch, to loop over once.
 
     `len()` is that of the batches.
     """

@@ -1,4 +1,4 @@
-"""A resume behind an epoch's last batch, where the script misses what only the loop would have left."""
+"""Explains errors after a resume at an epoch's end, where the script needs values from the skipped loop."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def explain(error: BaseException, history: History, position: Position) -> str |
 
 
 def _missing(error: BaseException) -> tuple[str, str] | None:
-    """Return what the loop would have done, and what to write instead."""
+    """Return what the script lacks without the loop, and what to write instead."""
     if _is_of_nothing(error):
         return (
             "sums, counts and values from the loop are still as they were before it",

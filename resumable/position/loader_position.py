@@ -1,19 +1,19 @@
-"""Where one loader stands in its epoch, and what a checkpoint has of it."""
+"""Where each loader stands in its epoch, and what a checkpoint has of it."""
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import nullcontext
 from typing import Any, Protocol
 
 from ..errors import UsageError
-from ..loaders.source import Source
-from . import loader_fit
-from .loader_draws import Generators, ThroughDraws
-from .loader_epoch import EpochPlace, Loaded, Phase, StepCounted, Training
+from ..loaders.source import Source, WithoutWorkers
+from .epoch import settings_diff
+from .epoch.epoch_place import EpochPlace, Loaded, Phase, StepCounted, Training
+from .epoch.loader_generators import LoaderGenerators, ThroughDraws
 
 
 class OpenLoop(Protocol):
@@ -29,7 +29,7 @@ class LoaderPosition(EpochPlace):
     def __init__(self, source: Source, training: Training) -> None:
         super().__init__(training)
         self.source = source
-        self.generators = Generators(source)
+        self.generators = LoaderGenerators(source)
         self.draws = ThroughDraws(training.streams)
         self.lap = 0
         """Counts how often the loader was put elsewhere: a loop of an earlier lap is dead."""
@@ -64,7 +64,7 @@ class LoaderPosition(EpochPlace):
     # What a checkpoint has.
 
     def collect(self) -> dict[str, Any]:
-        """Return the position as a resume is to find it."""
+        """Return the state for a checkpoint."""
         with self.lock:
             is_mid_epoch = self.training.is_mid_epoch()
             under_way = is_mid_epoch and self.is_under_way()
@@ -89,14 +89,14 @@ class LoaderPosition(EpochPlace):
 
     def differences(self, saved: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         """Yield the changes that make a position in mid-epoch meaningless."""
-        return loader_fit.differences(self.source, saved)
+        return settings_diff.differences(self.source, saved)
 
     def resized(self, saved: Mapping[str, Any], then: int, now: int) -> Iterator[str]:
         """Yield that the rest of the epoch cannot be divided among another number of processes."""
-        return loader_fit.resized(self.source, saved, then, now)
+        return settings_diff.resized(self.source, saved, then, now)
 
     def restore(self, saved: Mapping[str, Any], unfit: AbstractSet[str]) -> None:
-        """Stand where `collect` stood; `unfit` settings have changed since."""
+        """Restore what `collect` returned; `unfit` settings have changed since."""
         self.rewind()
         self.done = saved["batch"]
         self.is_awaited = bool(saved.get("is_open", self.done))
@@ -107,6 +107,11 @@ class LoaderPosition(EpochPlace):
         self.generators.restore(saved["generators"])
 
     # Where the loops over the batches begin and end.
+
+    def continue_with(self, iterable: Any) -> None:
+        """Loop over this iterable from now on: a script may make it again for every epoch."""
+        assert isinstance(self.source, WithoutWorkers)
+        self.source.replace(iterable)
 
     def claim(self) -> None:
         """Note that `batches()` was called with this iterable."""
@@ -134,14 +139,14 @@ class LoaderPosition(EpochPlace):
         return True
 
     def open(self, *, loads_ahead: bool, step_counted: StepCounted | None = None) -> Iterator[Any]:
-        """Return the batches that are left, as the source has them."""
+        """Return the rest of the batches, as the source yields them."""
         self.step_counted = step_counted
         continues = bool(self.done) or self.is_awaited
         if loads_ahead or not continues:
             self.training.streams.put_back()
         self.phase, self._left_under = Phase.DUE, None
         self.is_claimed = self._is_put_off = False
-        # Until a batch is loaded, it stands where it stood.
+        # Until a batch is loaded, its state is the restored one.
         self._unread = self.source.collect(None, [], True) if self.done else None
         with self.training.streams.as_held() if self.done else nullcontext():
             batches = self.source.open(loads_ahead=loads_ahead)
@@ -200,7 +205,7 @@ class LoaderPosition(EpochPlace):
                 self.source.restore(saved, set())
 
     def rewind(self) -> None:
-        """Stand at the beginning of an epoch."""
+        """Return to the beginning of an epoch."""
         self._go_elsewhere(Phase.DUE)
         self.done, self._left_under = 0, None
         self._is_put_off = self.is_awaited = self.is_beside = False
@@ -258,3 +263,94 @@ class LoaderPosition(EpochPlace):
                     raise StopIteration
                 self.ahead.append(loaded)
             return batch
+
+
+class LoaderSet:
+    """The loaders that were given, and the iterables that were looped over without having been given."""
+
+    def __init__(self, make: Callable[[str, Any], LoaderPosition]) -> None:
+        """`make`: returns where a new loader stands; it gets a name and the loader."""
+        self._make = make
+        self.given: dict[str, LoaderPosition] = {}
+        self.found: dict[str, LoaderPosition] = {}
+        """The iterables, by their names."""
+        self.all: list[LoaderPosition] = []
+        """Where all of them stand."""
+        self._found_before: Mapping[str, Any] = {}
+        """Where the iterables of the checkpoint stood."""
+
+    def give(self, name: str, loader: Any) -> LoaderPosition:
+        """Add a loader that was given to RunState; return where it stands."""
+        return self._add(self.given, name, loader)
+
+    def _add(self, to: dict[str, LoaderPosition], name: str, loader: Any) -> LoaderPosition:
+        to[name] = at = self._make(name, loader)
+        self.all.append(at)
+        return at
+
+    def at(self, name: str) -> LoaderPosition:
+        """Return the position of a loader, by its name."""
+        return self.given.get(name) or self.found[name]
+
+    def find(self, iterable: Any, *, is_in_epochs: bool) -> str:
+        """Return the name of an iterable, and know it from now on."""
+        kind = getattr(iterable, "__name__", type(iterable).__name__)
+        name, number = kind, 1
+        while name in self.found and not _can_be(self.found[name], iterable, is_in_epochs):
+            number += 1
+            name = f"{kind}-{number}"
+        if name in self.found:
+            self.found[name].continue_with(iterable)
+        else:
+            at = self._add(self.found, name, iterable)
+            if name in self._found_before:
+                at.restore(self._found_before[name], set())
+        self.found[name].claim()
+        return name
+
+    def restore_found(self, saved: Mapping[str, Any], unfit: AbstractSet[str]) -> None:
+        """Restore the positions of the iterables; those that are `unfit` begin again."""
+        self._found_before = {name: at for name, at in saved.items() if name not in unfit}
+        for name, at in self.found.items():
+            at.rewind()
+            if name in self._found_before:
+                at.restore(self._found_before[name], set())
+
+    def in_hand(self) -> list[LoaderPosition]:
+        """Return those that have a batch in hand, the outermost loop first."""
+        return sorted((at for at in self.all if at.in_hand is not None), key=lambda at: at.opened)
+
+    def is_training(self) -> bool:
+        """Whether a batch of any of them is in hand."""
+        return any(at.in_hand is not None for at in self.all)
+
+    def is_under_way(self) -> bool:
+        """Whether the batches of any of them have begun and not ended."""
+        return any(at.is_under_way() for at in self.all)
+
+    def is_awaited(self) -> bool:
+        """Whether a loop that was open where the training continues is to be opened again."""
+        unseen = self._found_before.keys() - self.found.keys()
+        return any(at.is_awaited for at in self.all) or any(
+            self._found_before[name].get("is_open") for name in unseen
+        )
+
+    def is_outermost(self, place: EpochPlace) -> bool:
+        """Whether no other loop over batches is around this one."""
+        return not any(other.in_hand and other.opened < place.opened for other in self.all)
+
+    def is_in_inner_loop(self) -> bool:
+        """Whether a loop over batches runs in the body of one over those of another loader."""
+        in_hand = [at.habits for at in self.in_hand()]
+        # zip() asks for all of them at one place.
+        return (
+            len(in_hand) > 1
+            and not in_hand[-1].is_asked_by_hand
+            and in_hand[-1].asked_at != in_hand[0].asked_at
+        )
+
+
+def _can_be(at: LoaderPosition, iterable: Any, is_in_epochs: bool) -> bool:
+    # The same one, or one that the script makes again for every epoch.
+    is_over = at.is_over and is_in_epochs
+    return at.source.loader is iterable or not (at.in_hand or at.is_claimed or is_over)

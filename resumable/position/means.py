@@ -1,4 +1,4 @@
-"""Running means of what a loop sums up, such as its loss: exact over a resume, and no wait for a device."""
+"""Running means of a loop's values, such as its loss: exact over a resume, without waiting for a device."""
 
 from __future__ import annotations
 
@@ -32,14 +32,17 @@ class Means(Mapping[str, float]):
     """
 
     def __init__(self) -> None:
-        self.gather: Gather = lambda own: [own]
-        """What exchanges the sums with the other processes."""
+        self._gather: Gather = lambda own: [own]
         self.version = 0
         """A count of the changes."""
         self._epoch: int | None = None
         self._sums: dict[str, _Mean] = {}
         self._copy: _Copy | None = None
         self._shown = ""
+
+    def gather_with(self, gather: Gather) -> None:
+        """Exchange the sums with the other processes by this function."""
+        self._gather = gather
 
     def add(self, values: Mapping[str, Any], weight: Any = 1) -> None:
         """Add a value to each of these means, with the same weight."""
@@ -88,7 +91,7 @@ class Means(Mapping[str, float]):
         A process that has added nothing to a mean has no part in it.
         """
         totals: dict[str, list[float]] = {}
-        for told in self.gather({name: mean.totals() for name, mean in self._sums.items()}):
+        for told in self._gather({name: mean.totals() for name, mean in self._sums.items()}):
             for name, (total, weight) in told.items():
                 sums = totals.setdefault(name, [0.0, 0.0])
                 sums[0] += total
@@ -109,13 +112,13 @@ class Means(Mapping[str, float]):
         return {"epoch": self._epoch, "sums": {name: mean.collect() for name, mean in self._sums.items()}}
 
     def restore(self, saved: Mapping[str, Any] | None) -> None:
-        """Put back the sums of a checkpoint; one of an earlier version has none."""
+        """Restore the sums of a checkpoint; one of an earlier version has none."""
         self.forget()
         self._epoch = saved["epoch"] if saved else None
         self._sums = {name: _Mean.of(sums) for name, sums in saved["sums"].items()} if saved else {}
 
     def go_back(self, saved: Mapping[str, Any] | None) -> None:
-        """Put back the sums of a checkpoint, as far as they belong to the epoch in hand."""
+        """Restore the sums of a checkpoint, as far as they belong to the epoch in hand."""
         epoch = self._epoch
         self.restore(saved)
         if epoch is not None:
@@ -157,14 +160,14 @@ def _is_part(value: Any) -> bool:
 
 
 class _Sum:
-    """A sum whose terms are on the host or on a device; each stays where it is until somebody asks."""
+    """A sum whose terms are on the host or on a device; each stays there until the sum is read."""
 
     __slots__ = ("host", "part")
 
     def __init__(self, host: float = 0.0, part: Tensor | None = None) -> None:
         self.host = host
         self.part = part
-        """What is on a device: in float64, or as a high and a low float32 where that does not exist."""
+        """The sum on a device: in float64, or as a high and a low float32 if it has no float64."""
         if part is not None and part.is_cpu:
             self.host, self.part = host + part.double().sum().item(), None
 
@@ -186,7 +189,7 @@ class _Sum:
         return self.host + there
 
     def copied(self) -> _Sum:
-        """Return a copy that is on the host as soon as the device has come so far."""
+        """Return a copy that is on the host as soon as the device has made it."""
         copy = _Sum(self.host)
         if self.part is not None:
             copy.part = self.part.to("cpu", non_blocking=self.part.is_cuda)
@@ -247,7 +250,7 @@ def _number(name: str, value: Any) -> float | Tensor:
     if isinstance(value, Tensor) and not value.is_cpu and not value.is_complex():
         return value.detach().reshape(())
     try:
-        # (float() would take the text of a number)
+        # float() alone would also take the text of a number.
         return float(value.item() if hasattr(value, "item") else operator.pos(value))
     except (TypeError, ValueError, RuntimeError, OverflowError) as exc:
         raise UsageError(

@@ -16,8 +16,9 @@ from typing import Any
 from torch.utils.data import DataLoader, IterDataPipe, MapDataPipe
 
 from ..errors import CannotStore, Once, UsageError
-from ..loaders import rng, torch_iterators
-from ..loaders.dataloader import LoaderSource
+from ..loaders.generators import rng
+from ..loaders.loader_source import LoaderSource
+from ..loaders.workers import torch_iterators
 
 Hook = Callable[[], None]
 
@@ -26,9 +27,8 @@ _OWN_KIND = "has an iterator of its own kind"
 _SOURCES = (
     "resumable.position.batch_loop",
     "resumable.position.loader_position",
-    "resumable.position.thread_loop",
-    "resumable.loaders.plain_source",
-    "resumable.loaders.stateful_source",
+    "resumable.loaders.plain_iterable",
+    "resumable.loaders.stateful_loader",
 )
 
 
@@ -38,11 +38,11 @@ class _Entry:
 
     settings: Mapping[str, Any]
     saved: Mapping[str, Any] | None = None
-    """Where its workers stood in the checkpoint, until the loader is first iterated again."""
+    """The states of its workers in the checkpoint, until the loader is iterated again."""
     iterator: weakref.ref[_Kept] | None = None
 
     def collect(self) -> dict[str, Any] | None:
-        """Return where the workers stand; None if the script has dropped the loader."""
+        """Return the states of the workers; None if the script has dropped the loader."""
         if self.saved is not None:
             return {"settings": self.settings, "source": self.saved}
         kept = self.kept()
@@ -58,7 +58,7 @@ class Outside:
 
     A loader with `persistent_workers=True` draws its seed once a process. Its workers' states are saved, and
     restored when it is first iterated after a resume, so no generator moves more often than it did. A loader
-    that was given to RunState may be inspected, but not trained from: nobody would know where it stands.
+    that was given to RunState may be inspected, but not trained from: its place would be unknown.
     """
 
     def __init__(
@@ -73,15 +73,15 @@ class Outside:
         self._own = own
         self._shows = shows
         self._body = body
-        """What tells one body of the loops from all others; None outside of them."""
+        """Returns a value that no other body of the loops has; None outside of them."""
         self._place = place
-        """What changes with every body and every step, outside of them too."""
+        """Returns a value that changes with every body and every step, also outside of loops."""
         self._plain: list[tuple[weakref.ref[torch_iterators.Watched], object, str]] = []
         """Passes over loaders that were not given: where the training stood as they began, and the data."""
         self._once = Once()
         self._entries: list[_Entry] = []
         self._restored: Sequence[Mapping[str, Any]] | None = None
-        """What the checkpoint had, until a loop goes on from there."""
+        """The state in the checkpoint, until a loop continues from there."""
         self._settings: weakref.WeakKeyDictionary[DataLoader[Any], dict[str, Any]]
         self._settings = weakref.WeakKeyDictionary()
         self._children: set[int | None] = set()
@@ -92,9 +92,9 @@ class Outside:
         if not self._is_hooked:
             torch_iterators.hook(self)
             self._is_hooked = True
-        # (that takes some 100 ms)
+        # The search takes some 100 ms.
         if self._restored or any(child.daemon for child in multiprocessing.active_children()):
-            # What nobody has any more is no loader of the script's.
+            # Loaders that are no longer referenced are not the script's.
             gc.collect()
             for loader in _persistent():
                 if not any(loader is source.loader for source in self._given.values()):
@@ -122,13 +122,13 @@ class Outside:
         self._restored, self._has_begun = None, True
 
     def collect(self) -> list[dict[str, Any]]:
-        """Return where the workers of the loaders stand that have begun, in the order of their first use."""
+        """Return the states of the workers of all loaders in use, in the order of their first use."""
         self._warn_of_unseen()
         self._warn_of_plain()
         return [saved for entry in self._entries if (saved := entry.collect())]
 
     def restore(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Let the loaders begin where their workers stood, when they are next iterated."""
+        """Let the loaders begin with the saved states of their workers when they are iterated next."""
         self._restored = saved
         self._entries = [_Entry(one["settings"], one["source"]) for one in saved]
         for loader in self._settings:
@@ -182,7 +182,7 @@ class Outside:
         return iterator
 
     def _warn_of_plain(self) -> None:
-        """Warn of a pass that the training goes on in: nobody would know where it stands."""
+        """Warn of a pass in whose middle the training continues: its place would be unknown."""
         for reference, began, name in self._plain:
             iterator = reference()
             if iterator is not None and iterator.is_under_way() and began != self._place():
@@ -220,7 +220,7 @@ class Outside:
     def _warn_of_twins(self, loader: DataLoader[Any], saved: int) -> None:
         settings = self._settings[loader]
         if 0 < saved < self._waiting(settings):
-            # What nobody has any more waits for nothing.
+            # Loaders that are no longer referenced wait for nothing.
             gc.collect()
         if 0 < saved < (waiting := self._waiting(settings)):
             self._once.warn(
@@ -253,18 +253,18 @@ class Outside:
 
 
 class _Kept:
-    """The iterator of a loader with persistent workers, which knows where they stand."""
+    """The iterator of a loader with persistent workers, which knows their states."""
 
     def __init__(self, source: LoaderSource, check: Hook) -> None:
         self._source = source
         self._check = check
         self._batches = source.open()
         # Before multiprocessing ends its daemons by SIGTERM: torch would report them as killed.
-        # (by a weak reference: the source leads to the run, and that to the script's variables)
+        # The reference is weak: the source leads to the run, and that to the script's variables.
         self._end = util.Finalize(self, _end, (weakref.ref(source),), exitpriority=100)
 
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
-        # (torch calls this where a loader that keeps its workers is iterated again)
+        # Torch calls this when a loader with persistent workers is iterated again.
         self._batches = self._source.open()
 
     def __iter__(self) -> Iterator[Any]:
@@ -288,8 +288,8 @@ class _Kept:
         return self._source.processes()
 
     def collect(self) -> dict[str, Any]:
-        """Return where the workers stand."""
-        # The script's own sampler and dataset are restored by nobody: they are in no part.
+        """Return the states of the workers."""
+        # The script's own sampler and dataset are in no part, so nothing restores them.
         rest: dict[str, Any] = {"dataset": None, "samplers": []}
         try:
             return {**self._source.collect(None, [], False), **rest}
@@ -319,7 +319,7 @@ def _persistent() -> list[DataLoader[Any]]:
 
 
 def _persists(loader: DataLoader[Any]) -> bool:
-    # (one that is just being made has no attributes yet)
+    # A loader that is just being made has no attributes yet.
     attributes = vars(loader)
     return bool(attributes.get("persistent_workers") and attributes.get("num_workers"))
 

@@ -1,4 +1,4 @@
-"""Where we are in the data, and the loader that goes on from there."""
+"""The position of a training: its counters, its place in the data, and its random generators."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ import torch
 
 from ..boundary import Boundary
 from ..files.strict_json import typed
-from ..loaders import rng, sources
-from ..loaders.dataloader import LoaderSource
+from ..loaders import choose_source
+from ..loaders.generators import rng, search
+from ..loaders.loader_source import LoaderSource
 from . import means
 from .accumulation import Accelerate
 from .counted_loops import CountedLoops
-from .first_lines import Look
-from .held_generators import Hold
-from .loader_position import LoaderPosition
+from .epoch.held_generators import Hold
+from .epoch.random_streams import Streams
+from .loader_position import LoaderPosition, LoaderSet
 from .other_loaders import Outside
-from .random_streams import Streams
+from .script.first_lines import Look
 from .spikes import Spikes
 
 
 def check(saved: Any) -> None:
-    """Raise ValueError unless it is what `Position.collect` returns, as far as the loops depend on it.
+    """Raise ValueError unless `Position.collect` can have returned it, as far as the loops depend on it.
 
-    Its restore comes last and refuses nothing.
+    `Position.restore` comes last in a resume, and refuses nothing.
     """
     found = typed(dict, saved)
     counts = [found[name] for name in ("epoch", "batch", "step", "samples")] + typed(list, found["spikes"])
@@ -41,7 +42,7 @@ def check(saved: Any) -> None:
             raise ValueError(f"{found[name]!r:.200} is no {name}")
     for value in found["metrics"].values():
         typed(float, value)
-    # (checkpoints of earlier versions have none)
+    # Checkpoints of earlier versions have none.
     if "means" in found:
         means.check(found["means"])
 
@@ -59,7 +60,7 @@ _NEWER: dict[str, type] = {"loop_ends": list, "entry": str, "loop_draws": str}
 
 
 class Position(CountedLoops):
-    """Where a training stands: its counters, its data and its random generators."""
+    """The position of a training: its counters, its data and its random generators."""
 
     def __init__(
         self,
@@ -72,20 +73,24 @@ class Position(CountedLoops):
         self._generators = generators or {}
         self._shows = shows
         self.seed = torch.initial_seed() if sample_seeds else None
-        """What the samples' seeds are made from, if each has its own; the same on every rank."""
-        super().__init__(Streams(self._generators), processes, loaders, self._stands)
+        """The seed of the samples' seeds, if each has its own; the same on every rank."""
+        super().__init__(Streams(self._generators), LoaderSet(self._stands), processes)
+        for name, loader in loaders.items():
+            self.streams.add_loader(name, self._known.give(name, loader).generators)
         self.metrics: dict[str, float] = {}
         """The metrics that the last save was given."""
         self._devices: Callable[[], Collection[str]] = list
         """Returns the devices that this process trains on."""
         given = {n: at.source for n, at in self.loaders.items() if isinstance(at.source, LoaderSource)}
         self.outside = Outside(given, self._generators, shows, self._body_of_script, self._place)
-        """What the script loops over by itself."""
+        """The loaders that the script loops over by itself."""
         self.accelerate = Accelerate()
         self.spikes = Spikes()
 
     def _stands(self, name: str, loader: Any) -> LoaderPosition:
-        return LoaderPosition(sources.make(name, loader, self._generators, self._seeds, self._shows), self)
+        return LoaderPosition(
+            choose_source.make(name, loader, self._generators, self._seeds, self._shows), self
+        )
 
     def _seeds(self) -> tuple[int, int] | None:
         return None if self.seed is None else (self.seed, self.epoch)
@@ -127,7 +132,7 @@ class Position(CountedLoops):
         self.streams.watch(hold, hold_gradients)
 
     def collect(self) -> dict[str, Any]:
-        """Return where a resume is to go on."""
+        """Return the position as a resume is to find it."""
         counters = self.counters()
         gpus = sorted({*self._devices()} - {"cpu"})
         return {
@@ -172,20 +177,20 @@ class Position(CountedLoops):
         return self._resumed_at is Boundary.BATCH and not self._has_handed_out and is_over
 
     def _body_of_script(self) -> object:
-        """Return what changes with every body and every step; None outside the loops."""
+        """Return a value that changes with every body and every step; None outside the loops."""
         return None if self.is_outside() else self._place()
 
     def _place(self) -> object:
         return self.body(), self.updates
 
     def restore(self, saved: Mapping[str, Any], unfit: AbstractSet[str] = frozenset()) -> None:
-        """Stand where `collect` stood. Loops that are running end, and new ones go on from there.
+        """Restore what `collect` returned. Running loops end, and new ones continue from there.
 
-        Iterables that are `unfit` begin anew.
+        Iterables that are `unfit` begin again.
         """
         self.epoch, self.batch = saved["epoch"], saved["batch"]
         self.step, self.samples = saved["step"], saved["samples"]
-        # The body of `steps()` that is running is no step: what it has trained is gone now.
+        # The running body of `steps()` is no step: what it has trained is discarded.
         self._step_in_hand = self.step - 1
         self.metrics = dict(saved["metrics"])
         self.means.restore(saved.get("means"))
@@ -198,17 +203,17 @@ class Position(CountedLoops):
         self.spikes, self._saved_in = Spikes(*saved["spikes"]), None
         self.seed = saved["seed"] if self.seed is not None and saved["seed"] is not None else self.seed
         self._known.restore_found(saved["iterables"], unfit)
-        # (checkpoints of older versions do not have it)
+        # Checkpoints of older versions do not have it.
         self.outside.restore(saved.get("outside", []))
         self.accelerate.restore(saved.get("accelerate"))
         self.restores += 1
 
     def begin_at(self, epoch: int, step: int) -> None:
-        """Count on from what was trained without this library."""
+        """Continue the counters of a training that began without this library."""
         self.epoch, self.step = epoch, step
 
     def refuse_to_go_back(self) -> None:
-        """Raise UsageError where nobody knows which batch is in hand."""
+        """Raise UsageError if it is unknown which batch is in hand."""
         for loader in self._known.all:
             loader.refuse_to_leave_out()
 
@@ -224,31 +229,31 @@ class Position(CountedLoops):
         self.step, self.samples = saved["step"], saved["samples"]
         self.metrics = dict(saved["metrics"])
         self.means.go_back(saved.get("means"))
-        # The body that is running is no step: it has trained what is gone now.
+        # The running body is no step: what it has trained is discarded.
         self._step_in_hand = self.step - 1
         self._stepped = None if saved["stepped"] is None else set(saved["stepped"])
         if is_left:
-            # The loop was left by the exception that is being handled: the next body goes on with the rest.
+            # The exception that is being handled has left the loop: the next body continues with the rest.
             self._stay()
             self.restores += 1
 
     def begin_own_streams(self, seed: str) -> None:
         """Begin streams of their own for all generators of the loaders: those restored are another rank's."""
         self.streams.forget()
-        # (the sums are another rank's, too)
+        # The sums are another rank's, too.
         self.means.forget()
         for name, loader in self.loaders.items():
             loader.generators.begin_own_streams(f"{seed}/{name}")
 
     def close(self, *, now: bool = False) -> None:
-        """Let go of what loads in the background; end `now` what a loop still holds, too."""
+        """Release what loads in the background; `now`: also what a loop still holds."""
         self.streams.close()
         self.outside.close()
         for loader in self._known.all:
             loader.source.close(now=now)
 
     def hold(self) -> None:
-        """Remember the random generators for where the loops go on: draws until then do not count."""
+        """Remember the random generators for the next loop: draws until then do not count."""
         self.streams.hold()
 
     def show_held(self) -> None:
@@ -258,4 +263,4 @@ class Position(CountedLoops):
     def generators(self) -> list[rng.Generator]:
         """Return the generators that a checkpoint has, beside the global ones."""
         roots = {name: loader.source.root() for name, loader in self.loaders.items()}
-        return [*self._generators.values(), *rng.find(roots).values()]
+        return [*self._generators.values(), *search.find(roots).values()]

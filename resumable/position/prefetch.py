@@ -102,7 +102,7 @@ class _Copies:
         if type(value) in _PLAIN:
             return value
         if id(value) not in self._seen:
-            # With the value itself: what is made at every access would leave its id to the next one.
+            # Keep the value itself: an object made at every access would leave its id to the next one.
             self._seen[id(value)] = value, self._moved(value)
         return self._seen[id(value)][1]
 

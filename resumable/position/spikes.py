@@ -39,9 +39,9 @@ def is_spike(loss: float, above: float) -> bool:
 
 
 def number(name: str, value: Any) -> float:
-    """Return what a script gives as a loss or a bound as a number."""
+    """Return a loss or a bound that a script gives as a number."""
     try:
-        # (a tensor with a gradient warns if it is made a number in another way)
+        # item(): float() warns if the tensor has a gradient.
         return float(value.item() if hasattr(value, "item") else value)
     except (TypeError, ValueError, RuntimeError) as exc:
         raise UsageError(
@@ -54,5 +54,5 @@ def before(run: Run, later: int) -> int | None:
     try:
         return run.open(later).about.parent
     except (CheckpointDamaged, CheckpointNotFound):
-        # Nobody knows, so it may be of a branch that was left: better than none.
+        # Its parent is unknown. The one before it may be of an abandoned branch, but is better than none.
         return max((number for number in run.numbers() if number < later), default=None)

@@ -1,4 +1,4 @@
-"""Who am I among the processes of a training, and how do we agree."""
+"""The ranks of a training, and how they agree through the store of torch.distributed."""
 
 from __future__ import annotations
 
@@ -49,41 +49,36 @@ def of_this_training() -> tuple[int, int]:
 class Ranks:
     """The processes of one training, which talk through the store of torch.distributed.
 
-    Nothing here is a collective: a process that is missing costs the others the timeout and not
-    their lives, and the training's own streams carry nothing of ours.
+    No collectives are used: a missing process costs the others a timeout, not their lives, and nothing is
+    queued on the training's own streams.
     """
 
     def __init__(self, timeout: float, stands_at: Callable[[], Place]) -> None:
         self.rank, self.size = of_this_training()
+        self.is_first = self.rank == 0
+        """Whether this is rank 0, which decides."""
+        self.is_alone = self.size == 1
+        """Whether this is the only process."""
         self.timeout = timeout
         self._stands_at = stands_at
         self.every = min(max(timeout / 30, 0.05), 1.0)
-        """How often this process listens to the others, in seconds."""
+        """The seconds between two looks at what the others posted."""
         self._listener: weakref.WeakMethod[Callable[[Any], bool]] | None = None
         self._line: Line | None = None
         self._turn = 0
         self._turns: dict[int, list[str]] = {}
-        """What this process has posted in the last turns."""
+        """The keys that this process posted in the last turns."""
         self._beats = 0
-        self._trouble: ResumableError | None = None
+        self.trouble: ResumableError | None = None
+        """The error that a process has reported, if one has."""
         self._people: list[str] = []
         self._has_left = False
         self._process = os.getpid()
         self.saves_begun = 0
-        """The number of the last save that this process was asked for."""
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is the process that decides."""
-        return self.rank == 0
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether there are no others."""
-        return self.size == 1
+        """The number of the last save that this process began."""
 
     def join(self, facts: Mapping[str, Json]) -> None:
-        """Meet the others; RanksDiffer if the facts are not the same everywhere."""
+        """Meet the others; RanksDiffer if the facts are not the same on every rank."""
         if self.is_alone or self._line:
             return
         global _sessions
@@ -105,22 +100,22 @@ class Ranks:
         _refuse_differing([facts for _, facts in found])
 
     def listen(self, listener: Callable[[Any], bool]) -> None:
-        """Call a method each time this process listens to the others; soon again while that returns True."""
+        """Call a method at each look at the others; while it returns True, look again soon."""
         self._listener = weakref.WeakMethod(listener)
 
     def hurry(self) -> None:
-        """Listen to the others at once."""
+        """Look at what the others posted at once."""
         if self._line:
             self._line.hurry()
 
     def _beat(self, store: Any) -> bool:
         self._beats += 1
-        # First where it stands, and then what it was asked for: the other way round a save that is
-        # called in between would look as if it had been left out.
+        # The place is read before the saves: the other way round, a save called in between would look as if
+        # this rank had left it out.
         place = self._stands_at()
         store.set(f"alive/{self.rank}", json.dumps([self._beats, *place]))
         if text := store.get("trouble"):
-            self._trouble = self._trouble or errors.from_json(json.loads(text))
+            self.trouble = self.trouble or errors.from_json(json.loads(text))
         if text := store.get("news"):
             number, by, step = json.loads(text)
             if number > self.saves_begun and place[2] > step:
@@ -129,40 +124,36 @@ class Ranks:
         return listener is not None and listener(store)
 
     def _tell_trouble(self, store: Any, error: ResumableError) -> None:
-        # Of two that meet something at once, all hear the same.
+        # If two ranks meet an error at once, all raise the same one.
         told = store.compare_set("trouble", "", json.dumps(errors.to_json(error)))
-        self._trouble = errors.from_json(json.loads(told))
-
-    def is_in_trouble(self) -> bool:
-        """Whether something has gone wrong between the processes."""
-        return self._trouble is not None
+        self.trouble = errors.from_json(json.loads(told))
 
     def refuse_trouble(self) -> None:
-        """Raise what has gone wrong between the processes."""
-        if self._trouble:
-            raise self._trouble
+        """Raise the error that a process has reported, if one has."""
+        if self.trouble:
+            raise self.trouble
 
     def _ask(self, question: Callable[[Any], T]) -> T:
         assert self._line
         try:
             return self._line.ask(question)
         except RankLost as exc:
-            self._trouble = self._trouble or exc
+            self.trouble = self.trouble or exc
             raise
 
     def in_trouble(self, error: ResumableError) -> ResumableError:
-        """Tell all others of an error that ends the training; return the one that all are told."""
+        """Report an error that ends the training; return the one that all raise, which may be another's."""
         self._ask(lambda store: self._tell_trouble(store, error))
-        assert self._trouble
-        return self._trouble
+        assert self.trouble
+        return self.trouble
 
     def post(self, key: str, value: Json) -> None:
-        """Let the others read a value."""
+        """Post a value for the others."""
         text = json.dumps(value)
         self._ask(lambda store: store.set(key, text))
 
     def post_bytes(self, key: str, value: bytes) -> list[str]:
-        """Let the others read bytes; return the keys that they are posted under."""
+        """Post bytes for the others; return the keys that they are posted under."""
         pieces = [value[at : at + _PIECE] for at in range(0, len(value), _PIECE)]
         keys = [f"{key}/{number}" for number in range(len(pieces))]
         for of_piece, piece in zip(keys, pieces, strict=True):
@@ -171,11 +162,11 @@ class Ranks:
         return [key, *keys]
 
     def bytes_of(self, key: str) -> bytes:
-        """Return bytes that were posted."""
+        """Return bytes posted under a key."""
         return b"".join(bytes(self._ask(partial(_get, of_piece))) for of_piece in self._read(key))
 
     def forget(self, keys: Collection[str]) -> None:
-        """Remove values that nobody will read any more."""
+        """Delete values that no one will read any more."""
         for key in keys:
             self._ask(partial(_delete, key))
 
@@ -184,16 +175,16 @@ class Ranks:
         return self._ask(lambda store: bool(store.check([key])))
 
     def raise_once(self, key: str, error: ResumableError) -> None:
-        """Post an error, if none was posted under that key before."""
+        """Post an error, unless one was posted under that key before."""
         text = json.dumps({"error": errors.to_json(error)})
         self._ask(lambda store: store.compare_set(key, "", text))
 
     def wait(
         self, keys: Mapping[int, str], what: str, *, is_due: bool = False, unless: str | None = None
     ) -> list[Json]:
-        """Return what some ranks post, when all have; RankLost names who does not.
+        """Wait until some ranks have posted, and return what; RankLost names those that have not.
 
-        What is due has to come within the timeout; for all else a process that is alive is waited for. An
+        If it `is_due`, it has to be posted within the timeout; else a process that is alive is waited for. An
         error posted under the key `unless` is raised instead.
         """
         names = [*keys.values()]
@@ -212,25 +203,25 @@ class Ranks:
         return json.loads(self._ask(lambda store: store.get(key)))
 
     def pulse(self, rank: int) -> list[int] | None:
-        """Return what a process last said of itself: a count, and where it stands."""
+        """Return a process's last heartbeat: a count, and its epoch, batch and step."""
         return self._read(f"alive/{rank}") if self.is_there(f"alive/{rank}") else None
 
     def reason_to_leave(self, rank: int) -> str | None:
-        """Return why a process has left the training, if it has said so."""
+        """Return why a process has left the training; None if it has not said that it left."""
         return self._read(f"left/{rank}") if self.is_there(f"left/{rank}") else None
 
     def person(self, rank: int) -> str:
-        """Return what people find a process by."""
+        """Return a rank with its process id and host, as messages name it."""
         return f"rank {rank} ({self._people[rank]})" if self._people else f"rank {rank}"
 
     def agree(self, what: str, do: Callable[[], T], *, is_due: bool = False) -> list[T]:
-        """Let every process do something; return what all returned, or raise the same error everywhere."""
+        """Do something on every rank; return all results, or raise the same error everywhere."""
         if self.is_alone:
             return [do()]
         self.refuse_trouble()
         self._turn += 1
         key = f"turn/{self._turn}/{what}"
-        # All have ended the turn before the last one, since they came to the last.
+        # All ranks have finished the turn before the last, since they began the last.
         self.forget(self._turns.pop(self._turn - 2, []))
         self._turns[self._turn] = [f"{key}/{self.rank}", *([f"{key}/all"] if self.is_first else [])]
         cause, answer = _attempt(self.rank, do)
@@ -245,13 +236,13 @@ class Ranks:
             (found,) = self.wait({0: f"{key}/all"}, what)
         if cause and not isinstance(cause, ResumableError):
             raise cause
-        # What ends one process first: the others would go on without it.
+        # An error that ends its process comes first: the others would train on without it.
         for one in sorted(found, key=lambda one: "ends" not in one):
             unpack(one, cause)
         return [one["ok"] for one in found]
 
     def first(self, what: str, do: Callable[[], T], *, is_due: bool = False) -> T:
-        """Let rank 0 do something; return to all what it has returned, or raise its error everywhere."""
+        """Do something on rank 0; return its result on every rank, or raise its error everywhere."""
         if self.is_alone:
             return do()
         found: list[Any] = self.agree(what, lambda: do() if self.is_first else None, is_due=is_due)
@@ -259,26 +250,26 @@ class Ranks:
         return first
 
     def leave(self, reason: str = "it has closed its RunState") -> None:
-        """Tell the others that this process will not answer any more."""
-        # (a child that was forked has no part in this)
+        """Tell the others that this process leaves the training."""
+        # A forked child is not part of the training.
         if self._line and not self._has_left and self._process == os.getpid():
             self._has_left = True
             self.post(f"left/{self.rank}", reason)
 
     def close(self) -> None:
-        """Ask nothing any more."""
+        """Close the connection to the store."""
         if self._line and self._process == os.getpid():
             self._line.close()
 
     def each(self, what: str, do: Callable[[], T]) -> T:
-        """The same, but return only what this process has made of it, whatever that is."""
+        """Do something on every rank; return this rank's result, which need not be JSON."""
         kept: list[T] = []
         self.agree(what, lambda: kept.append(do()))
         return kept[0]
 
 
 class _Watch:
-    """Looks, while something is waited for, whether the processes that it must come from are alive."""
+    """Checks, during a wait, whether the processes that are waited for are alive."""
 
     def __init__(self, ranks: Ranks, keys: Mapping[int, str], what: str, is_due: bool) -> None:
         self._ranks = ranks
@@ -289,14 +280,14 @@ class _Watch:
         self._pulses: dict[int, tuple[list[int] | None, float]] = {}
 
     def look(self) -> None:
-        """Raise RankLost for those that have left, are silent, or are late."""
+        """Raise RankLost if some have left, are silent, or are late."""
         now, ranks = time.monotonic(), self._ranks
         if now < self._next:
             return
         self._next = now + min(0.25, ranks.timeout / 10)
         self._missing = {rank: key for rank, key in self._missing.items() if not ranks.is_there(key)}
         for rank in self._missing:
-            # (what it posted before it left counts)
+            # What it posted before it left counts.
             if (reason := ranks.reason_to_leave(rank)) and not ranks.is_there(self._missing[rank]):
                 self._lose([f"{ranks.person(rank)}, which has left the training: {reason}"], START_AGAIN)
             pulse = ranks.pulse(rank)
@@ -331,7 +322,7 @@ class _Watch:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that all processes have to have in common."""
+    """Return the versions that must be the same in all processes."""
     from ..version import __version__
 
     return {
@@ -343,7 +334,7 @@ def versions() -> dict[str, str]:
 
 
 def by_disk(ranks: Ranks, folder: Path) -> list[list[int]]:
-    """Return the ranks in groups: those of one group see the same folder, where each may have its own."""
+    """Return the ranks in groups that see the same folder, where nodes have disks of their own."""
     token = ranks.first("a token", lambda: secrets.token_hex(8))
     names = [_probe(token, rank) for rank in range(ranks.size)]
 
@@ -380,7 +371,7 @@ def unpack(found: Json, cause: BaseException | None = None) -> None:
 
 
 def told(rank: int, error: BaseException) -> ResumableError:
-    """Return what the other processes are told of an error that one has met."""
+    """Return the error that the other processes raise for one that this process met."""
     if not isinstance(error, ResumableError):
         return RankLost(
             f"rank {rank} cannot go on: {type(error).__name__}: {error}.",
@@ -427,7 +418,7 @@ def _leave_at_exit(ranks: Ranks) -> None:
     def leave() -> None:
         if (there := kept()) is not None:
             error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-            # The store may be gone already, and there is nobody left to tell.
+            # The store may be gone already; then there is no one to tell.
             with contextlib.suppress(RankLost):
                 there.leave(f"{type(error).__name__}: {error}" if error else "it has ended")
                 there.close()

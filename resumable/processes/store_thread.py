@@ -1,4 +1,4 @@
-"""One thread's talk to the store of torch.distributed: a store that is silent holds nobody up for ever."""
+"""A thread that talks to the store of torch.distributed, so that a silent store blocks no one for ever."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PAUSE = 0.02
 
 
 def shared_store() -> Store:
-    """Return the store by which the processes of this training found each other."""
+    """Return the store that the processes of this training met through."""
     from torch.distributed import distributed_c10d
 
     store = distributed_c10d._get_default_store()
@@ -39,7 +39,7 @@ def shared_store() -> Store:
 
 
 def _own_connection(store: Store, timeout: float) -> Store:
-    # The client of the training is locked for as long as it waits: neither is to hold up the other.
+    # A client is locked while it waits; with one each, neither the training nor this thread blocks the other.
     distributed: Any = torch.distributed
     while isinstance(store, distributed.PrefixStore):
         store = store.underlying_store
@@ -50,10 +50,10 @@ def _own_connection(store: Store, timeout: float) -> Store:
 
 
 class _Door:
-    """Where rank 0 tells the others the name of this session, each in answer to a word of its own.
+    """Where rank 0 gives the others the token of this session, each in answer to a random word.
 
-    A store may have been there before: torchrun's agent keeps one over a restart, with all that processes
-    which have ended have said in it.
+    The store may be older than the session: torchrun's agent keeps it over a restart, with everything that
+    the ended processes wrote.
     """
 
     def __init__(self, shared: Store, name: str) -> None:
@@ -63,11 +63,11 @@ class _Door:
         self._waiting: set[int] = set()
 
     def ask(self, until: float) -> str:
-        """Return what rank 0 answers; NoAnswer if it does not."""
+        """Return rank 0's answer; NoAnswer if there is none in time."""
         word = secrets.token_hex(8)
         number = self._shared.add(f"{self._name}/asked", 1)
         self._shared.set(f"{self._name}/word/{number}", word)
-        # (not get(), which would hold the training's own client for as long as it waits)
+        # Not get(), which locks the training's own client while it waits.
         while not self._shared.check([f"{self._name}/to/{word}"]):
             if time.monotonic() > until:
                 raise NoAnswer
@@ -75,7 +75,7 @@ class _Door:
         return str(self._shared.get(f"{self._name}/to/{word}").decode())
 
     def answer(self, token: str) -> None:
-        """Answer all that have asked since the last time; those before these processes do not listen."""
+        """Answer all that asked since the last call; answers to words of ended processes are never read."""
         asked = self._shared.add(f"{self._name}/asked", 0)
         self._waiting |= {*range(self._seen + 1, asked + 1)}
         self._seen = asked
@@ -87,23 +87,23 @@ class _Door:
 
 
 class Line:
-    """A thread that asks the store, one question after the other, and does `beat` in between.
+    """A thread that asks the store one question after the other, and calls `beat` in between.
 
-    After a `beat` that returns True the next one comes soon.
+    If `beat` returns True it is called again soon.
     """
 
     def __init__(self, timeout: float, name: str, offered: str | None, every: float, beat: Question) -> None:
         self._timeout = timeout
         self._every = every
-        # Weakly: a RunState that is dropped without close() must not be kept by its heartbeat.
+        # A weak reference: a RunState dropped without close() must not be kept alive by its heartbeat.
         self._beat = weakref.WeakMethod(beat)
         self._questions: queue.SimpleQueue[tuple[Question, Future[Any]] | None] = queue.SimpleQueue()
         self._open: Future[Store] = Future()
         self._door: _Door | None = None
         self._is_hurried = False
         self._is_gone: BaseException | None = None
-        """What the store's connection has ended with."""
-        # A daemon: the interpreter must not wait at its end for a store that does not answer.
+        """The error that ended the connection to the store."""
+        # A daemon: the interpreter must not wait at exit for a store that does not answer.
         self._thread = threading.Thread(
             target=self._run, args=(name, offered), name="resumable-ranks", daemon=True
         )
@@ -144,7 +144,7 @@ class Line:
         try:
             answer.set_result(question(store))
         except BaseException as exc:
-            # Asked again, torch would print pages about it each time.
+            # Torch would log pages about it at every further question.
             self._is_gone = exc
             answer.set_exception(exc)
 
@@ -154,14 +154,14 @@ class Line:
         if offered is None:
             return self._prefixed(shared, door.ask(time.monotonic() + self._timeout))
         store = self._prefixed(shared, offered)
-        # What all may read is there before any of the others is.
+        # Keys that all processes read exist before the others arrive.
         for key in ("trouble", "news"):
             store.set(key, "")
         self._door = door
         return store
 
     def shut_door(self) -> None:
-        """Answer nobody any more: all that belong here have come."""
+        """Stop answering: all processes of the session have arrived."""
         self._door = None
 
     def _prefixed(self, shared: Store, token: str) -> Store:
@@ -169,7 +169,7 @@ class Line:
         return distributed.PrefixStore(f"resumable/{token}", _own_connection(shared, self._timeout))
 
     def wait_open(self) -> bool:
-        """Whether the session is open, at the latest when the time is up."""
+        """Wait for the session to open; return whether it did within the timeout."""
         try:
             self._open.result(self._timeout + _GRACE)
         except NoAnswer:
@@ -179,7 +179,7 @@ class Line:
         return True
 
     def ask(self, question: Callable[[Store], T]) -> T:
-        """Return what the store answers; RankLost if it does not."""
+        """Return the store's answer; RankLost if there is none."""
         answer: Future[T] = Future()
         self._questions.put((question, answer))
         try:
@@ -197,12 +197,12 @@ class Line:
             raise _gone(exc) from exc
 
     def hurry(self) -> None:
-        """Do `beat` at once; nobody waits for it."""
+        """Call `beat` at once, without waiting for it."""
         self._is_hurried = True
         self._questions.put((lambda _: None, Future()))
 
     def close(self) -> None:
-        """Ask nothing any more."""
+        """Stop the thread."""
         self._questions.put(None)
         self._thread.join(_GRACE)
 

@@ -1,4 +1,4 @@
-"""Who writes what, where several processes write the files of one checkpoint."""
+"""Divides the files of one checkpoint between the processes that write them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from fractions import Fraction
 from ..files import large_files
 
 Range = tuple[int, int]
-"""Where some bytes of a file begin and end."""
+"""The begin and the end of some bytes of a file."""
 
 
 def plan(sizes: Mapping[str, int], count: int, whole: Collection[str] = ()) -> list[dict[str, Range]]:
-    """Return for each of `count` writers what it writes, by file: whole blocks, and all about as much.
+    """Return for each of `count` writers the ranges it writes, by file: whole blocks, in about equal amounts.
 
-    Every process finds the same, whatever the order of `sizes`. Files in `whole` and small
-    ones have one writer each. The others lie in a row, of which each writer has one stretch.
+    Every process gets the same result, whatever the order of `sizes`. Files in `whole` and small files have
+    one writer each. The others are laid end to end, and each writer gets one stretch of them.
 
     >>> for mine in plan({"model": 3 << 24, "optimizer": 6 << 24, "rank": 800}, 2):
     ...     print(mine)
@@ -28,7 +28,7 @@ def plan(sizes: Mapping[str, int], count: int, whole: Collection[str] = ()) -> l
     found: list[dict[str, Range]] = [{} for _ in range(count)]
     loads = [0] * count
     for path in sorted(sizes.keys() - large, key=lambda path: (-sizes[path], path)):
-        # The last of the least busy: the first one has more to do than to write these files.
+        # Of the least busy the last one: the first has more to do than to write these files.
         writer = min(reversed(range(count)), key=loads.__getitem__)
         found[writer][path] = (0, sizes[path])
         loads[writer] += sizes[path]
@@ -40,7 +40,7 @@ def plan(sizes: Mapping[str, int], count: int, whole: Collection[str] = ()) -> l
 
 
 def _positions(loads: Sequence[int], total: int) -> Iterator[Fraction]:
-    """Yield where the stretches begin and end with which all have the same to write, as far as possible."""
+    """Yield the bounds of the stretches that level the amounts as far as possible."""
     lower = sorted(loads)
     while lower[-1] > (level := Fraction(total + sum(lower), len(lower))):
         lower.pop()
@@ -52,7 +52,7 @@ def _positions(loads: Sequence[int], total: int) -> Iterator[Fraction]:
 
 
 def _block(row: Mapping[str, int], position: Fraction) -> int:
-    """Return where the block begins in which a position lies: the first writer never gets more."""
+    """Return the begin of the block that a position is in, so that the first writer never gets more."""
     start = 0
     for size in row.values():
         if position < start + size:

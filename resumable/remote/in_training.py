@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping
 
 from ..errors import CheckpointDamaged, CheckpointNotFound, RemoteError
 from ..options import Copied
-from ..processes.roles import Crew
+from ..processes.crew import Crew
 from ..progress import Progress
-from ..run.directory import Run, Which, is_number
+from ..run.directory import Run
 from ..run.history import History
 from ..run.manifest import Best, Goal
+from ..run.resume_choice import Which, is_number
 from . import pull, url
 from .background import Pusher, cause
 from .push import summary
@@ -65,17 +66,6 @@ class Copies:
         if self.numbers:
             self._crew.count_from(max(self.numbers))
             self._crew.ranks.each("the run's id", lambda: self._adopt(str(run_id)))
-
-    def count(self) -> int:
-        """Return how many checkpoints are there; 0 if the remote does not answer quickly."""
-        remote = Remote(self._store.with_patience(_QUICK))
-        try:
-            return len(remote.whose()[1])
-        except (RemoteError, CheckpointDamaged):
-            # The push fails too, and reports it.
-            return 0
-        finally:
-            remote.store.close()
 
     def _look(self) -> tuple[str | None, list[tuple[int, str]]]:
         is_empty = self._run.highest() is None

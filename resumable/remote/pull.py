@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 from ..errors import CheckpointDamaged, RemoteError, SaveFailed
-from ..files import disk, large_files
+from ..files import disk, file_reader, large_files
 from ..run import manifest
 from ..run.checkpoint import Checkpoint, Stage
 from ..run.directory import Run
@@ -84,7 +84,7 @@ def _bring(remote: Remote, name: str, stage: Path, file: str, record: FileRecord
     path.parent.mkdir(exist_ok=True)
     if path.exists():
         with contextlib.suppress(CheckpointDamaged):
-            large_files.scan(stage, file, *record)
+            file_reader.scan(stage, file, *record)
             # The pull that fetched it may have been killed before the flush.
             with disk.joined(path):
                 moved(record.size)

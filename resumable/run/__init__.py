@@ -7,7 +7,8 @@ __all__ = [
     "directory",
     "environment",
     "history",
-    "html",
     "manifest",
+    "markup",
     "policy",
+    "resume_choice",
 ]

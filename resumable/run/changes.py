@@ -9,7 +9,6 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from ..files.strict_json import Json
-from .manifest import Best
 
 WILL, MAY, HARMLESS = "will change bits", "may change bits", "harmless"
 EFFECTS = WILL, MAY, HARMLESS
@@ -39,19 +38,6 @@ class Difference:
         '2.13.0'
         """
         return asdict(self)
-
-
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """The differences between a checkpoint and the script that are allowed."""
-
-    unfit: dict[str, set[str]]
-    best: Best | None
-    differences: Sequence[Difference]
-
-    def names(self, used: str) -> list[str]:
-        """Return the settings whose value comes from this side."""
-        return [difference.name for difference in self.differences if difference.used == used]
 
 
 def of_setting(name: str, then: Any, now: Any, used: str, known: tuple[str, str] | None = None) -> Difference:

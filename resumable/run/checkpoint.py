@@ -12,8 +12,9 @@ from functools import partial
 from pathlib import Path
 
 from ..errors import FormatTooNew, ResumableError, SaveFailed
-from ..files import disk, large_files, safetensors_header
-from ..files.large_files import Content, Lane, Target, Way, Written
+from ..files import disk, file_reader, large_files, safetensors_header
+from ..files.file_reader import Lane, Target
+from ..files.large_files import Content, Way, Written
 from ..files.pin import Pin
 from ..progress import Told
 from . import manifest
@@ -60,20 +61,20 @@ class Checkpoint:
 
     def read_file(self, file: str, pin: Pin | None = None) -> memoryview:
         """Return the content of one file, verified."""
-        return large_files.read(
+        return file_reader.read(
             self.path, file, *self.about.files[file], also=pin.file(file) if pin else None
         )
 
     def read_header(self, file: str) -> memoryview:
         """Return the header of a file with tensors, not verified."""
         size = self.about.files[file].size
-        start = large_files.read_start(self.path, file, size, 8)
-        return large_files.read_start(self.path, file, size, safetensors_header.header_size(start, size))
+        start = file_reader.read_start(self.path, file, size, 8)
+        return file_reader.read_start(self.path, file, size, safetensors_header.header_size(start, size))
 
     def verify(self, told: Told | None = None) -> None:
         """Raise CheckpointDamaged unless every byte is as it was written.
 
-        `told` is called with how many bytes were read, again and again, by any thread.
+        `told` is called with the number of bytes of each read, by any thread.
         """
         for file in self.about.files:
             self.scan_file(file, told=told)
@@ -83,12 +84,12 @@ class Checkpoint:
         size, digest = self.about.files[file]
         targets = [Target(0, size, None, partial(_tell, told))] if told else []
         also = pin.file(file) if pin else None
-        large_files.scan(self.path, file, size, digest, targets, also=also)
+        file_reader.scan(self.path, file, size, digest, targets, also=also)
 
     def look(self) -> dict[str, os.stat_result]:
         """Return the stat of each file; CheckpointDamaged if one is missing or has another size.
 
-        Nothing is read: that the bytes are those that were written, only `verify` can tell.
+        Nothing is read: only `verify` detects changed bytes.
         """
         found = {file: disk.look(self.path, file) for file in self.about.files}
         for file, (size, _) in self.about.files.items():
@@ -99,7 +100,7 @@ class Checkpoint:
     def pin(self, told: Told | None = None) -> str:
         """Return a hash of all of its content, verified, to pass as `expect=` where it is loaded.
 
-        The digests in the manifest find what has changed by itself; this one nobody can forge. It is the
+        The digests in the manifest detect accidental changes; this one cannot be forged. It is the
         SHA-256 of a line for each file, the manifest too, as `sha256sum` prints it, sorted by name.
         """
         pin = self.begin_pin()

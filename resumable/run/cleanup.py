@@ -41,7 +41,7 @@ class Standing:
     abandoned: Collection[int]
     """Those that are not ancestors of the newest."""
     newest: int
-    """The newest one of which every byte was verified: a resume uses it."""
+    """The newest one whose every byte was verified: a resume uses it."""
     best: int | None
     goal: Goal | None
 

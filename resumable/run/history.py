@@ -25,7 +25,7 @@ NAME = "history.jsonl"
 class History:
     """The history of a run, written by the process that holds the run's lock.
 
-    It never stops a training: that it cannot be written is said once, and tried again with each line.
+    It never stops a training: if it cannot be written, it warns once and retries with each line.
 
     >>> run = Run("runs/exp")
     >>> run.acquire()
@@ -94,8 +94,8 @@ class History:
     ) -> None:
         """Note that a checkpoint is durable, before anything is pruned.
 
-        `interval`: what the rule chose, and why. `lost`: the seconds that the training was held up;
-        `durable`: the seconds until it was that.
+        `interval`: the interval that the rule chose, and why. `lost`: the seconds that the training waited.
+        `durable`: the seconds until the checkpoint was durable.
         """
         with self._guard:
             about = self._about(number)
@@ -285,7 +285,7 @@ def is_save(line: Line) -> bool:
 def abandoned(parents: Mapping[int, int | None], number: int | None, before: Iterable[int]) -> set[int]:
     """Return the saves that are not ancestors of checkpoint `number`.
 
-    Of those earlier than one whose parent nobody knows, it is the ones that were abandoned `before`.
+    Of the saves before one with an unknown parent, those are returned that were abandoned `before`.
 
     >>> sorted(abandoned({1: None, 2: 1, 3: 1, 4: 3}, 3, before=[2]))
     [2, 4]

@@ -56,10 +56,6 @@ class Listing:
         self.leaders: dict[Goal | None, Best | None] = {}
         self._newest: str | None = None
 
-    def is_current(self) -> bool:
-        """Return whether nothing has changed since."""
-        return self.is_sure and stamp(self.folder) == self.stamp
-
     def newest(self) -> str | None:
         """Return the name with the highest save number."""
         if not self.numbers and not self._newest:
@@ -75,8 +71,7 @@ class Listing:
         """Return this, with its `numbers` and `names`, oldest first."""
         if self._text:
             started = time.perf_counter()
-            found = _OURS.findall(self._text)
-            self.names = dict(sorted((int(number), name) for name, number, _ in found))
+            self.names = dict(sorted([(int(number), name) for name, number, _ in _OURS.findall(self._text)]))
             self.numbers = [*self.names]
             self._text, self.folders, self._newest = "", [], None
             self.seconds += time.perf_counter() - started
@@ -88,9 +83,10 @@ class Listing:
         for name in changes.removed:
             self._forget(number_of(name))
         for name in changes.added:
-            self.is_sure &= not self.numbers or number_of(name) > self.numbers[-1]
-            self.numbers.append(number_of(name))
-            self.names[number_of(name)] = name
+            number = number_of(name)
+            self.is_sure &= not self.numbers or number > self.numbers[-1]
+            self.numbers.append(number)
+            self.names[number] = name
         self.seconds_blind += seconds
         self.is_sure &= (
             self.is_counted

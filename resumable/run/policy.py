@@ -73,7 +73,7 @@ def update_leader(
 def best_of(goal: Goal | None, history: Iterable[tuple[int, Mapping[str, float]]]) -> Best | None:
     """Return the best of many saves, given as (number, metrics), oldest first.
 
-    How long it has stood since begins anew: some of the saves may be gone, or of an abandoned branch.
+    Its `since` is 0: some of the saves may be gone, or of an abandoned branch.
     """
     best: Best | None = None
     for number, metrics in history:
@@ -265,8 +265,8 @@ def _milestones(facts: Sequence[Facts], every: Every) -> set[int]:
 def _nearest(places: Iterable[tuple[int, float, tuple[float, ...]]], length: float | None) -> set[int]:
     """Return the numbers of the first saves at or after each multiple.
 
-    What is left out never counts again: pruning after each save keeps what pruning at the end would. After
-    going back a second one at the same multiple stays too: the first may be what the training went back from.
+    A save that is left out never counts again: pruning after each save keeps the same as pruning at the end.
+    After a restore, a second one at the same multiple stays too: the first may be on the abandoned branch.
     """
     found: set[int] = set()
     nearest: dict[float, tuple[float, ...]] = {}

@@ -9,12 +9,12 @@ import time
 from pathlib import Path
 
 from ..boundary import Due
-from ..processes.meeting_point import Calls
 from ..processes.ranks import Ranks
+from ..processes.rendezvous import Rendezvous
 from ..processes.signals import Signals
 from ..run import policy
 from ..run.policy import Every, Interval, Since
-from .pace import Pace
+from .save_cost import SaveCost
 
 
 class Autosave:
@@ -25,14 +25,14 @@ class Autosave:
     """
 
     def __init__(
-        self, ranks: Ranks, signals: Signals, pace: Pace, every: Every, max_time: float | None
+        self, ranks: Ranks, signals: Signals, pace: SaveCost, every: Every, max_time: float | None
     ) -> None:
         self._ranks = ranks
         self._signals = signals
         self._pace = pace
         self._every = every
         self._leaves_at = None if max_time is None else began() + max_time
-        self._calls = None if ranks.is_alone else Calls(ranks, pace.body)
+        self._calls = None if ranks.is_alone else Rendezvous(ranks, pace.body)
         self._waiting: Due | None = None
         """What was due at an epoch's last batch, and waits for the end of the epoch's body."""
         self._always_asks = bool(self._calls or max_time is not None or every.measured())
@@ -108,7 +108,7 @@ class Autosave:
         why = by_count or by_time
         return leaves or (Due(why) if why else None)
 
-    def _called(self, calls: Calls, leaves: Due | None, by_time: str | None) -> Due | None:
+    def _called(self, calls: Rendezvous, leaves: Due | None, by_time: str | None) -> Due | None:
         if leaves:
             calls.want("leave", leaves.why)
         elif by_time:

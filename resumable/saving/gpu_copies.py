@@ -71,6 +71,10 @@ class Copy:
         """Return the elements of the source that are compared later, still where they lie."""
         return _sample(self.source.permute(self._order) if self._order else self.source)
 
+    def keep_sample(self, sample: Tensor) -> None:
+        """Keep elements of the source, to compare with those of the copy."""
+        self.sample = sample
+
     def has_another_version(self) -> bool:
         """Whether an operation has told of writing to the tensor."""
         return self._version != _version(self.source)
@@ -328,7 +332,7 @@ class Transfer:
         at = 0
         for copy in self.guarded:
             sample = copy.taken()
-            copy.sample = self._samples[at : at + sample.nbytes].clone().view(sample.dtype)
+            copy.keep_sample(self._samples[at : at + sample.nbytes].clone().view(sample.dtype))
             at += _aligned(sample.nbytes)
 
 

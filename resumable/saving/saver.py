@@ -13,13 +13,12 @@ from typing import Any
 import torch
 
 from .. import options
-from ..boundary import Boundary
 from ..errors import CannotRead, RemoteError, ResumableError, SaveFailed, warn
 from ..files import codec, large_files
 from ..files.strict_json import Json
 from ..files.threads import no_garbage_collection
-from ..parts import capture
-from ..parts.capture import Held, Trees
+from ..parts.collect import collect, notes
+from ..parts.part import Trees
 from ..parts.reading import Reading
 from ..position.position import Position
 from ..run import checkpoint, environment, policy
@@ -29,9 +28,11 @@ from ..run.history import History
 from ..run.manifest import Best, Manifest
 from ..run.policy import Interval, moment
 from ..training import Training
-from .image import Image, Taken, WrittenAround
-from .pace import Pace
-from .room import Room
+from .image import Image
+from .late_changes import LateChanges
+from .preparation import Preparation
+from .save_cost import SaveCost
+from .snapshot import Snapshot, WrittenAround
 from .tidying import tidy_after
 from .writer import PendingSave, Writer
 
@@ -43,7 +44,7 @@ class Saving:
         self._training = training
         self._run = training.run
         self._crew = training.crew
-        self._capture = training.parts
+        self._parts = training.parts
         self._position = training.position
         self._goal = training.goal
         self._checks_replicas = training.checks_replicas
@@ -51,8 +52,8 @@ class Saving:
         self.once = training.once
         self._copies = training.copies
         self.history = History(training.run)
-        self.pace = Pace()
-        self.built = training.parts.settings
+        self.save_cost = SaveCost()
+        self._built = training.parts.settings
         """The settings that the training began with, or took over from a checkpoint."""
         self.best: Best | None = None
         self.parent: int | None = None
@@ -64,10 +65,10 @@ class Saving:
         """The save of which this process has not heard yet what rank 0 gave as metrics."""
         self._failed = 0
         self._has_started = False
-        self._seen: _Seen | None = None
         self._writer = Writer()
-        self._image = Image(training.parts.optimizers(), training.parts.written_in_forward)
-        self._room = Room(training)
+        self._image = Image([part.live for part in self._parts.optimizers], self._parts.written_in_forward)
+        self.late = LateChanges(training, self._image)
+        self.preparation = Preparation(training)
         self._written: Mapping[str, large_files.Written] = {}
         self._is_closed = False
 
@@ -104,7 +105,7 @@ class Saving:
             values = None if metrics is None else options.numbers(metrics)
             own_run()
             self.note_start({})
-            save = self._take(number, values, why, interval, self.pace.save_began(waited), own_run)
+            save = self._take(number, values, why, interval, self.save_cost.save_began(waited), own_run)
             path = self._run.folder / checkpoint.name(number, save.about.step)
             return self._writer.submit(number, path, partial(self._commit, save))
         except BaseException as exc:
@@ -128,35 +129,33 @@ class Saving:
             self.hear_first()
         else:
             self._position.note_metrics(metrics)
-        # What the last one saw is in the memory that this one takes.
-        self._seen = None
+        # The last save's tensors are in the memory that this one takes.
+        self.late.forget()
         self._image.catch_up()
         # A model may be evaluated where save() is called.
         with no_garbage_collection(), torch.inference_mode(False):
-            trees, parts = self._capture.collect()
-            for text in self._capture.notes():
+            trees, kinds = collect(self._parts)
+            for text in notes(self._parts):
                 self.once.warn(text)
             groups = codec.to_groups(trees, self._crew.ranks.rank)
             if self._checks_replicas:
-                self._crew.compare(groups, self._capture.differing())
+                self._crew.compare(groups, self._parts.differing())
             mine = self._crew.share(self._image.sizes(groups), self._image.headers)
             taken = self._image.take(groups, mine)
         self._warn_of_slow_copies(taken)
         self._place = counters = self._position.counters()
-        about = self._describe(number, metrics or {}, parts, counters)
+        about = self._describe(number, metrics or {}, kinds, counters)
         self.number = self.parent = number
         if self._crew.is_first:
             self.best = about.best
         elif metrics is not None:
             self._unheard = number
-        step, body = self._position.step, self._position.body()
-        sums = self._position.means.version
-        self._seen = _Seen(number, step, body, sums, capture.versions(trees), Held(trees, taken))
+        self.late.begin(number, counters["boundary"], trees, taken)
         # While the disk writes, the training may need the memory of tensors that it has dropped.
         texts = {stem: replace(tree, tensors={}) for stem, tree in trees.items()}
         return _Save(about, why, interval, texts, taken, durable_after, before, owner)
 
-    def _warn_of_slow_copies(self, taken: Taken) -> None:
+    def _warn_of_slow_copies(self, taken: Snapshot) -> None:
         if taken.waited_for:
             self.once.warn(
                 f"the device has no room for a copy of {taken.waited_for:,} bytes of the state, so the "
@@ -211,7 +210,7 @@ class Saving:
             best=policy.update_best(self.best, self._goal, metrics, number),
             files={},
             parts=parts,
-            built=self.built,
+            built=self._built,
             environment=environment.describe(),
             world_size=self._crew.ranks.size,
             **counters,
@@ -228,9 +227,9 @@ class Saving:
                 if self._crew.leads:
                     about = self._crew.decided(about.number) or about
                     with self._run.adding(about):
-                        self._written = self._crew.commit(about, files, self._room.way)
+                        self._written = self._crew.commit(about, files, self.preparation.way)
                 else:
-                    self._written = self._crew.commit(about, files, self._room.way)
+                    self._written = self._crew.commit(about, files, self.preparation.way)
         except BaseException:
             # A flush can fail after the rename: then the checkpoint is there all the same.
             if not self._is_there(about.number):
@@ -241,7 +240,7 @@ class Saving:
         durable = save.durable_after()
         if self._crew.leads:
             # What the save has cost the training only the bodies after it will have shown.
-            lost = self.pace.cost.lost if self.pace.cost else None
+            lost = self.save_cost.cost.lost if self.save_cost.cost else None
             interval = asdict(save.interval) if save.interval else None
             self.history.saved(about.number, save.why, interval=interval, lost=lost, durable=durable)
             tidy_after(self._training, about)
@@ -274,6 +273,10 @@ class Saving:
         if is_ours and (saved := moment(chosen.about.saved)) is not None:
             self._progress.saved(chosen.about.number, saved)
 
+    def keep_settings(self, kept: Mapping[str, Json]) -> None:
+        """Record the checkpoint's values of these settings in later saves, not the script's."""
+        self._built = {**self._built, **kept}
+
     def note_start(self, facts: Mapping[str, Json]) -> None:
         """Let the history begin, at the first call."""
         if self._crew.leads and not self._has_started:
@@ -281,50 +284,18 @@ class Saving:
             where = {"remote": self._copies.told()} if self._copies else {}
             self.history.begin({**environment.attempt(), **where, **facts}, self.parent)
             if self.history.last_took:
-                self.pace.expect(*self.history.last_took)
+                self.save_cost.expect(*self.history.last_took)
             if self._copies:
                 self._copies.start(self.history, self.best)
 
-    def lost_since(self) -> list[str]:
-        """Return the parts that have changed since the save in this body; what it has is lost by a resume."""
-        seen, self._seen = self._seen, None
-        if seen is None or seen.body != self._position.body():
-            return []
-        # A fused optimizer changes tensors without counting it, so steps are looked at too.
-        stepped = self._capture.trained() if self._position.step > seen.step else []
-        # (what went wrong with the image the writer tells)
-        changed = []
-        self._image.catch_up()
-        with contextlib.suppress(SaveFailed):
-            changed = self._capture.changed_since(seen.versions, seen.held)
-        # (an epoch that is finished has no more use for its means)
-        is_finished = self._place["boundary"] is Boundary.EPOCH
-        summed = [] if is_finished or self._position.means.version == seen.sums else ["means"]
-        changed = [*dict.fromkeys([*stepped, *changed, *summed])]
-        if changed:
-            self.once.warn(
-                f"{', '.join(changed)} changed after save() in the same body: a resume from checkpoint "
-                f"{seen.number} would not have the change. Call save() last in the body.",
-                about="what is lost",
-            )
-        return changed
-
     def prepare(self) -> None:
         """Get the memory for the first save, and try the disk, before they are needed."""
-        self._room.prepare(self._image, lambda: not self.number and not self._is_closed)
-
-    def warn_of_room(self, size: int) -> None:
-        """Warn where the disk has no room for all that is to be kept, if a checkpoint takes so much."""
-        self._room.warn(size)
+        self.preparation.prepare(self._image, lambda: not self.number and not self._is_closed)
 
     def settle(self) -> None:
         """Wait until nothing looks at the tensors any more."""
         self._writer.wait()
         self._image.settle()
-
-    def forget_seen(self) -> None:
-        """Compare nothing with the last save any more: the training has gone elsewhere."""
-        self._seen = None
 
     def wait(self) -> None:
         """Wait until the last save is durable; raise what went wrong with it."""
@@ -347,7 +318,7 @@ class Saving:
             finally:
                 # An interrupted wait leaves the writer at work: nobody else may begin until it has ended.
                 if not self._writer.is_busy():
-                    self._seen = None
+                    self.late.forget()
                     self._image.close()
                     end(self.history, self._run, self._position, how)
 
@@ -384,9 +355,11 @@ def _failing(what: str) -> Iterator[None]:
 
 def end(history: History, run: Run, position: Position, how: str) -> None:
     """Note how a process has ended, and let another one write the run."""
-    epoch, batch, step = position.stands_at()
-    history.ended(how, epoch=epoch, batch=batch, step=step)
-    run.release()
+    try:
+        epoch, batch, step = position.stands_at()
+        history.ended(how, epoch=epoch, batch=batch, step=step)
+    finally:
+        run.release()
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,26 +371,13 @@ class _Save:
     interval: Interval | None
     trees: Trees
     """The state without its tensors."""
-    taken: Taken
+    taken: Snapshot
     durable_after: Callable[[], float]
     """Returns how long it took to become durable, once it is."""
     before: tuple[Best | None, int | None, dict[str, float]]
     """The best, the parent and the metrics, which are restored if there will be no checkpoint."""
     owner: object
     """What owns the run: dropped before the save has ended, it would let others write the run."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """What a save saw, to be compared with what there is when its body ends."""
-
-    number: int
-    step: int
-    body: Any
-    sums: int
-    """The version of the means."""
-    versions: capture.Versions
-    held: Held
 
 
 _A_LONG_WAIT = 0.5

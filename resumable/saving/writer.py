@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..files.threads import yield_to_training
-from ..processes.roles import SaveSkipped
+from ..processes.crew import SaveSkipped
 
 
 class PendingSave:

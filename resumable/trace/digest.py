@@ -1,4 +1,4 @@
-"""What tells tensors and batches apart, short enough to be written down at every boundary."""
+"""Hashes of tensors and batches, cheap enough for every boundary."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from ..files import tensor_file
 from .pending import Late
 
 MOST = 1024
-"""How many numbers of a tensor are looked at where not all of them are: enough for a training that has
-parted from another, since that soon shows in all numbers."""
+"""The elements of a large tensor that are sampled: enough, since a training that diverges soon differs in
+all of them."""
 
 _WHOLE = 64
-"""One with up to so many times as many is looked at as a whole: one after the other they are read fast."""
+"""A tensor is hashed as a whole up to this many times the sample: reading it in order is fast."""
 
 _DEEPEST = 16
 _FLAT = 3
-"""What is deeper than this has a digest of its own, which is made once however often it is there."""
+"""Below this depth a value has a hash of its own, computed once even if the value occurs often."""
 _SMALL = 8
-"""One of up to so many values is made again: to remember it takes longer."""
+"""Up to this many values the hash is computed again: a cache lookup takes longer."""
 _ITEMS = 5_000
-"""So many values of a batch are looked at: an object may lead to a whole dataset."""
+"""The most values of a batch that are hashed: an object may refer to a whole dataset."""
 _OBJECTS = 50_000
-"""Of so many objects the attributes are looked at where a digest is one of everything."""
+"""The most objects whose attributes are hashed where everything is hashed."""
 
 _PLAIN = frozenset({int, float, bool, str, type(None)})
 _NAMED = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
@@ -52,13 +52,13 @@ _UNTAKEN = {
     **{dtype: torch.uint8 for dtype in tensor_file.DTYPES if dtype.itemsize == 1 and dtype.is_floating_point},
     **{torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64},
 }
-"""What take() of torch does not know, and as what it takes it."""
+"""The dtypes that torch.take() lacks, and those of the same size that it has."""
 
 
 def of(value: Any, most: int | None = None) -> str:
-    """Return a digest of a batch, or of any value: of all its bits, or of a sample of each large tensor.
+    """Return the hash of a batch, or of any value: of all its bits, or with a sample of each large tensor.
 
-    No code of the script is run for it, and nothing is drawn from an iterator.
+    It runs no code of the script, and takes nothing from an iterator.
 
     >>> of({"x": torch.zeros(3), "y": [1, 2]}) == of({"x": torch.zeros(3), "y": [1, 2]})
     True
@@ -70,7 +70,7 @@ def of(value: Any, most: int | None = None) -> str:
 
 
 def soon(value: Any, most: int | None = None) -> str | Late:
-    """Return the same; if part of the value is on a GPU, as soon as that has come so far."""
+    """Return the same hash, or a pending one if part of the value is on a GPU."""
     pieces = _Pieces(most)
     pieces.add(value)
     if not pieces.on_device:
@@ -80,9 +80,9 @@ def soon(value: Any, most: int | None = None) -> str | Late:
 
 
 def of_tensors(text: str, tensors: Iterable[Tensor], most: int, whole: int) -> str | Late:
-    """Return a digest of a text and many tensors, at little more than what it costs to look at them.
+    """Return the hash of a text and many tensors, at little more than the cost of reading them.
 
-    Of those with more than `whole` numbers it is one of `most`; which have which shape is not in it.
+    Tensors with more than `whole` elements are sampled, with `most` of them. Shapes are not hashed.
     """
     found: list[Any] = [text.encode(errors="surrogatepass")]
     alive: list[Tensor] = []
@@ -100,7 +100,7 @@ def of_tensors(text: str, tensors: Iterable[Tensor], most: int, whole: int) -> s
 
 
 def _joined(found: list[Any], rows: Mapping[Any, Mapping[int, Tensor]]) -> Late:
-    """Return the digest of pieces of which some are on devices, from each of which one copy is made."""
+    """Return the pending hash of pieces, with one copy for all tensors of a dtype and a device."""
     found = [bytes(piece) for piece in found]
     lengths = [{index: tensor.numel() for index, tensor in row.items()} for row in rows.values()]
 
@@ -116,25 +116,25 @@ def _joined(found: list[Any], rows: Mapping[Any, Mapping[int, Tensor]]) -> Late:
 
 
 def _as_numbers(tensor: Tensor) -> Tensor:
-    # (torch cannot join 8-bit floats)
+    # torch.cat cannot join 8-bit floats.
     plain = tensor.resolve_conj().resolve_neg()
     return plain.view(torch.uint8) if plain.dtype.itemsize == 1 else plain
 
 
 def sample(tensor: Tensor, most: int | None) -> Tensor:
-    """Return at most so many of a tensor's numbers, evenly spread over it; None: all."""
+    """Return at most `most` elements of a tensor, evenly spread over it, or all of them."""
     live = tensor.detach()
     if most is None or live.numel() <= most or _is_strange(live):
         return live
-    # Not reshape: it would copy all of the tensor first, and an expanded one can be larger than the memory.
+    # Not reshape: it would first copy the whole tensor, and an expanded one can be larger than the memory.
     numbers = live.view(_UNTAKEN[live.dtype]) if live.dtype in _UNTAKEN else live
     return numbers.take(_places(live.numel(), most, live.device)).view(live.dtype)
 
 
 @functools.lru_cache(256)
 def _places(count: int, most: int, device: torch.device | None = None) -> Tensor:
-    """Return where the numbers lie that are looked at: in rows of four, which are fetched at once."""
-    # In no regular distance: one that fits the length of a row would see a few columns of all rows.
+    """Return the indices of a sample, in rows of four, which are fetched together."""
+    # Not at a regular distance: one that fits the row length would sample the same few columns of every row.
     rows = torch.arange(most // _ROW, dtype=torch.int64) * _GOLDEN % (1 << 32)
     begins = (rows.double() / (1 << 32) * (count - _ROW)).long().sort().values
     return (begins[:, None] + torch.arange(_ROW)).flatten().to(device or "cpu")
@@ -152,11 +152,11 @@ def _hash(pieces: Iterable[Any]) -> str:
 
 
 def _content(tensor: Tensor) -> Any:
-    """Return the bytes of a tensor in host memory; what it returns must not outlive the tensor."""
+    """Return the bytes of a tensor in host memory, which must not outlive the tensor."""
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
         return bytes(_content(plain))
-    # Not numpy(): the script could not resize the tensor's memory any more.
+    # Not numpy(): after it, the script could not resize the tensor's memory.
     size, address = tensor.nbytes, tensor.data_ptr()
     return (ctypes.c_char * size).from_address(address) if address and size else b""
 
@@ -167,13 +167,13 @@ def _head(kind: type, dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
 
 
 class _LatePieces(NamedTuple):
-    """Pieces of which some are on a GPU: of those they have the number."""
+    """Pieces to hash; those on a GPU are numbers of the tensors that are copied from there."""
 
     pieces: list[Any]
     is_ordered: bool
 
     def digest(self, copies: Sequence[Any], known: dict[int, str]) -> str:
-        """Return the digest, once those are there."""
+        """Return the hash, given the copies."""
         if id(self) not in known:
             found = [self._bytes(piece, copies, known) for piece in self.pieces]
             known[id(self)] = _hash(found if self.is_ordered else sorted(found))
@@ -189,34 +189,34 @@ _LATE = frozenset({int, _LatePieces})
 
 
 def _closed(pieces: list[Any], is_ordered: bool = True) -> Any:
-    """Return the digest of pieces; or what it can be made from, if some are on a GPU."""
+    """Return the hash of pieces, or the pieces themselves if some are on a GPU."""
     if not _LATE.isdisjoint(map(type, pieces)):
         return _LatePieces(_kept(pieces), is_ordered)
     return _hash(pieces if is_ordered else sorted(pieces)).encode()
 
 
 def _kept(pieces: Iterable[Any]) -> list[Any]:
-    # (what is on the host may be written to before the device has come so far)
+    # Copied: the host's memory may be written to before the device is ready.
     return [piece if isinstance(piece, (bytes, int, _LatePieces)) else bytes(piece) for piece in pieces]
 
 
 class _Known(NamedTuple):
-    """What was made of a value that is deep inside."""
+    """The hash of a deeply nested value."""
 
     value: Any
-    """Kept, since another may get the identity of one that is gone."""
+    """Kept alive, since another object could get its identity."""
     piece: Any
     taken: int
-    """So many values are in it."""
+    """The number of values in it."""
 
 
 class _Pieces:
-    """The bytes that a digest is made from."""
+    """Collects the bytes to hash."""
 
     def __init__(self, most: int | None) -> None:
         self.found: list[Any] = []
         self.on_device: list[Tensor] = []
-        """In `found` stand their numbers."""
+        """`found` has their indices in this list."""
         self._alive: list[Tensor] = []
         self._most = most
         self._whole = _WHOLE * most if most else 0
@@ -225,7 +225,7 @@ class _Pieces:
         self._known: dict[tuple[int, int], _Known] = {}
 
     def add(self, value: Any, depth: int = 0) -> None:
-        """Add a value, and what is in it."""
+        """Add a value and its content."""
         self._left -= 1
         if self._left < 0 and self._most:
             return
@@ -245,14 +245,14 @@ class _Pieces:
         self.found.append(b")")
 
     def _add_within(self, value: Any, depth: int) -> None:
-        # As deep as this: what leads to itself has no end.
+        # Bounded: an object may contain itself.
         if depth < _FLAT:
             self._add_items(value, depth + 1)
         elif depth < _DEEPEST:
             self._add_known(value, depth)
 
     def _add_known(self, value: Any, depth: int) -> None:
-        """Add what is in a value by a digest of its own: that of an equal one, and of itself elsewhere."""
+        """Add the content of a value as a hash of its own, which is cached."""
         known = self._known.get((id(value), depth))
         if known is not None and (known.taken <= self._left or not self._most):
             self._left -= known.taken
@@ -261,7 +261,7 @@ class _Pieces:
         before = self._left
         piece = self._apart(self._add_items, value, depth + 1)
         taken = before - self._left
-        # (one that was cut short is not what it would be elsewhere)
+        # An incomplete one would be different elsewhere.
         if taken > _SMALL and (self._left >= 0 or not self._most):
             self._known[id(value), depth] = _Known(value, piece, taken)
         self.found.append(piece)
@@ -279,7 +279,7 @@ class _Pieces:
             self._add_strange(value.detach())
             return
         if type(value) is not Tensor:
-            # (its own class may have its own idea of what the functions below do)
+            # A subclass may override the functions below.
             value = value.as_subclass(Tensor)
         self.found.append(_head(Tensor, value.dtype, value.shape))
         if value.is_meta or not value.numel():
@@ -309,10 +309,10 @@ class _Pieces:
             self.add([*value.unbind()])
 
     def _add_array(self, value: np.ndarray[Any, Any], depth: int) -> None:
-        # (which numpy named a dtype how does not count)
+        # Not the name of the dtype, which differs between versions of numpy.
         self.found.append(f"{value.dtype.str}{value.shape}".encode())
         if value.dtype.kind in "OVT":
-            # (what lies in the memory of these are addresses, or gaps)
+            # Their memory holds addresses, or gaps.
             self._add_within(value, depth)
             return
         if self._most and value.size > self._whole:
@@ -322,9 +322,9 @@ class _Pieces:
             self.found.append(value.tobytes())
 
     def _add_items(self, value: Any, depth: int) -> None:
-        # Not by the methods of the value: they are the script's, and may draw from a generator.
+        # Not by methods that the script may override: they may draw from a generator.
         if isinstance(value, dict):
-            # (only its own method knows the order of an OrderedDict)
+            # Only its own method knows the order of an OrderedDict.
             items = OrderedDict.items(value) if isinstance(value, OrderedDict) else dict.items(value)
             for key, item in items:
                 self.add(key, depth)
@@ -336,7 +336,7 @@ class _Pieces:
         elif isinstance(value, deque):
             self._add_row([*deque.__iter__(value)], depth)
         elif isinstance(value, (set, frozenset)):
-            # (their order changes from process to process)
+            # Their order differs between processes.
             inside = set.__iter__(value) if isinstance(value, set) else frozenset.__iter__(value)
             found = [self._apart(self.add, item, depth) for item in inside]
             self.found.append(_closed(found, is_ordered=False))
@@ -345,7 +345,7 @@ class _Pieces:
         elif isinstance(value, (memoryview, array.array)):
             self.found.append(value.tobytes())
         elif isinstance(value, enum.Enum):
-            # (a flag of which no bit is set has no name, and one of the script's may have another .name)
+            # Not .name: a flag without bits has none, and the script may override it.
             self.add([value.__dict__.get("_name_"), value.__dict__.get("_value_")], depth)
         elif isinstance(value, _TOLD):
             self.found.append(repr(value).encode())
@@ -368,7 +368,7 @@ class _Pieces:
 
     def _add_image(self, value: Any) -> None:
         self.found.append(f"{value.mode}{value.size}".encode())
-        # (one that was not read from its file yet would be read now, and perhaps not as the script wants)
+        # An image that was not loaded yet would be loaded now, perhaps not as the script wants.
         if not getattr(value, "tile", None):
             self.found.append(value.tobytes())
 
@@ -381,7 +381,7 @@ class _Pieces:
         for kind in type(value).__mro__:
             slots = kind.__dict__.get("__slots__", ())
             for name in (slots,) if isinstance(slots, str) else slots:
-                # (a name with two underscores in front lies under another one)
+                # Python mangles names with two leading underscores.
                 member = kind.__dict__.get(name) or kind.__dict__.get(f"_{kind.__name__.lstrip('_')}{name}")
                 if isinstance(member, types.MemberDescriptorType):
                     self.add([name, _or_none(member, value)], depth)
@@ -398,7 +398,7 @@ def _plain(value: Any) -> bytes:
     if isinstance(value, str):
         return str.encode(value, errors="surrogatepass")
     if isinstance(value, int):
-        # (not in decimal: Python refuses to write many digits)
+        # In hexadecimal: Python refuses to print long decimal numbers.
         return int.__format__(value, "x").encode()
     if isinstance(value, float):
         return _DOUBLE(value)

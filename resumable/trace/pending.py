@@ -1,4 +1,4 @@
-"""Numbers that a GPU has not computed yet: asking for them at once would stop it."""
+"""Values that a GPU has not computed yet: to ask for them at once would stall it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Late:
-    """What is made of tensors on a GPU, once it has come so far.
+    """A value computed from tensors, once the GPU has copied them to the host.
 
     >>> late = Late([torch.ones(2)], lambda copies: copies[0].sum().item())
     >>> late.is_there(), late.value()
@@ -18,7 +18,7 @@ class Late:
     """
 
     def __init__(self, tensors: Sequence[Tensor], make: Callable[[Sequence[Tensor]], Any]) -> None:
-        # (into pinned memory, in the order of the stream: what the training writes there later is not in it)
+        # Into pinned memory and in the order of the stream, so that later writes are not in it.
         self._copies = [tensor.detach().to("cpu", non_blocking=tensor.is_cuda) for tensor in tensors]
         self._make = make
         self._copied: list[torch.cuda.Event] = []
@@ -28,11 +28,11 @@ class Late:
             self._copied.append(event)
 
     def is_there(self) -> bool:
-        """Whether nobody has to wait for it."""
+        """Return whether the value is ready."""
         return all(event.query() for event in self._copied)  # type: ignore[no-untyped-call]
 
     def value(self) -> Any:
-        """Wait for it, and return it."""
+        """Wait for the value and return it."""
         for event in self._copied:
             event.synchronize()
         return self._make(self._copies)

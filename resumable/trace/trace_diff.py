@@ -1,4 +1,4 @@
-"""Where two traces part, as facts and in words."""
+"""The diff of two traces, as JSON and as text."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Compared(NamedTuple):
     rank: int
     found: Comparison
     environment: Mapping[str, tuple[Json, Json]]
-    """What differs of what the two trainings run on."""
+    """The differences between the environments of the two trainings."""
     paths: Sequence[str]
 
 
 def compare(before: str, after: str) -> list[Compared]:
-    """Compare two trainings by their traces; those of other ranks lie beside the given ones."""
+    """Compare two trainings by their traces; those of other ranks are beside the given ones."""
     found = [Compared(0, *_compared(Path(before), Path(after)))]
     while True:
         rank = len(found)
@@ -63,12 +63,12 @@ def _environment(records: Sequence[Record]) -> Mapping[str, Json]:
 
 
 def are_equal(compared: Sequence[Compared]) -> bool:
-    """Whether no rank ever parts, and what was trained was looked at on all of them."""
+    """Return whether no rank diverges, and parts were compared on all of them."""
     return all(one.found.is_equal for one in compared)
 
 
 def first(compared: Sequence[Compared]) -> Compared:
-    """Return the rank that parts first; where none does, one of which too little is known, or rank 0."""
+    """Return the first rank to diverge; else a rank with too little data; else rank 0."""
     parted = [one for one in compared if one.found.parted]
     return min(parted, key=_order) if parted else min(compared, key=lambda one: one.found.is_equal)
 
@@ -80,7 +80,7 @@ def _order(compared: Compared) -> tuple[int, int, int]:
 
 
 def facts(compared: Sequence[Compared]) -> dict[str, Json]:
-    """Return what --json prints."""
+    """Return the JSON that `--json` prints."""
     rank, found, environment, paths = first(compared)
     parted: Json = None
     if found.parted:
@@ -121,7 +121,7 @@ def _place(at: At | None) -> dict[str, Json] | None:
 
 
 def lines(compared: Sequence[Compared]) -> Iterator[str]:
-    """Yield what people read: the first line says it all."""
+    """Yield the text that people read; its first line is the result."""
     rank, found, environment, paths = first(compared)
     on = f" on rank {rank}" if len(compared) > 1 else ""
     if found.parted:
@@ -210,7 +210,7 @@ def _parts(by_part: Mapping[str, Sequence[Difference]], found: Comparison) -> st
     told = f"{', '.join(_named(part, some) for part, some in by_part.items())} "
     told += "differs" if len(by_part) == 1 else "differ"
     if found.parted and found.parted.why in ("boundary", trace_file.CLOSED):
-        # (a digest of a part says that it differs, not since when)
+        # The hash of a part shows that it differs, not since when.
         last = f"last equal at step {found.equal_parts.step}" if found.equal_parts else "never before"
         told += f" (looked at now and then: {last})"
     return told

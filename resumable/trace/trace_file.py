@@ -1,4 +1,4 @@
-"""What trainings have written down at their boundaries, read and compared."""
+"""Trace files: the records of two trainings' boundaries, written, read and compared."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from ..files.strict_json import Json
 
 FORMAT = 1
 RANDOM = "random"
-"""The part that has the generators of the process, each under its name."""
+"""The part with the process's random generators, by name."""
 CLOSED = "closed"
-"""Why a record is written where a training has come to its end."""
+"""The reason of a record at the end of a training."""
 _HEAD = '{"at":'
 _PIECE = 1 << 16
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
 class At(NamedTuple):
-    """A boundary: what is the same there in two trainings that do the same."""
+    """A boundary: its counters are equal in two trainings that do the same."""
 
     kind: str
-    """What has come to its end: "batch", "step" or "epoch"; "outside" where no loop of ours was running."""
+    """What has ended: "batch", "step" or "epoch"; "outside" if none of our loops was running."""
     epoch: int
     batch: int
     step: int
@@ -44,27 +44,27 @@ class At(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What was written down at one boundary."""
+    """The record of one boundary."""
 
     at: At
     why: str
-    """"boundary"; where a process begins "start" or "resumed" (and "first", at its first batch); "restored"
-    where the training has gone back; "closed" where it has come to its end."""
+    """"boundary"; "start" or "resumed" where a process begins, and "first" at its first batch; "restored"
+    where the training went back; "closed" at its end."""
     batches: Sequence[str] = ()
-    """Digests of the batches that were handed out since the record before."""
+    """Hashes of the batches that were handed out since the last record."""
     noted: Mapping[str, Json] = field(default_factory=dict)
-    """What the script has noted since: the loss."""
+    """Values that the script has noted since, such as the loss."""
     parts: Mapping[str, Json] = field(default_factory=dict)
-    """By part: its digest, or each of its values and tensors by name."""
+    """By part: its hash, or each of its values and tensors by name."""
     more: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Difference(NamedTuple):
-    """One thing that is not the same at one boundary."""
+    """A value that differs at one boundary."""
 
     at: At
     part: str
-    """The part; "batches", "noted" for what is in none."""
+    """The part, or "batches" or "noted"."""
     name: str
     before: Json
     after: Json
@@ -73,7 +73,7 @@ class Difference(NamedTuple):
 def to_line(record: Record) -> str:
     """Return the record as one line of JSON."""
     kind, epoch, batch, step = record.at
-    # (what every line has, fast: this is done at every boundary)
+    # By hand, which is faster: this is done at every boundary.
     place = f'"kind":"{kind}","epoch":{epoch},"batch":{batch},"step":{step}'
     batches = ',"batches":["' + '","'.join(record.batches) + '"]' if record.batches else ""
     rest = {"noted": record.noted, "parts": record.parts, **record.more}
@@ -85,19 +85,16 @@ def _text(value: Any) -> str:
     try:
         return _encode(value)
     except ValueError:
-        # (nan and infinities, which no JSON has)
+        # JSON has no nan and no infinities.
         return _encode(jsonl.plain(value))
 
 
 def open_to_add(path: Path) -> int:
-    """Return the file of a trace, at whose end a line can be written; it need not be there.
-
-    What a kill has torn at its end is taken away.
-    """
+    """Open a trace to append lines, and create it if necessary; an incomplete last line is removed."""
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # NONBLOCK: a pipe that nobody reads must not hang the training.
+        # NONBLOCK: a pipe without a reader must not hang the training.
         fd = os.open(path, flags, 0o666)
     except OSError as exc:
         raise UsageError(
@@ -136,10 +133,10 @@ def _end_of_lines(fd: int) -> int:
 
 
 def read(path: str | Path) -> list[Record]:
-    """Return the records of a trace, in the order of the training; half a line is none.
+    """Return the records of a trace, in the order of the training; an incomplete line is ignored.
 
-    A training that started anew begins the trace anew, and what it did again after a resume, or after it had
-    gone back, counts as it did it last.
+    A fresh start drops the records before it. A resume or a restore drops those of the boundaries that the
+    training then repeats.
     """
     records: list[Record] = []
     for number, line in enumerate(_lines(path), 1):
@@ -147,7 +144,7 @@ def read(path: str | Path) -> list[Record]:
         if record.why == "start":
             records = []
         elif record.why in ("resumed", "restored"):
-            # Not all that are further: a loop over other data may count its batches from 0 again.
+            # Only from the end: a loop over other data may count its batches from 0 again.
             while records and _is_beyond(records[-1].at, record.at):
                 records.pop()
         records.append(record)
@@ -155,7 +152,7 @@ def read(path: str | Path) -> list[Record]:
 
 
 def begins(path: str | Path) -> list[str]:
-    """Return how each training began that has written a trace: "start" or "resumed"."""
+    """Return how each process that wrote the trace began: "start" or "resumed"."""
     return [found[1] for line in _lines(path) if (found := _BEGINS.search(line, 0, _NEAR))]
 
 
@@ -165,7 +162,7 @@ _NEAR = 200
 
 
 def _is_beyond(at: At, begun: At) -> bool:
-    # Before a loop over data that was not given to RunState begins, its batch is not known.
+    # Outside of our loops, the batch is not known.
     is_known = begun.kind != "outside"
     return (at.step, at.epoch, at.batch * is_known) > (begun.step, begun.epoch, begun.batch)
 
@@ -203,9 +200,9 @@ def _record(path: str | Path, number: int, line: str) -> Record:
 
 
 def differences(one: Record, other: Record) -> list[Difference]:
-    """Return in what two records of one boundary differ, in the order in which a training meets it.
+    """Return the differences of two records of one boundary, in the order in which a training meets them.
 
-    What only one of them has written down is not compared.
+    A value that only one of them has is not compared.
     """
     return [*_differences(one, other)]
 
@@ -231,62 +228,62 @@ def _unequal(
 
 
 def _is_other(one: Json, other: Json) -> bool:
-    # Not as Python compares them: 1 and True would be equal, and nan not even to itself.
+    # As JSON: in Python 1 equals True, and nan does not equal itself.
     return one is not other and json.dumps(_known(one), sort_keys=True) != json.dumps(
         _known(other), sort_keys=True
     )
 
 
 def _known(value: Json) -> Json:
-    # Where the sample of a tensor lies says nothing of it.
+    # The place of a tensor's sample in its file is no difference.
     return {k: v for k, v in value.items() if k != "sample"} if isinstance(value, dict) else value
 
 
 def first_difference(one: Sequence[Record], other: Sequence[Record]) -> list[Difference]:
-    """Return in what two trainings differ at the first boundary at which they do; none where they do not."""
+    """Return the differences at the first boundary at which two trainings differ, if there is one."""
     return next((found for pair in _pairs(one, other) if (found := differences(*pair))), [])
 
 
 def _pairs(one: Sequence[Record], other: Sequence[Record]) -> Iterator[tuple[Record, Record]]:
-    """Yield the records of the boundaries at which both have been."""
+    """Yield the two records of each boundary that both trainings have reached."""
     there: dict[object, deque[Record]] = {}
     for record in other:
         there.setdefault((record.at, record.why), deque()).append(record)
     for record in one:
-        # (two loops of an epoch over different data may count alike: then the order tells)
+        # Two loops over different data in one epoch have equal counters: then the order decides.
         if met := there.get((record.at, record.why)):
             yield record, met.popleft()
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How far two trainings have done the same."""
+    """The result of comparing two traces."""
 
     compared: int
-    """At how many boundaries both have been, up to where they part."""
+    """The number of boundaries that both have reached, up to the first difference."""
     looked: int
-    """At how many of these both have looked at the parts."""
+    """The number of these at which both have hashed the parts."""
     looked_later: int
-    """At how many of those both have trained something since they began."""
+    """The number of those at which both have trained since they began."""
     has_batches: bool
     """Whether both have batches."""
     noted: Sequence[str]
-    """What both have noted, by name."""
+    """The names of the values that both have noted."""
     equal: At | None
-    """The last boundary at which all was equal that both have written down."""
+    """The last boundary at which everything that both have written was equal."""
     equal_parts: At | None
-    """The last at which the parts were looked at, and were equal."""
+    """The last boundary at which the parts were hashed and equal."""
     parted: Record | None
-    """The first at which something differs, as the first of the two has it; None where nothing does."""
+    """The first training's record of the first boundary that differs; None if nothing differs."""
     differences: Sequence[Difference]
     unlike: Sequence[str]
-    """The generators that stood elsewhere from the start, which matters only where they are used."""
+    """The generators that differed from the start, which matters only if they are used."""
     rest: Sequence[Sequence[At]]
-    """The boundaries to which each went on after the last at which both have been, if they do not part."""
+    """The boundaries of each training after the last common one, if nothing differs."""
 
     @property
     def is_equal(self) -> bool:
-        """Whether they never part, and it was looked at what they have trained."""
+        """True if nothing differs, and parts were compared after training began."""
         return self.parted is None and self.looked_later > 0
 
 
@@ -308,7 +305,7 @@ def compare(one: Sequence[Record], other: Sequence[Record]) -> Comparison:
     return Comparison(
         compared=len(pairs),
         looked=len(looks),
-        # (where both begin they may have trained nothing yet)
+        # At the start they may have trained nothing yet.
         looked_later=sum(one.why not in _BEGIN or one.at[1:] != pairs[0][0].at[1:] for one in looks),
         has_batches=any(record.batches for record, _ in pairs),
         noted=[*dict.fromkeys(name for then, now in pairs for name in then.noted if name in now.noted)],
@@ -335,6 +332,6 @@ def _generator(found: Difference) -> str:
 
 
 def path_of(given: str | os.PathLike[str], rank: int) -> Path:
-    """Return where a process writes its trace: those of other ranks lie beside rank 0's."""
+    """Return the path of a rank's trace: those of other ranks are beside rank 0's."""
     path = Path(given)
     return path if not rank else path.with_name(f"{path.stem}-rank{rank:05}{path.suffix}")

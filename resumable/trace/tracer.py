@@ -1,4 +1,4 @@
-"""Writing down, at every boundary, what tells a training apart from another that does not do the same."""
+"""The tracer: at every boundary it writes hashes that show whether two trainings do the same."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from ..errors import Once, UsageError
 from ..files import codec
 from ..files.strict_json import Json
 from ..files.threads import no_garbage_collection
-from ..parts.capture import NAMERS, Capture, Trees, without_fleeting
+from ..parts.collect import look, without_fleeting
+from ..parts.part import NAMERS, Trees
+from ..parts.parts import Parts
 from ..position.position import Position
 from ..run import environment
 from ..views.trees import leaves
@@ -29,27 +31,27 @@ from .pending import Late
 from .trace_file import At, Record
 
 EVERY = 100
-"""At how many steps' distance the parts are looked at too, unless the script says otherwise."""
+"""The default number of steps between two hashes of the parts."""
 
 _TENTH = 10
-"""An epoch's end is looked at too, but no more often than at every tenth of so many steps."""
+"""At the end of an epoch the parts are hashed too, at most once in a tenth of that many steps."""
 
 _LATE = 8
-"""So many records may wait for a number that a GPU has not computed yet: asking at once would stop it."""
+"""The most records that wait for a GPU: to ask it at once would stall it."""
 
 _WHOLE = 1 << 16
-"""Up to so many numbers are looked at as a whole where one of them may say all: the state of a generator."""
+"""The most elements that are hashed as a whole where each one counts, as in the state of a generator."""
 
 _DIGEST = "#"
-"""What is noted and is no number is a digest, with this in front."""
+"""The prefix of a hash that stands for a noted value that is not a number."""
 
 
 class Trace:
-    """A line for each boundary: the batches' digests, what was noted, and now and then the parts'."""
+    """Writes a line for each boundary: hashes of batches, noted values and, at intervals, hashes of parts."""
 
-    def __init__(self, path: Path, capture: Capture, position: Position, every: int = EVERY) -> None:
+    def __init__(self, path: Path, parts: Parts, position: Position, every: int = EVERY) -> None:
         self._lines = _Lines(path)
-        self._capture = capture
+        self._parts = parts
         self._position = position
         self._every = every
         self._noted: dict[str, Any] = {}
@@ -58,20 +60,20 @@ class Trace:
         self._has_begun = self._is_over = False
         self._once = Once()
         position.handed.watch(self.digest_of_batch)
-        # The last lines, of a script that does not call close().
+        # A script may not call close().
         self._end = weakref.finalize(self, _end, os.getpid(), self._lines)
 
     def digest_of_batch(self, batch: Any) -> Any:
-        """Return what is written down of a batch, or what will be once a GPU has come so far."""
+        """Return the hash of a batch, or a value that is pending on a GPU."""
         try:
             return digest.soon(batch, digest.MOST)
         except Exception as exc:
-            # (a batch can be any object, and the training must not end because of it)
+            # A batch can be any object, and must not end the training.
             self._once.warn(_unseen("the batches", type(batch), exc), "batches")
             return digest.of(type(batch).__qualname__)
 
     def note(self, values: Mapping[str, Any]) -> None:
-        """Write these down at the next boundary: numbers as they are, of others a digest."""
+        """Write these at the next boundary: numbers as they are, other values as hashes."""
         for name, value in values.items() if not self._is_over else ():
             try:
                 self._noted[name] = _noted(value)
@@ -79,24 +81,24 @@ class Trace:
                 self._once.warn(_unseen(f"note({name}=...)", type(value), exc), f"noted {name}")
 
     def saved(self, metrics: Mapping[str, float]) -> None:
-        """Write down what a save was given, as if it was noted."""
+        """Note the metrics of a save."""
         self.note(metrics)
 
     def begin(self, *, is_resumed: bool) -> None:
-        """Write down where the training begins."""
+        """Write where the training begins."""
         self._lines.open()
         self._has_begun = True
         self._write("resumed" if is_resumed else "start", is_full=True)
 
     def went_back(self) -> None:
-        """Write down that the training goes on from an earlier place."""
+        """Write that the training was restored to an earlier boundary."""
         self._has_begun = True
         self._noted = {}
         self._position.handed.take()
         self._write("restored", is_full=False)
 
     def boundary(self) -> Due | None:
-        """Write down that the training has come to a boundary; return what is to be done there."""
+        """Write the boundary at which the training is; return what is due there."""
         if self._is_over:
             return None
         self._write_boundary(is_full=False)
@@ -104,7 +106,7 @@ class Trace:
 
     def _write_boundary(self, *, is_full: bool) -> At:
         if not self._has_begun:
-            # (one that was made without load() has not said that it starts)
+            # A RunState that was made without load() has not announced its start.
             self._has_begun = True
             self._put_down(Record(here(self._position), "start"))
         return self._write("boundary", is_full=is_full)
@@ -115,7 +117,7 @@ class Trace:
         noted, self._noted = self._noted, {}
         is_due = self._is_due(at, why)
         if is_full or (is_due and why == "boundary"):
-            self._put_down(replace(self._record(at, why, batches, True), noted=noted))
+            self._put_down(replace(self._record(at, why, batches), noted=noted))
             if is_full or at.kind == "epoch":
                 self._seen = at
         else:
@@ -126,14 +128,14 @@ class Trace:
         if not self._every:
             return False
         if not self._position.counts_steps and at.kind != "step":
-            # (nobody counts steps: batches, and always what is as rare as an epoch)
+            # Without steps, count batches; anything as rare as an epoch is always due.
             return at.kind != "batch" or at.batch % self._every == 0
-        # Not the remainder alone: a batch may have more steps than one. And not how long ago the last look
-        # was: after a resume that is something else.
+        # Not the remainder: a batch may have several steps. Not the steps since the last hash: a resume would
+        # begin to count at another place.
         before, self._step_then = self._step_then, at.step
         is_due = at.step // self._every != before // self._every
         if why != "boundary":
-            # (where the epoch has begun that is resumed here nobody knows: its end is looked at)
+            # The beginning of a resumed epoch is not known, so its end is always hashed.
             self._epoch_then = -1
         elif at.kind == "epoch":
             tenth = max(1, self._every // _TENTH)
@@ -142,19 +144,19 @@ class Trace:
         return is_due
 
     def _write_end(self, at: At) -> None:
-        # Not left out for a look at a last batch: with another trace_every there is none.
+        # Even if the last batch was hashed: with another trace_every= it was not.
         is_due = self._every and (self._seen is None or self._seen[1:] != at[1:])
-        parts = self._record(at, trace_file.CLOSED, [], True).parts if is_due else {}
-        # What is drawn after the training has come to its end is no part of it.
+        parts = self._record(at, trace_file.CLOSED, []).parts if is_due else {}
+        # Random numbers drawn after the end of the training are no part of it.
         parts = {part: found for part, found in parts.items() if part != trace_file.RANDOM}
         if parts or self._noted:
             self._put_down(Record(at, trace_file.CLOSED, noted=self._noted, parts=parts))
 
-    def _record(self, at: At, why: str, batches: list[str], is_full: bool) -> Record:
+    def _record(self, at: At, why: str, batches: list[str]) -> Record:
         begins = why not in ("boundary", trace_file.CLOSED)
         more = {"format": trace_file.FORMAT, "environment": environment.describe()} if begins else {}
         try:
-            parts = self._parts_by_name() if begins else self._parts()
+            parts = self._parts_by_name() if begins else self._digests()
         except Exception as exc:
             self._once.warn(_unseen("the parts", None, exc), "parts")
             parts = {}
@@ -162,11 +164,11 @@ class Trace:
 
     @no_garbage_collection()
     @torch.inference_mode(False)
-    def _parts(self) -> dict[str, Any]:
-        """Return a digest of each part, and of each of the process's generators."""
+    def _digests(self) -> dict[str, Any]:
+        """Return a hash of each part, and of each of the process's generators."""
         looks: dict[str, _Look] = {}
         generators: dict[str, _Look] = {}
-        for stem, tree in self._capture.look().items():
+        for stem, tree in look(self._parts).items():
             whole = digest.MOST if stem in ("model", "optimizer") else _WHOLE
             for part, values in tree.json.items():
                 if part != trace_file.RANDOM:
@@ -180,8 +182,8 @@ class Trace:
     @no_garbage_collection()
     @torch.inference_mode(False)
     def _parts_by_name(self) -> dict[str, Any]:
-        """Return each value and a digest of each tensor: where trainings begin, some may be the same."""
-        trees = self._capture.look()
+        """Return each value and a hash of each tensor: at the start, only some of them may differ."""
+        trees = look(self._parts)
         found: dict[str, Any] = {}
         for part in dict.fromkeys(part for tree in trees.values() for part in tree.json):
             of_tensors = {name: digest.of(live, _WHOLE) for name, live in tensors_of(trees, part)}
@@ -197,7 +199,7 @@ class Trace:
             self._give_up(exc)
 
     def _give_up(self, exc: OSError) -> None:
-        # A trace is no truth: what the training has done does not depend on it.
+        # The training does not depend on its trace.
         self._is_over = True
         self._position.handed.watch(None)
         self._noted = {}
@@ -208,10 +210,10 @@ class Trace:
         )
 
     def close(self, *, is_at_end: bool = False) -> None:
-        """Write down what is left, and at the end of a training look at the parts once more."""
+        """Write what is left, and at the end of a training hash the parts once more."""
         if is_at_end and self._has_begun and not self._is_over:
-            # (in a body of epochs() that has looped over something else nobody knows which boundary it is)
-            # Warning: it may be an error here, after which the run would stay locked.
+            # In a body of epochs() that has looped over something else, the boundary is unknown. Suppress
+            # warnings too: one that is turned into an error would leave the run locked.
             with contextlib.suppress(UsageError, Warning):
                 self._write_end(here(self._position))
         try:
@@ -224,7 +226,7 @@ class Trace:
 
 
 class _Look:
-    """What is looked at of one part, at which a training has to stand still."""
+    """The values and tensors of one part that are hashed while the training waits."""
 
     def __init__(self, whole: int) -> None:
         self._whole = whole
@@ -238,12 +240,12 @@ class _Look:
         self._tensors += [tensors[name] for name in names]
 
     def digest(self) -> str | Late:
-        """Return what tells this part from another; of large tensors a sample is looked at."""
+        """Return the hash of the part, with a sample of each large tensor."""
         return digest.of_tensors(json.dumps(self._values), self._tensors, digest.MOST, self._whole)
 
 
 class _Lines:
-    """The file of a trace, and the records that wait for a GPU before they can be lines of it."""
+    """The file of a trace, and the records that still wait for a GPU."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -251,13 +253,13 @@ class _Lines:
         self._waiting: deque[Record] = deque()
 
     def open(self) -> int:
-        """Return the file, at whose end a line can be added."""
+        """Return the descriptor of the file, opened to append lines."""
         if self._fd is None:
             self._fd = trace_file.open_to_add(self.path)
         return self._fd
 
     def put(self, record: Record) -> None:
-        """Write a record, or as many as need not be waited for."""
+        """Write a record, or the records whose values are ready."""
         if self._waiting or _late(record):
             self._waiting.append(record)
             self._put_out(_LATE)
@@ -273,20 +275,20 @@ class _Lines:
     def _add(self, record: Record) -> None:
         rest = memoryview(f"{trace_file.to_line(record)}\n".encode())
         while rest.nbytes:
-            # (at once: what waits in a buffer would be lost with the process, or be in a forked one's too)
+            # Unbuffered: a buffer would be lost with the process, and written twice by a forked one.
             rest = rest[os.write(self.open(), rest) :]
 
     def close(self) -> None:
         """Write what is left."""
         try:
-            # (a GPU that has failed tells nothing any more, and its own error is on its way)
+            # A GPU that has failed raises its own error elsewhere.
             with contextlib.suppress(RuntimeError):
                 self._put_out(0)
         finally:
             self.drop()
 
     def drop(self) -> None:
-        """Let go of the file; what is left is not written."""
+        """Close the file without writing what is left."""
         self._waiting.clear()
         if self._fd is not None:
             os.close(self._fd)
@@ -294,7 +296,7 @@ class _Lines:
 
 
 def _end(process: int, lines: _Lines) -> None:
-    # (a child that was forked has no part in this)
+    # Not in a forked child.
     if process == os.getpid():
         with contextlib.suppress(OSError, UsageError):
             lines.close()
@@ -329,18 +331,18 @@ def _unseen(what: str, kind: type | None, exc: Exception) -> str:
 
 
 def here(position: Position) -> At:
-    """Return the boundary at which a training stands."""
+    """Return the boundary at which a training is."""
     at = position.counters()
     return At(at["boundary"].value, at["epoch"], at["batch"], at["step"])
 
 
 def is_place(about: Json) -> bool:
-    """Whether a part says where in the data the training stands: what it holds besides differs rightly."""
+    """Return whether a part is the position in the data; its other values differ between equal trainings."""
     return isinstance(about, dict) and about["kind"] == "position"
 
 
 def tensors_of(trees: Trees, part: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a part by their names."""
+    """Yield the names and the tensors of a part."""
     for stem, tree in trees.items():
         prefix = "" if stem in NAMERS else f"{part}."
         for name in codec.tensor_names(without_fleeting(tree.json.get(part))):
@@ -348,22 +350,22 @@ def tensors_of(trees: Trees, part: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def plain(trees: Trees, part: str) -> dict[str, Json]:
-    """Return the plain values of a part by their names."""
+    """Return the plain values of a part, by name."""
     return {
         name: value
         for tree in trees.values()
         if part in tree.json
         for name, value in leaves(without_fleeting(tree.json[part]))
-        # (a rank may have gradients of its own only, where there are any)
+        # Without gradients, a rank has an empty dict of its own.
         if name or value != {}
     }
 
 
 def _without_tensors(tree: Json, names: list[str]) -> Json:
-    """Return a tree without its tensors, whose names are added to those given."""
+    """Return a tree without its tensors, and append their names to `names`."""
     if isinstance(tree, dict):
         if (about := tree.get("$tensor") or tree.get("$ndarray")) is not None:
-            # (not on which device it is: that is no difference)
+            # Without the device: it makes no difference.
             names.append(about if isinstance(about, str) else about[0])
             return None
         return {key: _without_tensors(value, names) for key, value in tree.items()}
@@ -371,7 +373,7 @@ def _without_tensors(tree: Json, names: list[str]) -> Json:
 
 
 def _noted(value: Any) -> Any:
-    """Return a number or a text as it is, of another value a digest; what a GPU still computes, later."""
+    """Return a number or a text as it is, another value as a hash, or a pending value of a GPU."""
     if isinstance(value, torch.Tensor) and value.is_cuda and value.numel() == 1:
         return Late([value], lambda copies: _number(copies[0]))
     if isinstance(value, (torch.Tensor, np.generic, np.ndarray)):
@@ -389,9 +391,9 @@ def _number(value: Any) -> Any:
 
 
 def path_of(given: str | os.PathLike[str], rank: int | None, run: Path) -> Path:
-    """Return where a process writes its trace: those of other ranks lie beside rank 0's.
+    """Return the path of a process's trace: those of other ranks are beside rank 0's.
 
-    So do those of further runs of one process, which RESUMABLE_TRACE leads to the same file.
+    If RESUMABLE_TRACE gives several runs of one process the same path, theirs are numbered.
     """
     # A script may change its working directory; its trace stays where it was.
     path = trace_file.path_of(given, rank or 0).absolute()

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-from ..files import disk, large_files
+from ..files import disk, file_reader
 from ..files.strict_json import Json
 from ..progress import Told
 from ..run import changes
@@ -114,7 +114,7 @@ def _distances(
             if pair is None or pair.after is None:
                 return
             begin = pair.after.begin + at
-            other = large_files.read_range(opened[pair.after.file], begin, begin + piece.nbytes)
+            other = file_reader.read_range(opened[pair.after.file], begin, begin + piece.nbytes)
             distance = distance_of(piece, other, tensor.dtype, tensor.width)
             with guard:
                 found[tensor.key].add(distance)

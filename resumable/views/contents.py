@@ -14,8 +14,8 @@ from typing import NamedTuple
 import xxhash
 
 from ..errors import CheckpointDamaged
-from ..files import codec, disk, large_files, tensor_file
-from ..files.large_files import Lane, Target
+from ..files import codec, disk, file_reader, tensor_file
+from ..files.file_reader import Lane, Target
 from ..files.strict_json import Json, parse, typed
 from ..files.tensor_file import Slot
 from ..progress import Told
@@ -195,7 +195,7 @@ def scan(
         pass_on = partial(_take, None if memory else partial(take, tensor), told)
         targets.append(Target(tensor.begin, tensor.end, memory, pass_on))
     with reading(found, file):
-        large_files.scan(found.path, file, *found.about.files[file], targets)
+        file_reader.scan(found.path, file, *found.about.files[file], targets)
         if again != head:
             raise disk.damaged(found.path, f"{file} has changed while it was read")
         for tensor, memory in apart:

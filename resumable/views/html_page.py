@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..errors import SaveFailed, UsageError
 from ..files import disk
-from ..run.html import Markup, escaped
+from ..run.markup import Markup, escaped
 from ..run.policy import when
 from ..version import __version__
 

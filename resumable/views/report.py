@@ -16,7 +16,7 @@ from ..files.strict_json import Json
 from ..progress import Progress
 from ..run.checkpoint import Checkpoint
 from ..run.directory import Run
-from ..run.html import Markup, in_script, tag
+from ..run.markup import Markup, in_script, tag
 from . import html_page, sections
 from .charts import Curves, metrics
 from .overview import overview

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import printable
 from ..files.strict_json import Json
-from ..run.html import Markup, escaped, scrolling, section, table, tag
+from ..run.markup import Markup, escaped, scrolling, section, table, tag
 from ..run.policy import bytes_of, counted, duration, percent, when
 from .charts import KINDS, Curves, number, sentence
 

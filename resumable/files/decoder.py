@@ -1,0 +1,240 @@
+"""The decoder: the tree that was encoded, from its JSON and its tensors."""
+
+from __future__ import annotations
+
+import base64
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Mapping, Sized
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from ..boundary import Boundary
+from .encoder import (
+    DEEPEST,
+    FACTORIES,
+    NUMPY_DTYPE,
+    Path,
+    is_dense,
+    is_storable,
+    step_of,
+    stored_as,
+)
+from .strict_json import Json, typed
+from .tensor_file import DTYPES, as_bytes, viewed
+
+Place = Callable[[Path, str], torch.device]
+"""Returns the device of a tensor, given its path in the tree and the device that it was saved on."""
+
+_DTYPES_BY_NAME = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
+}
+
+
+def decode(
+    tree: Json,
+    tensors: Mapping[str, torch.Tensor],
+    place: Place | None = None,
+    kept: Collection[str] = (),
+) -> Any:
+    """Return the tree that was encoded; ValueError if `tree` cannot come from `encode`.
+
+    Without `place` the tensors share the memory of `tensors`; with it they are new ones, but for
+    those that are `kept` and lie well.
+    """
+    try:
+        return _Decoder(tensors, place, kept).decode(tree, ())
+    except (KeyError, TypeError, OverflowError, RuntimeError, RecursionError) as exc:
+        raise ValueError(f"it holds something that is no value: {exc!r}") from exc
+
+
+class _Decoder:
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], place: Place | None, kept: Collection[str]
+    ) -> None:
+        self._tensors = tensors
+        self._place = place
+        self._kept = kept
+        self._made: dict[Any, torch.Tensor] = {}
+
+    def decode(self, value: Json, path: Path) -> Any:
+        if not isinstance(value, (list, dict)):
+            return value
+        # A tensor in the deepest list is one level deeper.
+        if len(path) > DEEPEST + 1:
+            raise ValueError(f"it is nested more than {DEEPEST} deep")
+        if isinstance(value, list):
+            return self.each(value, path)
+        tags = [key for key in value if key.startswith("$")]
+        if not tags:
+            return {key: self.decode(item, (*path, key)) for key, item in value.items()}
+        if len(value) != 1 or tags[0] not in _DECODERS:
+            raise ValueError(f"{', '.join(value):.200} is not a kind of value in this format")
+        return _DECODERS[tags[0]](self, value[tags[0]], path)
+
+    def each(self, value: Json, path: Path) -> list[Any]:
+        return [self.decode(item, (*path, str(i))) for i, item in enumerate(typed(list, value))]
+
+    def distinct(self, value: Json, path: Path) -> set[Any]:
+        return _all_of(items := self.each(value, path), set(items))
+
+    def queue(self, value: Json, path: Path) -> deque[Any]:
+        maxlen, content = typed(list, value)
+        items = self.each(content, path)
+        return _all_of(items, deque(items, None if maxlen is None else typed(int, maxlen)))
+
+    def pairs(self, value: Json, path: Path) -> dict[Any, Any]:
+        pairs = (typed(list, pair) for pair in typed(list, value))
+        items = [(self.decode(key, (*path, "key")), item) for key, item in pairs]
+        return _all_of(items, {key: self.decode(item, (*path, step_of(key))) for key, item in items})
+
+    def defaulting(self, value: Json, path: Path) -> defaultdict[Any, Any]:
+        name, content = typed(list, value)
+        return defaultdict(FACTORIES[name], self.pairs(content, path))
+
+    def complex_number(self, value: Json, path: Path) -> complex:
+        real, imaginary = self.each(value, path)
+        return complex(typed(float, real), typed(float, imaginary))
+
+    def numpy(self, value: Json, path: Path) -> Any:
+        name, content = typed(list, value)
+        dtype, raw = _checked_dtype(name), bytes.fromhex(content)
+        if dtype.kind in "SU" or dtype.itemsize != len(raw):
+            raise ValueError(f"{content} is no number of dtype {dtype}")
+        return np.ndarray((), dtype, raw)[()]
+
+    def array(self, value: Json, path: Path) -> np.ndarray[Any, Any]:
+        name, text, lengths, order = typed(list, value)
+        stored, dtype = self._tensors[name], _checked_dtype(text)
+        shape = [typed(int, length) for length in typed(list, lengths)]
+        # numpy takes -1 for any length that fits.
+        if stored.dtype != stored_as(dtype) or order not in ("C", "F") or min(shape, default=0) < 0:
+            raise ValueError(f"{value!r} does not describe an array")
+        raw = bytearray(as_bytes(stored))
+        array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, raw, order=order)
+        if array.nbytes != len(raw):
+            raise ValueError(f"an array of {array.nbytes} bytes is stored as {len(raw)}")
+        return array
+
+    def tensor(self, value: Json, path: Path) -> torch.Tensor:
+        name, about = (value, {}) if isinstance(value, str) else typed(list, value)
+        stored = self._tensors[name]
+        if typed(dict, about):
+            stored = _as_described(stored, about)
+        if self._place is None:
+            return stored
+        device = self._place(path, about.get("device", "cpu"))
+        if name in self._kept and stored.device == device and "stride" not in about:
+            return stored
+        # Tied tensors stay tied.
+        key = (name, device)
+        if key not in self._made:
+            if "stride" in about:
+                fresh = torch.empty_strided(stored.shape, about["stride"], dtype=stored.dtype, device=device)
+                self._made[key] = fresh.copy_(stored)
+            else:
+                self._made[key] = stored.to(device, copy=True)
+        return self._made[key]
+
+
+_DECODERS: dict[str, Callable[[_Decoder, Any, Path], Any]] = {
+    "$int": lambda _, value, __: int(value, 16),
+    "$float": lambda _, value, __: _not_finite(value),
+    "$str": lambda _, value, __: bytes.fromhex(value).decode("utf-8", "surrogatepass"),
+    "$complex": _Decoder.complex_number,
+    "$tuple": lambda self, value, path: tuple(self.each(value, path)),
+    "$set": _Decoder.distinct,
+    "$frozenset": lambda self, value, path: frozenset(self.distinct(value, path)),
+    "$deque": _Decoder.queue,
+    "$dict": _Decoder.pairs,
+    "$OrderedDict": lambda self, value, path: OrderedDict(self.pairs(value, path)),
+    "$Counter": lambda self, value, path: Counter(self.pairs(value, path)),
+    "$defaultdict": _Decoder.defaulting,
+    "$bytes": lambda _, value, __: base64.b64decode(value, validate=True),
+    "$bytearray": lambda _, value, __: bytearray(base64.b64decode(value, validate=True)),
+    "$numpy": _Decoder.numpy,
+    "$numpy.str_": lambda self, value, path: np.str_(typed(str, self.decode(value, path))),
+    "$numpy.bytes_": lambda self, value, path: np.bytes_(typed(bytes, self.decode(value, path))),
+    "$ndarray": _Decoder.array,
+    "$tensor": _Decoder.tensor,
+    "$Boundary": lambda _, value, __: Boundary(value),
+    "$torch.Size": lambda _, value, __: torch.Size(typed(int, n) for n in typed(list, value)),
+    "$torch.dtype": lambda _, value, __: _DTYPES_BY_NAME[value],
+    "$torch.device": lambda _, value, __: _checked_device(value),
+}
+
+_Content = TypeVar("_Content", bound=Sized)
+
+
+def _all_of(items: Sized, made: _Content) -> _Content:
+    if len(made) != len(items):
+        raise ValueError(f"of {len(items)} items only {len(made)} have a place")
+    return made
+
+
+def _not_finite(text: Json) -> float:
+    if text not in ("nan", "inf", "-inf"):
+        raise ValueError(f"{text!r} is not a number that JSON lacks")
+    return float(text)
+
+
+def _checked_dtype(text: str) -> np.dtype[Any]:
+    # numpy's own parser also takes "O", whose bytes are pointers.
+    if not NUMPY_DTYPE.fullmatch(text):
+        raise ValueError(f"{text} is not a numpy dtype that can be stored")
+    return np.dtype(text)
+
+
+def _checked_device(text: str) -> torch.device:
+    try:
+        device = torch.device(typed(str, text))
+    except RuntimeError as exc:
+        raise ValueError(f"{text} is not a device") from exc
+    # torch itself takes "cuda:300" for "cuda:44".
+    if str(device) != text:
+        raise ValueError(f"{text} is not a device")
+    return device
+
+
+def _as_described(stored: torch.Tensor, about: Mapping[str, Json]) -> torch.Tensor:
+    if unknown := about.keys() - {"dtype", "stride", "device"}:
+        raise ValueError(f"a tensor has no {', '.join(unknown)}")
+    if "dtype" in about:
+        stored = _as_dtype(stored, _DTYPES_BY_NAME[about["dtype"]])
+    if "stride" in about:
+        stride = [typed(int, step) for step in typed(list, about["stride"])]
+        # Strides decide how much memory is allocated.
+        if not is_dense(stored.shape, stride):
+            raise ValueError(f"a tensor of shape {list(stored.shape)} cannot have the strides {stride}")
+    _checked_device(about.get("device", "cpu"))
+    return stored
+
+
+def _as_dtype(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if dtype in DTYPES or not is_storable(dtype) or stored.dtype not in (torch.uint8, dtype):
+        raise ValueError(f"{dtype} is not stored as {stored.dtype}")
+    # One that was never in a file still has its own dtype.
+    if stored.dtype == dtype:
+        return stored
+    return viewed(stored.reshape(-1), dtype).reshape(stored.shape[:-1])
+
+
+def tensor_facts(tree: Json) -> dict[str, dict[str, Json]]:
+    """Return the dtypes, strides and devices that a tree's JSON has for its tensors, by name."""
+    found: dict[str, dict[str, Json]] = {}
+    waiting = [tree]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, list):
+            waiting += item
+        elif isinstance(item, dict):
+            match item:
+                case {"$tensor": [str(name), dict(about)]}:
+                    _checked_device(about.get("device", "cpu"))
+                    found[name] = about
+                case _:
+                    waiting += item.values()
+    return found

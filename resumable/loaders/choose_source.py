@@ -1,0 +1,62 @@
+"""Chooses the source of batches for each kind of loader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterDataPipe, MapDataPipe
+
+from ..errors import UsageError
+from . import wrappers
+from .generators import rng, search
+from .loader_source import LoaderSource
+from .plain_iterable import PlainSource
+from .source import Source
+from .stateful_loader import StatefulSource
+from .workers.object_states import is_stateful
+from .workers.torch_iterators import iterates_as_torch_does
+
+
+def make(
+    name: str,
+    loader: Any,
+    own: Mapping[str, rng.Generator],
+    seeds: Callable[[], tuple[int, int] | None],
+    shows: Callable[[], bool],
+) -> Source:
+    """Return the source for what the user loops over; `shows`: whether it shows how far it has come."""
+    if maker := wrappers.maker_of(loader):
+        raise UsageError(
+            f"{name} is a {type(loader).__name__}, which counts its epochs from 0 in every process, so it "
+            "cannot go on in the middle of a training.",
+            fix="give RunState the DataLoader that it was made of (with a DistributedSampler where there are "
+            f"several processes), and loop over state.batches(device={maker}.device).",
+        )
+    is_plain = isinstance(loader, DataLoader) and iterates_as_torch_does(loader)
+    # Torch seeds and shards data pipes in ways of their own.
+    if is_plain and not isinstance(loader.dataset, (IterDataPipe, MapDataPipe)):
+        return LoaderSource(loader, own, seeds, shows)
+    if is_stateful(loader) and isinstance(loader, Iterable):
+        return StatefulSource(loader, own)
+    if isinstance(loader, Iterable) or (callable(loader) and not isinstance(loader, torch.nn.Module)):
+        _refuse_kept_workers(name, loader)
+        return PlainSource(loader, name.removeprefix("loader."), own, shows)
+    raise UsageError(
+        f"{name} is a {type(loader).__name__}, which cannot be looped over.",
+        fix="pass a torch DataLoader, another iterable, a function that returns an iterator, or a dict of "
+        "named ones.",
+    )
+
+
+def _refuse_kept_workers(name: str, loader: Any) -> None:
+    """Raise UsageError for what wraps a DataLoader with persistent workers: it cannot put them back."""
+    if any(inner.persistent_workers and inner.num_workers for inner in search.inside(loader, DataLoader)):
+        kind = type(loader).__name__
+        raise UsageError(
+            f"{name} is a {kind} around a DataLoader with persistent_workers=True: to go on in the middle of "
+            "an epoch it would load the epoch again, and the workers' random numbers would be others.",
+            fix="give RunState the DataLoader itself, and put the rest around its batches: "
+            f"state.batches(through=lambda batches: {kind}(batches, ...)).",
+        )

@@ -1,0 +1,277 @@
+"""Counts the batches of a DataLoader in an epoch, and tracks the state of each worker."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from ..errors import StateMismatch
+from .generators import rng, search, worker_rng
+from .generators.worker_rng import States
+from .workers.object_counters import Counter, LoaderCounters
+from .workers.object_states import freeze
+from .workers.order import Draws, Generators, Order, Pulled
+from .workers.stream import Stream, StreamEnded
+from .workers.worker_state import Stamp, Standing
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A loader's place after a batch."""
+
+    batches: int
+    samples: int
+    """The samples that all ranks together have had: each as many as this one."""
+    turn: int
+    last: Pulled | None
+    workers: Mapping[int, Standing]
+    draws: Draws | None
+    """The generators before that batch was loaded, if it is loaded in this process."""
+
+
+class Opening(Protocol):
+    """How an epoch is opened."""
+
+    is_new_epoch: bool
+    """Whether it is opened at its beginning."""
+
+    def draw_order(self, order: Order) -> None:
+        """Prepare the generators, and the sampler, for the order that is drawn next."""
+
+
+class EpochReader:
+    """Counts the batches of one epoch, and tracks the state of each worker."""
+
+    def __init__(self, loader: DataLoader[Any], own: Mapping[str, rng.Generator]) -> None:
+        self.loader = loader
+        self._generators = Generators(loader, own)
+        self._stream = Stream(loader) if isinstance(loader.dataset, IterableDataset) else None
+        roots = {} if loader.num_workers else {"dataset": loader.dataset, "collate_fn": loader.collate_fn}
+        self._counters = LoaderCounters(roots, is_stream=self._stream is not None)
+        self._size = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self._order = Order(self.loader, self._generators, keeps_draws=not self.loader.num_workers)
+        self._opening: Opening | None = None
+        self._seeded_epoch: int | None = None
+        self._loads_ahead = False
+        """Whether batches are requested before the training wants them."""
+        self._late: Any = None
+        """Shared with persistent workers: which of them have drawn since their last stamp."""
+        self._workers: dict[int, Standing] = {}
+        self._stand_at_beginning()
+
+    def _stand_at_beginning(self) -> None:
+        self._order.begin()
+        self._batches = self._samples = self._turn = 0
+        self._last: Pulled | None = None
+        self._draws: Draws | None = None
+        self._began: States = {}
+        self._is_short = self._is_through = self._is_open = False
+        self._failed: deque[tuple[int | None, int | None]] = deque()
+
+    def _stand(self, workers: Mapping[int, Standing], turn: int, late: Any) -> None:
+        """Set the states in which the workers begin, and whose turn it is."""
+        self._workers, self._turn, self._late = dict(workers), turn, late
+
+    def _resume(self, batches: int, samples: int, began: States) -> None:
+        """Count on from the checkpoint."""
+        self._batches, self._samples, self._began, self._is_open = batches, samples, began, True
+
+    def _open_as(self, opening: Opening, seeded_epoch: int | None) -> None:
+        """Open an epoch; its order is drawn when the workers, or the first batch, request it."""
+        self._opening, self._seeded_epoch = opening, seeded_epoch
+
+    # What the iterator over the workers reports.
+
+    def order_begins(self) -> None:
+        """Let the order be drawn: that of a new epoch, or again that of a resumed one."""
+        assert self._opening
+        self._opening.draw_order(self._order)
+        if self._opening.is_new_epoch:
+            self._stand_at_beginning()
+        self._order.seed_samples(self._seeded_epoch)
+
+    def batches_begin(self) -> None:
+        """Count from the beginning: no batch of the epoch before is left."""
+        if self._opening and self._opening.is_new_epoch:
+            self._workers = {number: replace(at, batches=0) for number, at in self._workers.items()}
+
+    def thrown_away(self, stamped: Stamp) -> None:
+        """Note the worker's state after a batch that is discarded."""
+        self._workers[stamped[0]] = self._workers.get(stamped[0], Standing()).after(stamped)
+
+    def ran_out(self, worker: int) -> None:
+        """Note that a worker's stream has ended."""
+        self._workers[worker] = self._through(worker, self._workers.get(worker, Standing()))
+
+    def _through(self, worker: int, at: Standing) -> Standing:
+        draws_late = bool(self._late and self._late[worker])
+        return replace(at, is_through=True, draws_late=draws_late)
+
+    def came_out(self, stamped: Stamp | None, number: int | None, worker: int | None = None) -> None:
+        """Count a batch, and note its worker's state after it."""
+        if stamped is None:
+            # A failed batch counts only if the training continues without it.
+            self._failed.append((number, worker))
+            return
+        worker, self._size, self._is_short, *_, found = stamped
+        if found:
+            self._counters.note(Counter(*one) for one in found)
+        self._count(number)
+        if worker >= 0:
+            self._workers = {**self._workers, worker: self._workers.get(worker, Standing()).after(stamped)}
+            self._turn = (worker + 1) % self.loader.num_workers
+
+    def _came_out_here(self, loaded: Any) -> Any:
+        """Count a batch that was loaded in this process, and return it without its stamp."""
+        if self._stream is not None:
+            batch, stamped = loaded
+            self.came_out(stamped, None)
+            return batch
+        on_its_way = self._order.on_its_way
+        self._last = last = on_its_way.popleft() if on_its_way else None
+        self._batches += 1
+        if last is not None:
+            self._samples += last.samples * self._order.deal.shards
+            self._size = last.samples
+        return loaded
+
+    def _count(self, number: int | None) -> None:
+        self._last = self._order.came_out(number)
+        self._batches += 1
+        if self._last:
+            self._samples += self._last.samples * self._order.deal.shards
+            # A dataset that loads whole batches may return an object of another length.
+            self._size = self._size if self._stream else self._last.samples
+
+    def load(self, batches: Iterator[Any]) -> Any:
+        """Load a batch in this process, and count it."""
+        if self._stream and not self._began:
+            self._began = self._stream.began or worker_rng.read(search.find(self._generators.root()))
+        self._draws = self._generators.read() if self._loads_ahead else None
+        # A thread that loads ahead does so while the script runs.
+        number = self._batches
+        is_look_due = number & (number + 1) == 0 and threading.current_thread() is threading.main_thread()
+        if is_look_due:
+            self._counters.before_batch(number)
+        try:
+            batch = next(batches)
+        except StopIteration:
+            self._counters.epoch_ended()
+            raise
+        except Exception:
+            if self._order.on_its_way:
+                self._failed.append((None, None))
+            raise
+        finally:
+            if self._order.kept is not None:
+                # Seeding each sample must not move the training's generators.
+                rng.restore(self._order.kept)
+        if is_look_due:
+            self._counters.after_batch(number)
+        return self._came_out_here(batch)
+
+    def load_again(self, draws: Draws, loaded: Any) -> Any:
+        """Count a batch that was loaded ahead at the save, and may be ahead again at the next one."""
+        self._draws = draws
+        return self._came_out_here(loaded)
+
+    def forgive(self) -> int:
+        """Count the batches that failed, as the training continues without them."""
+        count = len(self._failed)
+        while self._failed:
+            number, worker = self._failed.popleft()
+            self._count(number)
+            if self.loader.num_workers:
+                by = self._turn if worker is None else worker
+                at = self._workers.get(by, Standing())
+                if self._last:
+                    failed = [*at.failed, self._last.indices]
+                    self._workers = {**self._workers, by: replace(at, failed=failed)}
+                self._turn = (by + 1) % self.loader.num_workers
+        return count
+
+    def ended(self) -> None:
+        """Note that the epoch has no more batches."""
+        self._is_through = True
+        if self.loader.num_workers and self._stream is not None:
+            self._workers = {number: self._through(number, at) for number, at in self._workers.items()}
+
+    def mark(self) -> Mark:
+        """Return the loader's place after its last batch."""
+        workers: Mapping[int, Standing] = self._workers
+        if not self.loader.num_workers and self._stream is not None and self._is_open:
+            workers = {0: self._standing_here(self._stream)}
+        return Mark(self._batches, self._samples, self._turn, self._last, workers, self._draws)
+
+    def _standing_here(self, stream: Stream) -> Standing:
+        return Standing(
+            began=self._began,
+            data={name: freeze(state) for name, state in stream.state().items()},
+            is_short=self._is_short or self._is_through,
+            is_through=self._is_through,
+            batches=self._batches,
+        )
+
+    def size(self, batch: Any) -> int:
+        """Return the number of samples in the last batch."""
+        return self._size
+
+
+class FromWorkers:
+    """The batches of one epoch, from workers."""
+
+    def __init__(self, reader: EpochReader, batches: Iterator[Any]) -> None:
+        self._reader = reader
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._batches)
+        except StopIteration:
+            self._reader.ended()
+            raise
+        except StreamEnded as exc:
+            raise _ended_early(exc) from exc
+
+
+class Here:
+    """The batches of one epoch, loaded in this process."""
+
+    def __init__(self, reader: EpochReader, batches: Iterator[Any], ahead: Iterable[Any]) -> None:
+        self._reader = reader
+        self._batches = batches
+        self._ahead = deque(ahead)
+        """The batches that were loaded ahead at the save, each with the generators before it."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            if self._ahead:
+                return self._reader.load_again(*self._ahead.popleft())
+            return self._reader.load(self._batches)
+        except StopIteration:
+            self._reader.ended()
+            raise
+        except StreamEnded as exc:
+            raise _ended_early(exc) from exc
+
+
+def _ended_early(exc: StreamEnded) -> StateMismatch:
+    return StateMismatch(
+        f"the stream that is run again has come to its end too early: {exc}.",
+        fix="give it the data that the run was started with, or begin the epoch's data anew with "
+        "allow=['loader'].",
+    )

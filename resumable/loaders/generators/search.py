@@ -1,0 +1,296 @@
+"""Finds the random generators that hang off an object, or that its code names."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import chain
+from types import BuiltinMethodType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from . import code_names, rng
+from .code_names import Generator, is_generator
+
+T = TypeVar("T")
+# How deep to search: enough for a transform of a subset of a concatenation.
+_DEEPEST = 16
+WIDEST = 256
+_MOST = 10_000
+_PLAIN = code_names.PLAIN
+_OF_MODULES = frozenset(vars(torch.nn.Module()))
+_TENSORS = ("_parameters", "_buffers")
+_CONTAINERS = {dict, list, tuple, set, deque, OrderedDict}
+
+
+def plant(root: object, path: str, state: Any) -> Generator | None:
+    """Make a generator where an object has None yet: many make theirs at the first sample.
+
+    `state` is the state of the generator that was there. Return None if the place is taken, but a
+    generator in a module as it is: by now another path may lead to it.
+    """
+    if not is_free(root, path):
+        return None
+    owner, last = _owner(root, path)
+    if is_generator(there := _held(owner, last)):
+        return there
+    made = rng.made_for(state)
+    if isinstance(owner, dict):
+        # Many keep a generator for each worker, under its number.
+        key = int(last) if last.removeprefix("-").isdigit() else last
+        owner[key if last not in owner else last] = made
+    else:
+        setattr(owner, last, made)
+    return made
+
+
+def is_free(root: object, path: str) -> bool:
+    """Whether an object is there that has None, or nothing, where the path ends; or a module's generator."""
+    _import_as_code_does(root, path)
+    owner, last = _owner(root, path)
+    # What hangs off a function is in its variables, which are its own.
+    can_have = isinstance(owner, dict) or (
+        hasattr(owner, "__dict__") and not isinstance(owner, (FunctionType, partial))
+    )
+    if can_have and (isinstance(owner, type) or is_in_module(path)):
+        # The name has to be there: code may mean a builtin by one that is not, and a class inherits.
+        variables = vars(owner) if isinstance(owner, type) else owner
+        return last in variables and (variables[last] is None or is_generator(variables[last]))
+    return can_have and _held(owner, last) is None
+
+
+def _import_as_code_does(root: object, path: str) -> None:
+    """Import the module of a path, if it is not there yet and code imports it as it runs.
+
+    No other module is imported: the path is what a checkpoint says.
+    """
+    module, colon, _ = path.partition(":")
+    if colon and module not in sys.modules:
+        codes = [one.__code__ for one in inside_code(root) if code_names.is_own(str(one.__module__))]
+        if any(module in code_names.imports(code) for code in codes):
+            with contextlib.suppress(ImportError):
+                importlib.import_module(module)
+
+
+def is_in_module(path: str) -> bool:
+    """Whether a path begins in a module, and not at an object.
+
+    >>> is_in_module("random:_inst"), is_in_module("dataset.random")
+    (True, False)
+    """
+    module, colon, _ = path.partition(":")
+    return bool(colon) and module in sys.modules
+
+
+def _owner(root: object, path: str) -> tuple[Any, str]:
+    """Return the object at which the last name of a path is looked up, and that name."""
+    if not is_in_module(path):
+        *names, last = path.split(".")
+        for name in names:
+            root = dict(_children(root)).get(name)
+        return root, last
+    module, _, inside = path.partition(":")
+    above, _, last = inside.rpartition(".")
+    if above:
+        return next((value for at, value, _ in _walk(root) if at == f"{module}:{above}"), None), last
+    for code in inside_code(root):
+        for scope, variables, used in code_names.scopes(code):
+            if scope == module and last in used:
+                return variables, last
+    # What led to it may not be made yet. (Nothing is made there: a checkpoint could name any place.)
+    variables = vars(sys.modules[module]) if code_names.is_own(module) else {}
+    return variables if is_generator(variables.get(last)) else None, last
+
+
+def _held(owner: Any, name: str) -> Any:
+    held = vars(owner) if isinstance(owner, type) else owner if isinstance(owner, dict) else {}
+    return held[name] if name in held else dict(_children(owner)).get(name)
+
+
+def find(root: object) -> dict[str, Generator]:
+    """Return the generators that hang off an object, or that its code names, by their path from it."""
+    return {path: value for path, value, _ in _walk(root) if is_generator(value)}
+
+
+def inside(root: object, kind: type[T]) -> list[T]:
+    """Return the objects of a kind that hang off an object."""
+    return [value for _, value, _ in _through_objects(root, set()) if isinstance(value, kind)]
+
+
+def inside_code(root: object) -> list[FunctionType]:
+    """Return the functions that hang off an object, and those that its code names."""
+    return [value for _, value, _ in _walk(root) if isinstance(value, FunctionType)]
+
+
+def overlong(root: object) -> Iterator[tuple[str, int]]:
+    """Yield the path and the length of each container of generators that is too long to search."""
+    reached = list(_walk(root))
+    known = {id(value) for _, value, _ in reached if is_generator(value)} | rng.global_ones()
+    for path, value, _ in reached:
+        if (held := _long(value)) and any(id(own) not in known for own in find(_ends(held)).values()):
+            yield path, len(held)
+
+
+class Reader:
+    """Reads the generators that hang off an object repeatedly, and seldom searches for them.
+
+    It searches if one has moved, and before every read whose number is a power of two: many objects make
+    their generators with their first sample.
+    """
+
+    def __init__(self, root: object) -> None:
+        self._root = root
+        self._reads = 0
+        self._found: dict[str, Generator] = {}
+        self._ways: dict[int, tuple[object, set[tuple[str, int]]]] = {}
+        """The objects on the ways to generators, each with its children on these ways."""
+
+    def read(self) -> dict[str, Any]:
+        """Return the states of all generators, by their paths."""
+        if not self._reads & (self._reads - 1) or not self._are_in_place():
+            self._find()
+        self._reads += 1
+        return {path: rng.read(generator) for path, generator in self._found.items()}
+
+    def _are_in_place(self) -> bool:
+        return all(
+            children <= {(name, id(child)) for name, child in chain(_children(owner), _behind(owner))}
+            for owner, children in self._ways.values()
+        )
+
+    def _find(self) -> None:
+        self._found, self._ways = {}, {}
+        for path, value, way in _walk(self._root):
+            if is_generator(value):
+                self._found[path] = value
+                for owner, name, child in way:
+                    self._ways.setdefault(id(owner), (owner, set()))[1].add((name, id(child)))
+
+
+Way = tuple[tuple[object, str, object], ...]
+"""The path to an object: each object on it, the name of its child, and the child."""
+
+
+Step = tuple[str, object, Way]
+"""An object's path as text, the object, and the way to it."""
+
+
+Children = Callable[[str, object], Iterator[tuple[str, str, object]]]
+"""Yields the path of each child of an object at a path, the child's name there, and the child."""
+
+
+def _walk(root: object) -> Iterator[Step]:
+    seen: set[int] = set()
+    reached = []
+    for step in _through_objects(root, seen):
+        reached.append(step)
+        yield step
+    # Code comes last: what objects lead to keeps its path, whatever code names it too.
+    seen |= rng.global_ones()
+    with_code = (step for step in reached if type(step[1]) not in _CONTAINERS or _long(step[1]))
+    waiting = deque(further for step in with_code for further in _further(step, seen, _named))
+    yield from _steps(waiting, seen, len(seen) + _MOST, _hanging, _named)
+
+
+def _through_objects(root: object, seen: set[int]) -> Iterator[Step]:
+    return _steps(deque([("", root, ())]), seen, _MOST, _hanging)
+
+
+def _steps(waiting: deque[Step], seen: set[int], most: int, *ways: Children) -> Iterator[Step]:
+    # Breadth first: if there are too many objects, those that are near are found all the same.
+    while waiting and len(seen) < most:
+        step = waiting.popleft()
+        if id(step[1]) not in seen:
+            seen.add(id(step[1]))
+            yield step
+            waiting.extend(_further(step, seen, *ways))
+
+
+def _further(step: Step, seen: set[int], *ways: Children) -> Iterator[Step]:
+    path, value, way = step
+    if len(way) < _DEEPEST and not is_generator(value):
+        for children in ways:
+            for at, name, child in children(path, value):
+                if id(child) not in seen:
+                    yield at, child, (*way, (value, name, child))
+
+
+def _hanging(path: str, value: object) -> Iterator[tuple[str, str, object]]:
+    for name, child in _children(value):
+        # Ask the class: isinstance() would ask a proxy, which may refuse to answer.
+        if not issubclass(type(child), _PLAIN):
+            yield f"{path}.{name}" if path else name, name, child
+
+
+def _named(_: str, value: object) -> Iterator[tuple[str, str, object]]:
+    for name, child in _behind(value):
+        yield name, name, child
+
+
+def _behind(value: object) -> Iterator[tuple[str, object]]:
+    if type(value) not in _CONTAINERS:
+        yield from code_names.behind(value)
+    # The items of a long container are skipped, but the code of its ends counts.
+    for end in _ends(_long(value)):
+        yield from code_names.behind(end)
+
+
+def _long(value: object) -> Any:
+    """Return a value, or its attributes, if that is a container too long to search."""
+    held = value if isinstance(value, (dict, list, tuple, deque)) else getattr(value, "__dict__", None)
+    return held if isinstance(held, (dict, list, tuple, deque)) and len(held) > WIDEST else None
+
+
+def _ends(held: Any) -> list[Any]:
+    if isinstance(held, dict):
+        return [next(iter(dict.values(held))), next(reversed(dict.values(held)))]
+    return [held[0], held[-1]] if held else []
+
+
+def _children(value: object) -> Iterator[tuple[str, object]]:
+    # A long container is data, not configuration: even to look at each of its items takes too long.
+    if isinstance(value, (dict, list, tuple, deque)) and len(value) > WIDEST:
+        return
+    if isinstance(value, dict):
+        # Only a dict: another mapping may load its items, and draw for it. A tensor as a key is not printed,
+        # since that would read its values.
+        pairs = dict.items(value)
+        items = [(str(key), item) for key, item in pairs if not issubclass(type(key), torch.Tensor)]
+    elif isinstance(value, (list, tuple, deque)):
+        items = [(str(i), item) for i, item in enumerate(value)]
+    elif isinstance(value, (torch.Tensor, np.ndarray, type, ModuleType)):
+        items = []
+    elif isinstance(value, partial):
+        items = [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
+    elif isinstance(value, (MethodType, BuiltinMethodType)):
+        items = [("__self__", value.__self__)]
+    elif isinstance(value, FunctionType):
+        cells = zip(value.__code__.co_freevars, map(_content, value.__closure__ or ()), strict=True)
+        defaults = ("__defaults__", value.__defaults__), ("__kwdefaults__", value.__kwdefaults__)
+        items = [*cells, *defaults, *vars(value).items()]
+    else:
+        kinds = [kind for kind in type(value).__mro__ if "__slots__" in vars(kind)]
+        slots = [
+            name for kind in kinds for name, one in vars(kind).items() if type(one) is MemberDescriptorType
+        ]
+        in_slots = [(name, getattr(value, name)) for name in slots if hasattr(value, name)]
+        attributes = getattr(value, "__dict__", {}).items()
+        if isinstance(value, torch.nn.Module):
+            # A model has thousands: no tensor leads to a generator, and most of these are empty.
+            attributes = [(n, v) for n, v in attributes if n not in _OF_MODULES or (v and n not in _TENSORS)]
+        items = [*attributes, *in_slots]
+    if len(items) <= WIDEST:
+        yield from items
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # the variable has no value yet
+        return None

@@ -1,0 +1,277 @@
+"""Reads a torch DataLoader, from the beginning of an epoch or from its middle."""
+
+from __future__ import annotations
+
+import multiprocessing
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from ..errors import UsageError
+from . import loader_changes
+from .dataset_length import DatasetLength
+from .epoch_reader import EpochReader, FromWorkers, Here, Mark
+from .epoch_starts import Fresh, MidEpoch, NextEpoch
+from .generators import rng
+from .workers.object_states import is_stateful, states_of
+from .workers.order import Draws, draws_at_once
+from .workers.sample_seeds import Seeded
+from .workers.torch_iterators import Workers, in_process, sheltered, stand_in
+from .workers.worker import Worker
+
+
+class LoaderSource(EpochReader):
+    """The batches of a DataLoader of torch."""
+
+    has_cheap_marks = True
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        own: Mapping[str, rng.Generator],
+        seeds: Callable[[], tuple[int, int] | None],
+        shows: Callable[[], bool],
+    ) -> None:
+        """`seeds`: returns the seed of the samples, and the epoch; `shows`: whether progress is shown."""
+        self._shows = shows
+        self._seeds = seeds
+        self._latest: weakref.ref[Workers] | None = None
+        self._dataset_length = DatasetLength(loader)
+        super().__init__(loader, own)
+        self._split = loader_changes.split_of(loader.dataset)
+        self._saved: Mapping[str, Any] | None = None
+        """Where to continue from when it is opened next."""
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._pool: Workers | None = None
+        """The workers that stay from epoch to epoch."""
+        self._view: DataLoader[Any] = self.loader
+        self._made: Draws | None = None
+        """The generators before the workers were made."""
+        self._length: int | None = None
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings with which the script made the loader."""
+        seeded = {"split": self._split, "sample_seeds": self._seeds() is not None}
+        return {**loader_changes.settings(self.loader), **seeded}
+
+    def root(self) -> object:
+        """Return the root under which the loader's generators are found."""
+        return self._generators.at_loader()
+
+    def __len__(self) -> int:
+        return len(self.loader) if self._length is None else self._length
+
+    # How an epoch is opened.
+
+    def open(self, *, loads_ahead: bool = False) -> Iterator[Any]:
+        """Return the rest of the epoch's batches. In mid-epoch, no generator is moved."""
+        self._loads_ahead = loads_ahead
+        saved, self._saved = self._saved, None
+        if saved and (lengths := saved.get("lengths")):
+            is_drawn = bool(saved["order"]) and not saved["is_left"]
+            self._dataset_length.check(*lengths, is_drawn=is_drawn)
+        self._dataset_length.order_drawn()
+        ahead: Sequence[Any] = ()
+        if saved and saved["order"]:
+            batches, ahead = self._open_mid_epoch(saved)
+            if saved["is_left"]:
+                batches, ahead = self._open_fresh(), ()
+        elif saved and saved["workers"]:
+            batches = self._make(NextEpoch(saved, self._generators))
+        else:
+            batches = self._open_fresh()
+        self._is_open = True
+        return FromWorkers(self, batches) if self.loader.num_workers else Here(self, batches, ahead)
+
+    def load_ahead(self) -> None:
+        """Note that from now on batches are requested before the training wants them."""
+        self._loads_ahead = True
+
+    def _open_fresh(self) -> Iterator[Any]:
+        if self._pool is None:
+            return self._make(Fresh())
+        self._open_as(Fresh(), self._seeded_now())
+        self._pool.begin_anew(self._view)
+        return self._pool
+
+    def _open_mid_epoch(self, saved: Mapping[str, Any]) -> tuple[Iterator[Any], list[Any]]:
+        """Draw the epoch's order again, and skip what is done without loading it; move no generator."""
+        opening = MidEpoch(saved, self._generators, self.loader, self._shows)
+        has_own_order = bool(self.loader.num_workers) and self._stream is None
+        try:
+            batches = self._make(opening)
+            if self._stream and not self.loader.num_workers:
+                opening.warn_of_shared_draws(self._stream)
+            if not has_own_order:
+                # Otherwise the order has restored them, and further draws may have followed.
+                self._generators.write(opening.live)
+            self._resume(saved["batches"], saved["samples"], opening.began if self._stream else {})
+            ahead = [(draws, self._loaded_again(batches, draws)) for draws in saved["ahead"]]
+        except BaseException:
+            self._generators.write(opening.live)
+            raise
+        return batches, ahead
+
+    def _loaded_again(self, batches: Iterator[Any], draws: Draws) -> Any:
+        live = self._generators.read()
+        self._generators.write(draws)
+        try:
+            return next(batches)
+        finally:
+            self._generators.write(live)
+
+    def _seeded_now(self) -> int | None:
+        """Return the epoch, if each sample has its own seed."""
+        seeds = None if self._stream else self._seeds()
+        return seeds[1] if seeds else None
+
+    def _make(self, opening: Fresh | NextEpoch | MidEpoch) -> Iterator[Any]:
+        loader = self.loader
+        seeds = None if self._stream else self._seeds()
+        seeded = Seeded(loader.dataset, seeds[0]) if seeds else None
+        context = loader.multiprocessing_context or multiprocessing
+        is_kept = self._stream is not None and loader.persistent_workers
+        late = context.RawArray("b", loader.num_workers) if is_kept else None
+        self._stand(opening.workers, opening.turn, late)
+        self._open_as(opening, self._seeded_now())
+        # In this process only a stream has to report what each batch has changed.
+        is_stamped = bool(loader.num_workers) or self._stream is not None
+        own = self._generators.own
+        worker = Worker(loader, self._stream, own, opening.starts, seeded is not None, late)
+        dataset = self._stream or seeded or loader.dataset
+        self._view = stand_in(loader, dataset, self._order, worker if is_stamped else None)
+        if not loader.num_workers:
+            if self._stream:
+                self._stream.prepare(opening.starts.get(0), self._generators.root())
+                self._counters.begin()
+            self.order_begins()
+            return in_process(self._view)
+        # Seeds and copies of the dataset come from the state in which the workers were first made.
+        opening.seed_workers(self._generators)
+        self._made = self._generators.read()
+        pool = self._sent_to_workers(worker, opening.turn)
+        self._pool = pool if loader.persistent_workers else None
+        return pool
+
+    def _sent_to_workers(self, worker: Worker, turn: int) -> Workers:
+        context = self.loader.multiprocessing_context or multiprocessing
+        try:
+            with sheltered(self._view, worker.spared):
+                found = Workers(self._view, self._order, turn, self)
+        except Exception as exc:
+            is_of_pickling = isinstance(exc, (TypeError, AttributeError)) or "Pickl" in type(exc).__name__
+            if context.get_start_method() == "fork" or not is_of_pickling:
+                raise
+            raise _unsendable(exc) from exc
+        self._latest = weakref.ref(found)
+        return found
+
+    def can_load_ahead(self) -> bool:
+        """Whether requesting a batch early changes no random number."""
+        samplers = (self.loader.sampler, self.loader.batch_sampler)
+        return bool(self.loader.num_workers) and all(map(draws_at_once, samplers))
+
+    def outgrown(self, keeps: Callable[[Any], bool], *, is_under_way: bool) -> str | None:
+        """Return a warning of changes to the dataset, sampler or collate_fn that a resume would lose.
+
+        `keeps`: whether an object is saved with the training.
+        """
+        outgrown = None
+        if self._saved is None:
+            outgrown = self._dataset_length.outgrown(keeps, is_under_way=is_under_way)
+        return outgrown or self._counters.new(self._order.counters, keeps)
+
+    # What a checkpoint has.
+
+    def collect(self, mark: Mark | None, ahead: Sequence[Mark], is_under_way: bool) -> dict[str, Any]:
+        """Return the state to continue from after the batch of a mark; None: after the last one."""
+        if self._saved is not None:
+            return dict(self._saved)
+        mark = mark or self.mark()
+        is_left = self._pool is not None and self._is_open and not is_under_way and not self._is_through
+        on_its_way = [*(at.last for at in ahead if at.last), *self._order.on_its_way]
+        # Workers that end with the epoch leave no state. Without workers, the stream itself stays.
+        keeps_workers = is_under_way or self._pool is not None or not self.loader.num_workers
+        number, dataset = max(mark.workers, default=-1), self._states("dataset").get("dataset")
+        return {
+            "num_workers": self.loader.num_workers,
+            "dealt": loader_changes.dealt(self.loader),
+            "batches": mark.batches,
+            "samples": mark.samples,
+            "samplers": self._order.states(),
+            "turn": mark.turn,
+            "made": self._made if is_under_way or self._pool is not None else None,
+            "workers": [mark.workers[i].collect() if i in mark.workers else None for i in range(number + 1)]
+            if keeps_workers
+            else [],
+            "order": self._order.collect(mark.last, on_its_way) if is_under_way or is_left else None,
+            "is_left": is_left,
+            "ahead": [at.draws for at in ahead if at.draws is not None],
+            "dataset": None if dataset is None else {"state": dataset},
+            "lengths": self._dataset_length.collect(),
+            **{name: {"state": state} for name, state in self._states("collate_fn").items()},
+        }
+
+    def _states(self, name: str) -> dict[str, Any]:
+        return {} if self._stream else states_of({name: getattr(self.loader, name)})
+
+    def restore(self, saved: Mapping[str, Any], other: AbstractSet[str]) -> None:
+        """Continue from a state that `collect` returned; the `other` settings have changed since."""
+        self._forget()
+        if "dataset_length" in other:
+            saved = {**saved, "lengths": None}
+        for name in ("dataset", "collate_fn"):
+            part: Any = getattr(self.loader, name)
+            if saved.get(name) is not None and is_stateful(part):
+                part.load_state_dict(saved[name]["state"])
+        self._order.load_states(saved["samplers"])
+        self._saved = saved if self._stream else loader_changes.adapted(self.loader, saved, other)
+        if self._saved["order"] and not self._stream:
+            self._length = loader_changes.length_from(self.loader, self._order.deal, self._saved["order"])
+
+    def in_question(self, setting: str, saved: Mapping[str, Any]) -> tuple[str, str] | None:
+        """Return what a changed setting invalidates in mid-epoch: itself or everything (""), and why."""
+        return loader_changes.in_question(self.loader, setting, saved)
+
+    def effects(self, saved: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+        """Return how a changed setting changes the results, and why, where its name alone does not say it."""
+        return loader_changes.effects(self.loader, saved, has_seeds=self._seeds() is not None)
+
+    def begin_own_streams(self) -> None:
+        """Drop the saved workers: they are another rank's."""
+        if self._saved is not None:
+            self._saved = {**self._saved, "workers": [], "made": None}
+
+    def rewind(self) -> None:
+        """Return to the beginning of an epoch."""
+        self._length = None
+        if self._saved is not None and self._saved["order"]:
+            # The saved epoch was never continued: only its persistent workers are left of it.
+            self._saved = {**self._saved, "is_left": True} if self.loader.persistent_workers else None
+
+    def workers(self) -> Workers | None:
+        """Return torch's iterator over the newest workers, if it exists."""
+        return None if self._latest is None else self._latest()
+
+    def processes(self) -> set[int | None]:
+        """Return the process ids of the workers."""
+        return set() if (latest := self.workers()) is None else latest.processes()
+
+    def close(self, *, now: bool) -> None:
+        """Release the workers; `now`: end them, though a loop may still hold them."""
+        self._pool = None
+        if now and (latest := self.workers()) is not None:
+            latest.end()
+
+
+def _unsendable(exc: Exception) -> UsageError:
+    return UsageError(
+        f"the loader cannot be sent to its workers: {exc}.",
+        fix="define its dataset, collate_fn and worker_init_fn at the top of a module (no lambda, nothing "
+        'inside a function), or let the workers be forked: multiprocessing_context="fork".',
+    )

@@ -1,0 +1,71 @@
+"""Finds what no resume can restore of a loader, as far as its kind shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from .generators import code_names, search
+from .workers.order import ROOTS
+
+
+def of(loader: Any) -> Iterator[str]:
+    """Yield what will differ after a resume, and what to do about it.
+
+    >>> [*of(DataLoader(range(4)))]
+    []
+    """
+    workers = getattr(loader, "num_workers", 0)
+    if workers and not getattr(loader, "in_order", True):
+        yield (
+            "in_order=False gives batches in the order in which workers finish them, so that no two runs are "
+            "the same. Every sample comes exactly once after a resume too. For an exact one leave it out."
+        )
+    if workers and _is_a(loader, "torchdata", "StatefulDataLoader"):
+        yield (
+            "StatefulDataLoader does not save the random generators of its workers: what they draw differs "
+            "after a resume. torch.utils.data.DataLoader is restored with them. If they draw nothing, "
+            "nothing is lost."
+        )
+    dataset = getattr(loader, "dataset", None)
+    if _is_a(dataset, "datasets", "IterableDataset") and getattr(dataset, "_shuffling", None) is not None:
+        yield (
+            "a shuffled IterableDataset of Hugging Face fills its buffer again after a resume, with other "
+            "samples. For an exact resume use a Dataset, which is shuffled by its indices."
+        )
+    if _is_a(dataset, "streaming", "StreamingDataset") and not _is_a(
+        loader, "streaming", "StreamingDataLoader"
+    ):
+        yield (
+            f"a StreamingDataset keeps its place only in a StreamingDataLoader, and this is a "
+            f"{type(loader).__name__}."
+        )
+    yield from _of_generators(_root(loader))
+
+
+def _root(loader: Any) -> object:
+    is_torchs = isinstance(loader, DataLoader)
+    return {name: getattr(loader, name) for name in ROOTS if hasattr(loader, name)} if is_torchs else loader
+
+
+def _of_generators(root: object) -> Iterator[str]:
+    for path, length in search.overlong(root):
+        yield (
+            f"{path or 'the loader'} holds {length:,} objects, and random generators are among them: of "
+            f"more than {search.WIDEST} none are saved, and what they draw differs after a resume. Make one "
+            "where a sample is made: np.random.default_rng([seed, epoch, index])."
+        )
+    for function in search.inside_code(root):
+        for name in sorted(code_names.cv2_draws(function)):
+            yield (
+                f"{function.__qualname__} draws with cv2.{name}, and OpenCV's generator cannot be read: what "
+                "it draws differs after a resume. Draw with NumPy."
+            )
+
+
+def _is_a(value: Any, package: str, name: str) -> bool:
+    """Whether a value is of this class of a package, or of a subclass, without importing either."""
+    kinds = type(value).__mro__
+    return any(kind.__name__ == name and kind.__module__.partition(".")[0] == package for kind in kinds)

@@ -1,0 +1,354 @@
+"""Torch's iterators over a loader, made to continue in mid-epoch; all private names of torch are here."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import multiprocessing
+import os
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterator
+from multiprocessing import resource_tracker, util
+from typing import Any, Protocol
+
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.dataloader import (
+    _BaseDataLoaderIter,
+    _MultiProcessingDataLoaderIter,
+    _SingleProcessDataLoaderIter,
+)
+
+from ...errors import Unsupported
+from ...processes import signals
+from .order import Order
+from .worker import Worker
+from .worker_state import Stamp
+
+METHODS = (
+    "_reset",
+    "_try_put_index",
+    "_process_data",
+    "_get_data",
+    "_try_get_data",
+    "_next_data",
+    "_shutdown_workers",
+)
+ATTRIBUTES = ("_worker_queue_idx_cycle", "_send_idx", "_task_info", "_workers_status", "_workers")
+"""The private names of torch's iterator that are used here; the attributes exist only in instances."""
+
+
+class Told(Protocol):
+    """Callbacks for the events of an iterator."""
+
+    def order_begins(self) -> None:
+        """The order of an epoch is about to be drawn."""
+
+    def batches_begin(self) -> None:
+        """The rest of the epoch before has been discarded."""
+
+    def came_out(self, stamped: Stamp | None, number: int | None, worker: int | None) -> None:
+        """A batch is handed out; without a stamp it is an error of its worker."""
+
+    def thrown_away(self, stamped: Stamp) -> None:
+        """A batch was made, and is discarded."""
+
+    def ran_out(self, worker: int) -> None:
+        """A worker's stream has ended."""
+
+
+def stand_in(
+    loader: DataLoader[Any], dataset: Dataset[Any], order: Order, worker: Worker | None
+) -> DataLoader[Any]:
+    """Return a loader like the user's, with our order, worker and wrapped dataset; theirs stays as it is."""
+    view = copied(loader)
+    # DataLoader.__setattr__ refuses these, since they must not change under a running iterator.
+    vars(view)["dataset"] = dataset
+    vars(view)["sampler" if loader.batch_sampler is None else "batch_sampler"] = order
+    if worker is not None:
+        view.collate_fn = worker
+    if worker is not None and loader.num_workers:
+        view.worker_init_fn = worker.begin
+    return view
+
+
+def iterates_as_torch_does(loader: DataLoader[Any]) -> bool:
+    """Whether the loader's class leaves it to torch to make its iterators."""
+    kind = type(loader)
+    return kind.__iter__ is DataLoader.__iter__ and kind._get_iterator is DataLoader._get_iterator
+
+
+def handed_out(value: object) -> int | None:
+    """Return the number of batches that an iterator of torch has handed out; None for other objects."""
+    # Look at its type alone: isinstance() could call the object's code.
+    is_torchs = _BaseDataLoaderIter in type(value).__mro__
+    return value.__dict__.get("_num_yielded", 0) if is_torchs else None
+
+
+@contextlib.contextmanager
+def sheltered(view: DataLoader[Any], numbers: Collection[int]) -> Iterator[None]:
+    """Let workers that are made for the loader `view` begin with these signals blocked."""
+    if not numbers or not signals.CAN_BLOCK:
+        yield
+        return
+    context: Any = view.multiprocessing_context or multiprocessing
+    if context.get_start_method() != "fork":
+        # Starting the tracker unblocks SIGINT and SIGTERM in this thread, so do it first.
+        resource_tracker.ensure_running()
+    if context.get_start_method() == "forkserver":
+        from .forkserver import Context
+
+        view.multiprocessing_context = Context()
+    before = {*multiprocessing.active_children()}
+    if not _spared:
+        # After the finalizers that end the loops, and before multiprocessing waits for its daemons.
+        util.Finalize(None, _end_spared, exitpriority=50)
+    with signals.blocked(numbers):
+        try:
+            yield
+        finally:
+            _spared.update({*multiprocessing.active_children()} - before)
+
+
+def _end_spared() -> None:
+    """End the workers that are left as the process ends, without waiting for any of them for ever."""
+    there = [worker for worker in multiprocessing.active_children() if worker in _spared]
+    for worker in there:
+        worker.terminate()
+    for worker in there:
+        worker.join(_PATIENCE)
+        if worker.is_alive():
+            worker.kill()
+
+
+_spared: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The workers that ignore signals."""
+_PATIENCE = 5
+"""Seconds for a worker to end as the process exits."""
+
+
+def in_process(view: DataLoader[Any]) -> Iterator[Any]:
+    """Return an iterator over stamped batches that are loaded in this process."""
+    return DataLoader.__iter__(view)
+
+
+def copied(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """Return a loader like the user's, without its workers."""
+    found = copy.copy(loader)
+    found._iterator = None
+    _copies.add(found)
+    return found
+
+
+def is_copy(loader: DataLoader[Any]) -> bool:
+    """Whether the loader is one of our copies, and none of the script's."""
+    return loader in _copies
+
+
+_copies: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()
+
+
+def kept(loader: DataLoader[Any]) -> Any:
+    """Return the iterator that a loader with persistent workers keeps; None before its first use."""
+    # A loader that is just being made has no attributes yet.
+    return vars(loader).get("_iterator")
+
+
+def forget(loader: DataLoader[Any]) -> None:
+    """Let a loader with persistent workers make them again when it is iterated next."""
+    loader._iterator = None
+
+
+class Owner(Protocol):
+    """Makes the iterators for which the script itself asks a loader."""
+
+    def begin(self, loader: DataLoader[Any]) -> Iterator[Any] | None:
+        """Return an iterator of the loader; None to leave it to others, and to torch."""
+
+
+def hook(owner: Owner) -> None:
+    """Let the owner make the iterators of the loaders that it knows, for as long as it lives."""
+    if not _torchs:
+        _torchs.append(DataLoader._get_iterator)
+        DataLoader._get_iterator = _get_iterator  # type: ignore[assignment, method-assign]
+    _owners[:] = [*(one for one in _owners if one()), weakref.ref(owner)]
+
+
+def unhook(owner: Owner) -> None:
+    """Let the owner make no iterators any more; the last one puts torch's method back."""
+    _owners[:] = [one for one in _owners if one() not in (owner, None)]
+    # Another library may have wrapped ours.
+    if not _owners and DataLoader._get_iterator is _get_iterator:
+        DataLoader._get_iterator = _torchs.pop()  # type: ignore[assignment, method-assign]
+
+
+def _get_iterator(loader: DataLoader[Any]) -> Any:
+    for reference in [] if is_copy(loader) else reversed(_owners):
+        owner = reference()
+        if owner is not None and (iterator := owner.begin(loader)) is not None:
+            return iterator
+    return _torchs[0](loader)
+
+
+_owners: list[weakref.ref[Owner]] = []
+_torchs: list[Callable[[DataLoader[Any]], Any]] = []
+"""Torch's own method, where ours is in its place."""
+
+
+def watched(loader: DataLoader[Any], check: Callable[[], None] = lambda: None) -> Watched:
+    """Return the loader's usual iterator, which calls `check` before each batch.
+
+    Its workers ignore the signals that the training handles.
+    """
+    if not loader.num_workers:
+        return _WatchedHere(loader, check)
+    view, shared = copied(loader), signals.shared_with_workers()
+    if shared is None:
+        return _WatchedWorkers(view, check)
+    view.worker_init_fn = _Spared(loader.worker_init_fn, shared)
+    with sheltered(view, shared[0]):
+        return _WatchedWorkers(view, check)
+
+
+class _Spared:
+    """Lets a worker live through signals, and then does what the user's `worker_init_fn` does."""
+
+    def __init__(self, init: Callable[[int], object] | None, shared: signals.Shared) -> None:
+        self._init = init
+        self._shared = shared
+
+    def __call__(self, number: int) -> None:
+        signals.spare(self._shared)
+        if self._init is not None:
+            self._init(number)
+
+
+class Watched(_BaseDataLoaderIter):
+    """An iterator of torch's own kind, which knows whether it is in the middle of a pass."""
+
+    def __init__(self, loader: DataLoader[Any], check: Callable[[], None]) -> None:
+        self._check = check
+        self._has_ended = False
+        super().__init__(loader)
+
+    def __next__(self) -> Any:
+        self._check()
+        try:
+            return super().__next__()
+        except StopIteration:
+            self._has_ended = True
+            raise
+
+    def is_under_way(self) -> bool:
+        """Whether it has handed out batches, and has more."""
+        return bool(self._num_yielded) and not self._has_ended
+
+
+class _WatchedHere(Watched, _SingleProcessDataLoaderIter):
+    pass
+
+
+class _WatchedWorkers(Watched, _MultiProcessingDataLoaderIter):
+    pass
+
+
+class Workers(_MultiProcessingDataLoaderIter):
+    """An iterator over batches from workers, which reports the state of each."""
+
+    def __new__(cls, *args: Any) -> Workers:
+        # Not in __init__: torch's __del__ fails on a half-made object, and its traceback hides the error.
+        if missing := [name for name in METHODS if not hasattr(_MultiProcessingDataLoaderIter, name)]:
+            raise Unsupported(
+                f"this torch's loader has no {', '.join(missing)} any more.",
+                fix="use a version of torch that docs/tested.md names, or a newer resumable.",
+            )
+        return super().__new__(cls)
+
+    def __init__(self, view: DataLoader[Any], order: Order, turn: int, told: Told) -> None:
+        self._order = order
+        self._turn = turn
+        """The worker to give the first batch to."""
+        self._told = told
+        self._is_draining = self._has_ended = False
+        self._process = os.getpid()
+        self._given: defaultdict[int, deque[int]] = defaultdict(deque)
+        super().__init__(view)
+
+    def end(self) -> None:
+        """End the workers; another thread that waits for a batch gets StopIteration."""
+        self._has_ended = True
+        self._shutdown_workers()
+
+    def _shutdown_workers(self) -> None:
+        # A forked process shares the event and the queues that end its parent's workers.
+        if os.getpid() == self._process:
+            super()._shutdown_workers()
+
+    def processes(self) -> set[int | None]:
+        """Return the process ids of the workers."""
+        return {worker.pid for worker in self._workers}
+
+    def _next_data(self) -> Any:
+        if self._has_ended:
+            raise StopIteration
+        return super()._next_data()  # type: ignore[no-untyped-call]
+
+    def _try_get_data(self, *timeout: float) -> tuple[bool, Any]:
+        found: tuple[bool, Any] = super()._try_get_data(*timeout)  # type: ignore[no-untyped-call]
+        if self._has_ended and not found[0]:
+            raise StopIteration
+        return found
+
+    def begin_anew(self, view: DataLoader[Any]) -> None:
+        """Begin another epoch with the same workers."""
+        self._reset(view)
+
+    def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
+        if not first_iter:
+            self._throw_away()
+        self._given.clear()
+        self._told.order_begins()
+        super()._reset(loader, first_iter)
+
+    def _throw_away(self) -> None:
+        # Batches that were made ahead have moved the workers on, though they are discarded.
+        for _, info in sorted(self._task_info.items()):
+            if len(info) == 2:
+                self._told_of_lost(info[1])
+        for worker, is_active in enumerate(self._workers_status):
+            if not is_active:
+                self._told.ran_out(worker)
+        self._is_draining = True
+
+    def _told_of_lost(self, data: Any) -> None:
+        if isinstance(data, (tuple, list)):
+            self._told.thrown_away(data[1])
+        elif hasattr(data, "worker_id"):
+            self._told.ran_out(data.worker_id)
+
+    def _get_data(self) -> Any:
+        number, data = super()._get_data()  # type: ignore[no-untyped-call]
+        if self._is_draining:
+            self._told_of_lost(data)
+        return number, data
+
+    def _try_put_index(self) -> None:
+        if self._send_idx == 0 and not self._given:
+            self._is_draining = False
+            self._told.batches_begin()
+            # Turn the cycle, not the states: a worker's number decides what it reads and its seed.
+            for _ in range(self._turn):
+                next(self._worker_queue_idx_cycle)
+            self._turn = 0
+        sent = self._send_idx
+        super()._try_put_index()
+        if self._send_idx > sent:
+            self._given[self._task_info[sent][0]].append(self._order.sent)
+
+    def _process_data(self, data: Any, *worker: int) -> Any:
+        is_error = not isinstance(data, (tuple, list))
+        stamp = None if is_error else data[1]
+        by = stamp[0] if stamp else worker[0] if worker else None
+        number = self._given[by].popleft() if by is not None else None
+        self._told.came_out(stamp, number, by)
+        return super()._process_data(data if is_error else data[0], *worker)  # type: ignore[no-untyped-call]

@@ -1,0 +1,78 @@
+"""The state of a worker after its last batch: its generators and its data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..generators import worker_rng
+from ..generators.worker_rng import States
+from .object_states import freeze, thaw
+
+Stamp = tuple[int, int, bool, States, "States | None", dict[str, Any], "list[tuple[str, str, str]]"]
+"""Worker, samples, whether the stream has ended, and what changed with the batch: generators, those when
+the stream began, states of the data, and counters that no state has.
+
+A plain tuple: sending a class of ours would cost twice as much."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """The state of one worker: all its stamps in one."""
+
+    generators: States = field(default_factory=dict)
+    began: States = field(default_factory=dict)
+    """The generators when the stream began this epoch."""
+    data: dict[str, Any] = field(default_factory=dict)
+    """The states of the dataset, and of a stream's iterator; frozen."""
+    is_short: bool = False
+    """Whether the last batch took the stream's last sample."""
+    is_through: bool = False
+    """Whether the stream was asked for more after that."""
+    batches: int = 0
+    """Batches of this epoch."""
+    failed: Sequence[Any] = ()
+    """The indices that it failed to load since its last stamp: trying has moved its generators too."""
+    draws_late: bool = False
+    """Whether the stream has drawn after its last batch, which is in no stamp."""
+
+    def after(self, stamped: Stamp) -> Standing:
+        """Return its state after one more batch."""
+        _, _, is_short, generators, began, data, _ = stamped
+        return Standing(
+            generators=worker_rng.merged(self.generators, generators) if generators else self.generators,
+            began=self.began if began is None else began,
+            data={**self.data, **data} if data else self.data,
+            is_short=is_short,
+            batches=self.batches + 1,
+        )
+
+    def collect(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        return {
+            "generators": self.generators,
+            "began": self.began,
+            "data": {name: thaw(frozen) for name, frozen in self.data.items()},
+            "is_short": self.is_short,
+            "is_through": self.is_through,
+            "batches": self.batches,
+            "failed": list(self.failed),
+            # Earlier versions do not know this one.
+            **({"draws_late": True} if self.draws_late else {}),
+        }
+
+    @classmethod
+    def restored(cls, saved: Mapping[str, Any]) -> Standing:
+        """Return the state that `collect` returned."""
+        return cls(**{**saved, "data": {name: freeze(state) for name, state in saved["data"].items()}})
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The state in which a worker begins."""
+
+    standing: Standing
+    is_next_epoch: bool = False
+    """Whether that is the end of an epoch, and the next one begins."""
+    shows_progress: bool = False

@@ -1,0 +1,152 @@
+"""Collects the state of a training into trees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+import torch
+
+from ..files import codec
+from ..files.codec import Encoded
+from ..files.strict_json import Json
+from ..loaders.generators import rng
+from .optimizers import OptimizerPart
+from .other_parts import GeneratorPart, PositionPart, StatefulPart
+from .part import Part, Trees
+from .parts import Parts
+
+_FLEETING = frozenset({"gradients", "used", "syncs", "zeroed"})
+
+
+def collect(parts: Parts) -> tuple[Trees, dict[str, Json]]:
+    """Return the trees of all parts, with the live tensors, and a description of each part."""
+    trees = _collected(parts, parts.in_collecting_order, is_all=parts.saves_all, has_aliases=True)
+    if parts.saves_all:
+        _mark_frozen(parts, trees)
+    return trees, {part.name: {"kind": part.kind} for part in parts.all}
+
+
+def look(parts: Parts) -> Trees:
+    """Return the trees of this process's parts, without the position in the data."""
+    return _collected(
+        parts, [part for part in parts.in_collecting_order if not isinstance(part, PositionPart)]
+    )
+
+
+def notes(parts: Parts) -> list[str]:
+    """Return what a resume from the last `collect` would not restore."""
+    return [*parts.aliases.notes, *(text for part in parts.all for text in part.outgrown())]
+
+
+def _collected(
+    parts: Parts, chosen: Sequence[Part], *, is_all: bool = True, has_aliases: bool = False
+) -> Trees:
+    # The script's state_dict may draw, and a save must leave every generator as it was.
+    generators = Generators(parts)
+    parts.position.show_held()
+    try:
+        trees = encoded(chosen, is_all=is_all)
+        if has_aliases and (found := parts.aliases.collect(partial(_made_by_parts, parts, trees))):
+            trees["rank"].json["position"]["aliases"] = found
+    finally:
+        generators.put_back()
+    return trees
+
+
+def encoded(chosen: Iterable[Part], *, is_all: bool = True) -> Trees:
+    """Return the encoded trees of some parts; without `is_all` only what no other rank saves."""
+    trees: Trees = {}
+    for part in chosen:
+        for stem, tree in part.encode(is_all=is_all).items():
+            merge(trees.setdefault(stem, Encoded({}, {}, {})), tree)
+    return trees
+
+
+def merge(into: Encoded, more: Encoded) -> None:
+    """Add the parts of one tree to another."""
+    into.json.update(more.json)
+    into.tensors.update(more.tensors)
+    into.aliases.update(more.aliases)
+    into.key += more.key
+
+
+def _made_by_parts(parts: Parts, trees: Trees) -> dict[str, list[torch.Tensor]]:
+    """Return the tensors of the parts that may make new ones in a restore."""
+    return {
+        part.name: [trees[part.stem].tensors[name] for name in codec.tensor_names(json)]
+        for part in parts.all
+        if isinstance(part, (StatefulPart, OptimizerPart))
+        if (json := trees[part.stem].json.get(part.name) if part.stem in trees else None)
+    }
+
+
+def _mark_frozen(parts: Parts, trees: Trees) -> None:
+    frozen = {
+        part.prefix_in_optimizers + name
+        for part in parts.models
+        if part.stem == "model"
+        for name in trees["extra"].json[part.name]["frozen"]
+    }
+    if frozen and (there := trees["model"].tensors.keys()) - frozen:
+        trees["model"].frozen = frozenset(frozen & there)
+
+
+def without_fleeting(tree: Json) -> Json:
+    """Return the tree of a part without the state that is only needed until it is used up."""
+    # zero_grad() after a save loses nothing, and an evaluation only makes DDP broadcast buffers again.
+    return {k: v for k, v in tree.items() if k not in _FLEETING} if isinstance(tree, dict) else tree
+
+
+def in_place(parts: Parts) -> Trees:
+    """Return the trees of the parts whose tensors a checkpoint can be read into."""
+    models = [part for part in parts.models if part.is_filled_in_place()]
+    return encoded([*models, *(part for part in parts.optimizers if part.is_torchs_own())])
+
+
+def live_tensors(parts: Parts, trees: Trees) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the tensors that a checkpoint can be read into, by file and name, of the trees of `in_place`."""
+    found = {stem: dict(tree.tensors) for stem, tree in trees.items() if stem != "rank"}
+    for part in (*parts.models, *parts.optimizers):
+        stem = part.rest_stem
+        if stem in found and part.name in trees[stem].json:
+            for name in _not_filled(part, trees[stem]):
+                found[stem].pop(name, None)
+    if parts.rank is None:
+        return found
+    # Rank 0's file has these tensors too, and its values must not replace this rank's at the end.
+    own = parts.differing()
+    return {
+        stem: {name: tensor for name, tensor in tensors.items() if tensor.data_ptr() not in own}
+        for stem, tensors in found.items()
+    }
+
+
+def _not_filled(part: Part, tree: Encoded) -> set[str]:
+    json = tree.json[part.name]
+    # load_state_dict copies the groups; a buffer that is not saved with its model may be read-only.
+    found = {*codec.tensor_names([json.get(key) for key in ("groups", "others", "rest", "buffers")])}
+    if isinstance(part, OptimizerPart) and part.is_on_device():
+        # A tensor in host memory may move to the device in the restore.
+        names = codec.tensor_names(json["state"])
+        found |= {name for name in names if name in tree.tensors and tree.tensors[name].is_cpu}
+    return found
+
+
+class Generators:
+    """The states of all random generators of a training, before code runs that may draw."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._global = rng.collect()
+        given = [part.live for part in parts.all if isinstance(part, GeneratorPart)]
+        self._given = [(generator, rng.read(generator)) for generator in given]
+        loaders = parts.position.loaders.values()
+        self._of_loaders = [(loader.generators, loader.generators.read()) for loader in loaders]
+
+    def put_back(self) -> None:
+        """Put every generator back into its state, also one that was replaced by another object."""
+        rng.restore(self._global)
+        for generator, state in self._given:
+            rng.write(generator, state)
+        for generators, states in self._of_loaders:
+            generators.write(states)

@@ -1,0 +1,251 @@
+"""All parts of one training, in the order in which they are restored."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ..errors import CannotStore, UsageError
+from ..files import codec
+from ..files.strict_json import Json
+from ..loaders import wrappers
+from ..loaders.generators import rng
+from ..position.position import Position
+from ..run import changes
+from .aliases import Aliases
+from .models import ModulePart
+from .optimizers import OptimizerPart
+from .other_parts import ContainerPart, GeneratorPart, LoaderPart, PositionPart, RandomPart, make
+from .part import Part
+
+SLOTS = ("model", "optimizer", "scheduler", "scaler", "extra")
+
+
+class Parts:
+    """The parts of one training, and questions about all of them."""
+
+    def __init__(
+        self,
+        slots: Mapping[str, Any],
+        variables: dict[str, Any],
+        position: Position,
+        per_rank: AbstractSet[str] = frozenset(),
+        rank: int | None = None,
+    ) -> None:
+        self.position = position
+        self.rank = rank
+        self.saves_all = True
+        """Whether this process saves the state that all ranks share; it always saves its own."""
+        self.models: list[ModulePart] = []
+        made = {slot: self._made(slot, slots[slot], per_rank) for slot in SLOTS}
+        # Each place in the order prevents a wrong restore.
+        early: list[Part] = [
+            *made["model"],  # before the optimizer, whose state goes by the names of the parameters
+            *made["optimizer"],  # before the scheduler, whose state it would overwrite
+            *made["scheduler"],
+            *made["scaler"],
+            *sorted(made["extra"], key=_is_generator),  # generators last: restoring the others may draw
+            ContainerPart("vars", variables, "rank"),
+        ]
+        self.aliases = Aliases(early)
+        self.all: Sequence[Part] = [
+            *early,
+            PositionPart("position", position, "rank"),  # before the generators: making an iterator draws
+            *(LoaderPart(name, loader, self.aliases.holds) for name, loader in position.loaders.items()),
+            RandomPart("random", None, "rank"),  # last: any of the above may have drawn
+        ]
+        self.optimizers = [part for part in self.all if isinstance(part, OptimizerPart)]
+        self.in_collecting_order = sorted(self.all, key=has_no_generator)
+        """The parts with random generators first, because collecting the others may draw."""
+        position.train_on(self.devices_in_use)
+        self.settings = {
+            f"{part.name}.{key}": value
+            for part in self.all
+            if part.built
+            for key, value in _storable(part.built).items()
+        }
+
+    def _made(self, slot: str, given: Any, per_rank: AbstractSet[str]) -> list[Part]:
+        stem = slot if slot in ("model", "optimizer") else "extra"
+        made = [
+            make(name, live, "rank" if _is_of_rank(name, live, per_rank) else stem, self.models, self.rank)
+            for name, live in named(slot, given).items()
+        ]
+        self.models += [part for part in made if isinstance(part, ModulePart)]
+        return made
+
+    def join(self, *, saves_all: bool) -> None:
+        """Note the role of this process among the ranks."""
+        self.saves_all = saves_all
+
+    def devices_in_use(self) -> set[str]:
+        """Return the devices of the models' and optimizers' parameters."""
+        found = {parameter.device for part in self.models for parameter in part.live.parameters()}
+        for part in self.optimizers:
+            found |= {p.device for group in part.live.param_groups for p in group["params"]}
+        return {*map(str, found)}
+
+    def has_dropout_in_cudnn(self) -> bool:
+        """Whether cuDNN draws the dropout of a recurrent layer: its state cannot be read."""
+        modules = [module for part in self.models for module in part.live.modules()]
+        recurrent = [m for m in modules if isinstance(m, torch.nn.RNNBase) and m.dropout and m.num_layers > 1]
+        return torch.backends.cudnn.enabled and any(p.is_cuda for m in recurrent for p in m.parameters())
+
+    def size(self) -> int:
+        """Return the approximate size of a checkpoint's tensors in bytes, without calling any state_dict."""
+        return sum(part.size() for part in self.models) + sum(part.size() for part in self.optimizers)
+
+    def written_in_forward(self) -> set[int]:
+        """Return the addresses of the parameters that a forward pass writes to."""
+        modules = [module for part in self.models for module in part.live.modules()]
+        limited = [module for module in modules if getattr(module, "max_norm", None) is not None]
+        return {parameter.data_ptr() for module in limited for parameter in module.parameters(recurse=False)}
+
+    def differing(self) -> set[int]:
+        """Return the addresses of the buffers in shared models that each rank has for itself."""
+        return {buffer.data_ptr() for part in self.models for buffer in part.own_buffers().values()}
+
+    def outlines(self) -> dict[str, str]:
+        """Return texts that are equal on two ranks only if their models and optimizers are alike."""
+        return {part.name: part.outline() for part in self.all if part.stem in ("model", "optimizer")}
+
+    def kinds(self) -> dict[str, str]:
+        """Return the kind of each part."""
+        return {part.name: part.kind for part in self.all}
+
+    def given(self) -> list[Any]:
+        """Return the live objects of all parts."""
+        return [part.live for part in self.all]
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """Yield the parameters of the models."""
+        for part in self.models:
+            yield from part.live.parameters()
+
+    def trained(self) -> list[str]:
+        """Return the parts that a step of an optimizer changes."""
+        kinds = (ModulePart, OptimizerPart)
+        return [part.name for part in self.all if isinstance(part, kinds) and part.stem != "extra"]
+
+    def note_steps(self, step: int) -> None:
+        """Mark the optimizers that made steps before this process started, if the first made `step`.
+
+        Otherwise torch warns of a scheduler that steps before its optimizer, after a resume at an epoch's
+        last batch.
+        """
+        for number, part in enumerate(self.optimizers if step else ()):
+            if number == 0 or part.live.state:
+                part.note_step()
+
+    def stepped(self, name: str) -> None:
+        """Note that an optimizer has made a step."""
+        for part in self.optimizers:
+            if part.name == name:
+                part.gradients.stepped()
+
+    def note_captured(self, name: str) -> None:
+        """Note that a captured graph replays an optimizer's steps, with gradients of its own."""
+        for part in self.optimizers:
+            if part.name == name:
+                part.gradients.note_captured()
+
+    @contextmanager
+    def where_a_body_ended(self, has_ended: bool) -> Iterator[None]:
+        """Collect for a save at the end of a loop body, or in the middle of one."""
+        for part in self.optimizers:
+            part.gradients.begin_save(has_body_ended=has_ended)
+        try:
+            yield
+        finally:
+            for part in self.optimizers:
+                part.gradients.end_save()
+
+    def check_patterns(self, override: Sequence[str]) -> None:
+        """Raise UsageError for an override that names no setting of any part."""
+        known = [path for path in self.settings if not path.endswith(".frozen")]
+        for pattern in override:
+            if pattern != "best" and not any(changes.is_named(path, [pattern]) for path in known):
+                raise UsageError(
+                    f"override={pattern!r} names no setting.",
+                    fix=f"the settings are: {', '.join(sorted(known))}.",
+                )
+
+    def names(self, wanted: str) -> list[str]:
+        """Return the parts that `wanted` names: one part, or all of a slot."""
+        names = [part.name for part in self.all if not is_data(part)]
+        found = [name for name in names if name == wanted or name.startswith(f"{wanted}.")]
+        if not found:
+            raise UsageError(f"there is no part {wanted!r}.", fix=f"the parts are: {', '.join(names)}.")
+        return found
+
+    def names_but_data(self) -> list[str]:
+        """Return all parts except the position in the data and the random generators."""
+        return [part.name for part in self.all if has_no_generator(part)]
+
+    def schedules(self) -> Iterator[tuple[Part, OptimizerPart]]:
+        """Yield the schedulers, each with the optimizer that it changes."""
+        for optimizer in self.optimizers:
+            for part in self.all:
+                is_scheduler = part.name.startswith("scheduler")
+                if is_scheduler and getattr(part.live, "optimizer", None) is optimizer.live:
+                    yield part, optimizer
+
+
+def is_data(part: Part) -> bool:
+    """Whether a part is the position in the data or the global generators."""
+    return isinstance(part, (PositionPart, RandomPart))
+
+
+def _is_generator(part: Part) -> bool:
+    return isinstance(part, GeneratorPart)
+
+
+def has_no_generator(part: Part) -> bool:
+    """Whether a part is neither a random generator nor the position in the data."""
+    return not isinstance(part, (GeneratorPart, PositionPart, RandomPart))
+
+
+def _is_of_rank(name: str, live: Any, per_rank: AbstractSet[str]) -> bool:
+    # Each rank draws its own numbers, even if all generators were seeded alike.
+    return name in per_rank or (name.startswith("extra.") and rng.is_generator(live))
+
+
+def named(slot: str, given: Any) -> dict[str, Any]:
+    """Return the parts of a slot by name: a single object has the name of the slot."""
+    if given is None:
+        return {}
+    if not isinstance(given, dict):
+        if slot == "extra":
+            raise UsageError(
+                f"extra is a {type(given).__name__}; each extra part needs a name.",
+                fix='write extra={"name": part}.',
+            )
+        return {slot: _bare(slot, given)}
+    for name in given:
+        if not isinstance(name, str) or not name or "." in name or not name.isprintable():
+            raise UsageError(
+                f"{name!r} cannot name a part of {slot}.",
+                fix="use printable text without a dot, which joins the names of parts and tensors.",
+            )
+    return {f"{slot}.{name}": _bare(slot, live) for name, live in given.items()}
+
+
+def _bare(slot: str, live: Any) -> Any:
+    # A model stays in its wrappers, which have a state of their own.
+    return wrappers.inside(live) if slot in ("optimizer", "scheduler") else live
+
+
+def _storable(settings: Mapping[str, Any]) -> dict[str, Json]:
+    found = {}
+    for key, value in settings.items():
+        # A setting that cannot be stored, such as a function, cannot be compared either.
+        with contextlib.suppress(CannotStore):
+            encoded = codec.encode(value)
+            if not encoded.tensors:
+                found[key] = encoded.json
+    return found

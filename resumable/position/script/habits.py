@@ -1,0 +1,125 @@
+"""How a script loops over a loader's batches, and warnings about what a resume would do differently."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from itertools import cycle, islice
+from types import CodeType, FrameType
+from typing import Any
+
+from ...errors import Once, warn
+from ...loaders.generators import rng
+from . import script_frames
+
+
+class Habits:
+    """What a script was seen to do in its loops over one loader."""
+
+    def __init__(self) -> None:
+        self.is_asked_by_hand = False
+        """Whether the script calls next() itself instead of looping with for."""
+        self.asked_at: tuple[CodeType, int] | None = None
+        """The place in the script that asked for the first batch."""
+        self._is_looked_at = self._is_left_after_save = self._has_ended_untrained = False
+
+    def resumed(self, *, is_asked_by_hand: bool) -> None:
+        """Continue with what the checkpoint recorded."""
+        self.is_asked_by_hand = is_asked_by_hand
+
+    def epoch_begins(self) -> None:
+        """Forget what was seen in the epoch before."""
+        self._is_left_after_save = self._has_ended_untrained = False
+
+    def asked(self, asked_by: FrameType, *, is_direct: bool) -> None:
+        """Note where the first batch is asked for; `is_direct`: not by a prefetcher of `through=`."""
+        self.is_asked_by_hand = is_direct and script_frames.is_call(asked_by)
+        self.asked_at = asked_by.f_code, asked_by.f_lasti
+
+    def left_after_save(self) -> None:
+        """Note that the loop was left in the body that had called `save()`."""
+        self._is_left_after_save = True
+
+    def ended(self, *, is_untrained: bool) -> None:
+        """Note that the batches came to their end; `is_untrained`: before any of them was trained."""
+        self._has_ended_untrained = is_untrained
+
+    def look_at_holders(self, loop: Iterator[object]) -> None:
+        """Warn, once, of iterators that count the batches of a loop: after a resume they start again."""
+        if self._is_looked_at:
+            return
+        self._is_looked_at = True
+        found = script_frames.holders(loop)
+        if cut_by := [kind.__name__ for kind in (islice, zip) if kind in found]:
+            warn(
+                f"the loop over batches is cut by {cut_by[0]}(), which counts from 0 again after a resume in "
+                "mid-epoch: that epoch gets more batches. Leave the loop by state.batch instead: "
+                "if state.batch >= n: break"
+            )
+        if cycle in found:
+            warn(
+                "after a resume, itertools.cycle() repeats only the batches that were loaded since. Give "
+                " RunState an iterable that begins again by itself."
+            )
+
+    def warn_of_left_after_save(self) -> None:
+        """Warn of a break after `save()` in the same body: the checkpoint does not know of the break."""
+        if self._is_left_after_save:
+            self._is_left_after_save = False
+            warn(
+                "the loop over batches was left right after save() in the same body: a resume from that "
+                "checkpoint goes on with the next batch. Call save() after the loop instead, or leave the "
+                "loop at the top of a body."
+            )
+
+    def warn_of_late_step(self) -> None:
+        """Warn of a step after all batches were asked for, and none of them was trained before."""
+        if self._has_ended_untrained:
+            self._has_ended_untrained = False
+            warn(
+                "all batches of the epoch were asked for before the first of them was trained (by list(), "
+                "say): a checkpoint would count them all as done. Loop over state.batches() itself."
+            )
+
+    def warn_of_counted_by_hand(self, taken: int, once: Once) -> None:
+        """Warn of an epoch of which next() took only some batches: the script counts them itself."""
+        if self.is_asked_by_hand:
+            once.warn(
+                f"next() took {taken} of the epoch's batches. If the script counts them "
+                "by itself, that count begins again after a resume in mid-epoch, and the epoch gets more "
+                "batches: count by state.batch.",
+                about="batches by hand",
+            )
+
+
+def warn_of_numbers(loop: Iterator[object], asked_by: FrameType, done: int) -> None:
+    """Warn of an `enumerate` that counts from 0 again where a resumed epoch continues."""
+    wrong = [n for n in script_frames.numbers(loop, asked_by) if n not in (done, done + 1)]
+    if wrong:
+        warn(
+            f"enumerate() counts from {wrong[0]} in an epoch that goes on with batch {done}: write "
+            "state.enumerate() instead of enumerate(state.batches()). If its number is only shown, "
+            "nothing is lost."
+        )
+
+
+def warn_of_draws_before_next(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Warn of random numbers that are drawn before next() is called by hand."""
+    if not rng.is_same(then, now):
+        warn(
+            "random numbers are drawn before next() is called on the iterator of state.batches(): a save "
+            "in the body is exact, but where the loop saves by itself (every=, a signal) it does so in "
+            "next(), and a resume draws them again. Draw them after next(), or loop with for."
+        )
+
+
+def warn_of_generator(asked_by: FrameType) -> None:
+    """Warn of a generator that has asked for two batches before anything was trained on the first."""
+    code, module = asked_by.f_code, str(asked_by.f_globals.get("__name__"))
+    is_harmless = module.partition(".")[0] in ("tqdm", "rich") or code.co_name == "<genexpr>"
+    if code.co_flags & inspect.CO_GENERATOR and not is_harmless:
+        warn(
+            f"{code.co_name}() has asked for two batches, and nothing was trained on the first. If it looks "
+            "one batch ahead, a resume leaves a batch out: hand it to "
+            f"state.batches(through={code.co_name}). If the script only skips the first one, nothing is lost."
+        )

@@ -1,0 +1,252 @@
+"""The counters of a training, and what a boundary between two bodies means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..boundary import Boundary
+from ..errors import Once, UsageError
+from .epoch.batch_digests import BatchDigests
+from .epoch.epoch_place import EpochPlace, InHand
+from .epoch.random_streams import Streams
+from .loader_position import LoaderPosition, LoaderSet
+from .script.first_lines import BeforeLoop, FirstLines
+from .script.running_sums import RunningSums
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The end of a body, at which the loops may save."""
+
+    step: int
+    epoch: int
+    batches: LoaderPosition | None = None
+    """The loader whose batch ends, in a body of `epochs()`."""
+
+    @property
+    def is_rest_next(self) -> bool:
+        """Whether the rest of the epoch's body comes next, as far as the loader knows."""
+        return self.batches is not None and self.batches.is_before_rest()
+
+
+class TrainingCounters:
+    """The counters of a training, as its bodies move them."""
+
+    def __init__(self, streams: Streams, loaders: LoaderSet, processes: int) -> None:
+        self.streams = streams
+        self.processes = processes
+        self.epoch = 0
+        self.batch = 0
+        self.step = 0
+        self.updates = 0
+        """Steps that the first optimizer has made in this process."""
+        self.samples = 0
+        self.counts_steps = False
+        """Whether a hook counts the optimizer's steps here."""
+        self.gradients: Callable[[], object] | None = None
+        """Returns a value that changes with every gradient that the optimizers have."""
+        self.handed = BatchDigests()
+        """The digests of the batches for an observer."""
+        self.once = Once()
+        self.first_lines, self.before_loop, self.sums = FirstLines(), BeforeLoop(), RunningSums()
+        self._body: Boundary | None = None
+        """The kind of the body that is running."""
+        self._opened = self._step_in_hand = self._step_at_start = 0
+        self._has_looped = self._has_saved_end = False
+        self._has_ended_body = False
+        """Whether the body of `epochs()` has ended, and the next epoch has not begun."""
+        self._stepped: set[str] | None = None
+        """The optimizers that have made a step since the last batch was handed out."""
+        self._has_handed_out = False
+        """Whether there was a batch since the training was resumed."""
+        self._saved_in: Any = None
+        """The body in which `save()` was called last."""
+        self._known = loaders
+        self.loaders = loaders.given
+        """The loaders that were given, by name."""
+
+    def boundary(self) -> Boundary:
+        """Return the boundary at which a checkpoint taken now would be."""
+        if self._has_ended_body:
+            return Boundary.EPOCH
+        if any(loader.is_under_way() and not loader.is_beside for loader in self._known.all):
+            return Boundary.BATCH
+        if self._body is Boundary.STEP:
+            return Boundary.STEP
+        if any(loader.is_over for loader in self._known.all):
+            return Boundary.EPOCH
+        if self._body is not Boundary.EPOCH:
+            return Boundary.OUTSIDE
+        if self._has_looped or not self.loaders:
+            # The loop was one over steps(), or over data that we do not know.
+            return Boundary.EPOCH
+        if self.step > self._step_at_start:
+            raise UsageError(
+                "the optimizer has made steps in this epoch, but not in a loop over state.batches().",
+                fix="loop over state.batches() instead of the loader, or do not give the loader to RunState: "
+                "then save() in the body of epochs() means that the epoch is finished.",
+            )
+        return Boundary.BATCH
+
+    def counters(self) -> dict[str, Any]:
+        """Return the counters as a resume is to find them: a batch or step in hand counts as done."""
+        boundary = self.boundary()
+        in_hand = [loader for loader in self._known.all if loader.in_hand]
+        batches = [loader.reached() for loader in in_hand] or [self.batch]
+        return {
+            "boundary": boundary,
+            "epoch": self.epoch + (boundary is Boundary.EPOCH),
+            "batch": batches[-1] if boundary is Boundary.BATCH else 0,
+            "step": self.steps_done(),
+            "samples": self.samples
+            + self.processes * sum(loader.in_hand.size for loader in in_hand if loader.in_hand),
+        }
+
+    def steps_done(self) -> int:
+        """Return the optimizer steps; one in hand counts as done."""
+        in_hand = any(loader.in_hand and loader.in_hand.is_step for loader in self._known.all)
+        return self._step_in_hand + 1 if self._body is Boundary.STEP else self.step + in_hand
+
+    def epochs_done(self) -> int:
+        """Return the epochs done; where `epochs()` runs, the one in hand does not count."""
+        if self._body is None and not self._has_ended_body and self.boundary() is Boundary.EPOCH:
+            return self.epoch + 1
+        return self.epoch
+
+    def stands_at(self) -> tuple[int, int, int]:
+        """Return the place for people to read: epoch, batch and step."""
+        return self.epoch, self.batch, self.step
+
+    def is_training(self) -> bool:
+        """Whether a batch of any loader is in hand."""
+        return self._known.is_training()
+
+    def is_outside(self) -> bool:
+        """Whether no loop of ours is running."""
+        return self._body is None and not self._known.is_training()
+
+    def is_mid_epoch(self) -> bool:
+        """Whether a checkpoint taken now stands between two batches of an epoch."""
+        return self.boundary() is Boundary.BATCH
+
+    def is_in_batches(self) -> bool:
+        """Whether the end of a batch is a boundary: not in a body of `steps()`, nor of another loader."""
+        return self._body is not Boundary.STEP and not self._known.is_training()
+
+    def body(self) -> Any:
+        """Return a value that no other body has."""
+        in_hand = [(number, at.done) for number, at in enumerate(self._known.all) if at.in_hand]
+        return self.epoch, self._step_in_hand, in_hand
+
+    def is_saved_body(self) -> bool:
+        """Whether `save()` was called in the running body."""
+        return bool(self._saved_in == self.body())
+
+    def _is_step(self, loader: EpochPlace) -> bool:
+        """Whether the batch in hand of this loader is a step, where no optimizer tells of its steps.
+
+        That of a loop in another loop over batches, or in a body of `steps()`, is none.
+        """
+        return not self.counts_steps and self._body is not Boundary.STEP and self._known.is_outermost(loader)
+
+    def progress(self) -> object:
+        """Return a value that changes with every step and every gradient; None if that is unknown."""
+        return (self.updates, self.gradients()) if self.gradients and self.counts_steps else None
+
+    def count_step(self, optimizer: str, is_first: bool) -> None:
+        """Note that an optimizer has made a step; those of the first are counted."""
+        self.streams.note_training(in_loop=False)
+        self.before_loop.forget()
+        self._warn_of_saved_end()
+        if self.is_outside():
+            self.streams.put_back_late()
+        for loader in self._known.all:
+            if not self._known.is_training():
+                loader.habits.warn_of_late_step()
+        for loader in self._known.all if is_first else ():
+            loader.stepped()
+        self.updates += is_first
+        if is_first:
+            # A body of steps() is one step, however many the optimizer makes in it.
+            self.step = self.step + 1 if self._body is not Boundary.STEP else self._step_in_hand + 1
+        if self._stepped is not None:
+            self._stepped.add(optimizer)
+
+    def _warn_of_saved_end(self) -> None:
+        if self._has_saved_end and self._body is Boundary.EPOCH:
+            self._has_saved_end = False
+            self.once.warn(
+                "save() in the body of epochs() says that the epoch is finished, and the training goes on in "
+                "it: a resume from that checkpoint begins the next epoch, and leaves out the rest of this "
+                "one. Call save() at the end of the body, or loop over the data with state.batches().",
+                about="what is lost",
+            )
+
+    def note_captured(self, is_first: bool) -> None:
+        """Note that an optimizer's steps call no hook: if they are what is counted, each batch is a step."""
+        if is_first and self.counts_steps:
+            self.counts_steps = False
+            for loader in self._known.all:
+                loader.count_as_step(is_step=self._is_step(loader))
+
+    def next_opened(self) -> int:
+        """Return the next number in the order in which loops have handed out their first batch."""
+        self._opened += 1
+        return self._opened
+
+    def handed_out(self, place: EpochPlace, digest: Any) -> bool:
+        """Note that a batch is in hand, with its digest; return whether it counts as a step."""
+        self.batch, self._stepped = place.done, set()
+        if not self._has_handed_out:
+            self._has_handed_out = True
+            self.streams.note_training(in_loop=True)
+        if self._has_saved_end:
+            self._warn_of_saved_end()
+        # Where another thread asks for batches, they are in hand only when they are trained.
+        if self.first_lines.is_looking and not any(loader.step_counted for loader in self._known.all):
+            self.first_lines.end()
+        if self.handed.first_body is not None:
+            self.handed.body_begins()
+        if digest:
+            self.handed.add(digest)
+        return not self.counts_steps and self._is_step(place)
+
+    def count_batch(self, done: int, hand: InHand) -> None:
+        """Count a batch that is done."""
+        self.batch = done
+        self.samples += hand.size * self.processes
+        self.step += hand.is_step
+
+    def batch_ends(self, at: LoaderPosition) -> End | None:
+        """Return the counters at the end of a loader's batch; None if that is no boundary.
+
+        It is no boundary in an accumulation window, in a body of `steps()`, or if the loop over another
+        loader, around this one, has its next batch in hand already.
+        """
+        if self._body is Boundary.STEP or (self.counts_steps and not self._stepped):
+            return None
+        if len(self._known.all) > 1 and not self._known.is_outermost(at):
+            return None
+        step = self.step if self.counts_steps else self.steps_done()
+        return End(step, self.epoch, at) if self._body else End(step, self.epochs_done())
+
+    def batches_ended(self, ended: EpochPlace) -> None:
+        """Note that the loop over a loader's batches has ended.
+
+        A loader that was asked in its bodies has ended with it, if it is not asked again. Without
+        `epochs()`, the next body begins here.
+        """
+        for loader in self._known.all:
+            if loader.is_open:
+                loader.other_ended(ended.opened)
+        if self._body is None:
+            self.streams.end_batches_by_hand()
+        if self._body is Boundary.EPOCH and not self._known.is_training():
+            self.first_lines.go_on()
+
+    def reopened(self) -> None:
+        """Put the generators back if all loops over batches that were open are open again."""
+        if not self._known.is_awaited():
+            self.streams.put_back()

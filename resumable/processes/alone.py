@@ -1,0 +1,61 @@
+"""The crew of a training of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Container, Mapping
+from typing import TypeVar
+
+from ..files.codec import Encoded
+from ..files.large_files import Content, Way, Written
+from ..files.strict_json import Json
+from ..run import checkpoint
+from ..run.checkpoint import Checkpoint
+from ..run.manifest import Manifest
+from ..run.resume_choice import Copies, Which
+from .crew import Crew
+from .write_shares import Range
+
+T = TypeVar("T")
+
+
+class Alone(Crew):
+    """The only process: it decides and writes everything."""
+
+    def meet(self, facts: Mapping[str, Json], check: Callable[[], None], *, is_copied: bool) -> None:
+        """Do nothing: there are no others."""
+
+    def _own_first(self, is_copied: bool) -> None:
+        self._run.acquire()
+        self.run_id = self._run.identity(None)
+
+    def choose(
+        self,
+        which: Which,
+        read: Callable[[Checkpoint], T],
+        copies: Copies | None = None,
+        skip: Container[int] = (),
+    ) -> tuple[Checkpoint, T] | None:
+        """Return the checkpoint that `which` means, read; None to start fresh."""
+        return self._run.choose(which, read, copies, skip)
+
+    def _highest(self, last: int) -> int:
+        return max(last, self._run.highest() or 0)
+
+    def compare(self, groups: Mapping[str, Encoded], differing: Collection[int]) -> None:
+        """Do nothing: there is no other rank to compare with."""
+
+    def share(
+        self, sizes: Mapping[str, int], headers: Callable[[], Mapping[str, bytes]]
+    ) -> dict[str, Range] | None:
+        """Return None: this process writes all files."""
+        return None
+
+    def commit(self, about: Manifest, files: Mapping[str, Content], way: Way) -> dict[str, Written]:
+        """Write the checkpoint; return how, when it is durable."""
+        return checkpoint.commit(self._run.folder, about, files, way)[1]
+
+    def fail(self, number: int, error: BaseException) -> None:
+        """Do nothing: no other process waits for this save."""
+
+    def leave(self, reason: str) -> None:
+        """Do nothing: there are no others."""

@@ -1,0 +1,228 @@
+"""Which checkpoint to resume from: the newest intact one, the best, or the one that was named."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Generic, Protocol, TypeGuard, TypeVar
+
+from ..errors import (
+    CannotRead,
+    CheckpointDamaged,
+    CheckpointNotFound,
+    NotARun,
+    RemoteError,
+    ResumableError,
+    RunExists,
+    UsageError,
+    warn,
+)
+from . import checkpoint, manifest
+from .catalog import Catalog
+from .checkpoint import Checkpoint
+from .listing import number_of
+
+T = TypeVar("T")
+Which = str | int | os.PathLike[str]
+"""A word, a save number or a checkpoint's path."""
+
+_NEWEST = ("must", "newest", "latest", "last")
+_WORDS = ("auto", "never", "best", *_NEWEST)
+
+
+class Copies(Protocol):
+    """Copies of a run's checkpoints elsewhere."""
+
+    @property
+    def numbers(self) -> Mapping[int, str]:
+        """The names of the folders, by save number."""
+
+    def pull(self, number: int) -> None:
+        """Copy one into the run, in place of a damaged one."""
+
+    def best(self, above: int) -> int | None:
+        """Return the number of the best, according to those above a number."""
+
+
+def is_number(which: object) -> TypeGuard[int | str]:
+    """Return whether this is a save number, as a number or as text."""
+    if isinstance(which, str):
+        return which.isdecimal()
+    return isinstance(which, int) and not isinstance(which, bool)
+
+
+def check(catalog: Catalog, which: Which, is_copied: bool) -> None:
+    """Raise if the folder cannot be that of a run, or `which` cannot be chosen from it."""
+    path = catalog.folder.parent
+    for folder in (catalog.folder, *catalog.folder.parents):
+        if os.path.lexists(folder) and not _is_folder(folder):
+            raise NotARun(
+                f"{folder} is not a folder.",
+                fix="give the run a directory: a new one, an empty one, or one of an earlier run.",
+            )
+    is_empty = catalog.highest() is None
+    if which == "never" and not is_empty:
+        held = len(catalog)
+        raise RunExists(
+            f"{path} holds {held} checkpoint{'s' * (held != 1)}, and resume='never'.",
+            fix="give the new run another directory, or move this one away.",
+        )
+    if is_copied and (which in _WORDS or is_number(which)):
+        return
+    if which in (*_NEWEST, "best") and is_empty:
+        raise _missing(path)
+    if which not in _WORDS:
+        _open_named(catalog, which)
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError as exc:
+        raise CannotRead(
+            f"{path} cannot be read: {exc.strerror}.",
+            fix="mend the cause (the disk, permissions) and start again.",
+        ) from exc
+
+
+@dataclass(frozen=True, slots=True)
+class Choice(Generic[T]):
+    """Finds the checkpoint to resume from and reads it; takes from the copies what is missing or damaged."""
+
+    catalog: Catalog
+    run: str
+    """The path of the run as the user wrote it."""
+    read: Callable[[Checkpoint], T]
+    copies: Copies | None
+
+    def find(self, which: Which, skip: Container[int]) -> tuple[Checkpoint, T] | None:
+        """Return the checkpoint that `which` means and the result of `read` for it; None to start fresh."""
+        is_empty = self.catalog.highest() is None and not (self.copies and self.copies.numbers)
+        if which == "never" or (which == "auto" and is_empty):
+            return None
+        if which == "auto" or which in _NEWEST:
+            return self._newest_intact(skip)
+        if which != "best" and not is_number(which):
+            found = _open_named(self.catalog, which)
+            return found, self.read(found)
+        return self._open(self._best_number() if which == "best" else int(which))
+
+    def _newest_intact(self, skip: Container[int]) -> tuple[Checkpoint, T]:
+        # Newest is the highest save number: after restore(), the highest step may be on an abandoned branch.
+        last: ResumableError | None = None
+        for number in _those_last(skip, self._newest_first()):
+            try:
+                return self._open(number)
+            except (CheckpointDamaged, RemoteError) as exc:
+                if isinstance(exc, RemoteError) and self.catalog.highest() is None:
+                    raise
+                # Warn of each: every skipped checkpoint is lost training.
+                warn(f"{exc.problem} It is skipped; an older checkpoint is used.")
+                last = exc
+        if last is None:
+            raise _missing(self.catalog.folder.parent)
+        if isinstance(last, RemoteError):
+            raise last
+        where, count, other = f"{self.catalog.folder.parent}", len(self.catalog), "another directory"
+        if self.copies and self.copies.numbers:
+            where, count = f"{where} or {self.copies}", len({*self.catalog.numbers(), *self.copies.numbers})
+            other += " and another remote folder"
+        raise CheckpointDamaged(
+            f"none of the {count} checkpoints in {where} is intact. Of the last one tried: {last.problem}",
+            fix=f"look at them with `resumable verify {self.run} --all`; "
+            f"to start fresh, give the run {other}.",
+        ) from last
+
+    def _newest_first(self) -> Iterable[int]:
+        if self.copies and self.copies.numbers:
+            return sorted({*self.catalog.numbers(), *self.copies.numbers}, reverse=True)
+        return (number_of(path.name) for path in self.catalog.newest_first())
+
+    def _open(self, number: int) -> tuple[Checkpoint, T]:
+        copies = self.copies if self.copies and number in self.copies.numbers else None
+        if copies and self.catalog.path_of(number) is None:
+            copies.pull(number)
+        try:
+            found = self.catalog.open(number)
+            return found, self.read(found)
+        except CheckpointDamaged as exc:
+            if not copies:
+                raise
+            warn(f"{exc.problem} It is taken from {copies}.")
+        copies.pull(number)
+        found = self.catalog.open(number)
+        return found, self.read(found)
+
+    def _best_number(self) -> int:
+        here = next((found.about for found in self.catalog.intact() if found.about.best), None)
+        # A newer one in the remote may know of a better one.
+        if self.copies and (best := self.copies.best(above=here.number if here else 0)):
+            return best
+        if here and here.best:
+            return here.best.number
+        raise CheckpointNotFound(
+            f"no checkpoint in {self.catalog.folder.parent} is known to be the best.",
+            fix="say which metric decides (maximize= or minimize=) and give it to save().",
+        )
+
+
+def _those_last(last: Container[int], numbers: Iterable[int]) -> Iterator[int]:
+    kept = []
+    for number in numbers:
+        if number in last:
+            kept.append(number)
+        else:
+            yield number
+    yield from kept
+
+
+def _open_named(catalog: Catalog, which: Which) -> Checkpoint:
+    if isinstance(which, bool) or not isinstance(which, (int, str, os.PathLike)):
+        raise UsageError(
+            f"resume={which!r} does not say what to go on from.",
+            fix="say 'auto', 'must', 'never', 'best', a save number, or a checkpoint's path.",
+        )
+    if is_number(which):
+        return catalog.open(int(which))
+    assert not isinstance(which, int)
+    path = Path(which).resolve()
+    if os.path.lexists(path / manifest.NAME):
+        return checkpoint.open_checkpoint(path)
+    raise CheckpointNotFound(
+        f"resume={os.fspath(which)!r} is neither a word that is known nor a checkpoint's folder.",
+        fix="say 'auto', 'must', 'never', 'best', a save number, or the path of a folder with a "
+        f"{manifest.NAME}.",
+    )
+
+
+def _missing(path: Path) -> CheckpointNotFound:
+    """Return the error for a run that has to exist and does not."""
+    hint = f" Did you mean {meant}?" if (meant := _meant(path)) else ""
+    what = "holds no checkpoint" if path.is_dir() else "does not exist"
+    return CheckpointNotFound(
+        f"{path} {what}.{hint}",
+        fix="check the path. In a script, resume='auto' starts fresh where there is nothing yet.",
+    )
+
+
+def _meant(path: Path) -> Path | None:
+    """Return the run that a wrong path may mean: below it, above it, or beside it with a similar name."""
+    around = (above for above in Path(os.path.realpath(path)).parents if _is_run(above))
+    similar = difflib.get_close_matches(path.name, _runs_in(path.parent), cutoff=0.5)
+    near = (path.parent / name for name in similar if name != path.name)
+    return next(chain((path / name for name in _runs_in(path)), around, near), None)
+
+
+def _runs_in(folder: Path) -> list[str]:
+    with contextlib.suppress(OSError):
+        return sorted(entry.name for entry in folder.iterdir() if _is_run(entry))
+    return []
+
+
+def _is_run(path: Path) -> bool:
+    return os.path.lexists(path / "run.json")

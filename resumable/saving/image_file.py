@@ -1,0 +1,117 @@
+"""One file of the image: the bytes of it that this process saves, and where its tensors lie in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..files import fingerprint
+from ..files.codec import Encoded
+from ..files.tensor_file import Layout, Slot
+from ..processes.write_shares import Range
+from .host_memory import HostMemory
+
+_SMALL = 64 << 10
+
+
+class Share(NamedTuple):
+    """The bytes of a file that this process saves: all of them, or some from `begin` on."""
+
+    layout: Layout
+    """The tensors in those bytes, counted from the first of them."""
+    begin: int
+    size: int
+    """The size of the whole file."""
+    parts: Mapping[int, tuple[int, int]]
+    """For each slot that holds only a part of its tensor: the first element and the end."""
+
+    def range(self) -> Range:
+        """Return where the bytes begin and end."""
+        return self.begin, self.begin + self.layout.size
+
+
+def _share(layout: Layout, begin: int, end: int) -> Share:
+    if (begin, end) == (0, layout.size):
+        return Share(layout, 0, layout.size, {})
+    slots: list[Slot] = []
+    parts = {}
+    for slot in layout.slots:
+        first, last = max(slot.begin, begin), min(slot.end, end)
+        if first > last or (first == last and slot.begin < slot.end):
+            continue
+        shape = slot.shape
+        if (first, last) != (slot.begin, slot.end):
+            # A block begins between two elements: both lie at multiples of the widest one.
+            width = slot.dtype.itemsize
+            parts[len(slots)] = ((first - slot.begin) // width, (last - slot.begin) // width)
+            shape = ((last - first) // width,)
+        slots.append(Slot(slot.name, slot.dtype, shape, first - begin, last - begin))
+    return Share(Layout(layout.header[begin:end], tuple(slots), end - begin), begin, layout.size, parts)
+
+
+class ImageFile:
+    """A file of every save, which keeps its place in the image while its layout stays the same."""
+
+    def __init__(self, path: str, group: Encoded, whole: Layout, mine: Range) -> None:
+        self.path = path
+        self.share = _share(whole, *mine)
+        self.layout = self.share.layout
+        self.views: list[Tensor] = []
+        self._whole = whole
+        self._names = [slot.name for slot in self.layout.slots]
+        small = [
+            0 < tensor.nbytes < _SMALL and tensor.is_cpu and tensor.dtype != torch.bool
+            for tensor in self.sources(group)
+        ]
+        for number in self.share.parts:
+            small[number] = False
+        # One by one, ten thousand would keep the training waiting.
+        self._together = [number for number, is_small in enumerate(small) if is_small]
+        self.apart = [number for number, is_small in enumerate(small) if not is_small]
+        """The slots whose tensors are copied one by one."""
+        self._memory: memoryview | None = None
+        self._fingerprint: Any = None
+
+    def sources(self, group: Encoded) -> list[Tensor]:
+        """Return the live tensor of each slot."""
+        return [group.tensors[name] for name in self._names]
+
+    def is_planned(self, whole: Layout, mine: Range) -> bool:
+        """Return whether it has its place in the image, for this layout and these bytes."""
+        return self._memory is not None and self._whole is whole and self.share.range() == mine
+
+    def place(self, memory: HostMemory, begin: int) -> None:
+        """Give it a place in the image, with its header."""
+        end = begin + self.layout.size
+        self._memory, self._fingerprint = memory.bytes[begin:end], None
+        self._memory[: len(self.layout.header)] = self.layout.header
+        self.views = self.layout.views(memory.tensor[begin:end])
+
+    def bytes(self) -> memoryview:
+        """Return its place in the image."""
+        assert self._memory is not None
+        return self._memory
+
+    def release(self) -> None:
+        """Give up its place in the image."""
+        self._memory, self.views, self._fingerprint = None, [], None
+
+    def is_unchanged(self, sources: Sequence[Tensor]) -> bool:
+        """Return whether the tensors are the same as at the last call, whose copies are still here."""
+        before, self._fingerprint = self._fingerprint, fingerprint.of(sources)
+        return before is not None and fingerprint.is_same(before, self._fingerprint)
+
+    def forget(self) -> None:
+        """Treat the tensors as changed at the next call: the copies here may not be complete."""
+        self._fingerprint = None
+
+    def copy_small(self, sources: Sequence[Tensor]) -> None:
+        """Copy the small tensors in host memory, in one call."""
+        if self._together:
+            torch._foreach_copy_(
+                [self.views[number] for number in self._together],
+                [sources[number] for number in self._together],
+            )

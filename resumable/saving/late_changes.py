@@ -1,0 +1,70 @@
+"""Finds what a script changes after `save()` in the same body: a resume would not have it."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+from ..boundary import Boundary
+from ..errors import SaveFailed
+from ..parts.part import Trees
+from ..parts.watch import LastSave
+from ..training import Training
+from .image import Image
+from .snapshot import Snapshot
+
+
+class LateChanges:
+    """What has changed between the last save and the end of the body that it was made in."""
+
+    def __init__(self, training: Training, image: Image) -> None:
+        self._parts = training.parts
+        self._position = training.position
+        self._once = training.once
+        self._image = image
+        self.save: _Save | None = None
+        """The last save, until its body ends."""
+
+    def begin(self, number: int, boundary: Boundary, trees: Trees, taken: Snapshot) -> None:
+        """Compare with this save when its body ends."""
+        position = self._position
+        is_finished = boundary is Boundary.EPOCH
+        sums = None if is_finished else position.means.version
+        self.save = _Save(number, position.step, position.body(), sums, LastSave(trees, taken))
+
+    def forget(self) -> None:
+        """Compare with no save: its memory is needed, or the training was restored to another place."""
+        self.save = None
+
+    def find(self) -> list[str]:
+        """Return the parts that have changed since the save in this body, and warn of them."""
+        save, self.save = self.save, None
+        if save is None or save.body != self._position.body():
+            return []
+        # A fused optimizer changes tensors without counting it, so steps are looked at too.
+        stepped = self._parts.trained() if self._position.step > save.step else []
+        changed = []
+        self._image.catch_up()
+        # The writer reports what went wrong with the image.
+        with contextlib.suppress(SaveFailed):
+            changed = save.state.changed(self._parts)
+        summed = [] if save.sums in (None, self._position.means.version) else ["means"]
+        changed = [*dict.fromkeys([*stepped, *changed, *summed])]
+        if changed:
+            self._once.warn(
+                f"{', '.join(changed)} changed after save() in the same body: a resume from checkpoint "
+                f"{save.number} would not have the change. Call save() last in the body.",
+                about="what is lost",
+            )
+        return changed
+
+
+@dataclass(frozen=True, slots=True)
+class _Save:
+    number: int
+    step: int
+    body: Any
+    sums: int | None
+    """The version of the means; None if the epoch is finished, which has no more use for them."""
+    state: LastSave

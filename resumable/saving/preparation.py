@@ -1,0 +1,52 @@
+"""What a save needs before it begins: memory, room on the disk, and the fastest way to write there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable
+from functools import partial
+
+from ..files import large_files
+from ..run import policy
+from ..training import Training
+from .image import Image
+
+_WORTH_PREPARING = 64 << 20
+
+
+class Preparation:
+    """Prepares the host and the disk for the saves of a training."""
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+        self.way: large_files.Way = "paced"
+        """How large files are written."""
+
+    def prepare(self, image: Image, is_idle: Callable[[], bool]) -> None:
+        """Get the memory for the first save and, as long as `is_idle`, try the disk."""
+        parts, crew = self._training.parts, self._training.crew
+        size = parts.size() if parts.saves_all else 0
+        self.warn(size)
+        if crew.writers > 1:
+            # A share is made of whole blocks.
+            size = size // crew.writers + large_files.BLOCK
+        if size >= _WORTH_PREPARING and is_idle():
+            image.reserve(size + size // 1000, partial(self._try_disk, is_idle))
+
+    def _try_disk(self, is_idle: Callable[[], bool], scratch: memoryview) -> None:
+        path = self._training.run.path
+        if os.path.isdir(path) and self._training.crew.leads:
+            self.way = large_files.fastest_way(path, scratch, is_idle)
+
+    def warn(self, size: int) -> None:
+        """Warn where the disk has no room for all that is to be kept, if a checkpoint takes `size` bytes."""
+        run, options = self._training.run, self._training.options
+        if not self._training.crew.leads or not os.path.isdir(run.path):
+            return
+        # If the disk cannot be asked, the save itself reports it.
+        with contextlib.suppress(OSError):
+            there, free = len(run.numbers()), shutil.disk_usage(run.path).free
+            if text := policy.room(options.keep, options.goal, size, there, free):
+                self._training.once.warn(f"{run}: {text}", about="room")

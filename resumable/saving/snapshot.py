@@ -1,0 +1,222 @@
+"""A snapshot of the tensors at the moment of a save, and the copying that completes it in the background."""
+
+from __future__ import annotations
+
+import bisect
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..errors import SaveFailed
+from ..files.large_files import Content, Written
+from ..files.threads import allow_captures
+from .fence import Fence
+from .gpu_copies import Buffers, Copy, Transfer
+from .image_file import ImageFile, Share
+
+_AT_A_TIME = 32 << 20
+
+
+class WrittenAround(SaveFailed):
+    """A guarded tensor was written to outside a step; later snapshots guard nothing."""
+
+
+class Snapshot:
+    """The tensors as they were at a save; an error of the copying is raised to the reader."""
+
+    def __init__(self, fence: Fence, buffers: dict[torch.device, Buffers], may_clone: bool) -> None:
+        self._fence = fence
+        self._buffers = buffers
+        self._may_clone = may_clone
+        self.waited_for = 0
+        """The bytes that were copied to the host at once, because their device has no room for a copy."""
+        self._data: dict[str, memoryview] = {}
+        self._shares: dict[str, Share] = {}
+        self._copies: list[Copy] = []
+        self._later: list[Copy] = []
+        self._transfers: list[Transfer] = []
+        self._progress = threading.Condition()
+        self._done = 0
+        self._places: dict[str, list[tuple[int, int]]] = {}
+        self._on_devices: set[str] = set()
+        self._is_complete = True
+        self._has_passed = False
+        self._error: SaveFailed | None = None
+
+    def add(self, file: ImageFile) -> None:
+        """Add a file, whose header is in place."""
+        self._data[file.path] = file.bytes()
+        self._shares[file.path] = file.share
+
+    def copy(self, file: ImageFile, sources: Sequence[Tensor]) -> None:
+        """Add the copies of a file's tensors, except for the small ones."""
+        for number in file.apart:
+            if sources[number].numel():
+                slot, part = file.layout.slots[number], file.share.parts.get(number)
+                self._copies.append(
+                    Copy(file.path, slot.name, slot.begin, file.views[number], sources[number], part=part)
+                )
+
+    def start(self, worth_a_fence: int, written_elsewhere: Callable[[], Collection[int]]) -> None:
+        """Copy the tensors that may change at any moment, and start to copy the others."""
+        by_device: dict[torch.device, list[Copy]] = {}
+        at_once: list[Copy] = []
+        for copy in self._copies:
+            (by_device.setdefault(copy.source.device, []) if copy.source.is_cuda else at_once).append(copy)
+        self._copies.clear()
+        is_worth_it = sum(copy.view.nbytes for copy in at_once) >= worth_a_fence
+        guarded = self._fence.guarded(is_worth_it or bool(by_device))
+        if guarded:
+            guarded -= {*written_elsewhere()}
+        if is_worth_it:
+            candidates, at_once = at_once, []
+            for copy in candidates:
+                # Devices other than these order their kernels by thread.
+                (self._later if copy.source.is_cpu and copy.is_guarded(guarded) else at_once).append(copy)
+            for copy in self._later:
+                copy.keep_sample(copy.put_off().taken().clone())
+        for device, copies in by_device.items():
+            buffers = self._buffers.setdefault(device, Buffers(device))
+            transfer = Transfer(device, copies, guarded, buffers, may_clone=self._may_clone)
+            self._transfers.append(transfer)
+            self.waited_for += transfer.waited_for
+        self._on_devices = {copy.path for copies in by_device.values() for copy in copies}
+        for number, copy in enumerate(self._later, 1):
+            self._places.setdefault(copy.path, []).append((copy.begin, number))
+        if self._later or self._transfers:
+            self._is_complete = False
+            self._fence.shut(self._hold_back)
+            try:
+                threading.Thread(target=self._run, name="resumable-image").start()
+            except BaseException:
+                # The system may refuse another thread; without it, the fence would stay shut.
+                self._is_complete = True
+                self._fence.open()
+                raise
+        _copy(at_once)
+
+    def _run(self) -> None:
+        try:
+            if self._transfers:
+                allow_captures()
+            with torch.no_grad():
+                for transfer in self._transfers:
+                    transfer.queue()
+                self._copy_later()
+                for transfer in self._transfers:
+                    transfer.wait()
+                self._refuse_changed(self._is_another)
+        except SaveFailed as exc:
+            self._error = exc
+        except BaseException as exc:
+            self._error = SaveFailed(
+                f"the tensors could not be copied to host memory: {exc!r}.",
+                fix="mend the cause and call save() again. The checkpoints before it are untouched.",
+            )
+            self._error.__cause__ = exc
+        finally:
+            self._fence.open()
+            for transfer in self._transfers:
+                transfer.end()
+            with self._progress:
+                # These references kept the sources alive, even if the training has dropped them.
+                self._later, self._transfers = [], []
+                self._is_complete = True
+                self._progress.notify_all()
+
+    def _copy_later(self) -> None:
+        rest = self._later
+        while rest:
+            some = _first_of(rest)
+            _copy(some)
+            rest = rest[len(some) :]
+            with self._progress:
+                self._done += len(some)
+                self._progress.notify_all()
+
+    def _guarded(self) -> list[Copy]:
+        return [*self._later, *(copy for transfer in self._transfers for copy in transfer.guarded)]
+
+    def _is_another(self, copy: Copy) -> bool:
+        # A step that has passed changes the versions of its tensors too.
+        return copy.has_another_content() or (copy.has_another_version() and not self._has_passed)
+
+    def _refuse_changed(self, is_changed: Callable[[Copy], bool]) -> None:
+        for copy in self._guarded():
+            if is_changed(copy):
+                self._fence.distrust()
+                raise WrittenAround(
+                    f"{copy.name} was written to after save(), but not by a step of its optimizer, before it "
+                    "was copied: that checkpoint is not made.",
+                    fix="write to parameters (an average, a clamp) before save(), or after the next step. "
+                    "Until this process ends, all is copied before save() returns, which takes longer.",
+                )
+
+    def _hold_back(self) -> None:
+        """Make a step wait until the snapshot is complete."""
+        with self._progress:
+            if not self._is_complete and not self._has_passed:
+                self._has_passed = True
+                try:
+                    self._refuse_changed(Copy.has_another_version)
+                except SaveFailed as exc:
+                    self._error = exc
+            self._progress.wait_for(lambda: self._is_complete or self._done == len(self._later))
+            transfers = self._transfers
+        for transfer in transfers:
+            transfer.hold_back()
+
+    def wait(self, path: str, end: int) -> None:
+        """Wait until the first `end` bytes of a file are copied; raise the error of the copying."""
+        places = self._places.get(path, [])
+        count = bisect.bisect_left(places, (end, 0))
+        needed = places[count - 1][1] if count else 0
+        # An error is known only when everything is copied, so no file is complete before.
+        is_last = end >= len(self._data[path]) or path in self._on_devices
+        with self._progress:
+            self._progress.wait_for(lambda: self._is_complete or (self._done >= needed and not is_last))
+        if self._error:
+            raise self._error
+
+    def has_failed(self) -> bool:
+        """Wait for the end of the copying, and return whether it failed."""
+        with self._progress:
+            self._progress.wait_for(lambda: self._is_complete)
+        return self._error is not None
+
+    def paths(self) -> list[str]:
+        """Return the names of the files."""
+        return [*self._data]
+
+    def contents(self, before: Mapping[str, Written]) -> dict[str, Content]:
+        """Return the content of each file, given those that the last save wrote."""
+        found = {}
+        for path, data in self._data.items():
+            share, ready = self._shares[path], partial(self.wait, path)
+            found[path] = Content(data, ready, before.get(path), begin=share.begin, size=share.size)
+        return found
+
+    def tensors(self, path: str) -> dict[str, Tensor]:
+        """Return the tensors of a file as they were, except for those of which only a part is here."""
+        share, data = self._shares[path], self._data[path]
+        if path in self._places or path in self._on_devices:
+            self.wait(path, len(data))
+        views = share.layout.views(torch.frombuffer(data, dtype=torch.uint8))
+        slots = enumerate(share.layout.slots)
+        return {slot.name: views[number] for number, slot in slots if number not in share.parts}
+
+
+def _copy(copies: Sequence[Copy]) -> None:
+    if copies:
+        torch._foreach_copy_([copy.view for copy in copies], [copy.source for copy in copies])
+
+
+def _first_of(copies: Sequence[Copy]) -> Sequence[Copy]:
+    count = size = 0
+    while count < len(copies) and size < _AT_A_TIME:
+        size += copies[count].view.nbytes
+        count += 1
+    return copies[:count]

@@ -1,0 +1,288 @@
+"""Putting a training where a checkpoint stood: at its start, or when it goes back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..boundary import Boundary
+from ..errors import (
+    CheckpointDamaged,
+    CheckpointNotFound,
+    Diverged,
+    ResumableError,
+    StateMismatch,
+    UsageError,
+)
+from ..files import disk
+from ..files.strict_json import Json
+from ..files.threads import no_garbage_collection
+from ..parts import aliases, collect
+from ..parts.fit import Plan, devices, fit, orders, sum_in_order
+from ..parts.reading import Reading
+from ..parts.restore import forget_gradients, restore
+from ..position import position, spikes
+from ..run import changes, environment, history
+from ..run.checkpoint import Checkpoint
+from ..run.manifest import Best
+from ..run.resume_choice import Which
+from ..saving.saver import Saving
+from ..training import Training
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """How a checkpoint fits the training, as far as differences are allowed."""
+
+    plan: Plan
+    best: Best | None
+    differences: Sequence[changes.Difference]
+
+
+class Resuming:
+    """Chooses a checkpoint, looks whether it fits, and puts everything back from it."""
+
+    def __init__(self, training: Training, saving: Saving) -> None:
+        self._run = training.run
+        self._crew = training.crew
+        self._parts = training.parts
+        self._position = training.position
+        self._saving = saving
+        self._goal = training.goal
+        self._is_elastic = training.options.is_elastic
+        self._progress = training.progress
+        self._copies = training.copies
+
+    def choose(
+        self, which: Which, expect: str | None = None, skip: Container[int] = ()
+    ) -> tuple[Checkpoint, Reading] | None:
+        """Return the checkpoint that `which` means, read and verified; None to start fresh.
+
+        One with another content than the expected one is an error, and no older one is looked for.
+        """
+        return self._crew.choose(which, partial(self._read, expect), self._copies, skip)
+
+    def choose_first(self, which: Which, expect: str | None) -> tuple[tuple[Checkpoint, Reading] | None, str]:
+        """Return the checkpoint to begin with, and what to say where the newest one is passed over.
+
+        It is where the start that resumed from it failed behind an epoch's last batch.
+        """
+        if which not in ("auto", "must") or expect:
+            return self.choose(which, expect), ""
+        listed = self._crew.ranks.first("what to skip", lambda: [*history.skipped(self._run.path).items()])
+        problems = dict(listed)
+        found = self.choose(which, expect, problems)
+        if found is None or not problems:
+            return found, ""
+        about = found[0].about
+        number = about.number
+        if number not in problems:
+            passed = [one for one in problems if one > number and self._run.path_of(one)]
+            newest = max(passed, default=None)
+            return found, _skipped(newest, problems, f"to resume from it: resume={newest}") if newest else ""
+        if which == "auto" and about.epoch == 0 and about.parent is None:
+            # A kill before the run's first checkpoint loses as much; the same bits are trained again.
+            return None, _skipped(number, problems, "there is no earlier one")
+        return found, f"checkpoint {number} is the only one, so it is used again: {_ended(problems[number])}"
+
+    @no_garbage_collection()
+    @torch.inference_mode(False)
+    def _read(self, expect: str | None, found: Checkpoint) -> Reading:
+        then, now = found.about.world_size, self._crew.ranks.size
+        if then != now and not self._is_elastic:
+            raise StateMismatch(
+                f"{found} was made by {then} processes; there are {now} now, and elastic=False.",
+                fix=f"start {then} processes, or let the number change: elastic=True.",
+            )
+        try:
+            trees = collect.in_place(self._parts)
+            live, used = collect.live_tensors(self._parts, trees), self._parts.devices_in_use()
+            rank, show = self._crew.ranks.rank, self._progress.reading
+            reading = Reading(found, live, rank, show, expect, used, now=trees)
+            reading.decode()
+            position.check(_of_position(reading))
+            aliases.check(_of_position(reading).get("aliases", {}))
+            held = {name for tree in reading.trees.values() for name in tree.json}
+            if lacking := found.about.parts.keys() - held:
+                raise ValueError(f"it lacks {', '.join(sorted(lacking))}")
+        except (ValueError, KeyError, TypeError) as exc:
+            if isinstance(exc, ResumableError):
+                raise
+            raise disk.damaged(found.path, f"its content is not a checkpoint's: {exc}") from exc
+        return reading
+
+    def fit(self, chosen: Checkpoint, reading: Reading, allow: Sequence[str], override: Sequence[str]) -> Fit:
+        """Return what does not fit the parts and what has changed; nothing has been touched after this."""
+        ranks, about = self._crew.ranks, reading.about
+        if not ranks.is_alone:
+            sum_in_order(reading, ranks.first("the order of the sums", lambda: orders(reading)))
+
+        def look() -> Fit:
+            plan = fit(self._parts, reading, allow, override)
+            differences = [
+                *plan.changed,
+                *changes.of_world(about.world_size, ranks.size),
+                *changes.of_devices(*devices(self._parts, reading.trees)),
+                *changes.of_environment(about.environment, environment.describe()),
+            ]
+            return Fit(plan, self._checked_best(chosen, override), differences)
+
+        found = ranks.each("what does not fit", look)
+        self._warn_of_devices(reading)
+        # Before anything is touched: where warnings are errors, this ends the load.
+        rows = ranks.agree("what has changed", lambda: [one.to_json() for one in found.differences])
+        ranks.each("telling it", lambda: self._tell(rows, chosen))
+        # What the run is built with from here on: where the checkpoint won, that is not the code's.
+        used = [one.name for one in found.plan.changed if one.used == changes.CHECKPOINTS]
+        self._saving.keep_settings({name: about.built[name] for name in used})
+        return found
+
+    def _warn_of_devices(self, reading: Reading) -> None:
+        if reading.without_device:
+            self._saving.once.warn(
+                f"the training that saved used {', '.join(reading.without_device)}, and this one uses fewer "
+                "devices: the state of those random generators is not restored, so what is drawn on a device "
+                "differs. Resume with as many devices for the same numbers.",
+                about="generators without a device",
+            )
+
+    def warn_of_dropout(self) -> None:
+        """Warn if a resume cannot restore the dropout of a recurrent layer."""
+        if self._parts.has_dropout_in_cudnn():
+            self._saving.once.warn(
+                "cuDNN hides the state of the dropout in nn.LSTM, nn.GRU and nn.RNN, so that this dropout "
+                "differs after a resume. For an exact resume set "
+                "torch.backends.cudnn.enabled = False, or give these layers dropout=0.",
+                about="dropout in cuDNN",
+            )
+
+    def _tell(self, rows: Sequence[Sequence[Json]], chosen: Checkpoint) -> None:
+        title = f"{self._run} has changed since checkpoint {chosen.about.number}"
+        if text := changes.table(title, rows, self._crew.ranks.rank):
+            self._saving.once.warn(text)
+
+    def _checked_best(self, chosen: Checkpoint, override: Sequence[str]) -> Best | None:
+        # The save number of another run's best means nothing here.
+        best = chosen.about.best if self._run.holds(chosen) else None
+        elsewhere = self._copies.numbers if self._copies else ()
+        if best and best.number not in self._run.numbers() and best.number not in elsewhere:
+            text = f"checkpoint {best.number}, the best, is not there any more; it is forgotten."
+            self._saving.once.warn(text)
+            best = None
+        if self._goal is None or (best and best.goal == self._goal):
+            return best
+        if best is None or "best" in override:
+            return self._run.best(self._goal)
+        raise StateMismatch(
+            f"this run has been tracking {best.goal}, the code says {self._goal}.",
+            fix=f"say {best.goal} again, or start to track the new one with override=['best'].",
+        )
+
+    def go_on(self, chosen: Checkpoint, reading: Reading, fit: Fit) -> None:
+        """Put everything back at the start."""
+        before = self._position.streams.read()
+        restore(self._parts, fit.plan, each=self._crew.ranks.each)
+        self._saving.go_on_from(chosen, fit.best, reading)
+        self._position.streams.go_on(before)
+        self._parts.note_steps(chosen.about.step)
+        self._warn_of_lost_sums(chosen)
+
+    def _warn_of_lost_sums(self, chosen: Checkpoint) -> None:
+        then, now = chosen.about.world_size, self._crew.ranks.size
+        is_finished = chosen.about.boundary is Boundary.EPOCH
+        if now < then and self._crew.is_first and self._position.means and not is_finished:
+            self._saving.once.warn(
+                f"state.means lacks what {then - now} of the {then} processes have summed up so far: until "
+                "the next epoch (or means.reset()) its values are those of the others."
+            )
+
+    def go_back(
+        self, which: Which, only: str | None = None, skip: bool = False, expect: str | None = None
+    ) -> Checkpoint:
+        """Put everything back, or only a part, or all but the place in the data."""
+        ranks = self._crew.ranks
+        told = f", expect={expect!r}" if expect else ""
+        ranks.agree(f"restore({str(which)!r}{told})", lambda: None, is_due=True)
+        names = None if only is None else self._parts.names(only)
+        if skip:
+            ranks.each("the batch in hand", self._position.refuse_to_go_back)
+            names = self._parts.names_but_data()
+        found = self.choose("must" if which == "auto" else which, expect)
+        if found is None:
+            raise UsageError(
+                f"restore({which!r}) names no checkpoint.",
+                fix="say 'best', 'newest', a save number or a checkpoint's path.",
+            )
+        chosen, reading = found
+        plan = ranks.each("what does not fit", lambda: fit(self._parts, reading, only=names))
+        restore(self._parts, plan, each=ranks.each)
+        if only is None:
+            self._saving.late.forget()
+            forget_gradients(self._parts, reading)
+            self._saving.go_on_from(chosen, self._checked_best(chosen, ["best"]), reading)
+            self._saving.history.went_back(self._saving.parent, str(which))
+        if skip:
+            self._position.go_back(_of_position(reading))
+        elif only is None:
+            self._position.hold()
+        return chosen
+
+    def go_back_from_spike(self, where: str, is_again: bool) -> Checkpoint:
+        """Go back to the newest checkpoint of this branch, or, if that was done just now, behind it."""
+        number = self._saving.parent
+        if number is not None and is_again:
+            # Twice in a row: not only the batches, but the checkpoint may be bad.
+            number = self._before(number)
+        while number is not None:
+            try:
+                return self.go_back(number, skip=True)
+            except (CheckpointDamaged, CheckpointNotFound) as exc:
+                if self._crew.is_first:
+                    self._saving.once.warn(f"{exc.problem} It is skipped; an older checkpoint is used.")
+                number = self._before(number)
+        raise Diverged(
+            f"{where}, and {self._run} has no checkpoint to go back to.",
+            fix="save before a spike can come; look at the data there, or lower the learning rate.",
+        )
+
+    def _before(self, number: int) -> int | None:
+        return self._crew.ranks.first("the checkpoint before", lambda: spikes.before(self._run, number))
+
+    def line(self, what: str, chosen: Checkpoint, started: float, way: str) -> str:
+        """Return the line that says where the training goes on."""
+        facts, best = self.place(), self._saving.best
+        if best:
+            facts.append(f"best {best.goal.metric} {best.value:.4g}")
+        where = f"{self._run} {way}" + ("" if self._run.holds(chosen) else f" {chosen.path},")
+        seconds = time.perf_counter() - started
+        return f"{what} {where} checkpoint {chosen.about.number}: {', '.join(facts)} ({seconds:.1f} s)"
+
+    def place(self) -> list[str]:
+        """Return where the training stands, as people read it."""
+        at = self._position.counters()
+        facts = [f"epoch {at['epoch']}"]
+        if at["batch"]:
+            found = [loader.length() for loader in self._position.loaders.values()]
+            lengths = [length for length in found if length is not None]
+            facts.append(f"batch {at['batch']}" + (f"/{lengths[0]}" if len(lengths) == 1 else ""))
+            if lengths == [at["batch"]]:
+                facts[-1] += " (only the rest of its body is left)"
+        return [*facts, f"step {at['step']}"]
+
+
+def _skipped(number: int, problems: Mapping[int, str], rest: str) -> str:
+    return f"checkpoint {number} is skipped: {_ended(problems[number])}; {rest}"
+
+
+def _ended(problem: str) -> str:
+    return f"the start that resumed from it ended with {problem}"
+
+
+def _of_position(reading: Reading) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = reading.saved("position").view("rank")
+    return found

@@ -1,0 +1,118 @@
+"""What to warn of when `save()` is called: what a resume from that checkpoint would not have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from ..loaders.generators import rng, search
+from ..parts.parts import Parts
+from ..position.loader_position import LoaderPosition
+from ..position.position import Position
+from ..position.script.loop_variables import LoopGenerators, LoopVariables
+from ..processes.signals import is_of_a_handler
+from ..training import Training
+
+
+class SaveWarnings:
+    """Looks at the script's loops at each save."""
+
+    def __init__(self, training: Training) -> None:
+        self._parts, self._position, self._once = training.parts, training.position, training.once
+        generators = LoopGenerators(partial(_generators, self._parts, self._position))
+        self._loop: tuple[LoopVariables, LoopGenerators] | None
+        self._loop = LoopVariables(self._parts.given), generators
+
+    def look_at_place(self, metrics: Mapping[str, Any]) -> None:
+        """Warn of a `save()` in the script at a place where a resume cannot continue exactly."""
+        warn, position = self._once.warn, self._position
+        if any(loader.is_interrupted() for loader in position.loaders.values()):
+            warn(
+                "saved while handling an exception that left the loop over the batches: that is not a "
+                "boundary, and a resume will not be bit for bit what an uninterrupted run does."
+            )
+        position.was_saved()
+        if position.streams.has_late_read():
+            warn(
+                "random numbers were drawn between reading state.step (or another counter) and the loop that "
+                "begins with it: after a resume these draws differ, because the generators are put back at "
+                "the first such read. Read the counters in the head of the loop only, or use state.steps()."
+            )
+        if position.streams.has_unseen_loop():
+            warn(
+                "this script reads neither state.step (or another counter) nor state.vars, so that RunState "
+                "does not see where its loop begins: a resume puts the random generators back in load, and "
+                "what is drawn between load and the loop differs. Begin the loop with a counter, as in "
+                "range(state.step, total)."
+            )
+        if position.is_in_inner_loop():
+            warn(
+                "save() in a loop over batches that runs in the body of another such loop counts the outer "
+                "batch as done: a resume goes on with the next one, and loses the rest of the inner loop. "
+                "Call save() in the outer loop, after the inner one."
+            )
+        if unlooped := position.unlooped():
+            names = ", ".join(name.removeprefix("loader.") for name in unlooped)
+            warn(
+                f"save() in the body of epochs() says that the epoch is finished, and {names} has not been "
+                "looped over in it: a resume begins the next epoch. If it is due in this epoch, call save() "
+                "in or after its loop."
+            )
+        is_used = metrics or any(isinstance(one, ReduceLROnPlateau) for one in self._parts.given())
+        if is_used and position.sums.lost and not position.means:
+            warn(
+                f"this epoch was resumed in the middle, so that {', '.join(position.sums.lost)} covers only "
+                "the rest of it, and so does what is computed from that. Average with state.mean(loss=loss) "
+                "in the loop, and save(**state.means) after it. If it is only shown, nothing is lost."
+            )
+
+    def look_at_variables(self) -> None:
+        """Warn of variables and random generators that the loop changes and no checkpoint has."""
+        if self._loop is None:
+            return
+        variables, generators = self._loop
+        try:
+            changed, moved = variables.changed(), generators.moved()
+        except Exception as exc:
+            if is_of_a_handler(exc):
+                raise
+            # An object of the script may raise anything when it is looked at.
+            self._loop = None
+            self._once.warn(
+                f"the variables of this loop cannot be inspected ({exc!r}), so RunState does not warn of "
+                "those that are in no checkpoint."
+            )
+            return
+        if changed:
+            names, is_one = ", ".join(changed), len(changed) == 1
+            self._once.warn(
+                f"{names} {'controls' if is_one else 'control'} this loop and "
+                f"{'changes' if is_one else 'change'} as it runs, but no checkpoint has "
+                f"{'it' if is_one else 'them'}: a resume starts from the values assigned before the loop. "
+                "Keep such values in state.vars, or pass their object in extra={...}. If they only affect "
+                "what is shown, nothing is lost."
+            )
+        if moved:
+            self._once.warn(
+                f"this loop draws from random generators that are in no checkpoint ({', '.join(moved)}): "
+                "after a resume they draw different numbers. Give them to RunState: extra={...}, by names of "
+                "your choice."
+            )
+
+
+def _generators(parts: Parts, position: Position) -> list[rng.Generator]:
+    """Return the random generators that a checkpoint has, beside the global ones."""
+    given = [one for one in parts.given() if not isinstance(one, (torch.nn.Module, Position, LoaderPosition))]
+    # What has a state of its own has its generators in that.
+    plain = torch.nn.Module.get_extra_state
+    given += [module for module in _modules(parts) if type(module).get_extra_state is not plain]
+    return [*position.generators(), *search.find(given).values()]
+
+
+def _modules(parts: Parts) -> Iterator[torch.nn.Module]:
+    for one in parts.given():
+        yield from one.modules() if isinstance(one, torch.nn.Module) else ()

@@ -1,0 +1,272 @@
+"""One process's use of a run, from `RunState.load` to `close`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+import weakref
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from .. import determinism
+from ..boundary import Due
+from ..errors import Preempted, RemoteError, UsageError, warn
+from ..files import pin
+from ..files.strict_json import Json
+from ..loaders import loader_warnings
+from ..options import Options
+from ..position import last_batch
+from ..position.position import Position
+from ..processes.signals import Signals
+from ..remote.in_training import Copies
+from ..run import changes
+from ..run.directory import Run
+from ..run.history import History
+from ..run.resume_choice import Which
+from ..saving.autosave import Autosave
+from ..saving.saver import Saving, end
+from ..saving.writer import PendingSave
+from ..training import Training
+from .observer import observer
+from .resuming import Resuming
+from .save_warnings import SaveWarnings
+from .step_counter import StepCounter
+
+_open: weakref.WeakValueDictionary[Path, Session] = weakref.WeakValueDictionary()
+_written: weakref.WeakValueDictionary[Path, Run] = weakref.WeakValueDictionary()
+_PATIENCE = 30.0
+"""So long another thread may take to let go of a run whose state it has dropped."""
+
+
+class Session:
+    """Begins a training or resumes it, saves it, and lets go of it."""
+
+    def __init__(self, options: Options) -> None:
+        self.training = training = Training.of(options)
+        self.saving = Saving(training)
+        self.resuming = Resuming(training, self.saving)
+        self.signals = Signals(options.save_on, shows_hint=training.crew.is_first)
+        ranks, pace = training.crew.ranks, self.saving.save_cost
+        self.autosave = Autosave(ranks, self.signals, pace, options.rules, options.limit)
+        self.steps = StepCounter(training, self.saving, self.autosave)
+        self.warnings = SaveWarnings(training)
+        self.trace = observer(
+            training.parts,
+            training.position,
+            training.crew.rank,
+            options.trace,
+            options.trace_every,
+            run=training.run.path,
+            given=options.run_dir,
+        )
+        self.has_resumed = False
+        """Whether this training continues from a checkpoint."""
+        self._is_closed, self._process = False, os.getpid()
+        # One that is dropped without close() must not lock its run for the rest of the process.
+        what = self.saving.history, training.run, training.position, training.copies
+        self._dropped = weakref.finalize(self, _end, self._process, *what)
+
+    @classmethod
+    def load(cls, options: Options) -> Session:
+        """Begin with the checkpoint that the options name, or fresh where there is none."""
+        session = cls(options)
+        try:
+            session._load()
+            position = session.training.position
+            position.outside.look()
+            position.before_loop.begin(is_resumed=session.has_resumed)
+            return session
+        except BaseException:
+            session.close()
+            raise
+
+    def _load(self) -> None:
+        started, options, training = time.perf_counter(), self.training.options, self.training
+        run, crew, copies = training.run, training.crew, training.copies
+        expect = pin.checked(options.expect)
+        resume = pin.due(options.resume, expect)
+        facts: dict[str, Json] = {
+            "resume": str(resume),
+            "allow": [*options.allow],
+            "override": [*options.override],
+            "expect": expect,
+            "remote": copies and str(copies),
+        }
+        is_copied = copies is not None
+        training.meet(facts, lambda: run.check(resume, is_copied), is_copied=is_copied)
+        self.resuming.warn_of_dropout()
+        self._warn_of_loaders()
+        ranks, position = crew.ranks, training.position
+        position.share_seed(ranks.first("the seed of the samples", lambda: position.seed))
+        ranks.each("the arguments", lambda: self._check_arguments(resume))
+        if copies:
+            if copies.are_cached():
+                training.print(f"{copies} is kept in {run}")
+            copies.look(resume)
+        if ranks.first("the run", lambda: os.path.exists(run.path)):
+            self.own()
+        found, skipped = self.resuming.choose_first(resume, expect)
+        if skipped:
+            training.print(f"{run}: {skipped}")
+        if found is None:
+            self._begin()
+            training.print(f"{run}: starting fresh" if skipped else f"{run} is empty: starting fresh")
+            self._begin_trace()
+            return
+        fit = self.resuming.fit(*found, options.allow, options.override)
+        self.own()
+        self.resuming.go_on(*found, fit)
+        self._count_on()
+        self.has_resumed = True
+        self.steps.set_prepared()
+        determinism.hold(self, str(run))
+        self.saving.note_start({"changed": [one.to_json() for one in fit.differences]})
+        # What was pruned may be in a remote under its number: the next save must not take its place there.
+        crew.count_from(ranks.first("the numbers", lambda: self.saving.history.highest))
+        self.saving.preparation.warn(found[0].about.size)
+        self.saving.prepare()
+        self._begin_trace()
+        line = self.resuming.line("resumed", found[0], started, "from")
+        training.print(line + changes.resized(found[1].about.world_size, ranks.size))
+
+    def _begin(self) -> None:
+        self.own()
+        self.training.position.streams.begin()
+        self.saving.note_start({})
+        self.saving.preparation.warn(self.training.parts.size())
+
+    def _begin_trace(self) -> None:
+        if self.trace:
+            self.trace.begin(is_resumed=self.has_resumed)
+
+    def _check_arguments(self, resume: Which) -> None:
+        self.training.parts.check_patterns(self.training.options.override)
+        if self.training.crew.leads:
+            self.training.run.check(resume, self.training.copies is not None)
+
+    def _warn_of_loaders(self) -> None:
+        for loader in self.training.position.loaders.values():
+            for text in loader_warnings.of(loader.source.loader):
+                self.training.once.warn(text)
+
+    def _count_on(self) -> None:
+        position = self.training.position
+        self.autosave.saved(position.step, position.epoch)
+        self.training.progress.go_to(epochs=position.epoch, steps=position.step)
+
+    def own(self) -> None:
+        """Become the only session that writes the run."""
+        # In a notebook a cell runs again: the new session takes over from the one that it replaces.
+        run, copies = self.training.run, self.training.copies
+        path = run.path.resolve()
+        if (older := _open.get(path)) and older is not self:
+            older._give_way(pushes=copies is None)
+        elif older is None and (last := _written.get(path)):
+            # The thread that wrote its save was the last to keep it, and is letting go of the run just now.
+            last.wait_until_free(_PATIENCE)
+        self.training.crew.own(is_copied=bool(copies and copies.numbers))
+        _open[path], _written[path] = self, run
+
+    def _give_way(self, *, pushes: bool) -> None:
+        # What this session has not pushed the next one will, so there is no need to wait for it.
+        if not pushes and self.training.copies:
+            self.training.copies.hand_over()
+        try:
+            self.close()
+        except RemoteError as exc:
+            warn(exc.problem)
+
+    def refuse_closed(self) -> None:
+        """Raise UsageError if this session has ended."""
+        if self._is_closed:
+            raise UsageError(
+                f"this RunState of {self.training.run} has been closed, or another has taken its place.",
+                fix="go on with the newer one, or make one with RunState.load(...).",
+            )
+
+    def save(self, why: str, metrics: Mapping[str, Any] | None = None) -> PendingSave:
+        """Save everything; without metrics, those given before stay."""
+        self.training.meet()
+        self.steps.look_at_others()
+        self.warnings.look_at_variables()
+        with self.training.parts.where_a_body_ended(why != "called"):
+            handle = self.saving.save(why, metrics, self.own, self.autosave.chosen)
+        self.autosave.saved(*self.saving.stood_at)
+        return handle
+
+    def went_back(self) -> None:
+        """Count from where a checkpoint has put the training back."""
+        self._count_on()
+        self.training.position.before_loop.forget()
+        if self.trace:
+            self.trace.went_back()
+
+    def leave(self, due: Due, number: signal.Signals) -> None:
+        """End the training in good order, after its save: raise Preempted, or exit."""
+        self.saving.wait()
+        place = ", ".join(self.resuming.place())
+        what = f"{due.why}: {self.training.run} is saved, checkpoint {self.saving.number}: {place}"
+        self.signals.acted_on()
+        if self.training.options.raises:
+            raise Preempted(f"{what}.", fix="leave; the same command goes on from there.", signal=number)
+        self.training.progress.close()
+        # Ctrl-C may have ended the reader of a pipe, such as tee, too.
+        with contextlib.suppress(OSError):
+            self.training.print(f"{what}; the same command goes on from there")
+        # A notebook keeps the loop, with its workers, for as long as it keeps the traceback.
+        self.training.position.close(now=True)
+        try:
+            self.close(due.why)
+        except RemoteError as exc:
+            # The exit code tells the queue to start again: then what is missing is pushed.
+            warn(exc.problem)
+        raise SystemExit(128 + number)
+
+    def close(self, how: str = "closed") -> None:
+        """Wait for the last save, and let go of the run; `how` is the reason that the history tells."""
+        if self._is_closed or os.getpid() != self._process:
+            return
+        self._is_closed = True
+        error, training = sys.exc_info()[1], self.training
+        if error and (text := last_batch.explain(error, self.saving.history, training.position)):
+            # Python 3.10 has no notes.
+            error.add_note(text) if hasattr(error, "add_note") else warn(text)
+        determinism.let_go(self)
+        self.signals.close()
+        if self.trace:
+            self.trace.close(is_at_end=how == "closed" and error is None)
+        self.steps.close()
+        if error is None:
+            training.position.warn_of_left_after_save()
+        training.position.close()
+        training.progress.close()
+        reason = "it has closed its RunState" if how == "closed" else how
+        self.saving.close(partial(training.crew.leave, reason), how)
+        # What it keeps may lead to the variables of the script.
+        self._dropped.detach()
+        if error is None:
+            self.signals.pass_on()
+
+
+def _end(process: int, history: History, run: Run, at: Position, copies: Copies | None) -> None:
+    # A forked child has no part in this.
+    if process == os.getpid():
+        if copies:
+            # A warning may be an error.
+            with contextlib.suppress(Warning):
+                copies.leave()
+        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        if error and (text := last_batch.explain(error, history, at)):
+            with contextlib.suppress(Warning):
+                warn(text)
+        end(history, run, at, told(error) if error else "left without close()")
+
+
+def told(error: BaseException) -> str:
+    """Return an error as the history tells of it."""
+    return f"{type(error).__name__}: {error}".removesuffix(": ")

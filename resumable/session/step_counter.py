@@ -1,0 +1,113 @@
+"""Counts the steps of the optimizers, by the hooks that torch calls after each."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ..parts.parts import named
+from ..saving.autosave import Autosave
+from ..saving.fence import is_capturing, untraced
+from ..saving.saver import Saving
+from ..saving.unseen_optimizers import NotGiven, Unseen
+from ..training import Training
+
+
+class StepCounter:
+    """Tells the parts and the position of each step of an optimizer that was given."""
+
+    def __init__(self, training: Training, saving: Saving, autosave: Autosave) -> None:
+        self._parts, self._position = training.parts, training.position
+        self._saving, self._autosave = saving, autosave
+        self._is_prepared = False
+        given = named("optimizer", training.options.parts["optimizer"])
+        hooked = {name: live for name, live in given.items() if hasattr(live, "register_step_post_hook")}
+        self._first = next(iter(given), None)
+        self.unseen = Unseen(hooked)
+        """The optimizers whose steps have called no hook yet."""
+        self._not_given = NotGiven(self._parts.given(), self._parts.parameters)
+        self._hooks: list[Any] = []
+        for name, live in hooked.items():
+            hook = untraced(_weakly(self._stepped, name, name == self._first))
+            self._hooks.append(live.register_step_post_hook(hook))
+        # `untraced` takes a second to import torch's compiler, unless an optimizer has done so already.
+        if "torch._dynamo" in sys.modules:
+            hook = untraced(_weakly(self._not_given.stepped))
+            self._hooks.append(register_optimizer_step_post_hook(hook))
+        self._position.watch_optimizers(
+            [*given.values()], are_hooked=bool(hooked), counts_steps=self._first in hooked
+        )
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def set_prepared(self) -> None:
+        """Note that the optimizers have their state already: a checkpoint has given it to them."""
+        self._is_prepared = True
+
+    def look_at_others(self) -> None:
+        """Look, at a save, for optimizers and schedulers that were not given."""
+        self._not_given.look()
+
+    def find_unseen(self) -> None:
+        """Find the optimizers that step without calling hooks: their steps are in a captured CUDA graph."""
+        for name in self.unseen.stepped():
+            self._note_captured(name)
+
+    def _stepped(self, name: str, is_first: bool, optimizer: Any) -> None:
+        self.unseen.seen(name)
+        if is_capturing():
+            self._note_captured(name)
+            return
+        if _is_inner_step(optimizer, sys._getframe(1)):
+            return
+        self._parts.stepped(name)
+        self._position.count_step(name, is_first)
+        if is_first and self._autosave.is_on and self._position.is_step_without_loop():
+            self._saving.once.warn(
+                "every= and max_time= save only in loops over state.epochs(), state.steps() and "
+                "state.batches(), and the optimizer has made two steps outside of them. Loop over "
+                "state.steps(total), or leave these options out and call save() yourself.",
+                about="a loop that saves nothing",
+            )
+        if not self._is_prepared:
+            # Before its first step most optimizers have no state.
+            self._is_prepared = True
+            self._saving.prepare()
+
+    def _note_captured(self, name: str) -> None:
+        self._parts.note_captured(name)
+        self._position.before_loop.forget()
+        self._position.note_captured(name == self._first)
+
+
+def _weakly(method: Callable[..., object], *given: Any) -> Callable[..., None]:
+    """Return a hook that does not keep alive what it calls: it hangs on the user's own objects."""
+    known = weakref.WeakMethod(method)
+
+    def hook(live: Any, *_: Any) -> None:
+        if found := known():
+            found(*given, live)
+
+    return hook
+
+
+def _is_inner_step(optimizer: Any, frame: FrameType | None) -> bool:
+    """Whether this step of an optimizer was called by another: its class calls super().step()."""
+    wrappers = 0
+    while frame is not None and wrappers < 2:
+        is_wrapper = frame.f_code is _STEP_WRAPPER and frame.f_locals["args"][0] is optimizer
+        wrappers, frame = wrappers + is_wrapper, frame.f_back
+    return wrappers == 2
+
+
+_STEP_WRAPPER = torch.optim.Optimizer.profile_hook_step(lambda self: None).__code__
+"""What torch wraps around the step() of every optimizer class: it calls the hooks."""

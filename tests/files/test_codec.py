@@ -1,0 +1,1175 @@
+"""Trees of tensors and plain values: to files and back as they were, or an error that names the path."""
+
+from __future__ import annotations
+
+import copy
+import enum
+import functools
+import json
+import math
+import struct
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from resumable.boundary import Boundary
+from resumable.errors import CannotStore
+from resumable.files import codec, decoder, tensor_file
+
+CPU = torch.device("cpu")
+PLACES = [None, lambda path, device: CPU]
+
+
+def files_of(tree: Any) -> dict[str, bytes]:
+    """Return the files of a checkpoint that holds `tree`, both shared and by rank."""
+    trees = {"extra": codec.encode({"value": tree}), "rank": codec.encode({"value": tree})}
+    return {name: bytes(content) for name, content in codec.to_files(trees).items()}
+
+
+def read(files: dict[str, bytes], place: codec.Place | None = None) -> Any:
+    """Return what the files hold, by rank."""
+    trees = codec.from_files({name: memoryview(bytearray(data)) for name, data in files.items()})
+    shared, by_rank = (codec.decode(trees[s].json, trees[s].tensors, place) for s in ("extra", "rank"))
+    assert picture(shared) == picture(by_rank)
+    return by_rank["value"]
+
+
+def there_and_back(tree: Any, place: codec.Place | None = None) -> Any:
+    """Return the tree after two trips through files."""
+    return read(files_of(read(files_of(tree), place)), place)
+
+
+def picture(value: Any) -> Any:
+    """Return what tells two trees apart: types, values, bits, order where there is one."""
+    kind = type(value)
+    if isinstance(value, torch.Tensor):
+        live = value.resolve_conj().resolve_neg()
+        return kind, live.dtype, live.shape, bits(live)
+    if isinstance(value, (np.ndarray, np.generic)):
+        return kind, value.dtype.str, value.shape, value.tobytes("A"), value.flags.fnc
+    if isinstance(value, complex):
+        return kind, picture(value.real), picture(value.imag)
+    if isinstance(value, float):
+        return kind, "nan" if math.isnan(value) else struct.pack("<d", value)
+    if isinstance(value, dict):
+        factory = getattr(value, "default_factory", None)
+        return kind, factory, [(picture(key), picture(item)) for key, item in value.items()]
+    if isinstance(value, (set, frozenset)):
+        return kind, sorted(map(picture, value), key=repr)
+    if isinstance(value, (list, tuple, deque)):
+        return kind, getattr(value, "maxlen", None), [picture(item) for item in value]
+    return kind, value
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    """Return the bytes of a tensor, row after row."""
+    flat = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes()
+
+
+def layout(tensor: torch.Tensor) -> list[int]:
+    """Return the strides that mean something: those of more than one element."""
+    if not tensor.numel():
+        return []
+    return [step for step, length in zip(tensor.stride(), tensor.shape, strict=True) if length > 1]
+
+
+# The oldest torch that the tests run with lacks them.
+NEWER_DTYPES = [getattr(torch, name) for name in ("float8_e8m0fnu",) if hasattr(torch, name)]
+PACKED_DTYPES = [getattr(torch, name) for name in ("float4_e2m1fn_x2",) if hasattr(torch, name)]
+DTYPES = [
+    *(torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64),
+    *(torch.int8, torch.int16, torch.int32, torch.int64, torch.complex128),
+    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, *NEWER_DTYPES),
+]
+LAYOUTS: list[Callable[[torch.Tensor], torch.Tensor]] = [
+    lambda t: t,
+    lambda t: t.transpose(0, -1) if t.ndim else t,
+    lambda t: t[::2] if t.ndim else t,
+    lambda t: t[..., 1:] if t.ndim else t,
+    lambda t: t.expand(2, *t.shape),
+    lambda t: t.conj() if t.is_complex() else t,
+    lambda t: t.conj().imag if t.is_complex() else t,
+    lambda t: torch._neg_view(t) if t.dtype in (torch.float32, torch.float64) else t,
+    lambda t: torch.nn.Parameter(t, requires_grad=t.is_floating_point()).detach(),
+]
+NUMPY_DTYPES = [
+    *(
+        "|b1",
+        "|i1",
+        "|u1",
+        "<i2",
+        "<u2",
+        "<i4",
+        "<u4",
+        "<i8",
+        "<u8",
+        ">i4",
+        ">u8",
+        "<f2",
+        "<f4",
+        "<f8",
+        ">f4",
+    ),
+    *("<c8", "<c16", ">c16", "|S1", "|S5", "<M8[s]", "<M8[25ns]", ">M8[D]", "<m8[us]"),
+]
+ORDERS: list[Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]] = [
+    lambda a: a,
+    lambda a: a.T,
+    lambda a: np.array(a, order="F"),
+    lambda a: a[..., ::2] if a.ndim else a,
+]
+shapes = st.lists(st.integers(0, 3), max_size=3)
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    """Draw a tensor of any dtype, bits, shape and layout."""
+    dtype, shape = draw(st.sampled_from(DTYPES)), draw(shapes)
+    size = math.prod(shape) * dtype.itemsize
+    raw = torch.tensor(list(draw(st.binary(min_size=size, max_size=size))), dtype=torch.uint8)
+    flat = raw.remainder(2).bool() if dtype == torch.bool else raw.view(dtype)
+    return draw(st.sampled_from(LAYOUTS))(flat.reshape(shape))
+
+
+@st.composite
+def arrays(draw: st.DrawFn) -> np.ndarray[Any, Any]:
+    """Draw an array of any dtype, bits, shape and order."""
+    dtype, shape = np.dtype(draw(st.sampled_from(NUMPY_DTYPES))), draw(shapes)
+    size = math.prod(shape) * dtype.itemsize
+    raw = np.frombuffer(bytearray(draw(st.binary(min_size=size, max_size=size))), np.uint8)
+    flat = np.remainder(raw, 2) if dtype.kind == "b" else raw
+    return draw(st.sampled_from(ORDERS))(flat.view(dtype).reshape(shape))
+
+
+texts = st.text(st.characters(), max_size=5) | st.text(st.sampled_from("$a\ud83d\ude00é\0~."), max_size=4)
+keys = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | texts | st.binary(max_size=3),
+    lambda inner: st.lists(inner, max_size=3).map(tuple) | st.frozensets(inner, max_size=3),
+    max_leaves=4,
+)
+devices = st.sampled_from(["cpu", "cpu:0", "cuda", "cuda:7", "meta", "mps:0"]).map(torch.device)
+scalars = st.one_of(
+    keys,
+    st.sampled_from([2**53, 2**53 + 1, -(2**63), -0.0, math.inf, -math.inf]),
+    st.complex_numbers(),
+    st.binary(max_size=5).map(bytearray),
+    st.lists(st.integers(-1, 2**62), max_size=3).map(torch.Size),
+    st.sampled_from([*DTYPES, torch.int3, torch.qint8]),
+    devices,
+    st.sampled_from(Boundary),
+    arrays().map(lambda array: array.reshape(-1)[0] if array.size else np.float32(1)),
+    texts.map(np.str_),
+    st.binary(max_size=4).map(np.bytes_),
+)
+factories = st.sampled_from([None, bool, int, float, str, list, dict, set, tuple])
+
+
+def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Return what draws a container of anything that `inner` draws."""
+    lists, dicts = st.lists(inner, max_size=3), st.dictionaries(keys, inner, max_size=3)
+    return st.one_of(
+        lists,
+        dicts,
+        st.dictionaries(texts, inner, max_size=3),
+        lists.map(tuple),
+        st.sets(keys, max_size=3),
+        st.builds(deque, lists, st.none() | st.integers(3, 5)),
+        dicts.map(OrderedDict),
+        dicts.map(Counter),
+        st.builds(defaultdict, factories, dicts),
+        inner.map(lambda value: [value, {"again": value}]),
+    )
+
+
+# Deferred, since the many kinds of scalars would otherwise outnumber the tensors.
+trees = st.recursive(st.deferred(lambda: scalars) | tensors() | arrays(), containers, max_leaves=12)
+
+
+@settings(deadline=None, database=None, max_examples=400)
+@given(trees)
+@example({1: "int", "1": "text", "$tuple": [1], "__metadata__": torch.ones(1)})
+@example([math.nan, -math.nan, -0.0, {math.nan: 1, float("nan"): 2}, {math.nan, float("nan")}])
+@example({"\ud83d\ude00": torch.ones(1), "😀": torch.ones(2), "?": torch.ones(3), "??": "\ud83d\ude00"})
+@example({"a.b": torch.ones(1), "a": {"b": torch.ones(2)}, "a.b~": torch.ones(3)})
+def test_every_tree_comes_back_with_its_values_and_types(tree: Any) -> None:
+    for place in PLACES:
+        assert picture(there_and_back(tree, place)) == picture(tree)
+
+
+@settings(deadline=None, database=None)
+@given(tensors())
+@example(torch.arange(24.0).reshape(1, 2, 3, 4).contiguous(memory_format=torch.channels_last))
+@example(torch.arange(24.0).reshape(2, 3, 4).permute(1, 2, 0))
+@example(torch.arange(6.0).reshape(2, 3)[:, 1:])
+@example(torch.arange(3.0).expand(2, 3))
+@example(torch.arange(12.0).as_strided((1, 4, 3), (7, 1, 4)))
+def test_a_dense_tensor_comes_back_with_its_strides(tensor: torch.Tensor) -> None:
+    found = there_and_back(tensor, PLACES[1])
+    is_dense = torch.ops.aten.is_non_overlapping_and_dense(tensor)
+    assert layout(found) == layout(tensor if is_dense else tensor.contiguous())
+
+
+@settings(deadline=None, database=None)
+@given(trees)
+@example(torch.arange(3.0).expand(2, 3))
+@example(torch.arange(6.0).to(torch.complex128).reshape(2, 3).t())
+def test_a_tree_that_was_never_in_a_file_can_be_decoded_too(tree: Any) -> None:
+    encoded = codec.encode(tree)
+    for place in PLACES:
+        assert picture(codec.decode(encoded.json, encoded.tensors, place)) == picture(tree)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("dtype", [torch.complex32, *PACKED_DTYPES], ids=str)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_tensor_of_a_dtype_that_hardly_anyone_uses_comes_back(dtype: torch.dtype, place: Any) -> None:
+    tensor = torch.arange(24, dtype=torch.uint8).view(dtype).reshape(2, -1)
+    for live in (tensor, tensor.t(), tensor[0, 0], tensor[:0]):
+        assert picture(there_and_back(live, place)) == picture(live)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(np.longdouble("0.1"), np.clongdouble(1 + 2j), np.datetime64("NaT", "s"), np.timedelta64(3, "W")),
+        *(
+            np.array(["\u00e4", "longer", "\ud800"]),
+            np.array([b"a", b""]),
+            np.zeros((0, 3), ">f8"),
+            np.array(7),
+        ),
+        *(np.str_(""), np.bytes_(b""), np.str_("\ud83d\ude00"), np.bool_(False)),
+    ],
+    ids=repr,
+)
+def test_a_numpy_value_that_is_unlike_the_others_comes_back(value: Any) -> None:
+    found = there_and_back(value)
+    assert (type(found), found.dtype, found.shape) == (type(value), value.dtype, value.shape)
+    assert repr(found) == repr(value)
+
+
+def test_a_numpy_string_keeps_the_zeros_at_its_end() -> None:
+    assert str.__str__(there_and_back(np.str_("a\0"))) == "a\0"
+    assert bytes(there_and_back(np.bytes_(b"a\0"))) == b"a\0"
+
+
+@pytest.mark.parametrize(
+    "number", [10**5000, -(10**5000), 2**53, -(2**53) - 1], ids=["+", "-", "2**53", "-2**53-1"]
+)
+def test_a_number_of_any_length_comes_back_even_as_a_key(number: int) -> None:
+    tree = {"value": number, number: torch.ones(1), (number,): torch.ones(2)}
+    assert picture(there_and_back(tree)) == picture(tree)
+
+
+def test_a_numpy_array_comes_back_writable_and_apart_from_the_file() -> None:
+    encoded = codec.encode(np.zeros(3))
+    found = codec.decode(encoded.json, encoded.tensors)
+    found += 1
+    assert np.array_equal(codec.decode(encoded.json, encoded.tensors), np.zeros(3))
+
+
+def test_numpy_booleans_that_nobody_has_set_can_be_read_again() -> None:
+    garbage = np.array([0, 1, 7, 255], np.uint8).view(bool)
+    assert there_and_back(garbage).tobytes() == b"\0\1\1\1"
+
+
+def test_the_order_of_a_set_does_not_show_in_the_file() -> None:
+    one, other = set([0, 8, 16]), set([16, 8, 0])  # noqa: C405 (a display would have one order)
+    assert list(one) != list(other)
+    assert files_of(one) == files_of(other)
+
+
+def test_plain_values_are_plain_json() -> None:
+    plain = {"lr": 0.1, "step": 3, "name": "é", "flags": [True, None], "nested": {"a": {}}}
+    assert codec.encode(plain).json == plain
+
+
+def test_tied_tensors_are_stored_once_and_stay_tied() -> None:
+    weight = torch.ones(2, 3)
+    encoded = codec.encode({"a": weight, "b": weight.view(2, 3), "c": torch.ones(2, 3), "d": weight.t()})
+    found = codec.decode(encoded.json, encoded.tensors, PLACES[1])
+    assert (list(encoded.tensors), encoded.aliases) == (["a", "c", "d"], {"b": "a"})
+    assert found["a"] is found["b"]
+    assert len({found[name].data_ptr() for name in "acd"}) == 3
+
+
+@settings(deadline=None, database=None)
+@given(st.lists(st.sampled_from([0.0, -0.0, 1.5, math.inf]), min_size=1, max_size=3))
+def test_a_view_that_only_promises_to_negate_or_conjugate_comes_back_so(values: list[float]) -> None:
+    dense, wide = torch.tensor(values), torch.tensor(values, dtype=torch.complex64)
+    tree = {
+        "neg": torch._neg_view(dense),
+        "conj": wide.conj(),
+        "both": wide.conj().imag,
+        "plain": [dense, wide],
+    }
+    assert picture(there_and_back(tree)) == picture(tree)
+
+
+def test_a_square_matrix_is_not_tied_to_its_transpose() -> None:
+    weight = torch.arange(4.0).reshape(2, 2)
+    tree = {"a": weight, "b": weight.t()}
+    assert picture(there_and_back(tree)) == picture(tree)
+
+
+def test_empty_tensors_and_other_dtypes_at_one_place_are_not_tied() -> None:
+    weight = torch.zeros(2)
+    values = {"a": weight[:0], "b": weight[:0], "c": weight, "d": weight.view(torch.int32), "e": weight[:1]}
+    assert list(codec.encode(values).tensors) == list("abcde")
+
+
+def test_without_a_place_tensors_share_the_memory_that_they_were_read_into() -> None:
+    encoded = codec.encode({"a": torch.zeros(2)})
+    codec.decode(encoded.json, encoded.tensors)["a"].fill_(1)
+    assert torch.equal(encoded.tensors["a"], torch.ones(2))
+
+
+def test_with_a_place_tensors_are_new_and_lie_where_it_says() -> None:
+    asked = []
+
+    def place(path: codec.Path, device: str) -> torch.device:
+        asked.append((path, device))
+        return torch.device("meta")
+
+    encoded = codec.encode({"state": {0: torch.zeros(2), "b": [torch.ones(1).t()]}})
+    found = codec.decode(encoded.json, encoded.tensors, place)
+    assert asked == [(("state", "0"), "cpu"), (("state", "b", "0"), "cpu")]
+    assert found["state"][0].is_meta
+
+
+@pytest.mark.parametrize("device", ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))])
+def test_a_tensor_says_on_which_device_it_lay(device: str) -> None:
+    asked: list[str] = []
+    encoded = codec.encode(torch.ones(1, device=device))
+    codec.decode(encoded.json, encoded.tensors, lambda path, origin: asked.append(origin) or CPU)
+    assert asked == [device]
+
+
+def test_the_device_that_a_tensor_came_from_is_handed_to_place() -> None:
+    asked: list[str] = []
+    json_tree = {"$tensor": ["a", {"device": "cuda:1"}]}
+    codec.decode(json_tree, {"a": torch.ones(1)}, lambda path, device: asked.append(device) or CPU)
+    assert asked == ["cuda:1"]
+
+
+def test_tensors_are_named_by_their_paths() -> None:
+    tree = {"layer": {"weight": torch.ones(1)}, "list": [torch.ones(2)], "__metadata__": torch.ones(3)}
+    assert list(codec.encode(tree).tensors) == ["layer.weight", "list.0", "__metadata__~"]
+
+
+def test_a_namer_may_give_two_tensors_one_name() -> None:
+    tree = [torch.zeros(1), torch.ones(1), torch.ones(2)]
+    encoded = codec.encode(tree, lambda path: "same")
+    assert list(encoded.tensors) == ["same", "same~", "same~~"]
+    assert picture(codec.decode(encoded.json, encoded.tensors)) == picture(tree)
+
+
+def test_the_names_of_tensors_are_found_in_the_json() -> None:
+    dense = torch.ones(2, 2).t()
+    encoded = codec.encode({"one": torch.ones(1), "two": [np.ones(2), {1: dense}], "text": ["$tensor", 1]})
+    assert list(codec.tensor_names(encoded.json)) == list(encoded.tensors) == ["one", "two.0", "two.1.1"]
+    assert [*codec.tensor_names("$tensor"), *codec.tensor_names({"a": 1, "b": [None]})] == []
+
+
+def test_what_the_json_says_of_its_tensors_is_found_by_their_names() -> None:
+    tree = {
+        "plain": torch.ones(1),
+        "laid out": [torch.ones(2, 3).t(), 1, None, "text"],
+        "wide": {1: torch.ones(2, dtype=torch.complex128)},
+    }
+    assert codec.tensor_facts(codec.encode(tree).json) == {
+        "laid out.0": {"stride": [1, 3]},
+        "wide.1": {"dtype": "complex128"},
+    }
+    assert codec.tensor_facts({"$tensor": ["a", {"device": "cuda:1"}]}) == {"a": {"device": "cuda:1"}}
+
+
+@pytest.mark.parametrize(
+    "tree", [None, 1, "$tensor", [], {}, {"$tensor": "a"}, {"$tensor": [[], {}]}, [{"$ndarray": []}]]
+)
+def test_of_what_is_no_tensor_there_is_nothing_to_say(tree: Any) -> None:
+    assert codec.tensor_facts(tree) == {}
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:300", "", "nowhere:1"])
+def test_a_device_that_cannot_be_one_is_a_value_error(device: str) -> None:
+    with pytest.raises(ValueError, match="is not a device"):
+        codec.tensor_facts([{"$tensor": ["a", {"device": device}]}])
+
+
+def test_tensors_that_are_kept_are_handed_over_as_they_are_and_the_others_copied() -> None:
+    encoded = codec.encode({"a": torch.ones(2), "b": torch.ones(2), "c": torch.ones(2, 3).t()})
+    for place, is_kept in ((PLACES[1], True), (lambda path, device: torch.device("meta"), False)):
+        found = codec.decode(encoded.json, encoded.tensors, place, {"a", "c"})
+        assert [found[name] is encoded.tensors[name] for name in "abc"] == [is_kept, False, False]
+
+
+def test_a_factory_still_works_after_the_trip() -> None:
+    found = there_and_back(defaultdict(list, {"a": [1]}))
+    found["new"].append(2)
+    assert found == {"a": [1], "new": [2]}
+
+
+class _Color(enum.Enum):
+    RED = 1
+
+
+class _Level(enum.IntEnum):
+    LOW = 1
+
+
+class _Dict(dict[Any, Any]):
+    pass
+
+
+class _Int(int):
+    pass
+
+
+class _Text(str):
+    __slots__ = ()
+
+
+class _Number(np.float64):
+    pass
+
+
+class _Callable:
+    def __call__(self) -> None: ...
+
+
+class _Tensor(torch.Tensor):
+    pass
+
+
+_Pair = namedtuple("_Pair", "a b")
+
+
+def _itself() -> list[Any]:
+    values: list[Any] = []
+    values.append({"again": (values,)})
+    return values
+
+
+def _nested(depth: int) -> Any:
+    return functools.reduce(lambda inner, _: [inner], range(depth), "bottom")
+
+
+CANNOT = {
+    "a function": (_nested, r"a function \(_nested\)"),
+    "a lambda": (lambda: 0, r"a function \(.*<lambda>\)"),
+    "a builtin": (len, r"a function \(len\)"),
+    "a class": (_Dict, r"a class \(_Dict\)"),
+    "a method": ([].append, r"a function \(list.append\)"),
+    "a partial": (functools.partial(len), "of type functools.partial"),
+    "a callable object": (_Callable(), "of type .*_Callable"),
+    "a path": (Path("x"), "of type pathlib"),
+    "an object": (object(), "of type builtins.object"),
+    "an enum": (_Color.RED, "of type .*_Color"),
+    "an int enum": (_Level.LOW, "of type .*_Level"),
+    "a dict's subclass": (_Dict(), "of type .*_Dict"),
+    "an int's subclass": (_Int(1), "of type .*_Int"),
+    "a string's subclass": (_Text("a"), "of type .*_Text"),
+    "a numpy number's subclass": (_Number(1), "of type .*_Number"),
+    "a named tuple": (_Pair(1, 2), "of type .*_Pair"),
+    "a range": (range(3), "of type builtins.range"),
+    "a generator": (torch.Generator(), "of type torch.*Generator"),
+    "a module": (torch.nn.Linear(1, 1), "of type torch.*Linear"),
+    "a view of a dict": ({}.keys(), "of type builtins.dict_keys"),
+    "a memoryview": (memoryview(b"a"), "of type builtins.memoryview"),
+    "an ellipsis": (..., "of type builtins.ellipsis"),
+    "a sparse tensor": (torch.eye(2).to_sparse(), "layout torch.sparse_coo"),
+    "a meta tensor": (torch.ones(1, device="meta"), "on the meta device"),
+    "a lazy parameter": (torch.nn.LazyLinear(1).weight, "has no shape yet"),
+    "a lazy buffer": (torch.nn.UninitializedBuffer(), "has no shape yet"),
+    "a tensor's subclass": (torch.ones(1).as_subclass(_Tensor), "of type .*_Tensor"),
+    "a tensor that torch cannot copy": (torch.ones(1, dtype=torch.uint8).view(torch.int3), "torch.int3"),
+    "an array of objects": (np.array([object()]), "numpy dtype object"),
+    "a structured array": (np.zeros(1, [("a", "<i4")]), "numpy dtype"),
+    "a record": (np.zeros(1, [("a", "<i4")])[0], "numpy dtype"),
+    "raw numpy bytes": (np.void(b"abc"), "numpy dtype"),
+    "an array's subclass": (np.ma.array([1]), "of type numpy.*MaskedArray"),
+    "a defaultdict with a lambda": (defaultdict(lambda: 0), "factory cannot be stored"),
+    "a defaultdict of a class": (defaultdict(_Dict), "factory cannot be stored"),
+    "what holds itself": (_itself(), "or holds itself"),
+    "what is nested too deeply": (_nested(100), "more than 64 deep"),
+}
+
+
+@pytest.mark.parametrize(("value", "problem"), CANNOT.values(), ids=CANNOT)
+def test_what_cannot_be_stored_is_an_error_that_names_the_path(value: Any, problem: str) -> None:
+    for tree, path in (({"a": [0, value]}, "a.1"), ({"a": {7: (value,)}}, "a.7.0"), ({"$a": value}, r"\$a")):
+        with pytest.raises(CannotStore, match=rf"^{path}[. ](.|\n)*{problem}(.|\n)*\nFix: .*\S"):
+            codec.encode(tree)
+
+
+@pytest.mark.filterwarnings("ignore:.*quantized", "ignore:.*prototype")
+def test_a_quantized_or_nested_tensor_cannot_be_stored() -> None:
+    quantized = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
+    for value in (quantized, torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])):
+        with pytest.raises(CannotStore, match=rf"^a is a tensor of .* dtype {value.dtype}, which cannot"):
+            codec.encode({"a": value})
+
+
+@pytest.mark.parametrize("key", [_nested, Path("x"), _Int(1), _Color.RED, torch.Generator()])
+def test_a_key_that_cannot_be_stored_is_an_error_that_names_the_path(key: Any) -> None:
+    with pytest.raises(CannotStore, match=r"^a\.key is "):
+        codec.encode({"a": {key: 1}})
+
+
+def test_what_is_just_not_too_deep_comes_back() -> None:
+    assert there_and_back(_nested(64)) == _nested(64)
+
+
+TENSORS = {
+    "f": torch.arange(6.0).reshape(2, 3),
+    "u": torch.zeros(2, 4, dtype=torch.uint8),
+    "one": torch.zeros(8, dtype=torch.uint8),
+    "none": torch.zeros(0, dtype=torch.uint8),
+    "b": torch.ones(2, dtype=torch.bool),
+    "h": torch.ones(2, dtype=torch.bfloat16),
+    "d": torch.zeros(3, 2, dtype=torch.float64),
+    "bytes": torch.zeros(3, 1, dtype=torch.uint8),
+}
+TAGS = list(decoder._DECODERS)
+EASY = [None, True, 0, -1, 0.5, "", "a", [], [[]], {}, [1, 2], {"a": 1, "b": 2}, ["f", {}], "f", 10**30]
+"""What is wrong after nearly every tag."""
+
+MEANT: dict[str, list[Any]] = {
+    "$int": ["a", "f"],
+    "$str": [""],
+    "$tuple": [[], [[]], [1, 2], ["f", {}]],
+    "$set": [[], [1, 2]],
+    "$frozenset": [[], [1, 2]],
+    "$dict": [[]],
+    "$OrderedDict": [[]],
+    "$Counter": [[]],
+    "$bytes": [""],
+    "$bytearray": [""],
+    "$numpy.str_": ["", "a", "f"],
+    "$tensor": ["f", ["f", {}]],
+    "$torch.Size": [[], [1, 2]],
+}
+"""But not after these."""
+
+# fmt: off
+WRONG: dict[str, list[Any]] = {
+    "$int": ["0x", "0xg", "1 2", "f f"],
+    "$float": ["1", "1.5", "NaN", "infinity", "-nan", " inf", "1_0", "9" * 5000],
+    "$str": ["e", "zz", "ff", "eda0"],
+    "$complex": [
+        [1.0], ["1+2j"], [1.0, 2], [1.0, "2"], [1.0, {"$float": "x"}], [1.0, 2.0, 3.0], {"1": 1, "2": 2},
+    ],
+    "$tuple": ["abc", {"$tuple": []}, {"$set": [1]}],
+    "$set": ["ab", [1, 1], [1, True], [0.0, {"$int": "0x0"}], [{"$dict": []}]],
+    "$frozenset": ["ab", [1, 1], {"$set": [1]}, [{"$set": [1]}]],
+    "$deque": [
+        [None], [None, [], 1], [None, "ab"], [1, [1, 2]], [-1, []], [True, []], ["1", []], [10**30, []],
+    ],
+    "$dict": [
+        "ab", ["ab"], {"ab": 1}, [{"1": 1, "2": 2}],
+        [[1]], [[1, 2, 3]], [[1, 2], [1, 3]], [[[], 1]], [[{}, 1]],
+    ],
+    "$OrderedDict": ["ab", ["ab"], [[1, 2], [True, 3]]],
+    "$Counter": ["ab", ["ab"], [[1, 2], [1, 3]]],
+    "$defaultdict": [
+        ["int"], ["int", [], 1], ["eval", []], [None, []], [[], []], ["int", {}], ["int", [[1, 2], [1, 3]]],
+    ],
+    "$bytes": ["a===", "YQ", "Y Q==", "\u00e9", "YQ==\n", ["YQ=="]],
+    "$bytearray": ["a===", "\u00e9"],
+    "$numpy": [
+        *([dtype, "00" * 8] for dtype in ("O", "|O8", "O8", "<f4", "f8", "=f8", "<f8,<f8", "<f9")),
+        *([dtype, "00" * 8] for dtype in ("|V8", "<b8", "(2,)<f4", "float64", "", None, 8, [])),
+        *([dtype, "00" * 8] for dtype in ("<U2", "|S8", "<M8[", "<M8[x]")),
+        *(["<f8", content] for content in ("", "00", "00" * 9, "zz" * 8, None, 0, [])),
+        ["<U1", "ffffff7f"], ["<U0", ""], ["<U1000000000", ""], ["O", ""],
+        ["<f8", "00" * 8, 1], {"<f8": 1, "00" * 8: 2},
+    ],
+    "$numpy.str_": [{"$bytes": ""}, {"$numpy.str_": 1}, ["a"]],
+    "$numpy.bytes_": [{"$bytearray": ""}, {"$str": ""}, [{"$bytes": ""}]],
+    "$ndarray": [
+        *(["one", dtype, [1], "C"] for dtype in ("O", "|O8", "|V8", "<f8,<f8", "f8", "<f9", None, [], 8)),
+        *(["one", "<f8", shape, "C"] for shape in ([2], [0], [-1], [1, -1], [True], ["1"], [1.0], [[1]])),
+        *(["one", "<f8", shape, "C"] for shape in ([2**62, 8], [2**63], [2**64 + 1], [1] * 99, [2**60, 0])),
+        *(["one", "<f8", shape, "C"] for shape in (1, None, "", "1", {}, {"1": 1})),
+        *(["one", "<f8", [1], order] for order in ("A", "K", "c", "", None, 0, [])),
+        *([name, "<f8", [1], "C"] for name in ("missing", "", None, 1, [], {}, ["one"])),
+        ["none", "<U0", [2**60], "C"], ["none", "|S0", [3], "C"], ["none", "<f8", [0, 2**70], "C"],
+        ["one", "|b1", [8], "C"], ["b", "|u1", [2], "C"], ["f", "<f4", [6], "C"], ["h", "<f2", [2], "C"],
+        ["one", "<f8", [1]], ["one", "<f8", [1], "C", 1], {"one": 1, "<f8": 2, "[1]": 3, "C": 4},
+    ],
+    "$tensor": [
+        *(["f", about] for about in (None, [], "", "dtype", 0, False, ["dtype"], [["dtype", "float32"]])),
+        ["f", {"sparse": 1}], ["f", {"": 1}], ["missing", {}], [[], {}], [None, {}], ["f", {}, {}], ["f"],
+        *(["f", {"dtype": name}] for name in ("float64", "int32", "complex128", "", None, [], 1)),
+        *(["u", {"dtype": name}] for name in ("float32", "complex128", "quint4x2", "Tensor")),
+        *(["bytes", {"dtype": name}] for name in ("uint8", "int8", "bits8", "uint4", "qint8", "int3")),
+        ["d", {"dtype": "complex128"}], ["one", {"dtype": "complex128"}],
+        *(["f", {"stride": stride}] for stride in ([], [1], [3, 1, 1], [1, 3], [3, 0], [0, 0], [-3, 1])),
+        *(["f", {"stride": stride}] for stride in ([2**40, 1], [2**70, 1], [3.0, 1.0], ["3", "1"])),
+        *(["f", {"stride": stride}] for stride in (None, 3, "31", [3, True], {"3": 1, "1": 1})),
+        *(["f", {"device": name}] for name in ("gpu", "cuda:300", "cuda:128", "cuda:", "nn:0", "CPU")),
+        *(["f", {"device": name}] for name in ("", "cpu cpu", "cuda:01", "cuda:" + "9" * 5000, None, [])),
+    ],
+    "$Boundary": ["BATCH", "Boundary.BATCH", "body"],
+    "$torch.Size": ["12", [True], [1.0], ["1"], [None], {"1": 1}],
+    "$torch.dtype": ["float", "torch.float32", "Float32", "load", "__name__", ["float32"]],
+    "$torch.device": ["gpu", "cuda:300", "cuda:128", "cuda:255", "cuda:", "cpu:0:0", "cuda:0 ", ["cpu"]],
+}
+# fmt: on
+UNKNOWN = ["$", "$$", "$Tuple", "$tuple ", "$type", "$eval", "$numpy.void", "$torch.Tensor", "$json", "$ref"]
+
+
+@pytest.mark.parametrize("tag", TAGS)
+@pytest.mark.parametrize("place", PLACES)
+def test_hostile_values_are_value_errors(tag: str, place: Any) -> None:
+    meant = list(map(repr, MEANT.get(tag, [])))
+    for content in (*WRONG[tag], *(value for value in EASY if repr(value) not in meant)):
+        for tree in ({tag: content}, [{"a": {tag: content}}], {"$tuple": [{tag: content}]}):
+            assert raises_value_error(tree, place), tree
+
+
+def raises_value_error(tree: Any, place: codec.Place | None) -> bool:
+    """Whether decoding is a ValueError; no other error is let through."""
+    try:
+        codec.decode(tree, TENSORS, place)
+    except ValueError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("tag", MEANT)
+def test_what_is_left_out_of_the_corpus_is_a_value(tag: str) -> None:
+    assert not any(raises_value_error({tag: content}, None) for content in MEANT[tag])
+
+
+@pytest.mark.parametrize("tag", [*TAGS, *UNKNOWN])
+def test_a_tag_stands_alone_and_is_known(tag: str) -> None:
+    good = "f" if tag == "$tensor" else []
+    for tree in ({tag: good, "a": 1}, {"a": 1, tag: good}, {tag: good, "$": []}, {f"{tag}s": good}):
+        with pytest.raises(ValueError, match="is not a kind of value in this format"):
+            codec.decode(tree, TENSORS)
+
+
+@pytest.mark.parametrize("tag", UNKNOWN)
+def test_an_unknown_tag_is_refused(tag: str) -> None:
+    with pytest.raises(ValueError, match="is not a kind of value in this format"):
+        codec.decode({tag: []}, TENSORS)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda v: [v], lambda v: {"a": v}, lambda v: {"$tuple": [v]}, lambda v: {"$numpy.str_": v}],
+)
+def test_what_is_nested_without_a_bottom_is_a_value_error(wrap: Callable[[Any], Any]) -> None:
+    tree = functools.reduce(lambda inner, _: wrap(inner), range(5000), 0)
+    with pytest.raises(ValueError, match=r"nested more than 64 deep|RecursionError"):
+        codec.decode(tree, {})
+
+
+RICH = {
+    "plain": [1, -0.5, "text", None, True, 2**70, math.inf, "\ud800"],
+    "kinds": [(1, 2), {3}, frozenset({4}), deque([5], 6), {7: 8}, 1j, b"b", bytearray(b"c"), Boundary.STEP],
+    "dicts": [OrderedDict(a=1), Counter("ab"), defaultdict(int, {"c": 1})],
+    "torch": [
+        torch.Size([1]),
+        torch.float32,
+        CPU,
+        torch.ones(2),
+        torch.ones(2, 3).t(),
+        torch.ones(2, dtype=torch.complex128),
+    ],
+    "numpy": [
+        np.ones((2, 3)),
+        np.float32(1),
+        np.str_("d"),
+        np.bytes_(b"e"),
+        np.asfortranarray(np.ones((2, 3))),
+        np.ones(3, bool),
+    ],
+}
+ENCODED = codec.encode(RICH)
+TENSORS |= ENCODED.tensors
+sizes = st.sampled_from([0, 1, 2, 3, 6, 8, -1, 2**31, 2**62, 2**63, 2**70])
+words = st.sampled_from(
+    [*ENCODED.tensors, *TAGS, "<f8", "|b1", "O", "C", "F", "int", "float32", "cpu", "dtype", "stride"]
+)
+leaves = st.none() | st.booleans() | sizes | st.floats() | words | st.text(max_size=3)
+hostile = st.recursive(
+    leaves,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(words | st.text(max_size=2), inner, max_size=2)
+        | st.builds(lambda tag, value: {tag: value}, st.sampled_from(TAGS), inner)
+    ),
+    max_leaves=8,
+)
+
+
+def places_in(tree: Any) -> list[tuple[Any, Any]]:
+    """Return every place in a JSON tree where another value can be put."""
+    items = list(
+        tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    )
+    return [(tree, key) for key, _ in items] + [place for _, value in items for place in places_in(value)]
+
+
+def decoded_or_value_error(tree: Any) -> None:
+    """Fail for any error but a ValueError, which is the same with a place and without."""
+    outcomes = {raises_value_error(tree, place) for place in PLACES}
+    assert len(outcomes) == 1
+
+
+@settings(deadline=None, database=None, max_examples=300)
+@given(hostile)
+def test_any_json_is_a_value_or_a_value_error(tree: Any) -> None:
+    decoded_or_value_error(tree)
+
+
+@settings(deadline=None, database=None, max_examples=300)
+@given(st.data())
+def test_a_tree_in_which_anything_was_replaced_is_a_value_or_a_value_error(data: st.DataObject) -> None:
+    tree = copy.deepcopy(ENCODED.json)
+    holder, key = data.draw(st.sampled_from(places_in(tree)))
+    holder[key] = data.draw(hostile)
+    decoded_or_value_error(tree)
+
+
+def test_a_tensor_at_an_odd_address_is_moved_before_it_is_used() -> None:
+    # A vector instruction on it would be a segmentation fault.
+    data = torch.zeros(8 + 64 * 16, dtype=torch.uint8)
+    stored = data[8 if data.data_ptr() % 16 == 0 else 0 :][: 64 * 16].view(64, 16)
+    found = codec.decode({"$tensor": ["a", {"dtype": "complex128"}]}, {"a": stored})
+    assert stored.data_ptr() % 16 == 8
+    assert found.data_ptr() % 16 == 0
+    assert torch.equal(found, torch.zeros(64, dtype=torch.complex128))
+
+
+FILES = files_of({"a": torch.ones(2), "b": [1, {"$float": 2.5}], "c": np.ones(2, bool)})
+
+
+def test_a_checkpoint_has_the_files_that_the_format_names() -> None:
+    names = {"state.json", "extra.safetensors", "ranks/00000.json", "ranks/00000.safetensors"}
+    assert set(FILES) == names
+    assert set(files_of(1)) == {"state.json", "ranks/00000.json"}
+    assert list(json.loads(FILES["state.json"])) == ["extra"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_no_truncated_file_is_read(name: str) -> None:
+    for length in range(len(FILES[name])):
+        with pytest.raises(ValueError):  # noqa: PT011
+            read({**FILES, name: FILES[name][:length]})
+
+
+def test_an_empty_file_is_no_file_without_tensors() -> None:
+    with pytest.raises(ValueError, match="longer than the file"):
+        read({**files_of(1), "extra.safetensors": b""})
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_missing_file_is_a_value_error(name: str) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011
+        read({other: data for other, data in FILES.items() if other != name})
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "ranks/00001.json", "rank.safetensors", "x", ""])
+def test_a_file_that_nothing_speaks_of_is_a_value_error(name: str) -> None:
+    with pytest.raises(ValueError, match="nothing says what"):
+        read({**FILES, name: FILES["extra.safetensors"]})
+
+
+@pytest.mark.parametrize("name", ["state.json", "ranks/00000.json"])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "1", '"a"', "null", "[" * 10**5, '{"a":NaN}', '{"a":1,"a":1}', "\0"]
+)
+def test_a_file_that_is_no_tree_is_a_value_error(name: str, text: str) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011
+        read({**FILES, name: text.encode()})
+
+
+@pytest.mark.parametrize("text", ['{"extra":[]}', '{"extra":1}', '{"extra":{},"rank":{}}', '{"rank":{}}'])
+def test_a_tree_that_cannot_be_one_is_a_value_error(text: str) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011
+        read({**files_of(1), "state.json": text.encode()})
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_flipped_bit_in_a_file_is_never_another_error(name: str) -> None:
+    for position in range(len(FILES[name])):
+        for bit in (0, 4, 6):
+            damaged = bytearray(FILES[name])
+            damaged[position] ^= 1 << bit
+            try:
+                trees = codec.from_files(
+                    {n: memoryview(bytearray(d)) for n, d in {**FILES, name: damaged}.items()}
+                )
+                for tree in trees.values():
+                    codec.decode(tree.json, tree.tensors)
+            except ValueError:
+                continue
+
+
+# What the last encoding found
+
+
+def full_picture(encoded: codec.Encoded) -> Any:
+    """Return all of an encoding but its key, and what its files are."""
+    tensors = [(name, picture(tensor.data), layout(tensor)) for name, tensor in encoded.tensors.items()]
+    return (
+        encoded.json,
+        [(name, facts[1:], strides) for name, facts, strides in tensors],
+        encoded.aliases,
+        {path: bytes(data) for path, data in codec.to_files({"extra": encoded}).items()},
+    )
+
+
+def layouts(encoded: codec.Encoded) -> list[tensor_file.Layout]:
+    """Return how the tensors lie in their files."""
+    groups = codec.to_groups({"extra": encoded}).values()
+    return [tensor_file.layout(group.tensors, group.aliases) for group in groups]
+
+
+class Remembering:
+    """Encodes again and again with one memo, and compares each time with an encoding that has none."""
+
+    def __init__(self) -> None:
+        self.memo: codec.Memo = {}
+        # (the tensors of the last one may have another shape by now)
+        self.layouts: dict[Any, list[tensor_file.Layout]] = {}
+
+    def encode(self, tree: Any, frozen: Callable[[str], bool] = lambda name: False) -> codec.Encoded:
+        plain, found = codec.encode(tree), codec.encode(tree, memo=self.memo)
+        for encoded in (plain, found):
+            encoded.frozen = frozenset(filter(frozen, encoded.tensors))
+        assert full_picture(found) == full_picture(plain)
+        assert layouts(found) == layouts(plain)
+        assert codec.encode(tree).key == plain.key
+        assert self.layouts.setdefault((found.key, found.frozen), layouts(found)) == layouts(found)
+        return found
+
+
+class Changing:
+    """A tree of dicts of tensors, and all that can happen to one of them between two saves."""
+
+    def __init__(self) -> None:
+        groups = {f"g{i}": {k: torch.randn(2, 2) for k in "abc"} for i in range(3)}
+        self.tree: dict[str, Any] = {"number": 1, **groups, "list": [torch.randn(3)]}
+
+    def change(self, kind: str, group: int, key: int, is_before: bool) -> None:
+        self.name = f"g{group}"
+        self.group: dict[str, torch.Tensor] = self.tree[self.name]
+        tensors = [name for name, value in self.group.items() if isinstance(value, torch.Tensor)]
+        self.key = tensors[key % len(tensors)]
+        self.other: dict[str, torch.Tensor] = self.tree[f"g{(group + 1) % 3}"]
+        self.is_before = is_before
+        getattr(self, kind)()
+
+    def _put(self, name: str, value: Any) -> None:
+        """Put something at the beginning of the tree or at its end."""
+        self.tree.pop(name, None)
+        rest = self.tree
+        self.tree = {name: value, **rest} if self.is_before else {**rest, name: value}
+
+    def nothing(self) -> None: ...
+
+    def other_values(self) -> None:
+        if self.group[self.key].is_floating_point():
+            self.group[self.key].data.add_(1)
+
+    def another_tensor(self) -> None:
+        self.group[self.key] = torch.randn(2, 2)
+
+    def another_place(self) -> None:
+        self.group[self.key].data = self.group[self.key].data.clone()
+
+    def another_shape(self) -> None:
+        self.group[self.key].data = torch.ones(3, 2, dtype=self.group[self.key].dtype)
+
+    def shorter_in_place(self) -> None:
+        self.group[self.key].data = self.group[self.key].data[:1]
+
+    def flat_in_place(self) -> None:
+        self.group[self.key].data = self.group[self.key].data.reshape(-1)
+
+    def transposed_in_place(self) -> None:
+        self.group[self.key].data = self.group[self.key].data.t()
+
+    def another_dtype(self) -> None:
+        self.group[self.key] = torch.zeros(2, 2, dtype=torch.int16)
+
+    def same_bytes_as_numbers(self) -> None:
+        if self.group[self.key].dtype == torch.float32 and not self.group[self.key].is_neg():
+            self.group[self.key] = self.group[self.key].data.view(torch.int32)
+
+    def a_new_key(self) -> None:
+        self.group[f"new{len(self.group)}"] = torch.randn(1)
+
+    def a_key_renamed(self) -> None:
+        self.tree[self.name] = {("r" if k == self.key else "") + k: v for k, v in self.group.items()}
+
+    def another_order(self) -> None:
+        self.group[self.key] = self.group.pop(self.key)
+
+    def a_key_less(self) -> None:
+        if len(self.group) > 3:
+            del self.group[self.key]
+
+    def a_key_with_a_dollar(self) -> None:
+        self.group["$"] = torch.randn(1)
+
+    def a_name_that_is_taken(self) -> None:
+        self.group["__metadata__"] = torch.randn(1)
+
+    def tied_within(self) -> None:
+        self.group["tied"] = self.group[self.key]
+
+    def untied(self) -> None:
+        if "tied" in self.group:
+            self.group["tied"] = self.group["tied"].detach().clone()
+
+    def tied_across(self) -> None:
+        self.other["across"] = self.group[self.key]
+
+    def a_view_across(self) -> None:
+        self.other["view"] = self.group[self.key].detach().reshape(-1)
+
+    def slow_at_its_place(self) -> None:
+        self._put("slow", [self.group[self.key]])
+
+    def slow_at_its_place_in_another_shape(self) -> None:
+        self._put("view", [self.group[self.key].detach().reshape(-1)[:1]])
+
+    def slow_with_its_name(self) -> None:
+        self._put(f"{self.name}.{self.key}", torch.randn(1))
+
+    def slow_with_its_name_no_more(self) -> None:
+        self.tree = {name: value for name, value in self.tree.items() if "." not in name}
+
+    def a_boolean(self) -> None:
+        self.group[self.key] = torch.tensor([True, False])
+
+    def empty(self) -> None:
+        self.group[self.key] = torch.empty(0, 2)
+
+    def a_part_that_is_empty(self) -> None:
+        self.group["none"] = self.group[self.key].detach()[:0]
+
+    def complex(self) -> None:
+        self.group[self.key] = torch.randn(2, dtype=torch.complex64)
+
+    def conjugate(self) -> None:
+        self.group[self.key] = torch.randn(2, dtype=torch.complex64).conj()
+
+    def negative(self) -> None:
+        if self.group[self.key].dtype == torch.float32:
+            self.group[self.key] = torch._neg_view(self.group[self.key].detach())
+
+    def a_parameter(self) -> None:
+        if self.group[self.key].is_floating_point():
+            self.group[self.key] = torch.nn.Parameter(self.group[self.key].detach())
+
+    def a_number(self) -> None:
+        self.group["number"] = 7  # type: ignore[assignment]
+
+    def no_number(self) -> None:
+        self.group.pop("number", None)
+
+    def twice_at_one_path(self) -> None:
+        self._put("twice", {1: self.group, "1": self.group})
+
+    def once_at_one_path(self) -> None:
+        self._put("twice", {1: self.group, "1": {"a": torch.randn(1)}})
+
+    def not_twice(self) -> None:
+        self.tree.pop("twice", None)
+
+
+CHANGES = [name for name in vars(Changing) if not name.startswith("_") and name != "change"]
+changes = st.tuples(st.sampled_from(CHANGES), st.integers(0, 2), st.integers(0, 4), st.booleans())
+
+
+@settings(deadline=None, database=None, max_examples=300)
+@given(st.lists(st.lists(changes, max_size=3), min_size=1, max_size=4), st.sampled_from(["", "g1", "a"]))
+def test_what_is_remembered_changes_nothing_whatever_happens_in_between(
+    rounds: list[list[tuple[str, int, int, bool]]], frozen: str
+) -> None:
+    changing, remembering = Changing(), Remembering()
+    for changed in ([], [], *rounds, []):
+        for kind, group, key, is_before in changed:
+            changing.change(kind, group, key, is_before)
+        remembering.encode(changing.tree, lambda name: bool(frozen) and frozen in name)
+
+
+@pytest.mark.parametrize("is_before", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize(
+    "second", ["nothing", "slow_with_its_name", "not_twice", "untied", "transposed_in_place"]
+)
+@pytest.mark.parametrize("first", CHANGES)
+def test_no_single_change_is_overlooked(first: str, second: str, is_before: bool) -> None:
+    changing, remembering = Changing(), Remembering()
+    remembering.encode(changing.tree)
+    for kind in (first, "nothing", second, "nothing", "slow_with_its_name_no_more"):
+        changing.change(kind, 1, 1, is_before)
+        remembering.encode(changing.tree)
+
+
+@settings(deadline=None, database=None, max_examples=200)
+@given(st.lists(trees, min_size=1, max_size=3))
+@example([{"a": {"b": torch.ones(1)}}, {"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}])
+def test_any_trees_are_encoded_with_a_memo_as_without_one(drawn: list[Any]) -> None:
+    memo: codec.Memo = {}
+    for tree in (*drawn, *drawn, drawn[-1]):
+        plain, found = codec.encode({"value": tree}), codec.encode({"value": tree}, memo=memo)
+        assert full_picture(found) == full_picture(plain)
+        assert picture(codec.decode(found.json, found.tensors)) == picture({"value": tree})
+
+
+def test_a_key_tells_names_dtypes_shapes_devices_and_ties_and_nothing_else() -> None:
+    weight = torch.ones(4)
+    trees: list[dict[str, torch.Tensor]] = [
+        {"a": weight, "b": torch.ones(1)},
+        {"a": weight, "c": torch.ones(1)},
+        {"a": weight, "b": weight},
+        {"a": weight.int(), "b": torch.ones(1)},
+        {"a": weight.reshape(2, 2), "b": torch.ones(1)},
+        {"a": torch.ones(3), "b": torch.ones(1)},
+    ]
+    assert len({codec.encode(tree).key for tree in trees}) == len(trees)
+    assert codec.encode(trees[0]).key == codec.encode({"a": torch.zeros(4), "b": torch.zeros(1)}).key
+
+
+def test_two_dicts_that_were_alone_with_a_tensor_are_tied_when_they_meet() -> None:
+    one, other = {"a": torch.ones(2)}, {"b": torch.ones(3)}
+    other["a"] = one["a"]
+    remembering = Remembering()
+    for tree in ({"g": one}, {"h": other}, {"g": one, "h": other}, {"h": other, "g": one}, {"g": one}):
+        remembering.encode(tree)
+
+
+def test_a_tree_that_stays_keeps_its_key_and_is_not_looked_at_tensor_by_tensor() -> None:
+    named: list[codec.Path] = []
+
+    def name(path: codec.Path) -> str:
+        named.append(path)
+        return ".".join(path)
+
+    weight = torch.randn(2, 2)
+    tree = {"g": {"a": weight, "b": torch.nn.Parameter(torch.randn(2)), "tied": weight}, "n": [torch.ones(1)]}
+    memo: codec.Memo = {}
+    first = codec.encode(tree, name, memo)
+    assert named == [("g", "a"), ("g", "b"), ("g", "tied"), ("n", "0")]
+    for _ in range(3):
+        named.clear()
+        weight.add_(1)
+        again = codec.encode(tree, name, memo)
+        assert again.key == first.key
+        assert again.tensors["g.a"] is weight
+        assert named == [("n", "0")]
+
+    tree["g"]["b"].data = torch.randn(3)
+    assert codec.encode(tree, name, memo).key != first.key
+
+
+@pytest.mark.filterwarnings("ignore:.*prototype", "ignore:.*quantized", "ignore:Sparse")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.eye(2).to_sparse(),
+        lambda: torch.eye(2).to_sparse_csr(),
+        lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
+        lambda: torch.ones(2, 2, device="meta"),
+        lambda: torch.ones(0, device="meta"),
+        lambda: torch.quantize_per_tensor(torch.ones(2, 2), 0.1, 0, torch.qint8),
+        lambda: torch.nn.LazyLinear(1).weight,
+        lambda: torch.ones(2, 2).as_subclass(_Tensor),
+        lambda: torch.ones(2, 2).to_mkldnn(),
+    ],
+    ids=["sparse", "csr", "nested", "meta", "empty-meta", "quantized", "lazy", "subclass", "mkldnn"],
+)
+def test_what_cannot_be_stored_is_not_remembered_away(make: Callable[[], Any]) -> None:
+    for before in (torch.ones(2, 2), torch.ones(0)):
+        memo: codec.Memo = {}
+        group = {"a": before, "b": torch.ones(1)}
+        codec.encode({"g": group}, memo=memo)
+        group["a"] = make()
+        for _ in range(2):
+            with pytest.raises(CannotStore, match=r"^g\.a is "):
+                codec.encode({"g": group}, memo=memo)
+        group["a"] = before
+        assert full_picture(codec.encode({"g": group}, memo=memo)) == full_picture(codec.encode({"g": group}))
+
+
+# What is not trained
+
+
+def test_what_is_not_trained_has_a_file_of_its_own_and_all_comes_back() -> None:
+    body, head = torch.ones(2), torch.zeros(3)
+    encoded = codec.encode({"body": body, "again": body, "head": head, "twice": head})
+    encoded.frozen = frozenset({"body"})
+    rank = codec.encode({})
+
+    files = codec.to_files({"model": encoded, "rank": rank})
+
+    assert [*files] == [
+        "state.json",
+        "ranks/00000.json",
+        "model.safetensors",
+        "model-frozen.safetensors",
+    ]
+    groups = codec.to_groups({"model": encoded})
+    assert {path: ([*group.tensors], group.aliases) for path, group in groups.items()} == {
+        "model.safetensors": (["head"], {"twice": "head"}),
+        "model-frozen.safetensors": (["body"], {"again": "body"}),
+    }
+    assert [codec.is_frozen(path) for path in groups] == [False, True]
+    found = codec.from_files({name: memoryview(bytearray(data)) for name, data in files.items()})["model"]
+    assert picture(codec.decode(found.json, found.tensors)) == picture(
+        {"body": body, "again": body, "head": head, "twice": head}
+    )
+
+
+@pytest.mark.parametrize("frozen", ["", "a", "ab"])
+def test_a_file_without_tensors_is_not_made(frozen: str) -> None:
+    encoded = codec.encode({"a": torch.ones(1), "b": torch.ones(2)})
+    encoded.frozen = frozenset(frozen)
+
+    names = [*codec.to_groups({"model": encoded, "extra": codec.encode({"n": 1})})]
+
+    assert names == [
+        *(["model.safetensors"] if frozen != "ab" else []),
+        *(["model-frozen.safetensors"] if frozen else []),
+    ]
+
+
+def test_another_tensor_that_is_frozen_is_another_layout() -> None:
+    encoded = codec.encode({"a": torch.ones(1), "b": torch.ones(1)})
+    keys = set()
+    for frozen in ("", "a", "b"):
+        encoded.frozen = frozenset(frozen)
+        keys |= {group.key for group in codec.to_groups({"model": encoded}).values()}
+    assert len(keys) == 3
+
+
+def test_a_tensor_that_two_files_hold_is_a_value_error() -> None:
+    files = {**FILES, "extra-frozen.safetensors": FILES["extra.safetensors"]}
+    with pytest.raises(ValueError, match=r"value\.a, value\.c is in two files"):
+        read(files)
+
+
+@pytest.mark.parametrize(
+    "name", ["model-frozen.safetensors", "-frozen.safetensors", "rank-frozen.safetensors"]
+)
+def test_a_frozen_file_that_nothing_speaks_of_is_a_value_error(name: str) -> None:
+    empty = bytes(tensor_file.to_safetensors({}, {}))
+    with pytest.raises(ValueError, match="nothing says what"):
+        read({**FILES, name: empty})

@@ -1,0 +1,484 @@
+"""What is used of torch's loader beyond its public side is still there, and used in one place alone."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import multiprocessing
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing import forkserver as python_forkserver
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from places import ROOT
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+from resumable import RunState, Unsupported
+from resumable.loaders.workers import forkserver
+from resumable.loaders.workers.order import Generators, Order
+from resumable.loaders.workers.stream import Stream
+from resumable.loaders.workers.torch_iterators import (
+    ATTRIBUTES,
+    METHODS,
+    Workers,
+    in_process,
+    sheltered,
+    stand_in,
+)
+from resumable.loaders.workers.worker import Worker
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+PACKAGE = ROOT / "resumable"
+ITERATOR: Any = _MultiProcessingDataLoaderIter
+CHANGED = f"torch {torch.__version__} has another loader, and torch_iterators.py has to follow it"
+
+
+class Numbers(Dataset[int]):
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> int:
+        if index == 99:
+            raise OSError("no such sample")
+        return index
+
+
+class Shares(IterableDataset[int]):
+    """Streams of which each worker's is longer than that of the one before."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        assert info is not None
+        yield from range(100 * info.id, 100 * info.id + 2 + 4 * info.id)
+
+
+class Log:
+    """Who is told what happens, in its order."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def order_begins(self) -> None:
+        self.told.append("order")
+
+    def batches_begin(self) -> None:
+        self.told.append("batches")
+
+    def came_out(self, stamped: Any, number: int | None, worker: int | None) -> None:
+        self.told.append(("out", None if stamped is None else stamped[0], number, worker))
+
+    def thrown_away(self, stamped: Any) -> None:
+        self.told.append(("away", stamped[0]))
+
+    def ran_out(self, worker: int) -> None:
+        self.told.append(("ran out", worker))
+
+
+def opened(loader: DataLoader[Any], log: Log, turn: int = 0) -> tuple[Workers, DataLoader[Any]]:
+    stream = Stream(loader) if isinstance(loader.dataset, IterableDataset) else None
+    order = Order(loader, Generators(loader, {}))
+    worker = Worker(loader, stream, {}, {}, is_seeded=False)
+    view = stand_in(loader, stream or loader.dataset, order, worker)
+    return Workers(view, order, turn, log), view
+
+
+OR_MORE = ("_process_data", "_try_get_data")
+"""What may be given one thing more."""
+
+
+def test_torch_still_has_all_that_is_used_of_it() -> None:
+    instance = iter(DataLoader(Numbers(), num_workers=1))
+    missing = [name for name in METHODS if not inspect.isfunction(getattr(ITERATOR, name, None))]
+    missing += [name for name in ATTRIBUTES if name not in vars(instance)]
+    inherited = {name for name in METHODS if name in vars(Workers)}
+
+    assert not missing, f"{CHANGED}: it has no {', '.join(missing)} any more"
+    assert inherited == set(METHODS), "what torch_iterators.py replaces is not what it says it does"
+    for name, parameters in {
+        "_reset": ["self", "loader", "first_iter"],
+        "_try_put_index": ["self"],
+        "_process_data": ["self", "data"],
+        "_get_data": ["self"],
+        "_try_get_data": ["self"],
+        "_next_data": ["self"],
+    }.items():
+        taken = list(inspect.signature(getattr(ITERATOR, name)).parameters)
+        assert taken[: len(parameters)] == parameters, f"{CHANGED}: {name} takes {taken}"
+        assert len(taken) <= len(parameters) + (name in OR_MORE), f"{CHANGED}: {name} takes {taken}"
+
+
+def test_what_torch_does_with_its_private_names_is_what_is_relied_upon() -> None:
+    seen: list[Any] = []
+
+    class Watched(_MultiProcessingDataLoaderIter):
+        def _process_data(self, data: Any, *worker: int) -> Any:
+            seen.append((data, *worker))
+            return super()._process_data(data, *worker)  # type: ignore[no-untyped-call]
+
+        def _try_put_index(self) -> None:
+            sent = self._send_idx
+            super()._try_put_index()
+            if self._send_idx > sent:
+                seen.append(self._task_info[sent])
+
+    loader: Any = DataLoader(Numbers(), 4, num_workers=2, collate_fn=tuple, prefetch_factor=1)
+    batches = list(Watched(loader))
+    sent = [found for found in seen if len(found) == 1]
+    given = [found for found in seen if len(found) == 2 or isinstance(found[0], tuple)]
+
+    assert batches == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11)]
+    assert sent == [(0,), (1,), (0,)], f"{CHANGED}: _task_info of a batch that was sent"
+    assert [data for data, *_ in given] == batches, f"{CHANGED}: what _process_data gets"
+    assert [worker for _, *rest in given for worker in rest] in ([], [0, 1, 0]), CHANGED
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("batch_size", [3, None])
+def test_a_stand_in_reads_our_order_and_dataset_and_leaves_the_users_loader(
+    workers: int, batch_size: int | None
+) -> None:
+    loader = DataLoader(Numbers(), batch_size, num_workers=workers, collate_fn=lambda samples: samples)
+    before = dict(vars(loader))
+    order = Order(loader, Generators(loader, {}))
+    worker = Worker(loader, None, {}, {}, is_seeded=False)
+    view = stand_in(loader, loader.dataset, order, worker)
+    batches = Workers(view, order, 0, Log()) if workers else in_process(view)
+    found = [batch[0] if not workers else batch for batch in batches]
+
+    assert found == ([*range(12)] if batch_size is None else [[*range(at, at + 3)] for at in (0, 3, 6, 9)]), (
+        CHANGED
+    )
+    assert order.pulled == len(found), f"{CHANGED}: it does not ask our order for indices"
+    assert vars(loader) == before
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_torch_without_one_of_the_names_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    for kind in ITERATOR.__mro__:
+        monkeypatch.delattr(kind, name, raising=False)
+
+    with pytest.raises(Unsupported, match=f"no {name} any more"):
+        opened(DataLoader(Numbers(), num_workers=1), Log())
+
+
+PRIVATE = {
+    name
+    for kind in (DataLoader, *ITERATOR.__mro__[:-1])
+    for name in vars(kind)
+    if name.startswith("_") and not name.startswith("__")
+} | set(ATTRIBUTES)
+
+
+NO_OTHER_NAME = ("torch._ops.", "torch.utils._python_dispatch.", "torch.utils._pytree.")
+"""What torch's own documentation has people import for a dispatch mode."""
+
+
+def private_names(source: str) -> set[str]:
+    """Return the private names of torch that a module uses: imported, or of an object other than self."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.ImportFrom, ast.Import)):
+            module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            names = [module + alias.name for alias in node.names]
+            private = {name for name in names if name.startswith("torch") and "._" in name}
+            found |= {name for name in private if not name.startswith(NO_OTHER_NAME)}
+        elif isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch.utils.data."):
+            found |= {node.attr} if node.attr.startswith("_") else set()
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) != "self":
+            found |= {node.attr} & PRIVATE
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found |= {node.value} & PRIVATE
+    return found
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: path.stem)
+def test_no_other_module_uses_a_private_name_of_torchs_loader(path: Path) -> None:
+    used = private_names(path.read_text())
+
+    assert bool(used) == (path.stem == "torch_iterators"), used
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from torch.utils.data.dataloader import _BaseDataLoaderIter",
+        "from torch.utils.data._utils import worker",
+        "import torch.utils.data._utils",
+        "torch.utils.data._utils.worker",
+        "loader._index_sampler",
+        "pool._send_idx + 1",
+        "getattr(pool, '_task_info')",
+    ],
+)
+def test_a_private_name_is_seen_however_it_is_used(line: str) -> None:
+    assert private_names(line)
+
+
+def test_every_batch_is_told_of_with_its_number_and_its_worker() -> None:
+    log = Log()
+    workers, _ = opened(DataLoader(Numbers(), 2, num_workers=2, prefetch_factor=1), log, turn=1)
+    list(workers)
+
+    assert log.told[:2] == ["order", "batches"]
+    assert [(number, by) for _, _, number, by in log.told[2:]] == [(n, (n + 1) % 2) for n in range(6)]
+    assert [stamped for _, stamped, _, _ in log.told[2:]] == [1, 0] * 3
+
+
+def test_a_batch_that_failed_is_told_of_without_a_stamp() -> None:
+    log = Log()
+    workers, _ = opened(DataLoader(Numbers(), 1, sampler=[1, 99, 3], num_workers=2), log)
+    first = next(workers)
+    with pytest.raises(OSError, match="no such sample"):
+        next(workers)
+
+    assert (first, next(workers)) == (1, 3)
+    assert [told[1:3] for told in log.told[2:]] == [(0, 0), (None, 1), (0, 2)]
+    # (the error's traceback keeps them in a cycle: torch waits ten seconds for workers that are collected)
+    workers.end()
+
+
+@pytest.mark.heavy
+def test_what_was_made_ahead_is_told_of_before_another_epoch_begins() -> None:
+    log = Log()
+    how: Any = {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 2}
+    workers, view = opened(DataLoader(Numbers(), 1, **how), log)
+    for _ in range(3):
+        log.told.clear()
+        next(workers), next(workers)
+        workers.begin_anew(view)
+        away = [told for told in log.told[2:] if told[0] == "away"]
+
+        assert sorted(away) == [("away", 0)] * 2 + [("away", 1)] * 2
+        assert (log.told[-1], log.told.count("order")) == ("batches", 1)
+
+
+def test_a_stream_that_has_ended_is_told_of_before_another_epoch_begins() -> None:
+    log = Log()
+    how: Any = {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 2}
+    workers, view = opened(DataLoader(Shares(), 2, **how), log)
+    for _ in range(2):
+        expected = [[0, 1], [100, 101], [102, 103], [104, 105]]
+        assert [batch.tolist() for batch in workers] == expected
+        log.told.clear()
+        workers.begin_anew(view)
+        assert log.told == [("ran out", 0), ("ran out", 1), "order", "batches"]
+    next(workers)
+    log.told.clear()
+    workers.begin_anew(view)
+
+    assert log.told[-1] == "batches"
+    assert [log.told.count(one) for one in ("order", ("away", 0), ("away", 1), ("ran out", 0))] == [
+        1,
+        0,
+        2,
+        1,
+    ]
+
+
+class Telling(Dataset[Any]):
+    """A dataset whose samples are the names of what is found as the worker's dataset."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> str:
+        return found()
+
+
+class TellingStream(IterableDataset[str]):
+    def __iter__(self) -> Iterator[str]:
+        yield from (found() for _ in range(4))
+
+
+def found() -> str:
+    info = get_worker_info()
+    return type(info.dataset).__name__ if info else "none"
+
+
+def remember(number: int) -> None:
+    global remembered
+    remembered = found()
+
+
+remembered = ""
+
+
+def telling(samples: list[str]) -> list[str]:
+    return [remembered, found(), *samples]
+
+
+@pytest.mark.parametrize("kind", [Telling, TellingStream])
+@pytest.mark.parametrize("sample_seeds", [False, True])
+def test_the_users_functions_find_their_own_dataset(run_dir: Path, kind: Any, sample_seeds: bool) -> None:
+    loader: DataLoader[Any] = DataLoader(
+        kind(), 4, num_workers=1, collate_fn=telling, worker_init_fn=remember
+    )
+    with RunState.load(run_dir, loader=loader, sample_seeds=sample_seeds) as state:
+        batches = list(state.batches())
+
+    assert batches == [[kind.__name__] * 6]
+
+
+SCRIPT = """
+import os, signal, sys
+from torch.utils.data import DataLoader, Dataset
+from resumable import RunState
+
+
+class Pids(Dataset):
+    def __len__(self):
+        return 1000
+
+    def __getitem__(self, index):
+        return os.getpid(), b"x" * 1_000_000
+
+
+def as_it_is(samples):
+    return samples
+
+
+if __name__ == "__main__":
+    method, folder = sys.argv[1:]
+    loader = DataLoader(
+        Pids(), num_workers=2, prefetch_factor=20, collate_fn=as_it_is, multiprocessing_context=method
+    )
+    batches = iter(RunState.load(folder, loader=loader).batches())
+    print(*(next(batches)[0][0] for _ in range(2)), flush=True)
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.sampled(3)
+@pytest.mark.heavy
+def test_workers_with_full_queues_end_when_their_training_is_killed(
+    tmp_path: Path, run_dir: Path, method: str
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
+    command = [sys.executable, script, method, run_dir]
+    errors = (tmp_path / "errors").open("w")
+    training = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
+    assert training.stdout is not None
+    with training, errors:
+        assert "starting fresh" in training.stdout.readline()
+        workers = [os.pidfd_open(int(pid)) for pid in training.stdout.readline().split()]
+        training.send_signal(signal.SIGKILL)
+    ended = [fd for fd in workers if select.select([fd], [], [], 60)[0]]
+    for fd in workers:
+        os.close(fd)
+
+    assert len(workers) == 2
+    assert ended == workers
+
+
+class Slow(Numbers):
+    """Samples of which the second comes when nobody wants it any more."""
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(60 * index)
+        return index
+
+
+@pytest.mark.heavy
+def test_a_thread_that_waits_for_workers_comes_to_the_end_when_they_are_ended() -> None:
+    workers, _ = opened(DataLoader(Slow(), 1, num_workers=1), Log())
+    found: list[Any] = []
+    # (one that would be waited for at the end of the process)
+    thread = threading.Thread(target=lambda: found.extend(workers), daemon=True)
+    thread.start()
+    while not found:
+        time.sleep(0.01)
+    workers.end()
+    thread.join(timeout=30)
+
+    assert not thread.is_alive()
+    assert found == [0]
+    assert [*workers] == []
+
+
+# Signals while workers start.
+
+NOTED = (signal.SIGTERM, signal.SIGINT)
+
+
+def _blocked() -> set[Any]:
+    return signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_the_signals_stay_blocked_where_the_resource_tracker_has_to_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(resource_tracker._resource_tracker, "_fd", None)
+    monkeypatch.setattr(resource_tracker._resource_tracker, "_pid", None)
+    view = DataLoader(Numbers(), num_workers=1, multiprocessing_context="spawn")
+    before = _blocked()
+
+    with sheltered(view, NOTED):
+        kept = multiprocessing.get_context("spawn").Event()
+        assert _blocked() >= {*NOTED}
+
+    del kept
+    resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
+    assert _blocked() == before
+
+
+def test_a_spawned_worker_begins_with_the_signals_blocked() -> None:
+    view = DataLoader(Numbers(), num_workers=1, multiprocessing_context="spawn")
+    process = multiprocessing.get_context("spawn").Process(
+        target=signal.raise_signal, args=(signal.SIGTERM,), daemon=True
+    )
+
+    with sheltered(view, NOTED):
+        process.start()
+        assert process.pid
+        os.kill(process.pid, signal.SIGINT)
+    process.join()
+
+    assert process.exitcode == 0
+
+
+def test_workers_of_a_fork_server_and_the_server_outlive_the_signals(monkeypatch: pytest.MonkeyPatch) -> None:
+    # (what the other tests preload takes seconds)
+    monkeypatch.setattr(python_forkserver._forkserver, "_preload_modules", [])
+    view = DataLoader(Numbers(), num_workers=1, multiprocessing_context="forkserver")
+
+    ended, servers = [], set()
+    for _ in range(2):
+        with sheltered(view, NOTED):
+            context: Any = view.multiprocessing_context
+            process = context.Process(target=signal.raise_signal, args=(signal.SIGTERM,), daemon=True)
+            process.start()
+            servers.add(forkserver._server()._forkserver_pid)  # type: ignore[attr-defined]
+        os.kill(max(servers), signal.SIGTERM)
+        process.join()
+        ended.append(process.exitcode)
+
+    assert ended == [0, 0]
+    assert len(servers) == 1
+    assert forkserver._server() is not python_forkserver._forkserver
+
+
+def test_nothing_is_blocked_where_the_training_notes_no_signals() -> None:
+    view = DataLoader(Numbers(), num_workers=1, multiprocessing_context="forkserver")
+    given, before = view.multiprocessing_context, _blocked()
+
+    with sheltered(view, ()):
+        assert _blocked() == before
+
+    assert view.multiprocessing_context is given

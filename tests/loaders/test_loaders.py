@@ -1,0 +1,1276 @@
+"""Any DataLoader, stopped anywhere and as often as you like, goes on with the very next batch."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    Subset,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    default_collate,
+    get_worker_info,
+)
+
+from resumable import ResumableError, ResumableWarning, RunState, StateMismatch, UsageError
+
+pytestmark = [
+    # What torch says of this machine.
+    pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator"),
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
+    # What Python says of every worker that is forked while a save is on its way.
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork"),
+    # What we say of streams in this process; here their draws decide no order, but where that is the point.
+    pytest.mark.filterwarnings("ignore:.* and the training draw from the same generators"),
+]
+
+EPOCHS, SAMPLES, BATCH = 3, 30, 4
+"""Eight batches an epoch, the last one short; two workers have four of them in flight."""
+
+Key = tuple[Any, ...]
+Seen = list[tuple[Key, Any]]
+Loaders = dict[str, DataLoader[Any]]
+
+
+# Randomness: what it is drawn from, and by whom.
+
+
+def seeded(seed: int) -> None:
+    random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
+
+
+def noise() -> list[float]:
+    """Draw from every global generator; of the normal numbers the second of each pair is left for later."""
+    return [
+        random.random(),
+        random.gauss(0, 1),
+        np.random.rand(),
+        np.random.randn(),
+        torch.rand(()).item(),
+    ]
+
+
+def new_seed() -> int:
+    """Return another seed for every object of every leg, so that nothing comes back by luck."""
+    return random.getrandbits(31)
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(new_seed())
+
+
+def quiet() -> list[float]:
+    return []
+
+
+def python_noise() -> list[float]:
+    return [random.random(), random.gauss(0, 1)]
+
+
+def numpy_noise() -> list[float]:
+    return [np.random.rand(), np.random.randn()]
+
+
+def torch_noise() -> list[float]:
+    return torch.randn(3).tolist()
+
+
+def worker() -> list[float]:
+    """Tell who loads: what is sharded or seeded by worker depends on it."""
+    info = get_worker_info()
+    return [info.id, info.seed % 1_000_003] if info else [-1]
+
+
+class OwnNoise:
+    """Generators of one's own, nested as transforms nest them."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(new_seed())
+        self.transforms = [
+            {"crop": random.Random(new_seed())},
+            (np.random.RandomState(new_seed()), generator()),
+        ]
+
+    def __call__(self) -> list[float]:
+        (flip, jitter), crop = self.transforms[1], self.transforms[0]["crop"]
+        return [
+            self.rng.normal(),
+            crop.gauss(0, 1),
+            flip.randn(),
+            torch.rand((), generator=jitter).item(),
+        ]
+
+
+class LateNoise:
+    """A generator that is made when it is first needed."""
+
+    def __init__(self) -> None:
+        self.rng: np.random.Generator | None = None
+
+    def __call__(self) -> list[float]:
+        if self.rng is None:
+            info = get_worker_info()
+            self.rng = np.random.default_rng(info.seed if info else 7)
+        return [self.rng.random(), random.random()]
+
+
+def reseed(worker_id: int) -> None:
+    info = get_worker_info()
+    random.seed(worker_id), np.random.seed(info.seed % 2**32)
+    info.dataset.augment.rng = np.random.default_rng([info.seed, worker_id])
+
+
+def noisy_collate(samples: list[Any]) -> dict[str, Any]:
+    return {"x": default_collate(samples), "mix": noise()}
+
+
+def drawing_collate(samples: list[Any], rng: torch.Generator) -> list[Any]:
+    return [default_collate(samples), torch.rand((), generator=rng)]
+
+
+class OwnCollate:
+    """A collate function with a generator of its own."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(new_seed())
+
+    def __call__(self, samples: list[Any]) -> tuple[Any, float]:
+        return default_collate(samples), self.rng.random()
+
+
+# Datasets.
+
+
+class Images(Dataset[torch.Tensor]):
+    """Samples that are told by their index, augmented."""
+
+    def __init__(self, augment: Callable[[], list[float]] = noise, length: int = SAMPLES) -> None:
+        self.augment, self.length = augment, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index, *self.augment()], dtype=torch.float64)
+
+
+class ManyAtOnce(Images):
+    """Samples that are loaded by the batch."""
+
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+        shared = noise()
+        return [torch.tensor([index, *shared, *self.augment()], dtype=torch.float64) for index in indices]
+
+
+class Counting(Images):
+    """Samples that depend on how many this copy of the dataset has given, which its state tells."""
+
+    given = 0
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.given += 1
+        return torch.tensor([index, self.given, *self.augment()], dtype=torch.float64)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.given = state["given"]
+
+
+def shard(length: int = SAMPLES) -> range:
+    """Return the part of this worker: the first one's is the smallest."""
+    info = get_worker_info()
+    if info is None:
+        return range(length)
+    cuts = [length * i * (i + 1) // (info.num_workers * (info.num_workers + 1)) for i in range(99)]
+    return range(cuts[info.id], cuts[info.id + 1])
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    """A stream that nobody can position."""
+
+    def __init__(self, augment: Callable[[], list[float]] = noise, length: int = SAMPLES) -> None:
+        self.augment, self.length = augment, length
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for index in self.order():
+            yield torch.tensor([index, *self.augment()], dtype=torch.float64)
+
+    def order(self) -> Iterable[int]:
+        return shard(self.length)
+
+
+class OrderedAtOnce(Stream):
+    """A stream that draws its order when `iter` is called, and not with its first sample."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        indices = [*self.order()]
+        random.shuffle(indices)
+        return (torch.tensor([index, *self.augment()], dtype=torch.float64) for index in indices)
+
+
+class Endless(Stream):
+    """A stream that does not end."""
+
+    def order(self) -> Iterable[int]:
+        info = get_worker_info()
+        return itertools.count(info.id, info.num_workers) if info else itertools.count()
+
+
+class Buffered(Stream):
+    """A stream behind a shuffle buffer, which draws from Python's generator or from one of its own."""
+
+    rng: Any = random
+
+    def order(self) -> Iterator[int]:
+        buffer: list[int] = []
+        for index in shard(self.length):
+            buffer.append(index)
+            if len(buffer) > 5:
+                yield buffer.pop(self.rng.randrange(len(buffer)))
+        self.rng.shuffle(buffer)
+        yield from buffer
+
+
+class DrawsLate(Stream):
+    """A stream that draws after its last sample."""
+
+    def order(self) -> Iterator[int]:
+        yield from shard(self.length)
+        self.augment()
+
+
+class OwnBuffered(Buffered):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rng = random.Random(new_seed())
+
+
+class StatefulStream(Stream):
+    """A stream whose dataset knows where it is."""
+
+    at, passes = 0, 0
+
+    def order(self) -> Iterator[int]:
+        mine = shard(self.length)
+        while self.at < len(mine):
+            self.at += 1
+            yield mine[self.at - 1] + 100 * self.passes
+        self.at, self.passes = 0, self.passes + 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "passes": self.passes}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at, self.passes = state["at"], state["passes"]
+
+
+class StatefulIterators(Stream):
+    """A stream whose iterators know where they are."""
+
+    def __iter__(self) -> StatefulIterator:
+        return StatefulIterator(self.augment, shard(self.length))
+
+
+class StatefulIterator:
+    def __init__(self, augment: Callable[[], list[float]], mine: Sequence[int]) -> None:
+        self.augment, self.mine, self.at = augment, mine, 0
+
+    def __iter__(self) -> StatefulIterator:
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        if self.at == len(self.mine):
+            raise StopIteration
+        self.at += 1
+        return torch.tensor([self.mine[self.at - 1], *self.augment()], dtype=torch.float64)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+# Samplers.
+
+
+class PythonBatches(Sampler[list[int]]):
+    """Batches of one to six samples, in an order of Python's generator."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        left, sizes = random.sample(range(SAMPLES), SAMPLES), random.choices(range(1, 7), k=SAMPLES)
+        while left:
+            size = sizes.pop()
+            yield left[:size]
+            left = left[size:]
+
+
+class NumpyBatches(Sampler[list[int]]):
+    """Batches that are drawn one at a time from NumPy's generator."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for _ in range(8):
+            yield np.random.choice(SAMPLES, BATCH, replace=False).tolist()
+
+
+class LiveBatches(Sampler[list[int]]):
+    """Batches that are cut one at a time at random: what the training drew in between decides too."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        left = [*range(SAMPLES)]
+        while left:
+            yield [left.pop(random.randrange(len(left))) for _ in range(min(BATCH, len(left)))]
+
+
+class OwnOrder(Sampler[int]):
+    """An order from a generator of one's own."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(new_seed())
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.rng.permutation(SAMPLES).tolist()
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+
+class StatefulOrder(Sampler[int]):
+    """An order that depends on how often it was drawn, which its state tells."""
+
+    passes = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        return iter([(index * 7 + self.passes) % SAMPLES for index in range(SAMPLES)])
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"passes": self.passes}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.passes = state["passes"]
+
+
+# The set-ups. Every object in them is made anew, under another seed, for every leg of a training.
+
+
+class Setup(NamedTuple):
+    """One way to make a loader, for any number of workers or for one or more."""
+
+    make: Callable[..., DataLoader[Any]]
+    in_process: bool = True
+    break_at: int | None = None
+
+
+def on(dataset: Any, batch_size: int | None = BATCH, **settings: Any) -> DataLoader[Any]:
+    return DataLoader(dataset, batch_size, **settings)
+
+
+def shared_generator(**how: Any) -> DataLoader[Any]:
+    images, shared = Images(), generator()
+    return on(images, sampler=RandomSampler(images, generator=shared), generator=shared, **how)
+
+
+def forkserver(**how: Any) -> DataLoader[Any]:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch"])
+    return on(Images(), shuffle=True, multiprocessing_context=context, **how)
+
+
+def distributed(**how: Any) -> DataLoader[Any]:
+    images = Images(length=2 * SAMPLES - 1)
+    return on(images, sampler=DistributedSampler(images, num_replicas=2, rank=1, seed=3), **how)
+
+
+def weighted(**own: Any) -> WeightedRandomSampler:
+    return WeightedRandomSampler(range(1, SAMPLES + 1), SAMPLES, **own)
+
+
+def drawn(more: int, **own: Any) -> RandomSampler:
+    return RandomSampler(range(SAMPLES), num_samples=SAMPLES + more, generator=generator(), **own)
+
+
+def nested(**how: Any) -> DataLoader[Any]:
+    both = ConcatDataset([Images(OwnNoise(), 20), Images(OwnNoise(), 20)])
+    return on(Subset(both, range(5, 35)), shuffle=True, **how)
+
+
+SETUPS: dict[str, Setup] = {
+    # the order
+    "in order, quiet": Setup(lambda **how: on(Images(quiet), **how)),
+    "in order": Setup(lambda **how: on(Images(), **how)),
+    "shuffled": Setup(lambda **how: on(Images(), shuffle=True, **how)),
+    "shuffled, generator": Setup(lambda **how: on(Images(), shuffle=True, generator=generator(), **how)),
+    "generator of the loader": Setup(lambda **how: on(Images(), generator=generator(), **how)),
+    "generator of both": Setup(shared_generator),
+    "weighted": Setup(lambda **how: on(Images(), sampler=weighted(), **how)),
+    "weighted, generator": Setup(lambda **how: on(Images(), sampler=weighted(generator=generator()), **how)),
+    "subset": Setup(lambda **how: on(Images(), sampler=SubsetRandomSampler(range(3, 30)), **how)),
+    "replacement": Setup(lambda **how: on(Images(), sampler=drawn(1, replacement=True), **how)),
+    "more than all": Setup(lambda **how: on(Images(), sampler=drawn(9), **how)),
+    "distributed": Setup(distributed),
+    "python batches": Setup(lambda **how: on(Images(), 1, batch_sampler=PythonBatches(), **how)),
+    "numpy batches": Setup(lambda **how: on(Images(), 1, batch_sampler=NumpyBatches(), **how)),
+    "live batches": Setup(lambda **how: on(Images(), 1, batch_sampler=LiveBatches(), **how)),
+    "own order": Setup(lambda **how: on(Images(), sampler=OwnOrder(), **how)),
+    "stateful order": Setup(lambda **how: on(Images(), sampler=StatefulOrder(), **how)),
+    # the batches
+    "no batches": Setup(lambda **how: on(Images(), None, shuffle=True, **how)),
+    "many at once": Setup(lambda **how: on(ManyAtOnce(), shuffle=True, **how)),
+    "drop last": Setup(lambda **how: on(Images(), shuffle=True, drop_last=True, **how)),
+    "divisible": Setup(lambda **how: on(Images(), 5, shuffle=True, **how)),
+    "few": Setup(lambda **how: on(Images(length=9), shuffle=True, **how)),
+    "pinned": Setup(lambda **how: on(Images(), shuffle=True, pin_memory=True, **how)),
+    "break": Setup(lambda **how: on(Images(), shuffle=True, **how), break_at=5),
+    # the augmentation
+    "python": Setup(lambda **how: on(Images(python_noise), shuffle=True, **how)),
+    "numpy": Setup(lambda **how: on(Images(numpy_noise), shuffle=True, **how)),
+    "torch": Setup(lambda **how: on(Images(torch_noise), shuffle=True, **how)),
+    "own": Setup(lambda **how: on(Images(OwnNoise()), shuffle=True, **how)),
+    "own, nested": Setup(nested),
+    "late": Setup(lambda **how: on(Images(LateNoise()), shuffle=True, **how)),
+    "worker": Setup(lambda **how: on(Images(worker), shuffle=True, **how)),
+    "collate": Setup(lambda **how: on(Images(quiet), shuffle=True, collate_fn=noisy_collate, **how)),
+    "partial collate": Setup(
+        lambda **how: on(Images(quiet), collate_fn=partial(drawing_collate, rng=generator()), **how)
+    ),
+    "own collate": Setup(lambda **how: on(Images(quiet), shuffle=True, collate_fn=OwnCollate(), **how)),
+    "counting": Setup(lambda **how: on(Counting(), shuffle=True, **how)),
+    # the workers
+    "reseeded": Setup(lambda **how: on(Images(LateNoise()), worker_init_fn=reseed, **how), in_process=False),
+    "prefetch 1": Setup(lambda **how: on(Images(), shuffle=True, prefetch_factor=1, **how), in_process=False),
+    "prefetch 4": Setup(lambda **how: on(Images(), shuffle=True, prefetch_factor=4, **how), in_process=False),
+    "timeout": Setup(lambda **how: on(Images(), shuffle=True, timeout=60, **how), in_process=False),
+    "forkserver": Setup(forkserver, in_process=False),
+    "spawn": Setup(lambda **how: on(Images(), multiprocessing_context="spawn", **how), in_process=False),
+    # streams
+    "stream, quiet": Setup(lambda **how: on(Stream(quiet), **how)),
+    "stream": Setup(lambda **how: on(Stream(), **how)),
+    "stream, own": Setup(lambda **how: on(Stream(OwnNoise()), **how)),
+    "stream, no batches": Setup(lambda **how: on(Stream(), None, **how)),
+    "stream, draws late": Setup(lambda **how: on(DrawsLate(), **how)),
+    "stream, draws late, own": Setup(lambda **how: on(DrawsLate(OwnNoise()), 5, **how)),
+    "stream, draws late, no batches": Setup(lambda **how: on(DrawsLate(), None, **how)),
+    "stream, drop last": Setup(lambda **how: on(Stream(), drop_last=True, **how)),
+    "stream, collate": Setup(lambda **how: on(Stream(), collate_fn=noisy_collate, **how)),
+    "stream, ordered at once": Setup(lambda **how: on(OrderedAtOnce(quiet), **how)),
+    "stream, endless": Setup(lambda **how: on(Endless(), **how), break_at=5),
+    "buffered": Setup(lambda **how: on(Buffered(), **how), in_process=False),
+    "buffered, own": Setup(lambda **how: on(OwnBuffered(), **how)),
+    "stateful stream": Setup(lambda **how: on(StatefulStream(), **how)),
+    "stateful stream, drop last": Setup(lambda **how: on(StatefulStream(), drop_last=True, **how)),
+    "stateful iterators": Setup(lambda **how: on(StatefulIterators(), **how)),
+    "stateful iterators, break": Setup(lambda **how: on(StatefulIterators(), **how), break_at=5),
+}
+
+
+# One training, with or without us.
+
+
+class Plain:
+    """The loops of RunState over the loaders themselves: the training that nothing stops."""
+
+    batch = 0
+
+    def __init__(self, loaders: Loaders) -> None:
+        self.loaders = loaders
+
+    def epochs(self, total: int) -> Iterator[int]:
+        for epoch in range(total):
+            self.batch = 0
+            yield epoch
+
+    def batches(self, name: str | None = None) -> Iterator[Any]:
+        # (a map goes on after an exception, as the loader's own iterator does; a generator would be dead)
+        return map(self._hand_out, itertools.count(), self.loaders[name or "loader"])
+
+    def _hand_out(self, number: int, batch: Any) -> Any:
+        self.batch = number
+        return batch
+
+    def save(self) -> None:
+        pass
+
+
+class Stopped(Exception):
+    """The training ends right after a save."""
+
+
+class Log:
+    """What a training has seen; it ends where it is to be stopped: at a key, or after so many events."""
+
+    def __init__(self, state: Any, stop: Key | int | None = None) -> None:
+        self.seen: Seen = []
+        self._state, self._stop = state, stop
+
+    def __call__(self, key: Key, batch: Any) -> None:
+        self.seen.append((key, [plain(batch), noise()]))
+        self.may_stop(key)
+
+    def may_stop(self, key: Key) -> None:
+        if self._stop in (key, len(self.seen)):
+            self._state.save()
+            raise Stopped
+
+
+class Training(NamedTuple):
+    """A script, and what makes its loaders: anew, and under another seed, for every leg."""
+
+    make: Callable[[], Loaders]
+    script: Callable[[Any, Loaders, Log], None]
+
+    def uninterrupted(self) -> Seen:
+        """Return what it sees over the plain loaders."""
+        seeded(0)
+        loaders = self.make()
+        state = Plain(loaders)
+        self.script(state, loaders, log := Log(state))
+        return log.seen
+
+    def leg(self, run_dir: Path, seed: int = 0, stop: Key | int | None = None, **options: Any) -> Seen:
+        """Go on from the newest checkpoint up to a stop, and return what it sees."""
+        seeded(seed)
+        loaders = self.make()
+        with contextlib.suppress(Stopped), RunState.load(run_dir, loader=given(loaders), **options) as state:
+            log = Log(state, stop)
+            self.script(state, loaders, log)
+        return log.seen
+
+    def chain(self, run_dir: Path, stops: Iterable[Key]) -> Seen:
+        """Return what it sees in all its legs."""
+        legs = enumerate([*stops, None])
+        return [event for seed, stop in legs for event in self.leg(run_dir, seed, stop)]
+
+
+def given(loaders: Loaders) -> Any:
+    """Return the loaders as RunState is given them: a single one without a name."""
+    return loaders.get("loader", loaders)
+
+
+def train(state: Any, loaders: Loaders, log: Log, break_at: int | None = None) -> None:
+    """Draw after every batch, as dropout does, and where an epoch begins and ends."""
+    loader = loaders["loader"]
+    for epoch in state.epochs(EPOCHS):
+        noise()
+        if isinstance(loader.sampler, DistributedSampler):
+            loader.sampler.set_epoch(epoch)
+        log.may_stop((epoch, 0))
+        for batch in state.batches():
+            if state.batch == break_at:
+                break
+            log((epoch, state.batch + 1), batch)
+        log((epoch, "end"), [])
+    log((EPOCHS, "after"), next_numbers(loader))
+
+
+def plain(value: Any) -> Any:
+    """Return a batch as lists of numbers: those are equal only if every bit is."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def next_numbers(loader: DataLoader[Any]) -> list[Any]:
+    """Return what the loader's generators, its sampler's and its dataset's give next in this process."""
+    seed = torch.rand((), generator=loader.generator)
+    if isinstance(loader.dataset, IterableDataset):
+        return [seed, list(itertools.islice(iter(loader.dataset), 5))]
+    return [seed, list(loader.batch_sampler or loader.sampler), loader.dataset[0]]
+
+
+def stops(reference: Seen) -> list[Key]:
+    """After the first batch and in the middle; before the first, after it, at the last two, and the end."""
+    last = [max(key[1] for key, _ in reference if key[0] == e and key[1] != "end") for e in range(EPOCHS)]
+    in_first = dict.fromkeys([(0, 1), (0, last[0] // 2)])
+    return [*in_first, (1, 0), (1, 1), (1, last[1] - 1), (1, last[1]), (1, "end")]
+
+
+def order(seen: Seen, epoch: int) -> list[int]:
+    """Return the indices of an epoch's samples."""
+    return [int(row[0]) for key, (batch, _) in seen if key[0] == epoch for row in batch]
+
+
+# Every set-up: with two workers, and a few others; the rest takes minutes.
+
+QUICK = {
+    *((name, 0, False) for name in ("shuffled", "live batches", "late", "buffered, own", "stateful stream")),
+    *((name, 2, True) for name in ("own", "break", "worker", "stateful iterators, break", "stream")),
+    *((name, 2, True) for name in ("stream, draws late", "stream, draws late, own")),
+    ("stream, draws late, no batches", 2, True),
+    *((name, 3, True) for name in ("counting", "generator of both", "stateful stream")),
+    *((name, 3, False) for name in ("few", "stateful iterators", "numpy batches")),
+}
+
+
+def every_case() -> Iterator[Any]:
+    numbers = [(0, False), *itertools.product((1, 2, 3), (False, True))]
+    for name, (workers, persists) in itertools.product(SETUPS, numbers):
+        is_slow = name in ("spawn", "forkserver")
+        is_quick = not is_slow and ((workers, persists) == (2, False) or (name, workers, persists) in QUICK)
+        if workers == 2 or (not is_slow and (workers or SETUPS[name].in_process)):
+            marks = () if is_quick else pytest.mark.heavy
+            yield pytest.param(name, workers, persists, id=f"{name}-{workers}{'p' * persists}", marks=marks)
+
+
+CASES = [*every_case()]
+HEAVY_PERSISTENT = pytest.param(2, True, marks=pytest.mark.heavy)
+EITHER = [False, pytest.param(True, marks=pytest.mark.heavy)]
+"""Whether the workers persist, where that is not the point."""
+
+
+def set_up(name: str, workers: int, persists: bool = False) -> Training:
+    setup = SETUPS[name]
+    make = partial(setup.make, num_workers=workers, persistent_workers=persists)
+    return Training(lambda: {"loader": make()}, partial(train, break_at=setup.break_at))
+
+
+@cache
+def reference(name: str, workers: int, persists: bool = False) -> Seen:
+    return set_up(name, workers, persists).uninterrupted()
+
+
+@pytest.mark.proves("transparent")
+@pytest.mark.parametrize(("name", "workers", "persists"), CASES)
+@pytest.mark.sampled(5)
+def test_batches_gives_what_the_loader_itself_gives(
+    run_dir: Path, name: str, workers: int, persists: bool
+) -> None:
+    seen = set_up(name, workers, persists).leg(run_dir)
+
+    assert seen == reference(name, workers, persists)
+
+
+@pytest.mark.proves("exact")
+@pytest.mark.parametrize(("name", "workers", "persists"), CASES)
+@pytest.mark.sampled(5)
+def test_a_training_that_is_stopped_again_and_again_is_the_one_that_never_was(
+    run_dir: Path, name: str, workers: int, persists: bool
+) -> None:
+    expected = reference(name, workers, persists)
+
+    seen = set_up(name, workers, persists).chain(run_dir, stops(expected))
+
+    assert seen == expected
+
+
+@pytest.mark.proves("exact")
+def test_a_stream_that_draws_its_order_at_once_is_stopped_and_goes_on(run_dir: Path) -> None:
+    expected = reference("stream, ordered at once", 0)
+
+    seen = set_up("stream, ordered at once", 0).chain(run_dir, stops(expected))
+
+    assert seen == expected
+
+
+@pytest.mark.proves("exact")
+@pytest.mark.heavy
+@pytest.mark.parametrize("persists", [False, True])
+@pytest.mark.parametrize(
+    "name", ["own", "more than all", "numpy batches", "break", "stream, own", "stateful iterators"]
+)
+@pytest.mark.sampled(3)
+def test_a_training_that_is_stopped_after_every_batch_is_the_one_that_never_was(
+    run_dir: Path, name: str, persists: bool
+) -> None:
+    expected = reference(name, 2, persists)
+
+    seen = set_up(name, 2, persists).chain(run_dir, [key for key, _ in expected[:-1]])
+
+    assert seen == expected
+
+
+# More than one loader.
+
+
+def two(**how: Any) -> Loaders:
+    return {
+        "a": on(Images(OwnNoise()), shuffle=True, num_workers=2, **how),
+        "b": on(Images(), 3, sampler=SubsetRandomSampler(range(20)), num_workers=1, **how),
+    }
+
+
+def zipped(state: Any, loaders: Loaders, log: Log) -> None:
+    for epoch in state.epochs(EPOCHS):
+        for pair in zip(state.batches("a"), state.batches("b"), strict=False):
+            log((epoch, state.batch), pair)
+        log((epoch, "end"), [])
+
+
+def one_after_the_other(state: Any, loaders: Loaders, log: Log) -> None:
+    for epoch in state.epochs(EPOCHS):
+        for name in loaders:
+            for batch in state.batches(name):
+                log((epoch, name, state.batch), batch)
+            noise()
+        log((epoch, "end"), [])
+
+
+def unlabelled(state: Any, loaders: Loaders, log: Log) -> None:
+    for epoch in state.epochs(EPOCHS):
+        others = iter(state.batches("b"))
+        for batch in state.batches("a"):
+            number = state.batch
+            log((epoch, number), [batch, next(others, None)])
+        log((epoch, "end"), [])
+
+
+def nested_loop(state: Any, loaders: Loaders, log: Log) -> None:
+    for epoch in state.epochs(EPOCHS):
+        for batch in state.batches("a"):
+            number = state.batch
+            inner = list(state.batches("b")) if number == 2 else []
+            log((epoch, number), [batch, *inner])
+        log((epoch, "end"), [])
+
+
+def validated(state: Any, loaders: Loaders, log: Log) -> None:
+    others = on(Images(), shuffle=True, num_workers=1)
+    for epoch in state.epochs(EPOCHS):
+        for batch in state.batches("a"):
+            log((epoch, state.batch), [batch, *(others if state.batch % 3 == 0 else [])])
+        log((epoch, "end"), list(others))
+
+
+@pytest.mark.parametrize("persists", EITHER)
+@pytest.mark.parametrize(
+    ("script", "at"),
+    [
+        (zipped, [(0, 0), (0, 3), (0, 6), (0, "end"), (1, 1), (2, 5)]),
+        (
+            one_after_the_other,
+            [(0, "a", 2), (0, "a", 7), (0, "b", 0), (0, "b", 6), (1, "end"), (2, "b", 3)],
+        ),
+        (unlabelled, [(0, 0), (0, 4), (0, 6), (0, 7), (1, "end"), (2, 1)]),
+        (nested_loop, [(0, 1), (0, 2), (0, 3), (0, 7), (1, "end"), (2, 2)]),
+        (validated, [(0, 0), (0, 1), (0, 3), (0, 7), (1, "end"), (2, 2)]),
+    ],
+)
+@pytest.mark.sampled(3)
+def test_several_loaders_in_one_epoch_all_go_on(
+    run_dir: Path, script: Any, at: list[Key], persists: bool
+) -> None:
+    training = Training(partial(two, persistent_workers=persists), script)
+
+    assert training.chain(run_dir, at) == training.uninterrupted()
+
+
+# Other loops.
+
+
+def limited(state: Any, loaders: Loaders, log: Log) -> None:
+    for epoch in state.epochs(EPOCHS):
+        for batch in itertools.islice(state.batches(), 5 - state.batch):
+            log((epoch, state.batch + 1), batch)
+        log((epoch, "end"), [])
+
+
+def opened_early(state: Any, loaders: Loaders, log: Log) -> None:
+    for epoch in state.epochs(EPOCHS):
+        batches = iter(state.batches())
+        noise()
+        for batch in batches:
+            log((epoch, state.batch + 1), batch)
+        log((epoch, "end"), [])
+
+
+@pytest.mark.parametrize(("workers", "persists"), [(0, False), (2, False), HEAVY_PERSISTENT])
+@pytest.mark.filterwarnings("ignore:the loop over batches is cut by islice")
+@pytest.mark.parametrize("script", [limited, opened_early])
+@pytest.mark.parametrize("name", ["own", "stateful stream"])
+@pytest.mark.sampled(3)
+def test_a_loop_of_another_shape_goes_on_as_well(
+    run_dir: Path, name: str, script: Any, workers: int, persists: bool
+) -> None:
+    training = Training(set_up(name, workers, persists).make, script)
+
+    seen = training.chain(run_dir, [(0, 1), (0, 3), (0, 5), (1, 1), (1, 2), (2, 5)])
+
+    assert seen == training.uninterrupted()
+
+
+# What may change, and what may not.
+
+
+def quiet_loader(dataset: Any = None, **how: Any) -> Loaders:
+    return {"loader": on(dataset or Images(quiet), **{"shuffle": True, "num_workers": 2, **how})}
+
+
+def noisy_loader(**how: Any) -> Loaders:
+    return quiet_loader(Images(), generator=generator(), **how)
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (2, 0), (0, 2)])
+def test_another_number_of_workers_changes_nothing_where_nothing_is_random_in_them(
+    run_dir: Path, before: int, after: int
+) -> None:
+    old, new = (Training(partial(quiet_loader, num_workers=n), train) for n in (before, after))
+    # (what is drawn in the process of the training itself, nobody has looked at)
+    from_old, from_new = (
+        contextlib.nullcontext() if n else pytest.warns(ResumableWarning, match="may .*num_workers +0 +-> ")
+        for n in (before, after)
+    )
+
+    seen = old.leg(run_dir, 0, (0, 3))
+    for training, told, stop in ((new, from_old, (0, 5)), (old, from_new, (1, 2))):
+        with told:
+            seen += training.leg(run_dir, 1, stop)
+    seen += old.leg(run_dir, 1)
+
+    assert seen == old.uninterrupted()
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (2, 0), (0, 2)])
+def test_another_number_of_workers_keeps_the_order_and_a_resume_repeats_itself(
+    run_dir: Path, before: int, after: int
+) -> None:
+    old, new = (Training(partial(noisy_loader, num_workers=n), train) for n in (before, after))
+    first = old.leg(run_dir, 0, (0, 3))
+    rest = []
+    for seed in (1, 2):
+        shutil.copytree(run_dir, again := run_dir.with_name(f"{seed}"))
+        with pytest.warns(ResumableWarning, match=f"{'will' if before else 'may'} .*num_workers"):
+            seen = new.leg(again, seed, (1, 2))
+        rest.append(seen + new.leg(again, seed + 2))
+
+    assert rest[0] == rest[1]
+    expected = old.uninterrupted()
+    assert [order(first + rest[0], 0), order(rest[0], 1)] == [order(expected, 0), order(expected, 1)]
+
+
+@pytest.mark.parametrize("dataset", [Stream, StatefulStream, StatefulIterators])
+def test_another_number_of_workers_is_a_mismatch_for_a_stream_in_mid_epoch(
+    run_dir: Path, dataset: Any
+) -> None:
+    two, three = (Training(lambda n=n: {"loader": on(dataset(), num_workers=n)}, train) for n in (2, 3))
+    seen = two.leg(run_dir, 0, (0, 1)) + two.leg(run_dir, 1, (0, 3))
+
+    with pytest.raises(StateMismatch, match="loader: num_workers 2 in the checkpoint, 3 in the"):
+        three.leg(run_dir)
+
+    assert seen + two.leg(run_dir, 2) == two.uninterrupted()
+
+
+@pytest.mark.proves("never a silent change")
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        ("batch_size", {"batch_size": 5}),
+        ("drop_last", {"drop_last": True}),
+        ("sampler", {"shuffle": False}),
+        ("batch_sampler", {"shuffle": False, "batch_size": 1, "batch_sampler": PythonBatches()}),
+        ("dataset_length", {"dataset": Images(quiet, 31)}),
+    ],
+)
+@pytest.mark.sampled(3)
+def test_a_loader_that_changed_in_mid_epoch_is_a_mismatch_that_names_what_did(
+    run_dir: Path, workers: int, field: str, change: dict[str, Any]
+) -> None:
+    old, new = (Training(partial(quiet_loader, num_workers=workers, **how), train) for how in ({}, change))
+    seen = old.leg(run_dir, 0, (0, 1)) + old.leg(run_dir, 1, (0, 3))
+
+    with pytest.raises(StateMismatch, match=rf"loader\.{field}: "):
+        new.leg(run_dir)
+
+    assert seen + old.leg(run_dir, 2) == old.uninterrupted()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_batch_size_that_is_allowed_to_change_goes_on_at_the_same_sample(
+    run_dir: Path, workers: int
+) -> None:
+    def of(size: int) -> Training:
+        how = {"batch_size": size, "num_workers": workers}
+        return Training(lambda: quiet_loader(generator=generator(), **how), train)
+
+    four, six, five = of(4), of(6), of(5)
+    seen = four.leg(run_dir, 0, 3)
+    with pytest.warns(ResumableWarning, match="loader.batch_size +4 +-> 6"):
+        seen += six.leg(run_dir, 1, 1, allow=["loader.batch_size"])
+    seen += six.leg(run_dir, 2, 1)
+    with pytest.warns(ResumableWarning, match="loader.batch_size +6 +-> 5"):
+        seen += five.leg(run_dir, 3, allow=["loader.batch_size"])
+
+    assert [len(batch) for key, (batch, _) in seen if key[0] == 0] == [4, 4, 4, 6, 6, 5, 1, 0]
+    expected = four.uninterrupted()
+    assert [order(seen, e) for e in range(EPOCHS)] == [order(expected, e) for e in range(EPOCHS)]
+
+
+@pytest.mark.parametrize("change", [{"batch_size": 5}, {"shuffle": False}, {"dataset": Images(quiet, 31)}])
+def test_a_loader_that_is_allowed_to_change_begins_the_epochs_data_anew(
+    run_dir: Path, change: dict[str, Any]
+) -> None:
+    old, new = (Training(partial(quiet_loader, **how), train) for how in ({}, change))
+    old.leg(run_dir, 0, (1, 2))
+
+    with pytest.warns(ResumableWarning, match="the code's is used"):
+        seen = new.leg(run_dir, 1, 2, allow=["loader"])
+    seen += new.leg(run_dir, 2)
+
+    length = len(new.make()["loader"].dataset)
+    assert [sorted(order(seen, epoch)) for epoch in (0, 1, 2)] == [[], [*range(length)], [*range(length)]]
+
+
+def test_a_shuffle_buffer_that_shares_a_generator_with_the_training_is_warned_of(run_dir: Path) -> None:
+    training = Training(lambda: {"loader": on(Buffered())}, train)
+    training.leg(run_dir, 0, (0, 3))
+
+    for stop in ((0, 4), (1, 2)):
+        with pytest.warns(ResumableWarning, match="Buffered and the training draw from the same generators"):
+            training.leg(run_dir, 1, stop)
+
+
+class FixedAtStart(Sampler[list[int]]):
+    """Batches that are drawn when the script starts, and lost when it ends."""
+
+    def __init__(self) -> None:
+        self.batches = [*PythonBatches()]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.batches)
+
+
+class AnySubset(SubsetRandomSampler):
+    """A split that is drawn anew at every start."""
+
+    def __init__(self) -> None:
+        super().__init__(random.sample(range(99), SAMPLES))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("how", [{"batch_sampler": FixedAtStart}, {"sampler": AnySubset}])
+def test_an_order_that_does_not_come_again_is_a_mismatch(run_dir: Path, how: Any, workers: int) -> None:
+    training = Training(lambda: {"loader": in_order_of(how, workers)}, train)
+    seen = training.leg(run_dir, 0, (0, 3))
+
+    for seed in (1, 2):
+        with pytest.raises(StateMismatch, match="of other samples"):
+            training.leg(run_dir, seed)
+
+    assert seen == training.uninterrupted()[:3]
+
+
+def in_order_of(how: dict[str, Any], workers: int) -> DataLoader[Any]:
+    (name, sampler), *_ = how.items()
+    size = 1 if name == "batch_sampler" else BATCH
+    return on(Images(length=99), size, num_workers=workers, **{name: sampler()})
+
+
+def test_a_loader_that_was_never_given_is_a_usage_error(run_dir: Path) -> None:
+    state = RunState.load(run_dir, loader=on(Images()))
+
+    with pytest.raises(UsageError, match="was not given to RunState"):
+        state.batches(on(Images()))
+
+
+@pytest.mark.filterwarnings("ignore:Got pickle error when attempting to start a worker")
+def test_a_loader_that_cannot_be_sent_to_its_workers_is_an_error_that_says_so(run_dir: Path) -> None:
+    loader = on(Images(), collate_fn=lambda samples: 0, num_workers=1, multiprocessing_context="spawn")
+    state = RunState.load(run_dir, loader=loader)
+
+    with pytest.raises(ResumableError, match="cannot be sent"):
+        next(iter(state.batches()))
+
+
+def note_the_end(file: str, number: int) -> None:
+    atexit.register(Path(file).touch)
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_a_worker_leaves_without_ending_its_interpreter(tmp_path: Path, context: str) -> None:
+    # (what a thread of its own still delivers aborts an interpreter that ends, and the training with it)
+    ended = tmp_path / "ended"
+    loader = on(
+        Images(),
+        num_workers=1,
+        multiprocessing_context=context,
+        worker_init_fn=partial(note_the_end, str(ended)),
+    )
+
+    with RunState.load(tmp_path / "run", loader=loader) as state:
+        batches = [batch for _ in state.epochs(1) for batch in state.batches()]
+
+    assert len(batches) == len(loader)
+    assert not ended.exists()
+
+
+# What is loaded, and how often.
+
+
+class Counted(Images):
+    """A dataset that counts, over all processes, how often each sample is loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = multiprocessing.Array("i", SAMPLES)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        with self.counts.get_lock():
+            self.counts[index] += 1
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize(("workers", "persists"), [(0, False), (2, False), (2, True)])
+def test_no_sample_that_was_trained_on_is_loaded_again(run_dir: Path, workers: int, persists: bool) -> None:
+    counted = []
+
+    def make() -> Loaders:
+        counted.append(Counted())
+        return {"loader": on(counted[-1], num_workers=workers, persistent_workers=persists)}
+
+    Training(make, train).chain(run_dir, [(0, 3), (0, 6), (0, "end")])
+
+    assert [*counted[1].counts][: 3 * BATCH] == [0] * 3 * BATCH
+    assert [*counted[2].counts] == [0] * 6 * BATCH + [1] * (SAMPLES - 6 * BATCH)
+
+
+class Held(Images):
+    """A dataset whose first batch is ready only when the other worker has loaded more than a batch."""
+
+    def __init__(self, loaded: Any) -> None:
+        super().__init__()
+        self.loaded = loaded
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if get_worker_info().id:
+            self.loaded.value += 1
+        while index == 0 and self.loaded.value <= BATCH:
+            pass
+        return super().__getitem__(index)
+
+
+@pytest.mark.filterwarnings("ignore:in_order=False")
+@pytest.mark.parametrize("persists", EITHER)
+def test_without_in_order_every_sample_comes_exactly_once(run_dir: Path, persists: bool) -> None:
+    how = {"num_workers": 2, "in_order": False, "persistent_workers": persists}
+    loaded = multiprocessing.Value("i")
+    training = Training(lambda: {"loader": on(Held(loaded), **how)}, only_batches)
+
+    seen = training.chain(run_dir, [(0, 1), (0, 3), (0, 7), (1, 2), (1, 7), (1, "end")])
+
+    assert [sorted(order(seen, epoch)) for epoch in range(EPOCHS)] == [[*range(SAMPLES)]] * EPOCHS
+
+
+def only_batches(state: Any, loaders: Loaders, log: Log) -> None:
+    for epoch in state.epochs(EPOCHS):
+        for batch in state.batches():
+            log((epoch, state.batch), batch)
+        log((epoch, "end"), [])
+
+
+# Workers that fail.
+
+
+class Failing(Images):
+    """A dataset with two samples that cannot be read."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        sample = super().__getitem__(index)
+        if index in (9, 22):
+            raise ValueError("cannot be read")
+        return sample
+
+
+def swallowing(state: Any, loaders: Loaders, log: Log) -> None:
+    for epoch in state.epochs(EPOCHS):
+        batches = iter(state.batches())
+        while True:
+            try:
+                batch = next(batches)
+            except ValueError:
+                log((epoch, "failed"), [])
+            except StopIteration:
+                break
+            else:
+                log((epoch, int(batch[0, 0])), [state.batch, batch])
+        log((epoch, "end"), [])
+
+
+@pytest.mark.parametrize(
+    ("workers", "persists"),
+    [(0, False), pytest.param(2, False, marks=pytest.mark.heavy), HEAVY_PERSISTENT],
+)
+def test_a_loop_that_swallows_what_a_worker_raises_goes_on_as_the_plain_one_does(
+    run_dir: Path, workers: int, persists: bool
+) -> None:
+    how = {"num_workers": workers, "persistent_workers": persists}
+    training = Training(lambda: {"loader": on(Failing(), **how)}, swallowing)
+
+    seen = training.chain(run_dir, [(0, 4), (0, 12), (0, 24), (1, 0), (1, 16), (1, 28), (2, 12)])
+
+    assert seen == training.uninterrupted()
+
+
+class Deadly(Images):
+    """A dataset two of whose samples kill the worker that loads them, once."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        marker = self.folder / str(index)
+        if index in (9, 29) and get_worker_info() and not marker.exists():
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+def saving(state: Any, loaders: Loaders, log: Log) -> None:
+    for epoch in state.epochs(2):
+        for batch in state.batches():
+            log((epoch, state.batch), batch)
+            state.save()
+        log((epoch, "end"), [])
+
+
+def unmeasured(run: Callable[[Path], Any], run_dir: Path) -> None:
+    """Run without coverage: an error that a signal raises in the tracer leaves its lock locked for ever."""
+    coverage = sys.modules.get("coverage")
+    if coverage and (measuring := coverage.Coverage.current()):
+        measuring.stop()
+    run(run_dir)
+
+
+@pytest.mark.parametrize("persists", EITHER)
+def test_a_run_that_dies_of_a_killed_worker_goes_on_exactly(
+    run_dir: Path, tmp_path: Path, persists: bool
+) -> None:
+    how = {"num_workers": 2, "persistent_workers": persists}
+    training = Training(lambda: {"loader": on(Deadly(tmp_path), **how)}, saving)
+
+    for marker in ("9", "29"):
+        # In a process of its own: torch raises in the main thread, wherever that may be.
+        run = multiprocessing.get_context("fork").Process(target=unmeasured, args=(training.leg, run_dir))
+        run.start(), run.join()
+        assert (run.exitcode, (tmp_path / marker).exists()) == (1, True)
+    left = training.leg(run_dir)
+
+    expected = training.uninterrupted()
+    assert left == expected[-len(left) :]
+    assert len(left) < len(expected) - 1
+
+
+# Whole processes.
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("own", "stream", "forkserver"),
+        *(
+            pytest.param(name, marks=pytest.mark.nightly)
+            for name in ("numpy batches", "distributed", "stateful stream")
+        ),
+    ],
+)
+@pytest.mark.sampled(3)
+def test_a_killed_training_leaves_no_worker_and_goes_on_in_another_interpreter(
+    run_dir: Path, name: str
+) -> None:
+    seen = []
+    for hash_seed, stop in enumerate([(0, 1), (0, 3), (1, 1), (1, 6), None]):
+        given = json.dumps([str(run_dir), name, hash_seed, stop])
+        environment = {**os.environ, "PYTHONHASHSEED": str(hash_seed)}
+        done = subprocess.run(
+            [sys.executable, __file__, given],
+            env=environment,
+            stdout=subprocess.PIPE,
+            timeout=60,
+            check=False,
+        )
+        # The pipe ends when nobody holds it any more: a worker that stayed alive would be a timeout.
+        assert done.returncode == (0 if stop is None else -signal.SIGKILL)
+        seen += json.loads(done.stdout.splitlines()[-1])
+
+    assert seen == json.loads(json.dumps(reference(name, 4)))
+
+
+def run_and_die(run_dir: str, name: str, seed: int, stop: list[Any] | None) -> None:
+    """Go on from the newest checkpoint up to a stop, tell what was seen, and be killed."""
+    training = set_up(name, 4)
+    seeded(seed)
+    loaders = training.make()
+    with RunState.load(run_dir, loader=given(loaders)) as state:
+        log = Log(state, tuple(stop) if stop else None)
+        try:
+            training.script(state, loaders, log)
+        except Stopped:
+            state.wait()
+            print(json.dumps(log.seen), flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        print(json.dumps(log.seen), flush=True)
+
+
+if __name__ == "__main__":
+    run_and_die(*json.loads(sys.argv[1]))
+
+
+def _caught(run_dir: Path, fails: set[int], stops: int | None = None) -> list[float]:
+    """Train on a stream, some of whose batches fail before their step; stop after one of those."""
+    seen: list[float] = []
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(Stream(), batch_size=4)
+    with RunState.load(run_dir, model=model, optimizer=optimizer, loader=loader, progress=False) as state:
+        for _ in range(len(fails) + 1):
+            try:
+                for _epoch in state.epochs(2):
+                    for x in state.batches():
+                        seen.append(float(x.sum()))
+                        if len(seen) in fails:
+                            raise Stopped
+                        optimizer.step()
+                return seen
+            except Stopped:
+                pass
+            if len(seen) == stops:
+                state.save().wait()
+                return seen
+    return seen
+
+
+@pytest.mark.parametrize("fails", [1, 9])
+def test_a_stream_goes_on_after_an_error_in_an_epochs_first_batch(tmp_path: Path, fails: int) -> None:
+    seeded(0)
+    straight = _caught(tmp_path / "straight", {fails, fails + 1})
+
+    seeded(0)
+    seen = _caught(tmp_path / "stopped", {fails}, stops=fails)
+    for turn in range(2):
+        seeded(turn + 1)
+        seen += _caught(tmp_path / "stopped", set() if turn else {1}, stops=None if turn else 1)
+
+    assert seen == straight

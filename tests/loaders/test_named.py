@@ -1,0 +1,366 @@
+"""Generators that data draw from and that hang in modules and classes: named in code, held by no object."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import random
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import module_rng
+import numpy as np
+import pytest
+import torch
+from module_rng import jitter
+from stopping import differences
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+
+from resumable import RunState
+from resumable.loaders.generators import code_names, rng, search
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
+    pytest.mark.filterwarnings("ignore:loader keeps no position"),
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork"),
+]
+
+NUMPY = np.random.default_rng(0)
+AUGMENT: Any = None
+
+
+class Augment:
+    """An object of a module, with a generator of its own."""
+
+    def __init__(self) -> None:
+        self.own = random.Random(0)
+
+    def __call__(self) -> float:
+        return self.own.random()
+
+
+def begin() -> None:
+    """Stand where a process stands that has just started."""
+    global NUMPY, AUGMENT
+    NUMPY, AUGMENT = np.random.default_rng(0), Augment()
+    Classy.own = np.random.default_rng(0)
+    module_rng.Blur.own.seed(0)
+    module_rng.begin()
+
+
+def directly() -> float:
+    return NUMPY.normal()
+
+
+def by_a_helper() -> float:
+    return sum([jitter() + directly() for _ in range(2)])
+
+
+def of_another_module() -> float:
+    return module_rng.NUMPY.normal() + torch.rand((), generator=module_rng.TORCH).item()
+
+
+def by_an_object() -> float:
+    return AUGMENT() + module_rng.SEVERAL["flip"][0].random()
+
+
+def by_a_class() -> float:
+    return module_rng.Blur()()
+
+
+def made_late() -> float:
+    return module_rng.late()
+
+
+class Data(Dataset[torch.Tensor]):
+    """Samples with noise."""
+
+    def __init__(self, noise: Callable[[], float]) -> None:
+        self.noise = noise
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index, self.noise()]) / 6
+
+
+class Classy(Data):
+    """Samples with noise of generators that their class and their module have."""
+
+    own = np.random.default_rng(0)
+
+    def __init__(self) -> None:
+        pass
+
+    @staticmethod
+    def noise() -> float:
+        return Classy.own.normal() + NUMPY.normal()
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    """A stream with noise of a generator that its module has."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for index in range(4):
+            yield torch.tensor([index, NUMPY.normal()]) / 6
+
+
+def with_noise(samples: list[torch.Tensor]) -> Any:
+    return default_collate(samples) + NUMPY.normal()
+
+
+def plain() -> Iterator[torch.Tensor]:
+    for index in range(3):
+        yield torch.tensor([[index, by_a_helper()]]) / 6
+
+
+def objects(loader: Callable[[], Any]) -> dict[str, Any]:
+    begin()
+    model = nn.Linear(2, 1)
+    return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "loader": loader()}
+
+
+def train(objects: dict[str, Any], x: torch.Tensor) -> None:
+    objects["optimizer"].zero_grad()
+    objects["model"](x).square().mean().backward()
+    objects["optimizer"].step()
+
+
+def epochs(state: RunState, objects: dict[str, Any], tick: Callable[..., None]) -> None:
+    for _ in state.epochs(2):
+        for x in state.batches():
+            train(objects, x)
+            tick(x)
+
+
+LOADED: dict[str, Callable[..., Any]] = {
+    "directly": lambda **how: DataLoader(Data(directly), 2, **how),
+    "helper": lambda **how: DataLoader(Data(by_a_helper), 2, shuffle=True, **how),
+    "module": lambda **how: DataLoader(Data(of_another_module), 2, **how),
+    "object": lambda **how: DataLoader(Data(by_an_object), 2, **how),
+    "class": lambda **how: DataLoader(Data(by_a_class), 2, **how),
+    "late": lambda **how: DataLoader(Data(made_late), 2, **how),
+    "attribute": lambda **how: DataLoader(Classy(), 2, **how),
+    "stream": lambda **how: DataLoader(Stream(), 2, **how),
+    "collate": lambda **how: DataLoader(torch.ones(4, 2), 2, collate_fn=with_noise, **how),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_a_generator_that_code_names_goes_on_in_this_process(name: str, run_dir: Path) -> None:
+    assert differences(run_dir, partial(objects, LOADED[name]), epochs) == []
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("persists", [False, True])
+@pytest.mark.parametrize("name", ["helper", "module", "late", "attribute", "stream"])
+def test_a_generator_that_code_names_goes_on_in_workers(name: str, persists: bool, run_dir: Path) -> None:
+    loader = partial(LOADED[name], num_workers=2, persistent_workers=persists)
+
+    assert differences(run_dir, partial(objects, loader), epochs) == []
+
+
+def made_as_it_is_drawn() -> Iterator[torch.Tensor]:
+    for index in range(3):
+        yield torch.tensor([[index, module_rng.late()]]) / 6
+
+
+def drawing_too(state: RunState, objects: dict[str, Any], tick: Callable[..., None]) -> None:
+    for _ in state.epochs(2):
+        for x in state.batches():
+            train(objects, x)
+            tick(x, jitter())
+
+
+@pytest.mark.parametrize(
+    ("function", "loop"), [(plain, epochs), (plain, drawing_too), (made_as_it_is_drawn, epochs)]
+)
+def test_a_generator_that_the_function_of_a_plain_iterable_names_goes_on(
+    function: Any, loop: Any, run_dir: Path
+) -> None:
+    assert differences(run_dir, partial(objects, lambda: function), loop) == []
+
+
+def test_paths_say_where_in_a_module_a_generator_hangs() -> None:
+    begin()
+    found = {
+        path: value
+        for function in (by_a_helper, of_another_module, by_an_object, by_a_class)
+        for path, value in search.find(function).items()
+    }
+
+    assert found == {
+        "test_named:NUMPY": NUMPY,
+        "module_rng:PYTHON": module_rng.PYTHON,
+        "module_rng:NUMPY": module_rng.NUMPY,
+        "module_rng:TORCH": module_rng.TORCH,
+        "test_named:AUGMENT.own": AUGMENT.own,
+        "module_rng:SEVERAL.flip.0": module_rng.SEVERAL["flip"][0],
+        "module_rng:Blur.own": module_rng.Blur.own,
+    }
+    assert search.find(Classy()) == {"test_named:Classy.own": Classy.own, "test_named:NUMPY": NUMPY}
+
+
+def test_a_generator_that_an_object_holds_too_keeps_the_path_from_there() -> None:
+    begin()
+    data: Any = Data(directly)
+    data.late = [[[[NUMPY]]]]
+
+    assert search.find({"collate_fn": with_noise, "dataset": data}) == {"dataset.late.0.0.0.0": NUMPY}
+
+
+def of_the_globals() -> Any:
+    return random.random(), np.random.rand(), torch.rand(()), ALIASES
+
+
+ALIASES = [random.random, np.random.rand, torch.default_generator]
+
+
+def test_global_generators_are_not_found_in_code() -> None:
+    assert search.find(of_the_globals) == {}
+
+
+def test_what_a_module_has_is_found_by_a_path_that_led_to_it_before() -> None:
+    begin()
+
+    assert search.find(by_a_helper).keys() == {"test_named:NUMPY", "module_rng:PYTHON"}
+    assert search.plant(Data(quiet), "module_rng:PYTHON", rng.read(module_rng.PYTHON)) is module_rng.PYTHON
+    assert search.is_free(Data(quiet), "module_rng:PYTHON")
+
+
+def quiet() -> float:
+    return 0.0
+
+
+def test_a_module_of_the_script_may_have_the_name_of_one_of_pythons(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cmd.py").write_text("import random\nrng = random.Random(0)\ndraw = lambda: rng.random()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "cmd", sys)
+    monkeypatch.delitem(sys.modules, "cmd")
+    cmd: Any = importlib.import_module("cmd")
+
+    assert search.find(cmd.draw) == {"cmd:rng": cmd.rng}
+    assert not code_names.is_own("json")
+
+
+def test_a_generator_is_made_in_a_module_only_where_code_names_it() -> None:
+    begin()
+    state = rng.read(np.random.default_rng(5))
+
+    assert not search.is_free(Data(quiet), "module_rng:LATE")
+    assert not search.is_free(Data(made_late), "module_rng:jitter")
+    assert not search.is_free(Data(made_late), "module_rng:late.own")
+    assert search.plant(Data(made_late), "module_rng:jitter", state) is None
+    assert search.plant(Data(made_late), "module_rng:LATE", state) is module_rng.LATE is not None
+    module_rng.begin()
+
+
+class Later:
+    """A class that makes its generator with the first object."""
+
+    own: Any = None
+
+    def __call__(self) -> float:
+        Later.own = Later.own or random.Random(0)
+        return Later.own.random()
+
+
+def test_a_generator_is_made_in_the_class_that_had_one() -> None:
+    made = search.plant({"dataset": Data(Later())}, "test_named:Later.own", rng.read(random.Random(5)))
+
+    assert made is Later.own is not None
+    assert search.find(Later()) == {"test_named:Later.own": made}
+    Later.own = None
+
+
+def test_a_reader_reads_what_a_module_has_now() -> None:
+    begin()
+    reader = search.Reader(Data(by_a_helper))
+    for number in range(12):
+        if number == 6:
+            begin()
+        directly()
+        expected = {"test_named:NUMPY": rng.read(NUMPY), "module_rng:PYTHON": rng.read(module_rng.PYTHON)}
+        assert rng.is_same(reader.read(), expected)
+
+
+def test_a_checkpoint_without_what_modules_have_goes_on(run_dir: Path) -> None:
+    begin()
+    with RunState.load(run_dir, loader=DataLoader(Data(quiet))) as state:
+        state.save()
+    with RunState.load(run_dir, loader=DataLoader(Data(by_a_helper))) as state:
+        assert state.resumed
+
+
+def test_code_of_objects_in_a_long_container_is_looked_into() -> None:
+    begin()
+
+    assert search.find({"datasets": [Data(quiet), *[Classy()] * 300]}).keys() == {
+        "test_named:Classy.own",
+        "test_named:NUMPY",
+    }
+
+
+def installed(folder: Path, text: str) -> Any:
+    path = folder / "site-packages" / f"dice_{folder.name}.py"
+    path.parent.mkdir()
+    path.write_text(text)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules[path.stem] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+INSTALLED = """
+import random
+OWN, OTHER = random.Random(0), random.Random(1)
+class Data:
+    own = random.Random(2)
+    def __getitem__(self, index):
+        return OWN.random() + other()
+def other():
+    return OTHER.random()
+"""
+
+
+def test_of_an_installed_module_only_what_it_names_itself_is_found(tmp_path: Path) -> None:
+    module = installed(tmp_path, INSTALLED)
+    name = module.__name__
+
+    assert search.find(module.Data()) == {f"{name}:Data.own": module.Data.own, f"{name}:OWN": module.OWN}
+    assert search.find(module.other) == {f"{name}:OTHER": module.OTHER}
+    del sys.modules[name]
+
+
+def importing_late() -> float:
+    from dice_late.inner import OWN  # type: ignore[import-not-found]
+
+    return OWN.random()  # type: ignore[no-any-return]
+
+
+def test_a_module_that_code_imports_as_it_runs_is_imported_for_its_generator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "dice_late").mkdir()
+    for name in ("inner", "other"):
+        (tmp_path / "dice_late" / f"{name}.py").write_text("import random\nOWN = random.Random(0)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    root, state = {"dataset": Data(importing_late)}, rng.read(random.Random(5))
+    assert search.find(root) == {}
+
+    assert search.plant(root, "dice_late.other:OWN", state) is None
+    assert "dice_late.other" not in sys.modules
+    made = search.plant(root, "dice_late.inner:OWN", state)
+
+    assert search.find(root) == {"dice_late.inner:OWN": made}
+    del sys.modules["dice_late.inner"], sys.modules["dice_late"]

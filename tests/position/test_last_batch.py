@@ -1,0 +1,423 @@
+"""At an epoch's last batch: what saves by itself there, and what a resume there finds."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gloo
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from resumable import ResumableWarning, Run, RunState
+
+LENGTH = 4
+"""Batches in an epoch."""
+
+
+class Training:
+    """One weight, its optimizer and a loader of four batches; each is new."""
+
+    def __init__(self, run_dir: Path, loader: Any = None, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(1, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.loader = DataLoader(range(LENGTH)) if loader is None else loader  # type: ignore[arg-type]
+        self.state = RunState.load(
+            run_dir, model=self.model, optimizer=self.optimizer, loader=self.loader, keep=None, **options
+        )
+
+    def step(self, batch: torch.Tensor) -> torch.Tensor:
+        loss = self.model(batch.float().reshape(-1, 1)).square().mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+
+def places(run_dir: Path) -> list[tuple[int, int]]:
+    """Return epoch and batch of each checkpoint."""
+    return [(found.about.epoch, found.about.batch) for found in Run(run_dir).checkpoints()]
+
+
+def behind(run_dir: Path, epoch: int = 0) -> None:
+    """Leave a checkpoint behind the last batch of an epoch, and one before it at the batch before."""
+    training = Training(run_dir)
+    with training.state as state:
+        for _ in state.epochs(epoch + 1):
+            for batch in state.batches():
+                training.step(batch)
+                if state.epoch == epoch and state.batch >= LENGTH - 2:
+                    state.save().wait()
+            if state.epoch == epoch:
+                break
+
+
+# What saves by itself.
+
+
+class Stream(IterableDataset[int]):
+    """Four numbers, whose count nobody knows."""
+
+    def __iter__(self) -> Any:
+        return iter(range(LENGTH))
+
+
+def test_saves_by_themselves_at_a_last_batch_stand_at_the_epochs_end(run_dir: Path) -> None:
+    training = Training(run_dir, every=LENGTH)
+
+    with training.state as state:
+        for _ in state.epochs(3):
+            for batch in state.batches():
+                training.step(batch)
+
+    assert places(run_dir) == [(1, 0), (2, 0), (3, 0)]
+
+
+def test_of_a_loader_without_a_length_the_epoch_before_tells_it(run_dir: Path) -> None:
+    training = Training(run_dir, DataLoader(Stream(), batch_size=None), every=LENGTH)
+
+    with training.state as state:
+        for _ in state.epochs(3):
+            for batch in state.batches():
+                training.step(torch.tensor(batch))
+
+    assert places(run_dir) == [(0, 4), (2, 0), (3, 0)]
+
+
+def test_a_save_of_the_script_in_the_rest_of_the_body_is_the_only_one(run_dir: Path) -> None:
+    training = Training(run_dir, every=LENGTH)
+
+    with training.state as state:
+        for _ in state.epochs(2):
+            for batch in state.batches():
+                training.step(batch)
+            state.save(loss=1)
+
+    assert places(run_dir) == [(1, 0), (2, 0)]
+
+
+def test_without_epochs_what_is_due_at_the_last_batch_is_saved_there(run_dir: Path) -> None:
+    training = Training(run_dir, every=LENGTH)
+
+    with training.state as state:
+        for batch in state.batches():
+            training.step(batch)
+
+    assert places(run_dir) == [(0, 4)]
+
+
+def stopped(run_dir: Path, epoch: int, *, durable: float = 0.1) -> tuple[int, int]:
+    """Stop a training by a signal in the last batch of an epoch; return where it was saved."""
+    training = Training(run_dir)
+    training.state._saving.save_cost.expect(0.0, durable)
+
+    def train() -> None:
+        for _ in state.epochs(3):
+            for batch in state.batches():
+                training.step(batch)
+                if (state.epoch, state.batch) == (epoch, LENGTH - 1):
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+    with training.state as state, pytest.raises(SystemExit):
+        train()
+    return places(run_dir)[-1]
+
+
+def test_a_signal_in_a_last_batch_waits_for_the_rest_of_the_body(run_dir: Path) -> None:
+    assert stopped(run_dir, 1) == (2, 0)
+    assert stopped(run_dir, 2) == (2, 4)  # (this process has seen no end of an epoch)
+
+
+def test_a_signal_in_a_last_batch_of_the_first_epoch_is_answered_there(run_dir: Path) -> None:
+    assert stopped(run_dir, 0) == (0, 4)
+
+
+def test_a_signal_in_a_last_batch_is_answered_there_if_a_save_may_take_too_long(run_dir: Path) -> None:
+    assert stopped(run_dir, 1, durable=20) == (1, 4)
+
+
+def in_step(rank: int, run_dir: Path, lengths: list[int], every: int) -> list[tuple[int, int]]:
+    """Train one epoch, of so many batches on each rank."""
+    training = Training(run_dir, DataLoader(range(lengths[rank])), every=every, timeout=20)  # type: ignore[arg-type]
+    with training.state as state:
+        for _ in state.epochs(1):
+            for batch in state.batches():
+                training.step(batch)
+    return places(run_dir)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "every", "expected"), [([4, 4], 4, [(1, 0)]), ([4, 3], 3, [(0, 3)])], ids=["even", "uneven"]
+)
+def test_several_processes_wait_only_if_all_are_at_their_last_batch(
+    tmp_path: Path, lengths: list[int], every: int, expected: list[tuple[int, int]]
+) -> None:
+    found = gloo.run(2, in_step, tmp_path / "run", lengths, every, folder=tmp_path)
+
+    assert [(one.value, one.error) for one in found] == 2 * [(expected, None)]
+
+
+# What torch warns of.
+
+
+def test_a_resume_at_the_first_last_batch_does_not_warn_of_the_scheduler(run_dir: Path) -> None:
+    for _ in range(3):
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+        loader = DataLoader(torch.ones(2, 1))  # type: ignore[arg-type]
+        with RunState.load(run_dir, **parts, loader=loader) as state:  # type: ignore[arg-type]
+            for _ in state.epochs(1):
+                for batch in state.batches():
+                    optimizer.zero_grad()
+                    model(batch).sum().backward()
+                    optimizer.step()
+                    state.save().wait()
+                if state.resumed:
+                    with warnings.catch_warnings():
+                        warnings.simplefilter("error")
+                        scheduler.step()
+                break
+
+    assert scheduler.get_last_lr() == [0.25]
+
+
+def test_torch_still_warns_of_a_scheduler_whose_optimizer_never_stepped(run_dir: Path) -> None:
+    optimizers, schedulers = {}, {}
+    for name in ("used", "idle"):
+        optimizers[name] = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.5)
+        schedulers[name] = torch.optim.lr_scheduler.StepLR(optimizers[name], 1, 0.5)
+
+    for _ in range(2):
+        with RunState.load(run_dir, optimizer=optimizers, scheduler=schedulers) as state:
+            for _ in state.steps(1):
+                optimizers["used"].step()
+            state.save()
+
+    with pytest.warns(UserWarning, match="before `optimizer.step"):
+        schedulers["idle"].step()
+
+
+# What a script misses behind a last batch.
+
+
+def misses_a_name(training: Training) -> None:
+    with training.state as state:
+        for _ in state.epochs(2):
+            for batch in state.batches():
+                loss = training.step(batch)
+            state.save(loss=loss)
+
+
+def misses_a_count(training: Training) -> None:
+    with training.state as state:
+        for _ in state.epochs(2):
+            total, count = 0.0, 0
+            for batch in state.batches():
+                total, count = total + training.step(batch).item(), count + 1
+            state.save(loss=total / count)
+
+
+def misses_a_last_loss(training: Training) -> None:
+    with training.state as state:
+        for _ in state.epochs(2):
+            losses = [training.step(batch) for batch in state.batches()]
+            state.save(loss=losses[-1])
+
+
+def misses_a_value(training: Training) -> None:
+    with training.state as state:
+        for _ in state.epochs(2):
+            loss = None
+            for batch in state.batches():
+                loss = training.step(batch)
+            state.save(loss=loss.item())  # type: ignore[attr-defined]
+
+
+def misses_a_key(training: Training) -> None:
+    with training.state as state:
+        for _ in state.epochs(2):
+            metrics = {}
+            for batch in state.batches():
+                metrics["loss"] = training.step(batch)
+            state.save(loss=metrics["loss"])
+
+
+def misspelt(training: Training) -> None:
+    with training.state as state:
+        for _ in state.epochs(2):
+            for batch in state.batches():
+                training.step(batch)
+            state.save(loss=los)  # type: ignore[name-defined] # noqa: F821
+
+
+def failed(script: Callable[[Training], None], run_dir: Path) -> str:
+    """Return what is printed of the error that ends a script."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            script(Training(run_dir))
+        except Exception as error:
+            return "".join(traceback.format_exception(error))
+    return ""
+
+
+def test_a_metric_of_what_only_the_loop_sums_up_is_told(run_dir: Path) -> None:
+    behind(run_dir, epoch=1)
+    with Training(run_dir).state as state:
+        for _ in state.epochs(2):
+            total = sum(batch.sum().item() for (batch,) in state.batches())
+            with pytest.warns(
+                ResumableWarning, match="the comprehension over the batches covers only the rest"
+            ):
+                state.save(loss=total)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="notes came with Python 3.11")
+@pytest.mark.parametrize(
+    ("script", "cause", "fix"),
+    [
+        (misses_a_name, "'loss' was never assigned", "state.mean(loss=loss)"),
+        (misses_a_count, "values from the loop are still as they were", "state.mean(loss=loss)"),
+        (misses_a_last_loss, "values from the loop are still as they were", "state.mean(loss=loss)"),
+        (misses_a_value, "values from the loop are still as they were", "state.mean(loss=loss)"),
+        (misses_a_key, "values from the loop are still as they were", "state.mean(loss=loss)"),
+    ],
+)
+def test_the_error_that_ends_the_script_says_what_happened_and_what_to_write(
+    run_dir: Path, script: Callable[[Training], None], cause: str, fix: str
+) -> None:
+    behind(run_dir, epoch=1)
+
+    text = failed(script, run_dir)
+
+    assert "this start resumed from checkpoint 2, after the last batch of epoch 1" in text
+    assert cause in text
+    assert fix in text
+
+
+@pytest.mark.filterwarnings("ignore:this epoch was resumed in the middle")
+@pytest.mark.parametrize(
+    "script", [misses_a_name, misses_a_count, misses_a_last_loss, misses_a_value, misses_a_key]
+)
+def test_the_next_start_resumes_from_the_checkpoint_before(
+    run_dir: Path, script: Callable[[Training], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    behind(run_dir, epoch=1)
+    assert failed(script, run_dir)
+    capsys.readouterr()
+
+    script(Training(run_dir))
+
+    printed = capsys.readouterr().out
+    assert "checkpoint 2 is skipped: the start that resumed from it ended with " in printed
+    assert "to resume from it: resume=2" in printed
+    assert f"resumed {run_dir} from checkpoint 1: epoch 1, batch 3/4" in printed
+    assert places(run_dir)[-1] == (2, 0)
+    script(Training(run_dir))
+    assert "skipped" not in capsys.readouterr().out
+
+
+def test_a_checkpoint_that_is_skipped_can_be_asked_for(run_dir: Path) -> None:
+    behind(run_dir, epoch=1)
+    failed(misses_a_name, run_dir)
+
+    with Training(run_dir, resume=2).state as state:
+        assert (state.epoch, state.batch) == (1, 4)
+
+
+def test_a_runs_first_checkpoint_is_skipped_by_starting_fresh(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stopped(run_dir, 0)
+    failed(misses_a_name, run_dir)
+    capsys.readouterr()
+
+    misses_a_name(Training(run_dir))
+
+    assert f"there is no earlier one\n{run_dir}: starting fresh" in capsys.readouterr().out
+    assert places(run_dir) == [(0, 4), (1, 0), (2, 0)]
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_a_later_checkpoint_that_is_the_only_one_is_never_thrown_away(
+    run_dir: Path, epoch: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    behind(run_dir, epoch)
+    Run(run_dir).remove([1])
+    failed(misses_a_name, run_dir)
+    capsys.readouterr()
+
+    training = Training(run_dir)
+
+    assert "checkpoint 2 is the only one, so it is used again: " in capsys.readouterr().out
+    assert (training.state.epoch, training.state.batch) == (epoch, 4)
+    training.state.close()
+
+
+def test_another_error_behind_a_last_batch_skips_nothing(run_dir: Path) -> None:
+    behind(run_dir, epoch=1)
+
+    text = failed(misspelt, run_dir)
+
+    assert "'los' is not defined" in text
+    assert "this start resumed" not in text
+    assert skips(run_dir) == []
+
+
+def test_the_same_error_after_a_batch_skips_nothing(run_dir: Path) -> None:
+    behind(run_dir, epoch=1)
+    Run(run_dir).remove([2])
+
+    def script(training: Training) -> None:
+        with training.state as state:
+            for batch in state.batches():
+                training.step(batch)
+                raise ZeroDivisionError
+
+    assert "this start resumed" not in failed(script, run_dir)
+    assert skips(run_dir) == []
+
+
+def skips(run_dir: Path) -> list[Any]:
+    lines = map(json.loads, (run_dir / "history.jsonl").read_text().splitlines())
+    return [line for line in lines if line["event"] == "skip"]
+
+
+def test_a_script_without_with_is_told_at_its_end(run_dir: Path, tmp_path: Path) -> None:
+    behind(run_dir, epoch=1)
+    script = """
+        import sys, torch
+        from resumable import RunState
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        loader = torch.utils.data.DataLoader(range(4))
+        state = RunState.load(sys.argv[1], model=model, optimizer=optimizer, loader=loader, keep=None)
+        for epoch in state.epochs(2):
+            for batch in state.batches():
+                loss = model(batch.float()[:, None]).sum()
+                loss.backward()
+                optimizer.step()
+            state.save(loss=loss)
+        """
+    (tmp_path / "script.py").write_text(textwrap.dedent(script))
+    command = [sys.executable, str(tmp_path / "script.py"), str(run_dir)]
+
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert "NameError: name 'loss' is not defined" in ended.stderr
+    assert ended.stderr.count("'loss' was never assigned") == 1
+    assert [line["number"] for line in skips(run_dir)] == [2]

@@ -1,0 +1,86 @@
+"""Random scripts, stopped in every way: each is exact, or the library warns or refuses."""
+
+from __future__ import annotations
+
+import programs
+import pytest
+from counted import Tally
+
+SCRIPTS, SCRIPTS_NIGHTLY = 300, 20_000
+EACH, EACH_NIGHTLY = 30, 100
+SEEDS = [
+    *(pytest.param(range(first, first + EACH), marks=pytest.mark.heavy) for first in range(0, SCRIPTS, EACH)),
+    *(
+        pytest.param(range(first, first + EACH_NIGHTLY), marks=pytest.mark.nightly)
+        for first in range(SCRIPTS, SCRIPTS_NIGHTLY, EACH_NIGHTLY)
+    ),
+]
+FORGETFUL = """
+torch.manual_seed(1)
+model = nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+rates = [0.9]
+def rate():
+    rates.append(0.9 * rates[-1])
+    return rates[-2]
+with RunState.load(run_dir, model=model, optimizer=optimizer, every=every, progress=False) as state:
+    t.watch(state, model=model, optimizer=optimizer)
+    for step in state.steps(5):
+        x = rate() * torch.randn(3, 4)
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        t(x)
+"""
+
+
+@pytest.mark.proves("exact")
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("seeds", SEEDS, ids=lambda seeds: f"{seeds.start}-{seeds.stop - 1}")
+def test_no_random_script_trains_something_else_without_a_warning(seeds: range, tally: Tally) -> None:
+    verdicts = [programs.examine(programs.write(seed)) for seed in seeds]
+
+    print(f"seeds {seeds.start} to {seeds.stop - 1}\n{programs.table(verdicts)}")
+    bad = [programs.line(one) for one in verdicts if one.worst.outcome in programs.BAD]
+    tally("random scripts", len(verdicts), bad)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("first", range(0, SCRIPTS, EACH))
+def test_nor_one_that_is_stopped_at_every_tick_in_every_way(first: int, tally: Tally) -> None:
+    verdicts = [programs.examine(programs.write(seed), most=None) for seed in range(first, first + EACH)]
+
+    bad = [programs.line(one) for one in verdicts if one.worst.outcome in programs.BAD]
+    tally("random scripts, every tick", len(verdicts), bad)
+
+
+@pytest.mark.parametrize("kind", programs.KINDS)
+def test_a_script_that_loses_state_is_found(kind: programs.Kind) -> None:
+    program = programs.Program(0, "steps with own data", (), programs.IMPORTS + FORGETFUL)
+
+    assert programs.examine(program, [kind], None).worst.outcome == "silent"
+
+
+@pytest.mark.parametrize("kind", programs.KINDS)
+def test_a_script_that_keeps_its_state_is_exact(kind: programs.Kind) -> None:
+    source = FORGETFUL.replace("model=model,", "extra={'own': {'rates': rates}}, model=model,", 1)
+    program = programs.Program(0, "steps with own data", (), programs.IMPORTS + source)
+
+    assert programs.examine(program, [kind], None).worst.outcome == "exact"
+
+
+def test_a_warning_of_what_the_script_does_not_do_counts_as_misled() -> None:
+    told = programs.Found("warned", None, "the loop over batches is cut by islice(), which counts from 0")
+    program = programs.Program(0, "", (), "for x in islice(state.batches(), 3):")
+
+    assert programs.named_rightly(told, program) == told
+    assert programs.named_rightly(told, program._replace(source="for x in zip(a, b):")).outcome == "misled"
+
+
+def test_a_seed_means_the_same_script_each_time() -> None:
+    assert [programs.write(seed) for seed in range(50)] == [programs.write(seed) for seed in range(50)]
+
+
+def test_every_shape_is_among_the_scripts_of_each_commit() -> None:
+    assert {programs.write(seed).shape for seed in range(SCRIPTS)} == programs.SHAPES.keys()

@@ -1,0 +1,157 @@
+"""Scripts in the shapes people really write: NAME.py and NAME_resumable.py in tests/data/real_scripts."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+import pytest
+import tiny
+from places import DATA, ROOT
+
+from resumable import Run
+from resumable.run import history
+
+REAL = DATA / "real_scripts"
+NAMES = (
+    *("mnist", "imagenet", "dcgan", "vae", "word_language_model", "nanogpt", "mingpt", "time_sequence"),
+    *("ppo", "dqn", "torchvision_reference", "timm_train"),
+)
+QUICK = ("word_language_model",)
+EACH = [pytest.param(name, marks=() if name in QUICK else pytest.mark.heavy) for name in NAMES]
+LIBRARY = re.compile("is empty: starting fresh|^resumed |is complete: |is saved, checkpoint ")
+"""What tells a line of the library from those of a script."""
+MOST = 8
+"""How many statements of a script a conversion may change or add."""
+
+
+class Ended(NamedTuple):
+    """What a process left behind."""
+
+    lines: list[str]
+    code: int
+    errors: str
+
+    @property
+    def warnings(self) -> list[str]:
+        return [line for line in self.errors.splitlines() if "Warning" in line]
+
+
+def start(command: Sequence[str], folder: Path) -> Ended:
+    """Run a command in a session of its own; return what the script printed, without the library's lines."""
+    paths = str(ROOT), os.environ.get("PYTHONPATH")
+    python = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
+    # How fast this machine's disk is just now does not matter here.
+    python["PYTHONWARNINGS"] = "ignore:save() has waited"
+    process = subprocess.Popen(
+        [sys.executable, *command],
+        cwd=folder,
+        env={**os.environ, **python},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        code = process.wait(timeout=60)
+    finally:
+        # Workers of a script that was killed would keep its pipes open until they notice.
+        _end_group(process.pid)
+    printed, errors = process.communicate()
+    return Ended([line for line in printed.splitlines() if not LIBRARY.search(line)], code, errors)
+
+
+def _end_group(number: int) -> None:
+    try:
+        os.killpg(number, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def stopped(how: str, tick: int, script: Path) -> list[str]:
+    return [str(REAL / "stopped.py"), how, str(tick), str(script)]
+
+
+@lru_cache
+def plain(name: str) -> tuple[list[str], int]:
+    """Return what the plain script prints, and how many backward passes and steps it makes."""
+    with TemporaryDirectory() as folder:
+        ended = start(stopped("never", 0, REAL / f"{name}.py"), Path(folder))
+    assert ended.code == 0, ended.errors
+    assert len({*ended.lines}) == len(ended.lines), "two lines that are alike tell nothing"
+    return ended.lines, int(ended.errors.split("ticks ")[-1])
+
+
+def goes_on(name: str, how: str, ticks: Sequence[int], folder: Path) -> None:
+    """Stop the script at these ticks, one in each start; check that all print what the plain one does."""
+    script, expected = REAL / f"{name}_resumable.py", plain(name)[0]
+    starts = [start(stopped(how, tick, script), folder) for tick in ticks]
+    last = start([str(script)], folder)
+    for ended in (*starts, last):
+        code = 0 if ended is last else {"kill": -signal.SIGKILL, "term": 128 + signal.SIGTERM}[how]
+        assert ended.code == code, ended.errors
+        assert not ended.warnings, ended.errors
+    # What was trained again is printed again, so each line may come several times.
+    assert {line for ended in (*starts, last) for line in ended.lines} == {*expected}
+    assert last.lines[-1] == expected[-1]
+    tiny.assert_all_verify(_run(folder))
+
+
+def _run(folder: Path) -> Run:
+    (history,) = folder.rglob("history.jsonl")
+    return Run(history.parent)
+
+
+def statements(script: Path) -> list[str]:
+    return ast.unparse(ast.parse(script.read_text())).splitlines()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_conversion_changes_at_most_eight_statements(name: str) -> None:
+    before, after = statements(REAL / f"{name}.py"), statements(REAL / f"{name}_resumable.py")
+    changed = [line for line in difflib.ndiff(before, after) if line.startswith("+ ") and line[2:].strip()]
+
+    assert 0 < len(changed) <= MOST, "\n".join(changed)
+
+
+@pytest.mark.proves("transparent")
+@pytest.mark.parametrize("name", EACH)
+def test_a_converted_script_prints_what_the_plain_one_does(name: str, tmp_path: Path) -> None:
+    goes_on(name, "kill", (), tmp_path)
+
+
+@pytest.mark.proves("exact")
+@pytest.mark.parametrize("name", EACH)
+def test_a_script_that_is_killed_three_times_ends_with_the_same_bits(name: str, tmp_path: Path) -> None:
+    total = plain(name)[1]
+    first, second, third = (
+        total * twelfth // 12 for twelfth in sorted(random.Random(name).sample(range(3, 12), 3))
+    )
+    # A start goes on at the last kill or before it, so each of these is reached.
+    ticks = [first, second - first, third - second]
+    print(f"killed after {ticks} of {total}")
+
+    goes_on(name, "kill", ticks, tmp_path)
+
+    attempts = history.attempts(history.read(_run(tmp_path).path))
+    assert sum(attempt["from"] is not None for attempt in attempts) >= 2
+
+
+@pytest.mark.proves("exact")
+@pytest.mark.parametrize("name", EACH)
+def test_a_script_whose_group_gets_sigterm_ends_with_the_same_bits(name: str, tmp_path: Path) -> None:
+    tick = random.Random(name).randrange(1, plain(name)[1])
+    print(f"SIGTERM after {tick} of {plain(name)[1]}")
+
+    goes_on(name, "term", [tick], tmp_path)

@@ -1,0 +1,108 @@
+"""Mistakes that are made in a copy of the library on purpose: the tests that are named with each see it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from subprocess import PIPE
+
+import pytest
+from counted import Tally
+from places import PROMISES, ROOT, SUPPORT
+
+PATCHES = sorted((PROMISES / "mutants").glob("*.patch"))
+FAILED = 1
+"""The exit code of pytest for tests that ran and failed, and not for such as could not be collected."""
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def caught_by(patch: Path) -> list[str]:
+    """Return what pytest is told to run: a line of the patch says so."""
+    found = re.search(r"^Caught by: (.+)$", patch.read_text(), re.MULTILINE)
+    assert found, f"{patch.name} does not say which tests catch it"
+    return shlex.split(found[1])
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A copy of the library and its tests."""
+    folder = tmp_path / "copy"
+    for name in ("resumable", "tests"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    return folder
+
+
+class Nursery:
+    """A process that runs tests on a copy, without importing torch each time."""
+
+    def __init__(self) -> None:
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+        command = [sys.executable, str(SUPPORT / "forked_tests.py")]
+        self._process = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, env=environ, text=True)
+
+    def run(self, copy: Path, tests: list[str]) -> tuple[int, str]:
+        """Return the exit code of pytest, and what it printed."""
+        log = copy / "log"
+        # (to show how a megabyte differs from another takes a minute)
+        arguments = ["-x", "-rs", "-m", "", "-p", "no:cacheprovider", "--assert=plain", *tests]
+        order = {"folder": str(copy), "log": str(log), "arguments": arguments}
+        assert self._process.stdin
+        assert self._process.stdout
+        self._process.stdin.write(f"{json.dumps(order)}\n")
+        self._process.stdin.flush()
+        return int(self._process.stdout.readline()), log.read_text(errors="replace")
+
+    def close(self) -> None:
+        assert self._process.stdin
+        self._process.stdin.close()
+        self._process.wait()
+        assert self._process.stdout
+        self._process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    found = Nursery()
+    yield found
+    found.close()
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("patch", PATCHES, ids=[patch.stem for patch in PATCHES])
+def test_a_mistake_is_caught_by_the_tests_that_are_named_with_it(
+    copy: Path, nursery: Nursery, patch: Path, tally: Tally
+) -> None:
+    subprocess.run(["git", "apply", str(patch)], cwd=copy, check=True)
+
+    code, told = nursery.run(copy, caught_by(patch))
+
+    if code == 0 and not re.search(r"\d passed", told):
+        pytest.skip(f"what would catch it does not run here: {told[-500:]}")
+    tally("mistakes on purpose", 1, [] if code == FAILED else [f"{patch.stem}: {told[-2000:]}"])
+
+
+@pytest.mark.heavy
+def test_it_is_the_copy_that_is_tested(copy: Path, nursery: Nursery) -> None:
+    test = f"import resumable\n\ndef test_it(): assert resumable.__file__.startswith({str(copy)!r})\n"
+    (copy / "tests" / "test_which.py").write_text(test)
+
+    code, told = nursery.run(copy, ["tests/test_which.py"])
+
+    assert code == 0, told
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("tests", sorted({shlex.join(caught_by(patch)) for patch in PATCHES}))
+def test_without_a_mistake_the_same_tests_pass(copy: Path, nursery: Nursery, tests: str) -> None:
+    code, told = nursery.run(copy, shlex.split(tests))
+
+    assert code == 0, told

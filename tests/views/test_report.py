@@ -1,0 +1,331 @@
+"""The report: what it tells of a run, which saves it shows, and where it is written."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from places import CLI_PAGE
+
+from resumable import Preempted, RunState, UsageError
+from resumable.cli.app import main
+from resumable.run.directory import Run
+from resumable.views import report
+from resumable.views.charts import MOST, Curves, metrics, shown
+from resumable.views.overview import overview
+
+
+def train(run_dir: Path, upto: int, each: Callable[[], object] | None = None, **options: Any) -> None:
+    """Train from wherever the run stands, and save at each step, or do something else."""
+    given: dict[str, Any] = {"maximize": "acc", "keep": 4, "progress": False} | options
+    with RunState.load(run_dir, model=torch.nn.Linear(4, 4), **given) as state:
+        for step in state.steps(upto):
+            if each:
+                each()
+                continue
+            state.save(acc=step / 20, loss=float("nan") if step == 3 else 1 / (step + 1))
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that went back once, was ended by SIGTERM once, and has been resumed twice."""
+    run_dir = tmp_path_factory.mktemp("told") / "exp"
+    train(run_dir, 8)
+    with RunState.load(run_dir, model=torch.nn.Linear(4, 4), maximize="acc", keep=4) as state:
+        state.restore(6)
+        for step in state.steps(10):
+            state.save(acc=step / 20 - 0.01, loss=1 / (step + 1))
+    with contextlib.suppress(Preempted):
+        train(run_dir, 20, on_preempt="raise", each=lambda: os.kill(os.getpid(), signal.SIGTERM))
+    train(run_dir, 14)
+    return run_dir
+
+
+def events(found: dict[str, Any]) -> list[tuple[Any, ...]]:
+    return [(event["kind"], event["attempt"], event["number"], event["step"]) for event in found["events"]]
+
+
+def test_a_run_is_told_with_what_happened_to_it_and_where(trained: Path) -> None:
+    found: dict[str, Any] = overview(Run(trained))
+
+    assert events(found) == [
+        ("resume", 2, 8, 8),
+        ("back", 2, 6, 6),
+        ("resume", 3, 12, 10),
+        ("preempted", 3, None, 11),
+        ("resume", 4, 13, 11),
+    ]
+    assert found["events"][3]["how"] == "SIGTERM"
+    assert [save["number"] for save in found["saves"] if save["abandoned"]] == [7, 8]
+    assert (found["newest"], found["best"]) == (16, 16)
+    assert [attempt["saves"] for attempt in found["attempts"]] == [8, 4, 1, 3]
+
+
+def test_of_a_checkpoint_that_was_pruned_the_metrics_stay(trained: Path) -> None:
+    found: dict[str, Any] = overview(Run(trained))
+
+    here = [save["number"] for save in found["saves"] if save["here"]]
+    assert here == Run(trained).numbers()
+    assert len(here) < len(found["saves"]) == 16
+    assert found["saves"][3]["metrics"] == {"acc": 0.15, "loss": "nan"}
+
+
+def test_a_start_without_a_word_from_the_one_before_is_told_as_its_failure(trained: Path) -> None:
+    lines = [json.loads(line) for line in (trained / "history.jsonl").read_text().splitlines()]
+    starts = [line for line in lines if line["event"] == "start"]
+    starts[-1]["previous"] = {"attempt": 3, "how": "killed, crashed or not closed", "last": 13}
+    lines = [line for line in lines if line["event"] != "end" or line["attempt"] != 3]
+    copy = trained.parent / "killed"
+    copy.mkdir()
+    (copy / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    found: dict[str, Any] = overview(Run(copy))
+
+    assert ("failed", 3, 13, 11) in events(found)
+
+
+def test_bytes_that_files_share_are_counted_once(run_dir: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(512, 512).requires_grad_(False), torch.nn.Linear(2, 2))
+    with RunState.load(run_dir, model=model, keep=None) as state:
+        for _ in range(3):
+            state.save()
+
+    found: dict[str, Any] = overview(Run(run_dir))
+
+    files = [path for path in run_dir.glob("checkpoints/*/**/*") if path.is_file()]
+    sizes = {path.stat().st_ino: path.stat().st_size for path in files if path.name != "manifest.json"}
+    assert found["size"] == sum(sizes.values())
+    assert found["size_unshared"] == sum(save["size"] for save in found["saves"])
+    assert all(save["own"] < save["size"] - 512 * 512 * 4 for save in found["saves"])
+
+
+@pytest.mark.parametrize(
+    ("harm", "problem"),
+    [
+        (lambda path: path.unlink(), "model.safetensors is missing"),
+        (lambda path: os.truncate(path, 10), "model.safetensors has 10 bytes, its manifest says"),
+    ],
+)
+def test_a_file_that_is_missing_or_short_is_told_without_reading(
+    run_dir: Path, harm: Any, problem: str
+) -> None:
+    train(run_dir, 3)
+    [path] = run_dir.glob("checkpoints/000002-*/model.safetensors")
+    harm(path)
+
+    found: dict[str, Any] = overview(Run(run_dir))
+
+    assert problem in found["saves"][1]["problem"]
+    assert [bool(save["problem"]) for save in found["saves"]] == [False, True, False]
+    assert [save["own"] is None for save in found["saves"]] == [False, True, False]
+    assert found["newest"] == 3
+    sizes: Any = Curves([found]).sizes(0)
+    assert [(trace["kind"], trace["x"]) for trace in sizes["traces"]] == [("own", [1, 3])]
+
+
+def test_one_flipped_bit_is_found_where_every_byte_is_read(run_dir: Path) -> None:
+    train(run_dir, 3)
+    [path] = run_dir.glob("checkpoints/000003-*/model.safetensors")
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+    [by_sizes], [by_bytes] = report.facts([Run(run_dir)]), report.facts([Run(run_dir)], reads_all=True)
+
+    assert (by_sizes["checked"], by_sizes["newest"]) == ("sizes", 3)
+    assert (by_bytes["checked"], by_bytes["newest"]) == ("bytes", 2)
+
+
+def test_what_attempts_ran_on_is_compared(trained: Path) -> None:
+    copy = trained.parent / "moved"
+    copy.mkdir()
+    lines = [json.loads(line) for line in (trained / "history.jsonl").read_text().splitlines()]
+    starts = [line for line in lines if line["event"] == "start"]
+    starts[1] |= {"host": "elsewhere", "versions": starts[0]["versions"] | {"torch": "9.9"}}
+    (copy / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    found: dict[str, Any] = overview(Run(copy))
+
+    assert [row["name"] for row in found["attempts"][1]["differs"]] == ["host", "torch"]
+    assert found["attempts"][1]["differs"][1]["now"] == "9.9"
+
+
+@pytest.mark.parametrize("content", [b"", b"\0\n[1]\n", b'{"event": "start"}\n{"event": "end", "how": 3}\n'])
+def test_a_history_that_says_nothing_leaves_what_the_checkpoints_say(run_dir: Path, content: bytes) -> None:
+    train(run_dir, 3)
+    (run_dir / "history.jsonl").write_bytes(content)
+
+    found: dict[str, Any] = overview(Run(run_dir))
+
+    assert [save["step"] for save in found["saves"]] == [1, 2, 3]
+    assert report.page([found], b"")
+
+
+@pytest.mark.parametrize("value", [None, 3, "x", [], {}, 1e400, -1, True, [{"a": 1}], {"a": [None]}])
+def test_a_line_of_the_history_may_hold_anything(run_dir: Path, value: Any) -> None:
+    train(run_dir, 2)
+    file = run_dir / "history.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    known = ("event", "number", "attempt", "superseded", "parent")
+    wild = [{key: line[key] if key in known else value for key in line} for line in lines]
+    told = [json.dumps(line) for one, odd in zip(lines, wild, strict=True) for line in (one, odd)]
+    file.write_text("\n".join([*told, *map(json.dumps, wild)]).replace("Infinity", "1e999") + "\n")
+
+    assert report.page([overview(Run(run_dir))], b"")
+
+
+def test_of_very_many_saves_those_that_matter_and_the_extremes_are_shown() -> None:
+    run = many(10_000)
+    some = shown(run)
+
+    numbers = {save["number"] for save in some}
+    assert len(some) <= MOST
+    assert {1, 10_000, run["best"], 5_000, 7_777} <= numbers
+    assert numbers >= {event["number"] for event in run["events"]}
+
+
+def many(count: int) -> dict[str, Any]:
+    """What there is to tell of a run with so many saves; no. 5000 is a spike, no. 7777 is damaged."""
+    saves = [
+        {
+            **{"number": n, "parent": n - 1 or None, "attempt": 1, "time": "2026-07-30T12:00:00+00:00"},
+            **{"epoch": n // 100, "batch": n % 100, "step": n * 10, "samples": n * 320, "size": 1000},
+            **{"metrics": {"loss": 99.0 if n == 5_000 else 1 / n, "acc": n % 7 / 7}, "why": "every 1 %"},
+            **{"lost": 0.01, "durable": 0.5, "here": True, "own": 900, "abandoned": False, "pushed": False},
+            "problem": "it is damaged" if n == 7_777 else None,
+        }
+        for n in range(1, count + 1)
+    ]
+    event = {"kind": "resume", "attempt": 2, "number": 1234, "step": 12340, "epoch": 12, "batch": 34}
+    return {
+        **{
+            "run": "runs/many",
+            "run_id": "1",
+            "checked": "sizes",
+            "problem": None,
+            "newest": count,
+            "best": 6,
+        },
+        **{"goal": {"metric": "acc", "maximize": True, "value": 6 / 7}, "size": 900, "size_unshared": 1000},
+        **{"remote": None, "saves": saves, "attempts": []},
+        "events": [event | {"time": "2026-07-30T12:00:00+00:00", "how": None}],
+    }
+
+
+def test_an_abandoned_branch_begins_where_it_left_the_other(trained: Path) -> None:
+    run: dict[str, Any] = overview(Run(trained))
+    traces: Any = Curves([run]).metric("acc")["traces"]
+
+    [branch] = [trace for trace in traces if trace["kind"] == "branch"]
+    assert branch["x"] == [6, 7, None, 7, 8, None]
+    [curve] = [trace for trace in traces if trace["kind"] == "curve"]
+    assert curve["x"] == [*range(1, 11), 12, 13, 14]
+
+
+def test_a_branch_goes_past_a_save_without_that_metric(trained: Path) -> None:
+    run: dict[str, Any] = overview(Run(trained))
+    del run["saves"][6]["metrics"]["acc"]
+    traces: Any = Curves([run]).metric("acc")["traces"]
+
+    [branch] = [trace for trace in traces if trace["kind"] == "branch"]
+    assert branch["x"] == [6, 8, None]
+
+
+def test_the_metric_that_says_what_is_best_comes_first(trained: Path) -> None:
+    assert metrics([overview(Run(trained))]) == ["acc", "loss"]
+
+
+def test_the_page_is_written_as_a_whole_and_again(trained: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+
+    assert main(["report", str(trained), "-o", str(page)]) == 0
+    first = page.read_bytes()
+    assert main(["report", str(trained), "-o", str(page)]) == 0
+
+    assert first.startswith(b"<!doctype html>")
+    assert os.listdir(tmp_path) == ["page.html"]
+
+
+@pytest.mark.parametrize("content", [b"", b"<!doctype html>\n<html>my thesis"])
+def test_what_is_no_report_is_not_overwritten(
+    trained: Path, tmp_path: Path, content: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.html"
+    page.write_bytes(content)
+
+    assert main(["report", str(trained), "-o", str(page)]) == 2
+
+    assert page.read_bytes() == content
+    assert "is not a page that `resumable report` has written" in capsys.readouterr().err
+
+
+def test_a_place_that_cannot_be_written_to_is_named(trained: Path, tmp_path: Path) -> None:
+    run = Run(trained)
+
+    with pytest.raises(UsageError, match="is a folder"):
+        report.write([run], tmp_path)
+    with pytest.raises(UsageError, match="there is no folder"):
+        report.write([run], tmp_path / "none" / "page.html")
+
+
+def test_without_plotly_the_report_says_what_to_install(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+
+    with pytest.raises(UsageError, match=re.escape('pip install "torch-resumable[report]"')):
+        report.write([Run(trained)], tmp_path / "page.html")
+
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_run_that_is_not_there_exits_with_3(tmp_path: Path) -> None:
+    assert main(["report", str(tmp_path / "none"), "-o", str(tmp_path / "page.html")]) == 3
+    assert not [*tmp_path.iterdir()]
+
+
+def test_json_has_just_the_documented_fields(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(trained), "--json"]) == 0
+
+    section = CLI_PAGE.read_text().partition("## `resumable report")[2].partition("\n## ")[0]
+    heads = [re.findall(r"^\| (`.*?) \|", part, re.MULTILINE) for part in section.split("\n**")]
+    documented = [{name for head in part for name in re.findall(r"`(\w+)`", head)} for part in heads]
+    found = json.loads(capsys.readouterr().out)
+    assert found.keys() == {"page", "runs"}
+    [run] = found["runs"]
+    assert run.keys() == documented[1]
+    for name, fields in zip(("saves", "events", "attempts"), documented[2:], strict=True):
+        assert all(row.keys() == fields for row in run[name]), name
+
+
+def test_a_training_writes_its_report_and_a_notebook_shows_it(run_dir: Path, tmp_path: Path) -> None:
+    train(run_dir, 3)
+    with RunState.load(run_dir, model=torch.nn.Linear(4, 4), maximize="acc", keep=4) as state:
+        made = state.report(tmp_path / "page.html")
+        shown = state._repr_html_()
+
+    assert made is not None
+    assert os.fspath(made) == str(tmp_path / "page.html")
+    assert 'srcdoc="&lt;!doctype html&gt;' in made._repr_html_()
+    assert "3 checkpoints" in shown
+    assert len(shown) < 3000
+
+
+def test_a_notebook_shows_the_newest_checkpoints_of_a_run_and_which_is_damaged(run_dir: Path) -> None:
+    train(run_dir, 7, keep=None)
+    [path] = run_dir.glob("checkpoints/000007-*/manifest.json")
+    path.write_bytes(b"<script>")
+
+    shown = Run(run_dir)._repr_html_()
+
+    assert "7 checkpoints, the newest 5" in shown
+    assert re.findall(r'<tr><td class="number">(\d+)', shown) == ["7", "6", "5", "4", "3"]
+    assert "damaged" in shown
