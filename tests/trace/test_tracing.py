@@ -19,7 +19,6 @@ import gloo
 import numpy as np
 import pytest
 import torch
-from places import ROOT
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -620,7 +619,7 @@ def test_a_training_that_is_killed_twice_has_the_trace_of_one_that_is_not(
         done = subprocess.run(
             [sys.executable, "-c", code, str(until)],
             cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
         )

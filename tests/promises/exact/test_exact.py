@@ -551,7 +551,8 @@ def test_samples_that_were_trained_before_the_stop_are_not_loaded_again(run_dir:
 def test_separate_interpreters_with_other_hash_seeds_give_the_plain_training(run_dir: Path) -> None:
     for seed in range(2):
         command = [sys.executable, __file__, str(run_dir), str(seed)]
-        subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": str(seed)}, check=True)
+        env = {**os.environ, "PYTHONHASHSEED": str(seed), "PYTHONPATH": os.pathsep.join(sys.path)}
+        subprocess.run(command, env=env, check=True)
 
     training = leg(run_dir, 2, LOADERS["a dataset with generators"], 100, Trail())
 

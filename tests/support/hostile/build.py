@@ -238,7 +238,7 @@ def fields() -> Iterator[tuple[str, Case]]:
         Case(lambda prey: prey.says(parts=prey.body()["parts"] | {"model.b": {"kind": "module"}}), "model.b"),
     )
     for value in ({"$tensor": "x"}, {"$int": "g"}, {"$eval": "1"}, {"$ndarray": ["a", "<f8", [2**40], "C"]}):
-        yield f"manifest, built {value}", Case(lambda prey, v=value: builds(prey, v), "built")
+        yield f"manifest, built {value}", Case(lambda prey, v=value: builds(prey, v), "the setting")
     for value in (5, None, [], {}, {"a": "\x1b[2J"}, "\x1b[2J", nested(400), 10**400):
         shown = json.dumps(value)[:30]
         environment = {"torch": value, "numpy": value, "python": value, "gpus": value, "cpu": value}
