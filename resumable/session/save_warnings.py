@@ -14,6 +14,7 @@ from ..parts.parts import Parts
 from ..position.loader_position import LoaderPosition
 from ..position.position import Position
 from ..position.script.loop_variables import LoopGenerators, LoopVariables
+from ..position.script.unsaved_weights import UnsavedWeights
 from ..processes.signals import is_of_a_handler
 from ..training import Training
 
@@ -24,8 +25,8 @@ class SaveWarnings:
     def __init__(self, training: Training) -> None:
         self._parts, self._position, self._once = training.parts, training.position, training.once
         generators = LoopGenerators(partial(_generators, self._parts, self._position))
-        self._loop: tuple[LoopVariables, LoopGenerators] | None
-        self._loop = LoopVariables(self._parts.given), generators
+        self._loop: tuple[LoopVariables, LoopGenerators, UnsavedWeights] | None
+        self._loop = LoopVariables(self._parts.given), generators, UnsavedWeights(self._parts.given)
 
     def look_at_place(self, metrics: Mapping[str, Any]) -> None:
         """Warn of a `save()` in the script at a place where a resume cannot continue exactly."""
@@ -74,9 +75,10 @@ class SaveWarnings:
         """Warn of variables and random generators that the loop changes and no checkpoint has."""
         if self._loop is None:
             return
-        variables, generators = self._loop
+        variables, generators, weights = self._loop
         try:
             changed, moved = variables.changed(), generators.moved()
+            attributes, copies = weights.changed()
         except Exception as exc:
             if is_of_a_handler(exc):
                 raise
@@ -101,6 +103,23 @@ class SaveWarnings:
                 f"this loop draws from random generators that are in no checkpoint ({', '.join(moved)}): "
                 "after a resume they draw different numbers. Give them to RunState: extra={...}, by names of "
                 "your choice."
+            )
+        if attributes:
+            names, is_one = ", ".join(attributes), len(attributes) == 1
+            self._once.warn(
+                f"{names} {'changes' if is_one else 'change'} as the model is trained, but no checkpoint has "
+                f"{'it, since it is' if is_one else 'them, since they are'} neither parameter nor buffer: a "
+                "resume starts from the values that __init__ assigns. Register tensors with "
+                "register_buffer(), and return other values from get_extra_state(). If they only affect "
+                "what is shown, nothing is lost."
+            )
+        if copies:
+            names, is_one = ", ".join(copies), len(copies) == 1
+            self._once.warn(
+                f"{names} {'has' if is_one else 'have'} weights that change as this loop runs, but no "
+                f"checkpoint has {'it' if is_one else 'them'}: a resume starts from the weights before the "
+                "loop. Pass a module or an object with state_dict in extra={...}, and keep a copy that the "
+                "loop replaces in state.vars."
             )
 
 

@@ -272,7 +272,19 @@ def an_array(state: RunState, step: Callable[..., torch.Tensor]) -> None:
         state.save()
 
 
+def a_count_beside_vars(state: RunState, step: Callable[..., torch.Tensor]) -> None:
+    bad = 0
+    for _ in state.epochs(4):
+        for batch in state.batches():
+            step(batch)
+        state.vars["seen"] = bad = bad + 1
+        if bad > 9:
+            break
+        state.save()
+
+
 DECIDE = {
+    a_count_beside_vars: "bad controls",
     an_item_of_a_dict: r"seen\['bad'\] controls",
     a_dict_that_a_function_changes: r"seen\['bad'\] controls",
     an_item_of_a_list: r"best\[0\] controls",

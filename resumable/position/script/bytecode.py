@@ -65,6 +65,10 @@ class Carried:
     """Those that an inner loop carries, and that each body of the outermost one assigns first."""
     named: frozenset[Name] = frozenset()
     """All that the loops read or assign."""
+    stored: frozenset[Name] = frozenset()
+    """All that the loops assign."""
+    replaced: frozenset[Name] = frozenset()
+    """Those that each body assigns whichever way it takes, and does not read before."""
 
 
 @cache
@@ -96,12 +100,14 @@ def carried(code: CodeType, at: int, states: frozenset[Name]) -> Carried:
     used: set[Name] = set()
     assigned: set[Name] = set()
     outer: set[Name] = set()
+    replaced: set[Name] = set()
     for head, end in loops.items():
         body = [one for one in instructions if head <= one.offset <= end]
         inside = [event for one in body for event in events[one.offset]]
         stored, loaded = _names(inside, "store"), _names(inside, "load")
         live = _live_at_head(body, jumps, events)
         found |= live & stored
+        replaced |= stored - _left_at_end(body, jumps, events)
         kept |= loaded
         if head == start:
             used, assigned, outer = {*live}, stored, live
@@ -125,6 +131,8 @@ def carried(code: CodeType, at: int, states: frozenset[Name]) -> Carried:
         frozenset(made),
         frozenset(restarted),
         frozenset(named),
+        frozenset(assigned),
+        frozenset(replaced - outer),
     )
 
 
@@ -134,6 +142,16 @@ def is_in_loop(code: CodeType, at: int) -> bool:
     instructions = [*dis.get_instructions(code)]
     jumps = _jumps(instructions)
     return bool(_loops_around(_without_handlers(instructions, jumps), jumps, at))
+
+
+@cache
+def reads_global(code: CodeType, names: frozenset[str]) -> bool:
+    """Whether a function reads one of these globals or builtins: an attribute of that name does not count."""
+    return not names.isdisjoint(code.co_names) and any(
+        one.argval in names
+        for one in dis.get_instructions(code)
+        if one.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+    )
 
 
 @cache
@@ -181,7 +199,11 @@ def _events(instructions: list[dis.Instruction]) -> dict[int, list[Event]]:
         names = one.argval if isinstance(one.argval, tuple) else (one.argval,) * len(ways)
         events += zip(ways, map(str, names), strict=False)
         after = instructions[number + 1 : number + 4]
-        if after and after[0].opname in ("LOAD_ATTR", "STORE_ATTR") and not _is_method(after[0]):
+        if len(after) > 1 and after[0].opname in ("COPY", "DUP_TOP") and after[1].opname == "LOAD_ATTR":
+            # As in `self.count += 1`.
+            name = f"{events[-1][1]}.{after[1].argval}"
+            events[-1:] = [("load", name), ("store", name)]
+        elif after and after[0].opname in ("LOAD_ATTR", "STORE_ATTR") and not _is_method(after[0]):
             # Of two variables that are loaded at once, the attribute is the second one's.
             attribute = after.pop(0)
             events[-1] = _access(attribute), f"{events[-1][1]}.{attribute.argval}"
@@ -285,6 +307,18 @@ def _live_at_head(
                 live[earlier] |= new
                 waiting.append(earlier)
     return live[0]
+
+
+def _left_at_end(
+    body: list[dis.Instruction], jumps: Mapping[int, int], events: Mapping[int, list[Event]]
+) -> set[Name]:
+    """Return the variables that may come to the end of a body as they were at its head."""
+    stored = {name for one in body for how, name in events[one.offset] if how == "store"}
+    last = body[-1].offset
+    reads: list[Event] = [("load", name) for name in stored]
+    at_end = {one.offset: [event for event in events[one.offset] if event[0] == "store"] for one in body}
+    backward = {one.offset for one in body if jumps.get(one.offset) == body[0].offset} | {last}
+    return _live_at_head(body, jumps, {at: reads if at in backward else some for at, some in at_end.items()})
 
 
 def _read_first(events: list[Event]) -> set[Name]:

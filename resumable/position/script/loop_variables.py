@@ -18,7 +18,7 @@ from ...loaders.generators import code_names, rng, search
 from . import bytecode, script_frames
 from .bytecode import Name
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _SEQUENCES = (list, deque)
 _DICTS = (dict, OrderedDict)
 _CONTAINERS = (*_SEQUENCES, *_DICTS)
@@ -57,7 +57,7 @@ class LoopVariables:
         found: dict[Name, Any] = {}
         carried = bytecode.carried(frame.f_code, frame.f_lasti, states)
         for name in carried.assigned | carried.kept:
-            way = _way_to(name, variables, frame.f_globals)
+            way = way_to(name, variables, frame.f_globals)
             if any(id(one) in saved or id(getattr(one, "__dict__", None)) in saved for one in way.values()):
                 continue
             if "." in name and not all(map(_has_own_attributes, [*way.values()][:1])):
@@ -65,7 +65,7 @@ class LoopVariables:
             for reached, value in [*way.items()][-1:]:
                 # A tensor or array that is only written into is mostly a buffer that each body fills.
                 is_buffer = type(value) in (torch.Tensor, np.ndarray) and reached not in carried.assigned
-                found |= {} if is_buffer else _glance(reached, value)
+                found |= {} if is_buffer else glance(reached, value)
         return {name: value for name, value in found.items() if name not in carried.made}
 
     def _saved(self) -> set[int]:
@@ -75,7 +75,7 @@ class LoopVariables:
             found += [live, *(live.values() if isinstance(live, dict) else ())]
             if not isinstance(live, torch.nn.Module):
                 found += getattr(live, "__dict__", {}).values()
-        return {id(one) for one in found if type(one) not in _PLAIN}
+        return {id(one) for one in found if type(one) not in PLAIN}
 
 
 class LoopGenerators:
@@ -108,13 +108,13 @@ class LoopGenerators:
             variables = variables_of(frame)
             states = states_in(variables, frame)
             for name in bytecode.carried(frame.f_code, frame.f_lasti, states).used:
-                for reached, value in [*_way_to(name, variables, frame.f_globals).items()][-1:]:
+                for reached, value in [*way_to(name, variables, frame.f_globals).items()][-1:]:
                     roots.setdefault(reached, value)
         known = {id(one) for one in self._known()} | rng.global_ones()
         return {name: one for name, one in search.find(roots).items() if id(one) not in known}
 
 
-def _way_to(name: Name, variables: Mapping[str, Any], others: Mapping[str, Any]) -> dict[Name, Any]:
+def way_to(name: Name, variables: Mapping[str, Any], others: Mapping[str, Any]) -> dict[Name, Any]:
     """Return the values from a variable to the attribute or item that a name means; {} if there is none."""
     path, bracket, key = name.partition("[")
     root, _, attribute = path.partition(".")
@@ -139,7 +139,7 @@ def _digest(generator: rng.Generator) -> str:
 
 def variables_of(frame: FrameType) -> dict[str, Any]:
     """Return the local variables of a frame; none where to read them would change what the script has."""
-    if sys.version_info < (3, 13) and not {"locals", "vars"}.isdisjoint(frame.f_code.co_names):
+    if sys.version_info < (3, 13) and bytecode.reads_global(frame.f_code, frozenset({"locals", "vars"})):
         # A read would write all of them into the dict that locals() has returned.
         return {}
     variables = frame.f_locals
@@ -161,11 +161,11 @@ def states_in(variables: Mapping[str, Any], frame: FrameType) -> frozenset[Name]
     return frozenset(name for name in ours if kinds[name].__module__.startswith(_TOP))
 
 
-def _glance(name: Name, value: Any) -> dict[Name, Any]:
+def glance(name: Name, value: Any) -> dict[Name, Any]:
     """Return a value, or what is in it, in a form to compare, by name; {} for kinds that are skipped."""
     if issubclass(type(value), np.generic):
         value = value.item()
-    if type(value) in _PLAIN:
+    if type(value) in PLAIN:
         return {name: _comparable(value)}
     if type(value) is torch.Tensor:
         # A leaf that needs a gradient is a parameter. To read a value would wait for a GPU.
@@ -173,7 +173,7 @@ def _glance(name: Name, value: Any) -> dict[Name, Any]:
         return {} if value.is_leaf and value.requires_grad else {name: (id(value), version)}
     if type(value) in _SEQUENCES:
         last = [value[-1]] if value else []
-        return {name: (len(value), *[_comparable(one) for one in last if type(one) in _PLAIN])}
+        return {name: (len(value), *[_comparable(one) for one in last if type(one) in PLAIN])}
     if type(value) is np.ndarray:
         return {
             name: value.tobytes()
@@ -182,7 +182,7 @@ def _glance(name: Name, value: Any) -> dict[Name, Any]:
         }
     if type(value) in _DICTS:
         return {
-            f"{name}[{key!r}]": _comparable(one) for key, one in _plain_items(value) if type(key) in _PLAIN
+            f"{name}[{key!r}]": _comparable(one) for key, one in _plain_items(value) if type(key) in PLAIN
         }
     own = _attributes(value) if _has_own_attributes(value) else {}
     return {f"{name}.{key}": _comparable(one) for key, one in _plain_items(own)}
@@ -190,7 +190,7 @@ def _glance(name: Name, value: Any) -> dict[Name, Any]:
 
 def _plain_items(values: dict[Any, Any]) -> list[tuple[Any, Any]]:
     # The list is made first: another thread of the script may add items meanwhile.
-    return [(key, one) for key, one in [*islice(values.items(), _MOST_ITEMS)] if type(one) in _PLAIN]
+    return [(key, one) for key, one in [*islice(values.items(), _MOST_ITEMS)] if type(one) in PLAIN]
 
 
 def _attributes(value: Any) -> dict[str, Any]:

@@ -1,0 +1,338 @@
+"""Copies of weights, and attributes of models, that change as a training runs and that no checkpoint has."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from resumable import ResumableWarning, RunState
+
+Script = Callable[[Path], None]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def begun(run_dir: Path, model: nn.Module, **options: Any) -> tuple[RunState, Callable[[], float]]:
+    """Return the state of a run, and what trains the model by a step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    state = RunState.load(run_dir, model=model, optimizer=optimizer, progress=False, **options)
+
+    def step() -> float:
+        loss = model(torch.ones(3, 2)).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return state, step
+
+
+def blend(into: Any, model: nn.Module) -> None:
+    for own, new in zip(into, model.parameters(), strict=True):
+        own.data.mul_(0.9).add_(new.data, alpha=0.1)
+
+
+def an_average_that_is_a_module(run_dir: Path) -> None:
+    model = Net()
+    average = AveragedModel(model)
+    state, step = begun(run_dir, model)
+    for _ in state.steps(4):
+        step()
+        average.update_parameters(model)
+        state.save()
+
+
+def an_average_written_through_data(run_dir: Path) -> None:
+    model = Net()
+    average = copy.deepcopy(model)
+    state, step = begun(run_dir, model)
+    for _ in state.steps(4):
+        step()
+        blend(average.parameters(), model)
+        state.save()
+
+
+class Average:
+    def __init__(self, model: nn.Module) -> None:
+        self.shadow = {name: one.detach().clone() for name, one in model.named_parameters()}
+
+    def update(self, model: nn.Module) -> None:
+        for name, one in model.named_parameters():
+            self.shadow[name] = 0.9 * self.shadow[name] + 0.1 * one.detach()
+
+
+def an_average_in_an_object(run_dir: Path) -> None:
+    model = Net()
+    average = Average(model)
+    state, step = begun(run_dir, model)
+    for _ in state.steps(4):
+        step()
+        average.update(model)
+        state.save()
+
+
+def an_average_of_a_trainer(run_dir: Path) -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.model = Net()
+            self.average = Average(self.model)
+            self.state, self.step = begun(run_dir, self.model)
+
+        def finish_step(self) -> None:
+            self.step()
+            self.average.update(self.model)
+
+        def fit(self) -> None:
+            for _ in self.state.steps(4):
+                self.finish_step()
+                self.state.save()
+
+    Trainer().fit()
+
+
+def the_best_weights(run_dir: Path) -> None:
+    model, best_weights = Net(), None
+    state, step = begun(run_dir, model)
+    for _ in state.steps(4):
+        loss = step()
+        if loss < state.vars.get("best", 1e9):
+            state.vars["best"] = loss
+            best_weights = copy.deepcopy(model.state_dict())
+        state.save()
+    assert best_weights is not None
+
+
+def a_module_that_is_trained_by_hand(run_dir: Path) -> None:
+    model, other = Net(), Net()
+    state, step = begun(run_dir, model)
+    for _ in state.steps(4):
+        step()
+        with torch.no_grad():
+            other.inner.weight += 1
+        state.save()
+
+
+COPIES = {
+    an_average_that_is_a_module: "average has weights",
+    an_average_written_through_data: "average has weights",
+    an_average_in_an_object: r"average\.shadow has weights",
+    an_average_of_a_trainer: r"self\.average\.shadow has weights",
+    the_best_weights: "best_weights has weights",
+    a_module_that_is_trained_by_hand: "other has weights",
+}
+
+
+class Counting(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        return super().forward(x) * min(1.0, self.passes / 10)
+
+
+class Centred(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.zeros(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        return super().forward(x - self.mean)
+
+
+class CentredInPlace(Centred):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean.lerp_(x.mean(0), 0.1)
+        return Net.forward(self, x - self.mean)
+
+
+class CentredByAMethod(Centred):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.follow(x)
+        return Net.forward(self, x - self.mean)
+
+    def follow(self, x: torch.Tensor) -> None:
+        if self.training:
+            self.mean = torch.lerp(self.mean, x.mean(0), 0.1)
+
+
+class Tempered(Net):
+    temperature = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.temperature
+
+
+def trained_as_it_is(run_dir: Path, model: nn.Module) -> None:
+    state, step = begun(run_dir, model)
+    for _ in state.steps(4):
+        step()
+        state.save()
+
+
+def an_attribute_that_the_loop_changes(run_dir: Path) -> None:
+    model = Tempered()
+    state, step = begun(run_dir, nn.Sequential(model))
+    for _ in state.steps(4):
+        step()
+        model.temperature *= 0.9
+        state.save()
+
+
+ATTRIBUTES: dict[Script, str] = {
+    lambda run_dir: trained_as_it_is(run_dir, Counting()): r"Counting\.passes changes",
+    lambda run_dir: trained_as_it_is(run_dir, Centred()): r"Centred\.mean changes",
+    lambda run_dir: trained_as_it_is(run_dir, nn.Sequential(CentredInPlace())): r"InPlace\.mean changes",
+    lambda run_dir: trained_as_it_is(run_dir, CentredByAMethod()): r"ByAMethod\.mean changes",
+    an_attribute_that_the_loop_changes: r"Tempered\.temperature changes",
+}
+
+
+@pytest.mark.parametrize("script", [*COPIES, *ATTRIBUTES])
+def test_weights_and_attributes_in_no_checkpoint_are_warned_of_by_name(run_dir: Path, script: Script) -> None:
+    with pytest.warns(ResumableWarning, match=(COPIES | ATTRIBUTES)[script]) as told:
+        script(run_dir)
+
+    assert len(told) == 1
+
+
+def an_average_that_is_given(run_dir: Path) -> None:
+    model = Net()
+    average = AveragedModel(model)
+    state, step = begun(run_dir, model, extra={"average": average})
+    for _ in state.steps(4):
+        step()
+        average.update_parameters(model)
+        state.save()
+
+
+def an_average_of_an_object_that_is_given(run_dir: Path) -> None:
+    model = Net()
+    average = Average(model)
+    state, step = begun(run_dir, model, extra={"average": average.shadow})
+    for _ in state.steps(4):
+        step()
+        average.update(model)
+        state.save()
+
+
+def the_best_weights_in_vars(run_dir: Path) -> None:
+    model = Net()
+    state, step = begun(run_dir, model)
+    for _ in state.steps(4):
+        loss = step()
+        if loss < state.vars.get("best", 1e9):
+            state.vars["best"] = loss
+            state.vars["weights"] = copy.deepcopy(model.state_dict())
+        state.save()
+
+
+def the_model_itself_in_other_objects(run_dir: Path) -> None:
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+    model = Net()
+    wrapped, loss, live = nn.Sequential(model), Loss(), model.state_dict()
+    trained = [*wrapped.parameters()]
+    state, step = begun(run_dir, model)
+    for _ in state.steps(4):
+        step()
+        assert loss.training
+        assert live
+        assert trained
+        state.save()
+
+
+def what_each_body_makes(run_dir: Path) -> None:
+    model = Net()
+    state, step = begun(run_dir, model)
+    for _ in state.steps(4):
+        step()
+        gradients = [one.grad for one in model.parameters()]
+        weights = {name: one.clone() for name, one in model.state_dict().items()}
+        best = copy.deepcopy(model)
+        assert gradients
+        assert weights
+        assert best.training
+        state.save()
+
+
+def a_model_that_is_frozen(run_dir: Path) -> None:
+    model, teacher = Net(), Net().requires_grad_(False)
+    state, step = begun(run_dir, model)
+    for _ in state.steps(4):
+        step()
+        assert teacher(torch.ones(1, 2)) is not None
+        state.save()
+
+
+class Told(Counting):
+    """Gives its counter to the checkpoint, and keeps the input of each pass."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.input = x * 2
+        return super().forward(self.input)
+
+    def get_extra_state(self) -> int:
+        return self.passes
+
+    def set_extra_state(self, state: int) -> None:
+        self.passes = state
+
+
+class Caching(Net):
+    """Keeps what each pass makes anew, and a mask that is made once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask: torch.Tensor | None = None
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.mask is None:
+            self.mask = torch.ones(2)
+        self.hidden = super().forward(x * self.mask)
+        self.passes += 1
+        return self.hidden * 2
+
+
+QUIET: list[Script] = [
+    an_average_that_is_given,
+    an_average_of_an_object_that_is_given,
+    the_best_weights_in_vars,
+    the_model_itself_in_other_objects,
+    what_each_body_makes,
+    a_model_that_is_frozen,
+    lambda run_dir: trained_as_it_is(run_dir, Told()),
+    lambda run_dir: trained_as_it_is(run_dir, Caching()),
+]
+
+
+@pytest.mark.parametrize("script", QUIET)
+def test_what_a_checkpoint_has_or_each_pass_makes_is_not_warned_of(run_dir: Path, script: Script) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ResumableWarning)
+        script(run_dir)
