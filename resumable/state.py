@@ -6,7 +6,6 @@ import math
 import os
 import signal
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -14,16 +13,14 @@ from typing import Any
 import torch
 
 from . import options
-from .errors import Diverged, Preempted, RemoteError, UsageError, warn
-from .files import pin
-from .position import spikes
+from .errors import Preempted, RemoteError, UsageError, warn
 from .position.batch_loop import Through
 from .position.counted_loops import Batches, Enumerated
 from .position.means import Means
-from .position.spikes import Spikes
 from .run import markup
 from .run.directory import Run
 from .saving.writer import PendingSave
+from .session.going_back import GoingBack
 from .session.loops import Loops
 from .session.observer import Unregistered, audit
 from .session.session import Session, told
@@ -33,38 +30,7 @@ from .views.report import Report
 
 
 class RunState:
-    """A whole training as one object: it saves it, and puts it back.
-
-    `RunState.load(...)` makes it.
-
-    The parts exist, on their devices and wrapped, before they are given. Each of model,
-    optimizer, scheduler, scaler and loader is one object or a dict of named ones. `extra` is
-    a dict of anything with `state_dict` and `load_state_dict`, of random generators, dicts
-    and dataclasses. `keep` is how many of the newest checkpoints stay (None: all), or a dict such as
-    {"newest": 3, "best": 2, "every": "1000 steps"}; the best one, by the metric to `maximize` or to
-    `minimize`, always does.
-
-    `every`: when the loops save by themselves ("10 min", 500 steps, "2 epochs", "1 %" of the time, or a
-    list: whichever comes first); `mtbf`: the mean time between failures, for the interval that loses the
-    least. `save_on`: the signals at which the loops save and leave; `on_preempt`: whether they "exit" with
-    128 + the signal, or "raise" Preempted; `max_time`: how long until they leave by themselves ("3h50m").
-    `progress`: whether bars are shown (None: at a terminal and in a notebook). `sample_seeds`: whether each
-    sample has its own seed.
-
-    `remote`: an address such as "s3://bucket/exp" to which checkpoints are copied in the background, and from
-    which they come back where the run directory has none; `push`: which of them ("best", the "newest" and
-    the best, "all"), `remote_keep`: which stay there; `push_timeout`: how long `close()` waits for it;
-    `remote_options`: what fsspec's filesystem is given. A `run_dir` that is such an address is one that is
-    kept in a local cache.
-
-    In a training of several processes each makes its own, once torch.distributed is initialised.
-    `per_rank` names parts of `extra` that each keeps for itself; `timeout` (in seconds) is how long one
-    waits for another; `elastic`: whether their number may change; `shared`: whether all see the same
-    disk; `write`: whether "one" of them or "all" write what all have; `check_replicas`: whether each
-    save compares that.
-
-    `trace`: a file to which a line is written at each boundary, with a digest of the batch and what `note`
-    was given, and every `trace_every` steps one of each part: `resumable diff --trace` compares two such.
+    """A whole training as one object. `RunState.load(...)` makes it.
 
     >>> model = torch.nn.Linear(2, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -85,7 +51,7 @@ class RunState:
     def __init__(self, *_: Any, **__: Any) -> None:
         raise UsageError(
             "a RunState is not made by its constructor.",
-            fix="write RunState.load(run_dir, ...): it begins the training, or resumes it.",
+            fix="write RunState.load(run_dir, ...): it starts the training, or resumes it.",
         )
 
     @classmethod
@@ -127,17 +93,50 @@ class RunState:
         override: Sequence[str] = (),
         expect: str | None = None,
     ) -> RunState:
-        """Bind the parts and go on from a checkpoint, or start fresh; one line says which.
+        """Resume from the newest intact checkpoint, or start fresh; print one line that says which.
 
-        `resume`: "auto" (the newest intact checkpoint, or fresh where there is none), "must" (or an error),
-        "never" (an error where there is a checkpoint), "best", a save number, or a checkpoint's path.
-        `allow`: names that may be missing, new or of another shape; patterns such as "model.head.*" too.
-        `override`: settings for which the script's value wins, such as "optimizer.lr"; with a scheduler
-        that remembers where it started, that scales the whole schedule.
-        `expect`: the only content to go on from, as `Checkpoint.pin()` or `resumable verify --pin` tells it
-        ("sha256:..."): for a checkpoint that others may have written to. There has to be one then.
         The environment variables RESUMABLE_RUN_DIR, RESUMABLE_RESUME, RESUMABLE_REMOTE and RESUMABLE_TRACE
-        (empty: none) override the arguments.
+        (empty: none) override the arguments. With torch.distributed, every process calls this after
+        `init_process_group`.
+
+        Args:
+            run_dir: The run directory, or a remote address, whose run is then kept in a local cache.
+            model, optimizer, scheduler, scaler, loader: One object each, or a dict of named ones. They exist
+                already, on their devices and wrapped.
+            extra: A dict of objects with `state_dict` and `load_state_dict`, random generators, dicts and
+                dataclasses.
+            maximize, minimize: The metric that decides which checkpoint is the best.
+            keep: How many of the newest checkpoints to keep (None: all), or a dict such as
+                {"newest": 3, "best": 2, "every": "1000 steps"}. The best one is always kept.
+            every: When the loops save by themselves: "10 min", 500 (steps), "2 epochs", "1 %" of the time, or
+                a list of these.
+            mtbf: The mean time between failures, from which the best interval is computed.
+            save_on: The signals at which the loops save and exit.
+            on_preempt: "exit" with 128 + the signal's number, or "raise" Preempted.
+            max_time: Save and exit after this time ("3h50m").
+            progress: Whether to show bars (None: at a terminal and in a notebook).
+            remote: An address such as "s3://bucket/exp". Checkpoints are copied there in the background, and
+                fetched from there where the run directory has none.
+            push: Which checkpoints to copy: "best", "newest" (and the best) or "all".
+            remote_keep: As `keep`, for the remote.
+            push_timeout: How long `close()` waits for the remote.
+            remote_options: Arguments of fsspec's filesystem.
+            sample_seeds: Whether each sample gets a seed of its own, whatever worker loads it.
+            per_rank: Names in `extra` that differ by process.
+            timeout: How many seconds a process waits for another.
+            elastic: Whether the number of processes may change.
+            shared: Whether all processes see the same disk.
+            write: Whether "one" process or "all" write what all processes have.
+            check_replicas: Whether each save compares the replicas.
+            trace: A file that gets a line at each boundary, for `resumable diff --trace`.
+            trace_every: After how many steps such a line has a digest of each part.
+            resume: "auto", "must" (an error without a checkpoint), "never" (an error with one), "best", a
+                save number, or a checkpoint's path.
+            allow: Names that may be missing, new or of another shape, such as "model.head.*".
+            override: Settings for which the script's value wins, such as "optimizer.lr". With a scheduler
+                that remembers its start, this scales the whole schedule.
+            expect: The only content to load, as "sha256:..." from `resumable verify --pin`: for a checkpoint
+                that others may have written to.
         """
         # All arguments, by name: they are listed once, in the signature above.
         given = {name: value for name, value in locals().items() if name != "cls"}
@@ -146,10 +145,9 @@ class RunState:
         return state
 
     def _bind(self, session: Session) -> None:
-        self._session, self._loops = session, Loops(session)
+        self._session, self._loops, self._going_back = session, Loops(session), GoingBack(session)
         self._training, self._saving = session.training, session.saving
         self._position = session.training.position
-        self._is_calm = True
         self._first_look: Mapping[str, Any] | None = None
 
     @property
@@ -159,15 +157,15 @@ class RunState:
 
     @property
     def resumed(self) -> bool:
-        """Whether this training goes on from a checkpoint."""
+        """Whether this training was resumed from a checkpoint."""
         self._position.before_loop.was_read(may_begin_loop=False)
         return self._session.has_resumed
 
     @property
     def vars(self) -> dict[str, Any]:
-        """Your own small values: saved and restored with everything else.
+        """Your own small values, saved and restored with everything else.
 
-        Assigning a dict replaces the contents; what you later add to that dict itself is not saved.
+        An assigned dict is copied: what you add to it later is not saved.
         """
         self._position.was_read(is_counter=False)
         return self._training.variables
@@ -179,43 +177,43 @@ class RunState:
                 f"state.vars is a dict, and {type(values).__name__} was assigned to it.",
                 fix='write state.vars["name"] = value, or assign a dict.',
             )
-        # The same dict stays: the parts that are saved hold it.
+        # Keep the same dict: the saved parts hold it.
         values = dict(values)
         self._training.variables.clear()
         self._training.variables.update(values)
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The metrics that the last `save` was given; of several processes, those that rank 0 gave."""
+        """The metrics of the last `save`; with several processes, those of rank 0."""
         self._saving.hear_first()
         return self._position.metrics
 
     @property
     def means(self) -> Means:
-        """What `mean` was given in this epoch so far, averaged: `means["loss"]`, `save(**means)`.
+        """The means of what `mean` was given in this epoch: `means["loss"]`, `save(**means)`.
 
-        It can be read in the epoch's body and after it, until the next one begins. Of several processes each
-        has its own; `means.reduced()`, called by all, returns those over all processes.
+        They stay until the next epoch begins. Each process has its own; `means.reduced()`, called by all,
+        returns those over all processes.
         """
         return self._position.means
 
     @property
     def epoch(self) -> int:
-        """Epochs done; in the body of `epochs()`, the index of the one in hand."""
+        """The number of finished epochs; in the body of `epochs()`, the index of the current one."""
         self._position.was_read()
         return self._position.epochs_done()
 
     @property
     def batch(self) -> int:
-        """Batches of this epoch done; in the body of `batches()`, the index of the one in hand."""
+        """The number of finished batches of this epoch; in the body of `batches()`, the current index."""
         self._position.was_read()
         return self._position.batch
 
     @property
     def step(self) -> int:
-        """Steps done: those of the first optimizer; in `steps()`, its bodies.
+        """The number of steps of the first optimizer; in `steps()`, of its bodies.
 
-        Where no optimizer is given, or the first has no hooks, each batch of the outermost loop over
+        Without an optimizer, or if the first one has no hooks, each batch of the outermost loop over
         `batches()` is a step.
         """
         self._position.was_read()
@@ -223,7 +221,7 @@ class RunState:
 
     @property
     def samples(self) -> int:
-        """Samples trained on, over all epochs."""
+        """The number of samples trained on, over all epochs."""
         self._position.was_read()
         return self._position.samples
 
@@ -234,9 +232,9 @@ class RunState:
         return self._saving.best.value if self._saving.best else None
 
     def begin_at(self, *, epoch: int = 0, step: int = 0) -> None:
-        """Count on from a training that was saved without this library.
+        """Start the counters at those of a training that was saved without this library.
 
-        At the first start, before the loop, after the old checkpoint was loaded into the parts.
+        Call it at the first start, before the loop, once the old checkpoint is loaded into the parts.
 
         >>> with RunState.load("runs/migrated") as state:
         ...     if not state.resumed:
@@ -254,7 +252,7 @@ class RunState:
         self._position.begin_at(options.count("epoch", epoch), options.count("step", step))
 
     def epochs(self, total: int) -> Iterator[int]:
-        """Loop over the epochs that are left of `total`, which counts those done before."""
+        """Loop over the epochs that remain of `total`, which includes those done before a resume."""
         return self._loops.epochs(total)
 
     def batches(
@@ -264,13 +262,14 @@ class RunState:
         device: str | int | torch.device | None = None,
         through: Through | None = None,
     ) -> Batches:
-        """Loop over the batches that are left of this epoch; of several loaders, name one or pass it.
+        """Loop over the batches that remain of this epoch.
 
-        `len()` of what is returned is the length of the whole epoch, as that of the loader is.
-        `loader` may also be an iterable, or a function that returns an iterator, that was not given before.
-        `device`: the batches come on this device, the next one copied while the training has this one.
-        `through`: what gets the iterator of the batches and returns an iterable of the same ones (a thread
-        that loads ahead): a batch counts when it comes out of that.
+        `loader`: one of several loaders, or its name; also an iterable, or a function that returns an
+        iterator, that `load` was not given.
+        `device`: where the batches are copied, the next one during the training of the current one.
+        `through`: a function that wraps the iterator, such as a thread that prefetches. A batch counts when
+        it comes out of what that returns.
+        `len()` is the length of the whole epoch, like that of the loader.
         """
         return self._loops.batches(loader, device, through)
 
@@ -282,10 +281,10 @@ class RunState:
         through: Through | None = None,
         start: int = 0,
     ) -> Enumerated:
-        """Loop over the batches that are left of this epoch, each with its index in the epoch.
+        """Loop over the batches that remain of this epoch, each with its index in the epoch.
 
-        Like `enumerate(state.batches())`, but the index is right after a resume in mid-epoch too. The
-        arguments are those of `batches()`; `start` is the index of the epoch's first batch.
+        Unlike that of `enumerate(state.batches())`, the index is right after a resume in mid-epoch too.
+        The arguments are those of `batches()`; `start` is the index of the epoch's first batch.
 
         >>> with RunState.load("runs/indexed", loader=torch.arange(4.0).split(2)) as state:
         ...     for index, batch in state.enumerate():
@@ -297,15 +296,15 @@ class RunState:
         return Enumerated(self.batches(loader, device=device, through=through), start)
 
     def steps(self, total: int) -> Iterator[int]:
-        """Loop over the steps that are left of `total`; each body is one, however often optimizers step."""
+        """Loop over the steps that remain of `total`; each body is one, however often optimizers step."""
         return self._loops.steps(total)
 
     def save(self, **metrics: Any) -> PendingSave:
         """Save everything; return at once, while the checkpoint is written in the background.
 
-        The keywords are metrics, for ever. In the body of a loop the batch (or step) in hand counts as
-        done, so call it after `optimizer.step()`; after the loop over an epoch's batches, the epoch does.
-        What goes wrong in the background is raised by the next call.
+        The keywords are metrics, and always will be. In the body of a loop the current batch (or step)
+        counts as done, so call it after `optimizer.step()`; after the loop over an epoch's batches, the
+        epoch counts as done. An error in the background is raised by the next call.
         """
         session = self._session
         session.refuse_closed()
@@ -313,7 +312,7 @@ class RunState:
         handle = session.save("called", metrics)
         if session.trace:
             session.trace.saved(self._position.metrics)
-            # Where no loop of ours runs, a save is the only boundary that there is.
+            # Outside of our loops a save is the only boundary.
             if self._position.is_outside() and (due := session.trace.boundary()):
                 session.leave(due, due.leaves or signal.SIGTERM)
         return handle
@@ -326,37 +325,23 @@ class RunState:
         skip: bool = False,
         expect: str | None = None,
     ) -> None:
-        """Go back to a checkpoint ("best", "newest", a save number, a path) and go on from there.
+        """Go back to a checkpoint ("best", "newest", a save number, a path) and train on from there.
 
-        A loop over `batches()` that is running ends, and `epochs()` goes on with the epoch gone back to.
-        With `only`, such as "model", just that part is put back, and the training stands where it stood.
-        With `skip`, all goes back but the place in the data and the random generators: the batches since the
-        checkpoint, the one in hand too, are not trained again, and the loop goes on with the next one.
-        `expect`, as in `load`, is the only content to go back to.
+        A running loop over `batches()` ends, and `epochs()` continues with the epoch of the checkpoint.
+        `only`, such as "model", restores just that part; the training stays where it is.
+        `skip` restores everything but the place in the data and the random generators: the loop continues
+        with the next batch, and those since the checkpoint, the current one too, are left out.
+        `expect`: as in `load`, the only content to load.
         """
-        self._session.refuse_closed()
-        started, expect = time.perf_counter(), pin.checked(expect)
-        if skip and only is not None:
-            raise UsageError(
-                f"restore(only={only!r}) leaves the place in the data as it is, so there is nothing to skip.",
-                fix="leave out skip=True, or only=.",
-            )
-        self._saving.settle()
-        self._training.meet()
-        chosen = self._session.resuming.go_back(which, only, skip, expect)
-        if only is None:
-            self._session.went_back()
-        what, way = (f"put back {only} of", "from") if only else ("went back in", "to")
-        line = self._session.resuming.line(what, chosen, started, way)
-        self._training.print(line + ("; the batches since are left out" if skip else ""))
+        self._going_back.restore(which, only, skip, expect)
 
     def spiked(self, loss: Any, above: float = math.inf, limit: int = 3) -> bool:
         """Whether the loss is not finite or above a bound; if so, the training has gone back already.
 
-        It goes back to the newest intact checkpoint, as `restore` with `skip` does, and leaves out the
-        batches since. If the first loss after that spikes again, to the one before it. After `limit` times
-        Diverged is raised; `limit` saves after the last time, all are forgotten. To be asked of every
-        batch; of several processes all give the same loss (all_reduce it first).
+        It goes back to the newest intact checkpoint, like `restore(skip=True)`, and leaves out the batches
+        since. If the first loss after that spikes again, it goes back to the checkpoint before. The call
+        raises Diverged after `limit` times; `limit` saves later the count starts again. Call it for every
+        batch; with several processes all pass the same loss (all_reduce it first).
 
         >>> losses = iter([0.9, math.nan, 0.8, 0.7])
         >>> with RunState.load("runs/spiky") as state:
@@ -368,34 +353,10 @@ class RunState:
         the loss is nan at epoch 0, batch 0, step 1: went back in runs/spiky to checkpoint 1 (step 1); \
 the batches since are left out (1 of 3 times)
         """
-        self._session.refuse_closed()
-        options.count("limit", limit)
-        value = spikes.number("loss", loss)
-        if not spikes.is_spike(value, spikes.number("above", above)):
-            self._is_calm = True
-            return False
-        self._saving.settle()
-        self._training.meet()
-        newest = self._training.crew.ranks.first("spiked()", lambda: self.run.highest() or 0, is_due=True)
-        count = self._position.spikes.lately(newest, limit)
-        where = f"the loss is {value:.4g} at epoch {self.epoch}, batch {self.batch}, step {self.step}"
-        if count >= limit:
-            raise Diverged(
-                f"{where}, and {self.run} has gone back {count} times already (limit={limit}).",
-                fix="look at the data there, lower the learning rate, or go on from an earlier checkpoint: "
-                "resume=NUMBER.",
-            )
-        chosen = self._session.resuming.go_back_from_spike(where, not self._is_calm)
-        self._session.went_back()
-        self._position.spikes, self._is_calm = Spikes(count + 1, newest), False
-        self._training.print(
-            f"{where}: went back in {self.run} to checkpoint {chosen.about.number} (step {self.step}); the "
-            f"batches since are left out ({count + 1} of {limit} times)"
-        )
-        return True
+        return self._going_back.if_spiked(loss, above, limit)
 
     def note(self, **values: Any) -> None:
-        """Write values such as the loss into the trace, at the next boundary; without a trace, do nothing.
+        """Write values such as the loss into the trace at the next boundary; without a trace, do nothing.
 
         >>> with RunState.load("runs/traced", trace="steps.jsonl") as state:
         ...     for step in state.steps(2):
@@ -408,10 +369,10 @@ the batches since are left out (1 of 3 times)
     def mean(self, *, weight: Any = 1, **values: Any) -> None:
         """Add values, such as the loss of a batch, to the running means of the epoch.
 
-        `weight` is how many samples a value stands for. A value is a number or a tensor with one element; a
-        tensor on a GPU is summed up there, and nothing waits for it. `means` has the result. The sums are
-        part of each checkpoint: after a resume in mid-epoch they go on, bit for bit. Each epoch begins with
-        none; a loop over `steps()` outside of `epochs()` keeps them until `means.reset()`.
+        `weight` is the number of samples that a value stands for. A value is a number or a tensor with one
+        element; tensors on a GPU are summed up there, without a wait. `means` has the result. The sums are
+        saved, so that they are exact after a resume in mid-epoch. Each epoch starts with none; a loop over
+        `steps()` outside of `epochs()` keeps them until `means.reset()`.
 
         >>> with RunState.load("runs/means", loader=torch.arange(6.0).split(4)) as state:
         ...     for epoch in state.epochs(1):
@@ -428,9 +389,9 @@ the batches since are left out (1 of 3 times)
         self._position.means.add(values, weight)
 
     def patience(self, saves: int) -> bool:
-        """Whether the last `saves` that gave the metric to maximize or minimize were none of them the best.
+        """Whether the last `saves` with the metric to maximize or minimize brought no new best.
 
-        The count goes on after a resume, and goes back with `restore`.
+        The count is saved and restored.
 
         >>> with RunState.load("runs/patient", minimize="loss") as state:
         ...     for epoch in state.epochs(9):
@@ -444,7 +405,7 @@ the batches since are left out (1 of 3 times)
         if self._training.goal is None:
             raise UsageError(
                 "patience() has nothing to count: no metric says which save is the best.",
-                fix="give RunState maximize= or minimize=, and that metric to save().",
+                fix="give RunState.load maximize= or minimize=, and that metric to save().",
             )
         if options.count("saves", saves) == 0:
             raise UsageError("patience(0) waits for nothing.", fix="give it a whole number from 1.")
@@ -454,8 +415,8 @@ the batches since are left out (1 of 3 times)
     def check(self) -> list[Unregistered]:
         """Return what has changed since the first call and is in no part: a resume would lose it.
 
-        To be called at the end of batches, or of epochs. The gravest come first: their `weight` is "state"
-        where the training would go on otherwise, "note" where only what is shown may be lost.
+        Call it at the end of batches or epochs. The `weight` of each is "state" if a resumed training would
+        differ, "note" if only what is shown may be lost; the former come first.
 
         >>> seen = 0
         >>> with RunState.load("runs/checked") as state:
@@ -473,27 +434,27 @@ the batches since are left out (1 of 3 times)
         return lost
 
     def report(self, path: str | os.PathLike[str] = "report.html") -> Report | None:
-        """Write a page about the run, as `resumable report` does; a notebook shows what this returns.
+        """Write a page about the run, like `resumable report`; a notebook shows the result.
 
-        Of several processes rank 0 writes it; the others return None.
+        With several processes rank 0 writes it; the others return None.
 
-        >>> with RunState.load("runs/told") as state:
+        >>> with RunState.load("runs/shown") as state:
         ...     _ = state.save(loss=0.5)
-        ...     state.report("told.html")
-        runs/told is empty: starting fresh
-        <Report told.html>
+        ...     state.report("shown.html")
+        runs/shown is empty: starting fresh
+        <Report shown.html>
         """
         self.wait()
         return report.write([self.run], path)[0] if self._training.crew.is_first else None
 
     def wait(self) -> None:
-        """Wait until the last save is durable; raise what went wrong with it."""
+        """Wait until the last save is durable; raise its error, if any."""
         self._saving.wait()
 
     def close(self) -> None:
-        """Wait for the last save, and let go of the run; the parts stay as they are.
+        """Wait for the last save and release the run; the parts stay as they are.
 
-        In a forked process it does nothing: the run is its parent's.
+        In a forked process this does nothing: the run belongs to its parent.
         """
         self._session.close()
 
@@ -514,7 +475,7 @@ the batches since are left out (1 of 3 times)
         except RemoteError as exc:
             if error is None:
                 raise
-            # Else nobody would see what has ended the training.
+            # Raised, it would hide what has ended the training.
             warn(exc.problem)
 
     def _repr_html_(self) -> str:
@@ -526,5 +487,5 @@ the batches since are left out (1 of 3 times)
 
     @property
     def run_id(self) -> str | None:
-        """What tells this run from all others; known once it has been loaded or saved."""
+        """The unique name of this run; None before the first load or save."""
         return self._training.crew.run_id
