@@ -17,9 +17,9 @@ from . import options
 from .errors import Diverged, Preempted, RemoteError, UsageError, warn
 from .files import pin
 from .position import spikes
-from .position.batch_loop import Through
 from .position.counted_loops import Batches, Enumerated
 from .position.means import Means
+from .position.prefetching import Through
 from .position.spikes import Spikes
 from .run import markup
 from .run.directory import Run

@@ -1,4 +1,4 @@
-"""Where a training stands: epochs, steps, batches, random generators and running means."""
+"""Where a training stands: counters, the place in each loader's epoch, random generators, running means."""
 
 __all__ = [
     "batch_loop",
@@ -7,7 +7,8 @@ __all__ = [
     "loader_position",
     "means",
     "position",
-    "prefetch",
+    "prefetching",
     "spikes",
+    "to_device",
     "training_counters",
 ]

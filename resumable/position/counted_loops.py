@@ -10,11 +10,12 @@ from typing import Any
 from ..boundary import Boundary
 from ..errors import warn
 from . import batch_loop
-from .batch_loop import Hooks, Way
-from .epoch.held_generators import Hook
-from .epoch.random_streams import Streams
-from .loader_position import LoaderPosition, LoaderSet
+from .batch_loop import Hooks
+from .loader_position import LoaderPosition
+from .loader_set import LoaderSet
 from .means import Means
+from .prefetching import Way
+from .random_streams import Hook, Streams
 from .script import script_frames
 from .training_counters import TrainingCounters
 
@@ -220,9 +221,8 @@ class Batches:
         return len(self._loader.source)
 
     def __iter__(self) -> Iterator[Any]:
-        if threading.get_ident() != self._thread:
-            return batch_loop.begin_in_thread(self._loader, self._way)
-        return batch_loop.begin(self._loader, self._hooks, self._way)
+        is_in_thread = threading.get_ident() != self._thread
+        return batch_loop.begin(self._loader, self._hooks, self._way, is_in_thread=is_in_thread)
 
 
 class Enumerated:

@@ -27,6 +27,7 @@ _OWN_KIND = "has an iterator of its own kind"
 _SOURCES = (
     "resumable.position.batch_loop",
     "resumable.position.loader_position",
+    "resumable.position.prefetching",
     "resumable.loaders.plain_iterable",
     "resumable.loaders.stateful_loader",
 )

@@ -16,10 +16,10 @@ from ..loaders.loader_source import LoaderSource
 from . import means
 from .accumulation import Accelerate
 from .counted_loops import CountedLoops
-from .epoch.held_generators import Hold
-from .epoch.random_streams import Streams
-from .loader_position import LoaderPosition, LoaderSet
+from .loader_position import LoaderPosition
+from .loader_set import LoaderSet
 from .other_loaders import Outside
+from .random_streams import Hold, Streams
 from .script.first_lines import Look
 from .spikes import Spikes
 

@@ -598,7 +598,7 @@ def test_in_the_trainings_process_a_stream_is_just_iterated_over() -> None:
     random.seed(1)
 
     assert stream.began
-    assert worker_rng.is_same(stream.began["python"], worker_rng.read({})["python"])
+    assert rng.is_same(stream.began["python"], worker_rng.read({})["python"])
     assert found[1] == random.random()
 
 
@@ -648,5 +648,5 @@ def test_a_watch_follows_a_generator_that_a_stream_makes_anew(in_worker: Any) ->
     for _ in range(3):
         whole.load(3)
         expected = whole.stream.dataset.rng.bit_generator.state
-        assert worker_rng.is_same(whole.at.generators["own.dataset.rng"]["state"], expected)
+        assert rng.is_same(whole.at.generators["own.dataset.rng"]["state"], expected)
         whole.load(), whole.begin()

@@ -251,7 +251,7 @@ class Order:
         before = worker_rng.read({})
         indices = next(inner, _END)
         now = worker_rng.read({})
-        drawn = [name for name, pieces in now.items() if not worker_rng.is_same(before[name], pieces)]
+        drawn = [name for name, pieces in now.items() if not rng.is_same(before[name], pieces)]
         if drawn and indices is not _END:
             late = {name: before[name] for name in drawn}
             self._log[self.pulled] = worker_rng.differences(self._logged, late)
