@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -15,15 +15,13 @@ from .epoch_starts import Opening
 from .generators import rng, search, worker_rng
 from .generators.worker_rng import States
 from .source import Source
+from .workers.datasets import Stream, StreamEnded
 from .workers.object_counters import Counter, LoaderCounters
-from .workers.object_states import freeze
 from .workers.order import Draws, Generators, Order, Pulled
-from .workers.stream import Stream, StreamEnded
-from .workers.worker_state import Stamp, Standing
+from .workers.states import Stamp, Standing, freeze
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
+class Mark(NamedTuple):
     """A loader's place after a batch."""
 
     batches: int
@@ -73,7 +71,7 @@ class EpochReader(Source):
         self._workers, self._turn, self._late = dict(workers), turn, late
 
     def _resume(self, batches: int, samples: int, began: States) -> None:
-        """Count on from the checkpoint."""
+        """Continue to count from the checkpoint."""
         self._batches, self._samples, self._began, self._is_open = batches, samples, began, True
 
     def _open_as(self, opening: Opening, seeded_epoch: int | None) -> None:
@@ -83,7 +81,7 @@ class EpochReader(Source):
     # What the iterator over the workers reports.
 
     def order_begins(self) -> None:
-        """Let the order be drawn: that of a new epoch, or again that of a resumed one."""
+        """Prepare the order to be drawn: of a new epoch, or again of a resumed one."""
         assert self._opening
         self._opening.draw_order(self._order)
         if self._opening.is_new_epoch:
@@ -95,7 +93,7 @@ class EpochReader(Source):
         if self._opening and self._opening.is_new_epoch:
             self._workers = {number: replace(at, batches=0) for number, at in self._workers.items()}
 
-    def thrown_away(self, stamped: Stamp) -> None:
+    def discarded(self, stamped: Stamp) -> None:
         """Note the worker's state after a batch that is discarded."""
         self._workers[stamped[0]] = self._workers.get(stamped[0], Standing()).after(stamped)
 

@@ -12,9 +12,9 @@ from ..errors import warn
 from ..files import large_files
 from .generators import rng, search, worker_rng
 from .workers import resharding
+from .workers.datasets import Stream
 from .workers.order import Draws, Generators, Order
-from .workers.stream import Stream
-from .workers.worker_state import Standing, Start
+from .workers.states import Standing, Start
 
 Saved = Mapping[str, Any]
 """What `LoaderSource.collect` has returned."""

@@ -14,8 +14,8 @@ from ..run.changes import HARMLESS, MAY, WILL
 from .generators import search
 from .source import Source
 from .workers import resharding
-from .workers.object_states import is_stateful
 from .workers.order import other_data, plain
+from .workers.states import is_stateful
 
 _ANY_ORDER = "its batches came in any order (in_order=False)"
 

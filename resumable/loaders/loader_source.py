@@ -15,9 +15,9 @@ from . import loader_changes
 from .epoch_reader import Batches, EpochReader, Mark
 from .epoch_starts import MidEpoch, NextEpoch, Opening
 from .generators import rng
-from .workers.object_states import is_stateful, states_of
+from .workers.datasets import Seeded
 from .workers.order import Draws, draws_at_once
-from .workers.sample_seeds import Seeded
+from .workers.states import is_stateful, states_of
 from .workers.torch_iterators import Workers, in_process, sheltered, stand_in
 from .workers.worker import Worker
 
@@ -89,7 +89,7 @@ class LoaderSource(EpochReader):
         if self._pool is None:
             return self._make(Opening())
         self._open_as(Opening(), self._seeded_now())
-        self._pool.begin_anew(self._view)
+        self._pool.begin_epoch(self._view)
         return self._pool
 
     def _open_mid_epoch(self, saved: Mapping[str, Any]) -> tuple[Iterator[Any], list[Any]]:

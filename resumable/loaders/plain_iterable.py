@@ -7,16 +7,15 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field, replace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from ..errors import StateMismatch, warn
 from .generators import draws_between, rng
 from .source import Source, size_of
 
 
-@dataclass(frozen=True, slots=True)
-class Count:
+class Count(NamedTuple):
     """The place of a plain iterable."""
 
     batches: int
@@ -24,7 +23,7 @@ class Count:
     """Batches that the same iterator gave in epochs before this one."""
     draws: draws_between.States | None = None
     """The generators before the newest batch was asked for: a prefetcher loads the next one then."""
-    between: draws_between.Between = field(default_factory=dict)
+    between: draws_between.Between = MappingProxyType({})
     """The same before earlier batches, where the training had drawn: some load several ahead."""
 
     def all(self) -> int:
@@ -92,7 +91,7 @@ class PlainSource(Source):
         if saved is not None and saved["batches"] + saved["before"]:
             return self._go_on(saved)
         if self._is_one_shot() and self._used is self.loader and not self._has_ended:
-            self._count = replace(self._count, batches=0, before=self._count.all())
+            self._count = self._count._replace(batches=0, before=self._count.all())
             return self._reading(self.loader)
         self._count = Count(0, 0)
         self._kept.clear()
@@ -125,7 +124,7 @@ class PlainSource(Source):
                 fix="give the function that makes the iterator, without calling it, or an iterable that can "
                 "begin again.",
             )
-        self._count = replace(self._count, batches=batches, before=before)
+        self._count = self._count._replace(batches=batches, before=before)
 
     def _skip(self, batches: Iterator[Any], saved: Mapping[str, Any]) -> None:
         from tqdm import tqdm

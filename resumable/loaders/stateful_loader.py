@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from .generators import draws_between, rng
 from .source import Source, size_of
-from .workers.object_states import freeze, thaw
+from .workers.states import freeze, thaw
 
 
 class StatefulSource(Source):

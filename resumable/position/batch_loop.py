@@ -30,13 +30,13 @@ class Stage(Enum):
     """How far a loop is, and when a batch counts."""
 
     FIRST = "first"
-    """No batch was asked for."""
+    """No batch was requested yet."""
     SECOND = "second"
-    """One batch was asked for: where the second one is, it shows whether a prefetcher asks."""
+    """One batch was requested: the second request shows whether a prefetcher makes it."""
     STRAIGHT = "straight"
-    """A batch counts when the next one is asked for."""
+    """A batch counts when the next one is requested."""
     ONE_AHEAD = "one ahead"
-    """A batch counts when the next but one is asked for: the usual stream prefetcher asks."""
+    """A batch counts when the next but one is requested, by the usual stream prefetcher."""
     ENDED = "ended"
     """No batches are left, or the loop was left."""
 
@@ -138,7 +138,7 @@ class Loop:
             habits.warn_of_draws_before_next(drawn, training.streams.read_draws())
 
     def _look_ahead(self, asked_by: FrameType) -> None:
-        """Look whether the second batch is asked for elsewhere, and nothing was trained on the first.
+        """Check whether another call makes the second request, and nothing was trained on the first batch.
 
         That is the usual stream prefetcher, an object that is always one batch ahead.
         """

@@ -28,7 +28,7 @@ class CountedLoops(TrainingCounters):
         self.means = Means()
         """The running means of the epoch in hand."""
         self.restores = 0
-        """Counts how often the training was put elsewhere: a body that runs then does not count."""
+        """Counts how often the training was moved elsewhere: the body that runs then does not count."""
         self._resumed_at = Boundary.OUTSIDE
         self._is_in_epochs = False
         self._not_due: set[str] = set()
@@ -197,7 +197,7 @@ class CountedLoops(TrainingCounters):
             )
 
     def unlooped(self) -> list[str]:
-        """Return the loaders that a save in this epoch's body takes for not due."""
+        """Return the loaders that a save in this epoch's body assumes are not due."""
         if self._body is not Boundary.EPOCH or self.boundary() is not Boundary.EPOCH:
             return []
         has_begun = {name: at.is_over or at.is_under_way() for name, at in self.loaders.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class Phase(Enum):
@@ -22,8 +22,7 @@ class Phase(Enum):
     """No batches were left where the training resumed: the first loop over them is empty."""
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
+class Loaded(NamedTuple):
     """A batch that was loaded and not handed out."""
 
     size: int
@@ -48,7 +47,7 @@ class InHand:
     is_step: bool = False
     """Whether it counts as a step when it is done."""
     is_last: bool = False
-    """Whether no other batch will be asked for: it is done when the optimizer steps."""
+    """Whether no other batch will be requested: it is done when the optimizer steps."""
 
     def leave_out(self) -> None:
         """Count it as done, and nothing as trained; a break after it does not bring it back."""

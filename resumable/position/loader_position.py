@@ -1,4 +1,4 @@
-"""Where each loader stands in its epoch, and what a checkpoint has of it."""
+"""Keeps the place of each loader in its epoch: which batches are done, in hand, or loaded ahead."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ class EpochPlace:
 
 
 class LoaderPosition(EpochPlace):
-    """Where one loader stands in its epoch, and what a checkpoint has of it."""
+    """The place of one loader in its epoch, and its state in a checkpoint."""
 
     def __init__(self, source: Source, training: TrainingCounters) -> None:
         super().__init__(training)
@@ -169,7 +169,7 @@ class LoaderPosition(EpochPlace):
         self.generators = LoaderGenerators(source)
         self.draws = ThroughDraws(training.streams)
         self.lap = 0
-        """Counts how often the loader was put elsewhere: a loop of an earlier lap is dead."""
+        """Counts how often the loader was moved elsewhere: loops of earlier laps are dead."""
         self.is_claimed = False
         """Whether `batches()` was called with this iterable, and the loop has not begun."""
         self.lock = threading.RLock()
@@ -198,7 +198,7 @@ class LoaderPosition(EpochPlace):
         length = self.ended_at if length is None else length
         return length is not None and self.done + 1 >= length
 
-    # What a checkpoint has.
+    # The state in a checkpoint.
 
     def collect(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
@@ -246,7 +246,7 @@ class LoaderPosition(EpochPlace):
         self.is_claimed = True
 
     def may_loop(self) -> bool:
-        """Return False where a resume has passed all batches by; raise UsageError where no loop may begin."""
+        """Return False if a resume has passed all batches; raise UsageError if no loop may begin."""
         if self.is_over or self.in_hand is not None:
             if self.phase is not Phase.PASSED:
                 raise UsageError(
@@ -295,7 +295,7 @@ class LoaderPosition(EpochPlace):
         self.opened, self._loop = 0, weakref.ref(loop)
 
     def ask_ahead(self) -> None:
-        """Note that from here on a batch is asked for before the one in hand is trained."""
+        """Note that from now on a batch is requested before the one in hand is trained."""
         self._has_marks = True
         self.source.load_ahead()
 

@@ -14,7 +14,7 @@ from ..loaders import choose_source
 from ..loaders.generators import rng, search
 from ..loaders.loader_source import LoaderSource
 from . import means
-from .accumulation import Accelerate
+from .accelerate import Accelerate
 from .counted_loops import CountedLoops
 from .loader_position import LoaderPosition
 from .loader_set import LoaderSet
@@ -132,7 +132,7 @@ class Position(CountedLoops):
         self.streams.watch(hold, hold_gradients)
 
     def collect(self) -> dict[str, Any]:
-        """Return the position as a resume is to find it."""
+        """Return the position for a checkpoint."""
         counters = self.counters()
         gpus = sorted({*self._devices()} - {"cpu"})
         return {

@@ -24,9 +24,9 @@ class Way:
 
     through: Through | None = None
     loads_ahead: bool = False
-    """Whether batches are asked for before the training wants them."""
+    """Whether batches are requested before the training wants them."""
     draws: bool = False
-    """Whether `through` is code of the script's, which may draw random numbers."""
+    """Whether `through` is the script's own code, which may draw random numbers."""
 
 
 class ThroughDraws:
@@ -88,7 +88,7 @@ class Loading:
         return self
 
     def __next__(self) -> Any:
-        # A thread may still ask for more when the training has long gone elsewhere.
+        # A thread may still request batches long after the training has moved on.
         if self._lap != self._at.lap:
             raise StopIteration
         return self._at.load(self._batches, self._lap)
@@ -145,7 +145,7 @@ class CountedBySteps:
         """Raise UsageError unless all batches are counted."""
         if self._at.ahead or not self._has_ended:
             raise UsageError(
-                "another thread loops over state.batches(), and nobody knows which batch is in hand.",
+                "another thread loops over state.batches(), so it is unknown which batch is in hand.",
                 fix="give the thread to state.batches(through=...): what comes out of it is in hand.",
             )
 

@@ -13,7 +13,7 @@ from ..loaders.source import LoaderGenerators
 
 Hook = Callable[[], None]
 Hold = Callable[[], Hook]
-"""Remembers some state, and returns what restores it."""
+"""Remembers some state, and returns a call that restores it."""
 States = Mapping[str, Any]
 
 
@@ -30,9 +30,9 @@ class HeldGenerators:
         self.is_put_back_due = False
         """Whether `put_back` may have anything to do."""
         self._hold_settings: Hold | None = None
-        """Remembers the small parts, and returns what restores them."""
+        """Remembers the small parts."""
         self._hold_gradients: Hold | None = None
-        """Remembers the gradients of a resumed window, and returns what restores them."""
+        """Remembers the gradients of a resumed window."""
         self._held: States | None = None
         self._put_gradients_back: Hook | None = None
         self._put_settings_back: Hook | None = None
@@ -78,7 +78,7 @@ class HeldGenerators:
         self.is_put_back_due = True
 
     def put_back(self) -> None:
-        """Restore the generators as they were held, and what a body's first lines have changed."""
+        """Restore the held states, and the settings that a body's first lines have changed."""
         if (put_settings_back := self._put_settings_back) is not None:
             self._put_settings_back = None
             put_settings_back()
@@ -124,11 +124,11 @@ class HeldGenerators:
             self.body_start = self.read()
 
     def forget_body(self) -> None:
-        """Forget where the body began that was running."""
+        """Forget where the running body began."""
         self.body_start = None
 
     def close(self) -> None:
-        """Put the generators back where a loop by hand had nothing left to do, and never again.
+        """Restore the generators if a loop by hand had nothing left to do; after this, never again.
 
         An iterator that the script has kept may end much later, and the generators are another run's then.
         """
@@ -147,7 +147,7 @@ draws all of it again.
 
 
 class Streams(HeldGenerators):
-    """The random generators of a training, as they are and as a resume is to find them."""
+    """The random generators of a training, and their states for a resume."""
 
     def __init__(self, generators: Mapping[str, rng.Generator]) -> None:
         super().__init__(generators)
@@ -175,7 +175,7 @@ class Streams(HeldGenerators):
         """The loop that was left before its end: its kind, its total, and its number."""
 
     def collect(self, boundary: Boundary) -> dict[str, Any]:
-        """Return what a resume needs to know of the streams."""
+        """Return the streams' state for a checkpoint."""
         is_in_body = boundary in (Boundary.BATCH, Boundary.STEP)
         if self.entry() == "start":
             self._note_draws_before(self.read())
@@ -188,7 +188,7 @@ class Streams(HeldGenerators):
         }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Take over what `collect` returned; checkpoints of older versions lack most of it."""
+        """Restore what `collect` returned; checkpoints of older versions lack most of it."""
         self.body_start = saved["body_start"]
         self._entry = saved.get("entry", "load" if saved["boundary"] is Boundary.OUTSIDE else "loop")
         self._is_read |= self._entry == "read"
@@ -348,8 +348,8 @@ class Streams(HeldGenerators):
         now = self.read()
         self._note_draws_before(now)
         self._at_load = None
-        is_told = self._first_save is not None and not self.has_optimizer
-        if is_told and (self._drawn_from or not rng.is_same(self._first_save, now)):
+        is_saved = self._first_save is not None and not self.has_optimizer
+        if is_saved and (self._drawn_from or not rng.is_same(self._first_save, now)):
             warn(
                 "random numbers were drawn between RunState.load and the first loop, and save() was called "
                 "there: a resume from that checkpoint draws different numbers. Call save() in the loop, or "

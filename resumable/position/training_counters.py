@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..boundary import Boundary
 from ..errors import Once, UsageError
@@ -16,8 +15,7 @@ from .script.first_lines import BeforeLoop, FirstLines
 from .script.running_sums import RunningSums
 
 
-@dataclass(frozen=True, slots=True)
-class End:
+class End(NamedTuple):
     """The end of a body, at which the loops may save."""
 
     step: int
@@ -44,7 +42,7 @@ class BatchDigests:
         self._digests: list[Any] = []
 
     def watch(self, digest: Callable[[Any], Any] | None) -> None:
-        """Make a digest of each batch, or of none any more."""
+        """Make a digest of each batch from now on; None: of no batch."""
         self.digest, self._digests = digest, []
 
     def add(self, digest: Any) -> None:
@@ -86,7 +84,7 @@ class BatchDigests:
 
 
 class TrainingCounters:
-    """The counters of a training, as its bodies move them."""
+    """The counters of a training, advanced by the bodies of its loops."""
 
     def __init__(self, streams: Streams, loaders: LoaderSet, processes: int) -> None:
         self.streams = streams
@@ -145,7 +143,7 @@ class TrainingCounters:
         return Boundary.BATCH
 
     def counters(self) -> dict[str, Any]:
-        """Return the counters as a resume is to find them: a batch or step in hand counts as done."""
+        """Return the counters for a checkpoint: a batch or step in hand counts as done."""
         boundary = self.boundary()
         in_hand = [loader for loader in self._known.all if loader.in_hand]
         batches = [loader.reached() for loader in in_hand] or [self.batch]
@@ -170,7 +168,7 @@ class TrainingCounters:
         return self.epoch
 
     def stands_at(self) -> tuple[int, int, int]:
-        """Return the place for people to read: epoch, batch and step."""
+        """Return epoch, batch and step, for messages."""
         return self.epoch, self.batch, self.step
 
     def is_training(self) -> bool:
@@ -190,7 +188,7 @@ class TrainingCounters:
         return self._body is not Boundary.STEP and not self._known.is_training()
 
     def body(self) -> Any:
-        """Return a value that no other body has."""
+        """Return a value that is different in every body."""
         in_hand = [(number, at.done) for number, at in enumerate(self._known.all) if at.in_hand]
         return self.epoch, self._step_in_hand, in_hand
 
@@ -199,9 +197,9 @@ class TrainingCounters:
         return bool(self._saved_in == self.body())
 
     def _is_step(self, loader: EpochPlace) -> bool:
-        """Whether the batch in hand of this loader is a step, where no optimizer tells of its steps.
+        """Whether the batch in hand of this loader is a step, where no optimizer reports its steps.
 
-        That of a loop in another loop over batches, or in a body of `steps()`, is none.
+        The batch of an inner loop, or of a loop in a body of `steps()`, is not a step.
         """
         return not self.counts_steps and self._body is not Boundary.STEP and self._known.is_outermost(loader)
 

@@ -21,11 +21,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, _DatasetKind,
 
 from resumable import CannotStore, ResumableWarning, RunState
 from resumable.loaders.generators import rng, worker_rng
-from resumable.loaders.workers.object_states import freeze, thaw
-from resumable.loaders.workers.sample_seeds import Seeded
-from resumable.loaders.workers.stream import Stream, StreamEnded, put_back
+from resumable.loaders.workers.datasets import Seeded, Stream, StreamEnded, put_back
+from resumable.loaders.workers.states import Standing, Start, freeze, thaw
 from resumable.loaders.workers.worker import Worker
-from resumable.loaders.workers.worker_state import Standing, Start
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),

@@ -41,7 +41,7 @@ class Watch:
         if is_global:
             self._readers = {"python": _Python().read, "numpy": _Numpy().read, "torch": _read_torch}
         self._seen = {name: read() for name, read in self._readers.items()}
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._own: dict[str, rng.Generator] = {}
         self.add(own)
 
@@ -67,8 +67,8 @@ class Watch:
             }
             if changed:
                 self._seen[name] = now
-                found[name] = changed if name in self._told else now
-                self._told.add(name)
+                found[name] = changed if name in self._reported else now
+                self._reported.add(name)
         return found
 
 
