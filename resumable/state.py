@@ -14,9 +14,9 @@ import torch
 
 from . import options
 from .errors import Preempted, RemoteError, UsageError, warn
-from .position.batch_loop import Through
 from .position.counted_loops import Batches, Enumerated
 from .position.means import Means
+from .position.prefetching import Through
 from .run import markup
 from .run.directory import Run
 from .saving.writer import PendingSave

@@ -1,3 +1,16 @@
-"""Where each kind of loader stands in its data, its workers and their random generators included."""
+"""How each kind of loader is stopped and continued in the middle of an epoch.
 
-__all__ = ["choose_source", "loader_source", "loader_warnings", "plain_iterable", "source", "wrappers"]
+`loader_source` reads torch's DataLoader, `stateful_loader` a loader with a `state_dict`, `plain_iterable`
+anything else that can be looped over; `epoch_reader` counts the batches. `generators` finds, reads and
+restores random generators, those of a worker in `worker_rng`; `workers` has what runs in worker processes.
+"""
+
+__all__ = [
+    "choose_source",
+    "loader_changes",
+    "loader_source",
+    "loader_warnings",
+    "plain_iterable",
+    "source",
+    "wrappers",
+]

@@ -15,7 +15,7 @@ from .loader_source import LoaderSource
 from .plain_iterable import PlainSource
 from .source import Source
 from .stateful_loader import StatefulSource
-from .workers.object_states import is_stateful
+from .workers.states import is_stateful
 from .workers.torch_iterators import iterates_as_torch_does
 
 

@@ -5,23 +5,23 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..errors import StateMismatch
+from .epoch_starts import Opening
 from .generators import rng, search, worker_rng
 from .generators.worker_rng import States
+from .source import Source
+from .workers.datasets import Stream, StreamEnded
 from .workers.object_counters import Counter, LoaderCounters
-from .workers.object_states import freeze
 from .workers.order import Draws, Generators, Order, Pulled
-from .workers.stream import Stream, StreamEnded
-from .workers.worker_state import Stamp, Standing
+from .workers.states import Stamp, Standing, freeze
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
+class Mark(NamedTuple):
     """A loader's place after a batch."""
 
     batches: int
@@ -34,17 +34,7 @@ class Mark:
     """The generators before that batch was loaded, if it is loaded in this process."""
 
 
-class Opening(Protocol):
-    """How an epoch is opened."""
-
-    is_new_epoch: bool
-    """Whether it is opened at its beginning."""
-
-    def draw_order(self, order: Order) -> None:
-        """Prepare the generators, and the sampler, for the order that is drawn next."""
-
-
-class EpochReader:
+class EpochReader(Source):
     """Counts the batches of one epoch, and tracks the state of each worker."""
 
     def __init__(self, loader: DataLoader[Any], own: Mapping[str, rng.Generator]) -> None:
@@ -81,7 +71,7 @@ class EpochReader:
         self._workers, self._turn, self._late = dict(workers), turn, late
 
     def _resume(self, batches: int, samples: int, began: States) -> None:
-        """Count on from the checkpoint."""
+        """Continue to count from the checkpoint."""
         self._batches, self._samples, self._began, self._is_open = batches, samples, began, True
 
     def _open_as(self, opening: Opening, seeded_epoch: int | None) -> None:
@@ -91,7 +81,7 @@ class EpochReader:
     # What the iterator over the workers reports.
 
     def order_begins(self) -> None:
-        """Let the order be drawn: that of a new epoch, or again that of a resumed one."""
+        """Prepare the order to be drawn: of a new epoch, or again of a resumed one."""
         assert self._opening
         self._opening.draw_order(self._order)
         if self._opening.is_new_epoch:
@@ -103,7 +93,7 @@ class EpochReader:
         if self._opening and self._opening.is_new_epoch:
             self._workers = {number: replace(at, batches=0) for number, at in self._workers.items()}
 
-    def thrown_away(self, stamped: Stamp) -> None:
+    def discarded(self, stamped: Stamp) -> None:
         """Note the worker's state after a batch that is discarded."""
         self._workers[stamped[0]] = self._workers.get(stamped[0], Standing()).after(stamped)
 
@@ -184,7 +174,6 @@ class EpochReader:
         return self._came_out_here(loaded)
 
     def forgive(self) -> int:
-        """Count the batches that failed, as the training continues without them."""
         count = len(self._failed)
         while self._failed:
             number, worker = self._failed.popleft()
@@ -205,7 +194,6 @@ class EpochReader:
             self._workers = {number: self._through(number, at) for number, at in self._workers.items()}
 
     def mark(self) -> Mark:
-        """Return the loader's place after its last batch."""
         workers: Mapping[int, Standing] = self._workers
         if not self.loader.num_workers and self._stream is not None and self._is_open:
             workers = {0: self._standing_here(self._stream)}
@@ -221,36 +209,16 @@ class EpochReader:
         )
 
     def size(self, batch: Any) -> int:
-        """Return the number of samples in the last batch."""
         return self._size
 
 
-class FromWorkers:
-    """The batches of one epoch, from workers."""
-
-    def __init__(self, reader: EpochReader, batches: Iterator[Any]) -> None:
-        self._reader = reader
-        self._batches = batches
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        try:
-            return next(self._batches)
-        except StopIteration:
-            self._reader.ended()
-            raise
-        except StreamEnded as exc:
-            raise _ended_early(exc) from exc
-
-
-class Here:
-    """The batches of one epoch, loaded in this process."""
+class Batches:
+    """The batches of one epoch, from workers or loaded in this process."""
 
     def __init__(self, reader: EpochReader, batches: Iterator[Any], ahead: Iterable[Any]) -> None:
         self._reader = reader
         self._batches = batches
+        self._are_from_workers = bool(reader.loader.num_workers)
         self._ahead = deque(ahead)
         """The batches that were loaded ahead at the save, each with the generators before it."""
 
@@ -259,6 +227,8 @@ class Here:
 
     def __next__(self) -> Any:
         try:
+            if self._are_from_workers:
+                return next(self._batches)
             if self._ahead:
                 return self._reader.load_again(*self._ahead.popleft())
             return self._reader.load(self._batches)
@@ -266,12 +236,8 @@ class Here:
             self._reader.ended()
             raise
         except StreamEnded as exc:
-            raise _ended_early(exc) from exc
-
-
-def _ended_early(exc: StreamEnded) -> StateMismatch:
-    return StateMismatch(
-        f"the stream that is run again has come to its end too early: {exc}.",
-        fix="give it the data that the run was started with, or begin the epoch's data anew with "
-        "allow=['loader'].",
-    )
+            raise StateMismatch(
+                f"the stream that is run again has come to its end too early: {exc}.",
+                fix="give it the data that the run was started with, or begin the epoch's data anew with "
+                "allow=['loader'].",
+            ) from exc

@@ -12,18 +12,19 @@ from ..errors import warn
 from ..files import large_files
 from .generators import rng, search, worker_rng
 from .workers import resharding
+from .workers.datasets import Stream
 from .workers.order import Draws, Generators, Order
-from .workers.stream import Stream
-from .workers.worker_state import Standing, Start
+from .workers.states import Standing, Start
 
 Saved = Mapping[str, Any]
 """What `LoaderSource.collect` has returned."""
 
 
-class Fresh:
+class Opening:
     """An epoch that begins in this process, with new workers or those of the epoch before."""
 
     is_new_epoch = True
+    """Whether the epoch is opened at its beginning."""
 
     def __init__(self) -> None:
         self.workers: Mapping[int, Standing] = {}
@@ -31,21 +32,19 @@ class Fresh:
         self.turn = 0
 
     def seed_workers(self, generators: Generators) -> None:
-        """Leave the generators as they are: workers are seeded from them."""
+        """Prepare the generators from which workers are seeded."""
 
     def draw_order(self, order: Order) -> None:
-        """Leave the generators as they are: the order is drawn from them."""
+        """Prepare the generators, and the sampler, for the order that is drawn next."""
 
 
-class NextEpoch:
+class NextEpoch(Opening):
     """An epoch that begins with workers in their states at the end of the one before."""
 
-    is_new_epoch = True
-
     def __init__(self, saved: Saved, generators: Generators) -> None:
+        super().__init__()
         self.workers = standings(saved)
         self.starts = {number: Start(at, is_next_epoch=True) for number, at in self.workers.items()}
-        self.turn = 0
         self._made: Draws | None = saved["made"]
         self._generators = generators
         self._live: Draws | None = generators.read()
@@ -62,7 +61,7 @@ class NextEpoch:
             self._live = None
 
 
-class MidEpoch:
+class MidEpoch(Opening):
     """An epoch that continues: its order is drawn again, and what is done is skipped without loading."""
 
     is_new_epoch = False
@@ -70,15 +69,13 @@ class MidEpoch:
     def __init__(
         self, saved: Saved, generators: Generators, loader: DataLoader[Any], shows: Callable[[], bool]
     ) -> None:
+        super().__init__()
         self.live = generators.read()
         """The generators of this process."""
         self._draws_at_save = worker_rng.read({})
         self._loader = loader
         self._order = {**saved["order"], "is_left": saved["is_left"], "samples": saved["samples"]}
         self._made: Draws | None = None
-        self.workers: dict[int, Standing] = {}
-        self.starts: dict[int, Start] = {}
-        self.turn = 0
         if saved["num_workers"] == loader.num_workers:
             self.workers, self.turn, self._made = standings(saved), saved["turn"], saved["made"]
             self.starts = _starts(self.workers, shows)
@@ -117,8 +114,7 @@ class MidEpoch:
         shared = [
             name
             for name in now
-            if not worker_rng.is_same(began[name], now[name])
-            and not worker_rng.is_same(live[name], now[name])
+            if not rng.is_same(began[name], now[name]) and not rng.is_same(live[name], now[name])
         ]
         if shared:
             name = type(stream.dataset).__name__

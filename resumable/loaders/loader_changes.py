@@ -2,22 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
+from ..errors import StateMismatch, warn
 from ..files import large_files
 from ..run.changes import HARMLESS, MAY, WILL
-from .dataset_length import length_of
+from .generators import search
+from .source import Source
 from .workers import resharding
 from .workers.order import other_data, plain
+from .workers.states import is_stateful
 
 _ANY_ORDER = "its batches came in any order (in_order=False)"
 
 Saved = Mapping[str, Any]
 """What `LoaderSource.collect` has returned."""
+
+
+def differences(source: Source, saved: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the changes that make a position in mid-epoch meaningless: a name and a description."""
+    now = source.settings()
+    for key, then in saved["settings"].items():
+        if not saved["batch"] or then == now.get(key):
+            continue
+        if question := source.in_question(key, saved["source"]):
+            name, why = question
+            text = f"{then} in the checkpoint, {now.get(key)} in the code, in mid-epoch"
+            text = f"{text}: {why}" if why else text
+            yield name, text if name else f"{key} {text}"
+    root = source.root()
+    is_other_sampler = saved["settings"].get("sampler") != now.get("sampler")
+    for path in saved["generators"].keys() ^ search.find(root).keys():
+        if is_other_sampler and (path == "generator" or path.startswith("sampler.")):
+            continue
+        # Many datasets make theirs at the first sample. Old checkpoints have none that modules have.
+        is_in_doubt = path in saved["generators"] or not search.is_in_module(path)
+        if is_in_doubt and (path not in saved["generators"] or not search.is_free(root, path)):
+            yield path, "a random generator in the checkpoint or in the code, but not in both"
+
+
+def resized(source: Source, saved: Mapping[str, Any], then: int, now: int) -> Iterator[str]:
+    """Yield that the rest of the epoch cannot be divided among another number of processes."""
+    shards = [settings.get("shards", 1) for settings in (saved["settings"], source.settings())]
+    for count, processes in zip(shards, (then, now), strict=True):
+        if saved["batch"] and processes > 1 and count == 1:
+            yield (
+                f"in mid-epoch, with {then} processes in the checkpoint and {now} in the code: each of "
+                f"{processes} loads all of the data for itself (no DistributedSampler)"
+            )
+            return
 
 
 def settings(loader: DataLoader[Any]) -> dict[str, Any]:
@@ -153,3 +190,77 @@ def length_from(loader: DataLoader[Any], deal: resharding.Deal, order: Mapping[s
         left = deal.each(order["base"]["samples"] - samples)
     size = loader.batch_size or 1
     return int(batches + (left // size if loader.drop_last else -(-left // size)))
+
+
+def length_of(dataset: Any) -> int | None:
+    """Return the length of a dataset, if it has one."""
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+class DatasetLength:
+    """The length of a loader's dataset: at the start, and when the last order was drawn."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader = loader
+        self._given = self._drawn = self.now()
+
+    def now(self) -> int | None:
+        """Return the current length; None for a stream."""
+        dataset = self._loader.dataset
+        return None if isinstance(dataset, IterableDataset) else length_of(dataset)
+
+    def order_drawn(self) -> None:
+        """Note that an order is drawn."""
+        self._drawn = self.now()
+
+    def collect(self) -> list[int | None]:
+        """Return the length when the last order was drawn, and the length now."""
+        return [self._drawn, self.now()]
+
+    def check(self, drawn: int | None, then: int | None, *, is_drawn: bool) -> None:
+        """Check that the dataset has the items that were added before the checkpoint.
+
+        `is_drawn`: whether an order that was drawn from them is to be drawn again.
+        """
+        now = self.now()
+        if is_drawn and not now == drawn == then:
+            raise StateMismatch(
+                f"the dataset has {now} items. It had {drawn} when this epoch's order was drawn, and {then} "
+                "at the checkpoint.",
+                fix="let the script add the items again before it loops over the batches (a list of them "
+                "in extra= is restored by then), and add items only between two epochs; or begin the "
+                "epoch's data anew with allow=['loader'].",
+            )
+        if now == self._given != then:
+            warn(
+                f"the dataset has {now} items, as the script makes it, and had {then} at the checkpoint: "
+                "what was added or removed is lost, and the training goes on without it. Keep the items "
+                "in extra= (the very list that the dataset has), or give the dataset state_dict and "
+                "load_state_dict."
+            )
+
+    def outgrown(self, keeps: Callable[[Any], bool], *, is_under_way: bool) -> str | None:
+        """Return a warning if items of the dataset would be missing after a resume.
+
+        `keeps`: whether an object is saved with the training.
+        """
+        now, drawn = self.now(), self._drawn
+        if now == drawn:
+            return None
+        if is_under_way:
+            return (
+                f"the dataset has {now} items, and had {drawn} when this epoch's order was drawn: a resume "
+                "from here is refused, as the order cannot be drawn again. Add items only after the loop "
+                "over the batches has ended."
+            )
+        dataset = self._loader.dataset
+        if is_stateful(dataset) or any(map(keeps, getattr(dataset, "__dict__", {}).values())):
+            return None
+        return (
+            f"the dataset has {now} items, and had {drawn} before: a resume has those that the script "
+            "makes, and not what was added. Keep the items in extra= (the very list that the dataset "
+            "has), or give the dataset state_dict and load_state_dict."
+        )

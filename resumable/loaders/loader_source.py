@@ -12,21 +12,18 @@ from torch.utils.data import DataLoader
 
 from ..errors import UsageError
 from . import loader_changes
-from .dataset_length import DatasetLength
-from .epoch_reader import EpochReader, FromWorkers, Here, Mark
-from .epoch_starts import Fresh, MidEpoch, NextEpoch
+from .epoch_reader import Batches, EpochReader, Mark
+from .epoch_starts import MidEpoch, NextEpoch, Opening
 from .generators import rng
-from .workers.object_states import is_stateful, states_of
+from .workers.datasets import Seeded
 from .workers.order import Draws, draws_at_once
-from .workers.sample_seeds import Seeded
+from .workers.states import is_stateful, states_of
 from .workers.torch_iterators import Workers, in_process, sheltered, stand_in
 from .workers.worker import Worker
 
 
 class LoaderSource(EpochReader):
     """The batches of a DataLoader of torch."""
-
-    has_cheap_marks = True
 
     def __init__(
         self,
@@ -39,7 +36,7 @@ class LoaderSource(EpochReader):
         self._shows = shows
         self._seeds = seeds
         self._latest: weakref.ref[Workers] | None = None
-        self._dataset_length = DatasetLength(loader)
+        self._dataset_length = loader_changes.DatasetLength(loader)
         super().__init__(loader, own)
         self._split = loader_changes.split_of(loader.dataset)
         self._saved: Mapping[str, Any] | None = None
@@ -55,12 +52,10 @@ class LoaderSource(EpochReader):
         self._length: int | None = None
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings with which the script made the loader."""
         seeded = {"split": self._split, "sample_seeds": self._seeds() is not None}
         return {**loader_changes.settings(self.loader), **seeded}
 
     def root(self) -> object:
-        """Return the root under which the loader's generators are found."""
         return self._generators.at_loader()
 
     def __len__(self) -> int:
@@ -69,7 +64,6 @@ class LoaderSource(EpochReader):
     # How an epoch is opened.
 
     def open(self, *, loads_ahead: bool = False) -> Iterator[Any]:
-        """Return the rest of the epoch's batches. In mid-epoch, no generator is moved."""
         self._loads_ahead = loads_ahead
         saved, self._saved = self._saved, None
         if saved and (lengths := saved.get("lengths")):
@@ -86,17 +80,16 @@ class LoaderSource(EpochReader):
         else:
             batches = self._open_fresh()
         self._is_open = True
-        return FromWorkers(self, batches) if self.loader.num_workers else Here(self, batches, ahead)
+        return Batches(self, batches, ahead)
 
     def load_ahead(self) -> None:
-        """Note that from now on batches are requested before the training wants them."""
         self._loads_ahead = True
 
     def _open_fresh(self) -> Iterator[Any]:
         if self._pool is None:
-            return self._make(Fresh())
-        self._open_as(Fresh(), self._seeded_now())
-        self._pool.begin_anew(self._view)
+            return self._make(Opening())
+        self._open_as(Opening(), self._seeded_now())
+        self._pool.begin_epoch(self._view)
         return self._pool
 
     def _open_mid_epoch(self, saved: Mapping[str, Any]) -> tuple[Iterator[Any], list[Any]]:
@@ -130,7 +123,7 @@ class LoaderSource(EpochReader):
         seeds = None if self._stream else self._seeds()
         return seeds[1] if seeds else None
 
-    def _make(self, opening: Fresh | NextEpoch | MidEpoch) -> Iterator[Any]:
+    def _make(self, opening: Opening) -> Iterator[Any]:
         loader = self.loader
         seeds = None if self._stream else self._seeds()
         seeded = Seeded(loader.dataset, seeds[0]) if seeds else None
@@ -172,7 +165,6 @@ class LoaderSource(EpochReader):
         return found
 
     def can_load_ahead(self) -> bool:
-        """Whether requesting a batch early changes no random number."""
         samplers = (self.loader.sampler, self.loader.batch_sampler)
         return bool(self.loader.num_workers) and all(map(draws_at_once, samplers))
 
@@ -189,7 +181,6 @@ class LoaderSource(EpochReader):
     # What a checkpoint has.
 
     def collect(self, mark: Mark | None, ahead: Sequence[Mark], is_under_way: bool) -> dict[str, Any]:
-        """Return the state to continue from after the batch of a mark; None: after the last one."""
         if self._saved is not None:
             return dict(self._saved)
         mark = mark or self.mark()
@@ -221,7 +212,6 @@ class LoaderSource(EpochReader):
         return {} if self._stream else states_of({name: getattr(self.loader, name)})
 
     def restore(self, saved: Mapping[str, Any], other: AbstractSet[str]) -> None:
-        """Continue from a state that `collect` returned; the `other` settings have changed since."""
         self._forget()
         if "dataset_length" in other:
             saved = {**saved, "lengths": None}
@@ -235,20 +225,16 @@ class LoaderSource(EpochReader):
             self._length = loader_changes.length_from(self.loader, self._order.deal, self._saved["order"])
 
     def in_question(self, setting: str, saved: Mapping[str, Any]) -> tuple[str, str] | None:
-        """Return what a changed setting invalidates in mid-epoch: itself or everything (""), and why."""
         return loader_changes.in_question(self.loader, setting, saved)
 
     def effects(self, saved: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-        """Return how a changed setting changes the results, and why, where its name alone does not say it."""
         return loader_changes.effects(self.loader, saved, has_seeds=self._seeds() is not None)
 
     def begin_own_streams(self) -> None:
-        """Drop the saved workers: they are another rank's."""
         if self._saved is not None:
             self._saved = {**self._saved, "workers": [], "made": None}
 
     def rewind(self) -> None:
-        """Return to the beginning of an epoch."""
         self._length = None
         if self._saved is not None and self._saved["order"]:
             # The saved epoch was never continued: only its persistent workers are left of it.
@@ -263,7 +249,6 @@ class LoaderSource(EpochReader):
         return set() if (latest := self.workers()) is None else latest.processes()
 
     def close(self, *, now: bool) -> None:
-        """Release the workers; `now`: end them, though a loop may still hold them."""
         self._pool = None
         if now and (latest := self.workers()) is not None:
             latest.end()

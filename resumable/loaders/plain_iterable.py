@@ -7,16 +7,15 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field, replace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from ..errors import StateMismatch, warn
 from .generators import draws_between, rng
-from .source import WithoutWorkers, size_of
+from .source import Source, size_of
 
 
-@dataclass(frozen=True, slots=True)
-class Count:
+class Count(NamedTuple):
     """The place of a plain iterable."""
 
     batches: int
@@ -24,7 +23,7 @@ class Count:
     """Batches that the same iterator gave in epochs before this one."""
     draws: draws_between.States | None = None
     """The generators before the newest batch was asked for: a prefetcher loads the next one then."""
-    between: draws_between.Between = field(default_factory=dict)
+    between: draws_between.Between = MappingProxyType({})
     """The same before earlier batches, where the training had drawn: some load several ahead."""
 
     def all(self) -> int:
@@ -32,10 +31,8 @@ class Count:
         return self.batches + self.before
 
 
-class PlainSource(WithoutWorkers):
+class PlainSource(Source):
     """The batches of an iterable, or of a function that returns an iterator, once an epoch."""
-
-    has_cheap_marks = True
 
     def __init__(
         self, loader: Any, name: str, own: Mapping[str, rng.Generator], shows: Callable[[], bool]
@@ -56,7 +53,6 @@ class PlainSource(WithoutWorkers):
         """Looks for threads until the first batch is there."""
 
     def root(self) -> object:
-        """Return the iterable: its generators hang off it."""
         return self.loader
 
     def _is_one_shot(self) -> bool:
@@ -83,13 +79,11 @@ class PlainSource(WithoutWorkers):
         return batch
 
     def makes_again(self, path: str) -> bool:
-        """Whether loading the batches again makes this generator: it did not exist when they began."""
         start = self._saved["start"] if self._saved else None
         # A generator in a module has the same path from everywhere.
         return start is not None and {path, f"loader.{path}"}.isdisjoint(start["generators"])
 
     def open(self, *, loads_ahead: bool = False) -> Iterator[Any]:
-        """Return the batches that are left of the epoch. In mid-epoch, no generator is moved."""
         saved, self._saved = self._saved, None
         if saved is not None and self._is_one_shot() and self._used is self.loader:
             self._stay_at(saved["batches"], saved["before"])
@@ -97,7 +91,7 @@ class PlainSource(WithoutWorkers):
         if saved is not None and saved["batches"] + saved["before"]:
             return self._go_on(saved)
         if self._is_one_shot() and self._used is self.loader and not self._has_ended:
-            self._count = replace(self._count, batches=0, before=self._count.all())
+            self._count = self._count._replace(batches=0, before=self._count.all())
             return self._reading(self.loader)
         self._count = Count(0, 0)
         self._kept.clear()
@@ -130,7 +124,7 @@ class PlainSource(WithoutWorkers):
                 fix="give the function that makes the iterator, without calling it, or an iterable that can "
                 "begin again.",
             )
-        self._count = replace(self._count, batches=batches, before=before)
+        self._count = self._count._replace(batches=batches, before=before)
 
     def _skip(self, batches: Iterator[Any], saved: Mapping[str, Any]) -> None:
         from tqdm import tqdm
@@ -196,15 +190,12 @@ class PlainSource(WithoutWorkers):
         return {"loader": self.loader, "extra": self._own}
 
     def size(self, batch: Any) -> int:
-        """Return the samples in a batch."""
         return size_of(batch, None)
 
     def mark(self) -> Count:
-        """Return how many batches it has given."""
         return self._count
 
     def collect(self, mark: Count | None, ahead: Sequence[Count], is_under_way: bool) -> dict[str, Any]:
-        """Return how many batches to leave out."""
         if self._saved is not None:
             return dict(self._saved)
         mark = mark or self._count
@@ -222,18 +213,13 @@ class PlainSource(WithoutWorkers):
         return found
 
     def in_question(self, setting: str, saved: Mapping[str, Any]) -> tuple[str, str] | None:
-        """Return everything, where it was no iterable of any kind."""
+        # It invalidates everything only if the loader was none of this kind.
         return None if "before" in saved else ("", "")
 
     def restore(self, saved: Mapping[str, Any], other: AbstractSet[str]) -> None:
-        """Skip the batches that were trained when it is looped over next."""
         self._saved = saved if "before" in saved else None
 
-    def begin_own_streams(self) -> None:
-        """Do nothing: there are no workers."""
-
     def rewind(self) -> None:
-        """Stand at the beginning of an epoch."""
         if self._saved and self._saved["batches"]:
             self._saved = None
 

@@ -1,109 +1,100 @@
-"""The interface of all kinds of loaders to the position."""
+"""The interface of all kinds of loaders, and the random generators that hang off a loader."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from .generators import rng, search
 
-class Source(Protocol):
-    """A loader as `LoaderPosition` uses it."""
+
+class Source(ABC):
+    """A loader as `LoaderPosition` uses it; the defaults are those of one that has no workers of its own."""
 
     loader: Any
-    has_cheap_marks: bool
+    """What the user loops over."""
+    has_cheap_marks = True
     """Whether a mark can be made with every batch."""
-
-    def __len__(self) -> int:
-        """Return the batches of this epoch."""
-
-    def settings(self) -> dict[str, Any]:
-        """Return the settings with which the script made the loader."""
-
-    def root(self) -> object:
-        """Return the root under which the loader's generators are found."""
-
-    def open(self, *, loads_ahead: bool = False) -> Iterator[Any]:
-        """Return the rest of the epoch's batches. In mid-epoch, no generator is moved.
-
-        `loads_ahead`: whether batches are requested before the training wants them.
-        """
-
-    def load_ahead(self) -> None:
-        """Note that from now on batches are requested before the training wants them."""
-
-    def can_load_ahead(self) -> bool:
-        """Whether requesting a batch early changes no random number."""
-
-    def size(self, batch: Any) -> int:
-        """Return the number of samples in the last batch."""
-
-    def forgive(self) -> int:
-        """Count the batches that failed, as the training continues without them."""
-
-    def mark(self) -> Any:
-        """Return the loader's place after its last batch."""
-
-    def collect(self, mark: Any, ahead: Sequence[Any], is_under_way: bool) -> dict[str, Any]:
-        """Return the state to continue from after the batch of a mark; None: after the last one.
-
-        `ahead` are the marks of later batches that the training has not had yet.
-        """
-
-    def in_question(self, setting: str, saved: Mapping[str, Any]) -> tuple[str, str] | None:
-        """Return what a changed setting invalidates in mid-epoch: itself or everything (""), and why."""
-
-    def effects(self, saved: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-        """Return how a changed setting changes the results, and why, where its name alone does not say it."""
-
-    def restore(self, saved: Mapping[str, Any], other: AbstractSet[str]) -> None:
-        """Continue from a state that `collect` returned; the `other` settings have changed since."""
-
-    def begin_own_streams(self) -> None:
-        """Drop the saved workers: they are another rank's."""
-
-    def rewind(self) -> None:
-        """Return to the beginning of an epoch."""
-
-    def close(self, *, now: bool) -> None:
-        """Release what runs in the background; `now`: also what a loop still holds."""
-
-
-class WithoutWorkers:
-    """The common part of all sources without workers of their own."""
-
-    loader: Any
 
     def replace(self, loader: Any) -> None:
         """Read from this loader, made like the one before, when it is opened next."""
         self.loader = loader
 
     def __len__(self) -> int:
+        """Return the number of batches in this epoch."""
         return len(self.loader)
 
     def settings(self) -> dict[str, Any]:
-        """Return the kind of the loader: how the script made it is unknown."""
+        """Return the settings with which the script made the loader, as far as they are known."""
         return {"kind": type(self.loader).__name__}
 
-    def load_ahead(self) -> None:
-        """Do nothing: loading ahead changes nothing here."""
+    @abstractmethod
+    def root(self) -> object:
+        """Return the root under which the loader's generators are found."""
 
-    def can_load_ahead(self) -> bool:
-        """Return False: the effect of an early request is unknown."""
+    def makes_again(self, path: str) -> bool:
+        """Whether opening the loader makes this generator again: it did not exist when the epoch began."""
         return False
 
+    @abstractmethod
+    def open(self, *, loads_ahead: bool = False) -> Iterator[Any]:
+        """Return the rest of the epoch's batches. In mid-epoch, no generator is moved.
+
+        `loads_ahead`: whether batches are requested before the training wants them.
+        """
+
+    def load_ahead(self) -> None:  # noqa: B027
+        """Note that from now on batches are requested before the training wants them."""
+
+    def can_load_ahead(self) -> bool:
+        """Whether requesting a batch early is known to change no random number."""
+        return False
+
+    @abstractmethod
+    def size(self, batch: Any) -> int:
+        """Return the number of samples in the last batch."""
+
     def forgive(self) -> int:
-        """Return 0: an iterator that has raised is at its end, or keeps its own position."""
+        """Count the batches that failed, as the training continues without them."""
+        # An iterator that has raised is at its end, or keeps its own position.
         return 0
 
+    @abstractmethod
+    def mark(self) -> Any:
+        """Return the loader's place after its last batch."""
+
+    @abstractmethod
+    def collect(self, mark: Any, ahead: Sequence[Any], is_under_way: bool) -> dict[str, Any]:
+        """Return the state to continue from after the batch of a mark; None: after the last one.
+
+        `ahead` are the marks of later batches that the training has not had yet.
+        """
+
+    @abstractmethod
+    def in_question(self, setting: str, saved: Mapping[str, Any]) -> tuple[str, str] | None:
+        """Return what a changed setting invalidates in mid-epoch: itself or everything (""), and why."""
+
     def effects(self, saved: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-        """Return nothing: the effect of a changed setting is unknown."""
+        """Return how a changed setting changes the results, and why, where its name alone does not say it."""
         return {}
 
-    def close(self, *, now: bool) -> None:
-        """Do nothing: the loader is the user's."""
+    @abstractmethod
+    def restore(self, saved: Mapping[str, Any], other: AbstractSet[str]) -> None:
+        """Continue from a state that `collect` returned; the `other` settings have changed since."""
+
+    def begin_own_streams(self) -> None:  # noqa: B027
+        """Drop the saved workers: they are another rank's."""
+
+    @abstractmethod
+    def rewind(self) -> None:
+        """Return to the beginning of an epoch."""
+
+    def close(self, *, now: bool) -> None:  # noqa: B027
+        """Release what runs in the background; `now`: also what a loop still holds."""
 
 
 def size_of(batch: Any, otherwise: int | None) -> int:
@@ -111,3 +102,46 @@ def size_of(batch: Any, otherwise: int | None) -> int:
     while isinstance(batch, (Mapping, list, tuple)) and batch:
         batch = next(iter(batch.values() if isinstance(batch, Mapping) else batch))
     return batch.shape[0] if isinstance(batch, torch.Tensor) and batch.ndim else otherwise or 1
+
+
+class LoaderGenerators:
+    """The random generators that hang off a loader."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._late: dict[str, Any] = {}
+        """The states of those that the source makes again as it is opened."""
+
+    def read(self) -> dict[str, Any]:
+        """Return their states."""
+        return {path: rng.read(found) for path, found in search.find(self._source.root()).items()}
+
+    def write(self, states: Mapping[str, Any]) -> None:
+        """Put them into these states."""
+        root = self._source.root()
+        found = search.find(root)
+        for path, state in states.items():
+            # Do not plant one that opening makes: the first batch would find it and not draw for its seed.
+            is_late = self._source.makes_again(path)
+            if generator := found.get(path) or (not is_late and search.plant(root, path, state)):
+                rng.write(generator, state)
+
+    def collect(self) -> dict[str, Any]:
+        """Return their states for a checkpoint."""
+        return {**self._late, **self.read()}
+
+    def restore(self, states: Mapping[str, Any]) -> None:
+        """Put them into the states of a checkpoint; call this after the source was given its own."""
+        self.write(states)
+        self._late = {path: state for path, state in states.items() if self._source.makes_again(path)}
+
+    def source_opened(self) -> None:
+        """Restore those that the source has made just now."""
+        self.write(self._late)
+        self._late = {}
+
+    def begin_own_streams(self, seed: str) -> None:
+        """Begin streams of their own: those of the checkpoint are another rank's."""
+        self._source.begin_own_streams()
+        for path, generator in search.find(self._source.root()).items():
+            rng.seed_one(generator, f"{seed}/{path}")

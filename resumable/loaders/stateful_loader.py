@@ -10,11 +10,11 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from .generators import draws_between, rng
-from .source import WithoutWorkers, size_of
-from .workers.object_states import freeze, thaw
+from .source import Source, size_of
+from .workers.states import freeze, thaw
 
 
-class StatefulSource(WithoutWorkers):
+class StatefulSource(Source):
     """The batches of anything that keeps its own position: it has `state_dict` and `load_state_dict`."""
 
     has_cheap_marks = False
@@ -29,7 +29,6 @@ class StatefulSource(WithoutWorkers):
         self._given = 0
 
     def root(self) -> object:
-        """Return the root under which the loader's generators are found."""
         names = (
             ("sampler", "batch_sampler", "generator", "dataset")
             if isinstance(self.loader, DataLoader)
@@ -41,7 +40,6 @@ class StatefulSource(WithoutWorkers):
         return {"loader": self.root(), "extra": self._own}
 
     def open(self, *, loads_ahead: bool = False) -> Iterator[Any]:
-        """Return the batches that are left of the epoch. In mid-epoch, no generator is moved."""
         saved, self._saved = self._saved, None
         if not self._is_used and not isinstance(self.loader, DataLoader):
             # Asking torchdata's loader for its state begins its epoch.
@@ -103,17 +101,15 @@ class StatefulSource(WithoutWorkers):
             return None
 
     def size(self, batch: Any) -> int:
-        """Return the samples in a batch."""
         return size_of(batch, getattr(self.loader, "batch_size", None))
 
     def mark(self) -> tuple[int, Any]:
-        """Return the batches it gave in this epoch, and the loader's own state, frozen."""
+        # The state is frozen: a loader may keep counting in the object that it returned.
         return self._given, freeze(self.loader.state_dict())
 
     def collect(
         self, mark: tuple[int, Any] | None, ahead: Sequence[Any], is_under_way: bool
     ) -> dict[str, Any]:
-        """Return the loader's own state."""
         if self._saved:
             return dict(self._saved)
         if not self._is_used and isinstance(self.loader, DataLoader):
@@ -122,20 +118,16 @@ class StatefulSource(WithoutWorkers):
         return {"state": thaw(state), "given": given, "is_under_way": is_under_way}
 
     def in_question(self, setting: str, saved: Mapping[str, Any]) -> tuple[str, str] | None:
-        """Return that any change invalidates the position."""
         return "", ""
 
     def restore(self, saved: Mapping[str, Any], other: AbstractSet[str]) -> None:
-        """Give the state to the loader when it is looped over next."""
         # Between two epochs a script may change to another kind of loader.
         self._saved = saved if "state" in saved else None
 
     def begin_own_streams(self) -> None:
-        """Begin as the script made it: the saved state is another rank's."""
         self._saved = None
 
     def rewind(self) -> None:
-        """Stand at the beginning of an epoch."""
         if self._saved and self._saved["is_under_way"]:
             self._saved = None
 

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..errors import CannotStore, UsageError
 from ..files.strict_json import Json
+from ..loaders import loader_changes
 from ..loaders.generators import rng
 from ..loaders.loader_source import LoaderSource
 from ..position.loader_position import LoaderPosition
@@ -270,13 +271,13 @@ class LoaderPart(PositionPart):
 
     def resized(self, saved: Saved, then: int, now: int) -> Iterator[Difference]:
         """Yield why the rest of the epoch cannot be resharded."""
-        for text in self.live.resized(saved.view(self.stem), then, now):
+        for text in loader_changes.resized(self.live.source, saved.view(self.stem), then, now):
             yield Difference(self.name, "", text)
 
     def differences(self, saved: Saved, built: Mapping[str, Json]) -> Iterator[Difference]:
         """Yield the changes that make the saved position meaningless."""
         at = saved.view(self.stem)
-        for name, text in self.live.differences(at):
+        for name, text in loader_changes.differences(self.live.source, at):
             # A dataset that grew in the training may reach that length again before the loop begins.
             is_grown = name == "dataset_length" and built.get(name) == self.live.source.settings().get(name)
             is_checked = bool(at["source"].get("lengths"))

@@ -1,4 +1,9 @@
-"""Where a training stands: epochs, steps, batches, random generators and running means."""
+"""Where a training stands: counters, the place in each loader's epoch, random generators, running means.
+
+`loader_position` keeps the place in an epoch of one loader, `batch_loop` moves it batch by batch, and
+`prefetching` follows a loader that runs ahead of the training. `random_streams` restores the generators of
+the training's own process. `position` puts all of it together for a checkpoint.
+"""
 
 __all__ = [
     "batch_loop",
@@ -7,7 +12,8 @@ __all__ = [
     "loader_position",
     "means",
     "position",
-    "prefetch",
+    "prefetching",
     "spikes",
+    "to_device",
     "training_counters",
 ]

@@ -1,22 +1,20 @@
-"""The loops over the rest of an epoch's batches: in the training's thread, or in another."""
+"""The loop over the rest of an epoch's batches, in the training's thread."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from types import FrameType
 from typing import Any
 
-from ..errors import UsageError, warn
-from .epoch.held_generators import Hook
+from ..errors import UsageError
 from .loader_position import LoaderPosition
+from .prefetching import CountedBySteps, Loading, ThreadLoop, Through, Way
+from .random_streams import Hook
 from .script import habits
 from .script.running_sums import RunningSums
-
-Through = Callable[[Iterator[Any]], Any]
-"""Makes an iterable of the same batches, such as a thread that loads them ahead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,37 +26,32 @@ class Hooks:
     end: Hook
 
 
-@dataclass(frozen=True, slots=True)
-class Way:
-    """How the batches get from the loader to the training."""
-
-    through: Through | None = None
-    loads_ahead: bool = False
-    """Whether batches are asked for before the training wants them."""
-    draws: bool = False
-    """Whether `through` is code of the script's, which may draw random numbers."""
-
-
 class Stage(Enum):
     """How far a loop is, and when a batch counts."""
 
     FIRST = "first"
-    """No batch was asked for."""
+    """No batch was requested yet."""
     SECOND = "second"
-    """One batch was asked for: where the second one is, it shows whether a prefetcher asks."""
+    """One batch was requested: the second request shows whether a prefetcher makes it."""
     STRAIGHT = "straight"
-    """A batch counts when the next one is asked for."""
+    """A batch counts when the next one is requested."""
     ONE_AHEAD = "one ahead"
-    """A batch counts when the next but one is asked for: the usual stream prefetcher asks."""
+    """A batch counts when the next but one is requested, by the usual stream prefetcher."""
     ENDED = "ended"
     """No batches are left, or the loop was left."""
 
 
-def begin(at: LoaderPosition, hooks: Hooks, way: Way) -> Iterator[Any]:
-    """Return the batches that are left, counting one as done when the next is asked for."""
+def begin(at: LoaderPosition, hooks: Hooks, way: Way, *, is_in_thread: bool) -> Loop | Over | ThreadLoop:
+    """Return the batches that are left: one counts as done when the next is requested.
+
+    `is_in_thread`: whether another thread than the training's loops; there a step of the optimizer counts.
+    """
     if not at.may_loop():
         return Over(at.training.sums)
     at.draws.begin(is_recorded=way.draws)
+    if is_in_thread:
+        counted = CountedBySteps(at)
+        return ThreadLoop(at, at.open(loads_ahead=True, step_counted=counted), counted, way)
     # Before there are workers: they inherit which signals are noted.
     hooks.begin()
     try:
@@ -145,7 +138,7 @@ class Loop:
             habits.warn_of_draws_before_next(drawn, training.streams.read_draws())
 
     def _look_ahead(self, asked_by: FrameType) -> None:
-        """Look whether the second batch is asked for elsewhere, and nothing was trained on the first.
+        """Check whether another call makes the second request, and nothing was trained on the first batch.
 
         That is the usual stream prefetcher, an object that is always one batch ahead.
         """
@@ -254,116 +247,3 @@ class Over:
     def numbered(self, start: int, batch: Any) -> tuple[int, Any]:
         """Return a batch with its index; never called."""
         return start, batch
-
-
-class Loading:
-    """The loader's batches for `through=`, each noted as it is loaded."""
-
-    def __init__(self, at: LoaderPosition, batches: Iterator[Any]) -> None:
-        self._at = at
-        self._lap = at.lap
-        self._batches = batches
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        # A thread may still ask for more when the training has long gone elsewhere.
-        if self._lap != self._at.lap:
-            raise StopIteration
-        return self._at.load(self._batches, self._lap)
-
-
-_NOT_ONE_TO_ONE = "Where that is not one to one, give the thread to state.batches(through=...)."
-
-
-def begin_in_thread(at: LoaderPosition, way: Way) -> Iterator[Any]:
-    """Return the batches that are left, counting one as done when the optimizer steps."""
-    if not at.may_loop():
-        return Over(at.training.sums)
-    at.draws.begin(is_recorded=way.draws)
-    counted = CountedBySteps(at)
-    return ThreadLoop(at, at.open(loads_ahead=True, step_counted=counted), counted, way)
-
-
-class CountedBySteps:
-    """The batches that another thread loads: one counts when the optimizer steps."""
-
-    def __init__(self, at: LoaderPosition) -> None:
-        self._at = at
-        self._has_ended = False
-        """Whether the thread has come to the end of the batches."""
-
-    def ended(self) -> None:
-        """Note that the thread has come to the end of the batches."""
-        self._has_ended = True
-        if not self._at.ahead:
-            self._at.finish()
-
-    def stepped(self) -> None:
-        """Count a batch."""
-        # Without the lock: the other thread holds it for as long as it waits for a batch.
-        if self._at.ahead:
-            self._at.hand_out()
-            self._at.take_back()
-            if self._has_ended and not self._at.ahead:
-                self._at.finish()
-        else:
-            self._at.training.once.warn(
-                "the optimizer has made more steps than another thread has loaded batches: there a batch "
-                f"counts when the optimizer steps. {_NOT_ONE_TO_ONE}",
-                about="steps of another thread",
-            )
-
-    def warn_of_uncounted(self) -> None:
-        """Warn, at an epoch's end, of batches that no step was made for."""
-        if self._at.ahead and self._has_ended:
-            warn(
-                f"{len(self._at.ahead)} batches of the epoch were loaded by another thread, and the "
-                "optimizer made no step for them: there a batch counts when the optimizer steps. "
-                f"{_NOT_ONE_TO_ONE}"
-            )
-        elif not self._has_ended:
-            warn(
-                "the epoch ended before another thread had come to the end of its batches: a resume in "
-                "mid-epoch does not know which of them were trained. Give the thread to "
-                "state.batches(through=...)."
-            )
-
-    def refuse_to_leave_out(self) -> None:
-        """Raise UsageError unless all batches are counted."""
-        if self._at.ahead or not self._has_ended:
-            raise UsageError(
-                "another thread loops over state.batches(), and nobody knows which batch is in hand.",
-                fix="give the thread to state.batches(through=...): what comes out of it is in hand.",
-            )
-
-
-class ThreadLoop:
-    """One pass over the rest of an epoch, in another thread than the training's."""
-
-    def __init__(self, at: LoaderPosition, batches: Iterator[Any], counted: CountedBySteps, way: Way) -> None:
-        self._at = at
-        self._lap = at.lap
-        self._counted = counted
-        self._index = at.done - 1
-        loading = Loading(at, batches)
-        self._batches = iter(way.through(loading)) if way.through else loading
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        with self._at.lock:
-            self._at.ask()
-            try:
-                return next(self._batches)
-            except StopIteration:
-                if self._lap == self._at.lap:
-                    self._counted.ended()
-                raise
-
-    def numbered(self, start: int, batch: Any) -> tuple[int, Any]:
-        """Return the batch that was just handed out, with its index in the epoch, counted from `start`."""
-        self._index += 1
-        return start + self._index, batch

@@ -10,11 +10,12 @@ from typing import Any
 from ..boundary import Boundary
 from ..errors import warn
 from . import batch_loop
-from .batch_loop import Hooks, Way
-from .epoch.held_generators import Hook
-from .epoch.random_streams import Streams
-from .loader_position import LoaderPosition, LoaderSet
+from .batch_loop import Hooks
+from .loader_position import LoaderPosition
+from .loader_set import LoaderSet
 from .means import Means
+from .prefetching import Way
+from .random_streams import Hook, Streams
 from .script import script_frames
 from .training_counters import TrainingCounters
 
@@ -27,7 +28,7 @@ class CountedLoops(TrainingCounters):
         self.means = Means()
         """The running means of the epoch in hand."""
         self.restores = 0
-        """Counts how often the training was put elsewhere: a body that runs then does not count."""
+        """Counts how often the training was moved elsewhere: the body that runs then does not count."""
         self._resumed_at = Boundary.OUTSIDE
         self._is_in_epochs = False
         self._not_due: set[str] = set()
@@ -196,7 +197,7 @@ class CountedLoops(TrainingCounters):
             )
 
     def unlooped(self) -> list[str]:
-        """Return the loaders that a save in this epoch's body takes for not due."""
+        """Return the loaders that a save in this epoch's body assumes are not due."""
         if self._body is not Boundary.EPOCH or self.boundary() is not Boundary.EPOCH:
             return []
         has_begun = {name: at.is_over or at.is_under_way() for name, at in self.loaders.items()}
@@ -220,9 +221,8 @@ class Batches:
         return len(self._loader.source)
 
     def __iter__(self) -> Iterator[Any]:
-        if threading.get_ident() != self._thread:
-            return batch_loop.begin_in_thread(self._loader, self._way)
-        return batch_loop.begin(self._loader, self._hooks, self._way)
+        is_in_thread = threading.get_ident() != self._thread
+        return batch_loop.begin(self._loader, self._hooks, self._way, is_in_thread=is_in_thread)
 
 
 class Enumerated:

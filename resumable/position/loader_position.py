@@ -1,43 +1,180 @@
-"""Where each loader stands in its epoch, and what a checkpoint has of it."""
+"""Keeps the place of each loader in its epoch: which batches are done, in hand, or loaded ahead."""
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
-from ..loaders.source import Source, WithoutWorkers
-from .epoch import settings_diff
-from .epoch.epoch_place import EpochPlace, Loaded, Phase, StepCounted, Training
-from .epoch.loader_generators import LoaderGenerators, ThroughDraws
+from ..loaders.source import LoaderGenerators, Source
+from .loaded_batches import InHand, Loaded, Phase
+from .prefetching import CountedBySteps, ThroughDraws
+from .script.habits import Habits
+
+if TYPE_CHECKING:
+    from .batch_loop import Loop
+    from .training_counters import TrainingCounters
 
 
-class OpenLoop(Protocol):
-    """A loop over the batches that has begun."""
+class EpochPlace:
+    """How far the training has come in one epoch of a loader."""
 
-    def abandon(self) -> None:
-        """Give no more batches: the loader was put elsewhere."""
+    def __init__(self, training: TrainingCounters) -> None:
+        self.training = training
+        self.habits = Habits()
+        self.phase = Phase.DUE
+        self.done = 0
+        """Batches of this epoch that were trained."""
+        self.in_hand: InHand | None = None
+        self.ahead: deque[Loaded] = deque()
+        """The batches that were loaded and not handed to the training."""
+        self.ended_at: int | None = None
+        """The number of batches in the last epoch that came to its end."""
+        self.opened = 0
+        """The number of its loop, of all loaders, in the order of their first batches; 0 before that."""
+        self.is_awaited = False
+        """Whether the loop was open where the training continues, and is to be opened again."""
+        self.is_beside = False
+        """Whether the loop in which it was asked has ended, and it was not asked since."""
+        self.step_counted: CountedBySteps | None = None
+        """Counts the batches by steps, where another thread loops over them."""
+        self._mark: Any = None
+        """Where the source stands with the batch that was handed out last."""
+        self._left_under: BaseException | None = None
+        """The exception that was being handled around the loop that was left."""
+        self._is_put_off = False
+        """Whether the batch that was in hand when the loop was left is the first that is ahead."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether this epoch has no more batches, or was left for good."""
+        return self.phase in (Phase.OVER, Phase.PASSED)
+
+    def is_under_way(self) -> bool:
+        """Whether the epoch's batches have begun and not ended."""
+        # A break shows only later, when no exception is being handled.
+        if self.phase is Phase.LEFT and not self.is_interrupted():
+            self.phase, self._left_under = Phase.OVER, None
+        return not self.is_over and (self.in_hand is not None or self.done > 0)
+
+    def is_through(self) -> bool:
+        """Whether looping over the batches again would be another epoch."""
+        return not self.is_under_way() and self.phase is Phase.OVER
+
+    def is_interrupted(self) -> bool:
+        """Whether an exception that left the loop is being handled right now."""
+        is_left = self.phase in (Phase.LEFT, Phase.KEPT)
+        return is_left and sys.exc_info()[1] not in (None, self._left_under)
+
+    def reached(self) -> int:
+        """Return the batches of this epoch that are done; one in hand counts as done."""
+        return self.done + (self.in_hand is not None)
+
+    def pass_by(self) -> None:
+        """Let the next loop in this epoch find no batch, if there is none left."""
+        if self.is_over:
+            self.phase = Phase.PASSED
+        self.is_awaited = self.is_under_way()
+
+    def other_ended(self, opened: int) -> None:
+        """Note that another loop has ended; one that was asked in its bodies has ended with it."""
+        self.is_beside |= not 0 < self.opened <= opened
+
+    def hand_out(self) -> None:
+        """Note that the training has the oldest batch that was loaded."""
+        loaded = self.ahead.popleft()
+        hand = self.in_hand = InHand(loaded.size, self._mark, loaded.draws, self.training.updates)
+        self._mark = loaded.mark
+        # An iterator may be made long before the loop that asks it.
+        self.opened = self.opened or self.training.next_opened()
+        hand.is_step = self.training.handed_out(self, loaded.digest)
+
+    def take_back(self) -> None:
+        """Note that the training is through with the batch in hand."""
+        hand, self.in_hand = self.in_hand, None
+        assert hand
+        self.done += 1
+        self.training.count_batch(self.done, hand)
+
+    def expect_no_more(self) -> None:
+        """Note that the training has the last batch, and does not ask for another."""
+        if self.in_hand is not None:
+            self.in_hand.is_last = True
+
+    def finish(self) -> None:
+        """Note that no batches are left."""
+        self.phase = Phase.OVER
+
+    def stepped(self) -> None:
+        """Note that the optimizer has made a step."""
+        if self.in_hand is not None and self.in_hand.is_last:
+            self.take_back()
+            self.finish()
+        if self.step_counted is not None:
+            self.step_counted.stepped()
+
+    def count_as_step(self, *, is_step: bool) -> None:
+        """Count the batch in hand as a step, or not."""
+        if self.in_hand is not None:
+            self.in_hand.is_step = is_step
+
+    def leave(self, outer: BaseException | None) -> None:
+        """Note that the loop was left in the middle: for good by a break, or by an exception."""
+        if hand := self.in_hand:
+            is_trained = not self.training.counts_steps or self.training.updates > hand.updates
+            if is_trained or self._mark is None:
+                self.take_back()
+            else:
+                self.ahead.appendleft(Loaded(hand.size, self._mark, draws=hand.draws))
+                self._mark, self.in_hand, self._is_put_off = hand.before, None, True
+        self._left_under, self.phase = outer, Phase.LEFT
+
+    def refuse_to_leave_out(self) -> None:
+        """Raise UsageError where it is unknown which batch is in hand."""
+        if self.step_counted is not None:
+            self.step_counted.refuse_to_leave_out()
+        if self._is_put_off and self.phase is Phase.KEPT:
+            raise UsageError(
+                "the loops have been left, with a batch in hand that was not trained.",
+                fix="go back in the body of the loop over state.batches(), where the batch is in hand.",
+            )
+
+    def leave_out(self) -> None:
+        """Let the batch in hand count as done without having been trained."""
+        if self._is_put_off and self.ahead:
+            self._mark = self.ahead.popleft().mark
+            self.done += 1
+            self.training.count_batch(self.done, InHand(0, None, None, 0))
+        self._is_put_off = False
+        if self.in_hand is None:
+            return
+        self.in_hand.leave_out()
+        if self.in_hand.is_last:
+            self.take_back()
+            self.finish()
 
 
 class LoaderPosition(EpochPlace):
-    """Where one loader stands in its epoch, and what a checkpoint has of it."""
+    """The place of one loader in its epoch, and its state in a checkpoint."""
 
-    def __init__(self, source: Source, training: Training) -> None:
+    def __init__(self, source: Source, training: TrainingCounters) -> None:
         super().__init__(training)
         self.source = source
         self.generators = LoaderGenerators(source)
         self.draws = ThroughDraws(training.streams)
         self.lap = 0
-        """Counts how often the loader was put elsewhere: a loop of an earlier lap is dead."""
+        """Counts how often the loader was moved elsewhere: loops of earlier laps are dead."""
         self.is_claimed = False
         """Whether `batches()` was called with this iterable, and the loop has not begun."""
         self.lock = threading.RLock()
         self._moving = threading.Lock()
-        self._loop: weakref.ref[OpenLoop] | None = None
+        self._loop: weakref.ref[Loop] | None = None
         self._has_marks = self._has_failed = False
         """Whether the source is asked for a mark with each batch, and whether one could not be loaded."""
         self._unread: Mapping[str, Any] | None = None
@@ -61,7 +198,7 @@ class LoaderPosition(EpochPlace):
         length = self.ended_at if length is None else length
         return length is not None and self.done + 1 >= length
 
-    # What a checkpoint has.
+    # The state in a checkpoint.
 
     def collect(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
@@ -87,14 +224,6 @@ class LoaderPosition(EpochPlace):
             return dict(self._unread)
         return self.source.collect(self._mark, [loaded.mark for loaded in self.ahead], under_way)
 
-    def differences(self, saved: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-        """Yield the changes that make a position in mid-epoch meaningless."""
-        return settings_diff.differences(self.source, saved)
-
-    def resized(self, saved: Mapping[str, Any], then: int, now: int) -> Iterator[str]:
-        """Yield that the rest of the epoch cannot be divided among another number of processes."""
-        return settings_diff.resized(self.source, saved, then, now)
-
     def restore(self, saved: Mapping[str, Any], unfit: AbstractSet[str]) -> None:
         """Restore what `collect` returned; `unfit` settings have changed since."""
         self.rewind()
@@ -110,7 +239,6 @@ class LoaderPosition(EpochPlace):
 
     def continue_with(self, iterable: Any) -> None:
         """Loop over this iterable from now on: a script may make it again for every epoch."""
-        assert isinstance(self.source, WithoutWorkers)
         self.source.replace(iterable)
 
     def claim(self) -> None:
@@ -118,7 +246,7 @@ class LoaderPosition(EpochPlace):
         self.is_claimed = True
 
     def may_loop(self) -> bool:
-        """Return False where a resume has passed all batches by; raise UsageError where no loop may begin."""
+        """Return False if a resume has passed all batches; raise UsageError if no loop may begin."""
         if self.is_over or self.in_hand is not None:
             if self.phase is not Phase.PASSED:
                 raise UsageError(
@@ -138,7 +266,7 @@ class LoaderPosition(EpochPlace):
             self.stay()
         return True
 
-    def open(self, *, loads_ahead: bool, step_counted: StepCounted | None = None) -> Iterator[Any]:
+    def open(self, *, loads_ahead: bool, step_counted: CountedBySteps | None = None) -> Iterator[Any]:
         """Return the rest of the batches, as the source yields them."""
         self.step_counted = step_counted
         continues = bool(self.done) or self.is_awaited
@@ -162,12 +290,12 @@ class LoaderPosition(EpochPlace):
             self.training.reopened()
         return batches
 
-    def began(self, loop: OpenLoop) -> None:
+    def began(self, loop: Loop) -> None:
         """Note that a loop over the batches has begun."""
         self.opened, self._loop = 0, weakref.ref(loop)
 
     def ask_ahead(self) -> None:
-        """Note that from here on a batch is asked for before the one in hand is trained."""
+        """Note that from now on a batch is requested before the one in hand is trained."""
         self._has_marks = True
         self.source.load_ahead()
 
@@ -263,94 +391,3 @@ class LoaderPosition(EpochPlace):
                     raise StopIteration
                 self.ahead.append(loaded)
             return batch
-
-
-class LoaderSet:
-    """The loaders that were given, and the iterables that were looped over without having been given."""
-
-    def __init__(self, make: Callable[[str, Any], LoaderPosition]) -> None:
-        """`make`: returns where a new loader stands; it gets a name and the loader."""
-        self._make = make
-        self.given: dict[str, LoaderPosition] = {}
-        self.found: dict[str, LoaderPosition] = {}
-        """The iterables, by their names."""
-        self.all: list[LoaderPosition] = []
-        """Where all of them stand."""
-        self._found_before: Mapping[str, Any] = {}
-        """Where the iterables of the checkpoint stood."""
-
-    def give(self, name: str, loader: Any) -> LoaderPosition:
-        """Add a loader that was given to RunState; return where it stands."""
-        return self._add(self.given, name, loader)
-
-    def _add(self, to: dict[str, LoaderPosition], name: str, loader: Any) -> LoaderPosition:
-        to[name] = at = self._make(name, loader)
-        self.all.append(at)
-        return at
-
-    def at(self, name: str) -> LoaderPosition:
-        """Return the position of a loader, by its name."""
-        return self.given.get(name) or self.found[name]
-
-    def find(self, iterable: Any, *, is_in_epochs: bool) -> str:
-        """Return the name of an iterable, and know it from now on."""
-        kind = getattr(iterable, "__name__", type(iterable).__name__)
-        name, number = kind, 1
-        while name in self.found and not _can_be(self.found[name], iterable, is_in_epochs):
-            number += 1
-            name = f"{kind}-{number}"
-        if name in self.found:
-            self.found[name].continue_with(iterable)
-        else:
-            at = self._add(self.found, name, iterable)
-            if name in self._found_before:
-                at.restore(self._found_before[name], set())
-        self.found[name].claim()
-        return name
-
-    def restore_found(self, saved: Mapping[str, Any], unfit: AbstractSet[str]) -> None:
-        """Restore the positions of the iterables; those that are `unfit` begin again."""
-        self._found_before = {name: at for name, at in saved.items() if name not in unfit}
-        for name, at in self.found.items():
-            at.rewind()
-            if name in self._found_before:
-                at.restore(self._found_before[name], set())
-
-    def in_hand(self) -> list[LoaderPosition]:
-        """Return those that have a batch in hand, the outermost loop first."""
-        return sorted((at for at in self.all if at.in_hand is not None), key=lambda at: at.opened)
-
-    def is_training(self) -> bool:
-        """Whether a batch of any of them is in hand."""
-        return any(at.in_hand is not None for at in self.all)
-
-    def is_under_way(self) -> bool:
-        """Whether the batches of any of them have begun and not ended."""
-        return any(at.is_under_way() for at in self.all)
-
-    def is_awaited(self) -> bool:
-        """Whether a loop that was open where the training continues is to be opened again."""
-        unseen = self._found_before.keys() - self.found.keys()
-        return any(at.is_awaited for at in self.all) or any(
-            self._found_before[name].get("is_open") for name in unseen
-        )
-
-    def is_outermost(self, place: EpochPlace) -> bool:
-        """Whether no other loop over batches is around this one."""
-        return not any(other.in_hand and other.opened < place.opened for other in self.all)
-
-    def is_in_inner_loop(self) -> bool:
-        """Whether a loop over batches runs in the body of one over those of another loader."""
-        in_hand = [at.habits for at in self.in_hand()]
-        # zip() asks for all of them at one place.
-        return (
-            len(in_hand) > 1
-            and not in_hand[-1].is_asked_by_hand
-            and in_hand[-1].asked_at != in_hand[0].asked_at
-        )
-
-
-def _can_be(at: LoaderPosition, iterable: Any, is_in_epochs: bool) -> bool:
-    # The same one, or one that the script makes again for every epoch.
-    is_over = at.is_over and is_in_epochs
-    return at.source.loader is iterable or not (at.in_hand or at.is_claimed or is_over)

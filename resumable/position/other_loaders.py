@@ -7,7 +7,7 @@ import multiprocessing
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import compress
 from multiprocessing import util
 from types import FrameType
@@ -27,6 +27,7 @@ _OWN_KIND = "has an iterator of its own kind"
 _SOURCES = (
     "resumable.position.batch_loop",
     "resumable.position.loader_position",
+    "resumable.position.prefetching",
     "resumable.loaders.plain_iterable",
     "resumable.loaders.stateful_loader",
 )
@@ -136,7 +137,7 @@ class Outside:
                 torch_iterators.forget(loader)
 
     def close(self) -> None:
-        """Make no iterators any more."""
+        """Stop making iterators."""
         torch_iterators.unhook(self)
         self._settings.clear()
 
@@ -188,7 +189,7 @@ class Outside:
             if iterator is not None and iterator.is_under_way() and began != self._place():
                 self._once.warn(
                     f"a DataLoader over {name} was not given to RunState, and the training is in the middle "
-                    "of a pass over it: a resume from this checkpoint begins the pass anew. Give it as "
+                    "of a pass over it: a resume from this checkpoint begins the pass again. Give it as "
                     "loader=, and loop over state.batches()."
                 )
 
@@ -294,7 +295,7 @@ class _Kept:
         try:
             return {**self._source.collect(None, [], False), **rest}
         except CannotStore:
-            at = replace(self._source.mark(), workers={})
+            at = self._source.mark()._replace(workers={})
             return {**self._source.collect(at, [], False), **rest, "workers": [None]}
 
 

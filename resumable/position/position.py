@@ -14,12 +14,12 @@ from ..loaders import choose_source
 from ..loaders.generators import rng, search
 from ..loaders.loader_source import LoaderSource
 from . import means
-from .accumulation import Accelerate
+from .accelerate import Accelerate
 from .counted_loops import CountedLoops
-from .epoch.held_generators import Hold
-from .epoch.random_streams import Streams
-from .loader_position import LoaderPosition, LoaderSet
+from .loader_position import LoaderPosition
+from .loader_set import LoaderSet
 from .other_loaders import Outside
+from .random_streams import Hold, Streams
 from .script.first_lines import Look
 from .spikes import Spikes
 
@@ -132,7 +132,7 @@ class Position(CountedLoops):
         self.streams.watch(hold, hold_gradients)
 
     def collect(self) -> dict[str, Any]:
-        """Return the position as a resume is to find it."""
+        """Return the position for a checkpoint."""
         counters = self.counters()
         gpus = sorted({*self._devices()} - {"cpu"})
         return {

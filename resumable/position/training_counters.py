@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..boundary import Boundary
 from ..errors import Once, UsageError
-from .epoch.batch_digests import BatchDigests
-from .epoch.epoch_place import EpochPlace, InHand
-from .epoch.random_streams import Streams
-from .loader_position import LoaderPosition, LoaderSet
+from .loaded_batches import InHand
+from .loader_position import EpochPlace, LoaderPosition
+from .loader_set import LoaderSet
+from .random_streams import Hook, Streams
 from .script.first_lines import BeforeLoop, FirstLines
 from .script.running_sums import RunningSums
 
 
-@dataclass(frozen=True, slots=True)
-class End:
+class End(NamedTuple):
     """The end of a body, at which the loops may save."""
 
     step: int
@@ -31,8 +29,62 @@ class End:
         return self.batches is not None and self.batches.is_before_rest()
 
 
+class BatchDigests:
+    """The digests of the batches that were handed out, and a call as a body begins."""
+
+    def __init__(self) -> None:
+        self.digest: Callable[[Any], Any] | None = None
+        """Makes the digest of a batch, if there is an observer."""
+        self.first_body: Hook | None = None
+        """Called when the next body begins."""
+        self.first_loop: Hook | None = None
+        """Called when the next loop begins."""
+        self._digests: list[Any] = []
+
+    def watch(self, digest: Callable[[Any], Any] | None) -> None:
+        """Make a digest of each batch from now on; None: of no batch."""
+        self.digest, self._digests = digest, []
+
+    def add(self, digest: Any) -> None:
+        """Note the digest of a batch that is handed out."""
+        self._digests.append(digest)
+
+    def take(self) -> list[Any]:
+        """Return the digests since the last call."""
+        digests, self._digests = self._digests, []
+        return digests
+
+    def peek(self) -> list[Any]:
+        """Return the digests that the next call of `take` returns."""
+        return self._digests
+
+    def repeat(self, digests: list[Any]) -> None:
+        """Return these digests again at the next call of `take`."""
+        self._digests = digests
+
+    def call_at_body(self, hook: Hook) -> None:
+        """Call a hook when the next body begins."""
+        self.first_body = hook
+
+    def call_at_loop(self, hook: Hook) -> None:
+        """Call a hook when the next loop begins."""
+        self.first_loop = hook
+
+    def loop_begins(self) -> None:
+        """Call the hook that waits for a loop, if there is one."""
+        if self.first_loop is not None:
+            hook, self.first_loop = self.first_loop, None
+            hook()
+
+    def body_begins(self) -> None:
+        """Call the hook that waits for a body, if there is one."""
+        if self.first_body is not None:
+            hook, self.first_body = self.first_body, None
+            hook()
+
+
 class TrainingCounters:
-    """The counters of a training, as its bodies move them."""
+    """The counters of a training, advanced by the bodies of its loops."""
 
     def __init__(self, streams: Streams, loaders: LoaderSet, processes: int) -> None:
         self.streams = streams
@@ -91,7 +143,7 @@ class TrainingCounters:
         return Boundary.BATCH
 
     def counters(self) -> dict[str, Any]:
-        """Return the counters as a resume is to find them: a batch or step in hand counts as done."""
+        """Return the counters for a checkpoint: a batch or step in hand counts as done."""
         boundary = self.boundary()
         in_hand = [loader for loader in self._known.all if loader.in_hand]
         batches = [loader.reached() for loader in in_hand] or [self.batch]
@@ -116,7 +168,7 @@ class TrainingCounters:
         return self.epoch
 
     def stands_at(self) -> tuple[int, int, int]:
-        """Return the place for people to read: epoch, batch and step."""
+        """Return epoch, batch and step, for messages."""
         return self.epoch, self.batch, self.step
 
     def is_training(self) -> bool:
@@ -136,7 +188,7 @@ class TrainingCounters:
         return self._body is not Boundary.STEP and not self._known.is_training()
 
     def body(self) -> Any:
-        """Return a value that no other body has."""
+        """Return a value that is different in every body."""
         in_hand = [(number, at.done) for number, at in enumerate(self._known.all) if at.in_hand]
         return self.epoch, self._step_in_hand, in_hand
 
@@ -145,9 +197,9 @@ class TrainingCounters:
         return bool(self._saved_in == self.body())
 
     def _is_step(self, loader: EpochPlace) -> bool:
-        """Whether the batch in hand of this loader is a step, where no optimizer tells of its steps.
+        """Whether the batch in hand of this loader is a step, where no optimizer reports its steps.
 
-        That of a loop in another loop over batches, or in a body of `steps()`, is none.
+        The batch of an inner loop, or of a loop in a body of `steps()`, is not a step.
         """
         return not self.counts_steps and self._body is not Boundary.STEP and self._known.is_outermost(loader)
 

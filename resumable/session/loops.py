@@ -11,10 +11,11 @@ from torch.utils.data import DataLoader
 
 from .. import determinism, options
 from ..errors import UsageError
-from ..position.batch_loop import Hooks, Through, Way
+from ..position.batch_loop import Hooks
 from ..position.counted_loops import Batches
 from ..position.loader_position import LoaderPosition
-from ..position.prefetch import ToDevice
+from ..position.prefetching import Through, Way
+from ..position.to_device import ToDevice
 from ..position.training_counters import End
 from .session import Session
 

@@ -26,8 +26,8 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from resumable import RunState, Unsupported
 from resumable.loaders.workers import forkserver
+from resumable.loaders.workers.datasets import Stream
 from resumable.loaders.workers.order import Generators, Order
-from resumable.loaders.workers.stream import Stream
 from resumable.loaders.workers.torch_iterators import (
     ATTRIBUTES,
     METHODS,

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from resumable import RunState
-from resumable.loaders.workers.sample_seeds import Seeded
+from resumable.loaders.workers.datasets import Seeded
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),

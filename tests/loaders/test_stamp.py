@@ -256,7 +256,7 @@ def test_the_differences_and_what_was_there_make_what_is_there() -> None:
     now = worker_rng.read(search.find(own))
     found = worker_rng.differences(then, now)
 
-    assert worker_rng.is_same(worker_rng.merged(then, found), now)
+    assert rng.is_same(worker_rng.merged(then, found), now)
     assert (found["torch"], found["python"].keys()) == ({}, {"words", "place"})
     assert worker_rng.differences({}, now).keys() == now.keys()
 
@@ -287,7 +287,7 @@ def test_a_generator_that_is_nowhere_is_named_and_one_that_can_be_made_is_made()
     ],
 )
 def test_states_are_the_same_only_if_all_in_them_is(then: Any, now: Any, is_same: bool) -> None:
-    assert worker_rng.is_same(then, now) is is_same
+    assert rng.is_same(then, now) is is_same
 
 
 # Its way to the training.

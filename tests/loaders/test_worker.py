@@ -21,11 +21,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, _DatasetKind,
 
 from resumable import CannotStore, ResumableWarning, RunState
 from resumable.loaders.generators import rng, worker_rng
-from resumable.loaders.workers.object_states import freeze, thaw
-from resumable.loaders.workers.sample_seeds import Seeded
-from resumable.loaders.workers.stream import Stream, StreamEnded, put_back
+from resumable.loaders.workers.datasets import Seeded, Stream, StreamEnded, put_back
+from resumable.loaders.workers.states import Standing, Start, freeze, thaw
 from resumable.loaders.workers.worker import Worker
-from resumable.loaders.workers.worker_state import Standing, Start
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),
@@ -598,7 +596,7 @@ def test_in_the_trainings_process_a_stream_is_just_iterated_over() -> None:
     random.seed(1)
 
     assert stream.began
-    assert worker_rng.is_same(stream.began["python"], worker_rng.read({})["python"])
+    assert rng.is_same(stream.began["python"], worker_rng.read({})["python"])
     assert found[1] == random.random()
 
 
@@ -648,5 +646,5 @@ def test_a_watch_follows_a_generator_that_a_stream_makes_anew(in_worker: Any) ->
     for _ in range(3):
         whole.load(3)
         expected = whole.stream.dataset.rng.bit_generator.state
-        assert worker_rng.is_same(whole.at.generators["own.dataset.rng"]["state"], expected)
+        assert rng.is_same(whole.at.generators["own.dataset.rng"]["state"], expected)
         whole.load(), whole.begin()

@@ -14,7 +14,7 @@ PACKAGE = ROOT / "resumable"
 ORDER = (
     "errors boundary progress version | files | run | options processes"
     " | loaders.generators | loaders.workers | loaders"
-    " | position.script | position.epoch | position | parts | remote"
+    " | position.script | position | parts | remote"
     " | views | interop | trace | training | saving | determinism | session | state | audit | cli"
 )
 PLACE = {room: place for place, rooms in enumerate(ORDER.split(" | ")) for room in rooms.split()}

@@ -86,7 +86,7 @@ class Log:
             (kind, name)
             for kind, states in now.items()
             for name, state in states.items()
-            if name not in after[kind] or not _is_same(after[kind][name], state)
+            if name not in after[kind] or not rng.is_same(after[kind][name], state)
         ]
         states = {name: self._read(name, seen) for name, seen in now["random"].items()}
         return {"random": states, "generators": now["generators"]}, drawn
@@ -99,14 +99,9 @@ class Log:
         if name not in _GLOBAL:
             return seen
         # Seeing that NumPy's generator has not moved takes a tenth of the time of reading it.
-        if name not in self._whole or not _is_same(self._whole[name][0], seen):
+        if name not in self._whole or not rng.is_same(self._whole[name][0], seen):
             self._whole[name] = seen, rng.read(_GLOBAL[name])
         return self._whole[name][1]
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    # The pieces of a global generator, compared with every batch, take half the time this way.
-    return worker_rng.is_same(one, other) if isinstance(other, dict) else rng.is_same(one, other)
 
 
 _GLOBAL: dict[str, Any] = {

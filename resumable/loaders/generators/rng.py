@@ -52,13 +52,22 @@ def is_same(one: Any, other: Any) -> bool:
     >>> is_same(collect(), collect())
     True
     """
-    if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(is_same(one[key], other[key]) for key in one)
+    if type(one) in code_names.PLAIN and type(one) is type(other):
+        # First, as the pieces of a global generator are compared with every batch.
+        return bool(one == other)
+    if isinstance(one, dict):
+        return (
+            isinstance(other, dict)
+            and one.keys() == other.keys()
+            and all(is_same(value, other[key]) for key, value in one.items())
+        )
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(is_same, one, other))
     if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    return bool(np.array_equal(one, other)) if isinstance(one, np.ndarray) else bool(one == other)
+        return isinstance(other, torch.Tensor) and torch.equal(one, other)
+    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
+        return np.array_equal(one, other)
+    return bool(one == other)
 
 
 def digest(states: Any) -> str:

@@ -30,7 +30,7 @@ _CONTAINERS = {dict, list, tuple, set, deque, OrderedDict}
 
 
 def plant(root: object, path: str, state: Any) -> Generator | None:
-    """Make a generator where an object has None yet: many make theirs at the first sample.
+    """Make a generator where an object still has None: many make theirs at the first sample.
 
     `state` is the state of the generator that was there. Return None if the place is taken, but a
     generator in a module as it is: by now another path may lead to it.
@@ -54,7 +54,7 @@ def is_free(root: object, path: str) -> bool:
     """Whether an object is there that has None, or nothing, where the path ends; or a module's generator."""
     _import_as_code_does(root, path)
     owner, last = _owner(root, path)
-    # What hangs off a function is in its variables, which are its own.
+    # The variables of a function are its own: nothing can be set there.
     can_have = isinstance(owner, dict) or (
         hasattr(owner, "__dict__") and not isinstance(owner, (FunctionType, partial))
     )
@@ -103,7 +103,7 @@ def _owner(root: object, path: str) -> tuple[Any, str]:
         for scope, variables, used in code_names.scopes(code):
             if scope == module and last in used:
                 return variables, last
-    # What led to it may not be made yet. (Nothing is made there: a checkpoint could name any place.)
+    # The object that leads to it may not exist yet. Make nothing there: a checkpoint could name any place.
     variables = vars(sys.modules[module]) if code_names.is_own(module) else {}
     return variables if is_generator(variables.get(last)) else None, last
 
@@ -191,7 +191,7 @@ def _walk(root: object) -> Iterator[Step]:
     for step in _through_objects(root, seen):
         reached.append(step)
         yield step
-    # Code comes last: what objects lead to keeps its path, whatever code names it too.
+    # Code comes last, so that an object keeps the path from its owner even if code names it too.
     seen |= rng.global_ones()
     with_code = (step for step in reached if type(step[1]) not in _CONTAINERS or _long(step[1]))
     waiting = deque(further for step in with_code for further in _further(step, seen, _named))
@@ -203,7 +203,7 @@ def _through_objects(root: object, seen: set[int]) -> Iterator[Step]:
 
 
 def _steps(waiting: deque[Step], seen: set[int], most: int, *ways: Children) -> Iterator[Step]:
-    # Breadth first: if there are too many objects, those that are near are found all the same.
+    # Breadth first: if there are too many objects, the near ones are still found.
     while waiting and len(seen) < most:
         step = waiting.popleft()
         if id(step[1]) not in seen:
@@ -254,7 +254,7 @@ def _ends(held: Any) -> list[Any]:
 
 
 def _children(value: object) -> Iterator[tuple[str, object]]:
-    # A long container is data, not configuration: even to look at each of its items takes too long.
+    # A long container is data, not configuration: looking at each of its items takes too long.
     if isinstance(value, (dict, list, tuple, deque)) and len(value) > WIDEST:
         return
     if isinstance(value, dict):

@@ -41,7 +41,7 @@ class Watch:
         if is_global:
             self._readers = {"python": _Python().read, "numpy": _Numpy().read, "torch": _read_torch}
         self._seen = {name: read() for name, read in self._readers.items()}
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._own: dict[str, rng.Generator] = {}
         self.add(own)
 
@@ -62,11 +62,13 @@ class Watch:
         found: States = {}
         for name, read in self._readers.items():
             now, seen = read(), self._seen[name]
-            changed = {piece: value for piece, value in now.items() if not is_same(seen.get(piece), value)}
+            changed = {
+                piece: value for piece, value in now.items() if not rng.is_same(value, seen.get(piece))
+            }
             if changed:
                 self._seen[name] = now
-                found[name] = changed if name in self._told else now
-                self._told.add(name)
+                found[name] = changed if name in self._reported else now
+                self._reported.add(name)
         return found
 
 
@@ -81,7 +83,7 @@ def differences(then: Mapping[str, Pieces], now: Mapping[str, Pieces]) -> States
         name: {
             piece: value
             for piece, value in pieces.items()
-            if piece not in then.get(name, {}) or not is_same(then[name][piece], value)
+            if piece not in then.get(name, {}) or not rng.is_same(value, then[name][piece])
         }
         for name, pieces in now.items()
     }
@@ -104,15 +106,6 @@ def restore(states: Mapping[str, Pieces], root: object) -> list[str]:
         else:
             lost.append(path)
     return lost
-
-
-def is_same(then: Any, now: Any) -> bool:
-    """Whether two states are equal, with arrays in them or not."""
-    if isinstance(now, dict):
-        return isinstance(then, dict) and all(is_same(then.get(key), now[key]) for key in now)
-    if isinstance(now, np.ndarray):
-        return np.array_equal(then, now)
-    return bool(then == now)
 
 
 class _Python:

@@ -1,13 +1,8 @@
-"""How samples are loaded: their order, the worker processes, and torch's iterators over them."""
+"""The order of an epoch's samples, and the worker processes that load them.
 
-__all__ = [
-    "object_counters",
-    "object_states",
-    "order",
-    "resharding",
-    "sample_seeds",
-    "stream",
-    "torch_iterators",
-    "worker",
-    "worker_state",
-]
+`worker` runs in each worker process: it restores the worker's generators and dataset as it begins, and stamps
+each batch with what has changed. `order` draws the order of an epoch again, `resharding` divides the rest of
+it among another number of ranks, and `torch_iterators` has all that depends on torch's private names.
+"""
+
+__all__ = ["datasets", "object_counters", "order", "resharding", "states", "torch_iterators", "worker"]

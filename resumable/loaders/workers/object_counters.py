@@ -129,16 +129,16 @@ class Counters:
 
     def new(self, keeps: Callable[[Any], bool] = lambda _: False) -> list[Counter]:
         """Return the counters found since the last call; `keeps`: whether a list or a tensor is saved."""
-        told = []
+        new = []
         for one in self._seen.values():
             owner = one.owner()
             for name in sorted(one.found - one.left_out):
                 value = getattr(owner, "__dict__", {}).get(name)
                 if owner is not None and (type(value) in _NUMBERS or not keeps(value)):
-                    first = _told(one.first.get(name))
-                    told.append(Counter(self._role, f"{type(owner).__name__}.{name}", first))
+                    first = _described(one.first.get(name))
+                    new.append(Counter(self._role, f"{type(owner).__name__}.{name}", first))
             one.left_out |= one.found
-        return told
+        return new
 
     def _look(self, *, has_orders: bool = False) -> list[tuple[_Object, _Values]]:
         """Read all numbers, and orders if wanted; return each known object with its earlier attributes."""
@@ -167,7 +167,7 @@ class LoaderCounters:
         self._is_stream = is_stream
         self._found: dict[str, Counter] = {}
         """Counters that no checkpoint has, by name."""
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def begin(self) -> None:
         """Look before a stream is iterated: many count their epochs there."""
@@ -206,8 +206,8 @@ class LoaderCounters:
         """Return a warning of the counters that were found since the last call."""
         self.note(one for counters in self._here for one in counters.new())
         self.note(sampler.new(keeps))
-        new = [str(counter) for name, counter in self._found.items() if name not in self._told]
-        self._told.update(self._found)
+        new = [str(counter) for name, counter in self._found.items() if name not in self._reported]
+        self._reported.update(self._found)
         return " ".join(new) or None
 
 
@@ -290,5 +290,5 @@ def _shuffled(before: _Values, now: _Values) -> set[str]:
     }
 
 
-def _told(value: _Value) -> str:
+def _described(value: _Value) -> str:
     return str(value) if type(value) in _NUMBERS else "what the script gives it"

@@ -6,9 +6,8 @@ import copy
 import operator
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain, count, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +25,7 @@ from ..generators import draws_between, rng, search, worker_rng
 from ..generators.worker_rng import States
 from . import resharding
 from .object_counters import Counters
-from .object_states import is_stateful
+from .states import is_stateful
 
 Draws = dict[str, Any]
 """The states of all generators from which an order can be drawn."""
@@ -59,8 +58,7 @@ class Generators:
         draws_between.write(self.root(), draws)
 
 
-@dataclass(frozen=True, slots=True)
-class Pulled:
+class Pulled(NamedTuple):
     """One batch of indices, as the sampler gave it."""
 
     number: int
@@ -251,7 +249,7 @@ class Order:
         before = worker_rng.read({})
         indices = next(inner, _END)
         now = worker_rng.read({})
-        drawn = [name for name, pieces in now.items() if not worker_rng.is_same(before[name], pieces)]
+        drawn = [name for name, pieces in now.items() if not rng.is_same(before[name], pieces)]
         if drawn and indices is not _END:
             late = {name: before[name] for name in drawn}
             self._log[self.pulled] = worker_rng.differences(self._logged, late)
@@ -381,7 +379,7 @@ def _fingerprint(batches: Sequence[Pulled]) -> str:
 
 
 def plain(indices: Any) -> Any:
-    """Return indices as numbers and lists, whose repr is the same everywhere."""
+    """Return indices as numbers and lists, whose repr is the same on every version."""
     # The repr of a numpy integer depends on the version of numpy.
     if isinstance(indices, (np.ndarray, torch.Tensor)):
         return indices.tolist()

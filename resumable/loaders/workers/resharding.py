@@ -22,7 +22,7 @@ class Deal:
     """Whether the last samples, too few for all ranks, are dropped; otherwise some are repeated."""
 
     def each(self, samples: int) -> int:
-        """Return the number of samples for each rank."""
+        """Return the number of samples of each rank."""
         return samples // self.shards if self.drops else -(-samples // self.shards)
 
     def ours(self, order: Sequence[int], start: int) -> list[int]:
@@ -44,11 +44,11 @@ def deal(loader: DataLoader[Any]) -> Deal:
 
 
 def count(loader: DataLoader[Any]) -> int:
-    """Return the number of ranks for which a loader's samplers, of whatever kind, say they shard."""
+    """Return the number of ranks for which a loader's samplers, of any kind, shard, as they say."""
     inner = getattr(loader.batch_sampler, "sampler", None)
     samplers = (loader.sampler, loader.batch_sampler, inner)
-    told = (getattr(sampler, "num_replicas", None) for sampler in samplers)
-    return next((number for number in told if isinstance(number, int)), 1)
+    counts = (getattr(sampler, "num_replicas", None) for sampler in samplers)
+    return next((number for number in counts if isinstance(number, int)), 1)
 
 
 def base(loader: DataLoader[Any]) -> Base | str:

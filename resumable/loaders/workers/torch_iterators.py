@@ -22,8 +22,8 @@ from torch.utils.data.dataloader import (
 from ...errors import Unsupported
 from ...processes import signals
 from .order import Order
+from .states import Stamp
 from .worker import Worker
-from .worker_state import Stamp
 
 METHODS = (
     "_reset",
@@ -38,29 +38,29 @@ ATTRIBUTES = ("_worker_queue_idx_cycle", "_send_idx", "_task_info", "_workers_st
 """The private names of torch's iterator that are used here; the attributes exist only in instances."""
 
 
-class Told(Protocol):
+class Observer(Protocol):
     """Callbacks for the events of an iterator."""
 
     def order_begins(self) -> None:
-        """The order of an epoch is about to be drawn."""
+        """Note that the order of an epoch is about to be drawn."""
 
     def batches_begin(self) -> None:
-        """The rest of the epoch before has been discarded."""
+        """Note that the rest of the epoch before has been discarded."""
 
     def came_out(self, stamped: Stamp | None, number: int | None, worker: int | None) -> None:
-        """A batch is handed out; without a stamp it is an error of its worker."""
+        """Note that a batch is handed out; without a stamp it is an error of its worker."""
 
-    def thrown_away(self, stamped: Stamp) -> None:
-        """A batch was made, and is discarded."""
+    def discarded(self, stamped: Stamp) -> None:
+        """Note that a batch was loaded, and is discarded."""
 
     def ran_out(self, worker: int) -> None:
-        """A worker's stream has ended."""
+        """Note that a worker's stream has ended."""
 
 
 def stand_in(
     loader: DataLoader[Any], dataset: Dataset[Any], order: Order, worker: Worker | None
 ) -> DataLoader[Any]:
-    """Return a loader like the user's, with our order, worker and wrapped dataset; theirs stays as it is."""
+    """Return a copy of the user's loader with our order, worker and wrapped dataset."""
     view = copied(loader)
     # DataLoader.__setattr__ refuses these, since they must not change under a running iterator.
     vars(view)["dataset"] = dataset
@@ -111,7 +111,7 @@ def sheltered(view: DataLoader[Any], numbers: Collection[int]) -> Iterator[None]
 
 
 def _end_spared() -> None:
-    """End the workers that are left as the process ends, without waiting for any of them for ever."""
+    """End the workers that are left as the process ends, with a timeout for each."""
     there = [worker for worker in multiprocessing.active_children() if worker in _spared]
     for worker in there:
         worker.terminate()
@@ -141,7 +141,7 @@ def copied(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 
 def is_copy(loader: DataLoader[Any]) -> bool:
-    """Whether the loader is one of our copies, and none of the script's."""
+    """Whether the loader is one of our copies, not one of the script's."""
     return loader in _copies
 
 
@@ -175,7 +175,7 @@ def hook(owner: Owner) -> None:
 
 
 def unhook(owner: Owner) -> None:
-    """Let the owner make no iterators any more; the last one puts torch's method back."""
+    """Stop letting the owner make iterators; the last owner to go restores torch's method."""
     _owners[:] = [one for one in _owners if one() not in (owner, None)]
     # Another library may have wrapped ours.
     if not _owners and DataLoader._get_iterator is _get_iterator:
@@ -192,7 +192,7 @@ def _get_iterator(loader: DataLoader[Any]) -> Any:
 
 _owners: list[weakref.ref[Owner]] = []
 _torchs: list[Callable[[DataLoader[Any]], Any]] = []
-"""Torch's own method, where ours is in its place."""
+"""Torch's own method, while ours replaces it."""
 
 
 def watched(loader: DataLoader[Any], check: Callable[[], None] = lambda: None) -> Watched:
@@ -264,11 +264,11 @@ class Workers(_MultiProcessingDataLoaderIter):
             )
         return super().__new__(cls)
 
-    def __init__(self, view: DataLoader[Any], order: Order, turn: int, told: Told) -> None:
+    def __init__(self, view: DataLoader[Any], order: Order, turn: int, observer: Observer) -> None:
         self._order = order
         self._turn = turn
         """The worker to give the first batch to."""
-        self._told = told
+        self._observer = observer
         self._is_draining = self._has_ended = False
         self._process = os.getpid()
         self._given: defaultdict[int, deque[int]] = defaultdict(deque)
@@ -299,43 +299,43 @@ class Workers(_MultiProcessingDataLoaderIter):
             raise StopIteration
         return found
 
-    def begin_anew(self, view: DataLoader[Any]) -> None:
+    def begin_epoch(self, view: DataLoader[Any]) -> None:
         """Begin another epoch with the same workers."""
         self._reset(view)
 
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
         if not first_iter:
-            self._throw_away()
+            self._discard()
         self._given.clear()
-        self._told.order_begins()
+        self._observer.order_begins()
         super()._reset(loader, first_iter)
 
-    def _throw_away(self) -> None:
+    def _discard(self) -> None:
         # Batches that were made ahead have moved the workers on, though they are discarded.
         for _, info in sorted(self._task_info.items()):
             if len(info) == 2:
-                self._told_of_lost(info[1])
+                self._report_lost(info[1])
         for worker, is_active in enumerate(self._workers_status):
             if not is_active:
-                self._told.ran_out(worker)
+                self._observer.ran_out(worker)
         self._is_draining = True
 
-    def _told_of_lost(self, data: Any) -> None:
+    def _report_lost(self, data: Any) -> None:
         if isinstance(data, (tuple, list)):
-            self._told.thrown_away(data[1])
+            self._observer.discarded(data[1])
         elif hasattr(data, "worker_id"):
-            self._told.ran_out(data.worker_id)
+            self._observer.ran_out(data.worker_id)
 
     def _get_data(self) -> Any:
         number, data = super()._get_data()  # type: ignore[no-untyped-call]
         if self._is_draining:
-            self._told_of_lost(data)
+            self._report_lost(data)
         return number, data
 
     def _try_put_index(self) -> None:
         if self._send_idx == 0 and not self._given:
             self._is_draining = False
-            self._told.batches_begin()
+            self._observer.batches_begin()
             # Turn the cycle, not the states: a worker's number decides what it reads and its seed.
             for _ in range(self._turn):
                 next(self._worker_queue_idx_cycle)
@@ -350,5 +350,5 @@ class Workers(_MultiProcessingDataLoaderIter):
         stamp = None if is_error else data[1]
         by = stamp[0] if stamp else worker[0] if worker else None
         number = self._given[by].popleft() if by is not None else None
-        self._told.came_out(stamp, number, by)
+        self._observer.came_out(stamp, number, by)
         return super()._process_data(data if is_error else data[0], *worker)  # type: ignore[no-untyped-call]

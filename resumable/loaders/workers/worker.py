@@ -16,11 +16,9 @@ from torch.utils.data import DataLoader, get_worker_info
 from ...processes import signals
 from ..generators import rng, search, worker_rng
 from ..generators.worker_rng import States, Watch
+from .datasets import Seeded, Stream, put_back
 from .object_counters import Counters
-from .object_states import freeze, is_stateful, states_of, thaw
-from .sample_seeds import Seeded
-from .stream import Stream, put_back
-from .worker_state import Stamp, Start
+from .states import Stamp, Start, freeze, is_stateful, states_of, thaw
 
 
 class Worker:
@@ -49,9 +47,9 @@ class Worker:
         self._batches = 0
         self._dataset: Any = None
         self._watch: Watch | None = None
-        self._told: dict[str, Any] = {}
+        self._sent: dict[str, Any] = {}
         self._late = late
-        self._untold: States = {}
+        self._unsent: States = {}
         self._keeps_objects = stream is None or loader.persistent_workers
         self._counters: list[Counters] = []
 
@@ -112,8 +110,8 @@ class Worker:
 
     def _changes(self) -> States:
         changes = self._watch.changes() if self._watch else {}
-        if self._untold:
-            changes, self._untold = worker_rng.merged(self._untold, changes), {}
+        if self._unsent:
+            changes, self._unsent = worker_rng.merged(self._unsent, changes), {}
         if self._late:
             self._late[self._number] = False
         return changes
@@ -122,8 +120,8 @@ class Worker:
         """Note what the stream has drawn since its last batch; the stamp of a later one includes it."""
         if self._watch and self._late:
             self._watch.add(search.find(self._root()), is_new=True)
-            self._untold = self._watch.changes()
-            self._late[self._number] = bool(self._untold)
+            self._unsent = self._watch.changes()
+            self._late[self._number] = bool(self._unsent)
 
     def _counted(self, *, is_first: bool) -> list[tuple[str, str, str]]:
         """Return the counters that are new; `is_first`: whether a stream has just begun an epoch."""
@@ -155,8 +153,8 @@ class Worker:
     def _changed_data(self) -> dict[str, Any]:
         states = self._stream.state() if self._stream else states_of(self._parts())
         frozen = {name: freeze(state) for name, state in states.items()}
-        changed = {name: state for name, state in frozen.items() if self._told.get(name) != state}
-        self._told |= changed
+        changed = {name: state for name, state in frozen.items() if self._sent.get(name) != state}
+        self._sent |= changed
         return changed
 
 
@@ -169,7 +167,7 @@ def _users_dataset() -> Any:
 
 
 def _end_with_parent() -> None:
-    """End this worker when the training is killed: one with results to deliver would wait for ever."""
+    """End this worker when the training is killed: one with results to deliver would wait forever."""
     parent, above = multiprocessing.parent_process(), os.getppid()
     assert parent is not None
 

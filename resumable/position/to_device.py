@@ -1,4 +1,4 @@
-"""Batches on a device, the next one copied while the training works on this one."""
+"""Copies batches to a device, the next one while the training works on this one."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ToDevice:
             try:
                 yield copies
             finally:
-                # Before the loader goes on, or is left: it may fill the same memory again, or free it.
+                # Before the loader continues, or is left: it may fill the same memory again, or free it.
                 copies.wait()
 
 

@@ -1,20 +1,24 @@
-"""A user's iterable dataset that begins where a checkpoint left it."""
+"""Stand-ins for the user's dataset: a stream that begins where it was, and samples with their own seeds."""
 
 from __future__ import annotations
 
+import hashlib
+import random
+import struct
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ...errors import ResumableWarning
 from ..generators import search, worker_rng
 from ..generators.worker_rng import States, Watch
-from .object_states import freeze, is_stateful, thaw
-from .worker_state import Standing, Start
+from .states import Standing, Start, freeze, is_stateful, thaw
 
 
 class Stream(IterableDataset[Any]):
@@ -192,3 +196,43 @@ def put_back(generators: States, root: object) -> None:
             ResumableWarning,
             stacklevel=2,
         )
+
+
+Place = tuple[int, int, Any]
+"""Epoch, position in the epoch's order, and the sample's index."""
+
+
+class Seeded(Dataset[Any]):
+    """The user's dataset, which seeds the generators of its process before each sample."""
+
+    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
+        self.dataset = dataset
+        self._seed = seed
+
+    def __getitem__(self, place: Place) -> Any:
+        epoch, position, index = place
+        self._reseed(epoch, position)
+        return self.dataset[index]
+
+    @property
+    def __getitems__(self) -> Callable[[Sequence[Place]], Any] | None:
+        # A batch that is loaded at once has the seed of its first sample.
+        load_all = getattr(self.dataset, "__getitems__", None)
+        if not load_all:
+            return None
+
+        def load(places: Sequence[Place]) -> Any:
+            self._reseed(*places[0][:2])
+            return load_all([index for _, _, index in places])
+
+        return load
+
+    def _reseed(self, epoch: int, position: int) -> None:
+        text = f"{self._seed}/{epoch}/{position}".encode()
+        digest = hashlib.blake2b(text, digest_size=20).digest()
+        for_python, for_numpy, for_torch = struct.unpack("<QIQ", digest)
+        random.seed(for_python)
+        # A seed of more than 32 bits would take numpy twenty times as long.
+        np.random.seed(for_numpy)
+        # torch.manual_seed looks at every device, which takes a hundred times as long.
+        torch.default_generator.manual_seed(for_torch >> 1)

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from resumable import UsageError
-from resumable.position.prefetch import ToDevice
+from resumable.position.to_device import ToDevice
 
 ZERO = torch.zeros(1)
 Edge = namedtuple("Edge", ["source", "to"])

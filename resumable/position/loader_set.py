@@ -1,0 +1,100 @@
+"""The loaders of a training: those that were given, and iterables that were looped over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+from .loader_position import EpochPlace, LoaderPosition
+
+
+class LoaderSet:
+    """The loaders that were given, and the iterables that were looped over without having been given."""
+
+    def __init__(self, make: Callable[[str, Any], LoaderPosition]) -> None:
+        """`make`: returns where a new loader stands; it gets a name and the loader."""
+        self._make = make
+        self.given: dict[str, LoaderPosition] = {}
+        self.found: dict[str, LoaderPosition] = {}
+        """The iterables, by their names."""
+        self.all: list[LoaderPosition] = []
+        """Where all of them stand."""
+        self._found_before: Mapping[str, Any] = {}
+        """Where the iterables of the checkpoint stood."""
+
+    def give(self, name: str, loader: Any) -> LoaderPosition:
+        """Add a loader that was given to RunState; return where it stands."""
+        return self._add(self.given, name, loader)
+
+    def _add(self, to: dict[str, LoaderPosition], name: str, loader: Any) -> LoaderPosition:
+        to[name] = at = self._make(name, loader)
+        self.all.append(at)
+        return at
+
+    def at(self, name: str) -> LoaderPosition:
+        """Return the position of a loader, by its name."""
+        return self.given.get(name) or self.found[name]
+
+    def find(self, iterable: Any, *, is_in_epochs: bool) -> str:
+        """Return the name of an iterable, and know it from now on."""
+        kind = getattr(iterable, "__name__", type(iterable).__name__)
+        name, number = kind, 1
+        while name in self.found and not _can_be(self.found[name], iterable, is_in_epochs):
+            number += 1
+            name = f"{kind}-{number}"
+        if name in self.found:
+            self.found[name].continue_with(iterable)
+        else:
+            at = self._add(self.found, name, iterable)
+            if name in self._found_before:
+                at.restore(self._found_before[name], set())
+        self.found[name].claim()
+        return name
+
+    def restore_found(self, saved: Mapping[str, Any], unfit: AbstractSet[str]) -> None:
+        """Restore the positions of the iterables; those that are `unfit` begin again."""
+        self._found_before = {name: at for name, at in saved.items() if name not in unfit}
+        for name, at in self.found.items():
+            at.rewind()
+            if name in self._found_before:
+                at.restore(self._found_before[name], set())
+
+    def in_hand(self) -> list[LoaderPosition]:
+        """Return those that have a batch in hand, the outermost loop first."""
+        return sorted((at for at in self.all if at.in_hand is not None), key=lambda at: at.opened)
+
+    def is_training(self) -> bool:
+        """Whether a batch of any of them is in hand."""
+        return any(at.in_hand is not None for at in self.all)
+
+    def is_under_way(self) -> bool:
+        """Whether the batches of any of them have begun and not ended."""
+        return any(at.is_under_way() for at in self.all)
+
+    def is_awaited(self) -> bool:
+        """Whether a loop that was open where the training continues is to be opened again."""
+        unseen = self._found_before.keys() - self.found.keys()
+        return any(at.is_awaited for at in self.all) or any(
+            self._found_before[name].get("is_open") for name in unseen
+        )
+
+    def is_outermost(self, place: EpochPlace) -> bool:
+        """Whether no other loop over batches is around this one."""
+        return not any(other.in_hand and other.opened < place.opened for other in self.all)
+
+    def is_in_inner_loop(self) -> bool:
+        """Whether a loop over batches runs in the body of one over those of another loader."""
+        in_hand = [at.habits for at in self.in_hand()]
+        # zip() asks for all of them at one place.
+        return (
+            len(in_hand) > 1
+            and not in_hand[-1].is_asked_by_hand
+            and in_hand[-1].asked_at != in_hand[0].asked_at
+        )
+
+
+def _can_be(at: LoaderPosition, iterable: Any, is_in_epochs: bool) -> bool:
+    # The same one, or one that the script makes again for every epoch.
+    is_over = at.is_over and is_in_epochs
+    return at.source.loader is iterable or not (at.in_hand or at.is_claimed or is_over)
