@@ -30,6 +30,7 @@ FACTORIES: dict[str, Any] = {
 
 NUMPY_DTYPE = re.compile(r"[<>|][biufcSUmM][1-9][0-9]*(\[[0-9a-zA-Z]+\])?")
 DEEPEST = 64
+_EXACT = 2**53
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 
@@ -94,10 +95,11 @@ class _Group:
 
 
 def _facts(values: Mapping[str, torch.Tensor]) -> tuple[list[Any], ...] | None:
-    """Return everything that the encoding of plain tensors depends on, one call for all of them."""
+    """Return everything that the encoding of plain tensors depends on, one call for all of them.
+
+    Return None where it depends on more.
+    """
     tensors = values.values()
-    if not values or not {*map(type, tensors)} <= _PLAIN:
-        return None
     dtypes = [tensor.dtype for tensor in tensors]
     if any(dtype.is_complex for dtype in {*dtypes}) or any(map(torch.Tensor.is_neg, tensors)):
         return None
@@ -133,7 +135,7 @@ class _Encoder:
             return value if _is_text(value) else {"$str": value.encode("utf-8", "surrogatepass").hex()}
         if kind is int:
             # Other JSON readers round beyond 2^53; Python refuses more than 4300 digits.
-            return value if abs(value) <= 2**53 else {"$int": hex(value)}
+            return value if -_EXACT <= value <= _EXACT else {"$int": hex(value)}
         if kind is float:
             return value if math.isfinite(value) else {"$float": repr(value)}
         if isinstance(value, torch.Tensor):
@@ -147,29 +149,46 @@ class _Encoder:
         raise _cannot(path, f"is {_described(value)}, which cannot be stored", _advice(value))
 
     def _each(self, values: Iterable[Any], path: Path) -> list[Json]:
-        return [self.encode(value, (*path, str(i))) for i, value in enumerate(values)]
+        return self._all(enumerate(values), path)
+
+    def _all(self, items: Iterable[tuple[Any, Any]], path: Path) -> list[Json]:
+        found = []
+        for key, value in items:
+            kind = type(value)
+            # Most values are numbers and texts, and a call for each would take longer than all else.
+            if (
+                value is None
+                or kind is bool
+                or (kind is int and -_EXACT <= value <= _EXACT)
+                or (kind is str and value.isascii())
+                or (kind is float and math.isfinite(value))
+            ):
+                found.append(value)
+            else:
+                found.append(self.encode(value, (*path, key if type(key) is str else step_of(key))))
+        return found
 
     def _pairs(self, values: Mapping[Any, Any], path: Path) -> list[Json]:
-        return [
-            [self.encode(key, (*path, "key")), self.encode(value, (*path, step_of(key)))]
-            for key, value in values.items()
-        ]
+        items = [item for key, value in values.items() for item in (("key", key), (key, value))]
+        found = self._all(items, path)
+        return [[*pair] for pair in zip(found[::2], found[1::2], strict=True)]
 
     def _dict(self, values: dict[Any, Any], path: Path) -> Json:
         group = self._memo.get(path) if self._memo else None
-        facts = None if self._memo is None else _facts(values)
+        is_plain = self._memo is not None and values and {*map(type, values.values())} <= _PLAIN
+        facts = _facts(values) if is_plain else None
         if group and group.facts == facts:
             return self._same_group(values, group)
         if not _are_names(values):
             return {"$dict": self._pairs(values, path)}
         if facts:
             return self._new_group(values, path, facts)
-        return {key: self.encode(value, (*path, key)) for key, value in values.items()}
+        return dict(zip(values, self._all(values.items(), path), strict=True))
 
     def _new_group(self, values: dict[str, torch.Tensor], path: Path, facts: tuple[list[Any], ...]) -> Json:
         assert self._memo is not None
         key, tensors, aliases = len(self.key), len(self.tensors), len(self.aliases)
-        json = {key: self.encode(value, (*path, key)) for key, value in values.items()}
+        json = dict(zip(values, self._all(values.items(), path), strict=True))
         fresh = {*islice(reversed(self.tensors), len(self.tensors) - tensors)}
         tied = dict(islice(reversed(self.aliases.items()), len(self.aliases) - aliases))
         self._memo.pop(path, None)
@@ -281,7 +300,7 @@ def _are_names(keys: Iterable[Any]) -> bool:
         return False
     whole = "".join(keys)
     # One look at all of them nearly always suffices.
-    if "$" not in whole and _is_text(whole):
+    if "$" not in whole and whole.isascii():
         return True
     return all(not key.startswith("$") and _is_text(key) for key in keys)
 
