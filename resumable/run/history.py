@@ -85,7 +85,7 @@ class History:
 
     def saved(
         self,
-        number: int,
+        about: Manifest,
         why: str,
         *,
         interval: Mapping[str, Json] | None = None,
@@ -98,11 +98,10 @@ class History:
         `durable`: the seconds until the checkpoint was durable.
         """
         with self._guard:
-            about = self._about(number)
-            if self.attempt is None or about is None:
+            if self.attempt is None:
                 return
             # The folder has lost its newest checkpoints: this is another one of the same number.
-            self._replaced |= {number} & self._parents.keys()
+            self._replaced |= {about.number} & self._parents.keys()
             self.stands_on = None
             took = {"lost": _rounded(lost), "durable": _rounded(durable)}
             line = _save(about, self.attempt, why=why, interval=interval, **took)
@@ -156,14 +155,10 @@ class History:
         with contextlib.suppress(ResumableError):
             numbers = self._run.numbers()
         for number in numbers:
-            if number not in self._parents and (about := self._about(number)):
-                yield about
-
-    def _about(self, number: int) -> Manifest | None:
-        # The next start looks again.
-        with contextlib.suppress(ResumableError):
-            return self._run.open(number).about
-        return None
+            # The next start looks again.
+            with contextlib.suppress(ResumableError):
+                if number not in self._parents:
+                    yield self._run.open(number).about
 
     def _take_in(self, lines: Iterable[Line]) -> None:
         for line in filter(is_save, lines):
