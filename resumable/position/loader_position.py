@@ -112,6 +112,7 @@ class LoaderPosition(EpochPlace):
         """Loop over this iterable from now on: a script may make it again for every epoch."""
         assert isinstance(self.source, WithoutWorkers)
         self.source.replace(iterable)
+        self.generators.forget()
 
     def claim(self) -> None:
         """Note that `batches()` was called with this iterable."""

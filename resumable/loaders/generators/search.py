@@ -148,6 +148,29 @@ def overlong(steps: Sequence[Step]) -> Iterator[tuple[str, int]]:
             yield path, len(held)
 
 
+class Found:
+    """The generators that hang off an object, by their paths, and the ways that led to them."""
+
+    def __init__(self, root: object) -> None:
+        self._root = root
+        self.generators: dict[str, Generator] = {}
+        self._ways: dict[int, tuple[object, set[tuple[str, int]]]] = {}
+        """The objects on the ways to generators, each with its children on these ways."""
+        for path, value, way in walk(root):
+            if is_generator(value):
+                self.generators[path] = value
+                for owner, name, child in way:
+                    self._ways.setdefault(id(owner), (owner, set()))[1].add((name, id(child)))
+
+    def are_in_place(self, root: object) -> bool:
+        """Whether the same ways lead to them from the object, which may be another dict of its attributes."""
+        for owner, children in self._ways.values():
+            now = root if owner is self._root else owner
+            if not children <= {(name, id(child)) for name, child in chain(_children(now), _behind(now))}:
+                return False
+        return True
+
+
 class Reader:
     """Reads the generators that hang off an object repeatedly, and seldom searches for them.
 
@@ -158,30 +181,14 @@ class Reader:
     def __init__(self, root: object) -> None:
         self._root = root
         self._reads = 0
-        self._found: dict[str, Generator] = {}
-        self._ways: dict[int, tuple[object, set[tuple[str, int]]]] = {}
-        """The objects on the ways to generators, each with its children on these ways."""
+        self._found = Found(None)
 
     def read(self) -> dict[str, Any]:
         """Return the states of all generators, by their paths."""
-        if not self._reads & (self._reads - 1) or not self._are_in_place():
-            self._find()
+        if not self._reads & (self._reads - 1) or not self._found.are_in_place(self._root):
+            self._found = Found(self._root)
         self._reads += 1
-        return {path: rng.read(generator) for path, generator in self._found.items()}
-
-    def _are_in_place(self) -> bool:
-        return all(
-            children <= {(name, id(child)) for name, child in chain(_children(owner), _behind(owner))}
-            for owner, children in self._ways.values()
-        )
-
-    def _find(self) -> None:
-        self._found, self._ways = {}, {}
-        for path, value, way in walk(self._root):
-            if is_generator(value):
-                self._found[path] = value
-                for owner, name, child in way:
-                    self._ways.setdefault(id(owner), (owner, set()))[1].add((name, id(child)))
+        return {path: rng.read(generator) for path, generator in self._found.generators.items()}
 
 
 Children = Callable[[str, object], list[tuple[str, str, object]]]
