@@ -46,6 +46,8 @@ def decode(
     Without `place` the tensors share the memory of `tensors`; with it they are new ones, but for
     those that are `kept` and lie well.
     """
+    if type(tree) not in _NESTED:
+        return tree
     try:
         return _Decoder(tensors, place, kept).decode(tree, ())
     except (KeyError, TypeError, OverflowError, RuntimeError, RecursionError) as exc:
@@ -70,11 +72,13 @@ class _Decoder:
             raise ValueError(f"it is nested more than {DEEPEST} deep")
         if kind is list:
             return self._all(enumerate(value), path)
-        if "$" not in "".join(value) or not (tags := [key for key in value if key.startswith("$")]):
-            return dict(zip(value, self._all(value.items(), path), strict=True))
-        if len(value) != 1 or tags[0] not in _DECODERS:
+        if len(value) == 1:
+            ((tag, content),) = value.items()
+            if tag in _DECODERS:
+                return _DECODERS[tag](self, content, path)
+        if "$" in "".join(value) and any(key.startswith("$") for key in value):
             raise ValueError(f"{', '.join(value):.200} is not a kind of value in this format")
-        return _DECODERS[tags[0]](self, value[tags[0]], path)
+        return dict(zip(value, self._all(value.items(), path), strict=True))
 
     def _all(self, items: Iterable[tuple[Any, Json]], path: Path) -> list[Any]:
         found = []

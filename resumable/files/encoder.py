@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Literal
@@ -33,6 +33,7 @@ DEEPEST = 64
 _EXACT = 2**53
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
+_COMPLEX = {torch.complex32, torch.complex64, torch.complex128}
 
 
 @dataclass(slots=True)
@@ -101,14 +102,14 @@ def _facts(values: Mapping[str, torch.Tensor]) -> tuple[list[Any], ...] | None:
     """
     tensors = values.values()
     dtypes = [tensor.dtype for tensor in tensors]
-    if any(dtype.is_complex for dtype in {*dtypes}) or any(map(torch.Tensor.is_neg, tensors)):
+    if not _COMPLEX.isdisjoint(dtypes) or any(map(torch.Tensor.is_neg, tensors)):
         return None
     try:
-        methods = (torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride)
-        places, *shapes = ([*map(method, tensors)] for method in methods)
+        places = [*map(torch.Tensor.data_ptr, tensors)]
+        sizes, strides = [*map(torch.Tensor.size, tensors)], [*map(torch.Tensor.stride, tensors)]
         # A tensor without bytes has no address, which otherwise identifies the device.
         devices = [tensor.device for tensor in tensors] if 0 in places else []
-        return [*values], dtypes, places, *shapes, devices
+        return [*values], dtypes, places, sizes, strides, devices
     except RuntimeError:
         # Sparse and nested tensors have no address.
         return None
@@ -164,8 +165,10 @@ class _Encoder:
                 or (kind is float and math.isfinite(value))
             ):
                 found.append(value)
-            else:
-                found.append(self.encode(value, (*path, key if type(key) is str else step_of(key))))
+                continue
+            step = (*path, key if type(key) is str else step_of(key))
+            method = _ENCODERS.get(kind) if len(path) < DEEPEST else None
+            found.append(method(self, value, step) if method else self.encode(value, step))
         return found
 
     def _pairs(self, values: Mapping[Any, Any], path: Path) -> list[Json]:
@@ -205,9 +208,11 @@ class _Encoder:
         return json
 
     def _same_group(self, values: dict[str, torch.Tensor], group: _Group) -> Json:
-        names = (self.tensors.keys(), self.aliases.keys())
-        is_apart = all(mine.isdisjoint(theirs) for mine in names for theirs in (group.stored, group.aliases))
-        if not is_apart or not all(map(group.places.isdisjoint, (self._places, self._places_in_groups))):
+        names = group.stored.keys() | group.aliases.keys()
+        places = group.places
+        if not (self.tensors.keys().isdisjoint(names) and self.aliases.keys().isdisjoint(names)):
+            raise _MemoStale
+        if not (places.isdisjoint(self._places) and places.isdisjoint(self._places_in_groups)):
             raise _MemoStale
         self._places_in_groups |= group.places
         self.tensors.update(zip(group.stored, map(values.__getitem__, group.stored.values()), strict=True))
@@ -243,12 +248,13 @@ class _Encoder:
         live = value.detach().resolve_conj().resolve_neg() if value.is_conj() or value.is_neg() else value
         # Kernels may sum in another order on another layout, so the layout is state too.
         is_laid_out = not live.is_contiguous() and is_dense(live.shape, live.stride())
-        facts = {
-            "dtype": None if live.dtype in DTYPES else str(live.dtype).removeprefix("torch."),
-            "stride": list(live.stride()) if is_laid_out else None,
-            "device": None if live.device.type == "cpu" else str(live.device),
-        }
-        about = {key: fact for key, fact in facts.items() if fact is not None}
+        about: dict[str, Json] = {}
+        if live.dtype not in DTYPES:
+            about["dtype"] = str(live.dtype).removeprefix("torch.")
+        if is_laid_out:
+            about["stride"] = list(live.stride())
+        if live.device.type != "cpu":
+            about["device"] = str(live.device)
         stored = self._store(live, path)
         return {"$tensor": [stored, about] if about else stored}
 
@@ -375,8 +381,9 @@ def _advice(value: Any) -> str:
     )
 
 
-def tensor_names(tree: Json) -> Iterator[str]:
-    """Yield the names of the tensors that a tree's JSON mentions."""
+def tensor_names(tree: Json) -> list[str]:
+    """Return the names of the tensors that a tree's JSON mentions."""
+    found = []
     # Not recursive: JSON that was not decoded yet can be nested to any depth.
     waiting = [tree]
     while waiting:
@@ -386,6 +393,7 @@ def tensor_names(tree: Json) -> Iterator[str]:
         elif isinstance(item, dict):
             match item:
                 case {"$tensor": about} | {"$ndarray": about}:
-                    yield about if isinstance(about, str) else about[0]
+                    found.append(about if isinstance(about, str) else about[0])
                 case _:
                     waiting += reversed(item.values())
+    return found

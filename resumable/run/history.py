@@ -273,8 +273,9 @@ def remote(lines: Sequence[Line]) -> dict[str, str] | None:
 
 def is_save(line: Line) -> bool:
     """Return whether a line is a save, as this library writes it."""
-    is_ours = line.get("event") == "save" and _holds(line, number=int, superseded=bool)
-    return is_ours and all(type(line.get(key, "")) in (int, type(None)) for key in ("parent", "attempt"))
+    if line.get("event") != "save" or not _holds(line, number=int, superseded=bool):
+        return False
+    return {type(line.get("parent", "")), type(line.get("attempt", ""))} <= {int, type(None)}
 
 
 def abandoned(parents: Mapping[int, int | None], number: int | None, before: Iterable[int]) -> set[int]:
@@ -348,7 +349,9 @@ def _rounded(seconds: float | None) -> float | None:
 
 
 def _took(line: Line) -> tuple[float | None, float] | None:
-    lost, durable = (line.get(name) if is_save(line) else None for name in ("lost", "durable"))
+    if not is_save(line):
+        return None
+    lost, durable = line.get("lost"), line.get("durable")
     return (lost if _is_time(lost) else None, durable) if _is_time(durable) else None
 
 
@@ -400,4 +403,4 @@ def _previous(start: Line) -> Line | None:
 
 
 def _holds(line: Line, **kinds: type) -> bool:
-    return all(type(line.get(key)) is kind for key, kind in kinds.items())
+    return {key: type(line.get(key)) for key in kinds} == kinds

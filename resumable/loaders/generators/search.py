@@ -292,8 +292,7 @@ def _children(value: object) -> list[tuple[str, object]]:
         defaults = ("__defaults__", value.__defaults__), ("__kwdefaults__", value.__kwdefaults__)
         items = [*cells, *defaults, *vars(value).items()]
     else:
-        kind: Any = type(value)
-        slots = _slots(kind)
+        slots = _slots(type(value))
         in_slots = [(name, getattr(value, name)) for name in slots if hasattr(value, name)] if slots else []
         attributes = getattr(value, "__dict__", {}).items()
         if isinstance(value, torch.nn.Module):
@@ -303,10 +302,13 @@ def _children(value: object) -> list[tuple[str, object]]:
     return items if len(items) <= WIDEST else []
 
 
-@lru_cache(maxsize=4096)
-def _slots(kind: type) -> list[str]:
+def _found_slots(kind: type) -> list[str]:
     slotted = [vars(one) for one in kind.__mro__ if "__slots__" in vars(one)]
     return [name for held in slotted for name, one in held.items() if type(one) is MemberDescriptorType]
+
+
+_slots: Callable[[Any], list[str]] = lru_cache(maxsize=4096)(_found_slots)
+"""Returns the names of the slots of a class."""
 
 
 def _content(cell: Any) -> Any:
