@@ -123,7 +123,9 @@ def _wrapped(part: Part) -> Iterator[object]:
     live = getattr(part, "_wrapped", None)
     while live is not None and live is not part.live:
         yield live
-        name = wrappers.attribute_of(live) or ("module" if "module" in vars(live).get("_modules", ()) else "")
+        name = wrappers.attribute_of(type(live)) or (
+            "module" if "module" in vars(live).get("_modules", ()) else ""
+        )
         live = getattr(live, name, None) if name else None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Mapping, Sized
+from collections.abc import Callable, Collection, Iterable, Mapping, Sized
 from typing import Any, TypeVar
 
 import numpy as np
@@ -27,6 +27,7 @@ from .tensor_file import DTYPES, as_bytes, viewed
 Place = Callable[[Path, str], torch.device]
 """Returns the device of a tensor, given its path in the tree and the device that it was saved on."""
 
+_NESTED = {list, dict}
 _DTYPES_BY_NAME = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in vars(torch).values()
@@ -45,6 +46,8 @@ def decode(
     Without `place` the tensors share the memory of `tensors`; with it they are new ones, but for
     those that are `kept` and lie well.
     """
+    if type(tree) not in _NESTED:
+        return tree
     try:
         return _Decoder(tensors, place, kept).decode(tree, ())
     except (KeyError, TypeError, OverflowError, RuntimeError, RecursionError) as exc:
@@ -61,22 +64,31 @@ class _Decoder:
         self._made: dict[Any, torch.Tensor] = {}
 
     def decode(self, value: Json, path: Path) -> Any:
-        if not isinstance(value, (list, dict)):
+        kind = type(value)
+        if kind not in _NESTED:
             return value
         # A tensor in the deepest list is one level deeper.
         if len(path) > DEEPEST + 1:
             raise ValueError(f"it is nested more than {DEEPEST} deep")
-        if isinstance(value, list):
-            return self.each(value, path)
-        tags = [key for key in value if key.startswith("$")]
-        if not tags:
-            return {key: self.decode(item, (*path, key)) for key, item in value.items()}
-        if len(value) != 1 or tags[0] not in _DECODERS:
+        if kind is list:
+            return self._all(enumerate(value), path)
+        if len(value) == 1:
+            ((tag, content),) = value.items()
+            if tag in _DECODERS:
+                return _DECODERS[tag](self, content, path)
+        if "$" in "".join(value) and any(key.startswith("$") for key in value):
             raise ValueError(f"{', '.join(value):.200} is not a kind of value in this format")
-        return _DECODERS[tags[0]](self, value[tags[0]], path)
+        return dict(zip(value, self._all(value.items(), path), strict=True))
+
+    def _all(self, items: Iterable[tuple[Any, Json]], path: Path) -> list[Any]:
+        found = []
+        for key, item in items:
+            # Most values are numbers and texts, and a call for each would take longer than all else.
+            found.append(self.decode(item, (*path, str(key))) if type(item) in _NESTED else item)
+        return found
 
     def each(self, value: Json, path: Path) -> list[Any]:
-        return [self.decode(item, (*path, str(i))) for i, item in enumerate(typed(list, value))]
+        return self._all(enumerate(typed(list, value)), path)
 
     def distinct(self, value: Json, path: Path) -> set[Any]:
         return _all_of(items := self.each(value, path), set(items))
@@ -122,8 +134,8 @@ class _Decoder:
     def tensor(self, value: Json, path: Path) -> torch.Tensor:
         name, about = (value, {}) if isinstance(value, str) else typed(list, value)
         stored = self._tensors[name]
-        if typed(dict, about):
-            stored = _as_described(stored, about)
+        if about != {}:
+            stored = _as_described(stored, typed(dict, about))
         if self._place is None:
             return stored
         device = self._place(path, about.get("device", "cpu"))

@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Literal
@@ -30,8 +30,10 @@ FACTORIES: dict[str, Any] = {
 
 NUMPY_DTYPE = re.compile(r"[<>|][biufcSUmM][1-9][0-9]*(\[[0-9a-zA-Z]+\])?")
 DEEPEST = 64
+_EXACT = 2**53
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
+_COMPLEX = {torch.complex32, torch.complex64, torch.complex128}
 
 
 @dataclass(slots=True)
@@ -94,19 +96,20 @@ class _Group:
 
 
 def _facts(values: Mapping[str, torch.Tensor]) -> tuple[list[Any], ...] | None:
-    """Return everything that the encoding of plain tensors depends on, one call for all of them."""
+    """Return everything that the encoding of plain tensors depends on, one call for all of them.
+
+    Return None where it depends on more.
+    """
     tensors = values.values()
-    if not values or not {*map(type, tensors)} <= _PLAIN:
-        return None
     dtypes = [tensor.dtype for tensor in tensors]
-    if any(dtype.is_complex for dtype in {*dtypes}) or any(map(torch.Tensor.is_neg, tensors)):
+    if not _COMPLEX.isdisjoint(dtypes) or any(map(torch.Tensor.is_neg, tensors)):
         return None
     try:
-        methods = (torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride)
-        places, *shapes = ([*map(method, tensors)] for method in methods)
+        places = [*map(torch.Tensor.data_ptr, tensors)]
+        sizes, strides = [*map(torch.Tensor.size, tensors)], [*map(torch.Tensor.stride, tensors)]
         # A tensor without bytes has no address, which otherwise identifies the device.
         devices = [tensor.device for tensor in tensors] if 0 in places else []
-        return [*values], dtypes, places, *shapes, devices
+        return [*values], dtypes, places, sizes, strides, devices
     except RuntimeError:
         # Sparse and nested tensors have no address.
         return None
@@ -133,7 +136,7 @@ class _Encoder:
             return value if _is_text(value) else {"$str": value.encode("utf-8", "surrogatepass").hex()}
         if kind is int:
             # Other JSON readers round beyond 2^53; Python refuses more than 4300 digits.
-            return value if abs(value) <= 2**53 else {"$int": hex(value)}
+            return value if -_EXACT <= value <= _EXACT else {"$int": hex(value)}
         if kind is float:
             return value if math.isfinite(value) else {"$float": repr(value)}
         if isinstance(value, torch.Tensor):
@@ -147,29 +150,48 @@ class _Encoder:
         raise _cannot(path, f"is {_described(value)}, which cannot be stored", _advice(value))
 
     def _each(self, values: Iterable[Any], path: Path) -> list[Json]:
-        return [self.encode(value, (*path, str(i))) for i, value in enumerate(values)]
+        return self._all(enumerate(values), path)
+
+    def _all(self, items: Iterable[tuple[Any, Any]], path: Path) -> list[Json]:
+        found = []
+        for key, value in items:
+            kind = type(value)
+            # Most values are numbers and texts, and a call for each would take longer than all else.
+            if (
+                value is None
+                or kind is bool
+                or (kind is int and -_EXACT <= value <= _EXACT)
+                or (kind is str and value.isascii())
+                or (kind is float and math.isfinite(value))
+            ):
+                found.append(value)
+                continue
+            step = (*path, key if type(key) is str else step_of(key))
+            method = _ENCODERS.get(kind) if len(path) < DEEPEST else None
+            found.append(method(self, value, step) if method else self.encode(value, step))
+        return found
 
     def _pairs(self, values: Mapping[Any, Any], path: Path) -> list[Json]:
-        return [
-            [self.encode(key, (*path, "key")), self.encode(value, (*path, step_of(key)))]
-            for key, value in values.items()
-        ]
+        items = [item for key, value in values.items() for item in (("key", key), (key, value))]
+        found = self._all(items, path)
+        return [[*pair] for pair in zip(found[::2], found[1::2], strict=True)]
 
     def _dict(self, values: dict[Any, Any], path: Path) -> Json:
         group = self._memo.get(path) if self._memo else None
-        facts = None if self._memo is None else _facts(values)
+        is_plain = self._memo is not None and values and {*map(type, values.values())} <= _PLAIN
+        facts = _facts(values) if is_plain else None
         if group and group.facts == facts:
             return self._same_group(values, group)
         if not _are_names(values):
             return {"$dict": self._pairs(values, path)}
         if facts:
             return self._new_group(values, path, facts)
-        return {key: self.encode(value, (*path, key)) for key, value in values.items()}
+        return dict(zip(values, self._all(values.items(), path), strict=True))
 
     def _new_group(self, values: dict[str, torch.Tensor], path: Path, facts: tuple[list[Any], ...]) -> Json:
         assert self._memo is not None
         key, tensors, aliases = len(self.key), len(self.tensors), len(self.aliases)
-        json = {key: self.encode(value, (*path, key)) for key, value in values.items()}
+        json = dict(zip(values, self._all(values.items(), path), strict=True))
         fresh = {*islice(reversed(self.tensors), len(self.tensors) - tensors)}
         tied = dict(islice(reversed(self.aliases.items()), len(self.aliases) - aliases))
         self._memo.pop(path, None)
@@ -186,9 +208,11 @@ class _Encoder:
         return json
 
     def _same_group(self, values: dict[str, torch.Tensor], group: _Group) -> Json:
-        names = (self.tensors.keys(), self.aliases.keys())
-        is_apart = all(mine.isdisjoint(theirs) for mine in names for theirs in (group.stored, group.aliases))
-        if not is_apart or not all(map(group.places.isdisjoint, (self._places, self._places_in_groups))):
+        names = group.stored.keys() | group.aliases.keys()
+        places = group.places
+        if not (self.tensors.keys().isdisjoint(names) and self.aliases.keys().isdisjoint(names)):
+            raise _MemoStale
+        if not (places.isdisjoint(self._places) and places.isdisjoint(self._places_in_groups)):
             raise _MemoStale
         self._places_in_groups |= group.places
         self.tensors.update(zip(group.stored, map(values.__getitem__, group.stored.values()), strict=True))
@@ -224,12 +248,13 @@ class _Encoder:
         live = value.detach().resolve_conj().resolve_neg() if value.is_conj() or value.is_neg() else value
         # Kernels may sum in another order on another layout, so the layout is state too.
         is_laid_out = not live.is_contiguous() and is_dense(live.shape, live.stride())
-        facts = {
-            "dtype": None if live.dtype in DTYPES else str(live.dtype).removeprefix("torch."),
-            "stride": list(live.stride()) if is_laid_out else None,
-            "device": None if live.device.type == "cpu" else str(live.device),
-        }
-        about = {key: fact for key, fact in facts.items() if fact is not None}
+        about: dict[str, Json] = {}
+        if live.dtype not in DTYPES:
+            about["dtype"] = str(live.dtype).removeprefix("torch.")
+        if is_laid_out:
+            about["stride"] = list(live.stride())
+        if live.device.type != "cpu":
+            about["device"] = str(live.device)
         stored = self._store(live, path)
         return {"$tensor": [stored, about] if about else stored}
 
@@ -281,7 +306,7 @@ def _are_names(keys: Iterable[Any]) -> bool:
         return False
     whole = "".join(keys)
     # One look at all of them nearly always suffices.
-    if "$" not in whole and _is_text(whole):
+    if "$" not in whole and whole.isascii():
         return True
     return all(not key.startswith("$") and _is_text(key) for key in keys)
 
@@ -356,8 +381,9 @@ def _advice(value: Any) -> str:
     )
 
 
-def tensor_names(tree: Json) -> Iterator[str]:
-    """Yield the names of the tensors that a tree's JSON mentions."""
+def tensor_names(tree: Json) -> list[str]:
+    """Return the names of the tensors that a tree's JSON mentions."""
+    found = []
     # Not recursive: JSON that was not decoded yet can be nested to any depth.
     waiting = [tree]
     while waiting:
@@ -367,6 +393,7 @@ def tensor_names(tree: Json) -> Iterator[str]:
         elif isinstance(item, dict):
             match item:
                 case {"$tensor": about} | {"$ndarray": about}:
-                    yield about if isinstance(about, str) else about[0]
+                    found.append(about if isinstance(about, str) else about[0])
                 case _:
                     waiting += reversed(item.values())
+    return found

@@ -14,6 +14,7 @@ from . import disk
 from .strict_json import Json, parse
 
 Line = dict[str, Json]
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 
 
 def read(path: Path) -> list[Line]:
@@ -75,7 +76,11 @@ def mentions(path: Path, text: bytes) -> bool:
 
 
 def _text(line: Line) -> bytes:
-    return json.dumps(plain(line), ensure_ascii=False, allow_nan=False).encode() + b"\n"
+    try:
+        text = _ENCODER.encode(line).encode()
+    except (TypeError, ValueError):
+        text = _ENCODER.encode(plain(line)).encode()
+    return text + b"\n"
 
 
 def _parsed(text: bytes) -> Line | None:

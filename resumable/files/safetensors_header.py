@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from operator import attrgetter
 from typing import NamedTuple
 
 from .strict_json import Json, parse, typed
@@ -47,7 +48,7 @@ def entries_of(header: bytes | memoryview, size: int) -> list[Entry]:
     typed(dict, entries.pop("__metadata__", {}))
     found = [_entry(name, entry, start) for name, entry in entries.items()]
     position = start
-    found.sort(key=lambda entry: (entry.begin, entry.end))
+    found.sort(key=attrgetter("begin", "end"))
     for entry in found:
         if entry.begin != position or entry.end > size:
             raise ValueError(f"{entry.name} does not begin where the tensor before it ends")
@@ -59,9 +60,13 @@ def entries_of(header: bytes | memoryview, size: int) -> list[Entry]:
 
 def _entry(name: str, entry: Json, start: int) -> Entry:
     try:
-        shape, (begin, end), code = typed(list, entry["shape"]), entry["data_offsets"], entry["dtype"]
+        shape, (begin, end), code = entry["shape"], entry["data_offsets"], entry["dtype"]
         width = SIZES[code]
-        if len(entry) != 3 or not {*map(type, shape), type(begin), type(end)} <= {int}:
+        if (
+            len(entry) != 3
+            or type(shape) is not list
+            or not {*map(type, shape), type(begin), type(end)} <= {int}
+        ):
             raise ValueError("unknown")
         if min(begin, end, *shape) < 0 or len(shape) > _MOST_DIMENSIONS:
             raise ValueError("negative")

@@ -20,7 +20,7 @@ _ENCODER = json.JSONEncoder(allow_nan=False)
 def seal(body: Mapping[str, Json]) -> bytes:
     """Return the JSON text of `body`; its first key is the checksum of everything after it."""
     # Not indent=: that uses the slow encoder of json.
-    lines = (_ENCODER.encode({key: value})[1:-1] for key, value in body.items())
+    lines = [_ENCODER.encode({key: value})[1:-1] for key, value in body.items()]
     rest = ("\n " + ",\n ".join(lines) + "\n}").encode()
     return _first_line(rest) + rest
 

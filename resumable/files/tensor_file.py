@@ -7,6 +7,7 @@ import json
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -143,7 +144,7 @@ def from_safetensors(data: memoryview) -> dict[str, torch.Tensor]:
 def from_row(raw: memoryview, slots: Sequence[Slot]) -> list[torch.Tensor]:
     """Return the tensors whose bytes are in `raw`, one after the other, as views where alignment allows."""
     found: list[torch.Tensor] = []
-    for dtype, same in itertools.groupby(slots, key=lambda slot: slot.dtype):
+    for dtype, same in itertools.groupby(slots, key=attrgetter("dtype")):
         row = [*same]
         content = raw[row[0].begin - slots[0].begin : row[-1].end - slots[0].begin]
         if not content.nbytes:

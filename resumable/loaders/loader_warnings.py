@@ -51,13 +51,14 @@ def _root(loader: Any) -> object:
 
 
 def _of_generators(root: object) -> Iterator[str]:
-    for path, length in search.overlong(root):
+    reached = search.walk(root)
+    for path, length in search.overlong(reached):
         yield (
             f"{path or 'the loader'} holds {length:,} objects, and random generators are among them: of "
             f"more than {search.WIDEST} none are saved, and what they draw differs after a resume. Make one "
             "where a sample is made: np.random.default_rng([seed, epoch, index])."
         )
-    for function in search.inside_code(root):
+    for function in search.functions(reached):
         for name in sorted(code_names.cv2_draws(function)):
             yield (
                 f"{function.__qualname__} draws with cv2.{name}, and OpenCV's generator cannot be read: what "

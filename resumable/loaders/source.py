@@ -109,22 +109,31 @@ class LoaderGenerators:
 
     def __init__(self, source: Source) -> None:
         self._source = source
+        self._found = search.Found(None)
+        """Those of the last read."""
         self._late: dict[str, Any] = {}
         """The states of those that the source makes again as it is opened."""
 
     def read(self) -> dict[str, Any]:
         """Return their states."""
-        return {path: rng.read(found) for path, found in search.find(self._source.root()).items()}
+        self._found = search.Found(self._source.root())
+        return {path: rng.read(one) for path, one in self._found.generators.items()}
 
     def write(self, states: Mapping[str, Any]) -> None:
         """Put them into these states."""
         root = self._source.root()
-        found = search.find(root)
+        found = self._found.generators
+        if not states.keys() <= found.keys() or not self._found.are_in_place(root):
+            found = search.find(root)
         for path, state in states.items():
             # Do not plant one that opening makes: the first batch would find it and not draw for its seed.
             is_late = self._source.makes_again(path)
             if generator := found.get(path) or (not is_late and search.plant(root, path, state)):
                 rng.write(generator, state)
+
+    def forget(self) -> None:
+        """Drop the generators of an iterable that another one replaces."""
+        self._found = search.Found(None)
 
     def collect(self) -> dict[str, Any]:
         """Return their states for a checkpoint."""

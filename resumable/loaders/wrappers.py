@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -22,19 +23,17 @@ _MAKERS = {
 
 def inside(live: Any) -> Any:
     """Return the object inside wrappers of Accelerate or Fabric, or the object itself."""
-    while attribute := attribute_of(live):
+    while attribute := attribute_of(type(live)):
         live = getattr(live, attribute)
     return live
 
 
-def attribute_of(live: Any) -> str | None:
-    """Return the attribute that holds the wrapped object; None if the object is no wrapper."""
-    return _attribute(type(live).__mro__)
+def _attribute(kind: type) -> str | None:
+    return _found(_INSIDE, kind.__mro__)
 
 
-@cache
-def _attribute(kinds: tuple[type, ...]) -> str | None:
-    return _found(_INSIDE, kinds)
+attribute_of: Callable[[Any], str | None] = cache(_attribute)
+"""Returns the attribute in which objects of a class hold a wrapped one; None if it is no wrapper."""
 
 
 def maker_of(loader: Any) -> str | None:

@@ -6,6 +6,7 @@ import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -25,19 +26,23 @@ Modules = Sequence[tuple[str, nn.Module]]
 
 def unwrap(module: nn.Module) -> nn.Module:
     """Return the module inside DataParallel, DistributedDataParallel, torch.compile and Fabric's wrapper."""
-    while attribute := _wrapper_attribute(module):
+    while attribute := _wrapper_attribute(type(module)):
         module = getattr(module, attribute)
     return module
 
 
-def _wrapper_attribute(module: nn.Module) -> str | None:
-    if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+def _found_attribute(kind: type[nn.Module]) -> str | None:
+    if issubclass(kind, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         return "module"
     # Importing torch._dynamo takes a second; as long as it is not imported, nothing can be compiled.
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    if dynamo and isinstance(module, dynamo.OptimizedModule):
+    if dynamo and issubclass(kind, dynamo.OptimizedModule):
         return "_orig_mod"
-    return wrappers.attribute_of(module)
+    return wrappers.attribute_of(kind)
+
+
+_wrapper_attribute: Callable[[Any], str | None] = cache(_found_attribute)
+"""Returns the attribute that holds the module inside a wrapper of a class; None if it is no wrapper."""
 
 
 def bare_name(root: nn.Module) -> Callable[[str], str]:
@@ -46,13 +51,9 @@ def bare_name(root: nn.Module) -> Callable[[str], str]:
 
 
 def _bare_name(walked: Iterable[tuple[str, nn.Module]]) -> Callable[[str], str]:
-    attributes: dict[type, str | None] = {}
     wrapped = []
     for name, module in walked:
-        kind = type(module)
-        if kind not in attributes:
-            attributes[kind] = _wrapper_attribute(module)
-        if attribute := attributes[kind]:
+        if attribute := _wrapper_attribute(type(module)):
             wrapped.append(f"{name}.{attribute}." if name else f"{attribute}.")
     if not wrapped:
         return str

@@ -267,7 +267,7 @@ class OptimizerPart(Part):
         for name, then in saved.items():
             now = self.live.state[parameters[name]]
             for key in then.keys() & now.keys():
-                if _device(now[key]) == _device(then[key]):
+                if getattr(now[key], "device", None) == getattr(then[key], "device", None):
                     now[key] = then[key]
 
 
@@ -299,10 +299,6 @@ def _own_name(group: Tree, number: int, index: int) -> str:
     if "param_names" in group:
         return str(group["param_names"][index])
     return f"group{number}.{index}"
-
-
-def _device(value: Any) -> torch.device | None:
-    return value.device if isinstance(value, Tensor) else None
 
 
 def settings_of_groups(groups: Sequence[Tree]) -> Tree:

@@ -241,6 +241,10 @@ def _bare(slot: str, live: Any) -> Any:
 
 
 def _storable(settings: Mapping[str, Any]) -> dict[str, Json]:
+    with contextlib.suppress(CannotStore):
+        whole = codec.encode(dict(settings))
+        if not whole.tensors and whole.json.keys() == settings.keys():
+            return dict(whole.json)
     found = {}
     for key, value in settings.items():
         # A setting that cannot be stored, such as a function, cannot be compared either.

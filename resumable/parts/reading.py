@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -299,7 +300,7 @@ class _Places:
         self._rows: list[tuple[Sequence[_Wanted], memoryview]] = []
         self.targets: list[Target] = []
         row: list[_Wanted] = []
-        for want in sorted(wanted, key=lambda want: want.slot.begin):
+        for want in sorted(wanted, key=attrgetter("slot.begin")):
             is_large = want.slot.end - want.slot.begin >= _SMALL and want.device.type in ("cpu", "cuda")
             if row and (is_large or row[-1].slot.end != want.slot.begin):
                 self._add_row(row)

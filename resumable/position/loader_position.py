@@ -240,6 +240,7 @@ class LoaderPosition(EpochPlace):
     def continue_with(self, iterable: Any) -> None:
         """Loop over this iterable from now on: a script may make it again for every epoch."""
         self.source.replace(iterable)
+        self.generators.forget()
 
     def claim(self) -> None:
         """Note that `batches()` was called with this iterable."""

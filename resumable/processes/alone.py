@@ -50,9 +50,12 @@ class Alone(Crew):
         """Return None: this process writes all files."""
         return None
 
-    def commit(self, about: Manifest, files: Mapping[str, Content], way: Way) -> dict[str, Written]:
-        """Write the checkpoint; return how, when it is durable."""
-        return checkpoint.commit(self._run.folder, about, files, way)[1]
+    def commit(
+        self, about: Manifest, files: Mapping[str, Content], way: Way
+    ) -> tuple[Manifest, dict[str, Written]]:
+        """Write the checkpoint; return its manifest and its files, when it is durable."""
+        found, written = checkpoint.commit(self._run.folder, about, files, way)
+        return found.about, written
 
     def fail(self, number: int, error: BaseException) -> None:
         """Do nothing: no other process waits for this save."""

@@ -107,8 +107,13 @@ class Crew(ABC):
         """Return which bytes of the files this process writes; None for all of those that it has."""
 
     @abstractmethod
-    def commit(self, about: Manifest, files: Mapping[str, Content], way: Way) -> dict[str, Written]:
-        """Write this process's files; return how, when the checkpoint of all is durable."""
+    def commit(
+        self, about: Manifest, files: Mapping[str, Content], way: Way
+    ) -> tuple[Manifest | None, dict[str, Written]]:
+        """Write this process's files; return once the checkpoint of all is durable.
+
+        Return the manifest, if this process leads, and the files that it wrote.
+        """
 
     def decided(self, number: int) -> Manifest | None:
         """Return rank 0's manifest of a save, without the files; None on rank 0."""

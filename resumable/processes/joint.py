@@ -200,8 +200,10 @@ class Joint(Crew):
         self._shared_files = {path: of_all[path] for path, count in writers.items() if count > 1}
         return {**plans[group.index], **{path: (0, sizes[path]) for path in sizes.keys() - of_all.keys()}}
 
-    def commit(self, about: Manifest, files: Mapping[str, Content], way: Way) -> dict[str, Written]:
-        """Write this process's files; return how, when the checkpoint of all is durable."""
+    def commit(
+        self, about: Manifest, files: Mapping[str, Content], way: Way
+    ) -> tuple[Manifest | None, dict[str, Written]]:
+        """Write this process's files; return once the checkpoint of all is durable."""
         assert self._saves
         place = about.epoch, about.batch, about.step
         text = manifest.to_json(about).decode() if self.is_first else None

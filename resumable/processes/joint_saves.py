@@ -65,20 +65,21 @@ class JointSaves:
         files: Mapping[str, Content],
         shared: Mapping[str, int],
         way: Way,
-    ) -> dict[str, Written]:
+    ) -> tuple[Manifest | None, dict[str, Written]]:
         """Write this process's files; return once the checkpoint is durable, or raise what all raise.
 
+        Return the manifest, if this process leads, and the files that it wrote.
         `shared` has the sizes of the files that several processes write, `replicas` the digests of the
         tensors that should be equal on every rank.
         """
         self._forget(number)
-        stage = None
+        stage = about = None
         try:
             stage = Stage(folder, number, said.place[2], self._come(number, said, replicas))
             self._remove_failed()
             if self.group.leads:
                 with stage.making(shared):
-                    written = self._lead(number, stage, files, way)
+                    about, written = self._lead(number, stage, files, way)
             else:
                 written = self._follow(number, stage, files)
         except BaseException as exc:
@@ -91,7 +92,7 @@ class JointSaves:
             self._ranks.post(_key(number, "verdict/0"), {"ok": True})
         else:
             self._hear_verdict(number)
-        return stage.published(written)
+        return about, stage.published(written)
 
     def _remove_failed(self) -> None:
         # All processes have begun the next save or have left, so none writes there any more.
@@ -170,7 +171,9 @@ class JointSaves:
         self._post_own(number, "token", token)
         return token
 
-    def _lead(self, number: int, stage: Stage, files: Mapping[str, Content], way: Way) -> dict[str, Written]:
+    def _lead(
+        self, number: int, stage: Stage, files: Mapping[str, Content], way: Way
+    ) -> tuple[Manifest, dict[str, Written]]:
         about = self.heard(number)
         self._post_own(number, "stage", way)
         if self.group.outside:
@@ -181,7 +184,7 @@ class JointSaves:
         found += self._wait(number, "wrote", others)
         about = stage.close(about, _records(found))
         self._publish(number, stage, about)
-        return written
+        return about, written
 
     def _follow(self, number: int, stage: Stage, files: Mapping[str, Content]) -> dict[str, Written]:
         # The way that the leader writes: if each process tried the disk, they would all do so at once.

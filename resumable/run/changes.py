@@ -95,6 +95,10 @@ def of_devices(then: set[str], now: set[str]) -> list[Difference]:
     return [Difference("device", ", ".join(sorted(then)), ", ".join(sorted(now)), WILL)]
 
 
+_UNKNOWN: tuple[Any, ...] = (None, [])
+"""Values in the description of a process that has not used a GPU."""
+
+
 def of_environment(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
     """Return the changes of the environment, as far as both sides know it.
 
@@ -107,7 +111,7 @@ def of_environment(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Diff
             name, _shown(then[name]), _shown(value), environment_effect(name, then[name], value, is_on_gpu)
         )
         for name, value in now.items()
-        if _is_known(then.get(name)) and _is_known(value) and then[name] != value
+        if value not in _UNKNOWN and then.get(name) not in _UNKNOWN and then[name] != value
     ]
 
 
@@ -165,11 +169,6 @@ _HARMLESS_IN_PATCHES = ("python", "numpy")
 def _release(version: Any) -> str:
     # A manifest may hold any value.
     return ".".join(str(version).split(".")[:2])
-
-
-def _is_known(value: Any) -> bool:
-    # False is a value; None and "no GPUs" mean that the process has not used one.
-    return value is not None and value != []
 
 
 def _shown(value: Any) -> str:

@@ -85,7 +85,7 @@ class History:
 
     def saved(
         self,
-        number: int,
+        about: Manifest,
         why: str,
         *,
         interval: Mapping[str, Json] | None = None,
@@ -98,11 +98,10 @@ class History:
         `durable`: the seconds until the checkpoint was durable.
         """
         with self._guard:
-            about = self._about(number)
-            if self.attempt is None or about is None:
+            if self.attempt is None:
                 return
             # The folder has lost its newest checkpoints: this is another one of the same number.
-            self._replaced |= {number} & self._parents.keys()
+            self._replaced |= {about.number} & self._parents.keys()
             self.stands_on = None
             took = {"lost": _rounded(lost), "durable": _rounded(durable)}
             line = _save(about, self.attempt, why=why, interval=interval, **took)
@@ -156,14 +155,10 @@ class History:
         with contextlib.suppress(ResumableError):
             numbers = self._run.numbers()
         for number in numbers:
-            if number not in self._parents and (about := self._about(number)):
-                yield about
-
-    def _about(self, number: int) -> Manifest | None:
-        # The next start looks again.
-        with contextlib.suppress(ResumableError):
-            return self._run.open(number).about
-        return None
+            # The next start looks again.
+            with contextlib.suppress(ResumableError):
+                if number not in self._parents:
+                    yield self._run.open(number).about
 
     def _take_in(self, lines: Iterable[Line]) -> None:
         for line in filter(is_save, lines):
@@ -278,8 +273,9 @@ def remote(lines: Sequence[Line]) -> dict[str, str] | None:
 
 def is_save(line: Line) -> bool:
     """Return whether a line is a save, as this library writes it."""
-    is_ours = line.get("event") == "save" and _holds(line, number=int, superseded=bool)
-    return is_ours and all(type(line.get(key, "")) in (int, type(None)) for key in ("parent", "attempt"))
+    if line.get("event") != "save" or not _holds(line, number=int, superseded=bool):
+        return False
+    return {type(line.get("parent", "")), type(line.get("attempt", ""))} <= {int, type(None)}
 
 
 def abandoned(parents: Mapping[int, int | None], number: int | None, before: Iterable[int]) -> set[int]:
@@ -353,7 +349,9 @@ def _rounded(seconds: float | None) -> float | None:
 
 
 def _took(line: Line) -> tuple[float | None, float] | None:
-    lost, durable = (line.get(name) if is_save(line) else None for name in ("lost", "durable"))
+    if not is_save(line):
+        return None
+    lost, durable = line.get("lost"), line.get("durable")
     return (lost if _is_time(lost) else None, durable) if _is_time(durable) else None
 
 
@@ -405,4 +403,4 @@ def _previous(start: Line) -> Line | None:
 
 
 def _holds(line: Line, **kinds: type) -> bool:
-    return all(type(line.get(key)) is kind for key, kind in kinds.items())
+    return {key: type(line.get(key)) for key in kinds} == kinds

@@ -139,9 +139,12 @@ def is_capturing() -> bool:
 def _has_more_methods(live: torch.optim.Optimizer) -> bool:
     """Whether an optimizer has public methods besides torch's own, which may write to the parameters."""
     kinds = [kind for kind in type(live).__mro__ if not kind.__module__.startswith("torch.optim.")]
-    own = [*vars(live).items(), *(item for kind in kinds for item in vars(kind).items())]
     known = {*dir(torch.optim.Optimizer)}
-    return any(callable(value) and not name.startswith("_") and name not in known for name, value in own)
+    for own in (live, *kinds):
+        for name in vars(own).keys() - known:
+            if not name.startswith("_") and callable(vars(own)[name]):
+                return True
+    return False
 
 
 def _values(state: Any) -> Iterable[Any]:

@@ -226,10 +226,9 @@ class Saving:
             with self._progress.saving(about.number), _failing(f"checkpoint {about.number}"):
                 if self._crew.leads:
                     about = self._crew.decided(about.number) or about
-                    with self._run.adding(about):
-                        self._written = self._crew.commit(about, files, self.preparation.way)
-                else:
-                    self._written = self._crew.commit(about, files, self.preparation.way)
+                adding = self._run.adding(about) if self._crew.leads else contextlib.nullcontext()
+                with adding:
+                    committed, self._written = self._crew.commit(about, files, self.preparation.way)
         except BaseException:
             # A flush can fail after the rename: then the checkpoint is there all the same.
             if not self._is_there(about.number):
@@ -238,12 +237,12 @@ class Saving:
                 self._position.note_metrics(metrics)
             raise
         durable = save.durable_after()
-        if self._crew.leads:
+        if committed:
             # What the save has cost the training only the bodies after it will have shown.
             lost = self.save_cost.cost.lost if self.save_cost.cost else None
             interval = asdict(save.interval) if save.interval else None
-            self.history.saved(about.number, save.why, interval=interval, lost=lost, durable=durable)
-            tidy_after(self._training, about)
+            self.history.saved(committed, save.why, interval=interval, lost=lost, durable=durable)
+            tidy_after(self._training, committed)
 
     def _is_there(self, number: int) -> bool:
         # Of a disk that cannot be read nothing is known.

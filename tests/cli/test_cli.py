@@ -42,13 +42,14 @@ def told(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> Path:
         state.restore(1)
         state.save(acc=float("nan"))
     (run_dir / "history.jsonl").unlink(missing_ok=True)
-    first, second = History(Run(run_dir)), History(Run(run_dir))
+    run = Run(run_dir)
+    first, second = History(run), History(run)
     first.begin({"host": "node7", "pid": 1}, None)
-    first.saved(1, "every 1 %", interval=RULE)
-    first.saved(2, "SIGTERM")
+    first.saved(run.open(1).about, "every 1 %", interval=RULE)
+    first.saved(run.open(2).about, "SIGTERM")
     first.ended("SIGTERM")
     second.begin({"host": "longer-8", "pid": 2}, 1)
-    second.saved(4, "called")
+    second.saved(run.open(4).about, "called")
     capsys.readouterr()
     return run_dir
 

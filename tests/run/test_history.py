@@ -50,7 +50,7 @@ def commit(run: Run, number: int, parent: int | None, **facts: Any) -> None:
 
 def save(found: History, run: Run, number: int, parent: int | None) -> None:
     commit(run, number, parent)
-    found.saved(number, "called")
+    found.saved(run.open(number).about, "called")
 
 
 def superseded(run: Run) -> dict[int, bool]:
@@ -91,7 +91,7 @@ def test_a_start_a_save_and_an_end_say_what_happened(run: Run) -> None:
     assert found.begin({**HERE, "argv": ["train.py"]}, None) == 1
     commit(run, 1, None, metrics={"loss": float("nan")})
     rule = {"seconds": 84.0, "reason": "1 % of 8400 s"}
-    found.saved(1, "every 1 %", interval=rule, lost=0.0123456, durable=1.5)
+    found.saved(run.open(1).about, "every 1 %", interval=rule, lost=0.0123456, durable=1.5)
     found.ended("SIGTERM", epoch=1, batch=2, step=10)
 
     start, saved, end = history.read(run.path)
@@ -322,13 +322,15 @@ def test_an_end_is_noted_once_and_nothing_after_it(run: Run) -> None:
     assert len(history.read(run.path)[-1]["how"]) == 1000
 
 
-def test_a_checkpoint_that_cannot_be_read_back_is_left_to_the_next_start(run: Run) -> None:
-    found = History(run)
-    found.begin(HERE, None)
-    found.saved(1, "called")
+def test_a_checkpoint_that_a_start_cannot_read_is_left_to_the_next_start(run: Run) -> None:
     commit(run, 1, None)
-    History(run).begin(HERE, 1)
+    found = run.open(1).path / "manifest.json"
+    found.rename(run.path / "kept")
+    History(run).begin(HERE, None)
+    assert events(run) == ["start"]
 
+    (run.path / "kept").rename(found)
+    History(run).begin(HERE, 1)
     assert superseded(run) == {1: False}
 
 

@@ -6,8 +6,8 @@ import contextlib
 import importlib
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache, partial
 from itertools import chain
 from types import BuiltinMethodType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, TypeVar
@@ -27,6 +27,13 @@ _PLAIN = code_names.PLAIN
 _OF_MODULES = frozenset(vars(torch.nn.Module()))
 _TENSORS = ("_parameters", "_buffers")
 _CONTAINERS = {dict, list, tuple, set, deque, OrderedDict}
+
+Way = tuple[tuple[object, str, object], ...]
+"""The path to an object: each object on it, the name of its child, and the child."""
+
+
+Step = tuple[str, object, Way]
+"""An object's path as text, the object, and the way to it."""
 
 
 def plant(root: object, path: str, state: Any) -> Generator | None:
@@ -98,7 +105,7 @@ def _owner(root: object, path: str) -> tuple[Any, str]:
     module, _, inside = path.partition(":")
     above, _, last = inside.rpartition(".")
     if above:
-        return next((value for at, value, _ in _walk(root) if at == f"{module}:{above}"), None), last
+        return next((value for at, value, _ in walk(root) if at == f"{module}:{above}"), None), last
     for code in inside_code(root):
         for scope, variables, used in code_names.scopes(code):
             if scope == module and last in used:
@@ -115,7 +122,7 @@ def _held(owner: Any, name: str) -> Any:
 
 def find(root: object) -> dict[str, Generator]:
     """Return the generators that hang off an object, or that its code names, by their path from it."""
-    return {path: value for path, value, _ in _walk(root) if is_generator(value)}
+    return {path: value for path, value, _ in walk(root) if is_generator(value)}
 
 
 def inside(root: object, kind: type[T]) -> list[T]:
@@ -125,16 +132,43 @@ def inside(root: object, kind: type[T]) -> list[T]:
 
 def inside_code(root: object) -> list[FunctionType]:
     """Return the functions that hang off an object, and those that its code names."""
-    return [value for _, value, _ in _walk(root) if isinstance(value, FunctionType)]
+    return functions(walk(root))
 
 
-def overlong(root: object) -> Iterator[tuple[str, int]]:
+def functions(steps: Iterable[Step]) -> list[FunctionType]:
+    """Return the functions among the objects that a walk has reached."""
+    return [value for _, value, _ in steps if isinstance(value, FunctionType)]
+
+
+def overlong(steps: Sequence[Step]) -> Iterator[tuple[str, int]]:
     """Yield the path and the length of each container of generators that is too long to search."""
-    reached = list(_walk(root))
-    known = {id(value) for _, value, _ in reached if is_generator(value)} | rng.global_ones()
-    for path, value, _ in reached:
+    known = {id(value) for _, value, _ in steps if is_generator(value)} | rng.global_ones()
+    for path, value, _ in steps:
         if (held := _long(value)) and any(id(own) not in known for own in find(_ends(held)).values()):
             yield path, len(held)
+
+
+class Found:
+    """The generators that hang off an object, by their paths, and the ways that led to them."""
+
+    def __init__(self, root: object) -> None:
+        self._root = root
+        self.generators: dict[str, Generator] = {}
+        self._ways: dict[int, tuple[object, set[tuple[str, int]]]] = {}
+        """The objects on the ways to generators, each with its children on these ways."""
+        for path, value, way in walk(root):
+            if is_generator(value):
+                self.generators[path] = value
+                for owner, name, child in way:
+                    self._ways.setdefault(id(owner), (owner, set()))[1].add((name, id(child)))
+
+    def are_in_place(self, root: object) -> bool:
+        """Whether the same ways lead to them from the object, which may be another dict of its attributes."""
+        for owner, children in self._ways.values():
+            now = root if owner is self._root else owner
+            if not children <= {(name, id(child)) for name, child in chain(_children(now), _behind(now))}:
+                return False
+        return True
 
 
 class Reader:
@@ -147,98 +181,81 @@ class Reader:
     def __init__(self, root: object) -> None:
         self._root = root
         self._reads = 0
-        self._found: dict[str, Generator] = {}
-        self._ways: dict[int, tuple[object, set[tuple[str, int]]]] = {}
-        """The objects on the ways to generators, each with its children on these ways."""
+        self._found = Found(None)
 
     def read(self) -> dict[str, Any]:
         """Return the states of all generators, by their paths."""
-        if not self._reads & (self._reads - 1) or not self._are_in_place():
-            self._find()
+        if not self._reads & (self._reads - 1) or not self._found.are_in_place(self._root):
+            self._found = Found(self._root)
         self._reads += 1
-        return {path: rng.read(generator) for path, generator in self._found.items()}
-
-    def _are_in_place(self) -> bool:
-        return all(
-            children <= {(name, id(child)) for name, child in chain(_children(owner), _behind(owner))}
-            for owner, children in self._ways.values()
-        )
-
-    def _find(self) -> None:
-        self._found, self._ways = {}, {}
-        for path, value, way in _walk(self._root):
-            if is_generator(value):
-                self._found[path] = value
-                for owner, name, child in way:
-                    self._ways.setdefault(id(owner), (owner, set()))[1].add((name, id(child)))
+        return {path: rng.read(generator) for path, generator in self._found.generators.items()}
 
 
-Way = tuple[tuple[object, str, object], ...]
-"""The path to an object: each object on it, the name of its child, and the child."""
+Children = Callable[[str, object], list[tuple[str, str, object]]]
+"""Returns the path of each child of an object at a path, the child's name there, and the child."""
 
 
-Step = tuple[str, object, Way]
-"""An object's path as text, the object, and the way to it."""
-
-
-Children = Callable[[str, object], Iterator[tuple[str, str, object]]]
-"""Yields the path of each child of an object at a path, the child's name there, and the child."""
-
-
-def _walk(root: object) -> Iterator[Step]:
+def walk(root: object) -> list[Step]:
+    """Return everything that hangs off an object, or that its code names, each with its path."""
     seen: set[int] = set()
-    reached = []
-    for step in _through_objects(root, seen):
-        reached.append(step)
-        yield step
+    reached = _through_objects(root, seen)
     # Code comes last, so that an object keeps the path from its owner even if code names it too.
     seen |= rng.global_ones()
-    with_code = (step for step in reached if type(step[1]) not in _CONTAINERS or _long(step[1]))
-    waiting = deque(further for step in with_code for further in _further(step, seen, _named))
-    yield from _steps(waiting, seen, len(seen) + _MOST, _hanging, _named)
+    waiting: deque[Step] = deque()
+    for step in reached:
+        if type(step[1]) not in _CONTAINERS or _long(step[1]):
+            waiting += _further(step, seen, _named)
+    return reached + _steps(waiting, seen, len(seen) + _MOST, _hanging, _named)
 
 
-def _through_objects(root: object, seen: set[int]) -> Iterator[Step]:
+def _through_objects(root: object, seen: set[int]) -> list[Step]:
     return _steps(deque([("", root, ())]), seen, _MOST, _hanging)
 
 
-def _steps(waiting: deque[Step], seen: set[int], most: int, *ways: Children) -> Iterator[Step]:
+def _steps(waiting: deque[Step], seen: set[int], most: int, *ways: Children) -> list[Step]:
     # Breadth first: if there are too many objects, the near ones are still found.
+    reached = []
     while waiting and len(seen) < most:
         step = waiting.popleft()
         if id(step[1]) not in seen:
             seen.add(id(step[1]))
-            yield step
-            waiting.extend(_further(step, seen, *ways))
+            reached.append(step)
+            waiting += _further(step, seen, *ways)
+    return reached
 
 
-def _further(step: Step, seen: set[int], *ways: Children) -> Iterator[Step]:
+def _further(step: Step, seen: set[int], *ways: Children) -> list[Step]:
     path, value, way = step
-    if len(way) < _DEEPEST and not is_generator(value):
-        for children in ways:
-            for at, name, child in children(path, value):
-                if id(child) not in seen:
-                    yield at, child, (*way, (value, name, child))
+    if len(way) >= _DEEPEST or is_generator(value):
+        return []
+    further: list[Step] = []
+    for children in ways:
+        for at, name, child in children(path, value):
+            if id(child) not in seen:
+                further.append((at, child, (*way, (value, name, child))))
+    return further
 
 
-def _hanging(path: str, value: object) -> Iterator[tuple[str, str, object]]:
+def _hanging(path: str, value: object) -> list[tuple[str, str, object]]:
+    hanging = []
     for name, child in _children(value):
         # Ask the class: isinstance() would ask a proxy, which may refuse to answer.
         if not issubclass(type(child), _PLAIN):
-            yield f"{path}.{name}" if path else name, name, child
+            hanging.append((f"{path}.{name}" if path else name, name, child))
+    return hanging
 
 
-def _named(_: str, value: object) -> Iterator[tuple[str, str, object]]:
-    for name, child in _behind(value):
-        yield name, name, child
+def _named(_: str, value: object) -> list[tuple[str, str, object]]:
+    return [(name, name, child) for name, child in _behind(value)]
 
 
-def _behind(value: object) -> Iterator[tuple[str, object]]:
-    if type(value) not in _CONTAINERS:
-        yield from code_names.behind(value)
+def _behind(value: object) -> list[tuple[str, object]]:
+    found = [] if type(value) in _CONTAINERS else [*code_names.behind(value)]
     # The items of a long container are skipped, but the code of its ends counts.
-    for end in _ends(_long(value)):
-        yield from code_names.behind(end)
+    if held := _long(value):
+        for end in _ends(held):
+            found += code_names.behind(end)
+    return found
 
 
 def _long(value: object) -> Any:
@@ -253,10 +270,10 @@ def _ends(held: Any) -> list[Any]:
     return [held[0], held[-1]] if held else []
 
 
-def _children(value: object) -> Iterator[tuple[str, object]]:
+def _children(value: object) -> list[tuple[str, object]]:
     # A long container is data, not configuration: looking at each of its items takes too long.
     if isinstance(value, (dict, list, tuple, deque)) and len(value) > WIDEST:
-        return
+        return []
     if isinstance(value, dict):
         # Only a dict: another mapping may load its items, and draw for it. A tensor as a key is not printed,
         # since that would read its values.
@@ -275,18 +292,23 @@ def _children(value: object) -> Iterator[tuple[str, object]]:
         defaults = ("__defaults__", value.__defaults__), ("__kwdefaults__", value.__kwdefaults__)
         items = [*cells, *defaults, *vars(value).items()]
     else:
-        kinds = [kind for kind in type(value).__mro__ if "__slots__" in vars(kind)]
-        slots = [
-            name for kind in kinds for name, one in vars(kind).items() if type(one) is MemberDescriptorType
-        ]
-        in_slots = [(name, getattr(value, name)) for name in slots if hasattr(value, name)]
+        slots = _slots(type(value))
+        in_slots = [(name, getattr(value, name)) for name in slots if hasattr(value, name)] if slots else []
         attributes = getattr(value, "__dict__", {}).items()
         if isinstance(value, torch.nn.Module):
             # A model has thousands: no tensor leads to a generator, and most of these are empty.
             attributes = [(n, v) for n, v in attributes if n not in _OF_MODULES or (v and n not in _TENSORS)]
         items = [*attributes, *in_slots]
-    if len(items) <= WIDEST:
-        yield from items
+    return items if len(items) <= WIDEST else []
+
+
+def _found_slots(kind: type) -> list[str]:
+    slotted = [vars(one) for one in kind.__mro__ if "__slots__" in vars(one)]
+    return [name for held in slotted for name, one in held.items() if type(one) is MemberDescriptorType]
+
+
+_slots: Callable[[Any], list[str]] = lru_cache(maxsize=4096)(_found_slots)
+"""Returns the names of the slots of a class."""
 
 
 def _content(cell: Any) -> Any:
