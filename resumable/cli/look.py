@@ -157,10 +157,12 @@ def _diff(given: argparse.Namespace) -> int:
     with Progress().moving("comparing", comparison.size_to_read(then, now)) as told:
         found = comparison.compare(then, now, told)
     if given.json:
-        print_json(details.differences(then, now, found))
+        rows = [{key: row[key] for key in row if key != "distance"} for row in found["tensors"]]
+        print_json({**found, "tensors": rows})
     else:
-        details.print_differences(then, now, found, given.depth, all_of_it=given.all)
-    return 0 if found.is_equal else 1
+        kinds = {name: then.kind_of(name) for name in then.found.about.parts}
+        details.print_differences(found, kinds, given.depth, all_of_it=given.all)
+    return 0 if found["equal"] else 1
 
 
 def _diff_traces(given: argparse.Namespace) -> int:

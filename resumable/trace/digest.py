@@ -93,7 +93,7 @@ def _finished(pieces: Sequence[Any]) -> str | Late:
     if not late:
         return _hash(pieces)
     # Copied: the host's memory may be written to before the device is ready.
-    kept = [piece if isinstance(piece, Tensor) else bytes(piece) for piece in pieces]
+    kept: list[Any] = [piece if isinstance(piece, Tensor) else bytes(piece) for piece in pieces]
 
     def digest(copies: Sequence[Tensor]) -> str:
         there = dict(zip(late, copies, strict=True))
