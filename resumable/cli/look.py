@@ -175,11 +175,11 @@ def _diff_traces(given: argparse.Namespace) -> int:
         )
     compared = trace_diff.compare(given.before, given.after)
     if given.json:
-        print_json(trace_diff.facts(compared))
+        print_json(trace_diff.to_json(compared))
     else:
         for line in trace_diff.lines(compared):
             print(printable(line))
-    return 0 if trace_diff.are_equal(compared) else 1
+    return 0 if compared["equal"] else 1
 
 
 def _history(run: Run) -> list[Line]:
