@@ -59,11 +59,6 @@ def _declare_audit(commands: Any) -> None:
         "epoch's last batch, and at an epoch's end)",
     )
     sub.add_argument(
-        "--twice",
-        action="store_true",
-        help="after the last --at, stop and resume once more (without --at it is done several times anyway)",
-    )
-    sub.add_argument(
         "--deterministic", action="store_true", help="with deterministic operations, where torch has them"
     )
     add_json(sub)
@@ -95,7 +90,6 @@ def _audit(given: argparse.Namespace) -> int:
             command,
             steps=given.steps,
             at=given.at,
-            twice=given.twice,
             deterministic=given.deterministic,
             told=lambda text: print(text, end="", file=sys.stderr, flush=True),
         )
