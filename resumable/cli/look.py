@@ -17,7 +17,17 @@ from ..run.directory import Run
 from ..run.policy import bytes_of
 from ..views import tables
 from ..views.overview import Kept, kept
-from .command import add, add_checkpoint, add_json, add_run, print_json, print_problems, read_at, run_at
+from .command import (
+    add,
+    add_checkpoint,
+    add_json,
+    add_run,
+    print_json,
+    print_problems,
+    read_at,
+    run_at,
+    whole_number,
+)
 
 Row = dict[str, Any]
 
@@ -47,15 +57,9 @@ def declare(commands: Any) -> None:
 def _add_depth(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--all", action="store_true", help="a line for each tensor and each value, however many")
     sub.add_argument(
-        "--depth", type=_depth, metavar="N", help="gather tensors by the first N names of their path"
+        "--depth", type=whole_number, metavar="N", help="gather tensors by the first N names of their path"
     )
     add_json(sub)
-
-
-def _depth(text: str) -> int:
-    if text.isdecimal() and int(text):
-        return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1")
 
 
 def _declare_report(commands: Any) -> None:

@@ -16,7 +16,7 @@ from ..progress import Progress
 from ..run.checkpoint import Checkpoint, open_checkpoint
 from ..run.policy import bytes_of
 from ..views.tables import painted
-from .command import CODES, add, add_json, folder_of, named, print_json, print_problems, run_at
+from .command import CODES, add, add_json, folder_of, named, print_json, print_problems, run_at, whole_number
 
 Row = dict[str, Any]
 
@@ -47,11 +47,11 @@ def _declare_audit(commands: Any) -> None:
         "script", metavar="COMMAND", nargs=argparse.REMAINDER, help="what starts the training, torchrun too"
     )
     sub.add_argument(
-        "--steps", type=_count, default=20, metavar="N", help="how many steps to train (default: 20)"
+        "--steps", type=whole_number, default=20, metavar="N", help="how many steps to train (default: 20)"
     )
     sub.add_argument(
         "--at",
-        type=_count,
+        type=whole_number,
         action="append",
         default=[],
         metavar="N",
@@ -67,12 +67,6 @@ def _declare_audit(commands: Any) -> None:
         "directories that are thrown away,\nthree times without a stop and once with several. The exit code "
         "is 0 if all is equal, bit for bit,\nand 1 if not."
     )
-
-
-def _count(text: str) -> int:
-    if text.isdecimal() and int(text):
-        return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
 
 
 def _audit(given: argparse.Namespace) -> int:

@@ -45,7 +45,7 @@ def facts(held: Contents, measured: Measured, why: str | None) -> Row:
         "settings": dict(about.built),
         "groups": [*_group_rows(held)],
         "values": dict(_values(held)),
-        "random": [one._asdict() for one in generators(held, measured)],
+        "random": [*generators(held, measured)],
         "environment": dict(about.environment),
     }
 

@@ -17,7 +17,7 @@ from .charts import number, sentence
 Row = Mapping[str, Any]
 
 MOST_METRICS = 24
-_MOST_EVENTS, _MOST_ATTEMPTS = 200, 100
+_MOST_EVENTS, _MOST_ATTEMPTS, _LONGEST = 200, 100, 80
 
 
 def body(runs: Sequence[Row], nonce: str) -> Markup:
@@ -181,7 +181,7 @@ def _attempts(run: Row) -> Markup:
     caption = f"Processes that trained {run['run']}"
     if len(attempts) > _MOST_ATTEMPTS:
         caption += f": the last {_MOST_ATTEMPTS} of {len(attempts):,}"
-    head = ["attempt", "started", "went on from", "ended", "on", "ran", "differed"]
+    head = ["attempt", "started", "went on from", "ended", "on", "ran", "changed"]
     return _table(caption, head, [_attempt(one) for one in attempts[-_MOST_ATTEMPTS:]], range(1, 7))
 
 
@@ -196,7 +196,12 @@ def _attempt(one: Row) -> list[object]:
         _lines([one["ended"] or "running or crashed (no exit recorded)"]),
         _lines([f"{one['host']}, process {one['pid']}", *_environment(one)]),
         _lines([" ".join(map(str, argv)), commit]),
-        _lines([*_differed(one)]),
+        _lines(
+            [
+                f"{c.get('name')}: {c.get('then')} -> {c.get('now')} ({c.get('effect')})"
+                for c in one["changed"]
+            ]
+        ),
     ]
 
 
@@ -210,19 +215,8 @@ def _environment(one: Row) -> Iterator[str]:
     yield ", ".join(named or [str(known[key]) for key in ("platform", "cpu") if known.get(key)])
 
 
-def _differed(one: Row) -> Iterator[str]:
-    for row in one["changed"]:
-        yield f"{row.get('name')}: {row.get('then')} -> {row.get('now')} ({row.get('effect')})"
-    known = {row.get("name") for row in one["changed"]}
-    for row in one["differs"]:
-        if row["name"] not in known:
-            length = 10 if row["name"] == "git" else 80
-            yield f"{row['name']}: {_short(row['then'], length)} -> {_short(row['now'], length)}"
-
-
-def _short(value: Json, length: int = 80) -> str:
-    text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
-    return text if len(text) <= length else f"{text[: length - 1]}…"
+def _short(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 
 
 def _text(value: Json) -> str:

@@ -145,20 +145,6 @@ def test_one_flipped_bit_is_found_where_every_byte_is_read(run_dir: Path) -> Non
     assert (by_bytes["checked"], by_bytes["newest"]) == ("bytes", 2)
 
 
-def test_what_attempts_ran_on_is_compared(trained: Path) -> None:
-    copy = trained.parent / "moved"
-    copy.mkdir()
-    lines = [json.loads(line) for line in (trained / "history.jsonl").read_text().splitlines()]
-    starts = [line for line in lines if line["event"] == "start"]
-    starts[1] |= {"host": "elsewhere", "versions": starts[0]["versions"] | {"torch": "9.9"}}
-    (copy / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-    found: dict[str, Any] = overview(Run(copy))
-
-    assert [row["name"] for row in found["attempts"][1]["differs"]] == ["host", "torch"]
-    assert found["attempts"][1]["differs"][1]["now"] == "9.9"
-
-
 @pytest.mark.parametrize("content", [b"", b"\0\n[1]\n", b'{"event": "start"}\n{"event": "end", "how": 3}\n'])
 def test_a_history_that_says_nothing_leaves_what_the_checkpoints_say(run_dir: Path, content: bytes) -> None:
     train(run_dir, 3)
