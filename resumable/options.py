@@ -305,24 +305,28 @@ def _push(value: Any, goal: Goal | None) -> Push:
             "push='best', but nothing says which checkpoint is the best.",
             fix="name the metric that decides (maximize='val_acc'), or say push='newest' or 'all'.",
         )
-    for known in get_args(Push):
-        if value == known:
-            found: Push = known
-            return found
-    raise UsageError(
-        f"push={value!r} does not say which checkpoints go to the remote.",
-        fix="give 'best', 'newest' or 'all'.",
-    )
+    problem = f"push={value!r} does not say which checkpoints go to the remote."
+    found: Any = _one_of(get_args(Push), value, problem, "give 'best', 'newest' or 'all'.")
+    push: Push = found
+    return push
 
 
 def write(value: Any) -> bool:
     """Return whether all processes write what all of them share."""
-    if value in ("one", "all"):
-        return bool(value == "all")
-    raise UsageError(
-        f"write={value!r} does not say who writes what all processes share.",
-        fix="give 'one', or 'all': each process writes its share.",
+    fix = "give 'one', or 'all': each process writes its share."
+    return (
+        _one_of(
+            ("one", "all"), value, f"write={value!r} does not say who writes what all processes share.", fix
+        )
+        == "all"
     )
+
+
+def _one_of(known: Sequence[str], value: Any, problem: str, fix: str) -> str:
+    # Not `in`: an array would be compared item by item.
+    if isinstance(value, str) and value in known:
+        return value
+    raise UsageError(problem, fix=fix)
 
 
 def per_rank(given: Any, names: Iterable[str]) -> set[str]:
@@ -363,9 +367,7 @@ SAVE_ON = ("SIGTERM", "SIGUSR1", "SIGINT")
 
 def on_preempt(value: Any) -> bool:
     """Return whether a training that has to leave raises instead of exiting."""
-    if value in ("exit", "raise"):
-        return bool(value == "raise")
-    raise UsageError(
-        f"on_preempt={value!r} does not say how to leave.",
-        fix="give 'exit', or 'raise': then Preempted is raised.",
+    fix = "give 'exit', or 'raise': then Preempted is raised."
+    return (
+        _one_of(("exit", "raise"), value, f"on_preempt={value!r} does not say how to leave.", fix) == "raise"
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Callable, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,8 +29,8 @@ class Verdict:
     """What changes, is in no part, and a resume does not bring back."""
     stops: list[At] = field(default_factory=list)
     """The boundaries at which the training was stopped, and started again."""
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    """Each boundary, and whether each trial was alike there: True, False; None where it did not come."""
+    boundaries: int = 0
+    """How many boundaries the first training came to."""
     attempts: list[dict[str, Any]] = field(default_factory=list)
     """Each start of the script: the trial, its exit code, its seconds and the end of what it printed."""
     settings: dict[str, Any] = field(default_factory=dict)
@@ -51,7 +50,7 @@ class Verdict:
             "lost": [{**one._asdict(), "at": one.at._asdict()} for one in self.lost],
             "notes": self.notes,
             "stops": [at._asdict() for at in self.stops],
-            "boundaries": self.rows,
+            "boundaries": self.boundaries,
             "attempts": self.attempts,
             "settings": self.settings,
         }
@@ -62,7 +61,6 @@ def audit(
     *,
     steps: int = 20,
     at: Sequence[int] = (),
-    twice: bool = False,
     deterministic: bool = False,
     start: Start = trials.start,
     told: Callable[[str], None] = lambda _: None,
@@ -70,8 +68,8 @@ def audit(
     """Run a command that trains until `steps` boundaries, straight and stopped, and compare all it does.
 
     `at`: the boundaries to stop at, counted from 1; without them one in mid-epoch, the last batch of an
-    epoch, and an epoch's end. `twice`: stop once more after the last of `at`. `deterministic`: with
-    deterministic operations, wherever torch has them.
+    epoch, and an epoch's end. `deterministic`: with deterministic operations, wherever torch has
+    them.
     """
     if any(not 0 < number < steps for number in at):
         raise UsageError(
@@ -82,7 +80,7 @@ def audit(
     with tempfile.TemporaryDirectory(prefix="resumable-audit-") as folder:
         made = Trials(command, Path(folder), steps, start=start, told=told, deterministic=deterministic)
         try:
-            _examine(made, verdict, at, twice)
+            _examine(made, verdict, at)
         finally:
             verdict.attempts = [
                 {"trial": trial.name, **asdict(one)} for trial in made.made for one in trial.attempts
@@ -90,8 +88,9 @@ def audit(
     return verdict
 
 
-def _examine(made: Trials, verdict: Verdict, at: Sequence[int], twice: bool) -> None:
+def _examine(made: Trials, verdict: Verdict, at: Sequence[int]) -> None:
     straight = made.straight("straight")
+    verdict.boundaries = len(straight.boundaries())
     verdict.settings = next((one.more["settings"] for one in straight.records if "settings" in one.more), {})
     if failed := _failed(straight) or _broke_off(straight):
         verdict.findings.append(causes.of_refused(made, straight) or failed)
@@ -99,18 +98,16 @@ def _examine(made: Trials, verdict: Verdict, at: Sequence[int], twice: bool) -> 
     again: list[Trial] = []
     for name in ("again", "once more"):
         again.append(made.straight(name))
-        verdict.rows = _rows(straight, again)
         if found := _of_other(made, straight, again[-1]):
             verdict.findings.append(found)
             return
     ignored = diagnosis.unsteady([straight, *again])
     verdict.notes += [*_of_unseen(straight), *_of_unsteady(ignored)]
-    verdict.stops = _stops(straight, at, twice, verdict.notes)
+    verdict.stops = _stops(straight, at, verdict.notes)
     if not verdict.stops:
         verdict.findings.append(_of_no_stop(straight))
         return
     stopped = made.stopped("stopped and resumed", verdict.stops, [*straight.boundaries()][-1])
-    verdict.rows = _rows(straight, [*again, stopped], ignored)
     if anew := _began_anew(stopped, verdict.stops):
         verdict.findings.append(anew)
         return
@@ -310,7 +307,7 @@ def _of_unset(name: str, at: At) -> Finding:
     )
 
 
-def _stops(straight: Trial, at: Sequence[int], twice: bool, notes: list[str]) -> list[At]:
+def _stops(straight: Trial, at: Sequence[int], notes: list[str]) -> list[At]:
     boundaries = [*straight.boundaries()]
     # What --steps and --at count: an epoch's end only where no batch or step of it was counted.
     counted = [
@@ -319,7 +316,7 @@ def _stops(straight: Trial, at: Sequence[int], twice: bool, notes: list[str]) ->
         if one.kind != "epoch" or not place or boundaries[place - 1].kind == "epoch"
     ]
     if at:
-        return _chosen(counted, at, twice, notes)
+        return _chosen(counted, at, notes)
     ends = [place for place, one in enumerate(boundaries) if one.kind == "epoch" and place]
     if not ends:
         if counted[0].kind == "batch":
@@ -352,20 +349,13 @@ def _near(boundaries: Sequence[At], place: int) -> At:
 _NEARBY = 3
 
 
-def _chosen(counted: Sequence[At], at: Sequence[int], twice: bool, notes: list[str]) -> list[At]:
+def _chosen(counted: Sequence[At], at: Sequence[int], notes: list[str]) -> list[At]:
     chosen = [counted[number - 1] for number in sorted({*at}) if number < len(counted)]
     if missed := sorted({number for number in at if number >= len(counted)}):
         notes.append(
             f"--at {', '.join(map(str, missed))}: not stopped there, since the training has ended after "
             f"{len(counted)}"
         )
-    if twice and chosen:
-        rest = counted[counted.index(chosen[-1]) + 1 : -1]
-        chosen += rest[len(rest) // 2 :][:1]
-        if not rest:
-            notes.append(
-                f"--twice: not stopped once more, since no boundary is between {chosen[-1]} and the end"
-            )
     return chosen
 
 
@@ -381,19 +371,3 @@ def _of_unsteady(ignored: set[diagnosis.Leaf]) -> list[str]:
     told = [naming.unseeded(names)] if names else []
     rest = sorted({f"{part} {name}" for part, name in ignored if part != "random"})
     return told + ([f"{', '.join(rest)}: something else each time, but only told"] if rest else [])
-
-
-def _rows(
-    straight: Trial,
-    others: Sequence[Trial],
-    ignored: AbstractSet[diagnosis.Leaf] = frozenset(),
-) -> list[dict[str, Any]]:
-    kinds = diagnosis.kinds_of(straight)
-    rows = []
-    for at, record in straight.boundaries().items():
-        alike: dict[str, bool | None] = {}
-        for other in others:
-            met = other.boundaries().get(at)
-            alike[other.name] = None if met is None else diagnosis.is_alike(record, met, ignored, kinds)
-        rows.append({**at._asdict(), "alike": alike})
-    return rows

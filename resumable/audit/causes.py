@@ -6,7 +6,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ..files.strict_json import Json
@@ -21,8 +21,8 @@ class _Cause:
 
     because: str
     fix: str
-    environment: Mapping[str, str]
-    plan: Mapping[str, Json]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    plan: Mapping[str, Json] = field(default_factory=dict)
     without: str = ""
     """How the script is started without it."""
 
@@ -31,56 +31,45 @@ _SEED = "call resumable.seed_everything(0) first in the script"
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
 CAUSES = {
-    "torch": _Cause(
-        "torch's generator is not seeded", _SEED, stilled("torch"), {}, "torch's generator seeded"
-    ),
-    "python": _Cause(
-        "Python's generator is not seeded", _SEED, stilled("python"), {}, "Python's generator seeded"
-    ),
-    "numpy": _Cause(
-        "NumPy's generator is not seeded", _SEED, stilled("numpy"), {}, "NumPy's generator seeded"
-    ),
+    **{
+        word: _Cause(f"{name} generator is not seeded", _SEED, stilled(word), {}, f"{name} generator seeded")
+        for word, name in (("torch", "torch's"), ("python", "Python's"), ("numpy", "NumPy's"))
+    },
     "system": _Cause(
         "a generator is seeded by the operating system: default_rng(), random.Random() or os.urandom",
         "give it a seed, as in numpy.random.default_rng(0)",
         stilled("system"),
-        {},
-        "the system's random bytes the same",
+        without="the system's random bytes the same",
     ),
     "hash": _Cause(
         "the order of a set of strings is used, which is another one in each process",
         "sort what comes from a set: sorted(names). Or start Python with PYTHONHASHSEED=0",
         {"PYTHONHASHSEED": "0"},
-        {},
-        "PYTHONHASHSEED=0",
+        without="PYTHONHASHSEED=0",
     ),
     "clock": _Cause(
         "the time takes part in it",
         "take seeds from an argument, and decide by counts and not by the clock",
         stilled("clock"),
-        {},
-        "the clock the same",
+        without="the clock the same",
     ),
     "benchmark": _Cause(
         "torch.backends.cudnn.benchmark chooses another algorithm each time",
         "torch.backends.cudnn.benchmark = False",
         stilled("benchmark"),
-        {},
-        "cudnn.benchmark off",
+        without="cudnn.benchmark off",
     ),
     "operation": _Cause(
         "an operation is not deterministic",
         "call resumable.seed_everything(0, deterministic=True) first in the script",
-        {},
-        {"deterministic": True},
-        "deterministic operations",
+        plan={"deterministic": True},
+        without="deterministic operations",
     ),
     "threads": _Cause(
         "sums are divided among threads in another way each time",
         "torch.set_num_threads(1), or start with OMP_NUM_THREADS=1",
         _ONE_THREAD,
-        {},
-        "one thread",
+        without="one thread",
     ),
 }
 """The word for each cause, and the cause."""
@@ -88,15 +77,11 @@ CAUSES = {
 UNKNOWN = _Cause(
     "nothing that was tried makes it repeat itself",
     "look for what reads the time, the system or files that change, and for threads that share a generator",
-    {},
-    {},
 )
 
 _RARE = _Cause(
     "too rarely to find out why by trying",
     "look for threads that race: workers that share something, operations that add in any order",
-    {},
-    {},
 )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -382,11 +381,3 @@ def _by(one: Trial, other: Trial, before: Mapping[str, Any], after: Mapping[str,
     if not distance.changed:
         return f", but in none of the {count:,} numbers that were looked at"
     return f" by up to {distance.most:.1g} (in {distance.changed:,} of {count:,} numbers)"
-
-
-def is_alike(one: Record, other: Record, ignored: AbstractSet[Leaf], kinds: Mapping[str, str]) -> bool:
-    """Whether two records of one boundary are of one training."""
-    return not any(
-        (found.part, found.name) not in ignored and _is_serious(found, kinds)
-        for found in trace_file.differences(one, other)
-    )

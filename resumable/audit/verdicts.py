@@ -76,7 +76,7 @@ def text_of(finding: Finding) -> str:
 
 def _fine(verdict: Verdict) -> tuple[str, str]:
     stops = joined([*map(step_of, verdict.stops)])
-    text = f"stopped and resumed at {stops}, it does the same, bit for bit ({boundaries(len(verdict.rows))})"
+    text = f"stopped and resumed at {stops}, it does the same, bit for bit ({boundaries(verdict.boundaries)})"
     return "exact", text
 
 

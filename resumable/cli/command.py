@@ -69,6 +69,13 @@ def add_run(sub: argparse.ArgumentParser) -> None:
     add_json(sub)
 
 
+def whole_number(text: str) -> int:
+    """Return a whole number from 1, as an argument's type."""
+    if text.isdecimal() and int(text):
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
+
+
 def print_json(found: Any) -> None:
     """Print what programs read."""
     print(json.dumps(found, indent=1))

@@ -17,7 +17,17 @@ from ..run.directory import Run
 from ..run.policy import bytes_of
 from ..views import tables
 from ..views.overview import Kept, kept
-from .command import add, add_checkpoint, add_json, add_run, print_json, print_problems, read_at, run_at
+from .command import (
+    add,
+    add_checkpoint,
+    add_json,
+    add_run,
+    print_json,
+    print_problems,
+    read_at,
+    run_at,
+    whole_number,
+)
 
 Row = dict[str, Any]
 
@@ -47,15 +57,9 @@ def declare(commands: Any) -> None:
 def _add_depth(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--all", action="store_true", help="a line for each tensor and each value, however many")
     sub.add_argument(
-        "--depth", type=_depth, metavar="N", help="gather tensors by the first N names of their path"
+        "--depth", type=whole_number, metavar="N", help="gather tensors by the first N names of their path"
     )
     add_json(sub)
-
-
-def _depth(text: str) -> int:
-    if text.isdecimal() and int(text):
-        return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1")
 
 
 def _declare_report(commands: Any) -> None:
@@ -157,10 +161,12 @@ def _diff(given: argparse.Namespace) -> int:
     with Progress().moving("comparing", comparison.size_to_read(then, now)) as told:
         found = comparison.compare(then, now, told)
     if given.json:
-        print_json(details.differences(then, now, found))
+        rows = [{key: row[key] for key in row if key != "distance"} for row in found["tensors"]]
+        print_json({**found, "tensors": rows})
     else:
-        details.print_differences(then, now, found, given.depth, all_of_it=given.all)
-    return 0 if found.is_equal else 1
+        kinds = {name: then.kind_of(name) for name in then.found.about.parts}
+        details.print_differences(found, kinds, given.depth, all_of_it=given.all)
+    return 0 if found["equal"] else 1
 
 
 def _diff_traces(given: argparse.Namespace) -> int:
@@ -173,11 +179,11 @@ def _diff_traces(given: argparse.Namespace) -> int:
         )
     compared = trace_diff.compare(given.before, given.after)
     if given.json:
-        print_json(trace_diff.facts(compared))
+        print_json(trace_diff.to_json(compared))
     else:
         for line in trace_diff.lines(compared):
             print(printable(line))
-    return 0 if trace_diff.are_equal(compared) else 1
+    return 0 if compared["equal"] else 1
 
 
 def _history(run: Run) -> list[Line]:

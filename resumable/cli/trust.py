@@ -16,7 +16,7 @@ from ..progress import Progress
 from ..run.checkpoint import Checkpoint, open_checkpoint
 from ..run.policy import bytes_of
 from ..views.tables import painted
-from .command import CODES, add, add_json, folder_of, named, print_json, print_problems, run_at
+from .command import CODES, add, add_json, folder_of, named, print_json, print_problems, run_at, whole_number
 
 Row = dict[str, Any]
 
@@ -47,21 +47,16 @@ def _declare_audit(commands: Any) -> None:
         "script", metavar="COMMAND", nargs=argparse.REMAINDER, help="what starts the training, torchrun too"
     )
     sub.add_argument(
-        "--steps", type=_count, default=20, metavar="N", help="how many steps to train (default: 20)"
+        "--steps", type=whole_number, default=20, metavar="N", help="how many steps to train (default: 20)"
     )
     sub.add_argument(
         "--at",
-        type=_count,
+        type=whole_number,
         action="append",
         default=[],
         metavar="N",
         help="stop after so many steps, and resume; may be given several times (default: in mid-epoch, at an "
         "epoch's last batch, and at an epoch's end)",
-    )
-    sub.add_argument(
-        "--twice",
-        action="store_true",
-        help="after the last --at, stop and resume once more (without --at it is done several times anyway)",
     )
     sub.add_argument(
         "--deterministic", action="store_true", help="with deterministic operations, where torch has them"
@@ -72,12 +67,6 @@ def _declare_audit(commands: Any) -> None:
         "directories that are thrown away,\nthree times without a stop and once with several. The exit code "
         "is 0 if all is equal, bit for bit,\nand 1 if not."
     )
-
-
-def _count(text: str) -> int:
-    if text.isdecimal() and int(text):
-        return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
 
 
 def _audit(given: argparse.Namespace) -> int:
@@ -95,7 +84,6 @@ def _audit(given: argparse.Namespace) -> int:
             command,
             steps=given.steps,
             at=given.at,
-            twice=given.twice,
             deterministic=given.deterministic,
             told=lambda text: print(text, end="", file=sys.stderr, flush=True),
         )

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import html
-import json
 from collections.abc import Iterable, Sequence
 
 from ..errors import printable
-from ..files.strict_json import Json
 
 
 class Markup(str):
@@ -62,12 +60,3 @@ def section(title: str, level: int, *inside: object) -> Markup:
 def scrolling(content: Markup, label: str) -> Markup:
     """Return wide content in a box that scrolls, reachable by keyboard."""
     return tag("div", content, class_="scroll", role="region", tabindex="0", aria_label=label)
-
-
-def in_script(value: Json) -> Markup:
-    """Return JSON that is safe inside a script element.
-
-    >>> in_script("</script>")
-    '"\\\\u003c/script>"'
-    """
-    return Markup(json.dumps(value, separators=(",", ":")).replace("<", "\\u003c"))

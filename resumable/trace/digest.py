@@ -12,7 +12,7 @@ import struct
 import sys
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
@@ -73,10 +73,7 @@ def soon(value: Any, most: int | None = None) -> str | Late:
     """Return the same hash, or a pending one if part of the value is on a GPU."""
     pieces = _Pieces(most)
     pieces.add(value)
-    if not pieces.on_device:
-        return _hash(pieces.found)
-    late = _LatePieces(_kept(pieces.found), True)
-    return Late(pieces.on_device, lambda copies: late.digest([*map(_content, copies)], {}))
+    return _finished(pieces.found)
 
 
 def of_tensors(text: str, tensors: Iterable[Tensor], most: int, whole: int) -> str | Late:
@@ -84,41 +81,25 @@ def of_tensors(text: str, tensors: Iterable[Tensor], most: int, whole: int) -> s
 
     Tensors with more than `whole` elements are sampled, with `most` of them. Shapes are not hashed.
     """
-    found: list[Any] = [text.encode(errors="surrogatepass")]
-    alive: list[Tensor] = []
-    rows: dict[Any, dict[int, Tensor]] = {}
     with torch.no_grad():
-        for tensor in tensors:
-            picked = tensor if tensor.numel() <= whole else sample(tensor, most)
-            if picked.is_cpu:
-                alive.append(picked)
-                found.append(_content(picked))
-            else:
-                rows.setdefault((picked.dtype, picked.device), {})[len(found)] = picked
-                found.append(b"")
-    return _joined(found, rows) if rows else _hash(found)
+        picked = [tensor if tensor.numel() <= whole else sample(tensor, most) for tensor in tensors]
+        found: list[Any] = [_content(tensor) if tensor.is_cpu else tensor for tensor in picked]
+    return _finished([text.encode(errors="surrogatepass"), *found])
 
 
-def _joined(found: list[Any], rows: Mapping[Any, Mapping[int, Tensor]]) -> Late:
-    """Return the pending hash of pieces, with one copy for all tensors of a dtype and a device."""
-    found = [bytes(piece) for piece in found]
-    lengths = [{index: tensor.numel() for index, tensor in row.items()} for row in rows.values()]
+def _finished(pieces: Sequence[Any]) -> str | Late:
+    """Return the hash of pieces; a pending one if some of them are tensors on a GPU."""
+    late = [place for place, piece in enumerate(pieces) if isinstance(piece, Tensor)]
+    if not late:
+        return _hash(pieces)
+    # Copied: the host's memory may be written to before the device is ready.
+    kept: list[Any] = [piece if isinstance(piece, Tensor) else bytes(piece) for piece in pieces]
 
-    def put_in(copies: Sequence[Tensor]) -> str:
-        for row, copy in zip(lengths, copies, strict=True):
-            for index, part in zip(row, torch.split(copy, [*row.values()]), strict=True):
-                found[index] = bytes(_content(part))
-        return _hash(found)
+    def digest(copies: Sequence[Tensor]) -> str:
+        there = dict(zip(late, copies, strict=True))
+        return _hash(_content(there[place]) if place in there else one for place, one in enumerate(kept))
 
-    with torch.no_grad():
-        flat = [[_as_numbers(tensor.reshape(-1)) for tensor in row.values()] for row in rows.values()]
-        return Late([torch.cat(row) for row in flat], put_in)
-
-
-def _as_numbers(tensor: Tensor) -> Tensor:
-    # torch.cat cannot join 8-bit floats.
-    plain = tensor.resolve_conj().resolve_neg()
-    return plain.view(torch.uint8) if plain.dtype.itemsize == 1 else plain
+    return Late([kept[place] for place in late], digest)
 
 
 def sample(tensor: Tensor, most: int | None) -> Tensor:
@@ -166,46 +147,12 @@ def _head(kind: type, dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     return f"{kind.__qualname__}({dtype}{[*shape]}".encode()
 
 
-class _LatePieces(NamedTuple):
-    """Pieces to hash; those on a GPU are numbers of the tensors that are copied from there."""
-
-    pieces: list[Any]
-    is_ordered: bool
-
-    def digest(self, copies: Sequence[Any], known: dict[int, str]) -> str:
-        """Return the hash, given the copies."""
-        if id(self) not in known:
-            found = [self._bytes(piece, copies, known) for piece in self.pieces]
-            known[id(self)] = _hash(found if self.is_ordered else sorted(found))
-        return known[id(self)]
-
-    def _bytes(self, piece: Any, copies: Sequence[Any], known: dict[int, str]) -> Any:
-        if isinstance(piece, _LatePieces):
-            return piece.digest(copies, known).encode()
-        return copies[piece] if isinstance(piece, int) else piece
-
-
-_LATE = frozenset({int, _LatePieces})
-
-
-def _closed(pieces: list[Any], is_ordered: bool = True) -> Any:
-    """Return the hash of pieces, or the pieces themselves if some are on a GPU."""
-    if not _LATE.isdisjoint(map(type, pieces)):
-        return _LatePieces(_kept(pieces), is_ordered)
-    return _hash(pieces if is_ordered else sorted(pieces)).encode()
-
-
-def _kept(pieces: Iterable[Any]) -> list[Any]:
-    # Copied: the host's memory may be written to before the device is ready.
-    return [piece if isinstance(piece, (bytes, int, _LatePieces)) else bytes(piece) for piece in pieces]
-
-
 class _Known(NamedTuple):
     """The hash of a deeply nested value."""
 
     value: Any
     """Kept alive, since another object could get its identity."""
-    piece: Any
+    piece: bytes
     taken: int
     """The number of values in it."""
 
@@ -215,8 +162,7 @@ class _Pieces:
 
     def __init__(self, most: int | None) -> None:
         self.found: list[Any] = []
-        self.on_device: list[Tensor] = []
-        """`found` has their indices in this list."""
+        """Bytes, and tensors on a GPU."""
         self._alive: list[Tensor] = []
         self._most = most
         self._whole = _WHOLE * most if most else 0
@@ -266,11 +212,11 @@ class _Pieces:
             self._known[id(value), depth] = _Known(value, piece, taken)
         self.found.append(piece)
 
-    def _apart(self, add: Callable[[Any, int], None], value: Any, depth: int) -> Any:
+    def _apart(self, add: Callable[[Any, int], None], value: Any, depth: int) -> bytes:
         outer, self.found = self.found, []
         add(value, depth)
         inner, self.found = self.found, outer
-        return _closed(inner)
+        return _hash(_content(one.cpu()) if isinstance(one, Tensor) else one for one in inner).encode()
 
     def _add_tensor(self, value: Tensor) -> None:
         if type(value) is not Tensor:
@@ -291,8 +237,7 @@ class _Pieces:
             self._alive.append(picked)
             self.found.append(_content(picked))
         else:
-            self.found.append(len(self.on_device))
-            self.on_device.append(picked.detach())
+            self.found.append(picked.detach())
 
     def _add_strange(self, value: Tensor) -> None:
         self.found.append(f"{value.layout}{value.dtype}".encode())
@@ -339,7 +284,7 @@ class _Pieces:
             # Their order differs between processes.
             inside = set.__iter__(value) if isinstance(value, set) else frozenset.__iter__(value)
             found = [self._apart(self.add, item, depth) for item in inside]
-            self.found.append(_closed(found, is_ordered=False))
+            self.found.append(_hash(sorted(found)).encode())
         elif isinstance(value, np.ndarray):
             self._add_row(value.reshape(-1).tolist(), depth)
         elif isinstance(value, (memoryview, array.array)):

@@ -156,8 +156,8 @@ def begins(path: str | Path) -> list[str]:
     return [found[1] for line in _lines(path) if (found := _BEGINS.search(line, 0, _NEAR))]
 
 
-_BEGIN = ("start", "resumed")
-_BEGINS = re.compile(rf'"why":"({"|".join(_BEGIN)})"')
+BEGIN = ("start", "resumed")
+_BEGINS = re.compile(rf'"why":"({"|".join(BEGIN)})"')
 _NEAR = 200
 
 
@@ -241,10 +241,10 @@ def _known(value: Json) -> Json:
 
 def first_difference(one: Sequence[Record], other: Sequence[Record]) -> list[Difference]:
     """Return the differences at the first boundary at which two trainings differ, if there is one."""
-    return next((found for pair in _pairs(one, other) if (found := differences(*pair))), [])
+    return next((found for pair in pairs(one, other) if (found := differences(*pair))), [])
 
 
-def _pairs(one: Sequence[Record], other: Sequence[Record]) -> Iterator[tuple[Record, Record]]:
+def pairs(one: Sequence[Record], other: Sequence[Record]) -> Iterator[tuple[Record, Record]]:
     """Yield the two records of each boundary that both trainings have reached."""
     there: dict[object, deque[Record]] = {}
     for record in other:
@@ -253,82 +253,6 @@ def _pairs(one: Sequence[Record], other: Sequence[Record]) -> Iterator[tuple[Rec
         # Two loops over different data in one epoch have equal counters: then the order decides.
         if met := there.get((record.at, record.why)):
             yield record, met.popleft()
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """The result of comparing two traces."""
-
-    compared: int
-    """The number of boundaries that both have reached, up to the first difference."""
-    looked: int
-    """The number of these at which both have hashed the parts."""
-    looked_later: int
-    """The number of those at which both have trained since they began."""
-    has_batches: bool
-    """Whether both have batches."""
-    noted: Sequence[str]
-    """The names of the values that both have noted."""
-    equal: At | None
-    """The last boundary at which everything that both have written was equal."""
-    equal_parts: At | None
-    """The last boundary at which the parts were hashed and equal."""
-    parted: Record | None
-    """The first training's record of the first boundary that differs; None if nothing differs."""
-    differences: Sequence[Difference]
-    unlike: Sequence[str]
-    """The generators that differed from the start, which matters only if they are used."""
-    rest: Sequence[Sequence[At]]
-    """The boundaries of each training after the last common one, if nothing differs."""
-
-    @property
-    def is_equal(self) -> bool:
-        """True if nothing differs, and parts were compared after training began."""
-        return self.parted is None and self.looked_later > 0
-
-
-def compare(one: Sequence[Record], other: Sequence[Record]) -> Comparison:
-    """Compare two trainings up to the first boundary at which they differ."""
-    pairs: list[tuple[Record, Record]] = []
-    unlike: dict[str, None] = {}
-    parted: list[Difference] = []
-    for record, met in _pairs(one, other):
-        pairs.append((record, met))
-        found = differences(record, met)
-        if record.why != "boundary":
-            unlike |= dict.fromkeys(_generator(one) for one in found if one.part == RANDOM)
-        if parted := [one for one in found if one.part != RANDOM or _generator(one) not in unlike]:
-            break
-    looks = [record for record, met in pairs if record.parts and met.parts]
-    last = pairs[-1] if pairs else (None, None)
-    alike = [record for record, _ in (pairs[:-1] if parted else pairs)]
-    return Comparison(
-        compared=len(pairs),
-        looked=len(looks),
-        # At the start they may have trained nothing yet.
-        looked_later=sum(one.why not in _BEGIN or one.at[1:] != pairs[0][0].at[1:] for one in looks),
-        has_batches=any(record.batches for record, _ in pairs),
-        noted=[*dict.fromkeys(name for then, now in pairs for name in then.noted if name in now.noted)],
-        equal=alike[-1].at if alike else None,
-        equal_parts=next((one.at for one in reversed(looks) if not parted or one is not last[0]), None),
-        parted=last[0] if parted else None,
-        differences=parted,
-        unlike=[*unlike],
-        rest=[[], []] if parted else [_after(one, last[0]), _after(other, last[1])],
-    )
-
-
-def _after(records: Sequence[Record], last: Record | None) -> list[At]:
-    found: list[At] = []
-    for record in reversed(records):
-        if record is last:
-            break
-        found += [record.at] if record.why == "boundary" else []
-    return found[::-1]
-
-
-def _generator(found: Difference) -> str:
-    return found.name.partition(".")[0]
 
 
 def path_of(given: str | os.PathLike[str], rank: int) -> Path:

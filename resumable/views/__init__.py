@@ -4,7 +4,6 @@ __all__ = [
     "comparison",
     "contents",
     "details",
-    "html_page",
     "magnitudes",
     "overview",
     "report",

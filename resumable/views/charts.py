@@ -1,4 +1,4 @@
-"""The charts of a report, as traces for plotly: which saves they show, where, and each point's hover text."""
+"""The charts of a report, drawn by plotly: metrics and interruptions, the cost of saves, sizes."""
 
 from __future__ import annotations
 
@@ -8,25 +8,29 @@ from typing import Any
 
 from ..errors import printable
 from ..files.strict_json import Json
+from ..run.markup import Markup
 from ..run.policy import bytes_of, duration, when
 
 Row = Mapping[str, Any]
-Trace = dict[str, Json]
+Point = tuple[Any, Any, str]
+"""x, y and the text at the pointer."""
 
 MOST = 600
 """How many saves of a run are shown: as many as a curve needs and a page can hold."""
+_MOST_EVENTS = 150
 
-KINDS = {
-    "save": "saves",
-    "abandoned": "abandoned branches",
-    "best": "the best",
-    "resume": "resumes",
-    "back": "went back",
-    "preempted": "preemptions",
-    "failed": "failures",
-    "odd": "NaN or infinite",
+_COLOURS = ("#0072b2", "#c4500a", "#00795a", "#a3508a", "#7a6000", "#4b5563")
+"""Those that the colour-blind can tell apart."""
+_SYMBOLS = ("circle", "square", "diamond", "triangle-up", "hexagon", "pentagon")
+_EVENTS = {
+    "resume": ("resumes", "triangle-right"),
+    "back": ("went back", "triangle-left"),
+    "preempted": ("preemptions", "square"),
+    "failed": ("failures", "x"),
+    "odd": ("NaN or infinite", "diamond-open"),
 }
-"""The marks in the charts, which can be hidden."""
+_HEIGHT = 240
+_CONFIG = {"displayModeBar": False, "responsive": True}
 
 
 def metrics(runs: Iterable[Row]) -> list[str]:
@@ -79,91 +83,64 @@ def _is_finite(value: Json) -> bool:
     return isinstance(value, (int, float))
 
 
-class Curves:
-    """The saves of some runs that are shown, and the charts of them."""
+def of_metrics(runs: Sequence[Row], saves: Sequence[Sequence[Row]], names: Sequence[str]) -> Any:
+    """Return a figure with a row for each metric over the steps, and one for what happened."""
+    from plotly.subplots import make_subplots  # type: ignore[import-untyped, unused-ignore]
 
-    def __init__(self, runs: Sequence[Row]) -> None:
-        self.runs = runs
-        self.shown = [shown(run, min(MOST, max(MOST // 6, 2 * MOST // len(runs)))) for run in runs]
-        has_steps = any(save["step"] for run in runs for save in run["saves"])
-        self.x = "step" if has_steps else "number"
-
-    def metric(self, name: str) -> dict[str, Json]:
-        """Return the chart of a metric over the steps."""
-        every = (trace for index in range(len(self.runs)) for trace in self._traces(index, name))
-        traces = [trace for trace in every if trace["x"]]
-        # Marks last: no curve hides them.
-        traces.sort(key=lambda trace: trace["kind"] not in ("curve", "branch", "save", "abandoned"))
-        return {"title": printable(name, but=""), "kind": "metric", "x": _AXES[self.x], "traces": traces}
-
-    def cost(self) -> dict[str, Json] | None:
-        """Return the chart of what saving cost; None if the history does not say."""
-        traces = []
-        for index, saves in enumerate(self.shown):
-            for kind in ("lost", "durable"):
-                known = [save for save in saves if save[kind] is not None]
-                points = [(save[self.x], save[kind], hover_text(save)) for save in known]
-                traces += [_trace(index, kind, points)] if points else []
-        return {"title": "seconds", "kind": "cost", "x": _AXES[self.x], "traces": traces} if traces else None
-
-    def sizes(self, index: int) -> dict[str, Json] | None:
-        """Return the chart of the sizes of a run's checkpoints; None if it has none."""
-        here = [save for save in self.shown[index] if save["size"] and save["own"] is not None]
-        own = [(save["number"], save["own"], hover_text(save)) for save in here]
-        rest = [(save["number"], max(0, save["size"] - save["own"]), hover_text(save)) for save in here]
-        if not here:
-            return None
-        traces = [_trace(index, "own", own)]
-        traces += [_trace(index, "shared", rest)] if any(size for _, size, _ in rest) else []
-        return {"title": "bytes", "kind": "sizes", "x": _AXES["number"], "traces": traces}
-
-    def kinds(self) -> list[str]:
-        """Return the marks that the charts of metrics have."""
-        saves = [save for saves in self.shown for save in saves]
-        there = {event["kind"] for run in self.runs for event in run["events"]}
-        there |= {"save"} if saves else set()
-        there |= {"abandoned"} if any(save["abandoned"] for save in saves) else set()
-        there |= {"best"} if any(run["best"] is not None for run in self.runs) else set()
-        odd = (value for save in saves for value in save["metrics"].values())
-        there |= set() if all(map(_is_finite, odd)) else {"odd"}
-        return [kind for kind in KINDS if kind in there]
-
-    def _traces(self, index: int, name: str) -> Iterator[Trace]:
-        run, saves = self.runs[index], self.shown[index]
-        given = [save for save in saves if name in save["metrics"] and save[self.x] is not None]
-        finite = [save for save in given if _is_finite(save["metrics"][name])]
-        at = {save["number"]: (save[self.x], save["metrics"][name], hover_text(save, run)) for save in finite}
-        stayed = [save for save in finite if not save["abandoned"]]
-        left = [save for save in finite if save["abandoned"]]
-        if not given:
-            return
-        yield _trace(index, "curve", [at[save["number"]] for save in stayed])
-        yield _trace(index, "branch", [*_branches(left, at, run["saves"])])
-        yield _trace(index, "save", [at[save["number"]] for save in stayed])
-        yield _trace(index, "abandoned", [at[save["number"]] for save in left])
-        if run["goal"] and run["goal"]["metric"] == name and run["best"] in at:
-            yield _trace(index, "best", [at[run["best"]]])
-        # What has no place on the curve is marked in a row below it.
-        odd = [(s[self.x], 0, hover_text(s, run)) for s in given if not _is_finite(s["metrics"][name])]
-        yield _trace(index, "odd", odd)
-        for kind in ("resume", "back", "preempted", "failed"):
-            yield _trace(index, kind, [*self._events(index, kind)])
-
-    def _events(self, index: int, kind: str) -> Iterator[tuple[Any, Any, str]]:
-        run = self.runs[index]
-        places = {save["number"]: save[self.x] for save in run["saves"]}
-        for event in _spread([one for one in run["events"] if one["kind"] == kind], MOST // 4):
-            x = event["step"] if self.x == "step" else places.get(event["number"])
-            if x is not None:
-                yield x, 0, hover_text_of_event(event)
+    count = len(names) + 1
+    figure = make_subplots(
+        count, 1, shared_xaxes=True, subplot_titles=[*map(_safe, names), ""], vertical_spacing=0.25 / count
+    )
+    x = _axis(runs)
+    for index, (run, of_run) in enumerate(zip(runs, saves, strict=True)):
+        for row, name in enumerate(names, 1):
+            for trace in _curves(index, run, of_run, name, x):
+                figure.add_scatter(**trace, row=row, col=1)
+        for trace in _events(index, run, of_run, x):
+            figure.add_scatter(**trace, row=count, col=1)
+    # One entry for each run, which shows or hides all that it has.
+    for trace in {one.legendgroup: one for one in reversed(figure.data)}.values():
+        trace.showlegend = True
+    figure.update_xaxes(title_text=_AXES[x], row=count, col=1)
+    figure.update_yaxes(automargin=True)
+    scales = [
+        {"label": label, "method": "relayout", "args": [{f"{axis}.type": kind for axis in axes}]}
+        for axes in [[f"yaxis{row or ''}" for row in [0, *range(2, count)]]]
+        for label, kind in (("linear", "linear"), ("log", "log"))
+    ]
+    menu = {"type": "buttons", "direction": "right", "buttons": scales, "x": 1, "xanchor": "right"}
+    figure.update_layout(
+        updatemenus=[{**menu, "y": 1 + 40 / (_HEIGHT * count), "yanchor": "bottom"}], showlegend=len(runs) > 1
+    )
+    return figure.update_layout(height=_HEIGHT * count)
 
 
+_OWN_ENTRY = {"legendgroup": None, "showlegend": True}
 _AXES = {"step": "step", "number": "save number"}
 
 
-def _branches(
-    left: Sequence[Row], at: Mapping[int, tuple[Any, Any, str]], saves: Sequence[Row]
-) -> Iterator[tuple[Any, Any, str]]:
+def _axis(runs: Sequence[Row]) -> str:
+    return "step" if any(save["step"] for run in runs for save in run["saves"]) else "number"
+
+
+def _curves(index: int, run: Row, saves: Sequence[Row], name: str, x: str) -> Iterator[dict[str, Any]]:
+    """Yield the traces of a run and a metric: its curve, abandoned branches, the best checkpoint."""
+    finite = [save for save in saves if _is_finite(save["metrics"].get(name)) and save[x] is not None]
+    at = {save["number"]: (save[x], save["metrics"][name], hover_text(save, run)) for save in finite}
+    points = [at[save["number"]] for save in finite if not save["abandoned"]]
+    colour, symbol = _COLOURS[index % 6], _SYMBOLS[index % 6]
+    if points:
+        marker = {"symbol": symbol, "size": 4 if len(points) > 100 else 7}
+        yield _trace(index, run, points, colour, mode="lines+markers", marker=marker)
+    if left := [*branches([save for save in finite if save["abandoned"]], at, run["saves"])]:
+        look = {"symbol": f"{symbol}-open", "size": 7}
+        yield _trace(index, run, left, colour, mode="lines+markers", marker=look, line={"dash": "dot"})
+    if run["goal"] and run["goal"]["metric"] == name and run["best"] in at:
+        look = {"symbol": "star", "size": 15, "line": {"color": "white", "width": 1}}
+        yield _trace(index, run, [at[run["best"]]], colour, mode="markers", marker=look)
+
+
+def branches(left: Sequence[Row], at: Mapping[int, Point], saves: Sequence[Row]) -> Iterator[Point]:
     """Yield a line for each abandoned save, from the last save before it on its branch that is shown."""
     parents = {save["number"]: save["parent"] for save in saves}
     for save in left:
@@ -175,12 +152,78 @@ def _branches(
             parent = parent if parent is not None and parent < before else None
         if parent is not None and parent < number:
             yield from (at[parent], at[number], (None, None, ""))
+        else:
+            yield from (at[number], (None, None, ""))
 
 
-def _trace(index: int, kind: str, points: Sequence[tuple[Any, Any, str]]) -> Trace:
-    xs, ys, texts = [list(values) for values in zip(*points, strict=True)] if points else ([], [], [])
-    is_line = kind in ("curve", "branch")
-    return {"run": index, "kind": kind, "x": xs, "y": ys} | ({} if is_line else {"text": texts})
+def _events(index: int, run: Row, saves: Sequence[Row], x: str) -> Iterator[dict[str, Any]]:
+    places = {save["number"]: save[x] for save in run["saves"]}
+    found: dict[str, list[Point]] = {kind: [] for kind in _EVENTS}
+    for event in run["events"]:
+        place = event["step"] if x == "step" else places.get(event["number"])
+        if place is not None:
+            found[event["kind"]].append((place, _EVENTS[event["kind"]][0], hover_text_of_event(event)))
+    odd = [save for save in saves if not all(map(_is_finite, save["metrics"].values()))]
+    found["odd"] = [(s[x], _EVENTS["odd"][0], hover_text(s, run)) for s in odd if s[x] is not None]
+    for kind, points in found.items():
+        if points:
+            look = {"symbol": _EVENTS[kind][1], "size": 11}
+            shown = _spread(points, _MOST_EVENTS)
+            yield _trace(index, run, shown, _COLOURS[index % 6], mode="markers", marker=look)
+
+
+def _trace(index: int, run: Row, points: Sequence[Point], colour: str, **look: Any) -> dict[str, Any]:
+    xs, ys, texts = ([*values] for values in zip(*points, strict=True))
+    look["marker"] = {"color": colour, **look.get("marker", {})}
+    name = {"name": _safe(run["run"]), "legendgroup": str(index), "showlegend": False}
+    return {"x": xs, "y": ys, "hovertext": texts, "hoverinfo": "text", **name, **look}
+
+
+def of_costs(runs: Sequence[Row], saves: Sequence[Sequence[Row]]) -> Any:
+    """Return a figure of what saving cost; None if the history does not say."""
+    import plotly.graph_objects as go  # type: ignore[import-untyped, unused-ignore]
+
+    figure, x = go.Figure(), _axis(runs)
+    for index, (run, of_run) in enumerate(zip(runs, saves, strict=True)):
+        for key, title, form in (("lost", "held up", ""), ("durable", "durable after", "-open")):
+            points = [(save[x], save[key], hover_text(save)) for save in of_run if save[key] is not None]
+            if points:
+                look = {"symbol": _SYMBOLS[index % 6] + form, "size": 8}
+                trace = _trace(index, run, points, _COLOURS[index % 6], mode="markers", marker=look)
+                named = f"{trace['name']}: {title}" if len(runs) > 1 else title
+                figure.add_scatter(**trace | {"name": named, **_OWN_ENTRY})
+    figure.update_layout(xaxis_title=_AXES[x], yaxis_ticksuffix=" s", yaxis_rangemode="tozero")
+    return figure if figure.data else None
+
+
+def of_sizes(run: Row, saves: Sequence[Row]) -> Any:
+    """Return a figure of the sizes of a run's checkpoints; None if it has none."""
+    import plotly.graph_objects as go  # type: ignore[import-untyped, unused-ignore]
+
+    here = [save for save in saves if save["size"] and save["own"] is not None]
+    if not here:
+        return None
+    own = [(save["number"], save["own"], hover_text(save)) for save in here]
+    rest = [(save["number"], max(0, save["size"] - save["own"]), hover_text(save)) for save in here]
+    figure = go.Figure()
+    for title, points, pattern in (("not shared", own, ""), ("shared with others", rest, "/")):
+        if any(size for _, size, _ in points) or not pattern:
+            trace = _trace(0, run, points, _COLOURS[0], marker={"pattern": {"shape": pattern}})
+            figure.add_bar(**trace | {"name": title, **_OWN_ENTRY})
+    figure.update_layout(barmode="stack", xaxis_title=_AXES["number"], yaxis_ticksuffix="B")
+    return figure.update_layout(xaxis_type="category" if len(here) <= 12 else "linear")
+
+
+def drawn(figure: Any, label: str, nonce: str) -> Markup:
+    """Return the HTML of a figure; its scripts bear the nonce, without which the page runs none."""
+    figure.update_layout(
+        template="plotly_white", margin={"l": 8, "r": 12, "t": 60, "b": 8}, hovermode="closest"
+    )
+    text = figure.to_html(
+        full_html=False, include_plotlyjs=False, config=_CONFIG, default_height=_HEIGHT, validate=False
+    )
+    scripts = text.replace("<script", f'<script nonce="{nonce}"')
+    return Markup(f'<div class="plot" role="img" aria-label="{html.escape(label)}">{scripts}</div>')
 
 
 def hover_text(save: Row, run: Row | None = None) -> str:
@@ -190,27 +233,22 @@ def hover_text(save: Row, run: Row | None = None) -> str:
     title = f"checkpoint {save['number']}"
     costs = [f"held up training for {duration(save['lost'])}"] if save["lost"] is not None else []
     costs += [f"durable after {duration(save['durable'])}"] if save["durable"] is not None else []
+    there = ", damaged" if save["problem"] else "" if save["here"] else ", not kept"
     lines = [
         f"<b>{', '.join([title, *named])}</b>",
         _place(save),
         *(f"{_safe(name)} {number(value)}" for name, value in [*save["metrics"].items()][:8]),
         " · ".join(filter(None, (when(save["time"]), save["why"] and f"why: {_safe(save['why'])}"))),
         ", ".join(costs),
-        f"{bytes_of(save['size'])}{_whether_here(save)}" if save["size"] is not None else "",
+        f"{bytes_of(save['size'])}{there}" if save["size"] is not None else "",
     ]
-    return "<br>".join(line for line in lines if line)
-
-
-def _whether_here(save: Row) -> str:
-    if save["problem"]:
-        return ", damaged"
-    return "" if save["here"] else ", not kept"
+    return "<br>".join(filter(None, lines))
 
 
 def hover_text_of_event(event: Row) -> str:
     """Return the lines about a resume, a preemption or the like that plotly shows at its point."""
     lines = [f"<b>{_safe(sentence(event))}</b>", _place(event), when(event["time"])]
-    return "<br>".join(line for line in lines if line)
+    return "<br>".join(filter(None, lines))
 
 
 def sentence(event: Row) -> str:
@@ -229,8 +267,7 @@ def sentence(event: Row) -> str:
 
 
 def _place(row: Row) -> str:
-    known = [f"{key} {row[key]:,}" for key in ("step", "epoch", "batch") if row[key] is not None]
-    return ", ".join(known)
+    return ", ".join(f"{key} {row[key]:,}" for key in ("step", "epoch", "batch") if row[key] is not None)
 
 
 def number(value: Json) -> str:

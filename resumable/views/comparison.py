@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
 
 from ..files import disk, file_reader
+from ..files.jsonl import plain
 from ..files.strict_json import Json
 from ..progress import Told
 from ..run import changes
@@ -17,61 +17,9 @@ from ..run.checkpoint import RANKS, Checkpoint
 from .contents import Contents, Key, Tensor, scan
 from .magnitudes import Distance, distance_of
 
-
-class Pair(NamedTuple):
-    """A tensor in both checkpoints; None where one has no tensor of that name."""
-
-    key: Key
-    before: Tensor | None
-    after: Tensor | None
-    distance: Distance | None = None
-    """None if they cannot be compared number by number."""
-
-    @property
-    def part(self) -> str:
-        """The part that it belongs to."""
-        either = self.before or self.after
-        assert either
-        return either.part
-
-    @property
-    def what(self) -> str:
-        """How they differ: changed, missing, new, or of another dtype or shape."""
-        if self.before is None or self.after is None:
-            return "missing" if self.before else "new"
-        if self.before.dtype != self.after.dtype:
-            return "other dtype"
-        return "changed" if self.before.shape == self.after.shape else "other shape"
-
-
-class Change(NamedTuple):
-    """A value that differs; MISSING where one checkpoint has none."""
-
-    kind: str
-    """One of "part", "setting", "value", "environment"."""
-    name: str
-    before: Json
-    after: Json
-    effect: str | None = None
-    """What it does to the numbers, if that is known."""
-
-
-MISSING = {"$missing": None}
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """In what two checkpoints differ."""
-
-    count: int
-    """How many tensors were compared."""
-    pairs: Sequence[Pair]
-    changes: Sequence[Change]
-
-    @property
-    def is_equal(self) -> bool:
-        """Whether nothing differs."""
-        return not (self.pairs or self.changes)
+Row = dict[str, Any]
+_MISSING = object()
+_Name = TypeVar("_Name")
 
 
 def size_to_read(before: Contents, after: Contents) -> int:
@@ -80,17 +28,63 @@ def size_to_read(before: Contents, after: Contents) -> int:
     return sum(one.found.about.files[file].size for one in (before, after) for file in {*one.heads} - shared)
 
 
-def compare(before: Contents, after: Contents, told: Told | None = None) -> Comparison:
-    """Return in what two checkpoints differ; files with the same digest in both manifests are not read."""
+def compare(before: Contents, after: Contents, told: Told | None = None) -> Row:
+    """Return in what two checkpoints differ, as `diff --json` prints it but for the distances of tensors.
+
+    Files with the same digest in both manifests are not read.
+    """
     shared = _unchanged_files(before, after)
-    tensors = [{tensor.key: tensor for tensor in one.tensors} for one in (before, after)]
-    keys = [*dict.fromkeys([*tensors[0], *tensors[1]])]
-    pairs = [Pair(key, tensors[0].get(key), tensors[1].get(key)) for key in keys]
-    fit = {pair.key: pair for pair in pairs if pair.what == "changed"}
+    then, now = ({tensor.key: tensor for tensor in one.tensors} for one in (before, after))
+    both = {key: (then.get(key), now.get(key)) for key in [*then, *(now.keys() - then.keys())]}
+    fit = {key: pair[1] for key, pair in both.items() if pair[1] and _how(*pair) == "changed"}
     distances = _distances(before, after, fit, shared, told)
-    found = [pair._replace(distance=distances.get(pair.key)) for pair in pairs]
-    differ = [pair for pair in found if pair.what != "changed" or (pair.distance and pair.distance.changed)]
-    return Comparison(len(pairs), differ, [*_changes(before, after)])
+    tensors = [
+        _tensor_row(key[1], *pair, distances.get(key))
+        for key, pair in both.items()
+        if key not in fit or distances[key].changed
+    ]
+    changes = [*_changes(before, after)]
+    return {
+        "before": _checkpoint_row(before),
+        "after": _checkpoint_row(after),
+        "equal": not (tensors or changes),
+        "compared": len(both),
+        "tensors": tensors,
+        "changes": changes,
+    }
+
+
+def _checkpoint_row(held: Contents) -> Row:
+    about = held.found.about
+    return {"number": about.number, "path": str(held.found.path), "step": about.step, "run_id": about.run_id}
+
+
+def _how(before: Tensor | None, after: Tensor | None) -> str:
+    if before is None or after is None:
+        return "missing" if before else "new"
+    if before.dtype != after.dtype:
+        return "other dtype"
+    return "changed" if before.shape == after.shape else "other shape"
+
+
+def _tensor_row(name: str, before: Tensor | None, after: Tensor | None, distance: Distance | None) -> Row:
+    """Return in what a tensor differs; its distance is None if it cannot be compared number by number."""
+    known = distance if distance and distance.before.is_known else None
+    then, now = (one and {"dtype": one.dtype, "shape": one.shape} for one in (before, after))
+    either = before or after
+    assert either
+    return {
+        "name": name,
+        "part": either.part,
+        "what": _how(before, after),
+        "before": then,
+        "after": now,
+        "changed": distance and distance.changed,
+        "largest": known and plain(known.most),
+        "relative": known and plain(known.relative),
+        "not_finite": known and known.not_finite,
+        "distance": distance,
+    }
 
 
 def _unchanged_files(before: Contents, after: Contents) -> set[str]:
@@ -99,7 +93,7 @@ def _unchanged_files(before: Contents, after: Contents) -> set[str]:
 
 
 def _distances(
-    before: Contents, after: Contents, fit: Mapping[Key, Pair], shared: set[str], told: Told | None
+    before: Contents, after: Contents, fit: Mapping[Key, Tensor], shared: set[str], told: Told | None
 ) -> dict[Key, Distance]:
     for file in {*after.heads} - shared:
         # Verified as a whole first. Below it is read again, piece by piece: a committed file stays as it is.
@@ -110,11 +104,10 @@ def _distances(
         opened = {file: stack.enter_context(_opened(after.found, file)) for file in {*after.heads} - shared}
 
         def take(tensor: Tensor, at: int, piece: memoryview) -> None:
-            pair = fit.get(tensor.key)
-            if pair is None or pair.after is None:
+            if (met := fit.get(tensor.key)) is None:
                 return
-            begin = pair.after.begin + at
-            other = file_reader.read_range(opened[pair.after.file], begin, begin + piece.nbytes)
+            begin = met.begin + at
+            other = file_reader.read_range(opened[met.file], begin, begin + piece.nbytes)
             distance = distance_of(piece, other, tensor.dtype, tensor.width)
             with guard:
                 found[tensor.key].add(distance)
@@ -131,33 +124,37 @@ def _opened(found: Checkpoint, file: str) -> Iterator[int]:
         yield opened.fileno()
 
 
-def _changes(before: Contents, after: Contents) -> Iterator[Change]:
+def _changes(before: Contents, after: Contents) -> Iterator[Row]:
+    """Yield the parts, settings, values and facts about the environment that differ."""
     then, now = before.found.about, after.found.about
+    is_on_gpu = bool(then.environment.get("gpus") or now.environment.get("gpus"))
     kinds = [{name: one.kind_of(name) for name in one.found.about.parts} for one in (before, after)]
     for name, one, other in _unequal(*kinds):
-        yield Change("part", name, one, other)
+        yield _change_row("part", name, one, other)
     for name, one, other in _unequal(then.built, now.built):
-        yield Change("setting", name, one, other, changes.setting_effect(name))
+        yield _change_row("setting", name, one, other, changes.setting_effect(name))
     for name, one, other in _unequal({"processes": then.world_size}, {"processes": now.world_size}):
-        yield Change("setting", name, one, other, changes.WILL)
+        yield _change_row("setting", name, one, other, changes.WILL)
     for place, one, other in _unequal(before.leaves(), after.leaves()):
-        yield Change("value", f"{_rank(place.stem)}{place.path}", one, other)
-    is_on_gpu = bool(then.environment.get("gpus") or now.environment.get("gpus"))
+        yield _change_row("value", f"{_rank(place.stem)}{place.path}", one, other)
     for name, one, other in _unequal(then.environment, now.environment):
         effect = changes.environment_effect(name, one, other, is_on_gpu)
-        yield Change("environment", name, one, other, effect)
+        yield _change_row("environment", name, one, other, effect)
+
+
+def _change_row(kind: str, name: str, before: Any, after: Any, effect: str | None = None) -> Row:
+    missing = "before" if before is _MISSING else "after" if after is _MISSING else None
+    then, now = (None if side is _MISSING else side for side in (before, after))
+    return {"kind": kind, "name": name, "before": then, "after": now, "effect": effect, "missing": missing}
 
 
 def _rank(stem: str) -> str:
     return f"rank {int(stem.removeprefix(RANKS))}: " if stem.startswith(RANKS) else ""
 
 
-_Name = TypeVar("_Name")
-
-
-def _unequal(then: Mapping[_Name, Json], now: Mapping[_Name, Json]) -> Iterator[tuple[_Name, Json, Json]]:
+def _unequal(then: Mapping[_Name, Json], now: Mapping[_Name, Json]) -> Iterator[tuple[_Name, Any, Any]]:
     for name in dict.fromkeys([*then, *now]):
-        one, other = then.get(name, MISSING), now.get(name, MISSING)
+        one, other = then.get(name, _MISSING), now.get(name, _MISSING)
         # By their JSON: to Python 1, 1.0 and True are equal.
-        if one is not other and json.dumps(one, sort_keys=True) != json.dumps(other, sort_keys=True):
+        if _MISSING in (one, other) or json.dumps(one, sort_keys=True) != json.dumps(other, sort_keys=True):
             yield name, one, other

@@ -247,19 +247,11 @@ def measure(contents: Contents, told: Told | None = None) -> Measured:
     return Measured(sizes, states)
 
 
-class Generator(NamedTuple):
-    """A random generator and its state."""
+def generators(contents: Contents, measured: Measured) -> Iterator[dict[str, Json]]:
+    """Yield the random generators in a checkpoint: equal states have equal digests.
 
-    rank: int | None
-    """The process that has it; None if all have the same."""
-    name: str
-    kind: str
-    state: str
-    """A digest: equal states have equal ones."""
-
-
-def generators(contents: Contents, measured: Measured) -> Iterator[Generator]:
-    """Yield the random generators in a checkpoint."""
+    The rank is that of the process that has it; None if all have the same.
+    """
     for stem, tree in contents.trees.items():
         rank = int(stem.removeprefix(RANKS)) if stem.startswith(RANKS) else None
         for part, value in tree.items():
@@ -269,7 +261,7 @@ def generators(contents: Contents, measured: Measured) -> Iterator[Generator]:
                     text = [json.dumps(state, sort_keys=True)]
                     text += [measured.states.get((stem, one.name), "") for one in stored(state)]
                     digest = xxhash.xxh3_64_hexdigest("".join(text).encode())[:8]
-                    yield Generator(rank, name, _algorithm(state), digest)
+                    yield {"rank": rank, "name": name, "kind": _algorithm(state), "state": digest}
 
 
 def _algorithm(state: Json) -> str:

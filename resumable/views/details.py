@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from functools import reduce
 from typing import Any, TypeVar
 
 from ..errors import printable
@@ -13,7 +12,6 @@ from ..files.jsonl import plain
 from ..files.strict_json import Json
 from ..run.checkpoint import RANKS
 from ..run.policy import bytes_of
-from .comparison import MISSING, Change, Comparison, Pair
 from .contents import RANDOM, Contents, Measured, Tensor, generators
 from .magnitudes import Distance, Size
 from .tables import age, bold, numbers, print_table
@@ -47,7 +45,7 @@ def facts(held: Contents, measured: Measured, why: str | None) -> Row:
         "settings": dict(about.built),
         "groups": [*_group_rows(held)],
         "values": dict(_values(held)),
-        "random": [one._asdict() for one in generators(held, measured)],
+        "random": [*generators(held, measured)],
         "environment": dict(about.environment),
     }
 
@@ -199,79 +197,40 @@ def _is_dull(name: str, value: Json, settings: Mapping[str, Json]) -> bool:
 _TELLING = ("_last_lr", "source.batches", "source.samples")
 
 
-def differences(then: Contents, now: Contents, found: Comparison) -> Row:
-    """Return in what two checkpoints differ."""
-    return {
-        "before": _checkpoint_row(then),
-        "after": _checkpoint_row(now),
-        "equal": found.is_equal,
-        "compared": found.count,
-        "tensors": [_pair_row(pair) for pair in found.pairs],
-        "changes": [_change_row(change) for change in found.changes],
-    }
-
-
-def _checkpoint_row(held: Contents) -> Row:
-    about = held.found.about
-    return {"number": about.number, "path": str(held.found.path), "step": about.step, "run_id": about.run_id}
-
-
-def _pair_row(pair: Pair) -> Row:
-    far = pair.distance
-    known = far if far and far.before.is_known else None
-    before, after = (one and {"dtype": one.dtype, "shape": one.shape} for one in (pair.before, pair.after))
-    return {
-        "name": pair.key[1],
-        "part": pair.part,
-        "what": pair.what,
-        "before": before,
-        "after": after,
-        "changed": far and far.changed,
-        "largest": known and plain(known.most),
-        "relative": known and plain(known.relative),
-        "not_finite": known and known.not_finite,
-    }
-
-
-def _change_row(change: Change) -> Row:
-    row = change._asdict()
-    missing = next((side for side in ("before", "after") if row[side] is MISSING), None)
-    return row | ({missing: None} if missing else {}) | {"missing": missing}
-
-
-def print_differences(
-    then: Contents, now: Contents, found: Comparison, depth: int | None, all_of_it: bool
-) -> None:
-    """Print in what two checkpoints differ."""
-    whom = zip("AB", map(_checkpoint_row, (then, now)), strict=True)
+def print_differences(found: Row, kinds: Mapping[str, Json], depth: int | None, all_of_it: bool) -> None:
+    """Print in what two checkpoints differ; `kinds` are the kinds of the parts of the first."""
+    whom = zip("AB", (found["before"], found["after"]), strict=True)
     rows = [[f"{side} checkpoint {one['number']}", f"step {one['step']}", one["path"]] for side, one in whom]
     print_table(rows, (0, 2))
-    if found.is_equal:
-        print(f"\nequal: {found.count} tensors to the last bit, all values, settings and the environment")
+    if found["equal"]:
+        print(
+            f"\nequal: {found['compared']} tensors to the last bit, all values, settings and the environment"
+        )
         return
-    print(f"\n{len(found.pairs):,} of {found.count:,} tensors differ")
-    kinds = {name: then.kind_of(name) for name in then.found.about.parts}
-    named = [(pair.part, pair.key[1], pair) for pair in found.pairs]
+    print(f"\n{len(found['tensors']):,} of {found['compared']:,} tensors differ")
+    named = [(row["part"], row["name"], row) for row in found["tensors"]]
     for part, gathered in _by_part(named, kinds, depth, all_of_it):
         are_sizes = kinds.get(part) not in RANDOM
-        rows = [_pair_cells(name, pairs, are_sizes) for name, pairs in gathered.items()]
+        rows = [_pair_cells(name, some, are_sizes) for name, some in gathered.items()]
         head = ["", "", "values that differ", "largest", "relative", ""]
         _print_section(f"tensors of {part or 'no part'}", [head, *rows], (0, 5), all_of_it)
     titles = {"part": "parts", "setting": "settings", "value": "values", "environment": "environment"}
     for kind, title in titles.items():
-        rows = [_change_cells(change) for change in found.changes if change.kind == kind]
+        rows = [_change_cells(change) for change in found["changes"] if change["kind"] == kind]
         _print_section(title, rows, (0, 1, 2, 3), all_of_it)
 
 
-def _pair_cells(name: str, pairs: Sequence[Pair], are_sizes: bool) -> list[str]:
-    far = reduce(_joined, (pair.distance for pair in pairs if pair.distance), Distance())
+def _pair_cells(name: str, rows: Sequence[Row], are_sizes: bool) -> list[str]:
+    far = Distance()
+    for row in rows:
+        far.add(row["distance"] or Distance())
     are_numbers = are_sizes and far.before.is_known and far.before.count
-    words = dict.fromkeys(_what(pair) for pair in pairs if pair.what != "changed")
+    words = dict.fromkeys(_what(row) for row in rows if row["what"] != "changed")
     if far.not_finite:
         words[f"{far.not_finite:,} no longer finite"] = None
     return [
         name,
-        f"{len(pairs)} tensors" if len(pairs) > 1 else "",
+        f"{len(rows)} tensors" if len(rows) > 1 else "",
         f"{far.changed:,} of {far.before.count:,}" if far.before.count else "",
         _number(far.most) if are_numbers else "",
         _number(far.relative) if are_numbers else "",
@@ -279,22 +238,18 @@ def _pair_cells(name: str, pairs: Sequence[Pair], are_sizes: bool) -> list[str]:
     ]
 
 
-def _joined(one: Distance, other: Distance) -> Distance:
-    one.add(other)
-    return one
+def _what(row: Row) -> str:
+    before, after = row["before"], row["after"]
+    if before is None or after is None:
+        return "only in A" if before else "only in B"
+    if row["what"] == "other dtype":
+        return f"{before['dtype']} -> {after['dtype']}"
+    return f"{_shape(before['shape'])} -> {_shape(after['shape'])}"
 
 
-def _what(pair: Pair) -> str:
-    if pair.before is None or pair.after is None:
-        return "only in A" if pair.before else "only in B"
-    if pair.what == "other dtype":
-        return f"{pair.before.dtype} -> {pair.after.dtype}"
-    return f"{_shape(pair.before.shape)} -> {_shape(pair.after.shape)}"
-
-
-def _change_cells(change: Change) -> list[str]:
-    then, now = ("-" if side is MISSING else _shown(side) for side in (change.before, change.after))
-    return [change.name, then, f"-> {now}", change.effect or ""]
+def _change_cells(row: Row) -> list[str]:
+    then, now = ("-" if row["missing"] == side else _shown(row[side]) for side in ("before", "after"))
+    return [row["name"], then, f"-> {now}", row["effect"] or ""]
 
 
 def _by_part(

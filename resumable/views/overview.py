@@ -201,22 +201,8 @@ def _attempts(lines: Sequence[Line], here: Sequence[Kept]) -> list[Row]:
             "environment": dict(environments[number]) if number in environments else None,
             "changed": [row for row in changed if isinstance(row, dict)] if isinstance(changed, list) else [],
         }
-        found.append(about | more | {"differs": _differences(found[-1], about | more) if found else []})
+        found.append(about | more)
     return found
-
-
-def _differences(before: Row, now: Row) -> list[Row]:
-    """Return in what the host, command and environment of an attempt differ from the one before."""
-    then, new = _settings(before), _settings(now)
-    both = [name for name in new if name in then and None not in (then[name], new[name])]
-    return [{"name": name, "then": then[name], "now": new[name]} for name in both if then[name] != new[name]]
-
-
-def _settings(attempt: Row) -> Row:
-    versions, environment = attempt["versions"], attempt["environment"]
-    found = {key: attempt[key] for key in ("host", "argv", "git", "dirty")}
-    found |= environment if isinstance(environment, dict) else {}
-    return found | (versions if isinstance(versions, dict) else {})
 
 
 def _text(value: Json) -> str | None:

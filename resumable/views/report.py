@@ -2,27 +2,49 @@
 
 from __future__ import annotations
 
-import base64
-import gzip
+import contextlib
 import html
-import importlib.util
 import os
-import re
+import secrets
 from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 
-from ..errors import UsageError
+from ..errors import SaveFailed, UsageError
+from ..files import disk
 from ..files.strict_json import Json
 from ..progress import Progress
 from ..run.checkpoint import Checkpoint
 from ..run.directory import Run
-from ..run.markup import Markup, in_script, tag
-from . import html_page, sections
-from .charts import Curves, metrics
+from ..run.markup import escaped
+from ..run.policy import when
+from ..version import __version__
+from . import sections
 from .overview import overview
 
 NAME = "report.html"
 """The default file name of a report."""
+
+_MARK = '<!doctype html>\n<html lang="en" data-made-by="resumable report">'
+_PAGE = """{mark}
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'nonce-{nonce}'; \
+style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title} · resumable report</title>
+<style>{style}</style>
+<script nonce="{nonce}">{library}</script>
+</head>
+<body>
+<header><h1>{title}</h1><div class="quiet">resumable report, made {made}</div></header>
+<main>
+{body}
+</main>
+<footer>resumable {version}. Charts: plotly.js, MIT licence. This page needs no network.</footer>
+</body>
+</html>
+"""
 
 
 class Report:
@@ -57,52 +79,70 @@ def _verify(found: Checkpoint) -> None:
 def write(
     runs: Sequence[Run], path: str | os.PathLike[str] = NAME, *, reads_all: bool = False
 ) -> tuple[Report, list[dict[str, Json]]]:
-    """Write a page about some runs; return it and the facts that it shows.
+    """Write a page about some runs, completely or not at all; return it and the facts that it shows.
 
     With `reads_all` every byte is verified, otherwise only sizes and manifests.
     """
     target = Path(path)
-    html_page.check(target, "report")
+    _check(target)
     library = _library()
     found = facts(runs, reads_all=reads_all)
-    html_page.write(target, page(found, library))
+    text = page(found, library)
+    try:
+        disk.replace(Path(os.path.realpath(target)), text.encode(errors="replace"))
+    except OSError as exc:
+        raise SaveFailed(
+            f"the page could not be written to {target}: {exc.strerror}.",
+            fix="mend the cause (room on the disk, permissions), or name another file.",
+        ) from exc
     return Report(target), found
 
 
-def _library() -> bytes:
+def _check(target: Path) -> None:
+    """Check that a page can be written there: only an older report is replaced."""
+    if target.is_dir():
+        raise UsageError(f"{target} is a folder.", fix=f"name a file: {target / NAME}.")
+    if not (folder := Path(os.path.abspath(target)).parent).is_dir():
+        raise UsageError(f"there is no folder {folder} to write {target.name} to.", fix="make it first.")
+    if os.path.lexists(target) and not _is_report(target):
+        raise UsageError(
+            f"{target} is there already, and is not a page that `resumable report` has written.",
+            fix="name another file, or move that one away.",
+        )
+
+
+def _is_report(path: Path) -> bool:
+    # A pipe would never end.
+    with contextlib.suppress(OSError):
+        if path.is_file():
+            with path.open("rb") as file:
+                return file.read(len(_MARK)) == _MARK.encode()
+    return False
+
+
+def _library() -> str:
     """Return plotly.js, which draws the charts."""
-    found = importlib.util.find_spec("plotly")
-    for folder in (found and found.submodule_search_locations) or ():
-        file = Path(folder) / "package_data" / "plotly.min.js"
-        if file.is_file():
-            return file.read_bytes()
-    raise UsageError(
-        "the report needs the package plotly, which draws its charts.",
-        fix='pip install "torch-resumable[report]"',
-    )
+    try:
+        from plotly.offline import get_plotlyjs  # type: ignore[import-untyped, unused-ignore]
+    except ImportError as exc:
+        raise UsageError(
+            "the report needs the package plotly, which draws its charts.",
+            fix='pip install "torch-resumable[report]"',
+        ) from exc
+    return str(get_plotlyjs())
 
 
-def page(runs: Sequence[Mapping[str, Json]], library: bytes) -> str:
+def page(runs: Sequence[Mapping[str, Json]], library: str) -> str:
     """Return the page about runs, as `overview` describes them."""
-    curves = Curves(runs)
-    names = [str(run["run"]) for run in runs]
-    made = sections.Page(curves, metrics(runs))
-    body = made.make()
-    charts = in_script({"runs": names, "charts": made.charts})
-    # Browsers can decompress gzip by themselves.
-    packed = base64.b64encode(gzip.compress(library, 9, mtime=0)).decode()
-    return html_page.page(
-        "report",
-        title=", ".join(names),
-        heading=Markup(sections.runs_named(names)),
-        body=body,
-        note=f" Charts: plotly.js {_version(library)}, MIT licence.",
-        data=tag("script", charts, type="application/json", id="data")
-        + tag("script", Markup(packed), type="text/plain", id="library"),
-        script=html_page.text_of("report.js"),
+    # Only scripts with the nonce run: what a manifest holds does nothing, even if it were not escaped.
+    nonce = secrets.token_hex(16)
+    return _PAGE.format(
+        mark=_MARK,
+        title=", ".join(escaped(run["run"]) for run in runs),
+        made=when(datetime.now(timezone.utc).isoformat()),
+        version=__version__,
+        style=(Path(__file__).parent / "page.css").read_text(encoding="utf-8"),
+        nonce=nonce,
+        library=library,
+        body=sections.body(runs, nonce),
     )
-
-
-def _version(library: bytes) -> str:
-    found = re.search(rb"plotly\.js (v[0-9.]+)", library[:300])
-    return found[1].decode() if found else ""

@@ -9,6 +9,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from .. import progress
 from ..errors import printable
 from ..run.policy import bytes_of, moment
 
@@ -133,8 +134,4 @@ def age(saved: str) -> str:
     """
     if (then := moment(saved)) is None:
         return "?"
-    seconds = time.time() - then
-    for length, unit in ((86400, "days"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * length:
-            return f"{seconds // length:.0f} {unit} ago"
-    return f"{max(0, seconds):.0f} s ago"
+    return f"{progress.age(time.time() - then)} ago"

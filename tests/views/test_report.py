@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from resumable import Preempted, RunState, UsageError
 from resumable.cli.app import main
 from resumable.run.directory import Run
 from resumable.views import report
-from resumable.views.charts import MOST, Curves, metrics, shown
+from resumable.views.charts import MOST, metrics, of_metrics, of_sizes, shown
 from resumable.views.overview import overview
 
 
@@ -127,8 +128,8 @@ def test_a_file_that_is_missing_or_short_is_told_without_reading(
     assert [bool(save["problem"]) for save in found["saves"]] == [False, True, False]
     assert [save["own"] is None for save in found["saves"]] == [False, True, False]
     assert found["newest"] == 3
-    sizes: Any = Curves([found]).sizes(0)
-    assert [(trace["kind"], trace["x"]) for trace in sizes["traces"]] == [("own", [1, 3])]
+    sizes = of_sizes(found, shown(found))
+    assert [(trace.name, trace.x) for trace in sizes.data] == [("not shared", (1, 3))]
 
 
 def test_one_flipped_bit_is_found_where_every_byte_is_read(run_dir: Path) -> None:
@@ -144,20 +145,6 @@ def test_one_flipped_bit_is_found_where_every_byte_is_read(run_dir: Path) -> Non
     assert (by_bytes["checked"], by_bytes["newest"]) == ("bytes", 2)
 
 
-def test_what_attempts_ran_on_is_compared(trained: Path) -> None:
-    copy = trained.parent / "moved"
-    copy.mkdir()
-    lines = [json.loads(line) for line in (trained / "history.jsonl").read_text().splitlines()]
-    starts = [line for line in lines if line["event"] == "start"]
-    starts[1] |= {"host": "elsewhere", "versions": starts[0]["versions"] | {"torch": "9.9"}}
-    (copy / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-    found: dict[str, Any] = overview(Run(copy))
-
-    assert [row["name"] for row in found["attempts"][1]["differs"]] == ["host", "torch"]
-    assert found["attempts"][1]["differs"][1]["now"] == "9.9"
-
-
 @pytest.mark.parametrize("content", [b"", b"\0\n[1]\n", b'{"event": "start"}\n{"event": "end", "how": 3}\n'])
 def test_a_history_that_says_nothing_leaves_what_the_checkpoints_say(run_dir: Path, content: bytes) -> None:
     train(run_dir, 3)
@@ -166,7 +153,7 @@ def test_a_history_that_says_nothing_leaves_what_the_checkpoints_say(run_dir: Pa
     found: dict[str, Any] = overview(Run(run_dir))
 
     assert [save["step"] for save in found["saves"]] == [1, 2, 3]
-    assert report.page([found], b"")
+    assert report.page([found], "")
 
 
 @pytest.mark.parametrize("value", [None, 3, "x", [], {}, 1e400, -1, True, [{"a": 1}], {"a": [None]}])
@@ -179,7 +166,7 @@ def test_a_line_of_the_history_may_hold_anything(run_dir: Path, value: Any) -> N
     told = [json.dumps(line) for one, odd in zip(lines, wild, strict=True) for line in (one, odd)]
     file.write_text("\n".join([*told, *map(json.dumps, wild)]).replace("Infinity", "1e999") + "\n")
 
-    assert report.page([overview(Run(run_dir))], b"")
+    assert report.page([overview(Run(run_dir))], "")
 
 
 def test_of_very_many_saves_those_that_matter_and_the_extremes_are_shown() -> None:
@@ -222,21 +209,18 @@ def many(count: int) -> dict[str, Any]:
 
 def test_an_abandoned_branch_begins_where_it_left_the_other(trained: Path) -> None:
     run: dict[str, Any] = overview(Run(trained))
-    traces: Any = Curves([run]).metric("acc")["traces"]
+    curve, branch, *_ = of_metrics([run], [shown(run)], ["acc"]).data
 
-    [branch] = [trace for trace in traces if trace["kind"] == "branch"]
-    assert branch["x"] == [6, 7, None, 7, 8, None]
-    [curve] = [trace for trace in traces if trace["kind"] == "curve"]
-    assert curve["x"] == [*range(1, 11), 12, 13, 14]
+    assert branch.x == (6, 7, None, 7, 8, None)
+    assert curve.x == (*range(1, 11), 12, 13, 14)
 
 
 def test_a_branch_goes_past_a_save_without_that_metric(trained: Path) -> None:
     run: dict[str, Any] = overview(Run(trained))
     del run["saves"][6]["metrics"]["acc"]
-    traces: Any = Curves([run]).metric("acc")["traces"]
+    _, branch, *_ = of_metrics([run], [shown(run)], ["acc"]).data
 
-    [branch] = [trace for trace in traces if trace["kind"] == "branch"]
-    assert branch["x"] == [6, 8, None]
+    assert branch.x == (6, 8, None)
 
 
 def test_the_metric_that_says_what_is_best_comes_first(trained: Path) -> None:
@@ -279,7 +263,7 @@ def test_a_place_that_cannot_be_written_to_is_named(trained: Path, tmp_path: Pat
 def test_without_plotly_the_report_says_what_to_install(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
 
     with pytest.raises(UsageError, match=re.escape('pip install "torch-resumable[report]"')):
         report.write([Run(trained)], tmp_path / "page.html")
