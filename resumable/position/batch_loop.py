@@ -132,6 +132,7 @@ class Loop:
 
     def _ask_first(self, asked_by: FrameType) -> None:
         at, training = self._at, self._at.training
+        training.pass_begins()
         if self._is_direct:
             self._asked_first = _call(asked_by), training.progress()
         self._stage = Stage.SECOND if self._is_direct else Stage.STRAIGHT
@@ -282,6 +283,7 @@ def begin_in_thread(at: LoaderPosition, way: Way) -> Iterator[Any]:
     if not at.may_loop():
         return Over(at.training.sums)
     at.draws.begin(is_recorded=way.draws)
+    at.training.pass_begins()
     counted = CountedBySteps(at)
     return ThreadLoop(at, at.open(loads_ahead=True, step_counted=counted), counted, way)
 

@@ -169,10 +169,14 @@ class CountedLoops(TrainingCounters):
             self._begin_epoch(self.epoch + 1, is_new_body=False)
         if self._body is None:
             self.handed.loop_begins()
-            self.means.begin(self.epoch)
             has_begun = any(at.is_over or at.is_under_way() for at in self._known.all)
             self.streams.begin_batches_by_hand(is_first=not has_begun)
         return Batches(loader, hooks, way)
+
+    def pass_begins(self) -> None:
+        """Note that a pass over a loader begins: outside of any other loop it has means of its own."""
+        if self.is_outside():
+            self.means.begin(self.epoch)
 
     def at(self, name: str) -> LoaderPosition:
         """Return the position of a loader, by its name."""

@@ -91,6 +91,9 @@ class Training(Protocol):
     def next_opened(self) -> int:
         """Return the next number in the order in which loops have handed out their first batch."""
 
+    def pass_begins(self) -> None:
+        """Note that the first batch of a pass over a loader is asked for."""
+
     def handed_out(self, place: EpochPlace, digest: Any) -> bool:
         """Note that a batch is in hand, with its digest; return whether it counts as a step."""
 
