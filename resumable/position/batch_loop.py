@@ -50,6 +50,7 @@ def begin(at: LoaderPosition, hooks: Hooks, way: Way, *, is_in_thread: bool) -> 
         return Over(at.training.sums)
     at.draws.begin(is_recorded=way.draws)
     if is_in_thread:
+        at.training.pass_begins()
         counted = CountedBySteps(at)
         return ThreadLoop(at, at.open(loads_ahead=True, step_counted=counted), counted, way)
     # Before there are workers: they inherit which signals are noted.
@@ -125,6 +126,7 @@ class Loop:
 
     def _ask_first(self, asked_by: FrameType) -> None:
         at, training = self._at, self._at.training
+        training.pass_begins()
         if self._is_direct:
             self._asked_first = _call(asked_by), training.progress()
         self._stage = Stage.SECOND if self._is_direct else Stage.STRAIGHT

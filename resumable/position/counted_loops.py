@@ -13,7 +13,6 @@ from . import batch_loop
 from .batch_loop import Hooks
 from .loader_position import LoaderPosition
 from .loader_set import LoaderSet
-from .means import Means
 from .prefetching import Way
 from .random_streams import Hook, Streams
 from .script import script_frames
@@ -25,8 +24,6 @@ class CountedLoops(TrainingCounters):
 
     def __init__(self, streams: Streams, loaders: LoaderSet, processes: int) -> None:
         super().__init__(streams, loaders, processes)
-        self.means = Means()
-        """The running means of the epoch in hand."""
         self.restores = 0
         """Counts how often the training was moved elsewhere: the body that runs then does not count."""
         self._resumed_at = Boundary.OUTSIDE
@@ -170,7 +167,6 @@ class CountedLoops(TrainingCounters):
             self._begin_epoch(self.epoch + 1, is_new_body=False)
         if self._body is None:
             self.handed.loop_begins()
-            self.means.begin(self.epoch)
             has_begun = any(at.is_over or at.is_under_way() for at in self._known.all)
             self.streams.begin_batches_by_hand(is_first=not has_begun)
         return Batches(loader, hooks, way)

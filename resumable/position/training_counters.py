@@ -10,6 +10,7 @@ from ..errors import Once, UsageError
 from .loaded_batches import InHand
 from .loader_position import EpochPlace, LoaderPosition
 from .loader_set import LoaderSet
+from .means import Means
 from .random_streams import Hook, Streams
 from .script.first_lines import BeforeLoop, FirstLines
 from .script.running_sums import RunningSums
@@ -95,6 +96,8 @@ class TrainingCounters:
         self.updates = 0
         """Steps that the first optimizer has made in this process."""
         self.samples = 0
+        self.means = Means()
+        """The running means of the current epoch."""
         self.counts_steps = False
         """Whether a hook counts the optimizer's steps here."""
         self.gradients: Callable[[], object] | None = None
@@ -178,6 +181,11 @@ class TrainingCounters:
     def is_outside(self) -> bool:
         """Whether no loop of ours is running."""
         return self._body is None and not self._known.is_training()
+
+    def pass_begins(self) -> None:
+        """Note that a pass over a loader begins: outside of any other loop it has means of its own."""
+        if self.is_outside():
+            self.means.begin(self.epoch)
 
     def is_mid_epoch(self) -> bool:
         """Whether a checkpoint taken now stands between two batches of an epoch."""

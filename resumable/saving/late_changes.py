@@ -57,6 +57,9 @@ class LateChanges:
                 f"{save.number} would not have the change. Call save() last in the body.",
                 about="what is lost",
             )
+        for part in self._parts.all:
+            for text in part.outgrown():
+                self._once.warn(text)
         return changed
 
 

@@ -65,14 +65,15 @@ class Loops:
             self._training.print(f"{self._training.run} is complete: {done} of {total} {what} are done")
 
     def _watched(self, loop: Iterator[int]) -> Iterator[int]:
-        self._begin()
+        self._begin("counted")
         try:
             yield from loop
             self._saving.wait()
         finally:
             self._session.signals.end()
 
-    def _begin(self) -> None:
+    def _begin(self, kind: str) -> None:
+        self._session.warnings.begin_loop(kind)
         if self._position.is_outside():
             self._position.outside.begin_loop()
             self._position.accelerate.begin_loop()
@@ -82,7 +83,7 @@ class Loops:
         self._saving.save_cost.begin()
 
     def _begin_batches(self, name: str, at: LoaderPosition) -> None:
-        self._begin()
+        self._begin("batches")
         self._position.accelerate.begin(name, at, self._position.processes)
         self._session.steps.find_unseen()
         self._progress.begin_batches(at, at.length(), at.done)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -27,6 +28,16 @@ class SaveWarnings:
         generators = LoopGenerators(partial(_generators, self._parts, self._position))
         self._loop: tuple[LoopVariables, LoopGenerators, UnsavedWeights] | None
         self._loop = LoopVariables(self._parts.given), generators, UnsavedWeights(self._parts.given)
+        self._begun: set[str] = set()
+
+    def begin_loop(self, kind: str) -> None:
+        """Look at what the first loop of each kind begins with; the first save is compared with it."""
+        if self._loop is None or kind in self._begun:
+            return
+        self._begun.add(kind)
+        with self._looking():
+            for one in self._loop:
+                one.begin()
 
     def look_at_place(self, metrics: Mapping[str, Any]) -> None:
         """Warn of a `save()` in the script at a place where a resume cannot continue exactly."""
@@ -76,18 +87,10 @@ class SaveWarnings:
         if self._loop is None:
             return
         variables, generators, weights = self._loop
-        try:
+        with self._looking():
             changed, moved = variables.changed(), generators.moved()
             attributes, copies = weights.changed()
-        except Exception as exc:
-            if is_of_a_handler(exc):
-                raise
-            # An object of the script may raise anything when it is looked at.
-            self._loop = None
-            self._once.warn(
-                f"the variables of this loop cannot be inspected ({exc!r}), so RunState does not warn of "
-                "those that are in no checkpoint."
-            )
+        if self._loop is None:
             return
         if changed:
             names, is_one = ", ".join(changed), len(changed) == 1
@@ -120,6 +123,20 @@ class SaveWarnings:
                 f"checkpoint has {'it' if is_one else 'them'}: a resume starts from the weights before the "
                 "loop. Pass a module or an object with state_dict in extra={...}, and keep a copy that the "
                 "loop replaces in state.vars."
+            )
+
+    @contextmanager
+    def _looking(self) -> Iterator[None]:
+        """Stop looking where an object of the script raises: it may raise anything when it is looked at."""
+        try:
+            yield
+        except Exception as exc:
+            if is_of_a_handler(exc):
+                raise
+            self._loop = None
+            self._once.warn(
+                f"the variables of this loop cannot be inspected ({exc!r}), so RunState does not warn of "
+                "those that are in no checkpoint."
             )
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import determinism
-from ..boundary import Due
+from ..boundary import Boundary, Due
 from ..errors import Preempted, RemoteError, UsageError, warn
 from ..files import pin
 from ..files.strict_json import Json
@@ -194,7 +194,9 @@ class Session:
         self.training.meet()
         self.steps.look_at_others()
         self.warnings.look_at_variables()
-        with self.training.parts.where_a_body_ended(why != "called"):
+        # What follows a save at an epoch's end is the next epoch, as after a save by itself.
+        has_ended = why != "called" or self.training.position.boundary() is Boundary.EPOCH
+        with self.training.parts.where_a_body_ended(has_ended):
             handle = self.saving.save(why, metrics, self.own, self.autosave.chosen)
         self.autosave.saved(*self.saving.stood_at)
         return handle

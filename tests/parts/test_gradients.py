@@ -221,6 +221,19 @@ def test_used_gradients_are_not_saved(run_dir: Path, zero_first: bool, set_to_no
     assert saved(run_dir) == []
 
 
+def test_used_gradients_that_may_be_kept_are_saved_at_an_epochs_end(run_dir: Path) -> None:
+    objects = make(loader=True)
+    with RunState.load(run_dir, **objects, progress=False) as state:
+        for _ in state.epochs(1):
+            for x in state.batches():
+                backward(objects, x)
+                objects["optimizer"].step()
+                break
+            state.save()
+
+    assert saved(run_dir) != []
+
+
 def test_a_script_that_begins_to_keep_its_gradients_is_seen() -> None:
     objects = make()
     gradients, parameters = Gradients(objects["optimizer"]), dict(objects["model"].named_parameters())

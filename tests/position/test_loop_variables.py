@@ -664,3 +664,43 @@ def test_an_object_that_raises_is_warned_of_and_an_error_of_a_signal_is_raised(
             run(run_dir / "signal", early_stopping_by_hand)
     finally:
         signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("kind", ["weight", "center", "generator", "copy"])
+def test_what_a_loop_computes_is_warned_of_at_the_first_save(run_dir: Path, kind: str) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    weight, center, generator = 1.0, torch.zeros(2), torch.Generator().manual_seed(0)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    with RunState.load(run_dir, model=model, optimizer=optimizer, progress=False) as state:
+        for step in state.steps(2):
+            x = torch.ones(3, 2)
+            if kind == "generator":
+                x = torch.randn(3, 2, generator=generator)
+            (weight * model(x - center)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if kind == "weight":
+                weight *= 0.9
+            if kind == "center":
+                center = 0.9 * center + 0.1 * x.mean(0)
+            if kind == "copy":
+                average.update_parameters(model)
+            if step == 1:
+                named = "average" if kind == "copy" else kind
+                with pytest.warns(ResumableWarning, match=rf"\b{named}\b"):
+                    state.save()
+
+
+def test_a_tensor_that_moves_to_the_device_of_the_batches_is_not_warned_of(run_dir: Path) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mask = torch.ones(2)
+    with RunState.load(run_dir, model=model, optimizer=optimizer, progress=False) as state:
+        for _ in state.steps(2):
+            mask = mask.to("meta")
+            (model(torch.ones(3, 2)).square().mean() + 0 * len(mask)).backward()
+            optimizer.step()
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                state.save().wait()

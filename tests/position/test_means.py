@@ -136,6 +136,30 @@ def test_in_a_loop_over_steps_means_go_on_until_they_are_reset(run_dir: Path) ->
     assert seen == [0, 0.5, 2, 2.5, 3]
 
 
+def steps_over_an_iterator(run_dir: Path, stop: int) -> list[float]:
+    """Train up to a step, over epochs of four batches that the loop asks for itself."""
+    training = Training(run_dir)
+    found = []
+    with training.state as state:
+        batches = iter(state.batches())
+        for _ in state.steps(stop):
+            if (batch := next(batches, None)) is None:
+                batches = iter(state.batches())
+                batch = next(batches)
+            training.train(batch)
+            found.append(state.means["loss"])
+            state.save()
+    return found
+
+
+def test_means_over_steps_go_on_where_the_iterator_is_made_before_the_loop(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    straight = steps_over_an_iterator(tmp_path / "straight", 10)
+
+    assert [mean for stop in (4, 6, 10) for mean in steps_over_an_iterator(run_dir, stop)] == straight
+
+
 def test_to_go_back_puts_the_means_back(run_dir: Path) -> None:
     training = Training(run_dir)
     state = training.state

@@ -7,6 +7,7 @@ import sys
 from argparse import Namespace
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from itertools import islice
 from types import CodeType, FrameType, MemberDescriptorType, SimpleNamespace
 from typing import Any
@@ -28,6 +29,23 @@ _SEARCHES = {4**number for number in range(16)}
 _TOP = __name__.partition(".")[0]
 
 
+@dataclass(frozen=True, eq=False)
+class _Tensor:
+    """What differs if a tensor has changed; to be moved to another device is no change."""
+
+    number: int
+    version: int
+    device: torch.device
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Tensor):
+            return False
+        is_moved = self.device != other.device
+        return is_moved or (self.number, self.version) == (other.number, other.version)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 class LoopVariables:
     """The variables that affect the rest of the training, and that change from one save to the next.
 
@@ -38,6 +56,16 @@ class LoopVariables:
         self._given = given
         self._seen: dict[CodeType, dict[Name, Any]] = {}
         self._named: set[Name] = set()
+
+    def begin(self) -> None:
+        """Look at the loops around the first batch or body, which the first save is compared with.
+
+        Only at what a loop computes: a count, a flag or a list may change once, where it is first used.
+        """
+        for frame in script_frames.of_script(sys._getframe()):
+            now = self._values(frame).items()
+            computed = {name: value for name, value in now if isinstance(value, (float, _Tensor, bytes))}
+            self._seen[frame.f_code] = computed | self._seen.get(frame.f_code, {})
 
     def changed(self) -> list[Name]:
         """Look at the loops around a save; return the variables that have changed for the first time."""
@@ -89,6 +117,10 @@ class LoopGenerators:
         self._saves = 0
         self._seen: dict[str, tuple[rng.Generator, str]] = {}
         self._named: set[str] = set()
+
+    def begin(self) -> None:
+        """Look at the generators that the loops around the first batch or body draw from."""
+        self._seen = {name: (one, _digest(one)) for name, one in self._find().items()} | self._seen
 
     def moved(self) -> list[str]:
         """Look at the generators around a save; return those that have moved for the first time."""
@@ -170,7 +202,8 @@ def glance(name: Name, value: Any) -> dict[Name, Any]:
     if type(value) is torch.Tensor:
         # A leaf that needs a gradient is a parameter. To read a value would wait for a GPU.
         version = 0 if value.is_inference() else value._version
-        return {} if value.is_leaf and value.requires_grad else {name: (id(value), version)}
+        is_parameter = value.is_leaf and value.requires_grad
+        return {} if is_parameter else {name: _Tensor(id(value), version, value.device)}
     if type(value) in _SEQUENCES:
         last = [value[-1]] if value else []
         return {name: (len(value), *[_comparable(one) for one in last if type(one) in PLAIN])}

@@ -48,6 +48,10 @@ class UnsavedWeights:
         self._saves = 0
         self._attributes, self._copies = _Changes(), _Changes()
 
+    def begin(self) -> None:
+        """Look at the copies around the first batch or body, which the first save is compared with."""
+        self._copies.since(_copies(self._given()))
+
     def changed(self) -> tuple[list[Name], list[Name]]:
         """Return attributes of models, and holders of weights, that have changed for the first time."""
         self._saves += 1
