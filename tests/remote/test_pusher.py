@@ -30,6 +30,7 @@ from test_copies import HERE, Training, at, damage, events, heard, saved, step_o
 
 from resumable import RemoteError, ResumableWarning, Run, RunState, SaveFailed
 from resumable.files.lock import Lock
+from resumable.remote import in_training
 from resumable.remote.run_copy import Remote
 from resumable.remote.storage import Store
 
@@ -60,6 +61,12 @@ class Gated(MemoryFileSystem):  # type: ignore[misc, unused-ignore]
             Gated.gate.wait()
             Gated.written.append(path)
         return super()._open(path, mode, **options)
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a start wait for the remote: a busy machine is silent for longer than five seconds."""
+    monkeypatch.setattr(in_training, "_QUICK", 60.0)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 
@@ -37,6 +38,7 @@ WITHOUT_TORCH = sorted(
 """What `resumable ls` and its like need: they answer before torch could be imported."""
 
 
+@functools.cache
 def source(module: str) -> ast.Module:
     """Return the parsed source of a module of the package."""
     return ast.parse((PACKAGE / f"{module.replace('.', '/')}.py").read_text())
@@ -47,6 +49,7 @@ def room_of(module: str) -> str:
     return max((name for name in PLACE if f"{module}.".startswith(f"{name}.")), key=len, default=module)
 
 
+@functools.cache
 def imports(module: str, *, also_in_functions: bool = True) -> set[str]:
     """Return what a module imports: ours as `.room.module.name`, the rest by their first name."""
     tree, found = source(module), set[str]()
@@ -76,6 +79,7 @@ def test_a_module_imports_only_what_rooms_further_left_show(module: str) -> None
         assert room not in ROOMS or parts[0] in shown(room), f"{room} does not show {parts[0]} to {module}"
 
 
+@functools.cache
 def shown(room: str) -> list[str]:
     """Return the modules that a room shows to others."""
     face = source(f"{room}.__init__")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +16,9 @@ from typing import Any
 import pytest
 
 from resumable.audit import trials
+
+_LONGEST = 60
+"""What runs for more seconds in a session of its own is ended."""
 
 
 class Forks:
@@ -29,11 +34,22 @@ class Forks:
     def __call__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> int:
         if not {"RESUMABLE_STILL", "PYTHONHASHSEED", "OMP_NUM_THREADS"}.isdisjoint(environment):
             return trials.start(command, environment, log)
-        script = {"arguments": [*map(str, command[1:])], "environment": dict(environment)}
+        return self._ended(command, environment, os.getcwd(), log)
+
+    def in_session(
+        self, command: Sequence[str], environment: Mapping[str, str], folder: Path, log: Path, errors: Path
+    ) -> int:
+        """Start it in a folder and in a session of its own; what it leaves behind is killed."""
+        return self._ended(command, environment, str(folder), log, str(errors))
+
+    def _ended(
+        self, command: Sequence[str], environment: Mapping[str, str], folder: str, log: Path, errors: str = ""
+    ) -> int:
+        order = {"arguments": [*map(str, command[1:])], "environment": dict(environment), "folder": folder}
         parent = self._begun()
         assert parent.stdin
         assert parent.stdout
-        print(json.dumps({**script, "log": str(log), "folder": os.getcwd()}), file=parent.stdin, flush=True)
+        print(json.dumps({**order, "log": str(log), "errors": errors}), file=parent.stdin, flush=True)
         return int(parent.stdout.readline())
 
     def _begun(self) -> subprocess.Popen[str]:
@@ -85,15 +101,27 @@ def main() -> None:
 def _forked() -> Iterator[dict[str, Any]]:
     """Yield, in each fork, its order, and nothing in the process that all are forks of."""
     for line in sys.stdin:
+        order = json.loads(line)
         if (child := os.fork()) == 0:
-            yield json.loads(line)
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+            yield order
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if order["errors"]:
+            # Workers of a script that was killed would write to its log until they notice.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGKILL)
+        print(code, flush=True)
 
 
 def _become(order: dict[str, Any]) -> None:
     log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     os.dup2(log, 1)
+    if order["errors"]:
+        os.setsid()
+        signal.alarm(_LONGEST)
+        log = os.open(order["errors"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     os.dup2(log, 2)
+    # A process that is killed loses what it has printed and not written.
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.chdir(order["folder"])
     os.environ.clear()
