@@ -1,26 +1,26 @@
-"""Every error and warning of the library, each built with what to do about it.
+"""All errors and warnings of the library, each with a fix.
 
 ResumableError
- ├── UsageError            (ValueError)          an argument or a call that cannot be meant
- ├── NotARun               (NotADirectoryError)  the run directory is something else
+ ├── UsageError            (ValueError)          an argument or a call is invalid
+ ├── NotARun               (NotADirectoryError)  the path is not a run directory
  ├── RunInUse              (BlockingIOError)     another process is writing this run
- ├── RunExists             (FileExistsError)     a new run was asked for where one already is
- ├── CheckpointNotFound    (FileNotFoundError)   nothing there to go on from
- ├── CheckpointDamaged     (ValueError)          the bytes are not the ones that were written
- ├── CheckpointNotExpected (ValueError)          the content is not the one that expect= names
- ├── CannotRead            (OSError)             a file is there, but this process may not or cannot read it
+ ├── RunExists             (FileExistsError)     a new run was requested in a directory with a run
+ ├── CheckpointNotFound    (FileNotFoundError)   no checkpoint to load
+ ├── CheckpointDamaged     (ValueError)          the bytes differ from those written
+ ├── CheckpointNotExpected (ValueError)          the content differs from expect=
+ ├── CannotRead            (OSError)             a file exists, but this process cannot read it
  ├── FormatTooNew          (ValueError)          written by a newer version of this library
- ├── StateMismatch         (ValueError)          the checkpoint and the live objects do not fit
- ├── CannotStore           (TypeError)           a value that has no place in a checkpoint
- ├── Unsupported           (NotImplementedError) something that would silently be inexact
+ ├── StateMismatch         (ValueError)          the checkpoint and the live objects do not match
+ ├── CannotStore           (TypeError)           a checkpoint cannot store a value
+ ├── Unsupported           (NotImplementedError) the result would silently be inexact
  ├── RanksDiffer           (ValueError)          the processes of a training do not agree
- ├── RankLost              (TimeoutError)        one of the processes has ended, is stopped or late
- ├── Preempted             (InterruptedError)    a signal or the time has ended the loop; all is saved
+ ├── RankLost              (TimeoutError)        a process has ended, is stopped or is late
+ ├── Preempted             (InterruptedError)    a signal or the time limit ended the loop; all is saved
  ├── SaveFailed            (OSError)             a checkpoint could not be written
- ├── RemoteError           (OSError)             a remote cannot be reached, or does not do what it should
- └── Diverged              (ArithmeticError)     the loss spikes whatever checkpoint it goes on from
+ ├── RemoteError           (OSError)             a remote is unreachable or fails
+ └── Diverged              (ArithmeticError)     the loss spikes repeatedly
 
-ResumableWarning          (UserWarning)         said at most once a run
+ResumableWarning          (UserWarning)         issued at most once a run
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from typing import Any
 
 
 class ResumableError(Exception):
-    """What every error of this library is.
+    """Base class of all errors of this library.
 
     ``fix`` says what to do; the message ends with it.
 
@@ -48,7 +48,7 @@ class ResumableError(Exception):
     fix: str
 
     def __init__(self, problem: str, *, fix: str) -> None:
-        # It may quote a file that somebody else made, and a terminal would obey what stands there.
+        # A message may quote a file from someone else; a terminal would obey its escape sequences.
         problem, fix = printable(problem), printable(fix)
         # The builtin twins (OSError, ...) keep `args`, so the text is built once, here.
         super().__init__(f"{problem}\nFix: {fix}")
@@ -59,20 +59,19 @@ class ResumableError(Exception):
         return f"{self.problem}\nFix: {self.fix}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Processes send each other their errors, and `args` alone cannot make this one again.
+        # Processes send each other their errors; `args` alone cannot rebuild this one.
         return partial(type(self), fix=self.fix), (self.problem,), self.__dict__
 
 
 class UsageError(ResumableError, ValueError):
-    """An argument or a call that cannot be meant.
+    """An argument or a call is invalid.
 
-    Correct the line that is named. Nothing was touched: arguments are checked together, before anything is
-    read or written.
+    Correct the named line. Nothing was read or written: all arguments are checked first.
     """
 
 
 class NotARun(ResumableError, NotADirectoryError):
-    """The run directory is a file, or is not this library's.
+    """The run directory is a file, or does not belong to this library.
 
     Give the directory of a run, or one that is empty or does not exist yet.
     """
@@ -81,102 +80,101 @@ class NotARun(ResumableError, NotADirectoryError):
 class RunInUse(ResumableError, BlockingIOError):
     """Another process is writing this run.
 
-    Wait for it, or end it; the message says which it is. The lock goes with its process, whatever ends
-    that: there is no file to delete.
+    Wait for that process, or end it; the message names it. Its lock ends with it: there is no file to
+    delete.
     """
 
 
 class RunExists(ResumableError, FileExistsError):
-    """A new run was asked for in a directory that already holds one.
+    """A new run was requested in a directory that already contains one.
 
-    Give a new directory, or leave out ``resume="never"`` to go on with the run that is there.
+    Give a new directory, or leave out ``resume="never"`` to resume the existing run.
     """
 
 
 class CheckpointNotFound(ResumableError, FileNotFoundError):
-    """There is nothing to go on from.
+    """There is no checkpoint to load.
 
-    ``resumable ls`` tells what is there; ``resume="auto"`` starts fresh where nothing is.
+    List the checkpoints with ``resumable ls``. ``resume="auto"`` starts fresh if there is none.
     """
 
 
 class CheckpointDamaged(ResumableError, ValueError):
-    """The bytes on disk are not the ones that were written.
+    """The bytes on disk differ from those that were written.
 
-    Asked for the newest, a training goes on from the one before it by itself, with a warning; this error
-    means that a certain one was asked for, or that none is intact. ``resumable verify RUN --all`` reads all
-    of them.
+    Choose another checkpoint; ``resumable verify RUN --all`` shows which are intact. A training that asks
+    for the newest uses the one before it, with a warning. This error means that you requested a specific
+    one, or that none is intact.
     """
 
 
 class CheckpointNotExpected(ResumableError, ValueError):
-    """The content is not the one that `expect` names, whoever may have changed it.
+    """The content differs from the one that `expect` names.
 
-    Find out who has changed it. No older one is used in its place.
+    Find out who has changed it. No older checkpoint is used in its place.
     """
 
 
 class CannotRead(ResumableError, OSError):
-    """A file is there, but this process may not or cannot read it now.
+    """A file exists, but this process cannot read it.
 
-    Mend the permission, the mount or the limit, and start again. Nothing says that the checkpoint is
-    damaged, so no older one is used in its place.
+    Fix the permission, the mount or the limit, and start again. The checkpoint may well be intact, so no
+    older one is used in its place.
     """
 
 
 class FormatTooNew(ResumableError, ValueError):
     """The checkpoint was written by a newer version of this library.
 
-    Upgrade, or go on with the version that wrote it.
+    Upgrade, or use the version that wrote it.
     """
 
 
 class StateMismatch(ResumableError, ValueError):
-    """The checkpoint and the live objects do not fit each other.
+    """The checkpoint and the live objects do not match.
 
-    Make the objects as they were, or allow by name what has changed on purpose: ``allow=["model.head.*"]``.
-    All objects are as they were before the call.
+    Create the objects as they were, or name intended changes: ``allow=["model.head.*"]``. The call has
+    changed no object.
     """
 
 
 class CannotStore(ResumableError, TypeError):
-    """A value that has no place in a checkpoint; the message names its path.
+    """A checkpoint cannot store a value; the message names its path.
 
-    Give plain values, tensors, or an object with ``state_dict`` and ``load_state_dict``. It comes at the
-    first save, and nothing was written.
+    Give plain values, tensors, or an object with ``state_dict`` and ``load_state_dict``. The first save
+    raises this error, and writes nothing.
     """
 
 
 class Unsupported(ResumableError, NotImplementedError):
-    """Something that this version could only do inexactly, so it refuses.
+    """This version could only do the operation inexactly, so it refuses.
 
-    Do what the message says instead; nothing is done halfway.
+    Use the alternative that the message names. Nothing is done halfway.
     """
 
 
 class RanksDiffer(ResumableError, ValueError):
-    """The processes of one training stand at different places, or were made differently.
+    """The processes of a training are at different positions, or have different parts.
 
     Do the same on every rank: the same parts, and ``save()`` at the same place, not under ``if rank ==
-    0:``. To start again does not mend it.
+    0:``. A restart does not help.
     """
 
 
 class RankLost(ResumableError, TimeoutError):
-    """One of the processes of a training has ended, is stopped, or did not come in time.
+    """A process of a training has ended, is stopped, or exceeded the timeout.
 
-    See what the others said last, and start again; torchrun does that by itself. If one is only busy for
-    long, make ``timeout=`` longer.
+    Read the last output of the processes and start again; torchrun restarts automatically. If a process is
+    just busy for a long time, raise ``timeout=``.
     """
 
 
 class Preempted(ResumableError, InterruptedError):
-    """A signal, or the time that was given, has ended the loop; everything is saved.
+    """A signal or the time limit has ended the loop; everything is saved.
 
-    Only with ``on_preempt="raise"``; otherwise the process exits with that code. Start the same command
-    again.
+    Start the same command again. Raised only with ``on_preempt="raise"``; otherwise the process exits.
 
-    ``signal`` is the one that came; ``128 + error.signal`` is the exit code that says so.
+    ``signal`` is the signal received; ``128 + error.signal`` is the exit code for it.
     """
 
     signal: int
@@ -189,32 +187,32 @@ class Preempted(ResumableError, InterruptedError):
 class SaveFailed(ResumableError, OSError):
     """A checkpoint could not be written; the ones before it are untouched.
 
-    Make room, or mend the disk. A training that catches it can go on and save again.
+    Make room, or repair the disk. A training that catches this error can continue and save again.
     """
 
 
 class RemoteError(ResumableError, OSError):
-    """A remote cannot be reached, refuses, or holds what it should not; local checkpoints are untouched.
+    """A remote is unreachable, refuses access, or has unexpected content; local checkpoints are untouched.
 
-    The training goes on without it, and tries again until it works: look at the address, the credentials
-    and the room there. ``resumable push`` sends what is missing.
+    Check the address, the credentials and the free space. The training continues and retries;
+    ``resumable push`` sends missing checkpoints.
 
-    ``is_final``: trying again makes no sense until somebody has done something.
+    ``is_final``: a retry cannot succeed until someone fixes the cause.
     """
 
     is_final = True
 
 
 class Diverged(ResumableError, ArithmeticError):
-    """The loss spikes again and again, or there is no checkpoint to go back to.
+    """The loss spikes repeatedly, or there is no checkpoint to go back to.
 
-    Change what makes it spike (a lower learning rate, other data) and go on from a checkpoint that was good:
+    Remove the cause (a lower learning rate, other data) and resume from a good checkpoint:
     ``resume=NUMBER``.
     """
 
 
 def printable(text: str, but: str = "\n") -> str:
-    """Return text as a terminal can show it: what would move the cursor, or cannot be printed, is escaped.
+    """Return the text with unprintable characters and cursor movements escaped.
 
     >>> printable("acc\\x1b[2J"), printable("up\\u202enwod")
     ('acc\\\\x1b[2J', 'up\\\\u202enwod')
@@ -225,7 +223,7 @@ def printable(text: str, but: str = "\n") -> str:
 
 
 def to_json(error: ResumableError) -> dict[str, str]:
-    """Return what makes the same error again in another process.
+    """Return the error as a dict, from which another process can rebuild it.
 
     >>> from_json(to_json(SaveFailed("the disk is full.", fix="make room")))
     SaveFailed('the disk is full.\\nFix: make room')
@@ -236,7 +234,7 @@ def to_json(error: ResumableError) -> dict[str, str]:
 
 
 def from_json(told: dict[str, str]) -> ResumableError:
-    """Return the error that another process met."""
+    """Return the error of another process."""
     return _kinds(ResumableError)[told["kind"]](told["problem"], fix=told["fix"])
 
 
@@ -248,7 +246,7 @@ def _kinds(kind: type[ResumableError]) -> dict[str, type[ResumableError]]:
 
 
 class ResumableWarning(UserWarning):
-    """What every warning of this library is."""
+    """Category of all warnings of this library."""
 
 
 def _top(frame: FrameType) -> str:
@@ -256,26 +254,26 @@ def _top(frame: FrameType) -> str:
 
 
 def warn(text: str) -> None:
-    """Warn at the line of the script that called the library, not at one of ours or of torch's."""
+    """Warn at the line of the script that called the library."""
     text = printable(text)
     level, frame = 2, sys._getframe(1)
     while frame.f_back and _top(frame) in (__package__, "torch"):
         level, frame = level + 1, frame.f_back
     if frame.f_globals.get("__name__") in ("threading", "weakref"):
-        # In the background, or when the process ends: no line of the script has called.
+        # In a background thread or at exit, no line of the script is on the stack.
         warnings.warn_explicit(text, ResumableWarning, sys.argv[0] or "resumable", 0)
         return
     warnings.warn(text, ResumableWarning, stacklevel=level)
 
 
 class Once:
-    """Warns of each thing once."""
+    """Issues each warning once."""
 
     def __init__(self) -> None:
         self._told: set[str] = set()
 
     def warn(self, text: str, about: str | None = None) -> None:
-        """Warn, unless this text, or something `about` the same, was told before."""
+        """Warn, unless this text or this `about` has already been used."""
         if (about or text) not in self._told:
             self._told.add(about or text)
             warn(text)

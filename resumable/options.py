@@ -1,4 +1,4 @@
-"""What users pass, checked at the door."""
+"""Arguments of users, checked before anything is read or written."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Options:
     goal: Goal | None
     keep: Keep | None
     rules: Every
-    """When to save without being asked."""
+    """When to save automatically."""
     limit: float | None
     """The seconds after which to leave."""
     save_on: Sequence[signal.Signals]
     raises: bool
-    """Whether a training that has to leave raises Preempted."""
+    """Whether a preempted training raises Preempted."""
     progress: bool | None
     remote: str | None
     push: Push
@@ -55,7 +55,7 @@ class Options:
     expect: str | None
 
     def copied(self, remote: str | None) -> Copied | None:
-        """Return what is to be copied to a remote; None without one."""
+        """Return the options of the copies in a remote; None without one."""
         if remote is None:
             return None
         return Copied(remote, self.push, self.remote_keep, self.push_timeout, self.remote_options)
@@ -78,7 +78,7 @@ def check(given: Mapping[str, Any]) -> Options:
         raises=on_preempt(given["on_preempt"]),
         progress=given["progress"],
         remote=given["remote"],
-        # Without a remote too: RESUMABLE_REMOTE may give one only where the job runs.
+        # Check without a remote too: RESUMABLE_REMOTE may name one only where the job runs.
         push=_push(given["push"], decides),
         remote_keep=keep(given["remote_keep"], decides, "remote_keep"),
         push_timeout=seconds("push_timeout", given["push_timeout"]),
@@ -125,7 +125,7 @@ def _number(name: str, value: Any) -> float:
 
 
 def patterns(name: str, given: Any, example: str = "model.head.*") -> tuple[str, ...]:
-    """Return names, or patterns of them; one string would be read letter by letter."""
+    """Return names or patterns; a single string would be iterated letter by letter."""
     if isinstance(given, Iterable) and not isinstance(given, str):
         found = tuple(given)
         if all(isinstance(pattern, str) for pattern in found):
@@ -135,7 +135,7 @@ def patterns(name: str, given: Any, example: str = "model.head.*") -> tuple[str,
 
 
 def goal(maximize: str | None, minimize: str | None) -> Goal | None:
-    """Return the goal that one of the two names."""
+    """Return the goal that `maximize` or `minimize` names."""
     if maximize is not None and minimize is not None:
         raise UsageError(
             f"both maximize={maximize!r} and minimize={minimize!r} are given.",
@@ -176,7 +176,7 @@ def keep(given: Any, goal: Goal | None, name: str = "keep") -> Keep | None:
 
 
 def multiples(name: str, given: Any) -> Every:
-    """Return of what the multiples are kept.
+    """Return the multiples whose checkpoints are kept.
 
     >>> multiples("--keep-every", ["1000 steps", "1 day"])
     Every(seconds=86400.0, steps=1000, epochs=None, budget=None, mtbf=None)
@@ -204,7 +204,7 @@ def count(name: str, value: Any) -> int:
 
 
 def seconds(name: str, value: Any) -> float:
-    """Return a time that is more than none, in seconds.
+    """Return a positive time in seconds.
 
     >>> seconds("max_time", "3h50m"), seconds("max_time", "2-12:00:00"), seconds("max_time", 60)
     (13800.0, 216000.0, 60.0)
@@ -247,7 +247,7 @@ _UNITS = {
 
 
 def every(given: Any, mtbf: Any = None) -> Every | None:
-    """Return when to save by itself: a rule, or several of which the first to come counts.
+    """Parse `every=`: one rule or several; whichever is due first triggers the save.
 
     >>> every(["500 steps", "10 min", "1 %"])
     Every(seconds=600.0, steps=500, epochs=None, budget=0.01, mtbf=None)
@@ -290,7 +290,7 @@ _RULES = "'10 min', '500 steps' (or 500), '2 epochs', '1 %' (of the training's t
 
 
 class Copied(NamedTuple):
-    """What is to be copied where: the address, which checkpoints, which stay there, how long to wait."""
+    """Options of remote copies: the address, which checkpoints to push and keep, how long to wait."""
 
     place: str
     push: Push
@@ -312,7 +312,7 @@ def _push(value: Any, goal: Goal | None) -> Push:
 
 
 def write(value: Any) -> bool:
-    """Return whether all processes write what all of them share."""
+    """Return whether all processes write a share of the common state."""
     fix = "give 'one', or 'all': each process writes its share."
     return (
         _one_of(
@@ -330,7 +330,7 @@ def _one_of(known: Sequence[str], value: Any, problem: str, fix: str) -> str:
 
 
 def per_rank(given: Any, names: Iterable[str]) -> set[str]:
-    """Return the extra parts that each process has for itself, by their whole names."""
+    """Return the full names of the extra parts that differ by process."""
     found = {f"extra.{name}" for name in patterns("per_rank", given, "name")}
     if unknown := found - {*names}:
         raise UsageError(
@@ -362,11 +362,11 @@ def _signal(name: str) -> signal.Signals:
 
 
 SAVE_ON = ("SIGTERM", "SIGUSR1", "SIGINT")
-"""What queues, clusters and people end a training with; not every system has all."""
+"""Signals with which queues, clusters and people end a training; not every system has all."""
 
 
 def on_preempt(value: Any) -> bool:
-    """Return whether a training that has to leave raises instead of exiting."""
+    """Return whether a preempted training raises instead of exiting."""
     fix = "give 'exit', or 'raise': then Preempted is raised."
     return (
         _one_of(("exit", "raise"), value, f"on_preempt={value!r} does not say how to leave.", fix) == "raise"

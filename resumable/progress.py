@@ -1,4 +1,4 @@
-"""Bars that show how far a training has come, and how long reading a checkpoint takes."""
+"""Progress bars of a training, and of reading a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 Told = Callable[[int], object]
-"""What is told how many bytes were read; any thread may call it."""
+"""Callback with the number of bytes read; any thread may call it."""
 
-_EVERY = 0.5  # seconds from one look of the bars to the next: a terminal is slow, and a training may be fast
-_LONG = 1.0  # seconds after which reading a checkpoint is worth a bar
+_EVERY = 0.5  # seconds between two updates of the bars: a terminal is slow, and a training may be fast
+_LONG = 1.0  # seconds after which reading a checkpoint shows a bar
 _UNITS = {"epochs": "epoch", "steps": "step", "batches": "batch"}
 _WHOLE = "{l_bar}{bar}| {whole}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
 
 
 def is_shown(wanted: bool | None, is_first: bool = True) -> bool:
-    """Whether bars are to be shown: if nobody says, where a person looks; and by the first process only.
+    """Return whether to show bars: as wanted, by default on a terminal or in a notebook; only on rank 0.
 
     >>> is_shown(True), is_shown(True, is_first=False), is_shown(False)
     (True, False, False)
@@ -31,7 +31,7 @@ def is_shown(wanted: bool | None, is_first: bool = True) -> bool:
 
 
 def _is_terminal() -> bool:
-    # There may be no stderr at all, or one that somebody has closed.
+    # stderr may be missing or closed.
     with contextlib.suppress(AttributeError, ValueError):
         return sys.stderr.isatty()
     return False
@@ -45,8 +45,8 @@ def _is_notebook() -> bool:
 class Progress:
     """The bars of one training: one for epochs and one for batches below it, or one for steps.
 
-    The bars stand on the terminal only while batches (or steps) are trained: what a script prints in
-    the rest of an epoch's body has the terminal for itself.
+    The bars are visible only while batches (or steps) are trained, so a script can print in the rest of
+    an epoch's body.
 
     >>> progress = Progress(False)
     >>> with progress.loop("epochs", total=90, done=12):
@@ -64,14 +64,14 @@ class Progress:
         self._outer: _Count | None = None
         self._batches: _Count | None = None
         self.batches_of: object = None
-        """The loop over batches that has a bar: the others have none."""
+        """The only loop over batches that has a bar."""
         self._epoch = 0.0
         self._has_batches = False
         self._next = 0.0
         self._saved: tuple[int, float] | None = None
         self._saving: int | None = None
         self.means: Callable[[], str] = str
-        """What returns the running means as text."""
+        """Returns the running means as text."""
 
     def is_shown(self) -> bool:
         """Whether bars are shown."""
@@ -79,7 +79,7 @@ class Progress:
 
     @contextlib.contextmanager
     def loop(self, what: str, total: int, done: int) -> Iterator[None]:
-        """Show how far a loop over "epochs" or "steps" has come, for as long as it lasts; one at a time."""
+        """Show the progress of a loop over "epochs" or "steps" while it runs; one at a time."""
         if self._outer or done >= total or not self.is_shown():
             yield
             return
@@ -94,7 +94,7 @@ class Progress:
             self.close()
 
     def count(self, what: str, done: int) -> None:
-        """Note that so many of the loop's bodies have ended."""
+        """Set the number of finished bodies of the loop."""
         outer = self._outer
         if outer is None or outer.what != what:
             return
@@ -104,7 +104,7 @@ class Progress:
             self._draw()
 
     def begin_batches(self, loop: object, total: int | None, done: int) -> None:
-        """Note that a loop over batches begins, of which some are done; `total` is None if nobody knows."""
+        """Start the bar of a loop over batches, some of which are done; `total` is None if unknown."""
         if (
             self.batches_of is not None
             or (self._outer and self._outer.what == "steps")
@@ -115,20 +115,20 @@ class Progress:
         self._batches = _Count("batches", total, done, self._tail_of_batches, leave=False)
         self._has_batches = True
         if self._outer:
-            # These batches are another process's work: its rate is not this one's.
+            # Another process trained these batches: they must not count in this one's rate.
             self._outer.move(self._epoch + self._batches.share())
         if time.monotonic() >= self._next:
             self._draw()
 
     def count_batches(self, loop: object, done: int) -> None:
-        """Note that so many batches of the epoch are done."""
+        """Set the number of finished batches of the epoch."""
         if loop == self.batches_of and self._batches:
             self._batches.done = done
             if time.monotonic() >= self._next:
                 self._draw()
 
     def end_batches(self, loop: object) -> None:
-        """Note that a loop over batches has ended, or was left; a second time changes nothing."""
+        """End the bar of a loop over batches; a second call changes nothing."""
         if loop != self.batches_of or self._batches is None:
             return
         if self._outer:
@@ -139,14 +139,14 @@ class Progress:
             self._outer.hide()
 
     def go_to(self, *, epochs: int, steps: int) -> None:
-        """Stand where the training has gone; loops over batches that are running end."""
+        """Move to another position in the training, and end the bars of running loops over batches."""
         self.end_batches(self.batches_of)
         if self._outer:
             self._epoch = {"epochs": epochs, "steps": steps}[self._outer.what]
             self._outer.move(self._epoch)
 
     def close(self) -> None:
-        """Take the bars away: what is printed next begins on a line of its own."""
+        """Remove the bars, so that the next output starts on a new line."""
         self.end_batches(self.batches_of)
         if self._outer:
             self._outer.close()
@@ -182,7 +182,7 @@ class Progress:
         return _joined(self.means(), "" if self._outer else self._tail())
 
     def _tail(self) -> str:
-        # (the writer's thread changes both)
+        # The writer thread changes both.
         saving, saved = self._saving, self._saved
         if saving is not None:
             return f"saving {saving}"
@@ -201,15 +201,15 @@ class Progress:
 
     @contextlib.contextmanager
     def moving(self, what: str, total: int) -> Iterator[Told]:
-        """Give what is to be told how many of `total` bytes have moved; any thread may move them."""
+        """Yield a callback for the number of bytes moved, of `total`; any thread may call it."""
         with self.reading(what, total) as told:
             yield told or _to_nobody
 
     @contextlib.contextmanager
     def reading(self, what: str, total: int) -> Iterator[Told | None]:
-        """Give what is to be told how many of `total` bytes were read: where that takes long, a bar shows it.
+        """Yield a callback for the number of bytes read, of `total`; a slow read shows a bar.
 
-        It is None where no bars are shown.
+        Yield None if no bars are shown.
         """
         if not self.is_shown():
             yield None
@@ -236,11 +236,11 @@ def _joined(*texts: str) -> str:
 
 
 def _to_nobody(size: int) -> None:
-    """Where no bars are shown, nobody wants to know."""
+    """Ignore the progress if no bars are shown."""
 
 
 class _Count:
-    """How far something has come, and a bar that shows it once it is drawn."""
+    """Progress of one loop or transfer, and its bar once it is drawn."""
 
     def __init__(
         self,
@@ -258,7 +258,7 @@ class _Count:
         self.bar: Any = None
         self._began = time.time()
         self._tail = tail
-        # The rate is over all of this process's work: that of the last seconds knows of no evaluation.
+        # Average the rate over all of this process's work: a recent rate would leave out evaluations.
         known = {"bar_format": _WHOLE} if total and "unit" not in looks else {}
         self.is_lost = False
         self._looks: dict[str, Any] = {
@@ -270,19 +270,19 @@ class _Count:
         }
 
     def share(self) -> float:
-        """Return which part of the whole is done; what follows its end counts as one more."""
+        """Return the finished share; the work after the last item counts as one more."""
         return self.done / (self._total + 1) if self._total else 0.0
 
     def move(self, done: float) -> None:
-        """Stand elsewhere, without having worked for it."""
+        """Move to another position without counting it as work."""
         self._start += done - self.done
         self.done = done
         if self.bar:
-            # Else the rate would be one of work that this process has not done, or negative.
+            # Otherwise the rate would include work of another process, or be negative.
             self.bar.initial = self._start
 
     def draw(self) -> None:
-        """Show how far it has come by now."""
+        """Draw the current progress."""
         if self.is_lost:
             return
         with self.outliving_the_terminal():
@@ -293,18 +293,18 @@ class _Count:
 
     @contextlib.contextmanager
     def outliving_the_terminal(self) -> Iterator[None]:
-        """Show nothing any more if the terminal has gone, or is closed: a training must not end of that."""
+        """Stop drawing if the terminal is gone or closed: that must not end a training."""
         try:
             yield
         except (OSError, ValueError):
             _let_go_of_the_lock()
             self.is_lost, self.is_drawn = True, False
             if self.bar is not None:
-                # (else it would try once more when it is dropped)
+                # Otherwise tqdm would try to draw again when it is garbage-collected.
                 self.bar.disable, self.bar = True, None
 
     def _make(self) -> Any:
-        # The least delay: else it would show itself before it knows when its work has begun.
+        # A minimal delay: otherwise tqdm draws before `start_t` is set.
         bar = _kind()(
             desc=self.what,
             total=self._total,
@@ -321,19 +321,19 @@ class _Count:
         return bar
 
     def hide(self) -> None:
-        """Wipe the bar off the terminal until it is drawn again."""
+        """Clear the bar from the terminal until it is drawn again."""
         if self.is_drawn:
             with self.outliving_the_terminal():
                 self.bar.clear()
             self.is_drawn = False
 
     def close(self) -> None:
-        """Show how far it has come for the last time, or take the bar away."""
+        """Draw the final progress, or remove the bar."""
         if self.bar is None:
             return
         self.bar.n = self.done
         if not self._looks["leave"]:
-            # In a notebook one that ends early would stay, in red: but to break out of a loop is no error.
+            # A notebook would keep a bar that ends early, in red; but a break is no error.
             self.bar.total = None
         with self.outliving_the_terminal():
             self.bar.close()
@@ -341,14 +341,14 @@ class _Count:
 
 
 def _let_go_of_the_lock() -> None:
-    # tqdm keeps it where what it draws on fails: no other thread could draw, or read on, ever again.
+    # tqdm keeps its lock if drawing fails: every other thread that draws or reads would block forever.
     with contextlib.suppress(RuntimeError):
         while True:
             _kind().get_lock().release()
 
 
 def age(seconds: float) -> str:
-    """Return how long something has been.
+    """Return a duration as text.
 
     >>> [age(seconds) for seconds in (12.3, 500, 40_000, 500_000)]
     ['12 s', '8 min', '11 h', '5 days']
@@ -364,16 +364,16 @@ def _kind() -> Any:
     from tqdm.auto import tqdm  # type: ignore[import-untyped, unused-ignore]
 
     class Bar(tqdm):  # type: ignore[misc, type-arg, unused-ignore]
-        # A thread that wakes every 10 s would make each later fork() of a DataLoader one of two threads.
+        # tqdm's monitor thread would make each later fork() of a DataLoader a fork with two threads.
         monitor_interval = 0
-        # tqdm's own lock is a semaphore of multiprocessing: a script could not set_start_method() after it,
-        # and a worker that is killed while it has it would stop the training.
+        # tqdm's own lock is a multiprocessing semaphore: a script could not call set_start_method() after it,
+        # and a worker killed while holding it would block the training.
         _lock = threading.RLock()
         tail: Callable[[], str] = staticmethod(str)
 
         @property
         def format_dict(self) -> dict[str, Any]:
-            # Asked for only when the bar is drawn: nothing is formatted in between.
+            # Read only when the bar is drawn: nothing is formatted in between.
             return {**super().format_dict, "whole": int(self.n), "postfix": self.tail()}
 
     return Bar

@@ -38,14 +38,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run_command(given: argparse.Namespace) -> int:
     try:
         code = int(given.command(given))
-        # Here, where it can be told from an error: at its exit Python would make one of it.
+        # Flush here: at exit Python would turn a closed pipe into an error.
         sys.stdout.flush()
         return code
     except ResumableError as exc:
         print(f"resumable: {exc}", file=sys.stderr)
         return next((code for kind, code in CODES.items() if isinstance(exc, kind)), 1)
     except BrokenPipeError:
-        # Whoever read the output (head, less) has seen enough; what is left of it goes nowhere.
+        # The reader (head, less) has closed the pipe: discard the rest of the output.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
@@ -55,7 +55,7 @@ def _run_command(given: argparse.Namespace) -> int:
 def _print_warning(
     before: Callable[..., None], text: Warning | str, kind: type[Warning], *place: Any
 ) -> None:
-    # Which line of ours has warned helps nobody who has typed a command.
+    # The library's line number does not help on the command line.
     if issubclass(kind, ResumableWarning):
         print(f"resumable: {text}", file=sys.stderr)
     else:
@@ -66,21 +66,21 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
     """Return the parser of all commands, which the documentation is made from; or of one and its group."""
     top = argparse.ArgumentParser(
         prog="resumable",
-        description="Look at trainings that can be killed anywhere and go on bit for bit.",
+        description="Inspect and manage runs of trainings that resume bit for bit.",
         usage="resumable COMMAND ...",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     top.add_argument("--version", action="version", version=f"resumable {__version__}")
-    # (argparse would list them in one row, without the groups)
+    # argparse would list all commands in one row, without groups.
     commands = top.add_subparsers(prog="resumable", metavar="COMMAND", required=True, help=argparse.SUPPRESS)
     listed: dict[str, list[tuple[str, str]]] = {}
-    # What other commands need would take longer to import than this one to answer.
+    # Import only this command's group: imports take longer than the command itself.
     wanted = [group for group, names in _GROUPS.items() if command in names] or _GROUPS
     for group in wanted:
         import_module(f".{group}", __package__).declare(commands)
         subs = ((name, commands.choices[name]) for name in _GROUPS[group])
         listed[group] = [(name, sub.get_default("summary")) for name, sub in subs]
-    top.epilog = f"{_listed(listed)}\n\nresumable COMMAND --help tells more of one.\n\n{EXIT_CODES}"
+    top.epilog = f"{_listed(listed)}\n\nRun resumable COMMAND --help for details.\n\n{EXIT_CODES}"
     return top
 
 

@@ -40,7 +40,7 @@ def declare(commands: Any) -> None:
     sub = add(commands, "show", _show, summary, "resumable show runs/exp@best")
     add_checkpoint(sub)
     _add_depth(sub)
-    summary = "in what two checkpoints differ: tensors, values, settings, environment"
+    summary = "the differences between two checkpoints: tensors, values, settings, environment"
     sub = add(commands, "diff", _diff, summary, "resumable diff runs/exp@41 runs/other@best")
     add_checkpoint(sub, "before", "A")
     add_checkpoint(sub, "after", "B")
@@ -48,16 +48,16 @@ def declare(commands: Any) -> None:
     sub.add_argument(
         "--trace",
         action="store_true",
-        help="A and B are traces, which RunState.load(..., trace=FILE) writes: where the two trainings part",
+        help="compare two traces, written by RunState.load(..., trace=FILE), and show where they diverge",
     )
     sub.description = f"{sub.description}\n\nThe exit code is 0 if they are equal, and 1 if they differ."
     _declare_report(commands)
 
 
 def _add_depth(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--all", action="store_true", help="a line for each tensor and each value, however many")
+    sub.add_argument("--all", action="store_true", help="print a line for each tensor and each value")
     sub.add_argument(
-        "--depth", type=whole_number, metavar="N", help="gather tensors by the first N names of their path"
+        "--depth", type=whole_number, metavar="N", help="group tensors by the first N names of their path"
     )
     add_json(sub)
 
@@ -66,7 +66,7 @@ def _declare_report(commands: Any) -> None:
     summary = "one page about a run, or several: curves, resumes, costs, sizes, attempts"
     sub = add(commands, "report", _report, summary, "resumable report runs/exp runs/wider -o report.html")
     sub.add_argument("run", metavar="RUN", nargs="+", help="the run directories")
-    sub.add_argument("-o", dest="output", metavar="FILE", help="where the page goes; default: report.html")
+    sub.add_argument("-o", dest="output", metavar="FILE", help="the output file; default: report.html")
     sub.add_argument("--verify", action="store_true", help="read every byte of the checkpoints")
     add_json(sub)
 

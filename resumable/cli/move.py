@@ -37,21 +37,21 @@ def declare(commands: Any) -> None:
 
 def _add_move(sub: argparse.ArgumentParser, words: Sequence[str]) -> None:
     add_run(sub)
-    sub.add_argument("remote", metavar="REMOTE", help="the address of its remote folder: s3://bucket/exp")
+    sub.add_argument("remote", metavar="REMOTE", help="the address of the remote folder: s3://bucket/exp")
     sub.add_argument(
         "--which",
         metavar="WHICH",
         type=partial(_which, words),
         default="newest",
-        help=f"{', '.join(words)} or a save number; default: newest, and with it the best",
+        help=f"{', '.join(words)} or a save number; default: the newest and the best",
     )
-    sub.add_argument("--dry-run", action="store_true", help="say what would be moved, and change nothing")
+    sub.add_argument("--dry-run", action="store_true", help="list what would be copied, and change nothing")
     sub.description = f"{sub.description}\n\n{_GOES_ON}"
 
 
-_GOES_ON = """What was interrupted goes on from there when the same command is run again.
-Credentials are found as by the filesystem's own tools; docs/recipes/remotes.md
-says where."""
+_GOES_ON = """Run the same command again to continue an interrupted copy.
+Credentials come from where the filesystem's own tools look for them; see
+docs/recipes/remotes.md."""
 
 
 def _which(words: Collection[str], text: str) -> str | int:
@@ -130,17 +130,17 @@ def _add_export(sub: argparse.ArgumentParser) -> None:
         "--output",
         metavar="OUT",
         required=True,
-        help="what to write: NAME.safetensors, NAME.pt, or a folder in the form of Hugging Face",
+        help="the output: NAME.safetensors, NAME.pt, or a folder in the Hugging Face layout",
     )
-    sub.add_argument("--model", metavar="NAME", help="which one, where there are several; or extra.ema")
+    sub.add_argument("--model", metavar="NAME", help="which of several models; or extra.ema")
     sub.add_argument(
         "--max-shard-size",
         metavar="SIZE",
         type=_size,
         default="5GB",
-        help="of a folder: begin a new file before one is larger; default: 5GB",
+        help="maximum size of a file in a folder; default: 5GB",
     )
-    sub.add_argument("--force", action="store_true", help="replace what is there")
+    sub.add_argument("--force", action="store_true", help="overwrite an existing output")
     add_json(sub)
 
 

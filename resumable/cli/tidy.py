@@ -21,37 +21,35 @@ from ..run.policy import Keep, bytes_of
 from ..views.tables import print_table
 from .command import add, add_run, print_json, run_at
 
-_NOTES = """One at least of --keep, --keep-best, --keep-every, --damaged and --abandoned
-says what goes. The newest intact checkpoint and the best never go. Before
-anything does, the newest is read to the last byte, with --damaged all are.
-While the run is trained nothing goes (exit code 5)."""
+_NOTES = """Give at least one of --keep, --keep-best, --keep-every, --damaged and --abandoned.
+The newest intact checkpoint and the best are never removed. The newest is
+verified first; with --damaged all are. While a training uses the run, nothing
+is removed (exit code 5)."""
 
 
 def declare(commands: Any) -> None:
     """Declare them."""
-    summary = "remove checkpoints that are not needed any more"
+    summary = "remove checkpoints that are no longer needed"
     sub = add(commands, "prune", _prune, summary, "resumable prune runs/exp --keep 3 --dry-run")
     sub.description = f"{sub.description}\n\n{_NOTES}"
     add_run(sub)
-    sub.add_argument("--keep", type=int, metavar="N", help="the newest N stay, and the best")
+    sub.add_argument("--keep", type=int, metavar="N", help="keep the newest N, and the best")
     sub.add_argument(
-        "--keep-best", type=int, metavar="N", help="the N best stay, by the metric of the run; default: 1"
+        "--keep-best", type=int, metavar="N", help="keep the N best by the metric of the run; default: 1"
     )
     sub.add_argument(
         "--keep-every",
         metavar="EVERY",
         action="append",
-        help="the first at or after each multiple stays: 1000 (steps), '10 epochs', '1 day'; also several",
+        help="keep the first at or after each multiple: 1000 (steps), '10 epochs', '1 day'; repeatable",
     )
-    sub.add_argument(
-        "--damaged", action="store_true", help="those go of which a byte is not as it was written"
-    )
+    sub.add_argument("--damaged", action="store_true", help="remove checkpoints with a damaged byte")
     sub.add_argument(
         "--abandoned",
         action="store_true",
-        help="those go that the newest does not come from, as ls shows them",
+        help="remove checkpoints of abandoned branches, as ls shows them",
     )
-    sub.add_argument("--dry-run", action="store_true", help="say what would go, and change nothing")
+    sub.add_argument("--dry-run", action="store_true", help="list what would be removed, and change nothing")
 
 
 def _prune(given: argparse.Namespace) -> int:

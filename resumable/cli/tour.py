@@ -14,7 +14,7 @@ from .command import add, add_json, print_json
 
 def declare(commands: Any) -> None:
     """Declare them."""
-    summary = "a training is killed twice and ends the same"
+    summary = "kill a training twice and show that it ends with the same bits"
     sub = add(commands, "demo", _demo, summary, "resumable demo")
     sub.add_argument("--dir", type=Path, help="a folder to keep the two runs in, to look at them")
     add_json(sub)

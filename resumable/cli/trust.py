@@ -23,7 +23,7 @@ Row = dict[str, Any]
 
 def declare(commands: Any) -> None:
     """Declare them."""
-    summary = "read every byte of checkpoints and say whether they are as they were written"
+    summary = "read every byte of checkpoints and report damage"
     sub = add(commands, "verify", _verify, summary, "resumable verify runs/exp --all")
     sub.add_argument(
         "run",
@@ -32,19 +32,17 @@ def declare(commands: Any) -> None:
         "runs/exp@best, or a checkpoint's folder",
     )
     sub.add_argument("--all", action="store_true", help="all checkpoints of the run")
-    sub.add_argument(
-        "--pin", action="store_true", help="print of each a digest of its content: RunState.load(expect=...)"
-    )
+    sub.add_argument("--pin", action="store_true", help="print content digests for RunState.load(expect=...)")
     add_json(sub)
     _declare_audit(commands)
 
 
 def _declare_audit(commands: Any) -> None:
-    summary = "whether a script resumes exactly, or the name of what does not: it is run several times"
+    summary = "run a script several times to test whether it resumes exactly, and name what does not"
     sub = add(commands, "audit", _audit, summary, "resumable audit --steps 40 -- python train.py --lr 0.1")
     sub.usage = "resumable audit [options] -- COMMAND ..."
     sub.add_argument(
-        "script", metavar="COMMAND", nargs=argparse.REMAINDER, help="what starts the training, torchrun too"
+        "script", metavar="COMMAND", nargs=argparse.REMAINDER, help="starts the training; may be torchrun"
     )
     sub.add_argument(
         "--steps", type=whole_number, default=20, metavar="N", help="how many steps to train (default: 20)"
@@ -55,17 +53,17 @@ def _declare_audit(commands: Any) -> None:
         action="append",
         default=[],
         metavar="N",
-        help="stop after so many steps, and resume; may be given several times (default: in mid-epoch, at an "
+        help="stop after N steps, and resume; repeatable (default: in mid-epoch, at an "
         "epoch's last batch, and at an epoch's end)",
     )
     sub.add_argument(
-        "--deterministic", action="store_true", help="with deterministic operations, where torch has them"
+        "--deterministic", action="store_true", help="use deterministic operations where torch has them"
     )
     add_json(sub)
     sub.description = (
-        f"{sub.description}\n\nThe script is not changed and its runs are not touched: it trains in "
-        "directories that are thrown away,\nthree times without a stop and once with several. The exit code "
-        "is 0 if all is equal, bit for bit,\nand 1 if not."
+        f"{sub.description}\n\nThe script and its runs stay unchanged: it trains in temporary directories,\n"
+        "three times without a stop and once with several. The exit code is 0 if all\n"
+        "results are equal bit for bit, and 1 if not."
     )
 
 
