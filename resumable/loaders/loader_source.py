@@ -12,8 +12,7 @@ from torch.utils.data import DataLoader
 
 from ..errors import UsageError
 from . import loader_changes
-from .epoch_reader import Batches, EpochReader, Mark
-from .epoch_starts import MidEpoch, NextEpoch, Opening
+from .epoch_reader import Batches, EpochReader, Mark, MidEpoch, NextEpoch, Opening
 from .generators import rng
 from .workers.datasets import Seeded
 from .workers.order import Draws, draws_at_once
