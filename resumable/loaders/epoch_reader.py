@@ -23,7 +23,7 @@ from .workers.order import Draws, Generators, Order, Pulled
 from .workers.states import Stamp, Standing, Start, freeze
 
 Saved = Mapping[str, Any]
-"""What `LoaderSource.collect` has returned."""
+"""A state that `LoaderSource.collect` returned."""
 
 
 class Opening:
@@ -202,7 +202,7 @@ class EpochReader(Source):
         """Open an epoch; its order is drawn when the workers, or the first batch, request it."""
         self._opening, self._seeded_epoch = opening, seeded_epoch
 
-    # What the iterator over the workers reports.
+    # Events of the iterator over the workers.
 
     def order_begins(self) -> None:
         """Prepare the order to be drawn: of a new epoch, or again of a resumed one."""

@@ -177,7 +177,7 @@ class LoaderSource(EpochReader):
             outgrown = self._dataset_length.outgrown(keeps, is_under_way=is_under_way)
         return outgrown or self._counters.new(self._order.counters, keeps)
 
-    # What a checkpoint has.
+    # The state in a checkpoint.
 
     def collect(self, mark: Mark | None, ahead: Sequence[Mark], is_under_way: bool) -> dict[str, Any]:
         if self._saved is not None:

@@ -102,7 +102,7 @@ class Order:
         self._begun: Draws | None = None
         self._states: list[Any] = []
         self._base: resharding.Base | str = "its dataset is a stream"
-        """What the order that all ranks share was drawn from, or why that is unknown."""
+        """The source of the order that all ranks share, or why it is unknown."""
         self._log: dict[int, States] = {}
         """The global generators before each batch, by number, for which the sampler drew late."""
         self._logged: States = {}
@@ -234,7 +234,7 @@ class Order:
         """Ask the sampler for a batch, and look for counters that this changes in it."""
         self.kept = None
         self.counters.before_batch(self.pulled)
-        # What it draws for the first batch may be the whole order.
+        # The draws for the first batch may be those of the whole order.
         is_plain = self._is_stream or not self.pulled or not self._may_draw_late
         indices = next(inner, _END) if is_plain else self._ask_logged(inner)
         self.counters.after_batch(self.pulled)
