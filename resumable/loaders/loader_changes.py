@@ -20,7 +20,7 @@ from .workers.states import is_stateful
 _ANY_ORDER = "its batches came in any order (in_order=False)"
 
 Saved = Mapping[str, Any]
-"""What `LoaderSource.collect` has returned."""
+"""A state that `LoaderSource.collect` returned."""
 
 
 def differences(source: Source, saved: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -86,7 +86,7 @@ def in_question(loader: DataLoader[Any], setting: str, saved: Saved) -> tuple[st
     """Return what a changed setting invalidates in mid-epoch: itself or everything (""), and why."""
     is_stream = isinstance(loader.dataset, IterableDataset)
     if setting == "num_workers":
-        # What each worker reads of a stream depends on how many there are.
+        # The share of a stream that a worker reads depends on the number of workers.
         return ("", "") if is_stream else None
     if setting in ("shards", "sampler", "batch_size") and not is_stream:
         return _dealt_in_question(loader, setting, saved)

@@ -12,8 +12,7 @@ from torch.utils.data import DataLoader
 
 from ..errors import UsageError
 from . import loader_changes
-from .epoch_reader import Batches, EpochReader, Mark
-from .epoch_starts import MidEpoch, NextEpoch, Opening
+from .epoch_reader import Batches, EpochReader, Mark, MidEpoch, NextEpoch, Opening
 from .generators import rng
 from .workers.datasets import Seeded
 from .workers.order import Draws, draws_at_once
@@ -178,7 +177,7 @@ class LoaderSource(EpochReader):
             outgrown = self._dataset_length.outgrown(keeps, is_under_way=is_under_way)
         return outgrown or self._counters.new(self._order.counters, keeps)
 
-    # What a checkpoint has.
+    # The state in a checkpoint.
 
     def collect(self, mark: Mark | None, ahead: Sequence[Mark], is_under_way: bool) -> dict[str, Any]:
         if self._saved is not None:

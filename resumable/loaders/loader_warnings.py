@@ -1,4 +1,4 @@
-"""Finds what no resume can restore of a loader, as far as its kind shows."""
+"""Warns of the parts of a loader that no resume can restore."""
 
 from __future__ import annotations
 

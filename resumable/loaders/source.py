@@ -16,7 +16,7 @@ class Source(ABC):
     """A loader as `LoaderPosition` uses it; the defaults are those of one that has no workers of its own."""
 
     loader: Any
-    """What the user loops over."""
+    """The loader or iterable of the user."""
     has_cheap_marks = True
     """Whether a mark can be made with every batch."""
 

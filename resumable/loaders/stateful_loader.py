@@ -80,7 +80,7 @@ class StatefulSource(Source):
         self._is_stuck = False
 
     def _next_epoch(self, iterator: Iterator[Any], held: Mapping[str, Any]) -> Iterator[Any]:
-        # Restored at the end of an epoch, some begin the next one by themselves, and some stay at the end.
+        # Restored at the end of an epoch, some loaders begin the next one, and some stay at the end.
         is_empty = True
         for batch in iterator:
             is_empty = False

@@ -92,7 +92,7 @@ class Accelerate:
 
 
 class _Epoch:
-    """What Accelerate asks of the loader that is being looped over."""
+    """Stands in for a loader from `prepare` while the loop over its batches runs."""
 
     def __init__(self, at: LoaderPosition, processes: int) -> None:
         self._at = at

@@ -212,7 +212,7 @@ class Loop:
         self.unwatch()
 
     def abandon(self) -> None:
-        """Give no more batches: the loader was put elsewhere."""
+        """Give no more batches: the loader was moved elsewhere."""
         self._stage = Stage.ENDED
         self.unwatch()
 

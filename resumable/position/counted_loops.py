@@ -85,7 +85,7 @@ class CountedLoops(TrainingCounters):
             loader.habits.warn_of_left_after_save()
             if begun == [loader] and loader.is_open and not loader.is_over:
                 loader.habits.warn_of_counted_by_hand(loader.reached(), self.once)
-        # Whatever is left of the batches, the next epoch is what follows.
+        # The next epoch follows, even if batches of this one are left.
         self._has_ended_body = True
         try:
             body_ended()

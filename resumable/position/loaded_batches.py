@@ -27,11 +27,11 @@ class Loaded(NamedTuple):
 
     size: int
     mark: Any
-    """Where the source stands with it."""
+    """The source's mark after it."""
     digest: Any = None
     """Its digest, if there is a trace."""
     draws: Any = None
-    """Where the generators stood that `through=` draws from for it."""
+    """The generators from which `through=` draws for it."""
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class InHand:
 
     size: int
     before: Any
-    """Where the source stood without it."""
+    """The source's mark before it."""
     draws: Any
     updates: int
     """The optimizer steps that were made before it."""

@@ -39,13 +39,13 @@ class EpochPlace:
         self.opened = 0
         """The number of its loop, of all loaders, in the order of their first batches; 0 before that."""
         self.is_awaited = False
-        """Whether the loop was open where the training continues, and is to be opened again."""
+        """Whether the loop was open at the checkpoint, and has not been opened again yet."""
         self.is_beside = False
         """Whether the loop in which it was asked has ended, and it was not asked since."""
         self.step_counted: CountedBySteps | None = None
         """Counts the batches by steps, where another thread loops over them."""
         self._mark: Any = None
-        """Where the source stands with the batch that was handed out last."""
+        """The source's mark after the batch that was handed out last."""
         self._left_under: BaseException | None = None
         """The exception that was being handled around the loop that was left."""
         self._is_put_off = False
@@ -77,7 +77,7 @@ class EpochPlace:
         return self.done + (self.in_hand is not None)
 
     def pass_by(self) -> None:
-        """Let the next loop in this epoch find no batch, if there is none left."""
+        """Make the next loop in this epoch empty if no batch is left."""
         if self.is_over:
             self.phase = Phase.PASSED
         self.is_awaited = self.is_under_way()
@@ -178,7 +178,7 @@ class LoaderPosition(EpochPlace):
         self._has_marks = self._has_failed = False
         """Whether the source is asked for a mark with each batch, and whether one could not be loaded."""
         self._unread: Mapping[str, Any] | None = None
-        """Where the source stands after a resume, until a batch is loaded."""
+        """The state of the source after a resume, until a batch is loaded."""
 
     @property
     def is_open(self) -> bool:
@@ -218,7 +218,7 @@ class LoaderPosition(EpochPlace):
 
     def _collect_source(self, under_way: bool) -> dict[str, Any]:
         if not under_way:
-            # What was left for good counts as far as it was loaded.
+            # In a loop that was left for good, every batch that was loaded counts.
             return self.source.collect(None, [], under_way)
         if self._unread is not None:
             return dict(self._unread)

@@ -21,7 +21,7 @@ class LoaderSet:
         self.all: list[LoaderPosition] = []
         """Where all of them stand."""
         self._found_before: Mapping[str, Any] = {}
-        """Where the iterables of the checkpoint stood."""
+        """The states of the iterables in the checkpoint."""
 
     def give(self, name: str, loader: Any) -> LoaderPosition:
         """Add a loader that was given to RunState; return where it stands."""
@@ -73,7 +73,7 @@ class LoaderSet:
         return any(at.is_under_way() for at in self.all)
 
     def is_awaited(self) -> bool:
-        """Whether a loop that was open where the training continues is to be opened again."""
+        """Whether a loop that was open at the checkpoint has not been opened again yet."""
         unseen = self._found_before.keys() - self.found.keys()
         return any(at.is_awaited for at in self.all) or any(
             self._found_before[name].get("is_open") for name in unseen

@@ -118,7 +118,7 @@ class Means(Mapping[str, float]):
         self._sums = {name: _Mean.of(sums) for name, sums in saved["sums"].items()} if saved else {}
 
     def go_back(self, saved: Mapping[str, Any] | None) -> None:
-        """Restore the sums of a checkpoint, as far as they belong to the epoch in hand."""
+        """Restore those sums of a checkpoint that belong to the epoch in hand."""
         epoch = self._epoch
         self.restore(saved)
         if epoch is not None:

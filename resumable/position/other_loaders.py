@@ -78,7 +78,7 @@ class Outside:
         self._place = place
         """Returns a value that changes with every body and every step, also outside of loops."""
         self._plain: list[tuple[weakref.ref[torch_iterators.Watched], object, str]] = []
-        """Passes over loaders that were not given: where the training stood as they began, and the data."""
+        """Passes over other loaders: the training's place as they began, and the dataset's name."""
         self._once = Once()
         self._entries: list[_Entry] = []
         self._restored: Sequence[Mapping[str, Any]] | None = None

@@ -56,7 +56,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "body_start": (dict, _NONE),
 }
 _NEWER: dict[str, type] = {"loop_ends": list, "entry": str, "loop_draws": str}
-"""What checkpoints of older versions lack."""
+"""The entries that checkpoints of older versions lack."""
 
 
 class Position(CountedLoops):

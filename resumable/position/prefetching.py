@@ -30,7 +30,7 @@ class Way:
 
 
 class ThroughDraws:
-    """Where the generators stood for each batch that `through=` has loaded ahead, and may draw for."""
+    """The states of the generators for each batch that `through=` has loaded ahead, and may draw for."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
@@ -48,7 +48,7 @@ class ThroughDraws:
         self.is_recorded, self._thread = is_recorded, threading.get_ident()
 
     def forget(self) -> None:
-        """Drop all states: the loader goes elsewhere."""
+        """Drop all states: the loader is moved elsewhere."""
         self.live = None
         self._saved.clear()
 

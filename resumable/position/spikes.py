@@ -12,7 +12,7 @@ from ..run.directory import Run
 
 @dataclass(frozen=True, slots=True)
 class Spikes:
-    """How often the training went back, of late."""
+    """How often the training went back recently."""
 
     count: int = 0
     newest: int = 0
@@ -50,7 +50,7 @@ def number(name: str, value: Any) -> float:
 
 
 def before(run: Run, later: int) -> int | None:
-    """Return the checkpoint that the training of a later one went on from; None if there is none."""
+    """Return the checkpoint from which the training of a later one continued; None if there is none."""
     try:
         return run.open(later).about.parent
     except (CheckpointDamaged, CheckpointNotFound):

@@ -158,7 +158,7 @@ class _CopiesBeside(_Copies):
 
     def _copy(self, value: Any) -> Any:
         if type(value) is not torch.Tensor or value.layout != torch.strided or not value.is_cpu:
-            # What it allocates cannot be seen, so not recorded: it stays on the training's stream.
+            # Its allocations are unknown, so they cannot be recorded: copy it on the training's stream.
             return super()._copy(value)
         # Not pin_memory(): that refuses an expanded tensor.
         source = value if value.is_pinned() else torch.empty_like(value, pin_memory=True).copy_(value)

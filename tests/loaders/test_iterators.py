@@ -65,7 +65,7 @@ class Shares(IterableDataset[int]):
 
 
 class Log:
-    """Who is told what happens, in its order."""
+    """Notes the events of an iterator, in their order."""
 
     def __init__(self) -> None:
         self.told: list[Any] = []
@@ -79,7 +79,7 @@ class Log:
     def came_out(self, stamped: Any, number: int | None, worker: int | None) -> None:
         self.told.append(("out", None if stamped is None else stamped[0], number, worker))
 
-    def thrown_away(self, stamped: Any) -> None:
+    def discarded(self, stamped: Any) -> None:
         self.told.append(("away", stamped[0]))
 
     def ran_out(self, worker: int) -> None:
@@ -259,14 +259,14 @@ def test_what_was_made_ahead_is_told_of_before_another_epoch_begins() -> None:
     for _ in range(3):
         log.told.clear()
         next(workers), next(workers)
-        workers.begin_anew(view)
+        workers.begin_epoch(view)
         away = [told for told in log.told[2:] if told[0] == "away"]
 
         assert sorted(away) == [("away", 0)] * 2 + [("away", 1)] * 2
         assert (log.told[-1], log.told.count("order")) == ("batches", 1)
 
 
-def test_a_stream_that_has_ended_is_told_of_before_another_epoch_begins() -> None:
+def test_a_stream_that_has_ended_is_reported_before_another_epoch_begins() -> None:
     log = Log()
     how: Any = {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 2}
     workers, view = opened(DataLoader(Shares(), 2, **how), log)
@@ -274,11 +274,11 @@ def test_a_stream_that_has_ended_is_told_of_before_another_epoch_begins() -> Non
         expected = [[0, 1], [100, 101], [102, 103], [104, 105]]
         assert [batch.tolist() for batch in workers] == expected
         log.told.clear()
-        workers.begin_anew(view)
+        workers.begin_epoch(view)
         assert log.told == [("ran out", 0), ("ran out", 1), "order", "batches"]
     next(workers)
     log.told.clear()
-    workers.begin_anew(view)
+    workers.begin_epoch(view)
 
     assert log.told[-1] == "batches"
     assert [log.told.count(one) for one in ("order", ("away", 0), ("away", 1), ("ran out", 0))] == [

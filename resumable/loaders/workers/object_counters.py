@@ -72,9 +72,11 @@ class Counters:
     epoch again from its beginning, so there only what one epoch passes on to the next is a counter.
     """
 
-    def __init__(self, role: str, root: object) -> None:
+    def __init__(self, role: str, root: object, *, is_run_again: bool) -> None:
+        """`is_run_again`: whether a resume runs an epoch again from its beginning."""
         self._role = role
         self._root = root
+        self._is_run_again = is_run_again
         self._is_sampler = role == "sampler"
         self._seen: dict[int, _Object] = {}
         self._has_ended = False
@@ -91,22 +93,36 @@ class Counters:
                 one.epoch = None
         self._has_ended = False
 
-    def loaded(self) -> None:
-        """Look after a batch: since the last look nothing has run but what loads."""
+    def before_batch(self, number: int) -> None:
+        """Look before the batch of this number in its epoch."""
+        if number == 1:
+            self._script_ran()
+        elif not self._is_run_again:
+            self.begin()
+
+    def after_batch(self, number: int) -> None:
+        """Look after the batch of this number: since the last look, only what loads has run."""
+        if not self._is_run_again:
+            self._loaded()
+        elif number == 0:
+            self._epoch_begun()
+        elif number == 1:
+            self._epoch_continues()
+
+    def _loaded(self) -> None:
         for one, before in self._look():
             for name in _changed(before, one.now):
                 one.changes[name] = one.changes.get(name, 0) + 1
                 if one.changes[name] > 1:
                     one.found.add(name)
 
-    def script_ran(self) -> None:
-        """Look before a batch: since the last look nothing has run but the script."""
+    def _script_ran(self) -> None:
+        # Since the last look only the script has run, so the changes are its own.
         for one, before in self._look():
             one.left_out |= _changed(before, one.now)
             one.stepped -= one.left_out
 
-    def epoch_begun(self) -> None:
-        """Look after an epoch's first batch: since the last look nothing has run but what loads."""
+    def _epoch_begun(self) -> None:
         for one, before in self._look(has_orders=self._is_sampler):
             one.found |= _shuffled(before, one.now)
             one.stepped = {
@@ -116,8 +132,8 @@ class Counters:
                 one.found |= _changed(one.epoch, one.now) - _orders(one.now)
             one.epoch = one.now
 
-    def epoch_goes_on(self) -> None:
-        """Look after an epoch's second batch: what only the first one raised by one counts the epochs."""
+    def _epoch_continues(self) -> None:
+        # An attribute that only the first batch has raised by one counts the epochs.
         for one, before in self._look():
             one.found |= one.stepped - _changed(before, one.now)
             one.stepped = set()
@@ -163,8 +179,7 @@ class LoaderCounters:
 
     def __init__(self, roots: Mapping[str, object], *, is_stream: bool) -> None:
         """`roots`: the parts of the loader that run in this process, by role."""
-        self._here = [Counters(role, root) for role, root in roots.items()]
-        self._is_stream = is_stream
+        self._here = [Counters(role, root, is_run_again=is_stream) for role, root in roots.items()]
         self._found: dict[str, Counter] = {}
         """Counters that no checkpoint has, by name."""
         self._reported: set[str] = set()
@@ -177,20 +192,12 @@ class LoaderCounters:
     def before_batch(self, number: int) -> None:
         """Look before the batch of a number."""
         for counters in self._here:
-            if number == 1:
-                counters.script_ran()
-            elif not self._is_stream:
-                counters.begin()
+            counters.before_batch(number)
 
     def after_batch(self, number: int) -> None:
         """Look after the batch of a number."""
         for counters in self._here:
-            if not self._is_stream:
-                counters.loaded()
-            elif not number:
-                counters.epoch_begun()
-            elif number == 1:
-                counters.epoch_goes_on()
+            counters.after_batch(number)
 
     def epoch_ended(self) -> None:
         """Look after an epoch's last batch."""

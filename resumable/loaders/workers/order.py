@@ -81,7 +81,7 @@ class Order:
         self._sampler: Any = loader.batch_sampler if self._is_batched else loader.sampler
         self._is_stream = isinstance(loader.dataset, IterableDataset)
         self._stateful: list[Any] = [s for s in (loader.sampler, loader.batch_sampler) if is_stateful(s)]
-        self.counters = Counters("sampler", self._sampler)
+        self.counters = Counters("sampler", self._sampler, is_run_again=True)
         self._may_draw_late = not draws_at_once(self._sampler)
         self._generators = generators
         self.deal = resharding.deal(loader)
@@ -102,7 +102,7 @@ class Order:
         self._begun: Draws | None = None
         self._states: list[Any] = []
         self._base: resharding.Base | str = "its dataset is a stream"
-        """What the order that all ranks share was drawn from, or why that is unknown."""
+        """The source of the order that all ranks share, or why it is unknown."""
         self._log: dict[int, States] = {}
         """The global generators before each batch, by number, for which the sampler drew late."""
         self._logged: States = {}
@@ -233,15 +233,11 @@ class Order:
     def _ask(self, inner: Iterator[Any]) -> Any:
         """Ask the sampler for a batch, and look for counters that this changes in it."""
         self.kept = None
-        if self.pulled == 1:
-            self.counters.script_ran()
-        # What it draws for the first batch may be the whole order.
+        self.counters.before_batch(self.pulled)
+        # The draws for the first batch may be those of the whole order.
         is_plain = self._is_stream or not self.pulled or not self._may_draw_late
         indices = next(inner, _END) if is_plain else self._ask_logged(inner)
-        if self.pulled == 0:
-            self.counters.epoch_begun()
-        elif self.pulled == 1:
-            self.counters.epoch_goes_on()
+        self.counters.after_batch(self.pulled)
         return indices
 
     def _ask_logged(self, inner: Iterator[Any]) -> Any:

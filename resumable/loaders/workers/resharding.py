@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 Base = Mapping[str, Any]
-"""What the order of an epoch, before it is sharded, was drawn from."""
+"""The source of an epoch's order before it is sharded: the sampler, its seed, the number of samples."""
 
 
 @dataclass(frozen=True, slots=True)

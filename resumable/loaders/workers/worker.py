@@ -83,7 +83,9 @@ class Worker:
             self._stream.prepare(start, self._root(), self._watch, has_ended)
         if number == 0 and self._keeps_objects:
             # All other workers would find the same.
-            self._counters = [Counters(name, part) for name, part in self._parts().items()]
+            is_stream = self._stream is not None
+            parts = self._parts().items()
+            self._counters = [Counters(name, part, is_run_again=is_stream) for name, part in parts]
             for counters in self._counters:
                 counters.begin()
 
@@ -126,12 +128,9 @@ class Worker:
     def _counted(self, *, is_first: bool) -> list[tuple[str, str, str]]:
         """Return the counters that are new; `is_first`: whether a stream has just begun an epoch."""
         for counters in self._counters:
-            if self._stream is None:
-                counters.loaded()
-            elif is_first:
-                counters.epoch_begun()
-            elif self._batches == 2:
-                counters.epoch_goes_on()
+            # The first batch after a resume in mid-epoch does not begin an epoch.
+            if is_first or self._batches > 1 or self._stream is None:
+                counters.after_batch(self._batches - 1)
         new = (counter for counters in self._counters for counter in counters.new())
         return [(counter.role, counter.name, counter.first) for counter in new]
 
