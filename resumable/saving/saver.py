@@ -315,7 +315,7 @@ class Saving:
                 leave()
                 self._close_copies(failed)
             finally:
-                # After an interrupted wait the writer is still at work, so the run stays locked until it ends.
+                # After an interrupted wait the writer is still at work: the run stays locked until it ends.
                 if not self._writer.is_busy():
                     self.late.forget()
                     self._image.close()
