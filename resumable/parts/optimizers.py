@@ -210,7 +210,7 @@ class OptimizerPart(Part):
             yield Difference(self.name, "", "the parameters are in another order, on which LBFGS depends")
 
     def resized(self, saved: Saved, then: int, now: int) -> Iterator[Difference]:
-        """Yield that the checkpoint has accumulated gradients, of which each process has its own."""
+        """Yield that the checkpoint has accumulated gradients, which each process has for itself."""
         if self._saved_gradients(saved).keys() - {*saved.view(self.stem).get("used", ())}:
             text = f"summed up by {then} processes, each for itself; there are {now} in the code"
             yield Difference(self.name, "gradients", text)

@@ -1,4 +1,4 @@
-"""Refuses objects of which each process holds only a shard."""
+"""Refuses objects that are sharded over the processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..errors import Unsupported
 
 
 def refuse_split(name: str, value: Any) -> None:
-    """Raise Unsupported for an object of which each process holds only a shard."""
+    """Raise Unsupported for an object that is sharded over the processes."""
     found = _splitter(type(value).__mro__)
     attributes = getattr(value, "__dict__", ())
     for mark, kind in (_MARKS_OF_TENSORS if isinstance(value, Tensor) else _MARKS).items():

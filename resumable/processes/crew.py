@@ -26,7 +26,7 @@ class SaveSkipped(SaveFailed):
 
 
 class Crew(ABC):
-    """The processes of a training, as one of them sees them: who leads, who writes what, who decides."""
+    """The processes of a training, as one of them sees them: which one leads, writes and decides."""
 
     leads = True
     """Whether this process makes the checkpoints on its disk."""

@@ -75,7 +75,7 @@ class Joint(Crew):
     def _own_first(self, is_copied: bool) -> None:
         first = self.ranks.first("the run's id", lambda: self._own(None))
         self.run_id = self.ranks.each("the run directory", lambda: self._own(first))
-        # Whoever wrote the run before has unlocked it only now.
+        # The process that wrote the run before has unlocked it only now.
         self._count_from_the_highest(is_copied)
         if self._is_shared and self._saves:
             self._saves.check_disk(self._run.path)

@@ -1,3 +1,3 @@
-"""When a save is due, and how it is made while the training goes on."""
+"""When a save is due, and how it is made while the training continues."""
 
 __all__ = ["autosave", "fence", "saver", "unseen_optimizers", "writer"]

@@ -78,13 +78,13 @@ class Autosave:
         if waiting and not (found and found.leaves):
             found = waiting
         if found and self._can_wait(found, is_rest_next):
-            # (alone it is due again there; what several have agreed on is called for once)
+            # One process finds it due again there; several agree on it only once.
             self._waiting, found = found if self._calls else None, None
         return found
 
     def _can_wait(self, found: Due, is_rest_next: bool) -> bool:
         can_wait = is_rest_next and (found.leaves is None or self._is_in_time(found))
-        # (processes whose epochs have other lengths have their last batches at other boundaries)
+        # Epochs may differ in length between processes, so that their last batches are at other boundaries.
         return all(self._ranks.agree("the end of the epoch", lambda: can_wait))
 
     def _is_in_time(self, found: Due) -> bool:
@@ -100,7 +100,7 @@ class Autosave:
         leaves = self._leaves(is_rest_next)
         by_count = policy.due_by_count(self._every, since)
         by_time = None
-        # (a second save would wait for the first, and the training with it)
+        # A second save would make the training wait for the first.
         if self._ranks.is_first and not is_saving:
             by_time = policy.due_by_time(self._every, since, self.chosen)
         if self._calls:
@@ -142,7 +142,7 @@ def began() -> float:
         up = float(Path("/proc/uptime").read_text().split()[0])
         return time.time() - up + ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
-        # (elsewhere than on Linux) What came before, mostly imports, is not counted then.
+        # Only Linux has these files; elsewhere the time before this import is not counted.
         return _IMPORTED
 
 

@@ -26,9 +26,9 @@ class Fence:
         self._owner = os.getpid()
 
     def guarded(self, is_wanted: bool = True) -> set[int]:
-        """Return the addresses of the tensors that nobody changes but a step that waits here, if wanted.
+        """Return the addresses of the tensors that change only in steps that wait here, if wanted.
 
-        An optimizer counts only if the hook has told of a step since the last call: what else has
+        An optimizer counts only if its hook has seen a step since the last call: other code that has
         changed its parameters may do so again at any moment.
         """
         theirs: dict[bool, set[int]] = {True: set(), False: set()}
@@ -42,7 +42,7 @@ class Fence:
             yield from gate.parameters()
 
     def has_stepped(self) -> bool:
-        """Whether a hook has told of a step."""
+        """Whether a hook has seen a step."""
         return any(gate.has_stepped for gate in self._gates)
 
     def catch_up(self) -> None:
@@ -61,7 +61,7 @@ class Fence:
         self._wait = None
 
     def distrust(self) -> None:
-        """Guard nothing from now on: somebody writes to the parameters who does not pass here."""
+        """Guard nothing from now on: other code writes to the parameters without passing here."""
         for gate in self._gates:
             gate.is_blind = True
 

@@ -47,7 +47,7 @@ class Copy:
         self.source = _row_of(source, *part) if part else source
         self._offset = part[0] * source.element_size() if part else 0
         if source.dtype == torch.bool:
-            # Memory that nobody has set yet holds any byte, and readers refuse all but 0 and 1.
+            # Uninitialized memory holds any byte, and readers refuse all but 0 and 1.
             self.source = _without_room(lambda one: one.view(torch.uint8).ne(0), self.source)
         self._version: int | None = None
         self._order: list[int] | None = None
@@ -59,8 +59,8 @@ class Copy:
         return lies_well and self.source.data_ptr() - self._offset in places
 
     def put_off(self) -> Copy:
-        """Remember what tells whether the tensor is still the same when it is copied."""
-        # Where `.data` is set to another tensor meanwhile, the old one is what is to be saved.
+        """Remember the version and the order of the tensor, to notice a change before it is copied."""
+        # If `.data` is set to another tensor meanwhile, the old one has to be saved.
         self.source = self.source.detach()
         self._version = _version(self.source)
         if not self.source.is_contiguous():
@@ -76,7 +76,7 @@ class Copy:
         self.sample = sample
 
     def has_another_version(self) -> bool:
-        """Whether an operation has told of writing to the tensor."""
+        """Whether an operation has written to the tensor."""
         return self._version != _version(self.source)
 
     def has_another_content(self) -> bool:
@@ -87,7 +87,7 @@ class Copy:
 
 
 def _row_of(tensor: Tensor, begin: int, end: int) -> Tensor:
-    """Return some numbers of a tensor: where they lie if they lie in a row, else a copy of them."""
+    """Return some elements of a tensor: as a view if they are contiguous, else as a copy."""
     tensor = tensor.detach()
     if tensor.is_contiguous():
         return tensor.as_strided([end - begin], [1], tensor.storage_offset() + begin)
@@ -314,13 +314,13 @@ class Transfer:
         return staged.copy_(piece)
 
     def hold_back(self) -> None:
-        """Let what the training queues from now on begin when the copies are done; nobody waits here."""
+        """Make work that the training queues from now on wait for the copies; return at once."""
         self._is_queued.wait()
         with torch.cuda.device(self._device):
             torch.cuda.current_stream().wait_event(self._copied)
 
     def end(self) -> None:
-        """Let nobody wait for copies that will not be queued any more."""
+        """Release those that wait for copies which will not be queued any more."""
         self._is_queued.set()
 
     def wait(self) -> None:

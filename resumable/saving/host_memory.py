@@ -17,11 +17,11 @@ from ..files.threads import allow_captures
 
 _cuda: Any = torch.cuda
 _PIECE = 16 << 20
-_PORTABLE = 1  # for all GPUs of this process; else copies from the others would take a detour
+_PORTABLE = 1  # for all GPUs of this process; copies from the others would otherwise take a detour
 
 
 class HostMemory:
-    """So many bytes, beginning at a page.
+    """A block of host memory that begins at a page.
 
     torch's own pinned memory is rounded up to a power of two, which may be twice what is needed.
     """
@@ -33,7 +33,7 @@ class HostMemory:
         else:
             self._map = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_DONTFORK"):
-            # Else each write after a loader has forked its workers would copy a page, which they keep.
+            # Otherwise each write after a loader has forked its workers would copy a page, which they keep.
             self._map.madvise(mmap.MADV_DONTFORK)
             _maps.add(self._map)
             _keep_in_children()
@@ -47,7 +47,7 @@ class HostMemory:
     def touch(self) -> None:
         """Let the kernel give the pages now: on first use that takes many times as long as a copy."""
         for at in range(0, self.size, _PIECE):
-            # At the end of the script nobody needs it any more.
+            # At the end of the script it is not needed any more.
             if threading.main_thread().is_alive():
                 self.tensor[at : at + _PIECE].zero_()
 
@@ -71,7 +71,7 @@ class HostMemory:
             self._unregister.atexit = False
 
     def free(self) -> None:
-        """Give the memory back, as soon as nobody looks at it."""
+        """Give the memory back as soon as it is no longer referenced."""
         if self._unregister:
             self._unregister()
         del self.bytes, self.tensor

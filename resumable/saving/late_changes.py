@@ -1,4 +1,4 @@
-"""Finds what a script changes after `save()` in the same body: a resume would not have it."""
+"""Finds changes that a script makes after `save()` in the same body: a resume would lose them."""
 
 from __future__ import annotations
 

@@ -11,10 +11,10 @@ from ..run.policy import Cost
 
 
 class SaveCost:
-    """The training's own clock: it is told of bodies and of saves.
+    """Measures what a save costs the training.
 
-    What a save costs is what bodies take longer while it is being made, as the training feels it: the call,
-    the copies that a step waits for, the cores and the memory that the writer uses.
+    The cost is the time by which bodies take longer during a save: the call itself, the copies that a step
+    waits for, the cores and the memory that the writer uses.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
@@ -22,15 +22,15 @@ class SaveCost:
         self._last: float | None = None
         """When the body before this one ended, if the two follow each other."""
         self._quiet: deque[float] = deque(maxlen=_REMEMBERED)
-        """How long bodies took while nothing was saved."""
+        """The durations of bodies during which nothing was saved."""
         self._rest = 0.0
         self.is_rest_known = False
-        """Whether an epoch has ended, so that it is known what comes after its last body."""
+        """Whether an epoch has ended, so that the time after its last body is known."""
         self._is_lost_known = True
-        """Whether bodies could be compared when the cost was found."""
+        """Whether bodies could be compared when the cost was measured."""
         self._save: _Save | None = None
         self.cost: Cost | None = None
-        """What a save has cost lately; of two, the newer counts more."""
+        """The cost of the recent saves; newer ones count more."""
 
     def expect(self, lost: float | None, durable: float) -> None:
         """Take a save to cost what one did in an earlier process, until one has been measured here."""
@@ -56,7 +56,7 @@ class SaveCost:
                 self._quiet.append(now - last)
             return
         ended = save.ended
-        # (before any body without a save, the whole of one would look like what the save takes)
+        # Without a body to compare with, the whole of this one would count as the cost of the save.
         if last is not None and self._quiet:
             during = min(now if ended is None else ended, now) - max(save.began, last)
             save.lost += max(0.0, min(now - last - self.body(), during))
@@ -64,7 +64,7 @@ class SaveCost:
             self._count(save, ended)
 
     def body(self) -> float:
-        """Return how long a body takes when nothing is saved; 0 if nobody knows yet."""
+        """Return the usual duration of a body during which nothing is saved; 0 if it is unknown."""
         return statistics.median(self._quiet) if self._quiet else 0.0
 
     def save_began(self, waited: float = 0.0) -> Callable[[], float]:

@@ -62,7 +62,7 @@ class Saving:
         self._place: Mapping[str, Any] = {}
         """The counters of that save."""
         self._unheard: int | None = None
-        """The save of which this process has not heard yet what rank 0 gave as metrics."""
+        """The save whose metrics, as rank 0 gave them, this process does not have yet."""
         self._failed = 0
         self._has_started = False
         self._writer = Writer()
@@ -254,7 +254,7 @@ class Saving:
         """Take over what rank 0 gave as metrics at the last save: it decides for all."""
         if self._unheard is not None:
             number, self._unheard = self._unheard, None
-            # (of what went wrong the next call tells)
+            # The next call raises what went wrong.
             with contextlib.suppress(ResumableError):
                 about = self._crew.decided(number)
                 if about and self._failed != number:
@@ -301,7 +301,7 @@ class Saving:
         self._writer.wait()
 
     def close(self, leave: Callable[[], None], how: str) -> None:
-        """Wait for the last save, `leave` the other processes, and let go of the run."""
+        """Wait for the last save, `leave` the other processes, and unlock the run."""
         self._is_closed = True
         failed: type[BaseException] | None = None
         try:
@@ -315,7 +315,7 @@ class Saving:
                 leave()
                 self._close_copies(failed)
             finally:
-                # An interrupted wait leaves the writer at work: nobody else may begin until it has ended.
+                # After an interrupted wait the writer is still at work: the run stays locked until it ends.
                 if not self._writer.is_busy():
                     self.late.forget()
                     self._image.close()
@@ -325,7 +325,7 @@ class Saving:
         if self._copies is None:
             return
         if failed and not issubclass(failed, Exception):
-            # Who has interrupted one wait does not want another one.
+            # After one interrupted wait, do not begin another.
             self._copies.leave()
             return
         try:
@@ -333,13 +333,13 @@ class Saving:
         except RemoteError as exc:
             if failed is None:
                 raise
-            # Else nobody would see that a save has failed.
+            # Raised here, it would hide that a save has failed.
             warn(exc.problem)
 
 
 @contextlib.contextmanager
 def _failing(what: str) -> Iterator[None]:
-    # Whoever saves looks out for one kind of error, whichever call the disk has refused.
+    # A caller of save() catches one kind of error, whichever disk call has failed.
     try:
         yield
     except OSError as exc:

@@ -200,7 +200,7 @@ class Snapshot:
         return found
 
     def tensors(self, path: str) -> dict[str, Tensor]:
-        """Return the tensors of a file as they were, except for those of which only a part is here."""
+        """Return the tensors of a file as they were, without those that this process has only in part."""
         share, data = self._shares[path], self._data[path]
         if path in self._places or path in self._on_devices:
             self.wait(path, len(data))

@@ -1,4 +1,4 @@
-"""What follows a durable checkpoint: its copies in a remote, the links to it, and which others go."""
+"""What follows a durable checkpoint: its copies in a remote, the links to it, and pruning."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def tidy_after(training: Training, about: Manifest) -> None:
         if keep is not None and run.holds_more_than(keep.newest):
             _prune(training, keep, about.best)
     except (CannotRead, FormatTooNew) as exc:
-        # The checkpoint is durable. Which of all is the best cannot be told, so all of them stay.
+        # The checkpoint is durable. The best of all is unknown, so all of them stay.
         training.once.warn(f"nothing was pruned: {exc.problem}")
 
 

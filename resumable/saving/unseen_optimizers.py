@@ -1,4 +1,4 @@
-"""Finds optimizers that nobody hears of: those in a captured CUDA graph, and those that were not given."""
+"""Finds optimizers whose steps no hook sees: in a captured CUDA graph, or not given to RunState."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class NotGiven:
     def _read_rates(self) -> list[Any]:
         groups = [group for live in self._given for group in getattr(live, "param_groups", ())]
         rates = [group.get("lr") for group in groups]
-        # (to read it would wait for a GPU)
+        # Compare versions: reading the value would wait for a GPU.
         return [(id(rate), rate._version) if isinstance(rate, torch.Tensor) else rate for rate in rates]
 
 

@@ -67,7 +67,7 @@ class PendingSave:
             raise self._error
 
     def wait_unless_told(self) -> None:
-        """The same, but quiet about an error that somebody has already been told."""
+        """Wait until the checkpoint is durable; raise what went wrong, unless it was raised before."""
         self._thread.join()
         if not self._told:
             self.wait()
@@ -78,7 +78,7 @@ class PendingSave:
 
 
 def _free_frames(error: BaseException | None) -> None:
-    # What an error's traceback remembers of the job's variables is the host copy too.
+    # The traceback of an error would keep the job's variables, among them the host copy.
     while error:
         traceback.clear_frames(error.__traceback__)
         error = error.__context__
@@ -101,7 +101,7 @@ class Writer:
         return self._pending is not None and self._pending._is_on_its_way()
 
     def wait(self) -> None:
-        """Wait for the save in flight; raise what went wrong unless somebody has been told."""
+        """Wait for the save in flight; raise what went wrong, unless it was raised before."""
         if self._pending:
             self._pending.wait_unless_told()
             self._pending = None

@@ -40,7 +40,7 @@ from .step_counter import StepCounter
 _open: weakref.WeakValueDictionary[Path, Session] = weakref.WeakValueDictionary()
 _written: weakref.WeakValueDictionary[Path, Run] = weakref.WeakValueDictionary()
 _PATIENCE = 30.0
-"""So long another thread may take to let go of a run whose state it has dropped."""
+"""The seconds that another thread may take to release a run whose state it has dropped."""
 
 
 class Session:

@@ -499,3 +499,40 @@ def test_a_place_that_has_nothing_yet_is_free() -> None:
     assert search.is_free(Holder(own=None), "own")
     assert search.is_free({"dataset": Holder()}, "dataset.own")
     assert search.is_free(partial(collated, samples=None), "keywords.own")
+
+
+class Seeded(Dataset[float]):
+    """Data that draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        self.own = random.Random(0)
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> float:
+        return self.own.random()
+
+
+class Reseeding:
+    """A part whose `state_dict` gives the data another generator."""
+
+    def __init__(self, data: Seeded) -> None:
+        self.data = data
+
+    def state_dict(self) -> dict[str, Any]:
+        self.data.own = random.Random(9)
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """There is nothing to restore."""
+
+
+def test_a_save_restores_a_generator_that_a_state_dict_replaces(run_dir: Path) -> None:
+    data = Seeded()
+    extra = {"seeds": Reseeding(data)}
+    with RunState.load(run_dir, model=nn.Linear(1, 1), loader=DataLoader(data), extra=extra) as state:
+        for seed in (1, 2):
+            data.own = random.Random(seed)
+            state.save().wait()
+            assert data.own.random() == random.Random(seed).random()

@@ -12,8 +12,7 @@ import gloo
 import pytest
 import torch
 
-import resumable
-from resumable import ResumableError, Run, RunState
+from resumable import ResumableError, Run, RunState, version
 
 TIMEOUT = 4.0
 
@@ -24,7 +23,7 @@ def train(rank: int, run_dir: Path, trouble: str, whom: int, pause: float) -> An
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     it_is_me = rank == whom
     if trouble == "another version" and it_is_me:
-        resumable.__version__ = "0.0.1"
+        version.__version__ = "0.0.1"
     try:
         with RunState.load(
             run_dir,
@@ -61,7 +60,7 @@ def meet(trouble: str, it_is_me: bool, state: RunState) -> None:
         if trouble == "is late":
             time.sleep(2 * TIMEOUT)
         if trouble == "is elsewhere":
-            state._position.step += 1
+            state._position._step_in_hand += 1
         if trouble.endswith("in mid-save"):
             act = gloo.kill_myself if "killed" in trouble else gloo.stop_myself
             # (the first flush of a save is that of a file in the stage)
