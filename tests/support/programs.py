@@ -1637,6 +1637,8 @@ CAUSES = {
     r"the dataset has \d+ items": r"samples\.append",
     r"the checkpoint does not fit the objects": r"add_param_group",
     r"all batches of the epoch were asked for": r"list\(state\.batches",
+    r"two loops over this loader's batches": r"iterator = iter\(",
+    r"^StopIteration": r"next\(",
     r"itertools\.cycle\(\) repeats only": r"cycle\(state\.batches",
     r"next\(\) took \d+ of the epoch's batches": r"next\(iterator\)",
     r"persistent_workers=True (began|had begun)|look alike": r"persistent_workers=True",
