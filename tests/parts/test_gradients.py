@@ -61,6 +61,35 @@ def window_over_epochs(state: RunState, objects: dict[str, Any], tick: Callable[
         tick(objects["model"].weight)
 
 
+def window_with_a_break(state: RunState, objects: dict[str, Any], tick: Callable[..., None]) -> None:
+    for epoch in state.epochs(4):
+        for x in state.batches():
+            if state.batch == 2:
+                break
+            backward(objects, x)
+            if (epoch + state.batch) % 3 == 2:
+                step(objects)
+            tick(objects["model"].weight)
+
+
+def window_with_an_error(state: RunState, objects: dict[str, Any], tick: Callable[..., None]) -> None:
+    for _ in state.epochs(3):
+        for x in state.batches():
+            try:
+                backward(objects, x)
+                if state.batch == 1:
+                    raise MemoryError
+                step(objects)
+            except MemoryError:
+                pass
+            tick(objects["model"].weight)
+
+
+@pytest.mark.parametrize("loop", [window_with_a_break, window_with_an_error])
+def test_a_window_that_a_break_or_an_error_lengthens_is_exact(run_dir: Path, loop: Any) -> None:
+    assert differences(run_dir, lambda: make(loader=True), loop) == []
+
+
 @pytest.mark.parametrize("loop", [window_of_steps, window_by_hand, window_over_epochs])
 def test_a_window_over_several_bodies_is_exact(run_dir: Path, loop: Any) -> None:
     assert differences(run_dir, make, loop) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import signal
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from stopping import differences
 from torch import nn
 from torch.utils.data import DataLoader
 
-from resumable import ResumableWarning, RunState
+from resumable import Preempted, ResumableWarning, RunState
 
 
 def train(objects: dict[str, Any], x: torch.Tensor) -> None:
@@ -76,6 +77,14 @@ def two_phases(state: RunState, objects: dict[str, Any], tick: Callable[..., Non
             tick(x, between)
 
 
+def a_loader_for_each_phase(state: RunState, objects: dict[str, Any], tick: Callable[..., None]) -> None:
+    for total, name in ((1, "a"), (2, "b")):
+        for _ in state.epochs(total):
+            for x in state.batches(name):
+                train(objects, x)
+                tick(x)
+
+
 def steps_then_epochs(state: RunState, objects: dict[str, Any], tick: Callable[..., None]) -> None:
     for _ in state.steps(3):
         x = torch.randn(2, 2)
@@ -115,6 +124,7 @@ def draw_before_next(state: RunState, objects: dict[str, Any], tick: Callable[..
         (epochs_by_hand, make),
         (epochs_in_a_while_loop, make),
         (two_phases, make),
+        (a_loader_for_each_phase, lambda: make(loaders=2)),
         (steps_then_epochs, make),
         (draw_before_steps_in_an_epoch, without_loader),
         (draw_before_next, make),
@@ -491,3 +501,46 @@ def test_a_loop_left_before_a_step_and_entered_again_trains_that_batch(
     assert differences(run_dir, make, loop) == []
     # The first six are of the training that never stopped.
     assert sorted(seen[0] + seen[1] + seen[2]) == sorted(seen[3] + seen[4] + seen[5]) == [*range(6)]
+
+
+@pytest.mark.parametrize(
+    ("fails", "at"),
+    [("preempted", ("a", 2)), ("preempted", ("b", 0)), ("preempted", ("b", 1)), ("error", ("b", 1))],
+)
+def test_loops_over_two_loaders_that_are_entered_again_leave_out_nothing(
+    run_dir: Path, fails: str, at: tuple[str, int]
+) -> None:
+    def loop(state: RunState, objects: dict[str, Any], tick: Callable[..., None]) -> None:
+        def passes() -> None:
+            for epoch in state.epochs(2):
+                for name in ("a", "b"):
+                    for x in state.batches(name):
+                        is_due = (epoch, name, state.batch) == (1, *at) and "failed" not in state.vars
+                        if is_due and fails == "error":
+                            state.vars["failed"] = True
+                            raise MemoryError
+                        train(objects, x)
+                        seen.append((epoch, name, state.batch))
+                        if is_due:
+                            state.vars["failed"] = True
+                            signal.raise_signal(signal.SIGUSR1)
+                        tick(x)
+
+        while True:
+            try:
+                passes()
+                break
+            except (MemoryError, Preempted):
+                pass
+
+    seen: list[tuple[int, str, int]] = []
+    every = [(epoch, name, number) for epoch in (0, 1) for name in "ab" for number in range(3)]
+
+    # Otherwise a signal that no loop has noted ends the tests.
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    try:
+        assert differences(run_dir, lambda: make(loaders=2) | {"on_preempt": "raise"}, loop) == []
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    # The first ones are of the training that never stopped.
+    assert seen[: len(every)] == every

@@ -36,7 +36,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
-from resumable import ResumableError
+from resumable import ResumableError, errors
 from resumable.errors import ResumableWarning
 
 Kind = Literal["save", "signal", "kill"]
@@ -559,8 +559,13 @@ def steps_over_batches(s: Script) -> None:
     add_model(s)
     add_loader(s)
     add_extras(s, epochs=False)
-    way = s.choose("", "iterator", "for", "endless")
-    if way == "iterator":
+    way = s.choose("", "iterator", "for", "endless", "cycle")
+    if way == "cycle":
+        s.add("batches = __import__('itertools').cycle(state.batches())")
+        with s.block(f"for step in state.steps({s.steps}):"):
+            s.add("x = next(batches)")
+            train(s)
+    elif way == "iterator":
         s.add("iterator = iter(state.batches())")
         with s.block(f"for step in state.steps({s.steps}):"):
             next_batch(s)
@@ -753,7 +758,7 @@ def batches_without_epochs(s: Script) -> None:
         s.add(*s.top)
         with s.block("for x in state.batches():"):
             train(s)
-        if way == "range":
+        if way != "one pass":
             s.add(*s.per_epoch)
 
 
@@ -791,9 +796,15 @@ def next_by_hand(s: Script) -> None:
     add_model(s)
     add_loader(s)
     add_extras(s)
-    is_before = s.chance(0.5, "draw before next")
+    is_before = s.chance(0.4, "draw before next")
+    is_counted = not is_before and s.chance(0.4, "counted")
     with epochs(s):
         s.add("iterator = iter(state.batches())")
+        if is_counted:
+            with s.block("for _ in range(2):"):
+                s.add("x = next(iterator)")
+                train(s)
+            return
         with s.block("while True:"):
             if is_before:
                 s.add("noise = torch.randn(4)")
@@ -952,18 +963,21 @@ def exception_around_all_loops(s: Script) -> None:
 @shape(2)
 def preempted_and_entered_again(s: Script) -> None:
     add_model(s)
-    way = s.choose("", "epochs", "steps", "two loaders")
+    way = s.choose("", "epochs", "steps", "two loaders", "steps over batches")
     if way == "two loaders":
         add_loaders(s, "a", "b")
-    elif way == "epochs":
+    elif way != "steps":
         add_loader(s)
-    add_extras(s, epochs=way != "steps")
+    add_extras(s, epochs=way in ("epochs", "two loaders"))
     s.given["on_preempt"] = '"raise"'
+    is_saved = s.chance(0.3, "saved again")
     with s.block("while True:"):
         with s.block("try:"):
-            if way == "steps":
+            if way.startswith("steps"):
+                if way != "steps":
+                    s.add("iterator = iter(state.batches())")
                 with s.block(f"for step in state.steps({s.steps}):"):
-                    s.add("x = torch.randn(3, 4)")
+                    next_batch(s) if way != "steps" else s.add("x = torch.randn(3, 4)")
                     train(s)
             else:
                 with epochs(s):
@@ -972,7 +986,7 @@ def preempted_and_entered_again(s: Script) -> None:
                             train(s)
             s.add("break")
         with s.block("except Preempted:"):
-            s.add("pass")
+            s.add("state.save()" if is_saved else "pass")
 
 
 @shape(4)
@@ -1196,26 +1210,159 @@ def names_of_the_loop(s: Script) -> None:
 @shape(2)
 def data_or_model_that_grows(s: Script) -> None:
     add_model(s)
-    way = s.choose("", "data grows", "parameter group", "unfrozen")
-    if way == "data grows":
+    ways = "data grows", "data grows in mid epoch", "data that is not given grows"
+    way = s.choose("", *ways, "parameter group", "unfrozen")
+    if way in ways:
         s.setup.append("samples = [*torch.randn(6, 4, generator=torch.Generator().manual_seed(7))]")
         s.setup.append("loader = DataLoader(samples, batch_size=3, shuffle=True)")
         s.given["loader"] = "loader"
-        s.extra["own"] = '{"samples": samples}'
-        s.per_epoch += ["for number in range(3):\n    samples.append(torch.full((4,), epoch + number / 10))"]
+        if way != "data that is not given grows":
+            s.extra["own"] = '{"samples": samples}'
     else:
         add_loader(s)
-    add_extras(s)
     if way == "parameter group":
         s.setup.append("scale = nn.Parameter(torch.ones(1))\nmodel.register_parameter('scale', scale)")
         s.setup.append("optimizer = torch.optim.Adam([*model.parameters()][1:], lr=0.01)")
+    add_extras(s)
+    if way in ways:
+        place = s.per_step if way == "data grows in mid epoch" else s.per_epoch
+        place.append("for number in range(3):\n    samples.append(torch.full((4,), epoch + number / 10))")
+    if way == "parameter group":
         s.per_epoch.append(
             "if epoch == 0:\n    optimizer.add_param_group({'params': [*model.parameters()][:1]})"
         )
     if way == "unfrozen":
-        s.top.append("for p in [*model.parameters()][:2]:\n    p.requires_grad_(epoch > 0)")
+        s.top.append("for p in [*model.parameters()][:1]:\n    p.requires_grad_(epoch > 0)")
     with epochs(s), s.block("for x in state.batches():"):
         train(s)
+
+
+@shape(8)
+def something_is_forgotten(s: Script) -> None:
+    add_model(s)
+    what = s.choose("", *FORGOTTEN)
+    loop = s.choose("", "epochs", "steps")
+    if loop == "epochs":
+        add_loader(s)
+    if what == "scheduler":
+        choose_zero(s)
+    else:
+        add_extras(s, epochs=loop == "epochs")
+    setup, before, after = FORGOTTEN[what]
+    s.setup.append(setup)
+    if what == "own optimizer":
+        s.setup.insert(-1, "model.register_parameter('scale', nn.Parameter(torch.ones(1)))")
+    s.watched |= {"forgotten": "forgotten"} if what in ("ema", "copy", "scheduler", "own optimizer") else {}
+
+    def body() -> None:
+        s.add(*([before] if before else []))
+        train(s, then=after)
+
+    if loop == "epochs":
+        with epochs(s), s.block("for x in state.batches():"):
+            body()
+    else:
+        with s.block(f"for step in state.steps({s.steps}):"):
+            s.add("x = torch.randn(3, 4)")
+            body()
+
+
+FORGOTTEN = {
+    "ema": (
+        "forgotten = torch.optim.swa_utils.AveragedModel(model)",
+        "",
+        "forgotten.update_parameters(model)",
+    ),
+    "copy": (
+        "forgotten = copy.deepcopy(model)",
+        "",
+        "with torch.no_grad():\n    for old, new in zip(forgotten.parameters(), model.parameters()):\n"
+        "        old.lerp_(new, 0.1)",
+    ),
+    "scheduler": (
+        "forgotten = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)",
+        "",
+        "forgotten.step()",
+    ),
+    "own optimizer": (
+        "forgotten = torch.optim.Adam([model.scale], lr=0.1)",
+        "x = x * model.scale",
+        "forgotten.step()\nforgotten.zero_grad()",
+    ),
+    "generator": (
+        "forgotten = torch.Generator().manual_seed(3)",
+        "x = x + torch.randn(x.shape, generator=forgotten)",
+        "",
+    ),
+    "numpy generator": (
+        "forgotten = np.random.default_rng(3)",
+        "x = x + float(forgotten.standard_normal())",
+        "",
+    ),
+    "weight": ("forgotten = 1.0", "x = x * forgotten", "forgotten = 0.9 * forgotten"),
+    "teacher": (
+        "forgotten = torch.zeros(4)",
+        "x = x + forgotten",
+        "forgotten = 0.9 * forgotten + 0.1 * x.mean(0)",
+    ),
+}
+"""What is in no part, the line before the update that uses it, and the one after it that changes it.
+
+Counts and lists are seen at the second save of a process only, so they are not among these.
+"""
+
+
+@shape(3)
+def means_over_steps(s: Script) -> None:
+    add_model(s)
+    data = s.choose("", "drawn", "batches", "loop by hand")
+    if data == "batches":
+        add_loader(s)
+    add_extras(s, epochs=False)
+    s.watched["vars"] = "state.vars"
+    if data == "batches":
+        s.add("iterator = iter(state.batches())")
+    by_hand = data == "loop by hand"
+    head = f"range(state.step, {s.steps})" if by_hand else f"state.steps({s.steps})"
+    with s.block(f"for step in {head}:"):
+        next_batch(s) if data == "batches" else s.add("x = torch.randn(3, 4)")
+        update(s)
+        s.add(*s.per_step, "state.mean(loss=loss, weight=len(x))")
+        with s.block(f"if (step + 1) % {s.dice.choice([2, 3])} == 0:"):
+            s.add(
+                s.choose(
+                    "",
+                    'state.vars["mean"] = dict(state.means.reset())',
+                    "state.save(**state.means.reset())",
+                    'for group in optimizer.param_groups:\n    group["lr"] = 0.01 * state.means["loss"]',
+                )
+            )
+        s.add("t(x)")
+
+
+@shape(1.5)
+def validation_with_workers(s: Script) -> None:
+    add_model(s)
+    add_loader(s)
+    add_extras(s)
+    s.per_epoch = [line for line in s.per_epoch if "model.eval()" not in line]
+    where = s.choose("validated", "after", "at top", "in mid epoch", "before the load")
+    persistent = s.choose("", "persistent_workers=True", "")
+    s.setup.append("held_out = torch.randn(6, 4, generator=torch.Generator().manual_seed(9))")
+    s.setup.append(f"other = DataLoader(held_out, batch_size=3, num_workers=1, {persistent})")
+    s.setup.append(
+        "def validate():\n    model.eval()\n    with torch.no_grad():\n"
+        "        score = sum(model(v).mean().item() for v in other)\n    model.train()\n    return score"
+    )
+    s.watched["vars"] = "state.vars"
+    if where == "before the load":
+        s.setup.append("validate()")
+    if where in ("after", "before the load"):
+        s.per_epoch.insert(0, 'state.vars["other"] = validate()')
+    if where == "at top":
+        s.top.append('state.vars["other"] = validate()')
+    with epochs(s), s.block("for x in state.batches():"):
+        train(s, then='state.vars["other"] = validate()' if where == "in mid epoch" else "")
 
 
 def write(seed: int, only: str | None = None) -> Program:
@@ -1257,6 +1404,8 @@ class Ticker:
 
     def __init__(self, stop: int | None, kind: Kind, dies: Callable[[Ticker], None] | None = None) -> None:
         self.log: list[Record] = []
+        self.told: list[tuple[int, str]] = []
+        """The library's warnings, each with the number of ticks before it."""
         self._stop, self._kind, self._dies = stop, kind, dies
         self._state: Any = None
         self.has_saved = False
@@ -1363,7 +1512,7 @@ def start(program: Program, folder: Path, ticker: Ticker, every: int | None, sal
     random.seed(salt)
     name = f"<program {program.seed}>"
     linecache.cache[name] = (len(program.source), None, program.source.splitlines(True), name)
-    told: list[tuple[int, str]] = []
+    told = ticker.told
     error, has_ended, has_saved = None, False, False
     scope = {"__name__": "__main__", "run_dir": folder, "every": every, "t": ticker}
     before = signal.signal(signal.SIGUSR1, _not_watched)
@@ -1402,7 +1551,8 @@ def start_and_kill(program: Program, folder: Path, stop: int | None, every: int 
             os.write(writes, json.dumps([log, told, error, has_ended]).encode())
             os.kill(os.getpid(), signal.SIGKILL)
 
-        leg = start(program, folder, Ticker(stop, "kill", lambda t: tell(t.log, [], "", False)), every, salt)
+        ticker = Ticker(stop, "kill", lambda one: tell(one.log, one.told, "", False))
+        leg = start(program, folder, ticker, every, salt)
         tell(leg.log, leg.told, repr(leg.error) if leg.error else "", leg.has_ended)
     os.close(writes)
     is_there, _, _ = select.select([reads], [], [], 6 * LONGEST)
@@ -1414,7 +1564,8 @@ def start_and_kill(program: Program, folder: Path, stop: int | None, every: int 
     if not is_there:
         return Leg([], [], Endless("the fork said nothing"), False)
     log, told, error, has_ended = json.loads(text)
-    failure = RuntimeError(error) if error else None
+    kind = getattr(errors, error.partition("(")[0], None)
+    failure = ResumableError(error, fix="") if kind else RuntimeError(error) if error else None
     return Leg([tuple(one) for one in log], [tuple(one) for one in told], failure, has_ended)
 
 
@@ -1477,7 +1628,20 @@ CAUSES = {
     r"name '(\w+)' is not defined": r"(?m)^ +{0} = ",
     r"loader\.(\w+) was given .* but not in a loop over state\.batches": r"iter\(loader_{0}\)",
     r"have been looped over already": r"(?s)state\.batches.*state\.batches",
-    r"(\w+) controls this loop and": r"(?m)^ +{0} ",
+    r"(\w+) controls this loop and": r"(?m)^ +{0}( |\.append)",
+    r"(\w+) has weights that change as this loop runs": r"(?m)^{0} = (copy|torch\.optim\.swa_utils)\.",
+    r"random generators that are in no checkpoint \((\w+)\)": r"(?m)^{0} = (torch|np\.random)\.",
+    r"a scheduler \((\w+)\) has changed the learning rate": r"(?m)^forgotten = .*{0}\(",
+    r"an optimizer \((\w+)\) trains a model that was given": r"(?m)^forgotten = .*{0}\(",
+    r"(\w+)\(\) has asked for two batches": r"def {0}\(",
+    r"the dataset has \d+ items": r"samples\.append",
+    r"the checkpoint does not fit the objects": r"add_param_group",
+    r"all batches of the epoch were asked for": r"list\(state\.batches",
+    r"two loops over this loader's batches": r"iterator = iter\(",
+    r"^StopIteration": r"next\(",
+    r"itertools\.cycle\(\) repeats only": r"cycle\(state\.batches",
+    r"next\(\) took \d+ of the epoch's batches": r"next\(iterator\)",
+    r"persistent_workers=True (began|had begun)|look alike": r"persistent_workers=True",
 }
 """What a warning or an error says, and what the script has to have then: else it names another cause."""
 UNRELATED = re.compile(r"save\(\) has waited|cannot flush folders|room")
@@ -1491,13 +1655,14 @@ def stops_of(program: Program, ticks: int, kinds: Sequence[Kind], most: int | No
     """
     dice = random.Random(program.seed + 1)
     each = ("save", "signal")[program.seed % 2]
+    # (a start with workers is slow)
+    has_workers = "num_workers" in program.source
+    count = 1 if has_workers else most
     for kind in kinds:
         at = [*range(1, ticks)]
-        if kind != "kill" and (most is None or kind == each) and ticks > 2:
+        if kind != "kill" and (most is None or (kind == each and not has_workers)) and ticks > 2:
             yield Stops(kind, (1,) * (ticks + 3))
             at = at if most is None else []
-        # (a start with workers is slow)
-        count = 1 if "num_workers" in program.source else most
         if most is not None and len(at) > count:
             at = sorted(dice.sample(at, count))
         for first in at:

@@ -31,7 +31,8 @@ def _bits(value: Any) -> Any:
 def _start(run_dir: Path, make: Callable[[], dict[str, Any]], loop: Loop, stop: int | None) -> list[Any]:
     torch.manual_seed(1), np.random.seed(1), random.seed(1)
     objects, log = make(), []
-    parts = {name: objects[name] for name in ("model", "optimizer", "loader", "extra") if name in objects}
+    names = "model", "optimizer", "loader", "extra", "on_preempt"
+    parts = {name: objects[name] for name in names if name in objects}
     with RunState.load(run_dir, progress=False, **parts) as state:
 
         def tick(*seen: Any) -> None:
