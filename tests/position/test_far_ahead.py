@@ -108,7 +108,7 @@ def two_epochs(state: RunState, objects: dict[str, Any], tick: Callable[..., Non
         tick(all_of_them())
 
 
-@pytest.mark.parametrize("ahead", [1, 2, 3, 8])
+@pytest.mark.parametrize("ahead", [3, *(pytest.param(n, marks=pytest.mark.heavy) for n in (1, 2, 8))])
 def test_an_iterable_that_is_batches_ahead_is_exact(run_dir: Path, ahead: int) -> None:
     assert differences(run_dir, training(lambda: Ahead(ahead)), two_epochs) == []
 

@@ -31,8 +31,8 @@ def tally(record_property: Callable[[str, object], None]) -> Tally:
 
 def sample(items: list[pytest.Item]) -> None:
     """Make nightly all cases but every n-th of a test that is marked as sampled(n)."""
-    # (what takes longest begins first: at the end one process would work, and the others wait)
-    items.sort(key=lambda item: "test_remote_proofs" not in item.nodeid)
+    # What takes longest begins first: at the end one process would work, and the others wait.
+    items.sort(key=lambda item: ("test_remote_proofs" not in item.nodeid, "promises" not in item.path.parts))
     seen: Counter[tuple[str, bool]] = Counter()
     for item in items:
         if (mark := item.get_closest_marker("sampled")) and not item.get_closest_marker("nightly"):

@@ -29,8 +29,6 @@ NAMES = (
     *("mnist", "imagenet", "dcgan", "vae", "word_language_model", "nanogpt", "mingpt", "time_sequence"),
     *("ppo", "dqn", "torchvision_reference", "timm_train"),
 )
-QUICK = ("word_language_model",)
-EACH = [pytest.param(name, marks=() if name in QUICK else pytest.mark.heavy) for name in NAMES]
 LIBRARY = re.compile("is empty: starting fresh|^resumed |is complete: |is saved, checkpoint ")
 """What tells a line of the library from those of a script."""
 MOST = 8
@@ -150,13 +148,15 @@ def test_a_conversion_changes_at_most_eight_lines(name: str) -> None:
 
 
 @pytest.mark.proves("transparent")
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.heavy
+@pytest.mark.parametrize("name", NAMES)
 def test_a_converted_script_prints_what_the_plain_one_does(forks: Forks, name: str, folder: Path) -> None:
     goes_on(forks, name, "kill", (), folder)
 
 
 @pytest.mark.proves("exact")
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.heavy
+@pytest.mark.parametrize("name", NAMES)
 def test_a_script_that_is_killed_three_times_ends_with_the_same_bits(
     forks: Forks, name: str, folder: Path
 ) -> None:
@@ -175,7 +175,8 @@ def test_a_script_that_is_killed_three_times_ends_with_the_same_bits(
 
 
 @pytest.mark.proves("exact")
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.heavy
+@pytest.mark.parametrize("name", NAMES)
 def test_a_script_whose_group_gets_sigterm_ends_with_the_same_bits(
     forks: Forks, name: str, folder: Path
 ) -> None:
