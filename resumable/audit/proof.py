@@ -15,10 +15,12 @@ def culprits(
 ) -> tuple[list[Lost], list[Lost]]:
     """Return what a training that parts after the last of these stops has lost, and what else may be.
 
-    The training is stopped once more, at one place. When it is resumed, the values of what no part holds are
-    put back as they were there: all of them at first, then as few as are needed.
+    The training is stopped once more, at the last of these places, or at one before it where nothing helps.
+    When it is resumed, the values of what no part holds are put back as they were there: all of them at
+    first, then as few as are needed.
     """
     boundaries = [*straight.boundaries()]
+    others: list[Lost] = []
     for stop in reversed(stops):
         base = made.straight(f"stopped at {stop}", until=stop)
         if stop not in base.boundaries():
@@ -27,8 +29,12 @@ def culprits(
         control = made.resumed("resumed, trained to the end", base, boundaries[-1])
         if not found.is_gone(control):
             suspects = losses.suspects(straight, control, stop, unsteady)
-            return found.least([one.name for one in suspects], suspects)
-    return [], []
+            needed, rest = found.least([one.name for one in suspects], suspects)
+            if needed:
+                return needed, rest
+            # At an epoch's last batch no body follows in which a value could be put back.
+            others = others or rest
+    return [], others
 
 
 class _At:

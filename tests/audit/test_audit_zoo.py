@@ -81,6 +81,7 @@ REAL = {
     "environment_forgotten": ("state", "env.place"),
     "generator_of_the_environment": ("randomness", "_np_random"),
     "hidden_state_of_an_epoch": ("state", "train.hidden"),
+    "mean_that_decides_the_rate": ("state", "losses_m"),
     "optimizer_of_the_critic": ("state", "optimizer_d"),
     "python_random_in_a_dataset": ("repeat: python", "Python's generator"),
     "rate_of_a_plateau": ("state", "lr"),
