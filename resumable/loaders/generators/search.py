@@ -7,7 +7,7 @@ import importlib
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from itertools import chain
 from types import BuiltinMethodType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, TypeVar
@@ -302,13 +302,10 @@ def _children(value: object) -> list[tuple[str, object]]:
     return items if len(items) <= WIDEST else []
 
 
-def _found_slots(kind: type) -> list[str]:
+def _slots(kind: type) -> list[str]:
+    # Not cached: a cache would keep the classes of a script, and with them all its variables.
     slotted = [vars(one) for one in kind.__mro__ if "__slots__" in vars(one)]
     return [name for held in slotted for name, one in held.items() if type(one) is MemberDescriptorType]
-
-
-_slots: Callable[[Any], list[str]] = lru_cache(maxsize=4096)(_found_slots)
-"""Returns the names of the slots of a class."""
 
 
 def _content(cell: Any) -> Any:
