@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -13,8 +13,9 @@ from ..loaders.generators import rng, search
 from ..parts.parts import Parts
 from ..position.loader_position import LoaderPosition
 from ..position.position import Position
+from ..position.script import loops
 from ..position.script.loop_variables import LoopGenerators, LoopVariables
-from ..position.script.unsaved_weights import UnsavedWeights
+from ..position.script.unsaved_weights import UnsavedWeights, has_extra_state, modules_of
 from ..processes.signals import is_of_a_handler
 from ..training import Training
 
@@ -77,8 +78,9 @@ class SaveWarnings:
             return
         variables, generators, weights = self._loop
         try:
-            changed, moved = variables.changed(), generators.moved()
-            attributes, copies = weights.changed()
+            functions = loops.running()
+            changed, moved = variables.changed(functions), generators.moved(functions)
+            attributes, copies = weights.changed(functions)
         except Exception as exc:
             if is_of_a_handler(exc):
                 raise
@@ -125,13 +127,8 @@ class SaveWarnings:
 
 def _generators(parts: Parts, position: Position) -> list[rng.Generator]:
     """Return the random generators that a checkpoint has, beside the global ones."""
-    given = [one for one in parts.given() if not isinstance(one, (torch.nn.Module, Position, LoaderPosition))]
+    live = parts.given()
+    given = [one for one in live if not isinstance(one, (torch.nn.Module, Position, LoaderPosition))]
     # What has a state of its own has its generators in that.
-    plain = torch.nn.Module.get_extra_state
-    given += [module for module in _modules(parts) if type(module).get_extra_state is not plain]
+    given += [module for module in modules_of(live) if has_extra_state(module)]
     return [*position.generators(), *search.find(given).values()]
-
-
-def _modules(parts: Parts) -> Iterator[torch.nn.Module]:
-    for one in parts.given():
-        yield from one.modules() if isinstance(one, torch.nn.Module) else ()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -336,3 +338,47 @@ def test_what_a_checkpoint_has_or_each_pass_makes_is_not_warned_of(run_dir: Path
     with warnings.catch_warnings():
         warnings.simplefilter("error", ResumableWarning)
         script(run_dir)
+
+
+def looked_at(run_dir: Path, kept: list[Any], then: Callable[[], None]) -> None:
+    """Save twice in a script that keeps a list, and call something at each event of the look at it."""
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_globals["__name__"].startswith("resumable.position.script"):
+            frame.f_trace_opcodes = True
+            then()
+        return trace
+
+    model = Net()
+    state, step = begun(run_dir, model)
+    for _ in state.steps(2):
+        step()
+        assert len(kept)
+        before = sys.gettrace()
+        sys.settrace(trace)
+        state.save()
+        sys.settrace(before)
+
+
+def test_a_list_that_grows_while_it_is_looked_at_is_looked_at_once(run_dir: Path) -> None:
+    growing: list[list[float]] = [[]]
+
+    def grow() -> None:
+        growing.append([])
+        assert len(growing) < 2_000_000
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ResumableWarning)
+        looked_at(run_dir, growing, grow)
+
+
+def test_a_list_that_is_huge_costs_no_more_than_a_short_one(run_dir: Path) -> None:
+    steps = {10: 0, 200_000: 0}
+    for length in steps:
+
+        def count(length: int = length) -> None:
+            steps[length] += 1
+
+        looked_at(run_dir / str(length), [0.5] * length, count)
+
+    assert steps[200_000] < steps[10] * 1.1
