@@ -15,7 +15,7 @@ from typing import Any
 
 from ..loaders.generators import code_names
 from ..position.script import bytecode, loops
-from ..position.script.bytecode import Carried
+from ..position.script.carried import Carried, carried_in
 
 STATE, NOTE, FRESH = "state", "note", "fresh"
 """Whether a training depends on the value from one body to the next, may not, or makes it in each body."""
@@ -160,7 +160,7 @@ def of_functions(frame: FrameType | None) -> list[Scope]:
 
 def _in_loop(scope: Scope, frame: FrameType) -> Scope:
     states = frozenset(loops.states_in(scope.variables, frame))
-    scope.code, scope.carried = frame.f_code, bytecode.carried(frame.f_code, frame.f_lasti, states)
+    scope.code, scope.carried = frame.f_code, carried_in(frame.f_code, frame.f_lasti, states)
     return scope
 
 

@@ -2,6 +2,7 @@
 
 __all__ = [
     "bytecode",
+    "carried",
     "first_lines",
     "habits",
     "loop_variables",

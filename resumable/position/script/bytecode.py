@@ -1,4 +1,4 @@
-"""Finds the variables that a loop of the script carries from one body to the next, in its bytecode."""
+"""Reads the bytecode of the script: its loops, its statements, and the variables that they access."""
 
 from __future__ import annotations
 
@@ -6,16 +6,12 @@ import dis
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from types import CodeType
 from typing import Literal
 
 Name = str
 """A variable such as "best", an attribute such as "self.best", or an item such as "seen['best']"."""
-_TRAINS = {"backward", "step"}
-"""Methods that change what is trained: what they are called on or given decides how."""
-_SEEDS = {"manual_seed", "seed", "set_state", "setstate"}
-_CLOCKS = {"time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "now"}
 _ENDS = ("POP_JUMP", "JUMP", "RETURN", "POP_TOP")
 """How the bytecode of a statement, or of a condition, ends if nothing is assigned."""
 _SUBSCRIPTS = ("BINARY_SUBSCR", "STORE_SUBSCR", "COPY", "DUP_TOP_TWO")
@@ -29,7 +25,7 @@ Event = tuple[Literal["load", "store"], Name]
 
 
 @dataclass
-class _Statement:
+class Statement:
     """A statement of the script, or a condition, as its bytecode tells."""
 
     first: int
@@ -39,7 +35,7 @@ class _Statement:
     """Whether it decides which way the code takes."""
 
     def names(self, kind: str) -> set[Name]:
-        return _names(self.events, kind)
+        return names_of(self.events, kind)
 
     def calls(self, functions: set[str]) -> bool:
         return not (self.methods | self.names("load")).isdisjoint(functions)
@@ -49,99 +45,50 @@ class _Statement:
         return any(name in states or name.partition(".")[0] in states for name in self.names("load"))
 
 
-@dataclass(frozen=True)
-class Carried:
-    """The variables that decide in the loops around a place, and come there from the body before."""
+class Bytecode:
+    """The instructions of a function that run if nothing is raised, and the variables that they access."""
 
-    assigned: frozenset[Name] = frozenset()
-    """Those that a body assigns."""
-    kept: frozenset[Name] = frozenset()
-    """Those that it only reads: an object, or a list, may change all the same."""
-    used: frozenset[Name] = frozenset()
-    """All that a body reads from the one before and does not seed."""
-    made: frozenset[Name] = frozenset()
-    """Those that each body assigns before it reads them."""
-    restarted: frozenset[Name] = frozenset()
-    """Those that an inner loop carries, and that each body of the outermost one assigns first."""
-    named: frozenset[Name] = frozenset()
-    """All that the loops read or assign."""
-    stored: frozenset[Name] = frozenset()
-    """All that the loops assign."""
-    replaced: frozenset[Name] = frozenset()
-    """Those that each body assigns whichever way it takes, and does not read before."""
+    def __init__(self, code: CodeType) -> None:
+        instructions = [*dis.get_instructions(code)]
+        self._jumps = {one.offset: one.argval for one in instructions if one.opcode in _JUMPS}
+        """Where each jump leads."""
+        self.instructions = _without_handlers(instructions, self._jumps)
 
+    @cached_property
+    def events(self) -> dict[int, list[Event]]:
+        """The variables that each instruction accesses, by its offset."""
+        return _events(self.instructions)
 
-@cache
-def carried(code: CodeType, at: int, states: frozenset[Name]) -> Carried:
-    """Return the variables that decide in the loops around a place.
+    @cached_property
+    def statements(self) -> list[Statement]:
+        """The statements and conditions, in their order."""
+        return [*_statements(self.instructions, self.events)]
 
-    `states` are the names of the RunState: what it assigns before the loops is restored.
-    """
-    instructions = [*dis.get_instructions(code)]
-    jumps = _jumps(instructions)
-    if not _loops_around(instructions, jumps, at):
-        return Carried()
-    instructions = _without_handlers(instructions, jumps)
-    events = _events(instructions)
-    # A loop that makes the RunState is around the training.
-    stores = [(offset, name) for offset, pairs in events.items() for how, name in pairs if how == "store"]
-    begins = [offset for offset, name in stores if name in states]
-    loops = {
-        head: end
-        for head, end in _loops_around(instructions, jumps, at).items()
-        if not [offset for offset in begins if head <= offset <= end]
-    }
-    if not loops:
-        return Carried()
-    start = min(loops)
-    statements = [*_statements(instructions, events)]
-    found: set[Name] = set()
-    kept: set[Name] = set()
-    used: set[Name] = set()
-    assigned: set[Name] = set()
-    outer: set[Name] = set()
-    replaced: set[Name] = set()
-    for head, end in loops.items():
-        body = [one for one in instructions if head <= one.offset <= end]
-        inside = [event for one in body for event in events[one.offset]]
-        stored, loaded = _names(inside, "store"), _names(inside, "load")
-        live = _live_at_head(body, jumps, events)
-        found |= live & stored
-        replaced |= stored - _left_at_end(body, jumps, events)
-        kept |= loaded
-        if head == start:
-            used, assigned, outer = {*live}, stored, live
-    kept -= assigned
-    before = [one for one in statements if one.first < start]
-    restored = {name for one in before if one.reads(states) for _, name in one.events}
-    given = {*code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]}
-    given -= {name for one in before for name in one.names("store")}
-    body_of_all = [one for one in statements if start <= one.first <= loops[start]]
-    used -= {name for one in body_of_all if one.methods & _SEEDS for name in one.names("load")}
-    known = states | restored | given | _from_clocks(body_of_all)
-    made, restarted = assigned - found, (found & assigned) - outer
-    found -= {name for name in found if name in known or _owner(name) in restored}
-    named = assigned | outer | kept | found
-    others = known | found
-    kept -= {name for name in kept if name in others or _owner(name) in restored or _root(name) in made}
-    return Carried(
-        frozenset(name for name in found if _decides(name, body_of_all, states)),
-        frozenset(name for name in kept if _decides(name, body_of_all, states)),
-        frozenset(used - states),
-        frozenset(made),
-        frozenset(restarted),
-        frozenset(named),
-        frozenset(assigned),
-        frozenset(replaced - outer),
-    )
+    def loops_around(self, at: int) -> dict[int, int]:
+        """Return the first and the last offset of each loop that a place is in."""
+        return _loops_around(self.instructions, self._jumps, at)
+
+    def between(self, first: int, last: int) -> list[dis.Instruction]:
+        """Return the instructions of a body."""
+        return [one for one in self.instructions if first <= one.offset <= last]
+
+    def accessed(self, how: str, body: list[dis.Instruction]) -> set[Name]:
+        """Return the variables that a body loads, or those that it stores."""
+        return names_of([event for one in body for event in self.events[one.offset]], how)
+
+    def read_first(self, body: list[dis.Instruction]) -> set[Name]:
+        """Return the variables that a body may read before it stores them."""
+        return _live_at_head(body, self._jumps, self.events)
+
+    def left_at_end(self, body: list[dis.Instruction]) -> set[Name]:
+        """Return the variables that may come to the end of a body as they were at its head."""
+        return _left_at_end(body, self._jumps, self.events)
 
 
 @cache
 def is_in_loop(code: CodeType, at: int) -> bool:
     """Whether a place in a function is inside a loop."""
-    instructions = [*dis.get_instructions(code)]
-    jumps = _jumps(instructions)
-    return bool(_loops_around(_without_handlers(instructions, jumps), jumps, at))
+    return bool(Bytecode(code).loops_around(at))
 
 
 @cache
@@ -157,33 +104,8 @@ def reads_global(code: CodeType, names: frozenset[str]) -> bool:
 @cache
 def of_method(code: CodeType) -> tuple[frozenset[Name], frozenset[Name]]:
     """Return the names that a function may read before it stores them, and those that it stores."""
-    instructions = [*dis.get_instructions(code)]
-    jumps = _jumps(instructions)
-    instructions = _without_handlers(instructions, jumps)
-    events = _events(instructions)
-    stored = {name for some in events.values() for how, name in some if how == "store"}
-    return frozenset(_live_at_head(instructions, jumps, events)), frozenset(stored)
-
-
-def _owner(name: Name) -> Name:
-    """Return the name of the container that an item is in, or the name itself."""
-    return name.partition("[")[0]
-
-
-def _root(name: Name) -> Name:
-    return _owner(name).partition(".")[0]
-
-
-def _from_clocks(statements: list[_Statement]) -> set[Name]:
-    """Return the variables that depend on a clock: no two runs of a script have the same."""
-    found: set[Name] = set()
-    size = -1
-    while size < len(found):
-        size = len(found)
-        for one in statements:
-            if one.calls(_CLOCKS) or one.names("load") & found:
-                found |= one.names("store")
-    return found
+    read = Bytecode(code)
+    return frozenset(read.read_first(read.instructions)), frozenset(read.accessed("store", read.instructions))
 
 
 def _events(instructions: list[dis.Instruction]) -> dict[int, list[Event]]:
@@ -215,7 +137,7 @@ def _events(instructions: list[dis.Instruction]) -> dict[int, list[Event]]:
     return found
 
 
-def _names(events: list[Event], kind: str) -> set[Name]:
+def names_of(events: list[Event], kind: str) -> set[Name]:
     return {name for how, name in events if how == kind}
 
 
@@ -248,11 +170,6 @@ def _is_method(one: dis.Instruction) -> bool:
         return one.argval in ("backward", "save")
     is_flagged = sys.version_info >= (3, 12) and one.opname == "LOAD_ATTR" and bool((one.arg or 0) & 1)
     return one.opname == "LOAD_METHOD" or is_flagged
-
-
-def _jumps(instructions: list[dis.Instruction]) -> dict[int, int]:
-    """Return where each jump leads, by the offset of both."""
-    return {one.offset: one.argval for one in instructions if one.opcode in _JUMPS}
 
 
 def _without_handlers(instructions: list[dis.Instruction], jumps: Mapping[int, int]) -> list[dis.Instruction]:
@@ -297,7 +214,7 @@ def _live_at_head(
         if not one.opname.startswith(_NO_WAY_ON) and number + 1 < len(body):
             before[number + 1].append((number, set()))
     accessed = [events[one.offset] for one in body]
-    stored = [_names(pairs, "store") if pairs else set() for pairs in accessed]
+    stored = [names_of(pairs, "store") if pairs else set() for pairs in accessed]
     live = [_read_first(pairs) if pairs else set() for pairs in accessed]
     waiting = [*range(len(body))]
     while waiting:
@@ -325,7 +242,7 @@ def _read_first(events: list[Event]) -> set[Name]:
     """Return the variables that an instruction loads before it stores them."""
     if len(events) == 2 and events[0] == ("store", events[1][1]):
         return set()
-    return _names(events, "load")
+    return names_of(events, "load")
 
 
 def _set_in_loop(body: list[dis.Instruction], number: int, events: Mapping[int, list[Event]]) -> set[Name]:
@@ -337,7 +254,7 @@ def _set_in_loop(body: list[dis.Instruction], number: int, events: Mapping[int, 
 
 def _statements(
     instructions: list[dis.Instruction], events: Mapping[int, list[Event]]
-) -> Iterator[_Statement]:
+) -> Iterator[Statement]:
     now, has_stored, before, comprehension_ends = None, False, "", 0
     inside = {*_in_expressions(instructions)}
     for one, following in zip(instructions, [*instructions[1:], None], strict=True):
@@ -353,7 +270,7 @@ def _statements(
         if now and has_stored and not is_store:
             yield now
             now = None
-        now = now or _Statement(one.offset)
+        now = now or Statement(one.offset)
         now.events += events[one.offset]
         if one.opname in _LOADS_ATTRIBUTE and _is_method(one):
             now.methods.add(str(one.argval))
@@ -379,18 +296,3 @@ def _in_expressions(instructions: list[dis.Instruction]) -> Iterator[int]:
             if depth < 1:
                 break
             following += 1
-
-
-def _decides(name: Name, statements: list[_Statement], states: frozenset[Name]) -> bool:
-    """Whether a variable, or what comes of it, decides which way the code takes or what is trained."""
-    known, size = {name}, 0
-    while size < len(known):
-        size = len(known)
-        for one in statements:
-            if not one.names("load") & known:
-                continue
-            is_metric = "save" in one.methods and one.reads(states)
-            if one.is_condition or is_metric or one.methods & _TRAINS:
-                return True
-            known |= one.names("store")
-    return False

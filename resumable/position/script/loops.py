@@ -11,7 +11,8 @@ from types import FrameType, MemberDescriptorType
 from typing import Any
 
 from . import bytecode, script_frames
-from .bytecode import Carried, Name
+from .bytecode import Name
+from .carried import Carried, carried_in
 
 SEQUENCES = (list, deque)
 DICTS = (dict, OrderedDict)
@@ -59,7 +60,7 @@ def running() -> list[Running]:
     found = []
     for frame in script_frames.of_script(sys._getframe()):
         variables = variables_of(frame)
-        carried = bytecode.carried(frame.f_code, frame.f_lasti, states_in(variables, frame))
+        carried = carried_in(frame.f_code, frame.f_lasti, states_in(variables, frame))
         found.append(Running(variables, frame.f_globals, carried, frame.f_code))
     return found
 
