@@ -3,46 +3,12 @@
 from __future__ import annotations
 
 import dis
-import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from functools import cache, cached_property
 from types import CodeType
-from typing import Literal
 
-Name = str
-"""A variable such as "best", an attribute such as "self.best", or an item such as "seen['best']"."""
-_ENDS = ("POP_JUMP", "JUMP", "RETURN", "POP_TOP")
-"""How the bytecode of a statement, or of a condition, ends if nothing is assigned."""
-_SUBSCRIPTS = ("BINARY_SUBSCR", "STORE_SUBSCR", "COPY", "DUP_TOP_TWO")
-"""What follows the key of an item: the last two stand in `seen["best"] += 1`."""
-_NO_WAY_ON = ("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE", "RETURN", "RAISE", "RERAISE")
-
-_JUMPS = {*dis.hasjrel, *dis.hasjabs} - {dis.opmap[name] for name in dis.opmap if name.startswith("SETUP_")}
-"""All but those of Python 3.10 to a handler."""
-
-Event = tuple[Literal["load", "store"], Name]
-
-
-@dataclass
-class Statement:
-    """A statement of the script, or a condition, as its bytecode tells."""
-
-    first: int
-    events: list[Event] = field(default_factory=list)
-    methods: set[str] = field(default_factory=set)
-    is_condition: bool = False
-    """Whether it decides which way the code takes."""
-
-    def names(self, kind: str) -> set[Name]:
-        return names_of(self.events, kind)
-
-    def calls(self, functions: set[str]) -> bool:
-        return not (self.methods | self.names("load")).isdisjoint(functions)
-
-    def reads(self, states: frozenset[Name]) -> bool:
-        """Whether it reads the RunState, or an attribute of it."""
-        return any(name in states or name.partition(".")[0] in states for name in self.names("load"))
+from .events import Event, Name, events_of, names_of
+from .statements import JUMPS, NO_WAY_ON, Statement, statements_of
 
 
 class Bytecode:
@@ -50,19 +16,46 @@ class Bytecode:
 
     def __init__(self, code: CodeType) -> None:
         instructions = [*dis.get_instructions(code)]
-        self._jumps = {one.offset: one.argval for one in instructions if one.opcode in _JUMPS}
+        self._jumps = {one.offset: one.argval for one in instructions if one.opcode in JUMPS}
         """Where each jump leads."""
         self.instructions = _without_handlers(instructions, self._jumps)
 
     @cached_property
     def events(self) -> dict[int, list[Event]]:
         """The variables that each instruction accesses, by its offset."""
-        return _events(self.instructions)
+        return events_of(self.instructions)
 
     @cached_property
     def statements(self) -> list[Statement]:
         """The statements and conditions, in their order."""
-        return [*_statements(self.instructions, self.events)]
+        return [*statements_of(self.instructions, self.events)]
+
+    def shown_by(self, condition: Statement) -> list[Statement] | None:
+        """Return the statements that a condition decides on; None if one does more than show something."""
+        if condition.last not in self._jumps:
+            return None
+        numbers = {one.offset: number for number, one in enumerate(self.instructions)}
+        number, jump = numbers[condition.last], self._jumps[condition.last]
+        ways = {number + 1}, {numbers[jump]} if jump > condition.last else set[int]()
+        decided = self._reached(ways[0], numbers) ^ self._reached(ways[1], numbers)
+        if any(self.instructions[one].opname.startswith(("RETURN", "RAISE")) for one in decided):
+            return None
+        offsets = {self.instructions[one].offset for one in decided}
+        found = [one for one in self.statements if one.first in offsets or one.last in offsets]
+        return found if all(one.only_shows() for one in found) else None
+
+    def _reached(self, waiting: set[int], numbers: Mapping[int, int]) -> set[int]:
+        """Return the instructions that come before the next one that jumps back."""
+        found = set[int]()
+        while waiting:
+            number = waiting.pop()
+            found.add(number)
+            one = self.instructions[number]
+            following = [] if one.opname.startswith(NO_WAY_ON) else [number + 1]
+            if self._jumps.get(one.offset, -1) > one.offset:
+                following.append(numbers[self._jumps[one.offset]])
+            waiting.update({*following} - found)
+        return found
 
     def loops_around(self, at: int) -> dict[int, int]:
         """Return the first and the last offset of each loop that a place is in."""
@@ -108,70 +101,6 @@ def of_method(code: CodeType) -> tuple[frozenset[Name], frozenset[Name]]:
     return frozenset(read.read_first(read.instructions)), frozenset(read.accessed("store", read.instructions))
 
 
-def _events(instructions: list[dis.Instruction]) -> dict[int, list[Event]]:
-    """Return the variables that each instruction loads or stores, by its offset, in the order of both."""
-    found: dict[int, list[Event]] = {}
-    for number, one in enumerate(instructions):
-        events: list[Event] = []
-        found[one.offset] = events
-        ways = _how(one.opname)
-        if not ways:
-            continue
-        # From Python 3.12 on, one instruction accesses two variables.
-        names = one.argval if isinstance(one.argval, tuple) else (one.argval,) * len(ways)
-        events += zip(ways, map(str, names), strict=False)
-        after = instructions[number + 1 : number + 4]
-        if len(after) > 1 and after[0].opname in ("COPY", "DUP_TOP") and after[1].opname == "LOAD_ATTR":
-            # As in `self.count += 1`.
-            name = f"{events[-1][1]}.{after[1].argval}"
-            events[-1:] = [("load", name), ("store", name)]
-        elif after and after[0].opname in ("LOAD_ATTR", "STORE_ATTR") and not _is_method(after[0]):
-            # Of two variables that are loaded at once, the attribute is the second one's.
-            attribute = after.pop(0)
-            events[-1] = _access(attribute), f"{events[-1][1]}.{attribute.argval}"
-        if len(after) > 1 and after[1].opname in _SUBSCRIPTS and _is_constant_key(after[0]):
-            item = _access(after[1]), f"{events[-1][1]}[{after[0].argval!r}]"
-            # What reads an item reads its container too; what stores one leaves the container what it is.
-            events[-1:] = [events[-1], item] if item[0] == "load" else [item]
-        found[one.offset] = [(how, name) for how, name in events if name != "self"]
-    return found
-
-
-def names_of(events: list[Event], kind: str) -> set[Name]:
-    return {name for how, name in events if how == kind}
-
-
-def _access(one: dis.Instruction) -> Literal["load", "store"]:
-    return "store" if one.opname.startswith("STORE_") else "load"
-
-
-def _is_constant_key(one: dis.Instruction) -> bool:
-    return one.opname == "LOAD_CONST" and type(one.argval) in (str, int)
-
-
-@cache
-def _how(opname: str) -> tuple[Literal["load", "store"], ...]:
-    # LOAD_FAST_AND_CLEAR saves a variable while a comprehension runs.
-    if opname == "LOAD_FAST_AND_CLEAR" or not opname.startswith(("LOAD_", "STORE_", "DELETE_")):
-        return ()
-    words = opname.replace("BORROW_", "").replace("DELETE_", "STORE_").split("_")
-    if not {"FAST", "NAME", "GLOBAL", "DEREF"} & {*words}:
-        return ()
-    return tuple("load" if word == "LOAD" else "store" for word in words if word in ("LOAD", "STORE"))
-
-
-_LOADS_ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
-
-
-def _is_method(one: dis.Instruction) -> bool:
-    """Whether an attribute is loaded in order to be called."""
-    if one.opname == "LOAD_ATTR" and sys.version_info < (3, 11):
-        # With keywords it is not loaded as a method there.
-        return one.argval in ("backward", "save")
-    is_flagged = sys.version_info >= (3, 12) and one.opname == "LOAD_ATTR" and bool((one.arg or 0) & 1)
-    return one.opname == "LOAD_METHOD" or is_flagged
-
-
 def _without_handlers(instructions: list[dis.Instruction], jumps: Mapping[int, int]) -> list[dis.Instruction]:
     """Leave out what only an exception leads to: it jumps back to where the code continues."""
     numbers = {one.offset: number for number, one in enumerate(instructions)}
@@ -185,7 +114,7 @@ def _without_handlers(instructions: list[dis.Instruction], jumps: Mapping[int, i
         one = instructions[number]
         if one.offset in jumps:
             waiting.append(numbers[jumps[one.offset]])
-        if not one.opname.startswith(_NO_WAY_ON):
+        if not one.opname.startswith(NO_WAY_ON):
             waiting.append(number + 1)
     return [instructions[number] for number in sorted(reached)]
 
@@ -211,7 +140,7 @@ def _live_at_head(
         if (target := numbers.get(jumps.get(one.offset, -1))) is not None:
             known = _set_in_loop(body, number, events) if one.opname == "FOR_ITER" else set()
             before[target].append((number, known))
-        if not one.opname.startswith(_NO_WAY_ON) and number + 1 < len(body):
+        if not one.opname.startswith(NO_WAY_ON) and number + 1 < len(body):
             before[number + 1].append((number, set()))
     accessed = [events[one.offset] for one in body]
     stored = [names_of(pairs, "store") if pairs else set() for pairs in accessed]
@@ -250,49 +179,3 @@ def _set_in_loop(body: list[dis.Instruction], number: int, events: Mapping[int, 
     end = body[number].argval
     inside = [other for other in body[number + 1 :] if other.offset < end]
     return {name for other in inside for how, name in events[other.offset] if how == "store"}
-
-
-def _statements(
-    instructions: list[dis.Instruction], events: Mapping[int, list[Event]]
-) -> Iterator[Statement]:
-    now, has_stored, before, comprehension_ends = None, False, "", 0
-    inside = {*_in_expressions(instructions)}
-    for one, following in zip(instructions, [*instructions[1:], None], strict=True):
-        if one.opname == "FOR_ITER" and before == "SWAP":
-            # From Python 3.12 on, a comprehension is a loop in the middle of a statement.
-            comprehension_ends = one.argval
-        if now and one.offset < comprehension_ends:
-            now.events += events[one.offset]
-            continue
-        # A value stored from a copy is still used: (n := n + 1) > 3.
-        is_store = one.opname.startswith("STORE_") and before not in ("COPY", "DUP_TOP")
-        before = one.opname
-        if now and has_stored and not is_store:
-            yield now
-            now = None
-        now = now or Statement(one.offset)
-        now.events += events[one.offset]
-        if one.opname in _LOADS_ATTRIBUTE and _is_method(one):
-            now.methods.add(str(one.argval))
-        has_stored = is_store
-        is_loop = one.opname == "GET_ITER" and following is not None and following.opname == "FOR_ITER"
-        if is_loop or (one.opname.startswith(_ENDS) and one.offset not in inside):
-            now.is_condition = is_loop or "_IF_" in one.opname
-            yield now
-            now = None
-
-
-def _in_expressions(instructions: list[dis.Instruction]) -> Iterator[int]:
-    """Yield the offsets of the jumps of `x if y else z`, which chooses a value and no way."""
-    for number, one in enumerate(instructions):
-        depth, following = 0, number + 1
-        while "POP_JUMP" in one.opname and following < len(instructions):
-            step = instructions[following]
-            if step.opname == "JUMP_FORWARD" and depth == 1:
-                yield from (one.offset, step.offset)
-            if step.opcode in _JUMPS or step.opname.startswith(_NO_WAY_ON):
-                break
-            depth += dis.stack_effect(step.opcode, step.arg, jump=False)
-            if depth < 1:
-                break
-            following += 1

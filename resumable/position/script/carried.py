@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from functools import cache
 from types import CodeType
 
-from .bytecode import Bytecode, Name, Statement, names_of
+from .bytecode import Bytecode
+from .events import Name, names_of
+from .statements import Statement
 
 _TRAINS = {"backward", "step"}
 """Methods that change what is trained: what they are called on or given decides how."""
@@ -65,9 +67,10 @@ def carried_in(code: CodeType, at: int, states: frozenset[Name]) -> Carried:
     others = known | found
     named = assigned | outer | kept | found
     kept -= {name for name in kept if name in others or _owner(name) in restored or _root(name) in made}
+    found -= {name for name in found if _root(name) in made}
     return Carried(
-        frozenset(name for name in found if _decides(name, statements, states)),
-        frozenset(name for name in kept if _decides(name, statements, states)),
+        frozenset(name for name in found if _decides(name, read, statements, states)),
+        frozenset(name for name in kept if _decides(name, read, statements, states)),
         frozenset(outer - seeded - states),
         frozenset(made),
         frozenset(restarted),
@@ -114,7 +117,7 @@ def _from_clocks(statements: list[Statement]) -> set[Name]:
     return found
 
 
-def _decides(name: Name, statements: list[Statement], states: frozenset[Name]) -> bool:
+def _decides(name: Name, read: Bytecode, statements: list[Statement], states: frozenset[Name]) -> bool:
     """Whether a variable, or what comes of it, decides which way the code takes or what is trained."""
     known, size = {name}, 0
     while size < len(known):
@@ -123,7 +126,12 @@ def _decides(name: Name, statements: list[Statement], states: frozenset[Name]) -
             if not one.names("load") & known:
                 continue
             is_metric = "save" in one.methods and one.reads(states)
-            if one.is_condition or is_metric or one.methods & _TRAINS:
+            shown = read.shown_by(one) if one.is_condition else []
+            if shown is None or is_metric or one.methods & _TRAINS:
                 return True
-            known |= one.names("store")
+            stored = set[Name]().union(*(other.names("store") for other in shown))
+            if name in stored:
+                # It decides what it is itself, such as the best so far.
+                return True
+            known |= one.names("store") | stored
     return False

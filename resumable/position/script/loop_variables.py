@@ -13,7 +13,7 @@ import torch
 
 from ...loaders.generators import code_names, rng, search
 from . import loops
-from .bytecode import Name
+from .events import Name
 from .loops import DICTS, SEQUENCES, Running
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))

@@ -11,8 +11,8 @@ from types import FrameType, MemberDescriptorType
 from typing import Any
 
 from . import bytecode, script_frames
-from .bytecode import Name
 from .carried import Carried, carried_in
+from .events import Name
 
 SEQUENCES = (list, deque)
 DICTS = (dict, OrderedDict)

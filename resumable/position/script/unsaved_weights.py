@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ...loaders.generators import code_names
 from . import bytecode, loop_variables, loops
-from .bytecode import Name
+from .events import Name
 from .loops import Running
 
 _DEEPEST = 3
