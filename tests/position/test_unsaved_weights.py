@@ -186,6 +186,17 @@ class Tempered(Net):
         return super().forward(x) * self.temperature
 
 
+class Remembering(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = torch.zeros(3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(super().forward(x) + self.hidden)
+        self.hidden = hidden.detach()
+        return hidden
+
+
 def trained_as_it_is(run_dir: Path, model: nn.Module) -> None:
     state, step = begun(run_dir, model)
     for _ in state.steps(4):
@@ -207,6 +218,7 @@ ATTRIBUTES: dict[Script, str] = {
     lambda run_dir: trained_as_it_is(run_dir, Centred()): r"Centred\.mean changes",
     lambda run_dir: trained_as_it_is(run_dir, nn.Sequential(CentredInPlace())): r"InPlace\.mean changes",
     lambda run_dir: trained_as_it_is(run_dir, CentredByAMethod()): r"ByAMethod\.mean changes",
+    lambda run_dir: trained_as_it_is(run_dir, Remembering()): r"Remembering\.hidden changes",
     an_attribute_that_the_loop_changes: r"Tempered\.temperature changes",
 }
 
@@ -321,7 +333,129 @@ class Caching(Net):
         return self.hidden * 2
 
 
+class Watched(Net):
+    """Keeps what each pass has computed for who looks at it, and counts its passes for a log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.passes = torch.zeros(3, 1), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        if self.passes % 2 == 0:
+            print(f"pass {self.passes}")
+        self.attention = torch.sigmoid(super().forward(x))
+        return self.attention * 2
+
+    def map(self) -> torch.Tensor:
+        return self.attention.mean(0)
+
+    def extra_repr(self) -> str:
+        return f"passes={self.passes}"
+
+
+class Rotary(Net):
+    """Builds its tables when a longer sequence comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.length, self.turns = 0, 1
+        self.table: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.table is None or self.length < self.turns:
+            self.length = self.turns
+            self.table = torch.cos(torch.arange(self.turns))
+        return super().forward(x) * self.table[0]
+
+
+class Spiking(Remembering):
+    def reset(self) -> None:
+        self.hidden = torch.zeros(3, 1)
+
+
+class Accuracy(nn.Module):
+    """A metric, whose sums are buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(()))
+
+    def reset(self) -> None:
+        self.total.zero_()
+
+    def update(self, value: float) -> None:
+        self.total += value
+
+
+def longer_and_longer(run_dir: Path) -> None:
+    model = Rotary()
+    state, step = begun(run_dir, model)
+    for number in state.steps(4):
+        model.turns = number + 1
+        step()
+        state.save()
+
+
+def reset_in_each_body(run_dir: Path) -> None:
+    model, metric = Spiking(), Accuracy()
+    state, step = begun(run_dir, model)
+    for _ in state.steps(4):
+        model.reset()
+        metric.reset()
+        for _ in range(3):
+            metric.update(step())
+        print(metric.total)
+        state.save()
+
+
+def a_network_that_each_body_copies(run_dir: Path) -> None:
+    model, old, extractor = Net(), Net(), nn.Sequential(Net(), nn.BatchNorm1d(1)).eval()
+    state, step = begun(run_dir, model)
+    for _ in state.steps(4):
+        old.load_state_dict(model.state_dict())
+        step()
+        assert old(torch.ones(1, 2)) is not None
+        assert extractor(torch.ones(2, 2)) is not None
+        state.save()
+
+
+def networks_that_are_given(run_dir: Path) -> None:
+    networks, target = {"G": Net(), "D": Net()}, Net()
+    optimizers = {name: torch.optim.SGD(one.parameters(), lr=0.1) for name, one in networks.items()}
+    generator, discriminator = networks.values()
+    state = RunState.load(
+        run_dir, model=networks, optimizer=optimizers, extra={"target": target}, progress=False
+    )
+    for _ in state.steps(8):
+        for one in optimizers.values():
+            (generator(torch.ones(1, 2)) + discriminator(torch.ones(1, 2))).sum().backward()
+            one.step()
+            one.zero_grad()
+        blend(target.parameters(), generator)
+        state.save()
+
+
+def the_best_weights_in_a_variable_and_in_vars(run_dir: Path) -> None:
+    model = Net()
+    state, step = begun(run_dir, model)
+    best = state.vars.setdefault("best", copy.deepcopy(model.state_dict()))
+    for _ in state.steps(4):
+        loss = step()
+        if loss < state.vars.get("loss", 1e9):
+            state.vars["loss"] = loss
+            best = state.vars["best"] = copy.deepcopy(model.state_dict())
+        state.save()
+    assert best
+
+
 QUIET: list[Script] = [
+    longer_and_longer,
+    reset_in_each_body,
+    a_network_that_each_body_copies,
+    networks_that_are_given,
+    the_best_weights_in_a_variable_and_in_vars,
+    lambda run_dir: trained_as_it_is(run_dir, Watched()),
     an_average_that_is_given,
     an_average_of_an_object_that_is_given,
     the_best_weights_in_vars,

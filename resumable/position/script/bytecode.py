@@ -95,6 +95,36 @@ def reads_global(code: CodeType, names: frozenset[str]) -> bool:
 
 
 @cache
+def updated_and_used(code: CodeType) -> tuple[frozenset[Name], frozenset[Name]]:
+    """Return the names to which a function gives values made from their own, and those that it uses.
+
+    To use is more than to make the next value, or to show it.
+    """
+    read = Bytecode(code)
+    used, shown = set[Name](), set[int]()
+    for one in read.statements:
+        if one.is_condition and (decided := read.shown_by(one)) is not None:
+            shown |= {one.first, *(other.first for other in decided)}
+        is_shown = one.first in shown or (one.functions | one.methods and one.only_shows())
+        used |= set() if is_shown else one.names("load") - one.names("store")
+    stored = read.accessed("store", read.instructions)
+    return frozenset(name for name in stored if _comes_to_itself(name, read.statements)), frozenset(used)
+
+
+def _comes_to_itself(name: Name, statements: list[Statement]) -> bool:
+    """Whether a variable is stored by a statement that loads it, or what was made from it."""
+    known, size = {name}, 0
+    while size < len(known):
+        size = len(known)
+        for one in statements:
+            if one.names("load") & known:
+                if name in one.names("store"):
+                    return True
+                known |= one.names("store")
+    return False
+
+
+@cache
 def of_method(code: CodeType) -> tuple[frozenset[Name], frozenset[Name]]:
     """Return the names that a function may read before it stores them, and those that it stores."""
     read = Bytecode(code)

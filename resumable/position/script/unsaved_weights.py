@@ -36,6 +36,8 @@ _CLOSED = (
     FunctionType,
 )
 """Kinds whose attributes are not looked at."""
+_ASIDE = ("__init__", "__repr__", "__str__", "extra_repr")
+"""Methods that make a module or show it."""
 _CONTAINERS = (dict, list, tuple)
 
 
@@ -82,18 +84,16 @@ def _attributes(
 ) -> dict[tuple[int, Name], Any]:
     """Return the attributes of models that training carries along, and that are in no state_dict."""
     saved = {id(one) for one in given}
-    in_loops: dict[int, set[str]] = {}
-    for owner, name in _changed_by_loops(functions):
-        in_loops.setdefault(owner, set()).add(name)
+    in_loops = _of_loops(functions)
     found: dict[tuple[int, Name], Any] = {}
     for module in modules:
         kind: type = type(module)
-        in_loop = in_loops.get(id(module), ())
-        read, carried = _of_methods(kind)
-        if not (read or carried or in_loop) or has_extra_state(module):
+        updated, used = _of_methods(kind)
+        changed, decides = in_loops.get(id(module), (set(), set()))
+        names = (updated | changed) & (used | decides)
+        if not names or has_extra_state(module):
             continue
         own: dict[str, Any] = vars(module)
-        names = carried.union(in_loop, (name for name in read if type(own.get(name)) is torch.Tensor))
         for name in names & own.keys():
             if id(own[name]) not in saved:
                 parts = loop_variables.glance(f"{kind.__name__}.{name}", own[name])
@@ -103,29 +103,38 @@ def _attributes(
 
 @cache
 def _of_methods(kind: type) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the attributes that methods of a class read before they assign them, and those of both."""
-    all_read: set[str] = set()
-    carried: set[str] = set()
+    """Return the attributes to which methods give values made from their own, and those that they use.
+
+    One that another method assigns anew, such as `reset`, is taken to begin with each body.
+    """
+    updated, used, begun = set[str](), set[str](), set[str]()
     for owner in kind.__mro__:
         methods = vars(owner).items() if code_names.is_own(str(owner.__module__)) else ()
         for name, method in methods:
-            if isinstance(method, FunctionType) and name != "__init__":
+            if isinstance(method, FunctionType) and name not in _ASIDE:
                 read, stored = bytecode.of_method(method.__code__)
-                all_read |= read
-                carried |= read & stored
-    return _of_self(all_read), _of_self(carried)
+                own_updated, own_used = bytecode.updated_and_used(method.__code__)
+                updated |= own_updated
+                used |= own_used
+                begun |= stored - read
+    return _of_self(updated - begun), _of_self(used)
 
 
 def _of_self(names: Collection[Name]) -> frozenset[str]:
     return frozenset(name.removeprefix("self.") for name in names if name.startswith("self."))
 
 
-def _changed_by_loops(functions: Collection[Running]) -> Iterator[tuple[int, str]]:
-    """Yield each attribute that the script's loops carry along: its owner, by id, and its name."""
+def _of_loops(functions: Collection[Running]) -> dict[int, tuple[set[str], set[str]]]:
+    """Return the attributes that the loops carry along, and those that decide, by the id of their owner."""
+    found: dict[int, tuple[set[str], set[str]]] = {}
     for one in functions:
-        for name in one.carried.used & one.carried.stored:
-            if "." in name:
-                yield id(one.root(name)), name.partition(".")[2]
+        carried = one.carried
+        for place, names in enumerate([carried.used & carried.stored, carried.assigned | carried.kept]):
+            for name in names:
+                if "." in name:
+                    both = found.setdefault(id(one.root(name)), (set(), set()))
+                    both[place].add(name.partition(".")[2])
+    return found
 
 
 def _copies(
@@ -167,7 +176,9 @@ def _holders(
             continue
         seen.add(id(value))
         if isinstance(value, nn.Module):
-            tensors, held = [*value.parameters(), *value.buffers()], []
+            # What has no weights and a reset() is a metric, which begins again with each epoch.
+            is_metric = hasattr(type(value), "reset") and not [*value.parameters()]
+            tensors, held = [] if is_metric else [*value.parameters(), *value.buffers()], []
         else:
             held = _held(value)
             tensors = [one for _, one in held if issubclass(type(one), torch.Tensor)]
