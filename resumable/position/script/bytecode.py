@@ -19,6 +19,7 @@ class Bytecode:
         self._jumps = {one.offset: one.argval for one in instructions if one.opcode in JUMPS}
         """Where each jump leads."""
         self.instructions = _without_handlers(instructions, self._jumps)
+        self._shown: dict[int, list[Statement] | None] = {}
 
     @cached_property
     def events(self) -> dict[int, list[Event]]:
@@ -32,6 +33,11 @@ class Bytecode:
 
     def shown_by(self, condition: Statement) -> list[Statement] | None:
         """Return the statements that a condition decides on; None if one does more than show something."""
+        if condition.first not in self._shown:
+            self._shown[condition.first] = self._find_shown(condition)
+        return self._shown[condition.first]
+
+    def _find_shown(self, condition: Statement) -> list[Statement] | None:
         if condition.last not in self._jumps:
             return None
         numbers = {one.offset: number for number, one in enumerate(self.instructions)}
