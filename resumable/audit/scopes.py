@@ -14,8 +14,8 @@ from types import CodeType, FrameType, FunctionType, GetSetDescriptorType, Membe
 from typing import Any
 
 from ..loaders.generators import code_names
-from ..position.script import bytecode, loop_variables
-from ..position.script.bytecode import Carried
+from ..position.script import bytecode, loops
+from ..position.script.carried import Carried, carried_in
 
 STATE, NOTE, FRESH = "state", "note", "fresh"
 """Whether a training depends on the value from one body to the next, may not, or makes it in each body."""
@@ -43,26 +43,26 @@ class Scope:
 
     def weight(self, name: str) -> str:
         """Return what the loops do with a variable, as far as their bytecode tells."""
-        loops = self.carried
+        carried = self.carried
         if self.is_inner:
             is_given = name in _arguments(self.code) and type(self.variables[name]) not in PLAIN
-            return NOTE if loops.named or is_given else FRESH
-        if name in loops.restarted:
+            return NOTE if carried.named or is_given else FRESH
+        if name in carried.restarted:
             return NOTE
-        if name in loops.assigned | loops.kept:
+        if name in carried.assigned | carried.kept:
             return STATE
-        if name in loops.made:
+        if name in carried.made:
             return FRESH
         if name in self.used_elsewhere:
             return STATE
-        return NOTE if name in loops.named else STATE
+        return NOTE if name in carried.named else STATE
 
     def use(self, name: str) -> str:
         """Return whether the loops assign a variable, and begin it again in each epoch."""
-        loops = self.carried
-        if name in loops.restarted or self.is_inner:
+        carried = self.carried
+        if name in carried.restarted or self.is_inner:
             return "restarted"
-        return "rebound" if name in loops.assigned else ""
+        return "rebound" if name in carried.assigned else ""
 
     def where(self, name: str) -> str:
         """Return the first line that assigns a variable, such as "train.py:31"; "" if that is not known."""
@@ -151,7 +151,7 @@ def of_functions(frame: FrameType | None) -> list[Scope]:
         code = running.f_code
         if code.co_name != "<module>":
             prefix = f"{code.co_name}." if code.co_name.isidentifier() else ""
-            variables = loop_variables.variables_of(running)
+            variables = loops.variables_of(running)
             kept = {name: one for name, one in variables.items() if not name.startswith(("__", "."))}
             found.append(_in_loop(Scope(prefix, kept, _local(running), is_inner=is_inner), running))
         is_inner |= bytecode.is_in_loop(code, running.f_lasti)
@@ -159,8 +159,8 @@ def of_functions(frame: FrameType | None) -> list[Scope]:
 
 
 def _in_loop(scope: Scope, frame: FrameType) -> Scope:
-    states = frozenset(loop_variables.states_in(scope.variables, frame))
-    scope.code, scope.carried = frame.f_code, bytecode.carried(frame.f_code, frame.f_lasti, states)
+    states = frozenset(loops.states_in(scope.variables, frame))
+    scope.code, scope.carried = frame.f_code, carried_in(frame.f_code, frame.f_lasti, states)
     return scope
 
 

@@ -36,12 +36,13 @@ def differences(source: Source, saved: Mapping[str, Any]) -> Iterator[tuple[str,
             yield name, text if name else f"{key} {text}"
     root = source.root()
     is_other_sampler = saved["settings"].get("sampler") != now.get("sampler")
-    for path in saved["generators"].keys() ^ search.find(root).keys():
+    generators = search.renamed(saved["generators"], root)
+    for path in generators.keys() ^ search.find(root).keys():
         if is_other_sampler and (path == "generator" or path.startswith("sampler.")):
             continue
         # Many datasets make theirs at the first sample. Old checkpoints have none that modules have.
-        is_in_doubt = path in saved["generators"] or not search.is_in_module(path)
-        if is_in_doubt and (path not in saved["generators"] or not search.is_free(root, path)):
+        is_in_doubt = path in generators or not search.is_in_module(path)
+        if is_in_doubt and (path not in generators or not search.is_free(root, path)):
             yield path, "a random generator in the checkpoint or in the code, but not in both"
 
 

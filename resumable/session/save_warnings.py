@@ -14,8 +14,9 @@ from ..loaders.generators import rng, search
 from ..parts.parts import Parts
 from ..position.loader_position import LoaderPosition
 from ..position.position import Position
+from ..position.script import loops
 from ..position.script.loop_variables import LoopGenerators, LoopVariables
-from ..position.script.unsaved_weights import UnsavedWeights
+from ..position.script.unsaved_weights import UnsavedWeights, has_extra_state, modules_of
 from ..processes.signals import is_of_a_handler
 from ..training import Training
 
@@ -36,8 +37,9 @@ class SaveWarnings:
             return
         self._begun.add(kind)
         with self._looking():
+            functions = loops.running()
             for one in self._loop:
-                one.begin()
+                one.begin(functions)
 
     def look_at_place(self, metrics: Mapping[str, Any]) -> None:
         """Warn of a `save()` in the script at a place where a resume cannot continue exactly."""
@@ -88,8 +90,9 @@ class SaveWarnings:
             return
         variables, generators, weights = self._loop
         with self._looking():
-            changed, moved = variables.changed(), generators.moved()
-            attributes, copies = weights.changed()
+            functions = loops.running()
+            changed, moved = variables.changed(functions), generators.moved(functions)
+            attributes, copies = weights.changed(functions)
         if self._loop is None:
             return
         if changed:
@@ -142,13 +145,8 @@ class SaveWarnings:
 
 def _generators(parts: Parts, position: Position) -> list[rng.Generator]:
     """Return the random generators that a checkpoint has, beside the global ones."""
-    given = [one for one in parts.given() if not isinstance(one, (torch.nn.Module, Position, LoaderPosition))]
+    live = parts.given()
+    given = [one for one in live if not isinstance(one, (torch.nn.Module, Position, LoaderPosition))]
     # What has a state of its own has its generators in that.
-    plain = torch.nn.Module.get_extra_state
-    given += [module for module in _modules(parts) if type(module).get_extra_state is not plain]
+    given += [module for module in modules_of(live) if has_extra_state(module)]
     return [*position.generators(), *search.find(given).values()]
-
-
-def _modules(parts: Parts) -> Iterator[torch.nn.Module]:
-    for one in parts.given():
-        yield from one.modules() if isinstance(one, torch.nn.Module) else ()

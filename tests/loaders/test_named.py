@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import random
 import sys
+import types
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -364,3 +365,54 @@ def test_a_module_that_code_imports_as_it_runs_is_imported_for_its_generator(
 
     assert search.find(root) == {"dice_late.inner:OWN": made}
     del sys.modules["dice_late.inner"], sys.modules["dice_late"]
+
+
+TRAINED = """
+import numpy as np, torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from resumable import RunState
+
+drawn = np.random.default_rng(0)
+
+class Drawn(Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return torch.tensor([float(drawn.random())])
+
+def main(run, epochs):
+    torch.manual_seed(0)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(Drawn())
+    with RunState.load(run, model=model, optimizer=optimizer, loader=loader, progress=False) as state:
+        for epoch in state.epochs(epochs):
+            for batch in state.batches():
+                optimizer.zero_grad()
+                model(batch).sum().backward()
+                optimizer.step()
+            state.save()
+    return model.weight.item()
+"""
+
+
+@pytest.mark.parametrize("names", [("__main__", "train", "train"), ("train", "__main__", "train")])
+def test_a_script_may_run_under_another_name_after_a_resume(
+    names: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trained(name: str, run: str, epochs: int) -> float:
+        module = types.ModuleType(name)
+        module.__file__ = str(tmp_path / "train.py")
+        monkeypatch.delitem(sys.modules, "train", raising=False)
+        monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
+        monkeypatch.setitem(sys.modules, name, module)
+        exec(TRAINED, vars(module))
+        return module.main(tmp_path / run, epochs)  # type: ignore[no-any-return]
+
+    straight = trained("__main__", "straight", 3)
+
+    resumed = [trained(name, "resumed", epochs) for epochs, name in enumerate(names, 1)]
+
+    assert resumed[-1] == straight

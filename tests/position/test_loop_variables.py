@@ -183,6 +183,27 @@ def a_count_in_a_function(state: RunState, step: Callable[..., torch.Tensor]) ->
         state.save()
 
 
+def a_count_that_evaluates(state: RunState, step: Callable[..., torch.Tensor]) -> None:
+    count = 0
+    for _ in state.steps(4):
+        count += 2
+        if count % 4 == 0:
+            print(step(torch.ones(1)))
+        state.save()
+
+
+def a_count_that_skips(state: RunState, step: Callable[..., torch.Tensor]) -> None:
+    count = 0
+    for _ in state.epochs(4):
+        for batch in state.batches():
+            count += 1
+            if count % 3 == 0:
+                print("skipped")
+                continue
+            step(batch)
+        state.save()
+
+
 def a_hidden_state(state: RunState, step: Callable[..., torch.Tensor]) -> None:
     hidden = torch.zeros(2)
     for _ in state.steps(4):
@@ -283,7 +304,28 @@ def a_count_beside_vars(state: RunState, step: Callable[..., torch.Tensor]) -> N
         state.save()
 
 
+def elements_of_an_array(state: RunState, step: Callable[..., torch.Tensor]) -> None:
+    counts = np.ones(3)
+    for number in state.steps(4):
+        counts[number % 3] += 1
+        (step(torch.ones(1)) * float(1 / counts[0])).backward()
+        state.save()
+
+
+def elements_of_a_tensor(state: RunState, step: Callable[..., torch.Tensor]) -> None:
+    mean = torch.zeros(1)
+    for _ in state.steps(4):
+        loss = step(torch.ones(1))
+        mean.mul_(0.9).add_(loss.detach(), alpha=0.1)
+        (loss - mean).sum().backward()
+        state.save()
+
+
 DECIDE = {
+    a_count_that_evaluates: "count controls",
+    a_count_that_skips: "count controls",
+    elements_of_an_array: "counts controls",
+    elements_of_a_tensor: "mean controls",
     a_count_beside_vars: "bad controls",
     an_item_of_a_dict: r"seen\['bad'\] controls",
     a_dict_that_a_function_changes: r"seen\['bad'\] controls",
@@ -443,6 +485,36 @@ def what_each_body_fills(state: RunState, step: Callable[..., torch.Tensor]) -> 
         state.save()
 
 
+def what_each_body_begins_with_zeros(state: RunState, step: Callable[..., torch.Tensor]) -> None:
+    sums, counts = torch.zeros(3), np.zeros(3)
+    for _ in state.steps(4):
+        sums.zero_()
+        counts[:] = 0
+        for number in range(3):
+            sums[number] += step(torch.ones(1)).item()
+            counts[number] += 1
+        (step(torch.ones(1)) * sums.mean() * float(counts.mean())).backward()
+        state.save()
+
+
+def when_something_is_shown(state: RunState, step: Callable[..., torch.Tensor]) -> None:
+    seen, total, began = 0, 0.0, perf_counter()
+    for _ in state.epochs(4):
+        for batch in state.batches():
+            loss = step(batch)
+            seen += 1
+            total += loss.item()
+            if seen % 2 == 0 and seen > 2:
+                print(f"{seen} {total / 2:.3f} {perf_counter() - began:.1f}")
+                total = 0.0
+                began = perf_counter()
+            elif seen == 1:
+                print("begins", len(str(seen)))
+            state.save()
+        if seen % 8 == 0:
+            print(seen)
+
+
 def what_an_inner_loop_leaves(state: RunState, step: Callable[..., torch.Tensor]) -> None:
     for _ in state.epochs(4):
         for batch in state.batches():
@@ -488,6 +560,7 @@ def test_a_variable_that_decides_is_warned_of_by_name(run_dir: Path, script: Scr
 SHOWN = [
     *(what_is_only_shown, what_the_state_gives, what_each_body_sets),
     *(what_an_inner_loop_leaves, what_a_sweep_keeps, what_with_and_try_leave),
+    *(when_something_is_shown, what_each_body_begins_with_zeros),
     *(what_each_body_fills, what_a_comprehension_reads, what_a_clock_gives),
     *(what_each_body_puts_into_a_dict, what_the_state_keeps_in_a_dict, what_each_batch_has),
 ]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -184,6 +186,17 @@ class Tempered(Net):
         return super().forward(x) * self.temperature
 
 
+class Remembering(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = torch.zeros(3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(super().forward(x) + self.hidden)
+        self.hidden = hidden.detach()
+        return hidden
+
+
 def trained_as_it_is(run_dir: Path, model: nn.Module) -> None:
     state, step = begun(run_dir, model)
     for _ in state.steps(4):
@@ -205,6 +218,7 @@ ATTRIBUTES: dict[Script, str] = {
     lambda run_dir: trained_as_it_is(run_dir, Centred()): r"Centred\.mean changes",
     lambda run_dir: trained_as_it_is(run_dir, nn.Sequential(CentredInPlace())): r"InPlace\.mean changes",
     lambda run_dir: trained_as_it_is(run_dir, CentredByAMethod()): r"ByAMethod\.mean changes",
+    lambda run_dir: trained_as_it_is(run_dir, Remembering()): r"Remembering\.hidden changes",
     an_attribute_that_the_loop_changes: r"Tempered\.temperature changes",
 }
 
@@ -319,7 +333,129 @@ class Caching(Net):
         return self.hidden * 2
 
 
+class Watched(Net):
+    """Keeps what each pass has computed for who looks at it, and counts its passes for a log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.passes = torch.zeros(3, 1), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        if self.passes % 2 == 0:
+            print(f"pass {self.passes}")
+        self.attention = torch.sigmoid(super().forward(x))
+        return self.attention * 2
+
+    def map(self) -> torch.Tensor:
+        return self.attention.mean(0)
+
+    def extra_repr(self) -> str:
+        return f"passes={self.passes}"
+
+
+class Rotary(Net):
+    """Builds its tables when a longer sequence comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.length, self.turns = 0, 1
+        self.table: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.table is None or self.length < self.turns:
+            self.length = self.turns
+            self.table = torch.cos(torch.arange(self.turns))
+        return super().forward(x) * self.table[0]
+
+
+class Spiking(Remembering):
+    def reset(self) -> None:
+        self.hidden = torch.zeros(3, 1)
+
+
+class Accuracy(nn.Module):
+    """A metric, whose sums are buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(()))
+
+    def reset(self) -> None:
+        self.total.zero_()
+
+    def update(self, value: float) -> None:
+        self.total += value
+
+
+def longer_and_longer(run_dir: Path) -> None:
+    model = Rotary()
+    state, step = begun(run_dir, model)
+    for number in state.steps(4):
+        model.turns = number + 1
+        step()
+        state.save()
+
+
+def reset_in_each_body(run_dir: Path) -> None:
+    model, metric = Spiking(), Accuracy()
+    state, step = begun(run_dir, model)
+    for _ in state.steps(4):
+        model.reset()
+        metric.reset()
+        for _ in range(3):
+            metric.update(step())
+        print(metric.total)
+        state.save()
+
+
+def a_network_that_each_body_copies(run_dir: Path) -> None:
+    model, old, extractor = Net(), Net(), nn.Sequential(Net(), nn.BatchNorm1d(1)).eval()
+    state, step = begun(run_dir, model)
+    for _ in state.steps(4):
+        old.load_state_dict(model.state_dict())
+        step()
+        assert old(torch.ones(1, 2)) is not None
+        assert extractor(torch.ones(2, 2)) is not None
+        state.save()
+
+
+def networks_that_are_given(run_dir: Path) -> None:
+    networks, target = {"G": Net(), "D": Net()}, Net()
+    optimizers = {name: torch.optim.SGD(one.parameters(), lr=0.1) for name, one in networks.items()}
+    generator, discriminator = networks.values()
+    state = RunState.load(
+        run_dir, model=networks, optimizer=optimizers, extra={"target": target}, progress=False
+    )
+    for _ in state.steps(8):
+        for one in optimizers.values():
+            (generator(torch.ones(1, 2)) + discriminator(torch.ones(1, 2))).sum().backward()
+            one.step()
+            one.zero_grad()
+        blend(target.parameters(), generator)
+        state.save()
+
+
+def the_best_weights_in_a_variable_and_in_vars(run_dir: Path) -> None:
+    model = Net()
+    state, step = begun(run_dir, model)
+    best = state.vars.setdefault("best", copy.deepcopy(model.state_dict()))
+    for _ in state.steps(4):
+        loss = step()
+        if loss < state.vars.get("loss", 1e9):
+            state.vars["loss"] = loss
+            best = state.vars["best"] = copy.deepcopy(model.state_dict())
+        state.save()
+    assert best
+
+
 QUIET: list[Script] = [
+    longer_and_longer,
+    reset_in_each_body,
+    a_network_that_each_body_copies,
+    networks_that_are_given,
+    the_best_weights_in_a_variable_and_in_vars,
+    lambda run_dir: trained_as_it_is(run_dir, Watched()),
     an_average_that_is_given,
     an_average_of_an_object_that_is_given,
     the_best_weights_in_vars,
@@ -336,3 +472,47 @@ def test_what_a_checkpoint_has_or_each_pass_makes_is_not_warned_of(run_dir: Path
     with warnings.catch_warnings():
         warnings.simplefilter("error", ResumableWarning)
         script(run_dir)
+
+
+def looked_at(run_dir: Path, kept: list[Any], then: Callable[[], None]) -> None:
+    """Save twice in a script that keeps a list, and call something at each event of the look at it."""
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_globals["__name__"].startswith("resumable.position.script"):
+            frame.f_trace_opcodes = True
+            then()
+        return trace
+
+    model = Net()
+    state, step = begun(run_dir, model)
+    for _ in state.steps(2):
+        step()
+        assert len(kept)
+        before = sys.gettrace()
+        sys.settrace(trace)
+        state.save()
+        sys.settrace(before)
+
+
+def test_a_list_that_grows_while_it_is_looked_at_is_looked_at_once(run_dir: Path) -> None:
+    growing: list[list[float]] = [[]]
+
+    def grow() -> None:
+        growing.append([])
+        assert len(growing) < 2_000_000
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ResumableWarning)
+        looked_at(run_dir, growing, grow)
+
+
+def test_a_list_that_is_huge_costs_no_more_than_a_short_one(run_dir: Path) -> None:
+    steps = {10: 0, 200_000: 0}
+    for length in steps:
+
+        def count(length: int = length) -> None:
+            steps[length] += 1
+
+        looked_at(run_dir / str(length), [0.5] * length, count)
+
+    assert steps[200_000] < steps[10] * 1.1

@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from types import BuiltinMethodType, FunctionType, MemberDescriptorType, MethodType, ModuleType
@@ -83,6 +83,21 @@ def _import_as_code_does(root: object, path: str) -> None:
         if any(module in code_names.imports(code) for code in codes):
             with contextlib.suppress(ImportError):
                 importlib.import_module(module)
+
+
+def renamed(states: Mapping[str, T], root: object) -> dict[str, T]:
+    """Return states by the paths of now: the module that is the script may have run under another name."""
+    if not any(is_in_module(path) for path in states):
+        return {**states}
+    new = [path for path in find(root) if path not in states and is_in_module(path)]
+    found = {}
+    for path, state in states.items():
+        module, colon, name = path.partition(":")
+        alike = [one for one in new if colon and one.endswith(f":{name}")]
+        is_script = "__main__" in (module, *(one.partition(":")[0] for one in alike))
+        is_there = module in sys.modules and is_generator(vars(sys.modules[module]).get(name))
+        found[alike[0] if len(alike) == 1 and is_script and not is_there else path] = state
+    return found
 
 
 def is_in_module(path: str) -> bool:

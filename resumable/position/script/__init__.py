@@ -1,3 +1,13 @@
 """Looks at the script's code and variables, and warns of what a resume would do differently."""
 
-__all__ = ["bytecode", "first_lines", "habits", "loop_variables", "running_sums", "script_frames"]
+__all__ = [
+    "bytecode",
+    "carried",
+    "first_lines",
+    "habits",
+    "loop_variables",
+    "loops",
+    "running_sums",
+    "script_frames",
+    "unsaved_weights",
+]

@@ -1,147 +1,93 @@
-"""Finds the variables that a loop of the script carries from one body to the next, in its bytecode."""
+"""Reads the bytecode of the script: its loops, its statements, and the variables that they access."""
 
 from __future__ import annotations
 
 import dis
-import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import cache
+from collections.abc import Mapping
+from functools import cache, cached_property
 from types import CodeType
-from typing import Literal
 
-Name = str
-"""A variable such as "best", an attribute such as "self.best", or an item such as "seen['best']"."""
-_TRAINS = {"backward", "step"}
-"""Methods that change what is trained: what they are called on or given decides how."""
-_SEEDS = {"manual_seed", "seed", "set_state", "setstate"}
-_CLOCKS = {"time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "now"}
-_ENDS = ("POP_JUMP", "JUMP", "RETURN", "POP_TOP")
-"""How the bytecode of a statement, or of a condition, ends if nothing is assigned."""
-_SUBSCRIPTS = ("BINARY_SUBSCR", "STORE_SUBSCR", "COPY", "DUP_TOP_TWO")
-"""What follows the key of an item: the last two stand in `seen["best"] += 1`."""
-_NO_WAY_ON = ("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE", "RETURN", "RAISE", "RERAISE")
-
-_JUMPS = {*dis.hasjrel, *dis.hasjabs} - {dis.opmap[name] for name in dis.opmap if name.startswith("SETUP_")}
-"""All but those of Python 3.10 to a handler."""
-
-Event = tuple[Literal["load", "store"], Name]
+from .events import Event, Name, events_of, names_of
+from .statements import JUMPS, NO_WAY_ON, Statement, statements_of
 
 
-@dataclass
-class _Statement:
-    """A statement of the script, or a condition, as its bytecode tells."""
+class Bytecode:
+    """The instructions of a function that run if nothing is raised, and the variables that they access."""
 
-    first: int
-    events: list[Event] = field(default_factory=list)
-    methods: set[str] = field(default_factory=set)
-    is_condition: bool = False
-    """Whether it decides which way the code takes."""
+    def __init__(self, code: CodeType) -> None:
+        instructions = [*dis.get_instructions(code)]
+        self._jumps = {one.offset: one.argval for one in instructions if one.opcode in JUMPS}
+        """Where each jump leads."""
+        self.instructions = _without_handlers(instructions, self._jumps)
+        self._shown: dict[int, list[Statement] | None] = {}
 
-    def names(self, kind: str) -> set[Name]:
-        return _names(self.events, kind)
+    @cached_property
+    def events(self) -> dict[int, list[Event]]:
+        """The variables that each instruction accesses, by its offset."""
+        return events_of(self.instructions)
 
-    def calls(self, functions: set[str]) -> bool:
-        return not (self.methods | self.names("load")).isdisjoint(functions)
+    @cached_property
+    def statements(self) -> list[Statement]:
+        """The statements and conditions, in their order."""
+        return [*statements_of(self.instructions, self.events)]
 
-    def reads(self, states: frozenset[Name]) -> bool:
-        """Whether it reads the RunState, or an attribute of it."""
-        return any(name in states or name.partition(".")[0] in states for name in self.names("load"))
+    def shown_by(self, condition: Statement) -> list[Statement] | None:
+        """Return the statements that a condition decides on; None if one does more than show something."""
+        if condition.first not in self._shown:
+            self._shown[condition.first] = self._find_shown(condition)
+        return self._shown[condition.first]
 
+    def _find_shown(self, condition: Statement) -> list[Statement] | None:
+        if condition.last not in self._jumps:
+            return None
+        numbers = {one.offset: number for number, one in enumerate(self.instructions)}
+        number, jump = numbers[condition.last], self._jumps[condition.last]
+        ways = {number + 1}, {numbers[jump]} if jump > condition.last else set[int]()
+        decided = self._reached(ways[0], numbers) ^ self._reached(ways[1], numbers)
+        if any(self.instructions[one].opname.startswith(("RETURN", "RAISE")) for one in decided):
+            return None
+        offsets = {self.instructions[one].offset for one in decided}
+        found = [one for one in self.statements if one.first in offsets or one.last in offsets]
+        return found if all(one.only_shows() for one in found) else None
 
-@dataclass(frozen=True)
-class Carried:
-    """The variables that decide in the loops around a place, and come there from the body before."""
+    def _reached(self, waiting: set[int], numbers: Mapping[int, int]) -> set[int]:
+        """Return the instructions that come before the next one that jumps back."""
+        found = set[int]()
+        while waiting:
+            number = waiting.pop()
+            found.add(number)
+            one = self.instructions[number]
+            following = [] if one.opname.startswith(NO_WAY_ON) else [number + 1]
+            if self._jumps.get(one.offset, -1) > one.offset:
+                following.append(numbers[self._jumps[one.offset]])
+            waiting.update({*following} - found)
+        return found
 
-    assigned: frozenset[Name] = frozenset()
-    """Those that a body assigns."""
-    kept: frozenset[Name] = frozenset()
-    """Those that it only reads: an object, or a list, may change all the same."""
-    used: frozenset[Name] = frozenset()
-    """All that a body reads from the one before and does not seed."""
-    made: frozenset[Name] = frozenset()
-    """Those that each body assigns before it reads them."""
-    restarted: frozenset[Name] = frozenset()
-    """Those that an inner loop carries, and that each body of the outermost one assigns first."""
-    named: frozenset[Name] = frozenset()
-    """All that the loops read or assign."""
-    stored: frozenset[Name] = frozenset()
-    """All that the loops assign."""
-    replaced: frozenset[Name] = frozenset()
-    """Those that each body assigns whichever way it takes, and does not read before."""
+    def loops_around(self, at: int) -> dict[int, int]:
+        """Return the first and the last offset of each loop that a place is in."""
+        return _loops_around(self.instructions, self._jumps, at)
 
+    def between(self, first: int, last: int) -> list[dis.Instruction]:
+        """Return the instructions of a body."""
+        return [one for one in self.instructions if first <= one.offset <= last]
 
-@cache
-def carried(code: CodeType, at: int, states: frozenset[Name]) -> Carried:
-    """Return the variables that decide in the loops around a place.
+    def accessed(self, how: str, body: list[dis.Instruction]) -> set[Name]:
+        """Return the variables that a body loads, or those that it stores."""
+        return names_of([event for one in body for event in self.events[one.offset]], how)
 
-    `states` are the names of the RunState: what it assigns before the loops is restored.
-    """
-    instructions = [*dis.get_instructions(code)]
-    jumps = _jumps(instructions)
-    if not _loops_around(instructions, jumps, at):
-        return Carried()
-    instructions = _without_handlers(instructions, jumps)
-    events = _events(instructions)
-    # A loop that makes the RunState is around the training.
-    stores = [(offset, name) for offset, pairs in events.items() for how, name in pairs if how == "store"]
-    begins = [offset for offset, name in stores if name in states]
-    loops = {
-        head: end
-        for head, end in _loops_around(instructions, jumps, at).items()
-        if not [offset for offset in begins if head <= offset <= end]
-    }
-    if not loops:
-        return Carried()
-    start = min(loops)
-    statements = [*_statements(instructions, events)]
-    found: set[Name] = set()
-    kept: set[Name] = set()
-    used: set[Name] = set()
-    assigned: set[Name] = set()
-    outer: set[Name] = set()
-    replaced: set[Name] = set()
-    for head, end in loops.items():
-        body = [one for one in instructions if head <= one.offset <= end]
-        inside = [event for one in body for event in events[one.offset]]
-        stored, loaded = _names(inside, "store"), _names(inside, "load")
-        live = _live_at_head(body, jumps, events)
-        found |= live & stored
-        replaced |= stored - _left_at_end(body, jumps, events)
-        kept |= loaded
-        if head == start:
-            used, assigned, outer = {*live}, stored, live
-    kept -= assigned
-    before = [one for one in statements if one.first < start]
-    restored = {name for one in before if one.reads(states) for _, name in one.events}
-    given = {*code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]}
-    given -= {name for one in before for name in one.names("store")}
-    body_of_all = [one for one in statements if start <= one.first <= loops[start]]
-    used -= {name for one in body_of_all if one.methods & _SEEDS for name in one.names("load")}
-    known = states | restored | given | _from_clocks(body_of_all)
-    made, restarted = assigned - found, (found & assigned) - outer
-    found -= {name for name in found if name in known or _owner(name) in restored}
-    named = assigned | outer | kept | found
-    others = known | found
-    kept -= {name for name in kept if name in others or _owner(name) in restored or _root(name) in made}
-    return Carried(
-        frozenset(name for name in found if _decides(name, body_of_all, states)),
-        frozenset(name for name in kept if _decides(name, body_of_all, states)),
-        frozenset(used - states),
-        frozenset(made),
-        frozenset(restarted),
-        frozenset(named),
-        frozenset(assigned),
-        frozenset(replaced - outer),
-    )
+    def read_first(self, body: list[dis.Instruction]) -> set[Name]:
+        """Return the variables that a body may read before it stores them."""
+        return _live_at_head(body, self._jumps, self.events)
+
+    def left_at_end(self, body: list[dis.Instruction]) -> set[Name]:
+        """Return the variables that may come to the end of a body as they were at its head."""
+        return _left_at_end(body, self._jumps, self.events)
 
 
 @cache
 def is_in_loop(code: CodeType, at: int) -> bool:
     """Whether a place in a function is inside a loop."""
-    instructions = [*dis.get_instructions(code)]
-    jumps = _jumps(instructions)
-    return bool(_loops_around(_without_handlers(instructions, jumps), jumps, at))
+    return bool(Bytecode(code).loops_around(at))
 
 
 @cache
@@ -155,104 +101,40 @@ def reads_global(code: CodeType, names: frozenset[str]) -> bool:
 
 
 @cache
-def of_method(code: CodeType) -> tuple[frozenset[Name], frozenset[Name]]:
-    """Return the names that a function may read before it stores them, and those that it stores."""
-    instructions = [*dis.get_instructions(code)]
-    jumps = _jumps(instructions)
-    instructions = _without_handlers(instructions, jumps)
-    events = _events(instructions)
-    stored = {name for some in events.values() for how, name in some if how == "store"}
-    return frozenset(_live_at_head(instructions, jumps, events)), frozenset(stored)
+def updated_and_used(code: CodeType) -> tuple[frozenset[Name], frozenset[Name]]:
+    """Return the names to which a function gives values made from their own, and those that it uses.
+
+    To use is more than to make the next value, or to show it.
+    """
+    read = Bytecode(code)
+    used, shown = set[Name](), set[int]()
+    for one in read.statements:
+        if one.is_condition and (decided := read.shown_by(one)) is not None:
+            shown |= {one.first, *(other.first for other in decided)}
+        is_shown = one.first in shown or (one.functions | one.methods and one.only_shows())
+        used |= set() if is_shown else one.names("load") - one.names("store")
+    stored = read.accessed("store", read.instructions)
+    return frozenset(name for name in stored if _comes_to_itself(name, read.statements)), frozenset(used)
 
 
-def _owner(name: Name) -> Name:
-    """Return the name of the container that an item is in, or the name itself."""
-    return name.partition("[")[0]
-
-
-def _root(name: Name) -> Name:
-    return _owner(name).partition(".")[0]
-
-
-def _from_clocks(statements: list[_Statement]) -> set[Name]:
-    """Return the variables that depend on a clock: no two runs of a script have the same."""
-    found: set[Name] = set()
-    size = -1
-    while size < len(found):
-        size = len(found)
+def _comes_to_itself(name: Name, statements: list[Statement]) -> bool:
+    """Whether a variable is stored by a statement that loads it, or what was made from it."""
+    known, size = {name}, 0
+    while size < len(known):
+        size = len(known)
         for one in statements:
-            if one.calls(_CLOCKS) or one.names("load") & found:
-                found |= one.names("store")
-    return found
-
-
-def _events(instructions: list[dis.Instruction]) -> dict[int, list[Event]]:
-    """Return the variables that each instruction loads or stores, by its offset, in the order of both."""
-    found: dict[int, list[Event]] = {}
-    for number, one in enumerate(instructions):
-        events: list[Event] = []
-        found[one.offset] = events
-        ways = _how(one.opname)
-        if not ways:
-            continue
-        # From Python 3.12 on, one instruction accesses two variables.
-        names = one.argval if isinstance(one.argval, tuple) else (one.argval,) * len(ways)
-        events += zip(ways, map(str, names), strict=False)
-        after = instructions[number + 1 : number + 4]
-        if len(after) > 1 and after[0].opname in ("COPY", "DUP_TOP") and after[1].opname == "LOAD_ATTR":
-            # As in `self.count += 1`.
-            name = f"{events[-1][1]}.{after[1].argval}"
-            events[-1:] = [("load", name), ("store", name)]
-        elif after and after[0].opname in ("LOAD_ATTR", "STORE_ATTR") and not _is_method(after[0]):
-            # Of two variables that are loaded at once, the attribute is the second one's.
-            attribute = after.pop(0)
-            events[-1] = _access(attribute), f"{events[-1][1]}.{attribute.argval}"
-        if len(after) > 1 and after[1].opname in _SUBSCRIPTS and _is_constant_key(after[0]):
-            item = _access(after[1]), f"{events[-1][1]}[{after[0].argval!r}]"
-            # What reads an item reads its container too; what stores one leaves the container what it is.
-            events[-1:] = [events[-1], item] if item[0] == "load" else [item]
-        found[one.offset] = [(how, name) for how, name in events if name != "self"]
-    return found
-
-
-def _names(events: list[Event], kind: str) -> set[Name]:
-    return {name for how, name in events if how == kind}
-
-
-def _access(one: dis.Instruction) -> Literal["load", "store"]:
-    return "store" if one.opname.startswith("STORE_") else "load"
-
-
-def _is_constant_key(one: dis.Instruction) -> bool:
-    return one.opname == "LOAD_CONST" and type(one.argval) in (str, int)
+            if one.names("load") & known:
+                if name in one.names("store"):
+                    return True
+                known |= one.names("store")
+    return False
 
 
 @cache
-def _how(opname: str) -> tuple[Literal["load", "store"], ...]:
-    # LOAD_FAST_AND_CLEAR saves a variable while a comprehension runs.
-    if opname == "LOAD_FAST_AND_CLEAR" or not opname.startswith(("LOAD_", "STORE_", "DELETE_")):
-        return ()
-    words = opname.replace("BORROW_", "").replace("DELETE_", "STORE_").split("_")
-    if not {"FAST", "NAME", "GLOBAL", "DEREF"} & {*words}:
-        return ()
-    return tuple("load" if word == "LOAD" else "store" for word in words if word in ("LOAD", "STORE"))
-
-
-_LOADS_ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
-
-
-def _is_method(one: dis.Instruction) -> bool:
-    """Whether an attribute is loaded in order to be called."""
-    if one.opname == "LOAD_ATTR" and sys.version_info < (3, 11):
-        # With keywords it is not loaded as a method there.
-        return one.argval in ("backward", "save")
-    is_flagged = sys.version_info >= (3, 12) and one.opname == "LOAD_ATTR" and bool((one.arg or 0) & 1)
-    return one.opname == "LOAD_METHOD" or is_flagged
-
-
-def _jumps(instructions: list[dis.Instruction]) -> dict[int, int]:
-    """Return where each jump leads, by the offset of both."""
-    return {one.offset: one.argval for one in instructions if one.opcode in _JUMPS}
+def of_method(code: CodeType) -> tuple[frozenset[Name], frozenset[Name]]:
+    """Return the names that a function may read before it stores them, and those that it stores."""
+    read = Bytecode(code)
+    return frozenset(read.read_first(read.instructions)), frozenset(read.accessed("store", read.instructions))
 
 
 def _without_handlers(instructions: list[dis.Instruction], jumps: Mapping[int, int]) -> list[dis.Instruction]:
@@ -268,7 +150,7 @@ def _without_handlers(instructions: list[dis.Instruction], jumps: Mapping[int, i
         one = instructions[number]
         if one.offset in jumps:
             waiting.append(numbers[jumps[one.offset]])
-        if not one.opname.startswith(_NO_WAY_ON):
+        if not one.opname.startswith(NO_WAY_ON):
             waiting.append(number + 1)
     return [instructions[number] for number in sorted(reached)]
 
@@ -294,10 +176,10 @@ def _live_at_head(
         if (target := numbers.get(jumps.get(one.offset, -1))) is not None:
             known = _set_in_loop(body, number, events) if one.opname == "FOR_ITER" else set()
             before[target].append((number, known))
-        if not one.opname.startswith(_NO_WAY_ON) and number + 1 < len(body):
+        if not one.opname.startswith(NO_WAY_ON) and number + 1 < len(body):
             before[number + 1].append((number, set()))
     accessed = [events[one.offset] for one in body]
-    stored = [_names(pairs, "store") if pairs else set() for pairs in accessed]
+    stored = [names_of(pairs, "store") if pairs else set() for pairs in accessed]
     live = [_read_first(pairs) if pairs else set() for pairs in accessed]
     waiting = [*range(len(body))]
     while waiting:
@@ -325,7 +207,7 @@ def _read_first(events: list[Event]) -> set[Name]:
     """Return the variables that an instruction loads before it stores them."""
     if len(events) == 2 and events[0] == ("store", events[1][1]):
         return set()
-    return _names(events, "load")
+    return names_of(events, "load")
 
 
 def _set_in_loop(body: list[dis.Instruction], number: int, events: Mapping[int, list[Event]]) -> set[Name]:
@@ -333,64 +215,3 @@ def _set_in_loop(body: list[dis.Instruction], number: int, events: Mapping[int, 
     end = body[number].argval
     inside = [other for other in body[number + 1 :] if other.offset < end]
     return {name for other in inside for how, name in events[other.offset] if how == "store"}
-
-
-def _statements(
-    instructions: list[dis.Instruction], events: Mapping[int, list[Event]]
-) -> Iterator[_Statement]:
-    now, has_stored, before, comprehension_ends = None, False, "", 0
-    inside = {*_in_expressions(instructions)}
-    for one, following in zip(instructions, [*instructions[1:], None], strict=True):
-        if one.opname == "FOR_ITER" and before == "SWAP":
-            # From Python 3.12 on, a comprehension is a loop in the middle of a statement.
-            comprehension_ends = one.argval
-        if now and one.offset < comprehension_ends:
-            now.events += events[one.offset]
-            continue
-        # A value stored from a copy is still used: (n := n + 1) > 3.
-        is_store = one.opname.startswith("STORE_") and before not in ("COPY", "DUP_TOP")
-        before = one.opname
-        if now and has_stored and not is_store:
-            yield now
-            now = None
-        now = now or _Statement(one.offset)
-        now.events += events[one.offset]
-        if one.opname in _LOADS_ATTRIBUTE and _is_method(one):
-            now.methods.add(str(one.argval))
-        has_stored = is_store
-        is_loop = one.opname == "GET_ITER" and following is not None and following.opname == "FOR_ITER"
-        if is_loop or (one.opname.startswith(_ENDS) and one.offset not in inside):
-            now.is_condition = is_loop or "_IF_" in one.opname
-            yield now
-            now = None
-
-
-def _in_expressions(instructions: list[dis.Instruction]) -> Iterator[int]:
-    """Yield the offsets of the jumps of `x if y else z`, which chooses a value and no way."""
-    for number, one in enumerate(instructions):
-        depth, following = 0, number + 1
-        while "POP_JUMP" in one.opname and following < len(instructions):
-            step = instructions[following]
-            if step.opname == "JUMP_FORWARD" and depth == 1:
-                yield from (one.offset, step.offset)
-            if step.opcode in _JUMPS or step.opname.startswith(_NO_WAY_ON):
-                break
-            depth += dis.stack_effect(step.opcode, step.arg, jump=False)
-            if depth < 1:
-                break
-            following += 1
-
-
-def _decides(name: Name, statements: list[_Statement], states: frozenset[Name]) -> bool:
-    """Whether a variable, or what comes of it, decides which way the code takes or what is trained."""
-    known, size = {name}, 0
-    while size < len(known):
-        size = len(known)
-        for one in statements:
-            if not one.names("load") & known:
-                continue
-            is_metric = "save" in one.methods and one.reads(states)
-            if one.is_condition or is_metric or one.methods & _TRAINS:
-                return True
-            known |= one.names("store")
-    return False

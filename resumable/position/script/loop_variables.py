@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import inspect
-import sys
 from argparse import Namespace
-from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import islice
-from types import CodeType, FrameType, MemberDescriptorType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
 from ...loaders.generators import code_names, rng, search
-from . import bytecode, script_frames
-from .bytecode import Name
+from . import loops
+from .events import Name
+from .loops import DICTS, SEQUENCES, Running
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_SEQUENCES = (list, deque)
-_DICTS = (dict, OrderedDict)
-_CONTAINERS = (*_SEQUENCES, *_DICTS)
 _MOST_ITEMS = 256
 _LARGEST_ARRAY = 1 << 16
 _SEARCHES = {4**number for number in range(16)}
-_TOP = __name__.partition(".")[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,47 +48,30 @@ class LoopVariables:
 
     def __init__(self, given: Callable[[], Collection[Any]]) -> None:
         self._given = given
-        self._seen: dict[CodeType, dict[Name, Any]] = {}
+        self._seen: dict[object, dict[Name, Any]] = {}
         self._named: set[Name] = set()
 
-    def begin(self) -> None:
+    def begin(self, functions: Collection[Running]) -> None:
         """Look at the loops around the first batch or body, which the first save is compared with.
 
         Only at what a loop computes: a count, a flag or a list may change once, where it is first used.
         """
-        for frame in script_frames.of_script(sys._getframe()):
-            now = self._values(frame).items()
+        saved = self._saved()
+        for one in functions:
+            now = _values(one, saved).items()
             computed = {name: value for name, value in now if isinstance(value, (float, _Tensor, bytes))}
-            self._seen[frame.f_code] = computed | self._seen.get(frame.f_code, {})
+            self._seen[one.key] = computed | self._seen.get(one.key, {})
 
-    def changed(self) -> list[Name]:
+    def changed(self, functions: Collection[Running]) -> list[Name]:
         """Look at the loops around a save; return the variables that have changed for the first time."""
-        changed: list[Name] = []
-        for frame in script_frames.of_script(sys._getframe()):
-            now, before = self._values(frame), self._seen.get(frame.f_code, {})
-            changed += [name for name in now.keys() & before.keys() if now[name] != before[name]]
-            self._seen[frame.f_code] = now
-        new = sorted(set(changed) - self._named)
+        saved, changed = self._saved(), set[Name]()
+        for one in functions:
+            now, before = _values(one, saved), self._seen.get(one.key, {})
+            changed |= {name for name in now.keys() & before.keys() if now[name] != before[name]}
+            self._seen[one.key] = now
+        new = sorted(changed - self._named)
         self._named.update(new)
         return new
-
-    def _values(self, frame: FrameType) -> dict[Name, Any]:
-        variables = variables_of(frame)
-        states = states_in(variables, frame)
-        saved = self._saved()
-        found: dict[Name, Any] = {}
-        carried = bytecode.carried(frame.f_code, frame.f_lasti, states)
-        for name in carried.assigned | carried.kept:
-            way = way_to(name, variables, frame.f_globals)
-            if any(id(one) in saved or id(getattr(one, "__dict__", None)) in saved for one in way.values()):
-                continue
-            if "." in name and not all(map(_has_own_attributes, [*way.values()][:1])):
-                continue
-            for reached, value in [*way.items()][-1:]:
-                # A tensor or array that is only written into is mostly a buffer that each body fills.
-                is_buffer = type(value) in (torch.Tensor, np.ndarray) and reached not in carried.assigned
-                found |= {} if is_buffer else glance(reached, value)
-        return {name: value for name, value in found.items() if name not in carried.made}
 
     def _saved(self) -> set[int]:
         """Return the ids of the objects that a checkpoint has, and of what they hold."""
@@ -104,6 +81,22 @@ class LoopVariables:
             if not isinstance(live, torch.nn.Module):
                 found += getattr(live, "__dict__", {}).values()
         return {id(one) for one in found if type(one) not in PLAIN}
+
+
+def _values(function: Running, saved: Collection[int]) -> dict[Name, Any]:
+    """Return what the loops of a function carry along and no checkpoint has, in a form to compare."""
+    carried, found = function.carried, dict[Name, Any]()
+    for name in carried.assigned | carried.kept:
+        way = function.way_to(name)
+        if any(id(one) in saved or id(getattr(one, "__dict__", None)) in saved for one in way.values()):
+            continue
+        if "." in name and not all(map(_has_own_attributes, [*way.values()][:1])):
+            continue
+        for reached, value in [*way.items()][-1:]:
+            # A tensor or array that is only written into is mostly a buffer that each body fills.
+            is_buffer = type(value) in (torch.Tensor, np.ndarray) and reached not in carried.assigned
+            found |= {} if is_buffer else glance(reached, value)
+    return {name: value for name, value in found.items() if name not in carried.made}
 
 
 class LoopGenerators:
@@ -118,79 +111,34 @@ class LoopGenerators:
         self._seen: dict[str, tuple[rng.Generator, str]] = {}
         self._named: set[str] = set()
 
-    def begin(self) -> None:
+    def begin(self, functions: Collection[Running]) -> None:
         """Look at the generators that the loops around the first batch or body draw from."""
-        self._seen = {name: (one, _digest(one)) for name, one in self._find().items()} | self._seen
+        self._seen = {name: (one, _digest(one)) for name, one in self._find(functions).items()} | self._seen
 
-    def moved(self) -> list[str]:
+    def moved(self, functions: Collection[Running]) -> list[str]:
         """Look at the generators around a save; return those that have moved for the first time."""
         moved = [name for name, (generator, then) in self._seen.items() if _digest(generator) != then]
         self._saves += 1
         if self._saves in _SEARCHES:
             # The walk through all objects that the loop uses is slow: repeat it ever more rarely.
-            self._seen = {name: (one, "") for name, one in self._find().items()}
+            self._seen = {name: (one, "") for name, one in self._find(functions).items()}
         self._seen = {name: (one, _digest(one)) for name, (one, _) in self._seen.items()}
         new = sorted(set(moved) - self._named)
         self._named.update(new)
         return new
 
-    def _find(self) -> dict[str, rng.Generator]:
+    def _find(self, functions: Collection[Running]) -> dict[str, rng.Generator]:
         roots: dict[str, Any] = {}
-        for frame in script_frames.of_script(sys._getframe()):
-            variables = variables_of(frame)
-            states = states_in(variables, frame)
-            for name in bytecode.carried(frame.f_code, frame.f_lasti, states).used:
-                for reached, value in [*way_to(name, variables, frame.f_globals).items()][-1:]:
+        for one in functions:
+            for name in one.carried.used:
+                for reached, value in [*one.way_to(name).items()][-1:]:
                     roots.setdefault(reached, value)
         known = {id(one) for one in self._known()} | rng.global_ones()
         return {name: one for name, one in search.find(roots).items() if id(one) not in known}
 
 
-def way_to(name: Name, variables: Mapping[str, Any], others: Mapping[str, Any]) -> dict[Name, Any]:
-    """Return the values from a variable to the attribute or item that a name means; {} if there is none."""
-    path, bracket, key = name.partition("[")
-    root, _, attribute = path.partition(".")
-    value = variables.get(root, others.get(root))
-    way = {root: value}
-    if attribute:
-        if attribute not in _attributes(value):
-            return {}
-        way[path] = value = _attributes(value)[attribute]
-    if bracket and type(value) in _CONTAINERS:
-        index = key[1:-2] if key[0] in "'\"" else int(key[:-1])
-        try:
-            way[name] = value[index]
-        except (LookupError, TypeError):
-            return {}
-    return way
-
-
 def _digest(generator: rng.Generator) -> str:
     return rng.digest(rng.read(generator))
-
-
-def variables_of(frame: FrameType) -> dict[str, Any]:
-    """Return the local variables of a frame; none where to read them would change what the script has."""
-    if sys.version_info < (3, 13) and bytecode.reads_global(frame.f_code, frozenset({"locals", "vars"})):
-        # A read would write all of them into the dict that locals() has returned.
-        return {}
-    variables = frame.f_locals
-    found = dict(variables)
-    # Before Python 3.13 the frame keeps what it has shown, a batch and its graph among it. Where the script
-    # has it too, it is what locals() returned.
-    is_kept = sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED
-    if is_kept and sys.getrefcount(variables) <= 3:
-        variables.clear()
-    return found
-
-
-def states_in(variables: Mapping[str, Any], frame: FrameType) -> frozenset[Name]:
-    """Return the names of RunState, and of its object, in a frame."""
-    seen = {**{name: frame.f_globals.get(name) for name in frame.f_code.co_names}, **variables}
-    seen |= {f"self.{name}": value for name, value in getattr(seen.get("self"), "__dict__", {}).items()}
-    kinds = {name: value if isinstance(value, type) else type(value) for name, value in seen.items()}
-    ours = [name for name, kind in kinds.items() if kind.__name__ == "RunState"]
-    return frozenset(name for name in ours if kinds[name].__module__.startswith(_TOP))
 
 
 def glance(name: Name, value: Any) -> dict[Name, Any]:
@@ -204,7 +152,7 @@ def glance(name: Name, value: Any) -> dict[Name, Any]:
         version = 0 if value.is_inference() else value._version
         is_parameter = value.is_leaf and value.requires_grad
         return {} if is_parameter else {name: _Tensor(id(value), version, value.device)}
-    if type(value) in _SEQUENCES:
+    if type(value) in SEQUENCES:
         last = [value[-1]] if value else []
         return {name: (len(value), *[_comparable(one) for one in last if type(one) in PLAIN])}
     if type(value) is np.ndarray:
@@ -213,24 +161,17 @@ def glance(name: Name, value: Any) -> dict[Name, Any]:
             if value.nbytes <= _LARGEST_ARRAY and not value.dtype.hasobject
             else id(value)
         }
-    if type(value) in _DICTS:
+    if type(value) in DICTS:
         return {
             f"{name}[{key!r}]": _comparable(one) for key, one in _plain_items(value) if type(key) in PLAIN
         }
-    own = _attributes(value) if _has_own_attributes(value) else {}
+    own = loops.attributes(value) if _has_own_attributes(value) else {}
     return {f"{name}.{key}": _comparable(one) for key, one in _plain_items(own)}
 
 
 def _plain_items(values: dict[Any, Any]) -> list[tuple[Any, Any]]:
     # The list is made first: another thread of the script may add items meanwhile.
     return [(key, one) for key, one in [*islice(values.items(), _MOST_ITEMS)] if type(one) in PLAIN]
-
-
-def _attributes(value: Any) -> dict[str, Any]:
-    """Return the attributes of an object, those in slots too."""
-    members = [(name, one) for kind in type(value).__mro__ for name, one in vars(kind).items()]
-    slots = [name for name, one in members if type(one) is MemberDescriptorType and hasattr(value, name)]
-    return {**{name: getattr(value, name) for name in slots}, **getattr(value, "__dict__", {})}
 
 
 def _comparable(value: Any) -> Any:

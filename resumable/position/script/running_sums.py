@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from . import script_frames
-from .loop_variables import variables_of
+from .loops import variables_of
 
 _NUMBERS = (int, float)
 

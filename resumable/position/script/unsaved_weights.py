@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator
 from functools import cache
-from itertools import islice
-from types import FrameType, FunctionType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -16,15 +14,19 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from ...loaders.generators import code_names
-from . import bytecode, loop_variables, script_frames
-from .bytecode import Name
+from . import bytecode, loop_variables, loops
+from .events import Name
+from .loops import Running
 
 _DEEPEST = 3
-_MOST = 1_000
 _WIDEST = 256
+_LONGEST = 10_000
+"""The most tensors in a container that may be a copy of a model's weights."""
+_MOST = 20_000
+"""The most objects that one look passes."""
 _SAMPLED = 8
-_TOP = __name__.partition(".")[0]
 _CLOSED = (
+    *loop_variables.PLAIN,
     DataLoader,
     Dataset,
     Optimizer,
@@ -32,9 +34,11 @@ _CLOSED = (
     type,
     ModuleType,
     FunctionType,
-    *loop_variables.PLAIN,
 )
 """Kinds whose attributes are not looked at."""
+_ASIDE = ("__init__", "__repr__", "__str__", "extra_repr")
+"""Methods that make a module or show it."""
+_CONTAINERS = (dict, list, tuple)
 
 
 class UnsavedWeights:
@@ -48,17 +52,20 @@ class UnsavedWeights:
         self._saves = 0
         self._attributes, self._copies = _Changes(), _Changes()
 
-    def begin(self) -> None:
+    def begin(self, functions: Collection[Running]) -> None:
         """Look at the copies around the first batch or body, which the first save is compared with."""
-        self._copies.since(_copies(self._given()))
+        given = self._given()
+        self._copies.since(_copies(given, modules_of(given), functions))
 
-    def changed(self) -> tuple[list[Name], list[Name]]:
+    def changed(self, functions: Collection[Running]) -> tuple[list[Name], list[Name]]:
         """Return attributes of models, and holders of weights, that have changed for the first time."""
         self._saves += 1
         if self._saves & (self._saves - 1):
             return [], []
         given = self._given()
-        return self._attributes.since(_attributes(given)), self._copies.since(_copies(given))
+        modules = modules_of(given)
+        attributes, copies = _attributes(given, modules, functions), _copies(given, modules, functions)
+        return self._attributes.since(attributes), self._copies.since(copies)
 
 
 class _Changes:
@@ -77,19 +84,21 @@ class _Changes:
         return new
 
 
-def _attributes(given: Collection[Any]) -> dict[tuple[int, Name], Any]:
+def _attributes(
+    given: Collection[Any], modules: Collection[nn.Module], functions: Collection[Running]
+) -> dict[tuple[int, Name], Any]:
     """Return the attributes of models that training carries along, and that are in no state_dict."""
     saved = {id(one) for one in given}
-    in_loops = {*_changed_by_loops()}
+    in_loops = _of_loops(functions)
     found: dict[tuple[int, Name], Any] = {}
-    for module in _modules(given):
-        own: dict[str, Any] = vars(module)
+    for module in modules:
         kind: type = type(module)
-        if kind.get_extra_state is not nn.Module.get_extra_state:
+        updated, used = _of_methods(kind)
+        changed, decides = in_loops.get(id(module), (set(), set()))
+        names = (updated | changed) & (used | decides)
+        if not names or has_extra_state(module):
             continue
-        read, carried = _of_methods(kind)
-        names = carried | {name for name in read if type(own.get(name)) is torch.Tensor}
-        names |= {name for owner, name in in_loops if owner == id(module)}
+        own: dict[str, Any] = vars(module)
         for name in names & own.keys():
             if id(own[name]) not in saved:
                 parts = loop_variables.glance(f"{kind.__name__}.{name}", own[name])
@@ -99,105 +108,131 @@ def _attributes(given: Collection[Any]) -> dict[tuple[int, Name], Any]:
 
 @cache
 def _of_methods(kind: type) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the attributes that methods of a class read before they assign them, and those of both."""
-    all_read: set[str] = set()
-    carried: set[str] = set()
+    """Return the attributes to which methods give values made from their own, and those that they use.
+
+    One that another method assigns anew, such as `reset`, is taken to begin with each body.
+    """
+    updated, used, begun = set[str](), set[str](), set[str]()
     for owner in kind.__mro__:
         methods = vars(owner).items() if code_names.is_own(str(owner.__module__)) else ()
         for name, method in methods:
-            if isinstance(method, FunctionType) and name != "__init__":
+            if isinstance(method, FunctionType) and name not in _ASIDE:
                 read, stored = bytecode.of_method(method.__code__)
-                all_read |= read
-                carried |= read & stored
-    return _of_self(all_read), _of_self(carried)
+                own_updated, own_used = bytecode.updated_and_used(method.__code__)
+                updated |= own_updated
+                used |= own_used
+                begun |= stored - read
+    return _of_self(updated - begun), _of_self(used)
 
 
 def _of_self(names: Collection[Name]) -> frozenset[str]:
     return frozenset(name.removeprefix("self.") for name in names if name.startswith("self."))
 
 
-def _changed_by_loops() -> Iterator[tuple[int, str]]:
-    """Yield each attribute that the script's loops carry along: its owner, by id, and its name."""
-    for frame, variables, carried in _loops():
-        for name in carried.used & carried.stored:
-            root, dot, attribute = name.partition(".")
-            if dot:
-                yield id(variables.get(root, frame.f_globals.get(root))), attribute
+def _of_loops(functions: Collection[Running]) -> dict[int, tuple[set[str], set[str]]]:
+    """Return the attributes that the loops carry along, and those that decide, by the id of their owner."""
+    found: dict[int, tuple[set[str], set[str]]] = {}
+    for one in functions:
+        carried = one.carried
+        for place, names in enumerate([carried.used & carried.stored, carried.assigned | carried.kept]):
+            for name in names:
+                if "." in name:
+                    both = found.setdefault(id(one.root(name)), (set(), set()))
+                    both[place].add(name.partition(".")[2])
+    return found
 
 
-def _copies(given: Collection[Any]) -> dict[tuple[int, Name], Any]:
+def _copies(
+    given: Collection[Any], modules: Collection[nn.Module], functions: Collection[Running]
+) -> dict[tuple[int, Name], Any]:
     """Return the tensors of each other module, and of each copy of a model's weights, that a script has."""
-    modules = _modules(given)
-    saved = {id(one) for one in [*given, *modules, *(held for one in given for held in _held(one))]}
-    in_models = {_memory(tensor) for module in modules for tensor in _tensors(module)}
-    models = [Counter(one.shape for one in model.parameters()) for model in _models(given)]
+    saved = {id(one) for one in [*given, *modules]}
+    saved |= {id(held) for one in given if not isinstance(one, nn.Module) for _, held in _held(one)}
+    holders = [
+        (name, holder, [one for one in tensors if id(one) not in saved])
+        for name, holder, tensors in _holders(functions, saved)
+    ]
+    if not holders:
+        return {}
+    parameters = {model: [*model.parameters()] for model in given if isinstance(model, nn.Module)}
+    in_models = {_memory(one) for own in parameters.values() for one in own}
+    in_models |= {_memory(one) for module in modules for one in module.buffers(recurse=False)}
+    shapes = [Counter(one.shape for one in own) for own in parameters.values() if own]
     found: dict[tuple[int, Name], Any] = {}
-    for name, holder in _holders(saved):
-        tensors = [one for one in _tensors(holder) if id(one) not in saved and _memory(one) not in in_models]
-        shapes = Counter(one.shape for one in tensors)
-        if isinstance(holder, nn.Module) or any(model and model <= shapes for model in models):
+    for name, holder, all_tensors in holders:
+        tensors = [one for one in all_tensors if _memory(one) not in in_models]
+        is_copy = isinstance(holder, nn.Module) or any(
+            own <= Counter(t.shape for t in tensors) for own in shapes
+        )
+        if tensors and is_copy:
             found[0, name] = [_glance(one) for one in tensors[:_SAMPLED]]
     return found
 
 
-def _holders(saved: Collection[int]) -> Iterator[tuple[Name, Any]]:
-    """Yield the modules and containers that hang off the script's variables, but for what is saved."""
-    waiting = deque((name, value, 0) for name, value in _variables())
-    seen = {*saved}
-    while waiting and len(seen) < len(saved) + _MOST:
+def _holders(
+    functions: Collection[Running], saved: Collection[int]
+) -> Iterator[tuple[Name, Any, list[torch.Tensor]]]:
+    """Yield what has tensors and hangs off the script's variables, but for what is saved."""
+    waiting = deque((name, value, 0) for name, value in _variables(functions))
+    seen, passed = {*saved}, 0
+    while waiting and passed < _MOST:
         name, value, depth = waiting.popleft()
-        if id(value) in seen or isinstance(value, _CLOSED):
+        if id(value) in seen or issubclass(type(value), _CLOSED):
             continue
         seen.add(id(value))
-        if isinstance(value, (nn.Module, dict, list, tuple)):
-            yield name, value
-        if depth < _DEEPEST and not isinstance(value, nn.Module):
-            held = [*islice(_named(name, value), _WIDEST)]
-            waiting.extend((inner, one, depth + 1) for inner, one in held)
+        if isinstance(value, nn.Module):
+            # What has no weights and a reset() is a metric, which begins again with each epoch.
+            is_metric = hasattr(type(value), "reset") and not [*value.parameters()]
+            tensors, held = [] if is_metric else [*value.parameters(), *value.buffers()], []
+        else:
+            held = _held(value)
+            tensors = [one for _, one in held if issubclass(type(one), torch.Tensor)]
+        if tensors:
+            yield name, value, tensors
+        passed += 1 + len(held)
+        if depth < _DEEPEST:
+            step = "{}[{!r}]" if isinstance(value, _CONTAINERS) else "{}.{}"
+            inner = [(key, one) for key, one in held if not issubclass(type(one), _CLOSED)]
+            waiting.extend((step.format(name, key), one, depth + 1) for key, one in inner)
 
 
-def _variables() -> Iterator[tuple[Name, Any]]:
+def _variables(functions: Collection[Running]) -> Iterator[tuple[Name, Any]]:
     """Yield the variables of the script that its loops do not assign in each body."""
-    for frame, variables, carried in _loops():
-        for name, value in {**frame.f_globals, **variables}.items():
-            is_ours = type(value).__module__.partition(".")[0] == _TOP
-            if name not in carried.replaced and not name.startswith("__") and not is_ours:
+    for one in functions:
+        for name, value in {**one.others, **one.variables}.items():
+            is_ours = type(value).__module__.partition(".")[0] == loops.TOP
+            if name not in one.carried.replaced and not name.startswith("__") and not is_ours:
                 yield name, value
 
 
-def _loops() -> Iterator[tuple[FrameType, dict[str, Any], bytecode.Carried]]:
-    for frame in script_frames.of_script(sys._getframe()):
-        variables = loop_variables.variables_of(frame)
-        states = loop_variables.states_in(variables, frame)
-        yield frame, variables, bytecode.carried(frame.f_code, frame.f_lasti, states)
+def has_extra_state(module: nn.Module) -> bool:
+    """Whether a module gives more than parameters and buffers to its state_dict."""
+    return type(module).get_extra_state is not nn.Module.get_extra_state
 
 
-def _models(given: Collection[Any]) -> list[nn.Module]:
-    return [one for one in given if isinstance(one, nn.Module)]
+def modules_of(given: Collection[Any]) -> list[nn.Module]:
+    """Return the modules of all models: in less time than modules() takes, which nests its generators."""
+    found = [one for one in given if isinstance(one, nn.Module)]
+    seen = {id(one) for one in found}
+    for module in found:
+        for one in module._modules.values():
+            if one is not None and id(one) not in seen:
+                seen.add(id(one))
+                found.append(one)
+    return found
 
 
-def _modules(given: Collection[Any]) -> list[nn.Module]:
-    return [module for model in _models(given) for module in model.modules()]
+def _held(value: Any) -> list[tuple[Any, Any]]:
+    """Return what hangs directly off an object, by key; nothing of a long container, unless it has weights.
 
-
-def _named(name: Name, value: Any) -> Iterator[tuple[Name, Any]]:
-    if isinstance(value, dict):
-        yield from ((f"{name}[{key!r}]", one) for key, one in [*value.items()] if isinstance(key, str))
-    elif isinstance(value, (list, tuple)):
-        yield from ((f"{name}[{number}]", one) for number, one in enumerate(value))
-    else:
-        yield from ((f"{name}.{key}", one) for key, one in [*getattr(value, "__dict__", {}).items()])
-
-
-def _held(value: Any) -> list[Any]:
-    """Return what hangs directly off an object."""
-    return [one for _, one in _named("", value)]
-
-
-def _tensors(holder: Any) -> list[torch.Tensor]:
-    if isinstance(holder, nn.Module):
-        return [*holder.parameters(), *holder.buffers()]
-    return [one for one in _held(holder) if isinstance(one, torch.Tensor)]
+    It is copied at once: another thread of the script may add to it meanwhile.
+    """
+    held = value if isinstance(value, _CONTAINERS) else getattr(value, "__dict__", {})
+    if len(held) > _LONGEST:
+        return []
+    copied = [*(held.items() if isinstance(held, dict) else enumerate([*held]))]
+    is_long = len(copied) > _WIDEST and not issubclass(type(copied[0][1]), torch.Tensor)
+    return [] if is_long else copied
 
 
 def _memory(tensor: torch.Tensor) -> int:

@@ -1,0 +1,129 @@
+"""Reads which variables each instruction of the script's bytecode loads and stores."""
+
+from __future__ import annotations
+
+import dis
+import sys
+from collections.abc import Iterator
+from functools import cache
+from typing import Literal
+
+Name = str
+"""A variable such as "best", an attribute such as "self.best", or an item such as "seen['best']"."""
+Event = tuple[Literal["load", "store"], Name]
+
+_SUBSCRIPTS = ("BINARY_SUBSCR", "STORE_SUBSCR", "COPY", "DUP_TOP_TWO")
+"""What follows the key of an item: the last two stand in `seen["best"] += 1`."""
+_LOADS_ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
+_RESETS = {"clear", "copy_", "fill", "fill_", "load_state_dict", "normal_", "uniform_", "zero_"}
+"""Methods that leave nothing of what an object was."""
+_KEEPS = {"requires_grad_", "share_memory_"}
+"""Methods that end like those that write into a tensor, and leave its elements as they are."""
+
+
+def events_of(instructions: list[dis.Instruction]) -> dict[int, list[Event]]:
+    """Return the variables that each instruction loads or stores, by its offset, in the order of both."""
+    found: dict[int, list[Event]] = {}
+    for number, one in enumerate(instructions):
+        events: list[Event] = []
+        found[one.offset] = events
+        ways = _how(one.opname)
+        if not ways:
+            continue
+        # From Python 3.12 on, one instruction accesses two variables.
+        names = one.argval if isinstance(one.argval, tuple) else (one.argval,) * len(ways)
+        events += zip(ways, map(str, names), strict=False)
+        after = instructions[number + 1 : number + 6]
+        if len(after) > 1 and after[0].opname in ("COPY", "DUP_TOP") and after[1].opname == "LOAD_ATTR":
+            # As in `self.count += 1`.
+            name = f"{events[-1][1]}.{after[1].argval}"
+            events[-1:] = [("load", name), ("store", name)]
+        elif after and after[0].opname in ("LOAD_ATTR", "STORE_ATTR") and not is_method(after[0]):
+            # Of two variables that are loaded at once, the attribute is the second one's.
+            attribute = after.pop(0)
+            events[-1] = _access(attribute), f"{events[-1][1]}.{attribute.argval}"
+        if len(after) > 1 and after[1].opname in _SUBSCRIPTS and is_constant_key(after[0]):
+            item = _access(after[1]), f"{events[-1][1]}[{after[0].argval!r}]"
+            # What reads an item reads its container too; what stores one leaves the container what it is.
+            events[-1:] = [events[-1], item] if item[0] == "load" else [item]
+        elif events[-1][0] == "load" and _is_reset(after):
+            events[-1] = ("store", events[-1][1])
+        elif events[-1][0] == "load" and _is_written(after):
+            events.append(("store", events[-1][1]))
+        found[one.offset] = [(how, name) for how, name in events if name != "self"]
+    for offset, place in _of_elements(instructions):
+        loads = [name for how, name in found[offset] if how == "load"]
+        found[offset] += [("store", name) for name in loads[place:][:1]]
+    return found
+
+
+def _is_written(after: list[dis.Instruction]) -> bool:
+    """Whether a method is called that writes into a tensor, such as `lerp_`."""
+    method = str(after[0].argval) if after and is_method(after[0]) else ""
+    return method.endswith("_") and not method.startswith("_") and method not in _KEEPS
+
+
+def _is_reset(after: list[dis.Instruction]) -> bool:
+    """Whether a call, or a write to `[:]`, leaves nothing of what an object was."""
+    if after and is_method(after[0]):
+        return after[0].argval in _RESETS
+    names = [one.opname for one in after]
+    if names[:2] == ["LOAD_CONST", "STORE_SUBSCR"]:
+        return after[0].argval in (slice(None), ...)
+    is_slice = names[2:3] == ["STORE_SLICE"] or names[2:4] == ["BUILD_SLICE", "STORE_SUBSCR"]
+    return is_slice and [one.argval for one in after[:2]] == [None, None]
+
+
+def _of_elements(instructions: list[dis.Instruction]) -> Iterator[tuple[int, int]]:
+    """Yield where the owner of each element is loaded that is changed, as in `counts[label] += 1`."""
+    for number, (before, one, following) in enumerate(
+        zip(instructions, instructions[1:], instructions[2:], strict=False)
+    ):
+        is_pair = one.opname == "DUP_TOP_TWO" or one.opname == following.opname == "COPY"
+        if is_pair and not is_constant_key(before):
+            begin, excess = begin_of(instructions, number + 1, 2)
+            # From Python 3.13 on, one instruction may load the owner and its key.
+            yield instructions[begin].offset, -1 if excess else 0
+
+
+def begin_of(instructions: list[dis.Instruction], number: int, values: int) -> tuple[int, int]:
+    """Return which instruction begins to compute the last values on the stack before another one.
+
+    The second number is how many other values it loads too.
+    """
+    while values > 0 and number > 0:
+        number -= 1
+        values -= dis.stack_effect(instructions[number].opcode, instructions[number].arg, jump=False)
+    return number, -values
+
+
+def names_of(events: list[Event], kind: str) -> set[Name]:
+    return {name for how, name in events if how == kind}
+
+
+def _access(one: dis.Instruction) -> Literal["load", "store"]:
+    return "store" if one.opname.startswith("STORE_") else "load"
+
+
+def is_constant_key(one: dis.Instruction) -> bool:
+    return one.opname == "LOAD_CONST" and type(one.argval) in (str, int)
+
+
+@cache
+def _how(opname: str) -> tuple[Literal["load", "store"], ...]:
+    # LOAD_FAST_AND_CLEAR saves a variable while a comprehension runs.
+    if opname == "LOAD_FAST_AND_CLEAR" or not opname.startswith(("LOAD_", "STORE_", "DELETE_")):
+        return ()
+    words = opname.replace("BORROW_", "").replace("DELETE_", "STORE_").split("_")
+    if not {"FAST", "NAME", "GLOBAL", "DEREF"} & {*words}:
+        return ()
+    return tuple("load" if word == "LOAD" else "store" for word in words if word in ("LOAD", "STORE"))
+
+
+def is_method(one: dis.Instruction) -> bool:
+    """Whether an attribute is loaded in order to be called."""
+    if one.opname == "LOAD_ATTR" and sys.version_info < (3, 11):
+        # With keywords it is not loaded as a method there.
+        return one.argval in ("backward", "save")
+    is_flagged = sys.version_info >= (3, 12) and one.opname == "LOAD_ATTR" and bool((one.arg or 0) & 1)
+    return one.opname == "LOAD_METHOD" or is_flagged
