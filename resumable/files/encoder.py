@@ -253,8 +253,7 @@ class _Encoder:
             about["dtype"] = str(live.dtype).removeprefix("torch.")
         if is_laid_out:
             about["stride"] = list(live.stride())
-        if live.device.type != "cpu":
-            about["device"] = str(live.device)
+        about |= {} if live.device.type == "cpu" else {"device": str(live.device)}
         stored = self._store(live, path)
         return {"$tensor": [stored, about] if about else stored}
 

@@ -93,6 +93,9 @@ class Loop:
         return self
 
     def __next__(self) -> Any:
+        if self._outer is not None and sys.exc_info()[1] is not self._outer:
+            # It is handled no more. Kept, it would keep its frames, and with them this loop and its workers.
+            self._outer = None
         at = self._at
         if self._stage is Stage.SECOND:
             self._look_ahead(sys._getframe(1))

@@ -101,7 +101,8 @@ class CountedLoops(TrainingCounters):
         # The next loops continue from here, as after a resume.
         for loader in self._known.all:
             loader.stay()
-        if self._known.is_under_way():
+        is_between = self._known.is_put_off() and any(loader.is_over for loader in self._known.all)
+        if self._known.is_under_way() or is_between:
             for loader in self._known.all:
                 loader.pass_by()
             self._resumed_at = Boundary.BATCH
@@ -151,6 +152,13 @@ class CountedLoops(TrainingCounters):
                 if self.is_saved_body() and not is_last and script_frames.is_break(asked_by):
                     self._left_for = f"step {self.steps_done()}"
                 self.streams.leave_loop("steps", total, number)
+                raise
+            except BaseException:
+                # A script that catches Preempted may enter the loop again, and make another iterator.
+                for loader in self._known.all:
+                    if loader.is_open and loader not in around:
+                        loader.leave(None)
+                self._stay()
                 raise
             finally:
                 self._body = outer

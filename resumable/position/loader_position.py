@@ -72,6 +72,10 @@ class EpochPlace:
         is_left = self.phase in (Phase.LEFT, Phase.KEPT)
         return is_left and sys.exc_info()[1] not in (None, self._left_under)
 
+    def is_put_off(self) -> bool:
+        """Whether an exception has left the loop before the batch in hand was trained."""
+        return self._is_put_off and self.phase is Phase.KEPT
+
     def reached(self) -> int:
         """Return the batches of this epoch that are done; one in hand counts as done."""
         return self.done + (self.in_hand is not None)
@@ -139,7 +143,7 @@ class EpochPlace:
         """Raise UsageError where it is unknown which batch is in hand."""
         if self.step_counted is not None:
             self.step_counted.refuse_to_leave_out()
-        if self._is_put_off and self.phase is Phase.KEPT:
+        if self.is_put_off():
             raise UsageError(
                 "the loops have been left, with a batch in hand that was not trained.",
                 fix="go back in the body of the loop over state.batches(), where the batch is in hand.",

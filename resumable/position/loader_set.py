@@ -72,6 +72,10 @@ class LoaderSet:
         """Whether the batches of any of them have begun and not ended."""
         return any(at.is_under_way() for at in self.all)
 
+    def is_put_off(self) -> bool:
+        """Whether the loop of any of them was left by an exception before its batch was trained."""
+        return any(at.is_put_off() for at in self.all)
+
     def is_awaited(self) -> bool:
         """Whether a loop that was open at the checkpoint has not been opened again yet."""
         unseen = self._found_before.keys() - self.found.keys()

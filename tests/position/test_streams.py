@@ -505,7 +505,17 @@ def test_a_loop_left_before_a_step_and_entered_again_trains_that_batch(
 
 @pytest.mark.parametrize(
     ("fails", "at"),
-    [("preempted", ("a", 2)), ("preempted", ("b", 0)), ("preempted", ("b", 1)), ("error", ("b", 1))],
+    [
+        ("preempted", ("a", 2)),
+        ("preempted", ("b", 0)),
+        ("preempted", ("b", 1)),
+        ("error", ("b", 1)),
+        ("error", ("b", 0)),
+        ("error", ("a", 1)),
+        ("error", ("a", 2)),
+        ("error", ("b", 2)),
+        ("error", ("a", 0)),
+    ],
 )
 def test_loops_over_two_loaders_that_are_entered_again_leave_out_nothing(
     run_dir: Path, fails: str, at: tuple[str, int]
@@ -544,3 +554,64 @@ def test_loops_over_two_loaders_that_are_entered_again_leave_out_nothing(
         signal.signal(signal.SIGUSR1, before)
     # The first ones are of the training that never stopped.
     assert seen[: len(every)] == every
+
+
+@pytest.mark.parametrize("is_made_before", [False, True])
+@pytest.mark.parametrize("at", [0, 2, 3, 5])
+def test_steps_left_by_preempted_continue_with_another_iterator(
+    run_dir: Path, is_made_before: bool, at: int
+) -> None:
+    def loop(state: RunState, objects: dict[str, Any], tick: Callable[..., None]) -> None:
+        def steps() -> None:
+            batches = iter(state.batches()) if is_made_before else None
+            for step in state.steps(8):
+                batches = batches or iter(state.batches())
+                try:
+                    x = next(batches)
+                except StopIteration:
+                    batches = iter(state.batches())
+                    x = next(batches)
+                train(objects, x)
+                seen.append((state.epoch, state.batch))
+                if step == at and "sent" not in state.vars:
+                    state.vars["sent"] = True
+                    signal.raise_signal(signal.SIGUSR1)
+                tick(x)
+
+        while True:
+            try:
+                steps()
+                break
+            except Preempted:
+                pass
+
+    seen: list[tuple[int, int]] = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    try:
+        # A start with nothing left to do makes no iterator: dropping one ends the epoch that it is in.
+        at_ticks = range(1, 7)
+        assert differences(run_dir, lambda: make() | {"on_preempt": "raise"}, loop, at_ticks) == []
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    # The first ones are of the training that never stopped.
+    assert seen[:8] == [divmod(step, 3) for step in range(8)]
+
+
+def test_a_loop_begun_in_an_except_block_is_released_with_its_iterator(run_dir: Path) -> None:
+    def train_five(state: RunState) -> None:
+        batches = iter(state.batches())
+        for _ in state.steps(5):
+            try:
+                next(batches)
+            except StopIteration:
+                batches = iter(state.batches())
+                next(batches)
+
+    gc.disable()
+    try:
+        with RunState.load(run_dir, **make()) as state:
+            train_five(state)
+            # An iterator that is dropped ends its epoch, in a resumed training as in this one.
+            assert state.epoch == 2
+    finally:
+        gc.enable()

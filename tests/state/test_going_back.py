@@ -524,7 +524,7 @@ def test_behind_another_thread_nobody_knows_which_batch_is_in_hand(run_dir: Path
     training.state.save()
     with ThreadPoolExecutor(1) as pool:
         for batch in pool.submit(list, training.state.batches()).result():
-            with pytest.raises(UsageError, match="nobody knows which batch is in hand"):
+            with pytest.raises(UsageError, match="unknown which batch is in hand"):
                 training.state.restore(1, skip=True)
             training.backward(batch), training.step()
 

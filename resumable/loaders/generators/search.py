@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from ...processes.signals import is_of_a_handler
 from . import code_names, rng
 from .code_names import Generator, is_generator
 
@@ -87,7 +88,7 @@ def _import_as_code_does(root: object, path: str) -> None:
 
 def renamed(states: Mapping[str, T], root: object) -> dict[str, T]:
     """Return states by the paths of now: the module that is the script may have run under another name."""
-    if not any(is_in_module(path) for path in states):
+    if not any(":" in path for path in states):
         return {**states}
     new = [path for path in find(root) if path not in states and is_in_module(path)]
     found = {}
@@ -293,7 +294,7 @@ def _children(value: object) -> list[tuple[str, object]]:
         # Only a dict: another mapping may load its items, and draw for it. A tensor as a key is not printed,
         # since that would read its values.
         pairs = dict.items(value)
-        items = [(str(key), item) for key, item in pairs if not issubclass(type(key), torch.Tensor)]
+        items = [(_text(key), item) for key, item in pairs if not issubclass(type(key), torch.Tensor)]
     elif isinstance(value, (list, tuple, deque)):
         items = [(str(i), item) for i, item in enumerate(value)]
     elif isinstance(value, (torch.Tensor, np.ndarray, type, ModuleType)):
@@ -315,6 +316,16 @@ def _children(value: object) -> list[tuple[str, object]]:
             attributes = [(n, v) for n, v in attributes if n not in _OF_MODULES or (v and n not in _TENSORS)]
         items = [*attributes, *in_slots]
     return items if len(items) <= WIDEST else []
+
+
+def _text(key: object) -> str:
+    try:
+        return str(key)
+    except Exception as exc:
+        if is_of_a_handler(exc):
+            raise
+        # It is code of the script, which may fail.
+        return f"<{type(key).__name__}>"
 
 
 def _slots(kind: type) -> list[str]:

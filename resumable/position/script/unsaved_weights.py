@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from ...loaders.generators import code_names
+from ...processes.signals import is_of_a_handler
 from . import bytecode, loop_variables, loops
 from .events import Name
 from .loops import Running
@@ -180,10 +181,8 @@ def _holders(
         if id(value) in seen or issubclass(type(value), _CLOSED):
             continue
         seen.add(id(value))
-        if isinstance(value, nn.Module):
-            # What has no weights and a reset() is a metric, which begins again with each epoch.
-            is_metric = hasattr(type(value), "reset") and not [*value.parameters()]
-            tensors, held = [] if is_metric else [*value.parameters(), *value.buffers()], []
+        if issubclass(type(value), nn.Module):
+            tensors, held = _weights(value), []
         else:
             held = _held(value)
             tensors = [one for _, one in held if issubclass(type(one), torch.Tensor)]
@@ -191,9 +190,22 @@ def _holders(
             yield name, value, tensors
         passed += 1 + len(held)
         if depth < _DEEPEST:
-            step = "{}[{!r}]" if isinstance(value, _CONTAINERS) else "{}.{}"
+            is_container = issubclass(type(value), _CONTAINERS)
             inner = [(key, one) for key, one in held if not issubclass(type(one), _CLOSED)]
-            waiting.extend((step.format(name, key), one, depth + 1) for key, one in inner)
+            waiting.extend((_joined(name, key, is_container), one, depth + 1) for key, one in inner)
+
+
+def _weights(module: nn.Module) -> list[torch.Tensor]:
+    """Return the parameters and buffers of a module; none of one that is broken, and hides no other."""
+    try:
+        parameters = [*module.parameters()]
+        # What has no weights and a reset() is a metric, which begins again with each epoch.
+        is_metric = hasattr(type(module), "reset") and not parameters
+        return [] if is_metric else [*parameters, *module.buffers()]
+    except Exception as exc:
+        if is_of_a_handler(exc):
+            raise
+        return []
 
 
 def _variables(functions: Collection[Running]) -> Iterator[tuple[Name, Any]]:
@@ -227,12 +239,24 @@ def _held(value: Any) -> list[tuple[Any, Any]]:
 
     It is copied at once: another thread of the script may add to it meanwhile.
     """
-    held = value if isinstance(value, _CONTAINERS) else getattr(value, "__dict__", {})
-    if len(held) > _LONGEST:
-        return []
-    copied = [*(held.items() if isinstance(held, dict) else enumerate([*held]))]
+    own: Any = value if issubclass(type(value), _CONTAINERS) else getattr(value, "__dict__", None)
+    copied: list[tuple[Any, Any]] = []
+    # By the methods of dict, list and tuple: those of a subclass are code of the script.
+    if issubclass(type(own), dict):
+        copied = [*dict.items(own)] if dict.__len__(own) <= _LONGEST else []
+    elif issubclass(type(own), list):
+        copied = [*enumerate(list.copy(own))] if list.__len__(own) <= _LONGEST else []
+    elif issubclass(type(own), tuple):
+        copied = [*enumerate(tuple.__iter__(own))] if tuple.__len__(own) <= _LONGEST else []
     is_long = len(copied) > _WIDEST and not issubclass(type(copied[0][1]), torch.Tensor)
     return [] if is_long else copied
+
+
+def _joined(name: Name, key: Any, is_item: bool) -> Name:
+    if not is_item:
+        return f"{name}.{key}"
+    # The repr of another key is code of the script.
+    return f"{name}[{key!r}]" if type(key) in loop_variables.PLAIN else f"{name}[<{type(key).__name__}>]"
 
 
 def _memory(tensor: torch.Tensor) -> int:
