@@ -9,23 +9,18 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import UsageError
 from ..loaders.source import LoaderGenerators, Source
-from .loaded_batches import InHand, Loaded, Phase
-from .prefetching import CountedBySteps, ThroughDraws
+from .loaded_batches import Counters, InHand, Loaded, OpenLoop, Phase, StepCounted, ThroughDraws
 from .script.habits import Habits
-
-if TYPE_CHECKING:
-    from .batch_loop import Loop
-    from .training_counters import TrainingCounters
 
 
 class EpochPlace:
     """How far the training has come in one epoch of a loader."""
 
-    def __init__(self, training: TrainingCounters) -> None:
+    def __init__(self, training: Counters) -> None:
         self.training = training
         self.habits = Habits()
         self.phase = Phase.DUE
@@ -42,7 +37,7 @@ class EpochPlace:
         """Whether the loop was open at the checkpoint, and has not been opened again yet."""
         self.is_beside = False
         """Whether the loop in which it was asked has ended, and it was not asked since."""
-        self.step_counted: CountedBySteps | None = None
+        self.step_counted: StepCounted | None = None
         """Counts the batches by steps, where another thread loops over them."""
         self._mark: Any = None
         """The source's mark after the batch that was handed out last."""
@@ -167,7 +162,7 @@ class EpochPlace:
 class LoaderPosition(EpochPlace):
     """The place of one loader in its epoch, and its state in a checkpoint."""
 
-    def __init__(self, source: Source, training: TrainingCounters) -> None:
+    def __init__(self, source: Source, training: Counters) -> None:
         super().__init__(training)
         self.source = source
         self.generators = LoaderGenerators(source)
@@ -178,7 +173,7 @@ class LoaderPosition(EpochPlace):
         """Whether `batches()` was called with this iterable, and the loop has not begun."""
         self.lock = threading.RLock()
         self._moving = threading.Lock()
-        self._loop: weakref.ref[Loop] | None = None
+        self._loop: weakref.ref[OpenLoop] | None = None
         self._has_marks = self._has_failed = False
         """Whether the source is asked for a mark with each batch, and whether one could not be loaded."""
         self._unread: Mapping[str, Any] | None = None
@@ -271,7 +266,7 @@ class LoaderPosition(EpochPlace):
             self.stay()
         return True
 
-    def open(self, *, loads_ahead: bool, step_counted: CountedBySteps | None = None) -> Iterator[Any]:
+    def open(self, *, loads_ahead: bool, step_counted: StepCounted | None = None) -> Iterator[Any]:
         """Return the rest of the batches, as the source yields them."""
         self.step_counted = step_counted
         continues = bool(self.done) or self.is_awaited
@@ -295,7 +290,7 @@ class LoaderPosition(EpochPlace):
             self.training.reopened()
         return batches
 
-    def began(self, loop: Loop) -> None:
+    def began(self, loop: OpenLoop) -> None:
         """Note that a loop over the batches has begun."""
         self.opened, self._loop = 0, weakref.ref(loop)
 

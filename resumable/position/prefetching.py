@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import UsageError, warn
-from .random_streams import Streams
-
-if TYPE_CHECKING:
-    from .loader_position import LoaderPosition
+from .loader_position import LoaderPosition
 
 Through = Callable[[Iterator[Any]], Any]
 """Makes an iterable of the same batches, such as a thread that loads them ahead."""
@@ -27,53 +22,6 @@ class Way:
     """Whether batches are requested before the training wants them."""
     draws: bool = False
     """Whether `through` is the script's own code, which may draw random numbers."""
-
-
-class ThroughDraws:
-    """The states of the generators for each batch that `through=` has loaded ahead, and may draw for."""
-
-    def __init__(self, streams: Streams) -> None:
-        self._streams = streams
-        self.is_recorded = False
-        """Whether the loop has a `through=`, which may draw."""
-        self._thread = 0
-        """The thread that began the loop: draws elsewhere come at moments of their own."""
-        self._saved: deque[Any] = deque()
-        """The states for the batches that were ahead at the save, oldest first."""
-        self.live: Any = None
-        """The states to return to after a batch that was ahead at the save."""
-
-    def begin(self, *, is_recorded: bool) -> None:
-        """Note that a loop begins in this thread."""
-        self.is_recorded, self._thread = is_recorded, threading.get_ident()
-
-    def forget(self) -> None:
-        """Drop all states: the loader is moved elsewhere."""
-        self.live = None
-        self._saved.clear()
-
-    def restore(self, states: Iterable[Any]) -> None:
-        """Use these states for the next batches that are loaded."""
-        self._saved.extend(states)
-
-    def of_loaded(self) -> Any:
-        """Return the states for the batch that was just loaded.
-
-        One that was ahead at a save draws from the saved states, until the next batch is asked for.
-        """
-        if threading.get_ident() != self._thread:
-            return None
-        if self._saved and (draws := self._saved.popleft()) is not None:
-            self.live = self._streams.read_draws()
-            self._streams.write(draws)
-            return draws
-        return self._streams.read_draws()
-
-    def catch_up(self) -> None:
-        """Restore the generators after a batch that was ahead at a save."""
-        if self.live is not None:
-            self._streams.write(self.live)
-            self.live = None
 
 
 class Loading:

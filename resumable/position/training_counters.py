@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 from ..boundary import Boundary
 from ..errors import Once, UsageError
-from .loaded_batches import InHand
+from .loaded_batches import BatchDigests, InHand
 from .loader_position import EpochPlace, LoaderPosition
 from .loader_set import LoaderSet
 from .means import Means
-from .random_streams import Hook, Streams
+from .random_streams import Streams
 from .script.first_lines import BeforeLoop, FirstLines
 from .script.running_sums import RunningSums
 
@@ -28,60 +28,6 @@ class End(NamedTuple):
     def is_rest_next(self) -> bool:
         """Whether the rest of the epoch's body comes next, as far as the loader knows."""
         return self.batches is not None and self.batches.is_before_rest()
-
-
-class BatchDigests:
-    """The digests of the batches that were handed out, and a call as a body begins."""
-
-    def __init__(self) -> None:
-        self.digest: Callable[[Any], Any] | None = None
-        """Makes the digest of a batch, if there is an observer."""
-        self.first_body: Hook | None = None
-        """Called when the next body begins."""
-        self.first_loop: Hook | None = None
-        """Called when the next loop begins."""
-        self._digests: list[Any] = []
-
-    def watch(self, digest: Callable[[Any], Any] | None) -> None:
-        """Make a digest of each batch from now on; None: of no batch."""
-        self.digest, self._digests = digest, []
-
-    def add(self, digest: Any) -> None:
-        """Note the digest of a batch that is handed out."""
-        self._digests.append(digest)
-
-    def take(self) -> list[Any]:
-        """Return the digests since the last call."""
-        digests, self._digests = self._digests, []
-        return digests
-
-    def peek(self) -> list[Any]:
-        """Return the digests that the next call of `take` returns."""
-        return self._digests
-
-    def repeat(self, digests: list[Any]) -> None:
-        """Return these digests again at the next call of `take`."""
-        self._digests = digests
-
-    def call_at_body(self, hook: Hook) -> None:
-        """Call a hook when the next body begins."""
-        self.first_body = hook
-
-    def call_at_loop(self, hook: Hook) -> None:
-        """Call a hook when the next loop begins."""
-        self.first_loop = hook
-
-    def loop_begins(self) -> None:
-        """Call the hook that waits for a loop, if there is one."""
-        if self.first_loop is not None:
-            hook, self.first_loop = self.first_loop, None
-            hook()
-
-    def body_begins(self) -> None:
-        """Call the hook that waits for a body, if there is one."""
-        if self.first_body is not None:
-            hook, self.first_body = self.first_body, None
-            hook()
 
 
 class TrainingCounters:
