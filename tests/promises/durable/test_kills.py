@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.heavy, pytest.mark.proves("durable")]
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder in memory, if there is one: a kill takes nothing from a disk, and flushes take their time."""
     # So that files are on their way for long enough to be hit.
-    monkeypatch.setattr(filesystem, "PIECE", 4)
+    monkeypatch.setattr(filesystem, "PIECE", 16)
     shared = Path("/dev/shm")
     if not os.access(shared, os.W_OK):
         yield tmp_path
