@@ -16,7 +16,7 @@ from .other_parts import GeneratorPart, PositionPart, StatefulPart
 from .part import Part, Trees
 from .parts import Parts
 
-_FLEETING = frozenset({"gradients", "used", "syncs", "zeroed"})
+_FLEETING = frozenset({"gradients", "used", "left_out", "syncs", "zeroed"})
 
 
 def collect(parts: Parts) -> tuple[Trees, dict[str, Json]]:

@@ -33,10 +33,14 @@ class Gradients:
         self._is_first = False
         self._has_left_out = False
         """Whether a checkpoint lacks used gradients although it was not known whether they are kept."""
+        self._is_without = False
+        """Whether the checkpoint that was restored lacks used gradients, and the script may keep them."""
         self._has_body_ended: bool | None = None
         """Whether the current save is at the end of a loop body; None: no save is being made."""
         self.used: list[str] = []
         """The used gradients that `pending` returned last, which the script may zero."""
+        self.has_left_out = False
+        """Whether `pending` left out used gradients when it was called last."""
         self._restored: list[tuple[Tensor, Tensor]] = []
         """The parameters whose gradients were restored in mid-window, with these gradients."""
         self._watch: tuple[Tensor, Any] | None = None
@@ -57,12 +61,12 @@ class Gradients:
         """Return how often used gradients were zeroed; None if the script keeps them."""
         return None if self._are_kept else self._times_zeroed
 
-    def restore(self, times_zeroed: int | None) -> None:
-        """Restore the value that `collect` returned; everything else starts as in a new process."""
+    def restore(self, times_zeroed: int | None, *, has_left_out: bool) -> None:
+        """Restore what `collect` returned, and know what the checkpoint lacks; all else starts fresh."""
         if self._watch is not None:
             self._watch[1].remove()
         self._watch, self._is_first, self._restored = None, False, []
-        self._times_zeroed = times_zeroed or 0
+        self._is_without, self._times_zeroed = has_left_out, times_zeroed or 0
         self._are_kept = True if times_zeroed is None else False if times_zeroed >= _ENOUGH else None
 
     def put_in(self, gradients: Mapping[Tensor, Tensor]) -> None:
@@ -105,7 +109,7 @@ class Gradients:
         be about to zero them, and a resume does not run the rest of the body. With several processes, each
         has its own, and another number of processes could not use them.
         """
-        self.used = []
+        self.used, self.has_left_out = [], False
         if self.is_captured:
             return {}
         found = {name: p.grad for name, p in parameters.items() if p.grad is not None}
@@ -115,7 +119,8 @@ class Gradients:
                 # A copy of all gradients on a device may take memory that the training needs.
                 self.used = sorted(name for name in used if found[name].is_cpu)
             left_out = used.difference(self.used)
-            self._has_left_out |= bool(left_out) and self._has_body_ended is not None
+            self.has_left_out = bool(left_out) and self._has_body_ended is not None
+            self._has_left_out |= self.has_left_out
             found = {name: g for name, g in found.items() if name not in left_out}
         return found if any(map(_may_be_nonzero, found.values())) else {}
 
@@ -144,7 +149,13 @@ class Gradients:
             weakref.finalize(self, self._watch[1].remove).atexit = False
 
     def _warn_of_left_out(self) -> None:
-        if self._has_left_out:
+        if self._is_without:
+            warn(
+                "this script keeps gradients after a step, and the checkpoint that this training was resumed "
+                "from lacks them: it does not continue exactly. Later checkpoints have them; for an exact "
+                "training, start it over in another run directory."
+            )
+        elif self._has_left_out:
             warn(
                 "this script keeps gradients after a step. Earlier checkpoints lack them and do not resume "
                 "exactly; later ones do."
@@ -168,6 +179,7 @@ class Gradients:
             self._warn_of_left_out()
             hook.remove()
         else:
+            self._is_without = False
             self._times_zeroed = min(self._times_zeroed + 1, _ENOUGH)
             self._are_kept = False if self._times_zeroed >= _ENOUGH else None
 

@@ -143,6 +143,7 @@ class OptimizerPart(Part):
                 "loose": _loose(parameters, known),
                 "gradients": gradients,
                 "used": [name for name in self.gradients.used if name in gradients],
+                "left_out": self.gradients.has_left_out,
                 "zeroed": self.gradients.collect(),
             },
         }
@@ -246,7 +247,8 @@ class OptimizerPart(Part):
         with torch.no_grad():
             for name in tree["loose"].keys() & _loose(parameters, known).keys() - unfit:
                 parameters[name].copy_(tree["loose"][name])
-        self.gradients.restore(tree.get("zeroed", 0))
+        # Checkpoints of older versions have neither.
+        self.gradients.restore(tree.get("zeroed", 0), has_left_out=tree.get("left_out", False))
         gradients = {} if "gradients" in unfit else self._saved_gradients(saved, tree)
         found = {parameters[n]: _grad_in(gradients[n]) for n in gradients.keys() & parameters.keys() - unfit}
         self.gradients.put_in({parameter: one.to(parameter.device) for parameter, one in found.items()})

@@ -16,7 +16,7 @@ from .snapshot import Snapshot
 
 
 class LateChanges:
-    """What has changed between the last save and the end of the body that it was made in."""
+    """What has changed since the last save, in the body that it was made in."""
 
     def __init__(self, training: Training, image: Image) -> None:
         self._parts = training.parts
@@ -27,8 +27,10 @@ class LateChanges:
         """The last save, until its body ends."""
 
     def begin(self, number: int, boundary: Boundary, trees: Trees, taken: Snapshot) -> None:
-        """Compare with this save when its body ends."""
+        """Compare with this save when its body ends, or when it is saved again in it."""
         position = self._position
+        if position.is_outside():
+            return
         is_finished = boundary is Boundary.EPOCH
         sums = None if is_finished else position.means.version
         self.save = _Save(number, position.step, position.body(), sums, LastSave(trees, taken))

@@ -129,11 +129,11 @@ class Saving:
             self.hear_first()
         else:
             self._position.note_metrics(metrics)
-        # The last save's tensors are in the memory that this one takes.
-        self.late.forget()
-        self._image.catch_up()
         # A model may be evaluated where save() is called.
         with no_garbage_collection(), torch.inference_mode(False):
+            # A kill before this save is durable leaves the last one, whose memory it takes.
+            self.late.find()
+            self._image.catch_up()
             trees, kinds = collect(self._parts)
             for text in notes(self._parts):
                 self.once.warn(text)

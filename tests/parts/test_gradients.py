@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 import weakref
 from collections.abc import Callable
@@ -190,6 +191,45 @@ def test_gradients_that_are_kept_are_warned_of_only_if_a_checkpoint_lacks_them(r
             backward(objects, torch.ones(1, 2))
             objects["optimizer"].step()
             state.check()
+
+
+def save_in_first_body(run_dir: Path) -> None:
+    objects = make()
+    with RunState.load(run_dir, **objects) as state:
+        for _ in state.steps(1):
+            backward(objects, torch.ones(1, 2))
+            objects["optimizer"].step()
+            state.save()
+
+
+def test_a_resume_from_a_checkpoint_that_lacks_kept_gradients_is_told(run_dir: Path) -> None:
+    save_in_first_body(run_dir)
+
+    objects = make()
+    with RunState.load(run_dir, **objects) as state:
+        for step in state.steps(3):
+            context = (
+                pytest.warns(ResumableWarning, match="resumed from lacks them")
+                if step == 2
+                else contextlib.nullcontext()
+            )
+            with context:
+                backward(objects, torch.ones(1, 2))
+            objects["optimizer"].step()
+
+
+def test_a_resume_of_a_script_that_zeroes_its_gradients_first_lacks_nothing(run_dir: Path) -> None:
+    save_in_first_body(run_dir)
+
+    objects = make()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with RunState.load(run_dir, **objects) as state:
+            for step in state.steps(5):
+                if step < 3:
+                    objects["optimizer"].zero_grad()
+                backward(objects, torch.ones(1, 2))
+                objects["optimizer"].step()
 
 
 def test_gradients_of_a_resumed_window_that_are_zeroed_in_place_are_warned_of(run_dir: Path) -> None:

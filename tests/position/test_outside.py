@@ -379,6 +379,7 @@ def test_a_save_in_a_pass_over_a_loader_that_was_not_given_is_told(run_dir: Path
                     state.save()
 
 
+@pytest.mark.filterwarnings("ignore:random changed after save")
 def test_a_save_in_a_validation_and_one_behind_a_pass_are_not_told(run_dir: Path) -> None:
     other = DataLoader(Noisy(), 2)
     training = Training(run_dir, loader=None)

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -1056,6 +1057,28 @@ def test_a_model_that_is_put_back_after_the_save_in_the_same_body_is_warned_of(r
 
     with pytest.warns(ResumableWarning, match="model changed after save"):
         save_in_step(training, lambda t: t.state.restore(1, only="model"))
+
+
+def test_a_change_between_two_saves_in_one_body_is_warned_of(run_dir: Path) -> None:
+    training = Whole(run_dir)
+
+    for _ in training.state.steps(1):
+        training.step()
+        training.state.save()
+        training.state.save()
+        torch.rand(1)
+        with pytest.warns(ResumableWarning, match=r"random changed after save\(\) .* checkpoint 2 "):
+            training.state.save()
+
+
+def test_changes_between_saves_outside_of_any_loop_are_none_after_a_save(run_dir: Path) -> None:
+    training = Whole(run_dir)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(training.state.step, 3):
+            training.step()
+            training.state.save()
 
 
 # The rest.
