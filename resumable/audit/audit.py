@@ -1,4 +1,4 @@
-"""Proof that a script resumes exactly, or the name of what does not: it is run several times and compared."""
+"""Runs a script several times, and proves that it resumes exactly or names what does not."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from .trials import Attempt, Start, Trial, Trials
 
 @dataclass(slots=True)
 class Verdict:
-    """What an audit has found."""
+    """The result of an audit."""
 
     command: Sequence[str]
     findings: list[Finding] = field(default_factory=list)
-    """What is wrong, the first thing first; none: nothing was found."""
+    """What is wrong, in the order in which it shows; empty if nothing was found."""
     notes: list[str] = field(default_factory=list)
-    """What is not wrong, but good to know."""
+    """Facts that are no error."""
     lost: list[Lost] = field(default_factory=list)
-    """What changes, is in no part, and a resume does not bring back."""
+    """What changes, is in no part, and is not restored by a resume."""
     stops: list[At] = field(default_factory=list)
-    """The boundaries at which the training was stopped, and started again."""
+    """The boundaries at which the training was stopped and started again."""
     boundaries: int = 0
-    """How many boundaries the first training came to."""
+    """How many boundaries the first training reached."""
     attempts: list[dict[str, Any]] = field(default_factory=list)
-    """Each start of the script: the trial, its exit code, its seconds and the end of what it printed."""
+    """Each start of the script: its trial, exit code, duration in seconds and last lines of output."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """What decides whether a training repeats itself, as the script has set it."""
+    """The settings that decide whether a training is repeatable, as the script has set them."""
 
     @property
     def is_exact(self) -> bool:
@@ -42,7 +42,7 @@ class Verdict:
         return not self.findings
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain values."""
+        """Return the verdict as plain values."""
         return {
             "exact": self.is_exact,
             "command": [*self.command],
@@ -65,11 +65,10 @@ def audit(
     start: Start = trials.start,
     told: Callable[[str], None] = lambda _: None,
 ) -> Verdict:
-    """Run a command that trains until `steps` boundaries, straight and stopped, and compare all it does.
+    """Run a training command up to `steps` boundaries, with and without stops, and compare the runs.
 
-    `at`: the boundaries to stop at, counted from 1; without them one in mid-epoch, the last batch of an
-    epoch, and an epoch's end. `deterministic`: with deterministic operations, wherever torch has
-    them.
+    `at` are the boundaries to stop at, counted from 1; by default one in mid-epoch, the last batch of an
+    epoch, and an epoch's end. `deterministic` turns on deterministic operations wherever torch has them.
     """
     if any(not 0 < number < steps for number in at):
         raise UsageError(
@@ -108,8 +107,8 @@ def _examine(made: Trials, verdict: Verdict, at: Sequence[int]) -> None:
         verdict.findings.append(_of_no_stop(straight))
         return
     stopped = made.stopped("stopped and resumed", verdict.stops, [*straight.boundaries()][-1])
-    if anew := _began_anew(stopped, verdict.stops):
-        verdict.findings.append(anew)
+    if fresh := _started_fresh(stopped, verdict.stops):
+        verdict.findings.append(fresh)
         return
     unsteady = losses.unsteady_names([straight, *again])
     verdict.lost = losses.lost(straight, stopped, verdict.stops, unsteady)
@@ -132,7 +131,7 @@ def _examine(made: Trials, verdict: Verdict, at: Sequence[int]) -> None:
 
 
 def _stops_before(unlike: Unlike | None, straight: Trial, stopped: Trial, stops: Sequence[At]) -> list[At]:
-    """Return the stops after which a training was resumed, up to where it parts."""
+    """Return the stops after which a training was resumed, up to the first difference."""
     order = [*straight.boundaries()]
     resumed = [*stops[: max(1, len(stopped.attempts) - 1)]]
     if unlike is None or unlike.one.at not in order:
@@ -141,7 +140,7 @@ def _stops_before(unlike: Unlike | None, straight: Trial, stopped: Trial, stops:
 
 
 def _weighed(lost: Sequence[Lost], culprits: Sequence[Lost]) -> list[Lost]:
-    """Return what is lost with its weight: state, if the training was another one without it."""
+    """Return what is lost with its weight: "state" if the training differs without it."""
     names = {one.name for one in culprits}
     rest = [one._replace(weight="note") for one in lost if one.name not in names]
     return [*(one._replace(weight="state") for one in culprits), *rest]
@@ -159,7 +158,7 @@ def _of_bystanders(culprits: Sequence[Lost], rest: Sequence[Lost]) -> list[str]:
 
 
 def _of_other(made: Trials, straight: Trial, other: Trial) -> Finding | None:
-    """Return what is wrong with a script that has done something else, or has failed, in another training."""
+    """Return what is wrong if another run of the script differed or failed."""
     if failed := _failed(other):
         return failed
     unlike = diagnosis.first_unlike(straight, other)
@@ -169,7 +168,7 @@ def _of_other(made: Trials, straight: Trial, other: Trial) -> Finding | None:
 
 
 def _of_chance(made: Trials, straight: Trial, found: Finding) -> Finding | None:
-    """Return why the script does not repeat itself, where the first trainings were alike by chance only."""
+    """Return why the script is not repeatable, if the first runs were equal only by chance."""
     if found.kind != diagnosis.NUMBERS or found.names:
         return None
     for _ in range(_MORE):
@@ -179,11 +178,11 @@ def _of_chance(made: Trials, straight: Trial, found: Finding) -> Finding | None:
 
 
 _MORE = 2
-"""So many more trainings are made before it is said that nobody knows what a resume does not bring back."""
+"""How many more runs are made before the cause is called unknown; also how many names a note lists."""
 
 
 def _failed(trial: Trial) -> Finding | None:
-    """Return that a script has not come to any boundary, if so."""
+    """Return a finding if the script reached no boundary."""
     if trial.boundaries():
         return None
     last = trial.attempts[-1]
@@ -197,7 +196,7 @@ def _failed(trial: Trial) -> Finding | None:
 
 
 def _broke_off(trial: Trial) -> Finding | None:
-    """Return that a training has ended before its end, and not because it was told to, if so."""
+    """Return a finding if a run ended early without being stopped."""
     last = trial.attempts[-1]
     if not last.has_failed:
         return None
@@ -213,7 +212,7 @@ def _broke_off(trial: Trial) -> Finding | None:
 
 
 def _fix_of(attempt: Attempt) -> str:
-    """Return what to do about a failure; an error of ours says it by itself."""
+    """Return what to do about a failure; errors of this library include it."""
     if attempt.has_left and attempt.has_hung:
         return _FIX_OF_A_HANG
     own = re.findall(r"^(?:\[rank\d+\]: ?)?Fix: (.*)", attempt.log, re.MULTILINE)
@@ -230,8 +229,8 @@ _FIX_OF_A_HANG = (
 )
 
 
-def _began_anew(stopped: Trial, stops: Sequence[At]) -> Finding | None:
-    # It would do the same as one that was never stopped, and pass for exact.
+def _started_fresh(stopped: Trial, stops: Sequence[At]) -> Finding | None:
+    # It would equal a run that was never stopped, and be called exact.
     place = next((n for n, one in enumerate(stopped.attempts[1:]) if one.began == "start"), None)
     if place is None:
         return None
@@ -239,13 +238,13 @@ def _began_anew(stopped: Trial, stops: Sequence[At]) -> Finding | None:
         diagnosis.STATE,
         "the script",
         stops[place],
-        f"the script, started again after the stop at {stops[place]}, did not resume: it began anew",
-        fix="make the state with RunState.load(...), which goes on from the newest checkpoint of the run.",
+        f"the script, started again after the stop at {stops[place]}, did not resume: it started fresh",
+        fix="create the state with RunState.load(...), which resumes from the newest checkpoint of the run.",
     )
 
 
 def _of_no_stop(straight: Trial) -> Finding:
-    # It must not pass for exact: nothing was tried.
+    # It must not be called exact: nothing was tried.
     return Finding(
         diagnosis.SCRIPT,
         "the script",
@@ -256,7 +255,7 @@ def _of_no_stop(straight: Trial) -> Finding:
 
 
 def _fell_short(straight: Trial, stopped: Trial, stops: Sequence[At]) -> Finding | None:
-    """Return what a training that was stopped did not come to, if so."""
+    """Return a finding if the stopped run missed a boundary that the straight one reached."""
     there = stopped.boundaries()
     expected = (one.at for one in diagnosis.unasked(straight.records, there) if one.why == "boundary")
     missing = [at for at in expected if at not in there]
@@ -286,7 +285,7 @@ def _fell_short(straight: Trial, stopped: Trial, stops: Sequence[At]) -> Finding
 
 
 def _is_last_batch(stops: Sequence[At], boundaries: Sequence[At]) -> bool:
-    """Whether the last of the stops was right before an epoch's end."""
+    """Whether the last stop was right before an epoch's end."""
     after = boundaries[boundaries.index(stops[-1]) + 1 :] if stops else []
     return bool(after) and stops[-1].kind == "batch" and after[0].kind == "epoch"
 
@@ -295,7 +294,7 @@ _OTHER_BATCHES = "StateMismatch: the loader does not give the batches that it ga
 
 
 def _of_unset(name: str, at: At) -> Finding:
-    # At an epoch's last batch a resume runs only the rest of the body, and what the loop sets is not set.
+    # After an epoch's last batch a resume runs only the rest of the body: variables of the loop are unset.
     return Finding(
         diagnosis.STATE,
         name,
@@ -309,7 +308,7 @@ def _of_unset(name: str, at: At) -> Finding:
 
 def _stops(straight: Trial, at: Sequence[int], notes: list[str]) -> list[At]:
     boundaries = [*straight.boundaries()]
-    # What --steps and --at count: an epoch's end only where no batch or step of it was counted.
+    # --steps and --at count an epoch's end only if no batch or step of that epoch was counted.
     counted = [
         one
         for place, one in enumerate(boundaries)
@@ -326,8 +325,8 @@ def _stops(straight: Trial, at: Sequence[int], notes: list[str]) -> list[At]:
             )
         found = {_near(counted, len(counted) // 3), _near(counted, 2 * len(counted) // 3)}
     else:
-        # Something may be made at the end of one epoch, and be there at the end of the next. At the first end
-        # a window of batches is cut off, unless it divides the epoch.
+        # What is created at one epoch's end exists at the next one's. The first end cuts off an accumulation
+        # window, unless the window divides the epoch.
         end = ends[1] if len(ends) > 1 and ends[1] < len(boundaries) - 1 else ends[0]
         following = next((one for one in ends if one > end), len(boundaries) - 1)
         after = boundaries[end + 1 : following]
@@ -339,7 +338,7 @@ def _stops(straight: Trial, at: Sequence[int], notes: list[str]) -> list[At]:
 
 
 def _near(boundaries: Sequence[At], place: int) -> At:
-    """Return the boundary there, or one nearby at which no window of 2, 3, 4 or 6 batches ends."""
+    """Return this boundary, or a near one at which no window of 2, 3, 4 or 6 batches ends."""
     near = sorted(range(len(boundaries)), key=lambda other: abs(other - place))[:_NEARBY]
     counts = [boundaries[one].batch or boundaries[one].step for one in near]
     fits = (one for one, count in zip(near, counts, strict=True) if count > 4 and count % 2 and count % 3)

@@ -1,4 +1,4 @@
-"""Finding out why a script does something else each time: its possible causes are taken away in turn."""
+"""Finds out why a script is not repeatable, by removing its possible causes in turn."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .trials import Trial, Trials, stilled
 
 @dataclass(frozen=True, slots=True)
 class _Cause:
-    """What can make a script do something else each time, and how that is taken away."""
+    """A possible reason why a script is not repeatable, and how it is removed."""
 
     because: str
     fix: str
     environment: Mapping[str, str] = field(default_factory=dict)
     plan: Mapping[str, Json] = field(default_factory=dict)
     without: str = ""
-    """How the script is started without it."""
+    """Describes a start without it."""
 
 
 _SEED = "call resumable.seed_everything(0) first in the script"
@@ -72,7 +72,7 @@ CAUSES = {
         without="one thread",
     ),
 }
-"""The word for each cause, and the cause."""
+"""The causes by their words."""
 
 UNKNOWN = _Cause(
     "nothing that was tried makes it repeat itself",
@@ -86,7 +86,7 @@ _RARE = _Cause(
 
 
 def why(made: Trials, straight: Trial, unlike: Unlike) -> Finding:
-    """Return what a script that does not repeat itself does otherwise, and why."""
+    """Return in what a script is not repeatable, and why."""
     spread = _spread(made)
     tries = _Tries(made, spread)
     found = [] if spread.is_rare else tries.that_help([*_likely_first(straight, unlike)])
@@ -94,7 +94,7 @@ def why(made: Trials, straight: Trial, unlike: Unlike) -> Finding:
     if not found or {"operation", "threads"} & {*found}:
         operations = _operations(made)
     if not found and not spread.is_rare and _stands_elsewhere(unlike, "torch"):
-        # torch.seed() asks the system, and nothing can answer in its place.
+        # torch.seed() asks the operating system, which cannot be replaced.
         found, causes = ["torch"], [CAUSES["torch"]]
     if not found:
         causes = [_RARE if spread.is_rare else UNKNOWN]
@@ -122,7 +122,7 @@ def _often(spread: _Spread) -> str:
 
 
 def _possible(operations: Sequence[str], tries: _Tries) -> str:
-    """Return what may be the cause, since it was not tried without it."""
+    """Return the operations that may be the cause, because no run without them succeeded."""
     if not operations:
         return ""
     names = naming.joined([*dict.fromkeys(one.partition(" (")[0] for one in operations)])
@@ -131,7 +131,7 @@ def _possible(operations: Sequence[str], tries: _Tries) -> str:
 
 
 def of_refused(made: Trials, straight: Trial) -> Finding | None:
-    """Return which operations torch refuses to do deterministically, if that is what has ended a trial."""
+    """Return the operations that torch refuses to run deterministically, if that ended a trial."""
     said = straight.attempts[-1].error
     if "deterministic" not in said or not said.startswith("RuntimeError"):
         return None
@@ -160,7 +160,7 @@ def _likely_first(straight: Trial, unlike: Unlike) -> Iterator[str]:
     unseeded = [word for word in ("python", "numpy") if _stands_elsewhere(unlike, word)]
     others = ["system", "hash", "clock"]
     of_numbers = [*(["benchmark"] if _has_benchmark(straight) else []), "operation", "threads"]
-    # A generator that stands elsewhere and is not used is no cause.
+    # A generator that differs but is not used is no cause.
     yield from [*of_numbers, *unseeded, *others] if is_numbers_only else [*unseeded, *others, *of_numbers]
 
 
@@ -183,32 +183,32 @@ def _digest(value: Json) -> Json:
 
 
 class _Spread(NamedTuple):
-    """How many starts of a script, as it is, were made, and how many were not like the most frequent."""
+    """How many unchanged starts were made, and how many differed from the most frequent outcome."""
 
     starts: int
     others: int
 
     @property
     def is_rare(self) -> bool:
-        """Whether starts without a cause are alike too easily, though it is none."""
+        """Whether starts differ so rarely that equal ones prove nothing."""
         return self.others < _OTHERS
 
     @property
     def needed(self) -> int:
-        """How many starts without a cause have to be alike: for one of all causes, 3 % are by chance."""
-        # One less of both: few starts say little, and it would be too often by far half of the time.
+        """How many starts without a cause must be equal so that 3 % in all are equal by chance."""
+        # One less of both, since few starts prove little.
         often = (self.others - 1) / (self.starts - 1)
         return 1 + math.ceil(math.log(0.03 / len(CAUSES)) / math.log(1 - often))
 
 
 _OTHERS = 3
-"""How often a script has to do something else for its causes to be tried."""
+"""How many starts must differ before causes are tried."""
 _FEWEST, _MOST = 4, 9
-"""How many are made of one that does something else each time, and of one that does so now and then."""
+"""How many starts are made of a script that always differs, and of one that rarely does."""
 
 
 def _spread(made: Trials) -> _Spread:
-    """Return how often a script does something else; what was made before are starts of it as it is."""
+    """Return how often starts of the script differ, including those made before."""
     plain = [one for one in made.made if len(one.attempts) == 1]
     for _ in range(_MOST - len(plain)):
         spread = _spread_of(plain)
@@ -231,7 +231,7 @@ def _are_alike(one: Trial, other: Trial) -> bool:
 
 
 class _Tries:
-    """Starts of the script without some of the causes."""
+    """Starts the script without some of the causes."""
 
     def __init__(self, made: Trials, spread: _Spread) -> None:
         self._made = made
@@ -240,14 +240,14 @@ class _Tries:
         """The causes without which the script fails."""
 
     def that_help(self, words: Sequence[str]) -> list[str]:
-        """Return the first cause without which it repeats itself, or those that have to be away together."""
+        """Return the first cause without which runs are equal, or the set of causes that must go together."""
         for word in words:
             if self._repeats([word]):
                 return [word]
         needed = [word for word in words if word not in self.failed]
         if len(needed) < 2 or not self._repeats(needed):
             return []
-        # Nearly always two starts are enough to see that a cause was needed.
+        # Two starts nearly always suffice to see that a cause was needed.
         least = self._least_of(needed, 2)
         return least if self._repeats(least) else self._least_of(needed, self._spread.needed)
 
@@ -266,7 +266,7 @@ class _Tries:
         for _ in range(starts or self._spread.needed):
             trial = self._made.straight(name, environment, plan)
             if not trial.boundaries() or trial.attempts[-1].has_failed:
-                # What it does before it fails may well be the same each time.
+                # Up to its failure it may well be equal each time.
                 self.failed |= {*words} if len(words) == 1 else set()
                 return False
             if first and not _are_alike(first, trial):
@@ -282,14 +282,14 @@ def _without(words: Iterable[str]) -> tuple[dict[str, str], dict[str, Json]]:
     for word in words:
         environment |= CAUSES[word].environment
         plan |= CAUSES[word].plan
-    # One variable has all that is stilled.
+    # One variable lists everything that is held still.
     if kinds := [word for word in words if "RESUMABLE_STILL" in CAUSES[word].environment]:
         environment |= stilled(*kinds)
     return environment, plan
 
 
 def _operations(made: Trials) -> list[str]:
-    """Return the operations of which torch has no deterministic implementation, each with its line."""
+    """Return the operations without a deterministic implementation in torch, each with its line."""
     # Without it older versions of torch refuse each product of matrices on CUDA.
     workspace = {"CUBLAS_WORKSPACE_CONFIG": os.environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8")}
     trial = made.straight("naming operations", workspace, {"inspects": True, "deterministic": False})
@@ -298,7 +298,7 @@ def _operations(made: Trials) -> list[str]:
 
 
 def _generators(unlike: Unlike, causes: Sequence[str]) -> list[str]:
-    """Return the generators of the script that stand elsewhere from the beginning."""
+    """Return the generators of the script that differ from the beginning."""
     seen = [record.more.get("unregistered", {}) for record in (unlike.one, unlike.other)]
     own = [
         f"{name} ({about['kind']}, {about['where']})"

@@ -1,4 +1,4 @@
-"""What a container, or an object of a library's, is made of, in a form that another process can compare."""
+"""Digests of containers and of objects of libraries, which can be compared between processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .registered import TENSORS, Held
 WIDEST = 256
 _DEEPEST = 12
 _LARGE = 4 << 20
-"""Of a tensor of more numbers than this, so many are looked at, evenly spread over it."""
+"""How many numbers of a larger tensor are read, evenly spread over it."""
 
 NUMBERS = (bool, int, float, complex)
 TEXTS = (str, bytes)
@@ -28,18 +28,18 @@ BARE = (types.FunctionType, types.MethodType, types.ModuleType, types.BuiltinFun
 
 
 def of_tensor(value: Any) -> str:
-    """Return a digest of a tensor or an array: of some of its numbers, where it has very many."""
+    """Return a digest of a tensor or an array; of a very large one, of some of its numbers."""
     size = value.size if type(value) is np.ndarray else value.numel()
     return digest.of(value, _LARGE if size > _LARGE else None)
 
 
 def is_of_objects(value: Any) -> bool:
-    """Whether an array of NumPy's has objects in it, as a list has."""
+    """Whether a NumPy array contains objects."""
     return bool(value.dtype.hasobject)
 
 
 class Inside:
-    """What something tells by itself, and the objects in it that are looked at alone."""
+    """The digest of a value, and the objects inside it, which are examined separately."""
 
     def __init__(self, held: Held) -> None:
         self._held = held
@@ -48,14 +48,14 @@ class Inside:
         self.is_told = self.has_held = False
         self.objects: list[tuple[tuple[Any, ...], Any]] = []
         self.kept: list[Any] = []
-        """The containers in it, which are looked at with it."""
+        """The containers in it, which are part of its digest."""
 
     def hexdigest(self) -> str:
-        """Return a digest of all that it tells."""
+        """Return the digest of everything that was added."""
         return digest.of(self._pieces)
 
     def add(self, value: Any, path: tuple[Any, ...], depth: int) -> None:
-        """Add a value that stands at a path inside it."""
+        """Add the value at a path inside it."""
         kind = type(value)
         kinds = kind.__mro__
         if kind in NUMBERS or kind in TEXTS or value is None or np.generic in kinds:
@@ -108,7 +108,7 @@ def _is_plain(key: object) -> bool:
 
 
 def _items(value: Any) -> tuple[int, list[tuple[Any, Any]]]:
-    """Return how many items a container has, and those of them that are looked at: not all of a long one."""
+    """Return the length of a container, and the items that are examined: not all of a long one."""
     kinds = type(value).__mro__
     if dict in kinds:
         length = dict.__len__(value)
@@ -124,7 +124,7 @@ def _items(value: Any) -> tuple[int, list[tuple[Any, Any]]]:
     base: Any = next(one for one in (list, tuple, deque) if one in kinds)
     length = base.__len__(value)
     ends = {*range(min(length, WIDEST // 2)), *range(max(0, length - WIDEST // 2), length)}
-    # What is in the middle of a deque takes long to get.
+    # The middle of a deque is slow to reach.
     spread = () if base is deque else range(0, length, max(1, length // WIDEST))
     return length, [(place, base.__getitem__(value, place)) for place in sorted({*ends, *spread})]
 
@@ -160,7 +160,7 @@ def tensors_of(root: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def content_of(cell: Any) -> Any:
-    """Return what a variable has that a function inside of another reads."""
+    """Return the value of a variable that a nested function reads."""
     try:
         return cell.cell_contents
     except ValueError:  # the variable has no value yet

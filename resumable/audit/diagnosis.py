@@ -1,4 +1,4 @@
-"""From what trainings have written down to what is wrong with them: pure, it starts nothing."""
+"""Compares the records of several runs, and finds what is wrong; it starts nothing itself."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ REPEAT, DATA, RANDOMNESS, STATE, NUMBERS, SCRIPT = (
 
 
 class Finding(NamedTuple):
-    """What is wrong, and what to do."""
+    """What is wrong, and how to fix it."""
 
     kind: str
-    """"repeat": the script does something else each time; or what a resume does not bring back: "data",
-    "randomness", "state", "numbers" (nobody knows what); "script": it failed."""
+    """"repeat": the runs differ without a stop. "data", "randomness", "state" or "numbers" (unknown): what
+    a resume does not restore. "script": the script failed."""
     what: str
     """The first thing that differs."""
     at: At | None
-    """The first boundary at which it does."""
+    """The first boundary at which it differs."""
     text: str
-    """What is true, in a sentence."""
+    """One sentence that states it."""
     cause: str = ""
-    """One word for why the script does something else each time, where that was found out."""
+    """One word for why the runs differ without a stop, if it is known."""
     names: Sequence[str] = ()
-    """What to look at: the objects that no part holds, the operations."""
+    """The objects that no part holds, or the operations."""
     fix: str = ""
     evidence: Sequence[str] = ()
-    """What is equal, and so is not the cause."""
+    """What is equal, and therefore not the cause."""
     rank: int = 0
 
 
 class Lost(NamedTuple):
-    """Something that changes in the training, and that a resumed one does not have."""
+    """Something that changes in the training and is missing after a resume."""
 
     name: str
     kind: str
@@ -62,27 +62,27 @@ class Lost(NamedTuple):
 
 
 class Unlike(NamedTuple):
-    """Where two trainings part, and in what."""
+    """The first difference between two runs."""
 
     one: Record
     other: Record
     differences: Sequence[Difference]
     first: Difference
-    """The one that the others can follow from."""
+    """The one that may have caused the others."""
     place: int
-    """How many records were alike before."""
+    """How many records before it were equal."""
     rank: int = 0
 
 
 def is_essential(part: str, name: str, kinds: Mapping[str, str]) -> bool:
-    """Whether a training that has it otherwise is another training, and not only told or seeded so."""
+    """Whether a difference in it makes a different training, and is more than a label or a seed."""
     if part in ("random", "vars", "noted") or kinds.get(part) == "generator":
         return False
     return not name.startswith(("metrics", "generators"))
 
 
 def _is_serious(found: Difference, kinds: Mapping[str, str]) -> bool:
-    # What is in the bytes of an object is not known: the same may be written in another way.
+    # Opaque bytes may differ although they mean the same.
     is_opaque = all(isinstance(one, dict) and "$bytes" in one for one in (found.before, found.after))
     return not is_opaque and is_essential(found.part, found.name, kinds)
 
@@ -94,7 +94,7 @@ def kinds_of(trial: Trial) -> dict[str, str]:
 
 
 def first_unlike(one: Trial, other: Trial) -> Unlike | None:
-    """Return where two trainings that were not stopped part in something that matters; None: nowhere."""
+    """Return the first essential difference between two runs that were not stopped, or None."""
     kinds = kinds_of(one)
     found = []
     for rank, (records, others) in enumerate(zip(one.ranks, other.ranks, strict=False)):
@@ -124,11 +124,11 @@ def _of_length(records: Sequence[Record], others: Sequence[Record], rank: int) -
 _ELSEWHERE = "boundary"
 
 LENGTH = "length"
-"""What differs where one training goes on and the other does not."""
+"""The name of the difference if one run continues and the other has ended."""
 
 
 def unsteady(trials: Sequence[Trial]) -> set[Leaf]:
-    """Return what differs between trainings that do the same, and so says nothing of a resume."""
+    """Return what differs between equal runs, and therefore says nothing about a resume."""
     first, *others = trials
     return {
         (found.part, found.name)
@@ -142,7 +142,7 @@ def unsteady(trials: Sequence[Trial]) -> set[Leaf]:
 def after_resume(
     straight: Trial, stopped: Trial, stops: Sequence[At], ignored: set[Leaf], *, at_boundaries: bool = False
 ) -> Unlike | None:
-    """Return where a training that was stopped parts from one that was not; None: nowhere."""
+    """Return the first difference between a stopped training and a straight one, or None."""
     found = []
     for rank in range(len(straight.ranks)):
         if rank < len(stopped.ranks):
@@ -176,7 +176,7 @@ def _of_rank(
 def pairs(
     straight: Trial, stopped: Trial, stops: Sequence[At], rank: int
 ) -> Iterator[tuple[Record, Record | None]]:
-    """Yield each record of a stopped training with the straight one's of the same place."""
+    """Yield each record of a stopped training with the straight one's record of the same place."""
     there = unasked(straight.ranks[rank], {*stopped.boundaries(rank), *stops})
     boundaries = Trial("", straight.folder, ranks=[there]).boundaries()
     firsts = {record.at: record for record in straight.ranks[rank] if record.why == "first"}
@@ -190,12 +190,12 @@ def pairs(
         elif record.why == "first" and record.at in firsts:
             yield record, firsts[record.at]
         elif record.why in ("resumed", "first") and resumes:
-            # A script may go back, or load again, by itself.
+            # A script may restore or load again by itself.
             yield record, boundaries[stops[min(resumes, len(stops)) - 1]]
 
 
 def unasked(records: Sequence[Record], there: Container[At]) -> list[Record]:
-    """Return records without the ends of last batches that another training has come to as an epoch's end.
+    """Return the records without the ends of last batches that another run recorded as an epoch's end.
 
     A library's loop may ask for one batch more than there are, or know that there are no more.
     """
@@ -215,14 +215,14 @@ def unasked(records: Sequence[Record], there: Container[At]) -> list[Record]:
 def _counts(found: Difference, why: str, kinds: Mapping[str, str]) -> bool:
     if found.part in ("batches", "noted") or kinds.get(found.part) == "position":
         return False
-    # With its first batch in hand a training may have drawn, and evaluate: the rest of a body often does.
+    # By its first batch a training may have drawn numbers or be in eval mode: the rest of a body does that.
     return why == "resumed" or (
         found.name != "eval" and found.part != "random" and kinds.get(found.part) != "generator"
     )
 
 
 def of_resume(straight: Trial, stopped: Trial, unlike: Unlike, culprits: Sequence[Lost]) -> Finding:
-    """Return what is wrong with a training that is another one after it was stopped."""
+    """Return what is wrong with a training that differs after a stop."""
     first = unlike.first
     kind = _class_of(unlike, first, culprits)
     settings = settings_unlike(unlike) if kind == NUMBERS else []
@@ -249,13 +249,13 @@ _SAME_SETTINGS = "set what decides how numbers are computed the same way at ever
 
 
 def settings_unlike(unlike: Unlike) -> list[str]:
-    """Return the settings of torch that were not the same, such as the number of threads."""
+    """Return the settings of torch that differ, such as the number of threads."""
     one, other = (record.more.get("settings", {}) for record in (unlike.one, unlike.other))
     return [f"{name}: {one[name]} and {other[name]}" for name in one if one[name] != other.get(name)]
 
 
 def first_of(differences: Sequence[Difference]) -> Difference:
-    """Return the difference that the others can follow from: a batch before what was computed from it."""
+    """Return the difference that may have caused the others: a batch before what was computed from it."""
     return min(differences, key=_cause_before_effect)
 
 
@@ -269,7 +269,7 @@ def _cause_before_effect(found: Difference) -> tuple[int, bool]:
 def _class_of(unlike: Unlike, first: Difference, culprits: Sequence[Lost]) -> str:
     if unlike.other.why != "boundary" or first.part == "position":
         return STATE
-    # A script that asks a loader by itself has batches that are not compared.
+    # The batches of a loader that the script loops over itself are not compared.
     if first.part == "batches" or (culprits and all(map(_chooses_data, culprits))):
         return DATA
     is_drawn = culprits and all(is_generator(one.kind) for one in culprits)
@@ -296,7 +296,7 @@ def _fix_of(kind: str, unlike: Unlike, first: Difference, culprits: Sequence[Los
     if first.name == _ELSEWHERE:
         return (
             "look for what decides when an optimizer steps, or a loop ends: a count of the script's own "
-            "begins anew in a resumed process, where state.batch, state.step and state.epoch go on."
+            "starts at 0 in a resumed process, where state.batch, state.step and state.epoch continue."
         )
     if first.part == "position" and first.name.startswith("metrics."):
         given = f"save({first.name.partition('.')[2]}=...)"
@@ -326,11 +326,11 @@ def _fix_of(kind: str, unlike: Unlike, first: Difference, culprits: Sequence[Los
 
 
 _FIXES = 3
-"""How many fixes are given at once."""
+"""The most fixes that are shown at once."""
 
 
 def evidence(unlike: Unlike) -> list[str]:
-    """Return what is equal where two trainings part, of what could have been the cause."""
+    """Return which possible causes are equal at the first difference."""
     differ = {found.part for found in unlike.differences}
     told = []
     if unlike.one.batches and "batches" not in differ:
@@ -344,7 +344,7 @@ def evidence(unlike: Unlike) -> list[str]:
 
 
 def how_far(one: Trial, other: Trial, found: Difference, rank: int) -> str:
-    """Return that a thing differs, and by how much."""
+    """Describe how something differs, and by how much."""
     before, after = found.before, found.after
     if found.part == "random" or found.name.startswith("generators"):
         return "stands elsewhere"

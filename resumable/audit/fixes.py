@@ -1,4 +1,4 @@
-"""The line of code that gives something of the script to RunState."""
+"""Writes the line of code that gives an object of the script to RunState."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ _CONTAINERS = ("list", "dict", "set", "deque")
 _VALUES = ("number", "text", "none", "tensor", "array", "tuple", "frozenset")
 
 REBOUND, RESTARTED = "rebound", "restarted"
-"""What a loop does with a variable: assigns it, or begins it again in each epoch."""
+"""What a loop does with a variable: assigns it, or resets it in each epoch."""
 
 
 class Nth(NamedTuple):
-    """What stands for a key that is an object: its text may have an address in it, or all of a tensor."""
+    """Stands for a key that is an object, whose repr may contain an address or a whole tensor."""
 
     number: int
     kind: str
 
 
 class Place(NamedTuple):
-    """Where something is: its name for people, and the expression that a script writes for it."""
+    """The place of an object: a readable name, and the expression for it in the script."""
 
     name: str
     code: str
     part: str = ""
-    """The part that it hangs off."""
+    """The part that it belongs to."""
     owner: object = None
     """The object whose attribute it is."""
     owner_code: str = ""
@@ -40,7 +40,7 @@ class Place(NamedTuple):
 
     @property
     def leaf(self) -> str:
-        """The last of its names, by which it can be called alone."""
+        """The last of its names, which can stand alone."""
         words: list[str] = re.findall(r"[^\W\d]\w*", self.leaf_of or self.code)
         return words[-1] if words else "state"
 
@@ -65,7 +65,7 @@ class Place(NamedTuple):
 
 
 def of_module(name: str, code: str, path: str, part: str) -> Place:
-    """Return the place of a module inside a model, or of what a loader has.
+    """Return the place of a module inside a model, or of an object of a loader.
 
     >>> of_module("model", "net", "blocks.0.norm", "model").code
     'net.blocks[0].norm'
@@ -75,7 +75,7 @@ def of_module(name: str, code: str, path: str, part: str) -> Place:
 
 
 def counted(count: int, what: str) -> str:
-    """Return a number of things as people write it.
+    """Return a count with its noun.
 
     >>> counted(1, "tensor"), counted(3, "tensor")
     ('1 tensor', '3 tensors')
@@ -84,7 +84,7 @@ def counted(count: int, what: str) -> str:
 
 
 def fix(place: Place, kind: str, value: Any, held: Held, use: str = "") -> str:
-    """Return the line of code that lets a part hold it; `use` is what the loop does with the variable."""
+    """Return the line of code that makes it part of the state; `use` says what the loop does with it."""
     kinds = type(value).__mro__
     if nn.Module in kinds:
         return _of_module(place, value, held)
@@ -107,7 +107,7 @@ def fix(place: Place, kind: str, value: Any, held: Held, use: str = "") -> str:
 def _of_plain(name: str, use: str) -> str:
     if use != RESTARTED:
         return f'state.vars["{name}"]'
-    # To set it there as it was set before would begin it anew after each resume.
+    # A plain assignment there would reset it after each resume.
     return (
         f'state.vars["{name}"], by state.vars.setdefault("{name}", ...) before the loop over the batches and '
         f'state.vars.pop("{name}") after it'
@@ -132,14 +132,14 @@ def _of_module(place: Place, module: Any, held: Held) -> str:
 
 
 def is_metric(kind: type) -> bool:
-    """Whether a class is a metric of torchmetrics, which keeps its sums out of its state_dict."""
+    """Whether a class is a metric of torchmetrics, whose state_dict leaves out its sums."""
     return any(
         (one.__module__, one.__qualname__) == ("torchmetrics.metric", "Metric") for one in kind.__mro__
     )
 
 
 def _of_metric(place: Place) -> str:
-    """Return the lines that let a part hold a metric, which keeps its sums out of its state_dict.
+    """Return the lines that save a metric of torchmetrics, whose state_dict leaves out its sums.
 
     >>> _of_metric(Place("accuracy", "accuracy"))
     'accuracy.persistent(True), and then RunState.load(..., extra={"accuracy": accuracy})'
@@ -149,7 +149,7 @@ def _of_metric(place: Place) -> str:
 
 
 def _of_attribute(place: Place, kind: str) -> str:
-    """Return how the object whose attribute it is can be saved with it; "" where that needs nothing of it."""
+    """Return how its owner can save the attribute; "" if the owner need not change."""
     owner = place.owner if isinstance(place.owner, type) else type(place.owner)
     names = {name for one in owner.__mro__ for name in vars(one)}
     if is_metric(owner):

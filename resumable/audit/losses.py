@@ -1,4 +1,4 @@
-"""What no part holds and a resume has not brought back."""
+"""Finds what no part holds and a resume has not restored."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from .diagnosis import Lost, pairs
 from .trials import Trial
 
 LOOP = "loop"
-"""Why there is a record: the first loop of a resumed process begins."""
+"""The reason for a record: the first loop of a resumed process begins."""
 
 
 def unsteady_names(trials: Sequence[Trial]) -> set[str]:
-    """Return what no part holds and differs between trainings that do the same: times, for example."""
+    """Return what no part holds and differs between equal runs, such as times."""
     first, *others = trials
     return {
         name
@@ -27,7 +27,7 @@ def unsteady_names(trials: Sequence[Trial]) -> set[str]:
 
 
 def lost(straight: Trial, stopped: Trial, stops: Sequence[At], unsteady: set[str]) -> list[Lost]:
-    """Return what changes in the training, is in no part, and is not the same after a resume."""
+    """Return what changes in the training, is in no part, and differs after a resume."""
     found: dict[str, Lost] = {}
     for rank in range(min(len(straight.ranks), len(stopped.ranks))):
         first = next((one for one in straight.ranks[rank] if one.why == "boundary"), None)
@@ -35,7 +35,7 @@ def lost(straight: Trial, stopped: Trial, stops: Sequence[At], unsteady: set[str
             if reference is None or first is None:
                 break
             if record.why == "resumed":
-                # What the script still sets before the first batch is not lost.
+                # What the script assigns before the first batch is not lost.
                 continue
             for name, seen in _seen(reference).items():
                 is_other = name in _seen(record) and _digest(record, name) != seen["digest"]
@@ -46,7 +46,7 @@ def lost(straight: Trial, stopped: Trial, stops: Sequence[At], unsteady: set[str
 
 
 def suspects(straight: Trial, resumed: Trial, stop: At, unsteady: set[str]) -> list[Lost]:
-    """Return what is in no part and is not the same when a resumed training begins."""
+    """Return what is in no part and differs when a resumed training begins."""
     found: dict[str, Lost] = {}
     for rank in range(min(len(straight.ranks), len(resumed.ranks))):
         then = straight.boundaries(rank).get(stop)
@@ -63,7 +63,7 @@ def _likely(one: Lost) -> tuple[bool, int, str]:
 
 
 def rank_of(kind: str) -> int:
-    """Return how likely it is that a training depends on something of a kind: objects before plain values."""
+    """Return the rank of a kind by how likely a training depends on it: objects before plain values."""
     return 2 if kind in ("number", "text", "none") else kind in ("list", "dict", "set", "tuple", "deque")
 
 

@@ -1,4 +1,4 @@
-"""What people call the things that two records of a training differ in."""
+"""Readable names for what differs between two records."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PLACE = {
 
 
 def of(found: Difference) -> str:
-    """Return what differs, as one would say it.
+    """Return a readable name for what differs.
 
     >>> from resumable.trace.trace_file import At
     >>> at = At("batch", 0, 8, 8)
@@ -57,13 +57,13 @@ def _of_optimizer(name: str) -> str:
 
 
 def generator(name: str) -> str:
-    """Return what a global generator is called, by its name in a record."""
+    """Return a readable name for a global generator, given its name in a record."""
     word, _, rest = name.partition(".")
     return _GENERATORS.get(word, f"the generator of {word}:{rest}" if rest else f"the generator of {word}")
 
 
 def unseeded(names: Sequence[str]) -> str:
-    """Return that generators are not seeded, and that it does not matter.
+    """Return a note that generators are not seeded, and that it does not matter.
 
     >>> unseeded(["NumPy's generator"])
     "NumPy's generator is not seeded; nothing that was trained depends on it"
@@ -73,7 +73,7 @@ def unseeded(names: Sequence[str]) -> str:
 
 
 def joined(names: Sequence[str]) -> str:
-    """Return names as one writes them in a row.
+    """Return names joined by commas and "and".
 
     >>> joined(["a"]), joined(["a", "b", "c"])
     ('a', 'a, b and c')
@@ -82,7 +82,7 @@ def joined(names: Sequence[str]) -> str:
 
 
 def values(found: Difference) -> str:
-    """Return both values, where they are plain and short; else nothing."""
+    """Return both values if they are plain and short, or an empty text."""
     one, other = (shown(value) for value in (found.before, found.after))
     if one and one == other:
         one, other = repr(found.before), repr(found.after)
@@ -90,10 +90,10 @@ def values(found: Difference) -> str:
 
 
 def shown(value: Json) -> str:
-    """Return a plain value as it is written; nothing for a tensor or what is long."""
+    """Return the text of a plain value; an empty one for a tensor or a long value."""
     if isinstance(value, dict) or (isinstance(value, str) and value.startswith("#")):
         return ""
-    # What JSON has no number for is written as a text.
+    # JSON has no number for these; they are stored as text.
     is_plain = isinstance(value, str) and value in ("inf", "-inf", "nan")
     text = f"{value:.6g}" if isinstance(value, float) else str(value) if is_plain else repr(value)
     return text if len(text) <= 40 else ""

@@ -1,4 +1,4 @@
-"""Operations of which torch has no deterministic implementation, as torch itself names them."""
+"""Collects operations without a deterministic implementation, as torch itself names them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _REFUSED = re.compile(r"^(\S+) does not have a deterministic implementation")
 
 
 def watch() -> list[str]:
-    """Have torch warn of them from here on; return the list to which each is added, with its line."""
+    """Have torch warn of them from now on; return the list to which each is added with its line."""
     names: list[str] = []
     show = warnings.showwarning
 
@@ -25,7 +25,7 @@ def watch() -> list[str]:
         else:
             show(message, category, filename, lineno, *rest)
 
-    # A script that turns warnings into errors is not to fail of these.
+    # A script that turns warnings into errors should not fail here.
     warnings.filterwarnings("always", message=".*does not have a deterministic implementation")
     warnings.showwarning = showwarning  # type: ignore[assignment]
     torch.use_deterministic_algorithms(True, warn_only=True)

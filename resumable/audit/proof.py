@@ -1,4 +1,4 @@
-"""Finding what a resume loses by putting it back: what is named has made the difference go away."""
+"""Proves what a resume loses: with its value put back, the difference disappears."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .trials import Trial, Trials
 def culprits(
     made: Trials, straight: Trial, stops: Sequence[At], ignored: set[Leaf], unsteady: set[str]
 ) -> tuple[list[Lost], list[Lost]]:
-    """Return what a training that parts after the last of these stops has lost, and what else may be.
+    """Return what a training that differs after the last of these stops has lost, and what else may be lost.
 
-    The training is stopped once more, at the last of these places, or at one before it where nothing helps.
-    When it is resumed, the values of what no part holds are put back as they were there: all of them at
-    first, then as few as are needed.
+    The training is stopped again, at the last of these places, or at an earlier one if nothing helps there.
+    When it is resumed, the values that no part holds are put back as they were: all of them first, then as
+    few as are needed.
     """
     boundaries = [*straight.boundaries()]
     others: list[Lost] = []
@@ -32,13 +32,13 @@ def culprits(
             needed, rest = found.least([one.name for one in suspects], suspects)
             if needed:
                 return needed, rest
-            # At an epoch's last batch no body follows in which a value could be put back.
+            # After an epoch's last batch no body follows in which a value could be put back.
             others = others or rest
     return [], others
 
 
 class _At:
-    """Trainings that are resumed at one stop, with values put back."""
+    """Resumes a training from one stop, with values put back."""
 
     def __init__(self, made: Trials, straight: Trial, base: Trial, stop: At, ignored: set[Leaf]) -> None:
         self._made = made
@@ -49,7 +49,7 @@ class _At:
         self._boundaries = [*straight.boundaries()]
 
     def is_gone(self, trial: Trial) -> bool:
-        """Whether a training has come to the end, and is the one that was never stopped."""
+        """Whether a training reached the end, and equals the one that was never stopped."""
         if self._boundaries[-1] not in trial.boundaries() or trial.attempts[-1].has_hung:
             return False
         return not diagnosis.after_resume(
@@ -82,7 +82,7 @@ class _At:
 def _least(
     names: Sequence[str], helps: Callable[[Sequence[str]], bool], known: Sequence[str] = ()
 ) -> list[str]:
-    """Return the fewest names that help together with those that are known to be needed.
+    """Return the fewest names that help, together with those already known to be needed.
 
     >>> _least("abcdef", lambda some: {*"be"} <= {*some})
     ['b', 'e']

@@ -1,4 +1,4 @@
-"""What an audited process does: it writes all down at every boundary, and stops where it is told to."""
+"""Records a training at every boundary, and stops it where the plan of an audit says so."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from . import operations, survey, values
 from .losses import LOOP
 
 _LOADER = ("batch", "is_over", "generators")
-"""What of a loader's place is the same in a training that was never stopped."""
+"""The entries of a loader's position that are equal in a training that was never stopped."""
 
 
 def _read(plan: str) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def _read(plan: str) -> dict[str, Any]:
 
 
 def _follow(run_dir: str | os.PathLike[str]) -> None:
-    # The boundaries of two could not be told apart, and both would lie in one directory.
+    # Two runs would share one directory, and their boundaries could not be told apart.
     _followed.setdefault(os.path.abspath(run_dir))
     if len(_followed) > 1:
         first, second = map(os.path.relpath, _followed)
@@ -56,21 +56,21 @@ def _follow(run_dir: str | os.PathLike[str]) -> None:
 
 
 _followed: dict[str, None] = {}
-"""The run directory that the script has given."""
+"""The run directories that the script has given."""
 
 
 class Audit(Trace):
-    """A line for each boundary with all that a resume has to bring back, and all that no part holds."""
+    """Records, at each boundary, all that a resume has to restore and all that no part holds."""
 
     @classmethod
     def follow(
         cls, plan: str, parts: Parts, position: Position, rank: int, run_dir: str | os.PathLike[str]
     ) -> Audit:
-        """Return what follows a plan; `run_dir` is the run directory in the script's arguments."""
+        """Return an audit that follows a plan; `run_dir` is the run directory in the script's arguments."""
         read = _read(plan)
         if path_of(read["left"], rank).exists():
-            # What catches SystemExit and begins again, or starts another process in the place of one that
-            # has left, must not train beyond the stop.
+            # A script that catches SystemExit, or a launcher that replaces a process that has left, must not
+            # train beyond the stop.
             os._exit(128 + signal.SIGTERM)
         _follow(run_dir)
         return cls(read, parts, position, rank)
@@ -86,9 +86,9 @@ class Audit(Trace):
         self._count, self._ends, self._is_between_epochs = 0, 0, True
         self._unseen, self._rank = "", rank
         self._keep: dict[str, Any] | None = plan.get("keep")
-        """Which values to write down at a boundary, and when the next body begins."""
+        """The values to write at a boundary, and again when the next body begins."""
         self._put: dict[str, Any] | None = plan.get("put")
-        """Which values to put back after a resume."""
+        """The values to restore after a resume."""
         self._keeps_first = False
         self._operations = operations.watch() if plan.get("inspects") else None
         if plan.get("deterministic"):
@@ -97,17 +97,17 @@ class Audit(Trace):
         _end_after(self._limit)
 
     def digest_of_batch(self, batch: Any) -> Any:
-        """Return the digest of all its bits; where there is none for such an object, what a trace has."""
+        """Return the digest of all its bits; for an object that has none, what a trace records."""
         try:
             return digest.of(batch)
         except Exception as exc:
-            # A batch can be any object; that it was not compared whole has to be told with the verdict.
+            # A batch can be any object. The verdict mentions that it was not compared completely.
             kind = type(batch)
             self._unseen = f"{kind.__module__}.{kind.__qualname__}: {type(exc).__name__}: {exc}"
             return super().digest_of_batch(batch)
 
     def begin(self, *, is_resumed: bool) -> None:
-        """Write down where the training begins, and again when its first body does."""
+        """Record where the training begins, and where its first body begins."""
         super().begin(is_resumed=is_resumed)
         self._position.handed.call_at_body(self._body_begins)
         if is_resumed:
@@ -130,7 +130,7 @@ class Audit(Trace):
             self._keep = None
 
     def _put_back(self, when: str) -> None:
-        # A line between load and the loop, or between the epoch and its batches, may set it once more.
+        # The script may assign it again between load and the loop, or between the epoch and its batches.
         if self._put:
             folder = path_of(Path(self._put["folder"]) / when, self._rank)
             values.put_back(survey.look(self._parts, sys._getframe()), self._put["names"], folder)
@@ -141,16 +141,16 @@ class Audit(Trace):
             values.write(survey.look(self._parts, sys._getframe()), self._keep["names"], folder)
 
     def boundary(self) -> Due | None:
-        """Write the boundary down, and leave where the plan says so."""
+        """Record the boundary, and leave where the plan says so."""
         at = self._write_boundary(is_full=True)
         if self._keep and [*at] == self._keep["at"]:
             self._keep_values("boundary")
             self._keeps_first = True
             self._position.handed.call_at_body(self._body_begins)
         if at.kind == "epoch":
-            # What an epoch's first lines change shows before its first batch does.
+            # Changes of an epoch's first lines are recorded before its first batch.
             self._position.handed.call_at_body(self._body_begins)
-        # An epoch of which no batch was counted counts itself: its loop is the script's own.
+        # An epoch without a counted batch counts once: its inner loop is the script's own.
         self._count += at.kind != "epoch" or self._is_between_epochs
         self._is_between_epochs = at.kind == "epoch"
         self._ends += at.kind == "epoch"
@@ -161,7 +161,7 @@ class Audit(Trace):
         return Due("audit", signal.SIGTERM)
 
     def _is_enough(self, at: At) -> bool:
-        """Whether a training has come far enough: two ends of epochs show more than one, if they are near."""
+        """Whether a training has run long enough; it should include two ends of epochs if they are near."""
         if self._count < self._most:
             return False
         most = 3 if self._ends else 1.5
@@ -169,15 +169,15 @@ class Audit(Trace):
         return not is_in_epoch or self._count >= most * self._most
 
     def saved(self, metrics: Mapping[str, float]) -> None:
-        """Leave metrics to the part that says where the training stands, which has them."""
+        """Ignore the metrics: the position has them."""
 
     def close(self, *, is_at_end: bool = False) -> None:
-        """Write down which operations were not deterministic."""
+        """Record which operations were not deterministic."""
         if self._operations is not None:
             found, self._operations = [*self._operations], None
             self._put_down(Record(here(self._position), "end", more={"operations": found}))
         if not self._left.exists():
-            # One that has left is to end now.
+            # A process that has left should end now.
             faulthandler.cancel_dump_traceback_later()
         super().close()
 
@@ -198,17 +198,17 @@ class Audit(Trace):
 
 
 _ENDS = 2
-"""At so many ends of epochs, at the least, a training is looked at, unless that takes too long."""
+"""How many ends of epochs a run should include, unless that takes too long."""
 
 
 def _end_after(seconds: float | None) -> None:
     if seconds:
-        # It prints where all threads stand, and exits with 1.
+        # This prints the stacks of all threads, and exits with 1.
         faulthandler.dump_traceback_later(seconds, exit=True, file=2)
 
 
 def whole(parts: Parts, samples: IO[bytes]) -> dict[str, Json]:
-    """Return all values of all parts by their names; samples of the tensors go into the file."""
+    """Return all values of all parts by name; write samples of the tensors to the file."""
     trees, about = collect(parts)
     values: dict[str, Json] = {}
     for part in about:
@@ -223,7 +223,7 @@ def _of_place(found: dict[str, Json]) -> dict[str, Json]:
 
 
 def _tensors(found: Iterator[tuple[str, torch.Tensor]], file: IO[bytes]) -> dict[str, Json]:
-    """Return what tells each tensor apart, and where a sample of it lies, for how far it is from another."""
+    """Return the digest of each tensor, and where its sample lies, which shows how far it is from another."""
     told: dict[str, Json] = {}
     for name, tensor in found:
         live = tensor.detach().cpu()

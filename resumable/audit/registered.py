@@ -1,4 +1,4 @@
-"""What the parts of a training hold: objects by identity, tensors by their memory, values by content."""
+"""Knows what the parts hold: objects by identity, tensors by memory, values by content."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from . import scopes
 _DEEPEST = 8
 _WIDEST = 256
 TENSORS = (Tensor, nn.Parameter, nn.Buffer) if hasattr(nn, "Buffer") else (Tensor, nn.Parameter)
-"""Tensors of no class of the user's: of others, to look is to call code."""
+"""Classes of tensors without code of the user."""
 
 
 class Held:
@@ -36,7 +36,7 @@ class Held:
         self._places: set[int] = set()
         self._saved: dict[str, tuple[set[str], set[str]]] = {}
         self.slots: dict[str, int] = {}
-        """How many parts each argument of RunState was given."""
+        """How many parts each argument of RunState has."""
         for part in parts.all:
             slot = part.name.partition(".")[0]
             self.slots[slot] = self.slots.get(slot, 0) + 1
@@ -50,7 +50,7 @@ class Held:
             for group in part.live.param_groups
             for parameter in group["params"]
         }
-        """The parameters that an optimizer which is given trains."""
+        """The ids of the parameters that the given optimizers train."""
 
     def has(self, value: object) -> bool:
         """Whether a part holds this very object."""
@@ -63,7 +63,7 @@ class Held:
     def saves(self, part: str, attribute: str, values: AbstractSet[str]) -> bool:
         """Whether a part has saved an attribute: under its name, or something with one of these digests."""
         names, saved = self._saved_by(part)
-        # A loader's place is full of small numbers, any of which could be the attribute's by chance.
+        # A loader's position has many small numbers, which may equal the attribute by chance.
         is_by_value = not part.startswith("loader")
         return attribute.lstrip("_") in names or (is_by_value and not values.isdisjoint(saved))
 
@@ -95,7 +95,7 @@ class Held:
             for inner in getattr(part.live, "_schedulers", ()):
                 self._keep(inner)
         elif hasattr(part.live, "param_groups"):
-            # A script may have made these dicts, and have them still.
+            # The script may have made these dicts and still hold them.
             self._hold_inside(part.live.param_groups, 0)
 
     def _hold_loader(self, at: LoaderPosition) -> None:
@@ -114,7 +114,7 @@ class Held:
             self._places.add(place)
 
     def _keep(self, value: object) -> None:
-        # With the object itself: another may get the identity of one that is gone.
+        # Keep the object too: another could get the id of one that is gone.
         self._ids[id(value)] = value
 
 
@@ -149,12 +149,12 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), *TENSORS)
 def _place(tensor: Tensor) -> int:
     try:
         return tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):  # (a sparse one, or one without memory)
+    except (RuntimeError, NotImplementedError):  # a sparse tensor, or one without memory
         return 0
 
 
 def _told(json: Json) -> Json:
-    """Return what a part's own code says of it; of a module, what it says besides its tensors."""
+    """Return the state that a part's own code gives; for a module, its state without tensors."""
     return json["values"] if type(json) is dict and {"values", "frozen"} <= json.keys() else json
 
 

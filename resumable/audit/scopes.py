@@ -1,4 +1,4 @@
-"""The variables of the user's script: of its modules, and of its functions that are running."""
+"""The variables of the user's script: those of its modules and of its running functions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..position.script import bytecode, loops
 from ..position.script.carried import Carried, carried_in
 
 STATE, NOTE, FRESH = "state", "note", "fresh"
-"""Whether a training depends on the value from one body to the next, may not, or makes it in each body."""
+"""Whether a training carries the value from body to body, may not depend on it, or makes it in each body."""
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _NOTEBOOKS_OWN = re.compile(r"_(i?\d*|i{2,3}|_|__|ih|oh|dh)|In|Out|exit|quit|get_ipython")
@@ -30,19 +30,19 @@ class Scope:
     """The variables of one module, or of one running function."""
 
     prefix: str
-    """What their names begin with, which tells those of different functions apart."""
+    """The prefix of their names, which distinguishes functions."""
     variables: Mapping[str, Any]
     assign: Callable[[str, Any], None]
-    """Gives a variable another value."""
+    """Assigns a value to a variable."""
     code: CodeType | None = None
     carried: Carried = field(default_factory=Carried)
     used_elsewhere: frozenset[str] = frozenset()
     """The variables of a module that its functions use."""
     is_inner: bool = False
-    """Whether a loop of the script calls this function: its variables are new in each pass."""
+    """Whether a loop of the script calls this function: then its variables are new in each body."""
 
     def weight(self, name: str) -> str:
-        """Return what the loops do with a variable, as far as their bytecode tells."""
+        """Return what the loops do with a variable, as far as their bytecode shows."""
         carried = self.carried
         if self.is_inner:
             is_given = name in _arguments(self.code) and type(self.variables[name]) not in PLAIN
@@ -58,7 +58,7 @@ class Scope:
         return NOTE if name in carried.named else STATE
 
     def use(self, name: str) -> str:
-        """Return whether the loops assign a variable, and begin it again in each epoch."""
+        """Return whether the loops assign a variable or reset it in each epoch."""
         carried = self.carried
         if name in carried.restarted or self.is_inner:
             return "restarted"
@@ -90,7 +90,7 @@ def _names(argument: object) -> tuple[object, ...]:
 
 
 def of_modules(frame: FrameType | None) -> list[Scope]:
-    """Return the variables of the script, and of the modules of the user's that it has imported."""
+    """Return the variables of the script, and of the user's modules that it has imported."""
     found: dict[int, Scope] = {}
     for running in _running(frame):
         if running.f_code.co_name == "<module>":
@@ -114,7 +114,7 @@ def _running(frame: FrameType | None) -> Iterator[FrameType]:
 
 def _users_modules() -> Iterator[tuple[str, ModuleType]]:
     for name, module in [*sys.modules.items()]:
-        # Whose a package without an __init__.py is, no file tells.
+        # A package without an __init__.py has no file that shows whose it is.
         is_ours = ModuleType in type(module).__mro__ and getattr(module, "__file__", None)
         if name == "__main__" or (is_ours and code_names.is_own(name)):
             yield name, module
@@ -193,7 +193,7 @@ def attributes(value: object) -> dict[str, Any]:
 
 
 def assign_attribute(owner: Any, name: str, value: Any) -> None:
-    """Give an attribute another value, without calling any code of its class."""
+    """Assign an attribute without calling any code of its class."""
     there = getattr(owner, "__dict__", None)
     if type(there) is dict and name in there:
         there[name] = value
@@ -204,14 +204,14 @@ def assign_attribute(owner: Any, name: str, value: Any) -> None:
 
 
 def is_users_class(kind: type) -> bool:
-    """Whether a class is of the user's own code."""
+    """Whether a class belongs to the user's own code."""
     return code_names.is_own(str(kind.__module__))
 
 
 def of_attribute(kind: type, name: str) -> tuple[str, str]:
     """Return what the methods of a class do with an attribute, and the line that first assigns it.
 
-    One that a method counts on is state, unless another method assigns it without reading it.
+    One that a method reads and assigns is state, unless another method assigns it without reading it.
     """
     attribute, where = f"self.{name}", ""
     is_counted = is_set = False

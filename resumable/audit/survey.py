@@ -1,4 +1,4 @@
-"""A look at all that is alive in the script and in no part, each with its name and its remedy."""
+"""Finds all that is alive in the script and in no part, with names and fixes."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from .scopes import FRESH, NOTE, STATE, Scope
 _MOST = 10_000
 _DEEPEST = 12
 _FOREIGN = 6
-"""How many objects of libraries may lie around one that is looked into."""
+"""How many objects of libraries may enclose one that is examined."""
 _LONGEST = 80
-"""Of texts of more letters only a digest is kept."""
+"""The longest text that is kept; of others, only a digest."""
 
 Assign = Callable[[Any], None]
 
@@ -50,11 +50,11 @@ class Seen(NamedTuple):
     kind: str
     digest: str
     value: Json
-    """A plain value that is short: itself."""
+    """The value itself, if it is plain and short."""
     where: str
     """Where it is first assigned, such as "train.py:31"; empty if that is not known."""
     weight: str
-    """Whether to lose it is a defect ("state"), or may not matter to the training ("note")."""
+    """Whether losing it is an error ("state"), or may not matter to the training ("note")."""
     fix: str
 
 
@@ -67,14 +67,14 @@ class Item(NamedTuple):
     where: str = ""
     depth: int = 0
     foreign: int = 0
-    """How many objects of libraries are around it."""
+    """How many objects of libraries enclose it."""
     use: str = ""
     """What the loop does with it, if it is a variable."""
     assign: Assign | None = None
     """Puts another value in its place, if the place is known."""
 
     def inside(self, value: Any, place: Place, assign: Assign | None = None, **more: Any) -> Item:
-        """Return something that it has."""
+        """Return an item inside this one."""
         weight = NOTE if self.weight == NOTE else STATE
         return Item(value, place, **{"weight": weight, **more}, depth=self.depth + 1, assign=assign)
 
@@ -91,7 +91,7 @@ def take(parts: Parts, frame: FrameType | None, trees: Trees | None = None) -> d
 @no_garbage_collection()
 @torch.inference_mode(False)
 def look(parts: Parts, frame: FrameType | None, trees: Trees | None = None) -> Survey:
-    """Look at all that is alive and in no part."""
+    """Examine all that is alive and in no part."""
     if trees is None:
         try:
             trees, _ = collect(parts)
@@ -103,7 +103,7 @@ def look(parts: Parts, frame: FrameType | None, trees: Trees | None = None) -> S
 
 
 def changed(first: Mapping[str, Seen], now: Mapping[str, Seen]) -> list[Unregistered]:
-    """Return what has changed, or is new and carried on, the gravest first."""
+    """Return what has changed, or is new and carried along, the most serious first."""
     found = [
         Unregistered(name, one.kind, one.where, one.weight, one.fix)
         for name, one in now.items()
@@ -113,7 +113,7 @@ def changed(first: Mapping[str, Seen], now: Mapping[str, Seen]) -> list[Unregist
 
 
 class Survey:
-    """One look at everything."""
+    """One examination of the script."""
 
     def __init__(self, parts: Parts, held: Held) -> None:
         self._parts = parts.all
@@ -121,7 +121,7 @@ class Survey:
         self._seen: dict[int, Any] = {}
         self.found: dict[str, Seen] = {}
         self.items: dict[str, Item] = {}
-        """By the same names: the objects themselves, and where they stand."""
+        """The objects themselves and their places, by the same names."""
         self._facts: dict[tuple[type, str], tuple[str, str]] = {}
         self._running: set[str] = set()
         self._mixed: set[int] = set()
@@ -129,7 +129,7 @@ class Survey:
         self._variables: dict[int, str] = {}
 
     def run(self, frame: FrameType | None) -> None:
-        """Look at what the parts have, and at the variables."""
+        """Examine what the parts have, and the variables."""
         modules, functions = scopes.of_modules(frame), scopes.of_functions(frame)
         outer = [*modules, *(scope for scope in functions if not scope.is_inner)]
         for scope in reversed(outer):
@@ -137,22 +137,22 @@ class Survey:
         self._running = {name for scope in functions for name in scope.variables}
         for part in self._parts:
             self._walk(self._of_part(part))
-        # What has a name elsewhere too keeps that one.
+        # An object with several names keeps the first.
         for group in (outer, [scope for scope in functions if scope.is_inner]):
             self._walk(item for scope in group for item in _of_scope(scope))
 
     def _walk(self, roots: Iterable[Item]) -> None:
-        # Breadth first: what is near has the better name.
+        # Breadth first, since shorter paths make better names.
         waiting, most = deque(roots), len(self._seen) + _MOST
         while waiting and len(self._seen) < most:
             item = waiting.popleft()
             try:
                 waiting.extend(self._look(item))
-            except Exception:  # an object of the script may raise anything; the others are still there
+            except Exception:  # an object of the script may raise anything; the others remain
                 continue
 
     def _of_part(self, part: Part) -> list[Item]:
-        """Return what an object that is given may have besides what is saved of it."""
+        """Return the objects of a part that may have unsaved state."""
         name = part.name.removeprefix("extra.")
         live = part.live.source.loader if isinstance(part.live, LoaderPosition) else part.live
         code = self._variables.get(id(live), name)
@@ -281,7 +281,7 @@ class Survey:
             return
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
         for name, cell in cells:
-            # A variable of a function that is running is looked at there.
+            # The variables of running functions are examined with those.
             if name not in self._running:
                 assign = functools.partial(setattr, cell, "cell_contents")
                 yield item.inside(
@@ -320,7 +320,7 @@ class Survey:
             self._note(item, kind, containers.of_tensor(value))
 
     def _is_saved(self, item: Item, found: str, is_plain: bool) -> bool:
-        """Whether the part that it hangs off saves it."""
+        """Whether the part that it belongs to saves it."""
         if not item.place.part:
             return False
         is_whole = is_plain and id(item.value) not in self._mixed
@@ -334,7 +334,7 @@ class Survey:
         fix = fixes.fix(place, kind, item.value, self._held, item.use)
         weight = item.weight if is_plain else STATE
         if item.foreign and kind in _GATHERED:
-            # What a library gathers in an object of its own is mostly a log.
+            # What a library collects in its own object is mostly a log.
             weight = NOTE
         self.found[place.name] = Seen(kind, found, value, item.where, weight, fix)
         self.items[place.name] = item
@@ -380,12 +380,12 @@ def _is_package(kind: type) -> bool:
 
 
 def _may_be_state(value: object) -> bool:
-    """Whether an object of any class may have state that is worth a look."""
+    """Whether an object may have state that is worth examining."""
     return type(value) not in (*NUMBERS, *TEXTS, *BARE, type, type(None), *TENSORS, np.ndarray)
 
 
 def _defaults(function: types.FunctionType) -> Iterator[tuple[str, str, object]]:
-    """Yield the arguments of a function that have a value, with the code for it."""
+    """Yield the arguments with defaults of a function, each with the code that reads it."""
     values, code = function.__defaults__ or (), function.__code__
     names = code.co_varnames[code.co_argcount - len(values) : code.co_argcount]
     for place, (name, value) in enumerate(zip(names, values, strict=True)):

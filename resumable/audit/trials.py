@@ -1,4 +1,4 @@
-"""Starting a script again and again in throw-away run directories, and what each start has written down."""
+"""Runs a script repeatedly in temporary run directories, and reads what each start has recorded."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from ..trace import trace_file
 from ..trace.trace_file import At, Record
 
 Start = Callable[[Sequence[str], Mapping[str, str], Path], int]
-"""Starts a command with an environment, its output in a log, waits for its end, and returns how it ended."""
+"""Starts a command with an environment and a log for its output, waits, and returns its exit code."""
 
 STILLED = Path(__file__).parent / "stilled"
-"""Holds what Python imports first where the clock, or what the system draws, is to be the same always."""
+"""The folder that Python imports first if the clock or the system's random bytes are held still."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One process, or one command that starts several, from its start to its end."""
+    """One start of the command, which may start several processes, until it ended."""
 
     code: int
     seconds: float
     log: str
-    """The end of what it printed."""
+    """Its last lines of output."""
     error: str = ""
-    """The error that has ended it, as Python prints it after the last frame; else its last line."""
+    """The error that ended it, as Python prints it after a traceback, or its last line."""
     has_hung: bool = False
-    """Whether it had to be ended."""
+    """Whether it had to be killed."""
     has_left: bool = False
-    """Whether it came to where it was to leave."""
+    """Whether it reached the place where it was to leave."""
     began: str = ""
-    """How its training began, "start" or "resumed"; nothing where it did not come so far."""
+    """How its training began, "start" or "resumed"; empty if it did not get that far."""
 
     @property
     def end(self) -> str:
@@ -55,36 +55,36 @@ class Attempt:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it ended in another way than a training does that is over, or was told to leave."""
+        """Whether it neither finished nor left when it was told to."""
         return self.has_hung or not (self.has_left or self.code == 0)
 
 
 @dataclass(slots=True)
 class Trial:
-    """One training from its beginning to the last boundary, in one process or, stopped, in several."""
+    """One training up to its last boundary: one attempt, or several if it is stopped and resumed."""
 
     name: str
     folder: Path
     attempts: list[Attempt] = field(default_factory=list)
     ranks: list[list[Record]] = field(default_factory=list)
-    """What each rank has written down."""
+    """The records of each rank."""
 
     @property
     def records(self) -> list[Record]:
-        """What rank 0 has written down."""
+        """The records of rank 0."""
         return self.ranks[0] if self.ranks else []
 
     def boundaries(self, rank: int = 0) -> dict[At, Record]:
-        """Return the boundaries that a rank has come to, in order."""
+        """Return the boundaries that a rank has reached, in order."""
         found: dict[At, Record] = {}
         for record in self.ranks[rank] if rank < len(self.ranks) else ():
             if record.why == "boundary":
-                # A script may save twice at one step: where it is stopped there, it has come to the first.
+                # A script may save twice at one step; one that is stopped there has reached the first.
                 found.setdefault(record.at, record)
         return found
 
     def sample(self, rank: int, begin: int, end: int) -> bytes:
-        """Return the sample of a tensor that lies there."""
+        """Return the bytes of a tensor's sample."""
         with open(_of_rank(self.folder, rank).with_suffix(".samples"), "rb") as file:
             file.seek(begin)
             return file.read(end - begin)
@@ -118,13 +118,13 @@ class Trials:
         plan: Mapping[str, Json] | None = None,
         until: At | None = None,
     ) -> Trial:
-        """Return a training that is not stopped, as far as to a boundary."""
+        """Run a training without a stop, up to a boundary if one is given."""
         trial = self._new(name)
         self._attempt(trial, name, {"stop": until and [*until], **(plan or {})}, environment or {})
         return trial
 
     def stopped(self, name: str, stops: Sequence[At], last: At) -> Trial:
-        """Return a training that is stopped at each of these boundaries and started again."""
+        """Run a training that is stopped at each of these boundaries and started again."""
         trial = self._new(name)
         for at in (*stops, last):
             begun = "resumed, " if trial.attempts else ""
@@ -135,7 +135,7 @@ class Trials:
         return trial
 
     def resumed(self, name: str, base: Trial, until: At, plan: Mapping[str, Json] | None = None) -> Trial:
-        """Return a training that goes on from where another one was stopped, which is left as it is."""
+        """Run a training that resumes where another one was stopped; that one is left as it is."""
         trial = self._new(name)
         # A script that came to no save has none.
         if (base.folder / "run").exists():
@@ -183,7 +183,7 @@ class Trials:
         self._told(f"{seconds:.1f} s\n")
 
     def _limit(self) -> float | None:
-        """Return after how many seconds a start hangs: what takes far longer than all before."""
+        """Return the seconds after which a start counts as hung: far longer than all before it."""
         known = [one.seconds for trial in self.made for one in trial.attempts]
         return max(_LIMIT, 10 * max(known)) if known else None
 
@@ -202,11 +202,11 @@ def _orders(trial: Trial, plan: Mapping[str, Json]) -> dict[str, str]:
 
 
 STILLED_BY = ("clock", "python", "numpy", "torch", "system", "benchmark")
-"""What can be the same in every process."""
+"""What can be held still, so that it is equal in every process."""
 
 
 def stilled(*what: str) -> dict[str, str]:
-    """Return the environment in which these are the same in every process, such as "clock"."""
+    """Return the environment in which these, such as "clock", are equal in every process."""
     before = os.environ.get("PYTHONPATH")
     return {
         "RESUMABLE_STILL": " ".join(what),
@@ -239,7 +239,7 @@ def _last_lines(log: Path) -> list[str]:
 
 
 def error_in(lines: Sequence[str]) -> str:
-    """Return the last error that Python has printed after its frames, of any rank; nothing if there is none.
+    """Return the last error that Python printed after a traceback, of any rank; "" if there is none.
 
     >>> error_in(["epoch 1", "Traceback (most recent call last):", '  File "x.py", line 3', "KeyError: 'lr'"])
     "KeyError: 'lr'"
@@ -248,20 +248,20 @@ def error_in(lines: Sequence[str]) -> str:
     frames = [number for number, line in enumerate(bare) if _FRAME.fullmatch(line)]
     for number in reversed(frames):
         told = [*dropwhile(lambda line: line[:1] in ("", " "), bare[number + 1 :])]
-        # torchrun's own says only that a process has failed.
+        # torchrun's own error says only that a process has failed.
         if told and "ChildFailedError" not in told[0]:
             return " ".join([told[0], *map(str.strip, takewhile(lambda line: line[:1] == " ", told[1:]))])
     return ""
 
 
 def _last_words(lines: Sequence[str]) -> str:
-    # Such as those of argparse; at the end of what torchrun prints is a table.
+    # Such as those of argparse. The output of torchrun ends with a table.
     said = [line.strip() for line in lines if line.strip()]
     return said[-1] if said and not any("ChildFailedError" in line for line in said) else ""
 
 
 def check(command: Sequence[str]) -> None:
-    """Check that there is such a program."""
+    """Raise UsageError if there is no such program."""
     if shutil.which(command[0]) is None:
         is_script = command[0].endswith(".py") and Path(command[0]).exists()
         raise UsageError(
@@ -272,10 +272,10 @@ def check(command: Sequence[str]) -> None:
 
 
 def start(command: Sequence[str], environment: Mapping[str, str], log: Path) -> int:
-    """Start the command as a shell would, and wait for its end; Ctrl-C ends it too."""
+    """Start the command as a shell would, and wait until it ends; Ctrl-C ends it too."""
     with open(log, "wb") as file:
         try:
-            # A group of its own: what is left of it when this is interrupted can be ended together.
+            # In its own process group, all that is left of it can be killed at once.
             child = subprocess.Popen(
                 command,
                 env=dict(environment),
@@ -297,7 +297,7 @@ def start(command: Sequence[str], environment: Mapping[str, str], log: Path) -> 
 
 
 def _end(child: subprocess.Popen[bytes], plan: str | None) -> None:
-    told = f"interrupted: what was started is told to end, and is killed after {_PATIENCE:.0f} s"
+    told = f"interrupted: the training is asked to end, and killed after {_PATIENCE:.0f} s"
     print(f"\n{told}", file=sys.stderr, flush=True)
     try:
         child.terminate()
@@ -305,7 +305,7 @@ def _end(child: subprocess.Popen[bytes], plan: str | None) -> None:
             # torchrun ends the processes that it has started.
             child.wait(_PATIENCE)
     finally:
-        # Also where somebody could not wait, and has pressed Ctrl-C again.
+        # Also after a second Ctrl-C.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         if plan:
@@ -314,7 +314,7 @@ def _end(child: subprocess.Popen[bytes], plan: str | None) -> None:
 
 
 def _kill_all_with(plan: str) -> None:
-    """Kill what follows a plan: torchrun's processes are in no group of ours. (Only Linux tells.)"""
+    """Kill the processes that follow a plan: torchrun's are in other groups. Only Linux lists them."""
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
             if plan.encode() in path.read_bytes():
@@ -323,7 +323,7 @@ def _kill_all_with(plan: str) -> None:
 
 _TRACE = "boundaries.jsonl"
 LEAVES = 300.0
-"""How long a process may take to save and to leave."""
+"""The seconds that a process may take to save and leave."""
 _LINES = 20
 _READ = 1 << 20
 _RANK = re.compile(r"^\[rank\d+\]: ?")

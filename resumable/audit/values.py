@@ -1,4 +1,4 @@
-"""What no part holds, written down in one process and put back in another."""
+"""Writes values that no part holds in one process, and restores them in another."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _IN_PLACE = (list, dict, set, deque)
 
 
 def write(survey: Survey, names: Iterable[str], path: Path) -> None:
-    """Write down the values of these, those that can be written."""
+    """Write the values of these names, as far as they can be stored."""
     trees: dict[str, Json] = {}
     tensors: dict[str, torch.Tensor] = {}
     for number, name in enumerate(names):
@@ -47,7 +47,7 @@ def _numbered(number: int, path: codec.Path) -> str:
 
 
 def put_back(survey: Survey, names: Iterable[str], path: Path) -> None:
-    """Put the values of these back, of those that are there and were written down."""
+    """Restore the values of these names that exist and were written."""
     if not path.exists():
         return
     trees = json.loads(path.read_text())
@@ -62,14 +62,14 @@ def put_back(survey: Survey, names: Iterable[str], path: Path) -> None:
 
 
 def _read(value: Any) -> dict[str, Any]:
-    """Return what can be stored of a value."""
+    """Return the storable state of a value."""
     kinds = type(value).__mro__
     if rng.is_generator(value):
         return {"generator": rng.read(value)}
     if nn.Module in kinds:
         return {"tensors": dict(containers.tensors_of(value))}
     if isinstance(value, LRScheduler):
-        # It has set the rates when it was made, perhaps after they were loaded.
+        # It set the rates when it was created, perhaps after they were loaded.
         rates = [group["lr"] for group in value.optimizer.param_groups]
         return {"state": value.state_dict(), "rates": rates}
     if hasattr(type(value), "state_dict"):

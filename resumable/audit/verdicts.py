@@ -1,4 +1,4 @@
-"""What an audit has found, in the words that people read: the verdict in one line, and the lines below it."""
+"""Prints the result of an audit: the verdict in one line, and the details below it."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ WORDS = {
     "numbers": "other numbers from equal inputs",
     "script": "the script failed",
 }
-"""What each class of a finding is called."""
+"""The words for each kind of finding."""
 
 _OF_NUMBERS = ("operation", "threads", "benchmark", "unknown")
-"""The causes of not repeating itself for which it matters what is equal."""
+"""The causes of unrepeatable runs for which it matters what is equal."""
 
 _MOST = 6
-"""How many things of a kind are named."""
+"""The most names of one kind that are listed."""
 
 
 def print_it(verdict: Verdict) -> None:
-    """Print the verdict in one line, and below it what to look at and what to do."""
+    """Print the verdict in one line, and the details and fixes below it."""
     word, rest = headline(verdict)
     print(f"{painted(word)}: {_line(rest)}")
     for place, finding in enumerate(verdict.findings):
@@ -70,7 +70,7 @@ def headline(verdict: Verdict) -> tuple[str, str]:
 
 
 def text_of(finding: Finding) -> str:
-    """Return what is true, and of which process it is if that is not the first."""
+    """Return the text of a finding, with its rank if that is not the first."""
     return f"rank {finding.rank}: {finding.text}" if finding.rank else finding.text
 
 
@@ -81,7 +81,7 @@ def _fine(verdict: Verdict) -> tuple[str, str]:
 
 
 def step_of(at: At) -> str:
-    """Return where a stop was, in short.
+    """Return a short description of where a stop was.
 
     >>> step_of(At("epoch", 1, 0, 6))
     "step 6 (an epoch's end)"
@@ -90,12 +90,12 @@ def step_of(at: At) -> str:
 
 
 def boundaries(count: int) -> str:
-    """Return so many boundaries in words."""
+    """Return a number of boundaries in words."""
     return "1 boundary" if count == 1 else f"{count} boundaries"
 
 
 def equal(finding: Finding) -> str:
-    """Return what is equal where two trainings part, in one sentence.
+    """Return what is equal at the first difference, in one sentence.
 
     >>> finding = Finding("data", "the batch", None, "", evidence=["the epochs are equal", "lr are equal"])
     >>> equal(finding)
@@ -116,7 +116,7 @@ def _below(finding: Finding, lost: Sequence[Lost]) -> Iterator[str]:
 
 
 def with_values(name: str, lost: Sequence[Lost]) -> str:
-    """Return what to look at, with its value where that can be said in a word.
+    """Return a name, with its two values if they are short.
 
     >>> one = Lost("rate", "number", "train.py:4", "state", "", At("batch", 0, 3, 3), 0.1, 0.07)
     >>> with_values("rate (number, train.py:4)", [one])
@@ -128,12 +128,12 @@ def with_values(name: str, lost: Sequence[Lost]) -> str:
 
 
 def value_of(value: Json) -> str:
-    """Return a plain value; nothing where there is none, or it is long."""
+    """Return the text of a plain value; an empty one if there is none or it is long."""
     return "" if value is None else naming.shown(value)
 
 
 def notes_of(verdict: Verdict) -> list[str]:
-    """Return what is good to know, the weightiest first."""
+    """Return the notes, the most important first."""
     told = {bare(name) for finding in verdict.findings for name in finding.names}
     idle = [one for one in verdict.lost if one.weight != "state" and one.name not in told]
     if not idle:
@@ -148,13 +148,13 @@ def notes_of(verdict: Verdict) -> list[str]:
 
 
 def log_of(verdict: Verdict) -> str:
-    """Return what a script that failed has printed last."""
+    """Return the last output of a script that failed."""
     failed = any(finding.kind == SCRIPT for finding in verdict.findings)
     return verdict.attempts[-1]["log"] if failed and verdict.attempts else ""
 
 
 def bare(name: str) -> str:
-    """Return the name of a thing without what follows it: what it is, and where.
+    """Return a name without its kind and place.
 
     >>> bare("ema.shadow (4 tensors, train.py:15)")
     'ema.shadow'
@@ -163,7 +163,7 @@ def bare(name: str) -> str:
 
 
 def some(names: Sequence[str]) -> str:
-    """Return the first of many names, and how many more there are.
+    """Return the first of many names, and the number of others.
 
     >>> some([*"abcdefgh"])
     'a, b, c, d, e, f and 2 more'

@@ -304,7 +304,7 @@ def test_a_script_that_begins_anew_when_it_is_started_again_does_not_pass_for_ex
     (finding,) = audit.audit(COMMAND, start=Anew(faked.boundaries(5, 5))).findings
 
     assert (finding.kind, finding.at) == ("state", At("batch", 0, 2, 2))
-    assert "did not resume: it began anew" in finding.text
+    assert "did not resume: it started fresh" in finding.text
     assert "RunState.load" in finding.fix
 
 
