@@ -1,4 +1,4 @@
-"""What a training needs to repeat itself: seeds, and the flags of torch."""
+"""Makes a training repeatable: seeds, and the flags of torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a start, a save and a resume of one training have in common."""
+"""The parts of a training that a start, a save and a resume share."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Training:
 
     @property
     def once(self) -> Once:
-        """What warns of each thing once."""
+        """Gives each warning once."""
         return self.position.once
 
     @property

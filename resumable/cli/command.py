@@ -1,4 +1,4 @@
-"""What the commands share: how they are declared, the run that they look at, their exit codes."""
+"""Shared by the commands: their declaration, the run that they read, their exit codes."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ CODES: dict[type[ResumableError], int] = {
     RunInUse: 5,
     RemoteError: 6,
 }
-"""An error of another kind is 1."""
+"""The exit codes by error; 1 for any other."""
 
 
 def add(
     commands: Any, name: str, command: Callable[[Any], int], summary: str, example: str
 ) -> argparse.ArgumentParser:
-    """Declare a command, which the example shows in use."""
+    """Declare a command; its help ends with the example."""
     sub: argparse.ArgumentParser = commands.add_parser(
         name,
         description=f"{summary[0].upper()}{summary[1:]}.",
@@ -70,19 +70,19 @@ def add_run(sub: argparse.ArgumentParser) -> None:
 
 
 def whole_number(text: str) -> int:
-    """Return a whole number from 1, as an argument's type."""
+    """Parse a positive whole number, as the type of an argument."""
     if text.isdecimal() and int(text):
         return int(text)
     raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
 
 
 def print_json(found: Any) -> None:
-    """Print what programs read."""
+    """Print JSON for programs."""
     print(json.dumps(found, indent=1))
 
 
 def run_at(path: str, resume: str = "must") -> Run:
-    """Return the run in a directory, which has to be there unless `resume` says otherwise."""
+    """Return the run in a directory, which must exist unless `resume` says otherwise."""
     if url.is_url(path):
         raise UsageError(
             f"{url.shown(path)} is a remote folder, and RUN a directory of this machine.",
@@ -104,9 +104,9 @@ def add_checkpoint(sub: argparse.ArgumentParser, dest: str = "checkpoint", metav
 
 
 def read_at(text: str, read: Callable[[Checkpoint], T]) -> tuple[Checkpoint, T]:
-    """Return the checkpoint that RUN, RUN@41, RUN@best, RUN@newest or a folder means, and what `read` gave.
+    """Return the checkpoint that RUN, RUN@41, RUN@best or a folder names, and the result of `read`.
 
-    The newest is the newest that `read` does not find damaged.
+    RUN alone means the newest that `read` does not find damaged.
     """
     path, which = named(text)
     if which is None and (folder := folder_of(path)):
@@ -123,25 +123,25 @@ def folder_of(path: str) -> Path | None:
 
 
 def named(text: str) -> tuple[str, Which | None]:
-    """Return the run and which of its checkpoints is meant; None if that is not said.
+    """Return the run, and which of its checkpoints is named, or None.
 
     >>> named("runs/exp@41"), named("runs/exp")
     (('runs/exp', '41'), ('runs/exp', None))
     """
     path, at, word = text.rpartition("@")
-    # (a folder may have the sign in its name, and an address in front of its host)
+    # A folder may have an @ in its name, and an address before its host.
     if not at or os.path.lexists(text) or url.is_url(text):
         return text, None
     if word in ("best", "newest") or is_number(word):
         return path, word
     raise UsageError(
-        f"{text!r} ends with neither a save number nor a word that is known.",
+        f"{text!r} ends with neither a save number nor a known word.",
         fix=f"say {path}@41, {path}@best or {path}@newest; `resumable ls {path}` lists what is there.",
     )
 
 
 def print_problems(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print what is wrong with each that is damaged."""
+    """Print the problem of each damaged checkpoint."""
     for row in rows:
         if row["problem"]:
             print(row["problem"], file=sys.stderr)

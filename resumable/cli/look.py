@@ -1,4 +1,4 @@
-"""The commands that look: ls, show, diff, report."""
+"""The commands that read a run: ls, show, diff, report."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Row = dict[str, Any]
 
 
 def declare(commands: Any) -> None:
-    """Declare them."""
+    """Declare the commands."""
     summary = "the checkpoints of a run, and the processes that made them"
     add_run(add(commands, "ls", _ls, summary, "resumable ls runs/exp"))
     summary = "what one checkpoint holds: tensors, settings, random states, environment"

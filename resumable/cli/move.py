@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def declare(commands: Any) -> None:
-    """Declare them."""
+    """Declare the commands."""
     for name, command, summary, which in (
         ("push", _push, "copy checkpoints of a run to a remote folder", ("newest", "best", "all")),
         ("pull", _pull, "bring checkpoints of a remote folder into a run", ("newest", "best")),
@@ -73,7 +73,7 @@ def _pull(given: argparse.Namespace) -> int:
 
 
 def _moved(given: argparse.Namespace, run: Run, move: Callable[[Copying], list[Transfer]]) -> list[Transfer]:
-    # (what talks to a remote takes its time to import, and `resumable --help` would wait for it)
+    # Imported here, because fsspec would slow down `resumable --help`.
     from ..remote.by_hand import Copying
     from ..remote.run_copy import Remote
     from ..remote.storage import Store
@@ -154,7 +154,7 @@ def _size(text: str) -> int:
 
 
 def _export(given: argparse.Namespace) -> int:
-    # (torch takes two seconds, and no other command needs it)
+    # Imported here, because torch takes two seconds and no other command needs it.
     from ..interop import exporting
 
     out = Path(given.output)

@@ -28,7 +28,7 @@ is removed (exit code 5)."""
 
 
 def declare(commands: Any) -> None:
-    """Declare them."""
+    """Declare the commands."""
     summary = "remove checkpoints that are no longer needed"
     sub = add(commands, "prune", _prune, summary, "resumable prune runs/exp --keep 3 --dry-run")
     sub.description = f"{sub.description}\n\n{_NOTES}"
@@ -115,7 +115,7 @@ class _Seen(NamedTuple):
 
 
 def _standing(run: Run, wish: Wish) -> tuple[Standing, dict[int, _Seen]]:
-    """Return what is known of the checkpoints, of which the newest (or all) are read to the last byte."""
+    """Return what is known of the checkpoints; the newest, or all, are read to the last byte."""
     seen: dict[int, _Seen] = {}
     damaged: list[int] = []
     unread: list[int] = []
@@ -131,7 +131,7 @@ def _standing(run: Run, wish: Wish) -> tuple[Standing, dict[int, _Seen]]:
         except CheckpointDamaged as exc:
             (damaged if disk.is_proof(exc) else unread).append(number)
         except CheckpointNotFound:
-            # (a dry run is not alone: a training may have pruned it meanwhile)
+            # During a dry run a training may have pruned it.
             continue
     if newest is None:
         raise CheckpointDamaged(
@@ -140,7 +140,7 @@ def _standing(run: Run, wish: Wish) -> tuple[Standing, dict[int, _Seen]]:
             fix=f"`resumable verify {run} --all` tells what is wrong. To be rid of all, delete the folder.",
         )
     whole = [seen[number].about for number in sorted({*seen} - {*damaged, *unread})]
-    # (the newest may be of a script that says nothing of it)
+    # The newest one may come from a script without a metric.
     known = next((about.best for about in reversed(whole) if about.best), None)
     goal, best = (known.goal, known.number) if known else (None, None)
     if best not in {about.number for about in whole}:

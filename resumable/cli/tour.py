@@ -1,4 +1,4 @@
-"""The commands that show what this is about: demo."""
+"""The command that demonstrates the library: demo."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from .command import add, add_json, print_json
 
 
 def declare(commands: Any) -> None:
-    """Declare them."""
+    """Declare the command."""
     summary = "kill a training twice and show that it ends with the same bits"
     sub = add(commands, "demo", _demo, summary, "resumable demo")
-    sub.add_argument("--dir", type=Path, help="a folder to keep the two runs in, to look at them")
+    sub.add_argument("--dir", type=Path, help="a new folder that keeps the two runs")
     add_json(sub)
 
 
 def _demo(given: argparse.Namespace) -> int:
-    # (torch takes seconds to import)
+    # Imported here, because torch takes seconds to import.
     from . import demo
 
     if given.dir and given.dir.exists():

@@ -1,4 +1,4 @@
-"""The commands that tell whether a run, or a script, can be trusted: verify and audit."""
+"""The commands that show whether a run or a script can be trusted: verify and audit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Row = dict[str, Any]
 
 
 def declare(commands: Any) -> None:
-    """Declare them."""
+    """Declare the commands."""
     summary = "read every byte of checkpoints and report damage"
     sub = add(commands, "verify", _verify, summary, "resumable verify runs/exp --all")
     sub.add_argument(
@@ -94,7 +94,7 @@ def _audit(given: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _leaving() -> Iterator[None]:
-    """End what was started when this process is told to leave: else it would train on, with nobody to ask."""
+    """End the training that was started when this process is told to leave: it would not stop by itself."""
     numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
     before = {number: signal.signal(number, _leave) for number in numbers}
     try:
@@ -135,11 +135,11 @@ def _verified(given: argparse.Namespace) -> Iterator[Row]:
         assert chosen
         yield _row(chosen[0].about.number, lambda: chosen[0], given.pin)
         return
-    # What a resume would try, one after the other; then what restore("best") would.
+    # First what a resume would try, in order; then what restore("best") would use.
     best = None
     for number in run.numbers() if given.all else reversed(run.numbers()):
         row = _row(number, partial(run.open, number), given.pin)
-        # A training that goes on may have pruned it meanwhile.
+        # A running training may have pruned it.
         if row["problem"] and not run.path_of(number):
             continue
         yield row

@@ -1,4 +1,4 @@
-"""What a filesystem's error means: whether a retry may help, what to do about it, and its text."""
+"""Explains the errors of filesystems: whether a retry may help, what to do, and their text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What fsspec's filesystems have in common, and where they differ."""
+"""Hides the differences between the filesystems of fsspec."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from .deadline import Meter
 
 PIECE = 4 << 20
-"""Bytes that are read at once: a connection that breaks costs no more than this."""
+"""The bytes of one read: a broken connection costs no more than this."""
 
 
 def without_retries(place: str, options: Mapping[str, Any]) -> Mapping[str, Any]:

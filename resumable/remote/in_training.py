@@ -1,4 +1,4 @@
-"""What a training does with its remote: it takes checkpoints from there, and copies its own to it."""
+"""Pulls checkpoints from the remote when a training starts, and pushes its own."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Copies:
         is_empty = self._run.highest() is None
         # With a checkpoint to resume from here, a remote that does not answer must not delay the training.
         remote = self._remote if is_empty else Remote(self._store.with_patience(_QUICK))
-        line = f"waiting for {self} to tell what it has"
+        line = f"waiting for {self} to list its checkpoints"
         waits = threading.Timer(_A_LONG_WAIT, self._progress.print, [line])
         waits.daemon = True
         waits.start()
@@ -80,7 +80,7 @@ class Copies:
         except (RemoteError, CheckpointDamaged) as exc:
             if is_empty:
                 raise RemoteError(
-                    f"{self._run} is empty, and nobody can tell what {self} has of it: {exc.problem}",
+                    f"{self._run} is empty, and it is unknown what {self} has of it: {exc.problem}",
                     fix=f"{exc.fix.rstrip('.')}. Or say resume='never' to start fresh without asking.",
                 ) from None
             # The push fails for the same cause: it is reported once.

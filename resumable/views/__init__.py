@@ -1,4 +1,4 @@
-"""What people and programs see of a run: tables, JSON, pages."""
+"""Shows a run to people and programs: tables, JSON, pages."""
 
 __all__ = [
     "comparison",

@@ -20,7 +20,7 @@ MOST = 600
 _MOST_EVENTS = 150
 
 _COLOURS = ("#0072b2", "#c4500a", "#00795a", "#a3508a", "#7a6000", "#4b5563")
-"""Those that the colour-blind can tell apart."""
+"""Colours that the colour-blind can tell apart."""
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "hexagon", "pentagon")
 _EVENTS = {
     "resume": ("resumes", "triangle-right"),

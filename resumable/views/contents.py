@@ -1,4 +1,4 @@
-"""What a checkpoint holds: its trees and its tensors, verified as a load verifies them."""
+"""Reads the content of a checkpoint, its trees and tensors, verified as in a load."""
 
 from __future__ import annotations
 

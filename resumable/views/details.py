@@ -1,4 +1,4 @@
-"""What `show` and `diff` say about checkpoints: rows as JSON for programs, and tables of them for people."""
+"""Describes and compares checkpoints for `show` and `diff`: rows as JSON, or as tables."""
 
 from __future__ import annotations
 

@@ -381,7 +381,7 @@ def nowhere(tmp_path: Path) -> str:
 
 
 def test_an_empty_run_does_not_start_fresh_where_nobody_knows_what_the_remote_has(tmp_path: Path) -> None:
-    with pytest.raises(RemoteError, match="is empty, and nobody can tell what file:///") as caught:
+    with pytest.raises(RemoteError, match="is empty, and it is unknown what file:///") as caught:
         step_of(tmp_path / "run", remote=nowhere(tmp_path))
 
     assert "resume='never'" in caught.value.fix
@@ -429,7 +429,7 @@ def test_a_run_goes_on_with_a_remote_that_is_gone_and_the_next_start_pushes_it(
 def test_an_empty_run_waits_a_minute_for_a_remote_that_is_gone(proxied_s3: ProxiedS3, tmp_path: Path) -> None:
     proxied_s3.proxy.close()
 
-    with pytest.raises(RemoteError, match="is empty, and nobody can tell"):
+    with pytest.raises(RemoteError, match="is empty, and it is unknown what"):
         step_of(tmp_path / "run", remote="s3://bucket/exp", remote_options=proxied_s3.options())
 
 
@@ -453,7 +453,7 @@ def test_a_training_over_a_line_that_breaks_ends_as_one_without_a_remote(
 def test_a_wrong_secret_is_an_error_at_once_where_the_run_is_empty(s3: S3, tmp_path: Path) -> None:
     options = s3.options(secret="not-the-secret")
 
-    with pytest.raises(RemoteError, match="nobody can tell") as caught:
+    with pytest.raises(RemoteError, match="it is unknown what") as caught:
         step_of(tmp_path / "run", remote=f"s3://{s3.bucket()}/exp", remote_options=options)
 
     assert "not-the-secret" not in f"{caught.value} {caught.value!r}"

@@ -1,6 +1,6 @@
-"""Lets the clock, or what the system draws at random, be the same in every process that Python starts.
+"""Makes the clock, or the random bytes of the system, equal in every Python process.
 
-An audit puts this folder first on the path, to find out what makes a script do something else each time.
+An audit puts this folder first on the path to find out why a script is not repeatable.
 """
 
 import importlib.util
@@ -16,18 +16,18 @@ def _still_clock() -> None:
     import datetime
     import threading
 
-    # (of each thread: how often those in the background look is a matter of chance)
+    # Per thread: how often background threads read the clock is a matter of chance.
     own = threading.local()
 
     def now() -> float:
-        # A clock that stood would let loops wait for ever.
+        # With a clock that stands still, loops would wait for ever.
         own.ticks = getattr(own, "ticks", 0) + 1
         return 1_700_000_000 + float(own.ticks) / 1000
 
     real = datetime.datetime
 
     class IsAlsoReal(type):
-        # What C makes is none of the class below.
+        # Objects that C creates are not of the class below.
         def __instancecheck__(cls, instance: object) -> bool:
             return isinstance(instance, real)
 
@@ -44,11 +44,11 @@ def _still_clock() -> None:
         def today(cls):  # type: ignore[no-untyped-def,override]
             return cls.fromtimestamp(now())
 
-    # (so that it can be pickled)
+    # For pickle.
     Datetime.__module__, Datetime.__name__, Datetime.__qualname__ = "datetime", "datetime", "datetime"
     time.time = now
     time.time_ns = lambda: int(now() * 1e9)
-    # (not monotonic: what waits for another process would wait a thousand times as long)
+    # Not time.monotonic: waiting for another process would take a thousand times as long.
     time.perf_counter = now
     time.perf_counter_ns = time.time_ns
     datetime.datetime = Datetime  # type: ignore[misc]
@@ -72,7 +72,7 @@ def _still_system(is_numpys: bool, is_others: bool) -> None:
             seed(self, drawn.getrandbits(64) if a is None else a, version)
 
         random.Random.seed = seeded  # type: ignore[method-assign]
-        # (it was bound to the other when random was imported)
+        # It was bound to the original when random was imported.
         random.seed = random._inst.seed  # type: ignore[attr-defined]
 
 
@@ -84,7 +84,7 @@ def _leave_benchmark_off(torch) -> None:  # type: ignore[no-untyped-def]
 
 
 class _ChangesTorch:
-    """Finds torch as it would have been found, and changes it once it has been imported."""
+    """Finds torch as usual, and changes it once it has been imported."""
 
     def find_spec(self, name, path=None, target=None):  # type: ignore[no-untyped-def]
         if name != "torch":
@@ -114,7 +114,7 @@ if "python" in _what:
 if "numpy" in _what or "system" in _what:
     _still_system("numpy" in _what, "system" in _what)
 
-# The file of this name that would have been imported is, now that this folder is out of the way.
+# Import the sitecustomize that this one has hidden.
 _here = os.path.dirname(os.path.abspath(__file__))
 sys.path[:] = [path for path in sys.path if os.path.abspath(path or ".") != _here]
 _ours = sys.modules.pop("sitecustomize", None)
