@@ -1,3 +1,7 @@
-"""One process's use of a run: its start or resume, its loops, its saves and its end."""
+"""One process's use of a run: its start or resume, its loops, its saves and its end.
+
+`resuming` chooses a checkpoint, restores from it and prints the line that says so. `loops` is `epochs()`,
+`batches()` and `steps()`; `save_warnings` warns of what a resume would lose.
+"""
 
 __all__ = ["going_back", "loops", "observer", "session"]
