@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sized
+from collections.abc import Callable, Collection, Mapping, Sized
 from typing import Any, TypeVar
 
 import numpy as np
@@ -70,25 +70,21 @@ class _Decoder:
         # A tensor in the deepest list is one level deeper.
         if len(path) > DEEPEST + 1:
             raise ValueError(f"it is nested more than {DEEPEST} deep")
-        if kind is list:
-            return self._all(enumerate(value), path)
-        if len(value) == 1:
+        if kind is dict and len(value) == 1:
             ((tag, content),) = value.items()
             if tag in _DECODERS:
                 return _DECODERS[tag](self, content, path)
-        if "$" in "".join(value) and any(key.startswith("$") for key in value):
+        if kind is dict and "$" in "".join(value) and any(key.startswith("$") for key in value):
             raise ValueError(f"{', '.join(value):.200} is not a kind of value in this format")
-        return dict(zip(value, self._all(value.items(), path), strict=True))
-
-    def _all(self, items: Iterable[tuple[Any, Json]], path: Path) -> list[Any]:
         found = []
-        for key, item in items:
+        for key, item in enumerate(value) if kind is list else value.items():
             # Most values are numbers and texts, and a call for each would take longer than all else.
             found.append(self.decode(item, (*path, str(key))) if type(item) in _NESTED else item)
-        return found
+        return found if kind is list else dict(zip(value, found, strict=True))
 
     def each(self, value: Json, path: Path) -> list[Any]:
-        return self._all(enumerate(typed(list, value)), path)
+        found: list[Any] = self.decode(typed(list, value), path)
+        return found
 
     def distinct(self, value: Json, path: Path) -> set[Any]:
         return _all_of(items := self.each(value, path), set(items))
@@ -119,11 +115,16 @@ class _Decoder:
         return np.ndarray((), dtype, raw)[()]
 
     def array(self, value: Json, path: Path) -> np.ndarray[Any, Any]:
-        name, text, lengths, order = typed(list, value)
+        name, text, shape, order = typed(list, value)
         stored, dtype = self._tensors[name], _checked_dtype(text)
-        shape = [typed(int, length) for length in typed(list, lengths)]
+        is_shape = type(shape) is list and {*map(type, shape)} <= {int}
         # numpy takes -1 for any length that fits.
-        if stored.dtype != stored_as(dtype) or order not in ("C", "F") or min(shape, default=0) < 0:
+        if (
+            not is_shape
+            or min(shape, default=0) < 0
+            or stored.dtype != stored_as(dtype)
+            or order not in ("C", "F")
+        ):
             raise ValueError(f"{value!r} does not describe an array")
         raw = bytearray(as_bytes(stored))
         array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, raw, order=order)

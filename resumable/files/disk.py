@@ -9,6 +9,7 @@ import stat
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from io import FileIO
 from pathlib import Path
 
@@ -83,7 +84,7 @@ def opened(folder: Path, name: str) -> Iterator[FileIO]:
     try:
         if path.parent != folder and path.parent.is_symlink():
             raise damaged(folder, f"{path.parent.name} is a symbolic link")
-        with FileIO(path, opener=lambda *_: _open_in(folder, name, flags)) as file:
+        with FileIO(path, opener=partial(_open_in, folder, name, flags)) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise damaged(folder, f"{name} is not a regular file")
             yield file
@@ -112,7 +113,7 @@ def _unread(folder: Path, name: str, exc: OSError) -> CannotRead | CheckpointDam
     return damaged(folder, f"{name} {reason}")
 
 
-def _open_in(folder: Path, name: str, flags: int) -> int:
+def _open_in(folder: Path, name: str, flags: int, *_: object) -> int:
     if os.open not in os.supports_dir_fd:  # Windows
         return os.open(folder / name, flags)
     # Folder by folder: one may have been replaced by a link since it was checked.
@@ -121,16 +122,13 @@ def _open_in(folder: Path, name: str, flags: int) -> int:
     try:
         for inner in folders:
             outer, fd = fd, os.open(inner, _FOLDER, dir_fd=fd)
-            _leave(outer)
+            with contextlib.suppress(OSError):
+                os.close(outer)
         return os.open(name, flags, dir_fd=fd)
     finally:
-        _leave(fd)
-
-
-def _leave(fd: int) -> None:
-    # Nothing was written through it, so nothing can be lost.
-    with contextlib.suppress(OSError):
-        os.close(fd)
+        # Nothing was written through it, so nothing can be lost.
+        with contextlib.suppress(OSError):
+            os.close(fd)
 
 
 _FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0)

@@ -167,8 +167,15 @@ class _Encoder:
                 found.append(value)
                 continue
             step = (*path, key if type(key) is str else step_of(key))
-            method = _ENCODERS.get(kind) if len(path) < DEEPEST else None
-            found.append(method(self, value, step) if method else self.encode(value, step))
+            if len(path) >= DEEPEST:
+                found.append(self.encode(value, step))
+            elif kind is list:
+                found.append(self._all(enumerate(value), step) if value else [])
+            elif kind is dict and not value:
+                found.append({})
+            else:
+                method = _ENCODERS.get(kind)
+                found.append(method(self, value, step) if method else self.encode(value, step))
         return found
 
     def _pairs(self, values: Mapping[Any, Any], path: Path) -> list[Json]:
@@ -182,7 +189,9 @@ class _Encoder:
         facts = _facts(values) if is_plain else None
         if group and group.facts == facts:
             return self._same_group(values, group)
-        if not _are_names(values):
+        # One look at all keys nearly always suffices.
+        names = "".join(values) if {*map(type, values)} <= {str} else "$"
+        if ("$" in names or not names.isascii()) and not all(map(_is_name, values)):
             return {"$dict": self._pairs(values, path)}
         if facts:
             return self._new_group(values, path, facts)
@@ -278,6 +287,8 @@ class _Encoder:
 _ENCODERS: dict[type, Callable[[_Encoder, Any, Path], Json]] = {
     dict: _Encoder._dict,
     list: _Encoder._each,
+    torch.Tensor: _Encoder._tensor,
+    torch.nn.Parameter: _Encoder._tensor,
     defaultdict: _Encoder._defaultdict,
     np.ndarray: _Encoder._array,
     tuple: lambda self, value, path: {"$tuple": self._each(value, path)},
@@ -299,15 +310,9 @@ _ENCODERS: dict[type, Callable[[_Encoder, Any, Path], Json]] = {
 }
 
 
-def _are_names(keys: Iterable[Any]) -> bool:
-    """Whether all keys of a dict can be keys in JSON as they are."""
-    if {*map(type, keys)} - {str}:
-        return False
-    whole = "".join(keys)
-    # One look at all of them nearly always suffices.
-    if "$" not in whole and whole.isascii():
-        return True
-    return all(not key.startswith("$") and _is_text(key) for key in keys)
+def _is_name(key: Any) -> bool:
+    """Whether a key of a dict can be a key in JSON as it is."""
+    return type(key) is str and not key.startswith("$") and _is_text(key)
 
 
 def _is_text(value: str) -> bool:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import bisect
-import contextlib
 import errno
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
@@ -54,8 +53,9 @@ def scan(
 
     Bytes without a target are verified too. `also` gets all bytes in order, from one thread.
     """
-    with _of_size(folder, name, size) as fd:
-        scanned = _Scan(fd, size, targets, lane, also)
+    with disk.opened(folder, name) as file:
+        _check_size(file, folder, name, size)
+        scanned = _Scan(file.fileno(), size, targets, lane, also)
         digests = large_files.in_threads(scanned.block, size, 1 if also else _READERS)
     if (actual := large_files.fold(digests)) != expected:
         raise disk.damaged(folder, f"{name} has the digest {actual}, its manifest says {expected}")
@@ -64,8 +64,9 @@ def scan(
 
 def read_start(folder: Path, name: str, size: int, count: int) -> memoryview:
     """Return the first `count` bytes of a file of `size`, not verified."""
-    with _of_size(folder, name, size) as fd:
-        return read_range(fd, 0, min(count, size))
+    with disk.opened(folder, name) as file:
+        _check_size(file, folder, name, size)
+        return read_range(file.fileno(), 0, min(count, size))
 
 
 def read_range(fd: int, begin: int, end: int) -> memoryview:
@@ -88,8 +89,9 @@ def scan_again(
     wanted = {
         at for target in targets for at in range(target.begin // block * block, max(target.end, 1), block)
     }
-    with _of_size(folder, name, size) as fd:
-        scanned = _Scan(fd, size, targets, lane)
+    with disk.opened(folder, name) as file:
+        _check_size(file, folder, name, size)
+        scanned = _Scan(file.fileno(), size, targets, lane)
 
         def job(at: int) -> bytes:
             return scanned.block(at) if at in wanted else digests[at // block]
@@ -98,13 +100,10 @@ def scan_again(
             raise disk.damaged(folder, f"{name} has changed since it was verified, a moment ago")
 
 
-@contextlib.contextmanager
-def _of_size(folder: Path, name: str, size: int) -> Iterator[int]:
-    with disk.opened(folder, name) as file:
-        found = os.fstat(file.fileno()).st_size
-        if found != size:
-            raise disk.damaged(folder, f"{name} has {found:,} bytes, its manifest says {size:,}")
-        yield file.fileno()
+def _check_size(file: FileIO, folder: Path, name: str, size: int) -> None:
+    found = os.fstat(file.fileno()).st_size
+    if found != size:
+        raise disk.damaged(folder, f"{name} has {found:,} bytes, its manifest says {size:,}")
 
 
 class _Scan:
@@ -180,8 +179,9 @@ else:
 
 def read(folder: Path, name: str, size: int, expected: str, also: Hasher | None = None) -> memoryview:
     """Return the bytes of a file, verified in private memory that the caller may keep."""
-    # Check the size of the file first: a manifest can claim any size.
-    with _of_size(folder, name, size):
+    with disk.opened(folder, name) as file:
+        # First the size of the file: a manifest can claim any.
+        _check_size(file, folder, name, size)
         buffer = memoryview(bytearray(size))
     scan(folder, name, size, expected, [Target(0, size, buffer)], also=also)
     return buffer

@@ -56,7 +56,7 @@ def in_threads(job: Callable[[int], bytes], size: int, threads: int) -> list[byt
     """Return the result of `job` for each block; the first error stops the other threads."""
     blocks = _blocks(size)
     if threads == 1 or len(blocks) == 1:
-        return [job(at) for at in blocks]
+        return list(map(job, blocks))
     failed = threading.Event()
 
     def unless_failed(at: int) -> bytes:
@@ -97,13 +97,11 @@ class Content:
         self.size = self.data.nbytes if size is None else size
         self._ready = ready
         self._before = before
-        if self.is_share() and not self._is_of_whole_blocks():
+        self.is_share = (begin, self.data.nbytes) != (0, self.size)
+        """Whether this is only a part of the file."""
+        if self.is_share and not self._is_of_whole_blocks():
             # Its digests would not be those of the blocks that a load reads.
             raise ValueError(f"{self.data.nbytes} bytes from {begin} on are no whole blocks of {self.size}")
-
-    def is_share(self) -> bool:
-        """Return whether this is only a part of the file."""
-        return (self.begin, self.data.nbytes) != (0, self.size)
 
     def _is_of_whole_blocks(self) -> bool:
         begin, end = self.begin, self.begin + self.data.nbytes
@@ -166,11 +164,11 @@ def put(path: Path, content: Content, way: Way = "paced") -> Written:
 
 def write(path: Path, content: Content, way: Way = "paced") -> Written:
     """Create the file, write the content, and flush."""
-    if content.is_share():
+    if content.is_share:
         raise ValueError(f"others write to {path} too: create() it, and write_share()")
     with disk.created(path) as fd:
         _preallocate(fd, content.size)
-        digests = _write(fd, content, way)
+        digests = _write_blocks(fd, content, way)
         seen = identity(os.fstat(fd))
     return Written(path, content.size, digests, seen)
 
@@ -210,13 +208,7 @@ def write_share(path: Path, content: Content, way: Way = "paced") -> list[bytes]
                 fix="make the same model and the same optimizer in every process. "
                 "The checkpoints before it are untouched.",
             )
-        return _write(fd, content, way)
-
-
-def _write(fd: int, content: Content, way: Way) -> list[bytes]:
-    if way == "direct" and _begins_a_page(content.data):
-        return _write_directly(fd, content)
-    return _write_blocks(fd, content, way)
+        return _write_blocks(fd, content, way)
 
 
 def identity(found: os.stat_result) -> tuple[int, ...]:
@@ -236,6 +228,9 @@ def _preallocate(fd: int, size: int) -> None:
 
 
 def _write_blocks(fd: int, content: Content, way: Way) -> list[bytes]:
+    if way == "direct" and _begins_a_page(content.data):
+        return _write_directly(fd, content)
+
     def job(at: int) -> bytes:
         block = content.block(at)
         found = xxhash.xxh3_128_digest(block)

@@ -257,6 +257,10 @@ class LoaderPart(PositionPart):
         self.built = live.source.settings()
         self._is_saved = is_saved
 
+    def collect(self) -> dict[str, Any]:
+        """Return the position; a collection has read the generators before, since other parts may draw."""
+        return {self.stem: self.live.collect(is_searched=True)}
+
     def restore(self, saved: Saved, unfit: AbstractSet[str], code_wins: AbstractSet[str]) -> None:
         """Restore the position."""
         self.live.restore(saved.copy(self.stem, same_device), unfit)

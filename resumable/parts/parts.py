@@ -177,7 +177,7 @@ class Parts:
 
     def names(self, wanted: str) -> list[str]:
         """Return the parts that `wanted` names: one part, or all of a slot."""
-        names = [part.name for part in self.all if not is_data(part)]
+        names = [part.name for part in self.all if not isinstance(part, DATA)]
         found = [name for name in names if name == wanted or name.startswith(f"{wanted}.")]
         if not found:
             raise UsageError(f"there is no part {wanted!r}.", fix=f"the parts are: {', '.join(names)}.")
@@ -196,9 +196,8 @@ class Parts:
                     yield part, optimizer
 
 
-def is_data(part: Part) -> bool:
-    """Whether a part is the position in the data or the global generators."""
-    return isinstance(part, (PositionPart, RandomPart))
+DATA = (PositionPart, RandomPart)
+"""The parts that are the position in the data or the global generators."""
 
 
 def _is_generator(part: Part) -> bool:

@@ -35,6 +35,8 @@ PULL = re.compile(r"\.pull-[0-9]{6,}-[0-9a-f]{8}")
 RANKS = "ranks/"
 """The folder in a checkpoint for the state that differs between processes."""
 
+_MOST_HEADERS = 64 << 10  # longer than those of most models
+
 
 def name(number: int, step: int) -> str:
     """Return the name of a checkpoint's folder.
@@ -68,8 +70,9 @@ class Checkpoint:
     def read_header(self, file: str) -> memoryview:
         """Return the header of a file with tensors, not verified."""
         size = self.about.files[file].size
-        start = file_reader.read_start(self.path, file, size, 8)
-        return file_reader.read_start(self.path, file, size, safetensors_header.header_size(start, size))
+        start = file_reader.read_start(self.path, file, size, _MOST_HEADERS)
+        end = safetensors_header.header_size(start, size)
+        return start[:end] if end <= len(start) else file_reader.read_start(self.path, file, size, end)
 
     def verify(self, told: Told | None = None) -> None:
         """Raise CheckpointDamaged unless every byte is as it was written.
@@ -204,18 +207,18 @@ class Stage:
 
     def write(self, files: Mapping[str, Content], way: Way = "paced") -> dict[str, Written]:
         """Write files, or link the unchanged ones of the last save, flushed."""
-        self._size += sum(content.data.nbytes for content in files.values())
-        return {file: self._write(file, content, way) for file, content in files.items()}
-
-    def _write(self, file: str, content: Content, way: Way) -> Written:
-        if not (folder := (self.path / file).parent).is_dir():
-            # Another process may have made it first.
-            folder.mkdir(exist_ok=True)
-        if content.is_share():
-            return Written(
-                self.path / file, content.size, large_files.write_share(self.path / file, content, way)
-            )
-        return large_files.put(self.path / file, content, way)
+        self._size += sum([content.data.nbytes for content in files.values()])
+        written = {}
+        for file, content in files.items():
+            path = self.path / file
+            if not path.parent.is_dir():
+                # Another process may have made it first.
+                path.parent.mkdir(exist_ok=True)
+            if content.is_share:
+                written[file] = Written(path, content.size, large_files.write_share(path, content, way))
+            else:
+                written[file] = large_files.put(path, content, way)
+        return written
 
     def flush(self) -> None:
         """Make the names in the folders of the stage durable."""
