@@ -167,15 +167,18 @@ class LoaderSource(EpochReader):
         samplers = (self.loader.sampler, self.loader.batch_sampler)
         return bool(self.loader.num_workers) and all(map(draws_at_once, samplers))
 
-    def outgrown(self, keeps: Callable[[Any], bool], *, is_under_way: bool) -> str | None:
+    def outgrown(
+        self, keeps: Callable[[Any], bool], is_only_shown: Callable[[str], bool], *, is_under_way: bool
+    ) -> str | None:
         """Return a warning of changes to the dataset, sampler or collate_fn that a resume would lose.
 
-        `keeps`: whether an object is saved with the training.
+        `keeps`: whether an object is saved with the training; `is_only_shown`: whether nothing depends on
+        an attribute of a name.
         """
         outgrown = None
         if self._saved is None:
             outgrown = self._dataset_length.outgrown(keeps, is_under_way=is_under_way)
-        return outgrown or self._counters.new(self._order.counters, keeps)
+        return outgrown or self._counters.new(self._order.counters, keeps, is_only_shown)
 
     # The state in a checkpoint.
 

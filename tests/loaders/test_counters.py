@@ -164,6 +164,140 @@ class Totals(Passes):
             yield torch.tensor([index, self.passes])
 
 
+class Served(Quiet):
+    """Counts its samples, and shows the number; no sample depends on it."""
+
+    def __init__(self) -> None:
+        self.served = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.served += 1
+        if self.served % 5 == 0:
+            print(f"{self.served} samples")
+        return super().__getitem__(index)
+
+    def __repr__(self) -> str:
+        return "Served()"
+
+
+class Passing(Seeded):
+    """Counts its passes, and shuffles by another number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun_passes = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.begun_passes = self.begun_passes + 1
+        print("pass", self.begun_passes)
+        return iter(random.sample(range(SAMPLES), SAMPLES))
+
+
+class Clipped(Quiet):
+    """Depends on the number of its samples by way of a variable."""
+
+    def __init__(self) -> None:
+        self.clipped = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.clipped += 1
+        number = min(self.clipped, 9)
+        return torch.tensor([index, number])
+
+
+class Chosen(Quiet):
+    """Depends on the number of its samples in a condition."""
+
+    def __init__(self) -> None:
+        self.chosen = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.chosen += 1
+        number = 0
+        if self.chosen > 5:
+            number = 1
+        return torch.tensor([index, number])
+
+
+class Copied(Quiet):
+    """Gives the number of its samples to another attribute too."""
+
+    def __init__(self) -> None:
+        self.copied = self.other = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.other = self.copied = self.copied + 1
+        return torch.tensor([index, self.other])
+
+
+class Named(Quiet):
+    """Reads the number of its samples by its name."""
+
+    def __init__(self) -> None:
+        self.named = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.named += 1
+        return torch.tensor([index, getattr(self, "named")])  # noqa: B009
+
+
+class All(Quiet):
+    """Reads all its attributes at once."""
+
+    def __init__(self) -> None:
+        self.all_of_them = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.all_of_them += 1
+        return torch.tensor([index, *vars(self).values()])
+
+
+class Failing(Quiet):
+    """Reads the number of its samples where an exception is handled."""
+
+    def __init__(self) -> None:
+        self.failing = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.failing += 1
+        try:
+            raise LookupError
+        except LookupError:
+            return torch.tensor([index, self.failing])
+
+
+class Asked(Quiet):
+    """Counts samples for a function of the script that loads nothing."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.asked += 1
+        return super().__getitem__(index)
+
+
+def rate_of(dataset: Asked) -> float:
+    return 1 / dataset.asked
+
+
+class Yielding(Quiet):
+    """Yields the number of its samples to itself."""
+
+    def __init__(self) -> None:
+        self.yielding = 0
+
+    def numbers(self) -> Iterator[int]:
+        yield int(self.yielding)
+
+    def __getitem__(self, index: int) -> Any:
+        self.yielding += 1
+        return torch.tensor([index, *self.numbers()])
+
+
+USED = [Clipped, Chosen, Copied, Named, All, Failing, Asked, Yielding]
+
+
 def over(dataset: Any = None, **how: Any) -> Callable[..., DataLoader[Any]]:
     """Return what makes the loader: `sampler`, `batch_sampler` and `collate_fn` are classes."""
 
@@ -234,6 +368,13 @@ LOST = {
     "passes": (over(Passes), "Passes.passes", "dataset"),
     "totals": (over(Totals), "Totals.passes", "dataset"),
 }
+
+
+@pytest.mark.parametrize("dataset", USED)
+def test_a_counter_on_which_something_may_depend_is_warned_of(run_dir: Path, dataset: Any) -> None:
+    (text,) = told(run_dir, over(dataset))
+
+    assert f".{dataset.__name__.lower() if dataset is not All else 'all_of_them'} changes" in text
 
 
 @pytest.mark.parametrize("workers", WORKERS, ids=["here", "new", "kept"])
@@ -369,6 +510,8 @@ QUIET = {
     "progress": (over(Lazy, sampler=Positions), set_progress),
     "progress of a stream": (over(Restarting), set_phase),
     "stream": (over(Restarting), nothing),
+    "samples that are only counted": (over(Served), nothing),
+    "passes that are only counted": (over(sampler=Passing), nothing),
 }
 
 

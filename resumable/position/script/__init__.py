@@ -9,5 +9,6 @@ __all__ = [
     "loops",
     "running_sums",
     "script_frames",
+    "statistics",
     "unsaved_weights",
 ]
