@@ -193,6 +193,66 @@ class Passing(Seeded):
         return iter(random.sample(range(SAMPLES), SAMPLES))
 
 
+class Refilled(Sampler[int]):
+    """Makes its order again in each epoch, in the same list."""
+
+    def __init__(self) -> None:
+        self.refilled = [*range(SAMPLES)]
+
+    def __len__(self) -> int:
+        return len(self.refilled)
+
+    def __iter__(self) -> Iterator[int]:
+        self.refilled.clear()
+        self.refilled.extend(random.sample(range(SAMPLES), SAMPLES))
+        return iter(self.refilled)
+
+
+class Overwritten(Refilled):
+    def __init__(self) -> None:
+        self.overwritten = [*range(SAMPLES)]
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        self.overwritten[:] = range(SAMPLES)
+        random.shuffle(self.overwritten)
+        yield from self.overwritten
+
+
+class Redrawn(Overwritten):
+    def __init__(self) -> None:
+        self.redrawn = torch.arange(SAMPLES)
+
+    def __iter__(self) -> Iterator[int]:
+        self.redrawn.copy_(torch.randperm(SAMPLES))
+        return iter(self.redrawn.tolist())
+
+
+class Rotated(Overwritten):
+    """Overwrites its order with what it was."""
+
+    def __init__(self) -> None:
+        self.rotated = [*range(SAMPLES)]
+
+    def __iter__(self) -> Iterator[int]:
+        self.rotated[:] = self.rotated[5:] + self.rotated[:5]
+        return iter(list(self.rotated))
+
+
+class Aliased(Overwritten):
+    """Shuffles a list that it has under another name too."""
+
+    def __init__(self) -> None:
+        self.base = [*range(SAMPLES)]
+
+    def __iter__(self) -> Iterator[int]:
+        self.aliased = self.base
+        random.shuffle(self.aliased)
+        return iter(list(self.aliased))
+
+
 class Clipped(Quiet):
     """Depends on the number of its samples by way of a variable."""
 
@@ -367,6 +427,8 @@ LOST = {
     "tensor": (over(sampler=ShufflingTensor), "ShufflingTensor.indices", "sampler"),
     "passes": (over(Passes), "Passes.passes", "dataset"),
     "totals": (over(Totals), "Totals.passes", "dataset"),
+    "rotated": (over(sampler=Rotated), "Rotated.rotated", "sampler"),
+    "aliased": (over(sampler=Aliased), "Aliased.base", "sampler"),
 }
 
 
@@ -392,7 +454,8 @@ def test_a_counter_that_a_resume_loses_is_warned_of_once_by_name(
         assert found == []
     else:
         (text,) = found
-        first = "what the script gives it" if attribute.endswith("indices") else "0"
+        has_order = attribute.endswith(("indices", "rotated", "base"))
+        first = "what the script gives it" if has_order else "0"
         assert text.startswith(f"loader: {attribute} changes as batches are loaded, and is in no checkpoint")
         assert f"begins it with {first}. If" in text
         assert f"give the {role} state_dict()" in text
@@ -512,6 +575,9 @@ QUIET = {
     "stream": (over(Restarting), nothing),
     "samples that are only counted": (over(Served), nothing),
     "passes that are only counted": (over(sampler=Passing), nothing),
+    "refilled": (over(sampler=Refilled), nothing),
+    "overwritten": (over(sampler=Overwritten), nothing),
+    "redrawn": (over(sampler=Redrawn), nothing),
 }
 
 
@@ -523,6 +589,16 @@ def test_what_the_script_sets_or_loading_sets_once_is_no_counter(
     make_loader, between = QUIET[name]
 
     assert told(run_dir, partial(make_loader, **workers), between=between) == []
+
+
+@pytest.mark.heavy
+@pytest.mark.proves("exact")
+@pytest.mark.parametrize("workers", WORKERS, ids=["here", "new", "kept"])
+@pytest.mark.parametrize("name", ["refilled", "overwritten", "redrawn", "samples that are only counted"])
+def test_what_is_not_warned_of_is_exact(run_dir: Path, name: str, workers: dict[str, Any]) -> None:
+    make_loader, _ = QUIET[name]
+
+    assert differences(run_dir, partial(make, partial(make_loader, **workers)), train, STOPS) == []
 
 
 def test_an_order_in_extra_is_in_the_checkpoint(run_dir: Path) -> None:

@@ -5,10 +5,10 @@ __all__ = [
     "carried",
     "first_lines",
     "habits",
+    "kept_attributes",
     "loop_variables",
     "loops",
     "running_sums",
     "script_frames",
-    "statistics",
     "unsaved_weights",
 ]
