@@ -49,7 +49,7 @@ class NextEpoch(Opening):
 
     def __init__(self, saved: Saved, generators: Generators) -> None:
         super().__init__()
-        self.workers = standings(saved)
+        self.workers = _standings(saved, generators)
         self.starts = {number: Start(at, is_next_epoch=True) for number, at in self.workers.items()}
         self._made: Draws | None = saved["made"]
         self._generators = generators
@@ -83,7 +83,8 @@ class MidEpoch(Opening):
         self._order = {**saved["order"], "is_left": saved["is_left"], "samples": saved["samples"]}
         self._made: Draws | None = None
         if saved["num_workers"] == loader.num_workers:
-            self.workers, self.turn, self._made = standings(saved), saved["turn"], saved["made"]
+            self.workers = _standings(saved, generators)
+            self.turn, self._made = saved["turn"], saved["made"]
             self.starts = _starts(self.workers, shows)
 
     @property
@@ -131,9 +132,11 @@ class MidEpoch(Opening):
             )
 
 
-def standings(saved: Saved) -> dict[int, Standing]:
+def _standings(saved: Saved, generators: Generators) -> dict[int, Standing]:
     """Return the states of a checkpoint's workers, by number."""
-    return {number: Standing.restored(at) for number, at in enumerate(saved["workers"]) if at is not None}
+    now = search.find(generators.root())
+    workers = {number: Standing.restored(at) for number, at in enumerate(saved["workers"]) if at is not None}
+    return {number: at.renamed(now) for number, at in workers.items()}
 
 
 def _starts(workers: Mapping[int, Standing], shows: Callable[[], bool]) -> dict[int, Start]:

@@ -36,8 +36,9 @@ def differences(source: Source, saved: Mapping[str, Any]) -> Iterator[tuple[str,
             yield name, text if name else f"{key} {text}"
     root = source.root()
     is_other_sampler = saved["settings"].get("sampler") != now.get("sampler")
-    generators = search.renamed(saved["generators"], root)
-    for path in generators.keys() ^ search.find(root).keys():
+    found = search.find(root)
+    generators = search.renamed(saved["generators"], found)
+    for path in generators.keys() ^ found.keys():
         if is_other_sampler and (path == "generator" or path.startswith("sampler.")):
             continue
         # Many datasets make theirs at the first sample. Old checkpoints have none that modules have.

@@ -167,15 +167,18 @@ class LoaderSource(EpochReader):
         samplers = (self.loader.sampler, self.loader.batch_sampler)
         return bool(self.loader.num_workers) and all(map(draws_at_once, samplers))
 
-    def outgrown(self, keeps: Callable[[Any], bool], *, is_under_way: bool) -> str | None:
+    def outgrown(
+        self, keeps: Callable[[Any], bool], is_needed: Callable[[str], bool], *, is_under_way: bool
+    ) -> str | None:
         """Return a warning of changes to the dataset, sampler or collate_fn that a resume would lose.
 
-        `keeps`: whether an object is saved with the training.
+        `keeps`: whether an object is saved with the training; `is_needed`: whether something may
+        depend on an attribute of this name.
         """
         outgrown = None
         if self._saved is None:
             outgrown = self._dataset_length.outgrown(keeps, is_under_way=is_under_way)
-        return outgrown or self._counters.new(self._order.counters, keeps)
+        return outgrown or self._counters.new(self._order.counters, keeps, is_needed)
 
     # The state in a checkpoint.
 

@@ -145,7 +145,7 @@ class LoaderGenerators:
 
     def restore(self, states: Mapping[str, Any]) -> None:
         """Put them into the states of a checkpoint; call this after the source was given its own."""
-        states = search.renamed(states, self._source.root())
+        states = search.renamed(states, search.find(self._source.root()))
         self.write(states)
         self._late = {path: state for path, state in states.items() if self._source.makes_again(path)}
 

@@ -164,6 +164,200 @@ class Totals(Passes):
             yield torch.tensor([index, self.passes])
 
 
+class Served(Quiet):
+    """Counts its samples, and shows the number; no sample depends on it."""
+
+    def __init__(self) -> None:
+        self.served = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.served += 1
+        if self.served % 5 == 0:
+            print(f"{self.served} samples")
+        return super().__getitem__(index)
+
+    def __repr__(self) -> str:
+        return "Served()"
+
+
+class Passing(Seeded):
+    """Counts its passes, and shuffles by another number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun_passes = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.begun_passes = self.begun_passes + 1
+        print("pass", self.begun_passes)
+        return iter(random.sample(range(SAMPLES), SAMPLES))
+
+
+class Refilled(Sampler[int]):
+    """Makes its order again in each epoch, in the same list."""
+
+    def __init__(self) -> None:
+        self.refilled = [*range(SAMPLES)]
+
+    def __len__(self) -> int:
+        return len(self.refilled)
+
+    def __iter__(self) -> Iterator[int]:
+        self.refilled.clear()
+        self.refilled.extend(random.sample(range(SAMPLES), SAMPLES))
+        return iter(self.refilled)
+
+
+class Overwritten(Refilled):
+    def __init__(self) -> None:
+        self.overwritten = [*range(SAMPLES)]
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        self.overwritten[:] = range(SAMPLES)
+        random.shuffle(self.overwritten)
+        yield from self.overwritten
+
+
+class Redrawn(Overwritten):
+    def __init__(self) -> None:
+        self.redrawn = torch.arange(SAMPLES)
+
+    def __iter__(self) -> Iterator[int]:
+        self.redrawn.copy_(torch.randperm(SAMPLES))
+        return iter(self.redrawn.tolist())
+
+
+class Rotated(Overwritten):
+    """Overwrites its order with what it was."""
+
+    def __init__(self) -> None:
+        self.rotated = [*range(SAMPLES)]
+
+    def __iter__(self) -> Iterator[int]:
+        self.rotated[:] = self.rotated[5:] + self.rotated[:5]
+        return iter(list(self.rotated))
+
+
+class Aliased(Overwritten):
+    """Shuffles a list that it has under another name too."""
+
+    def __init__(self) -> None:
+        self.base = [*range(SAMPLES)]
+
+    def __iter__(self) -> Iterator[int]:
+        self.aliased = self.base
+        random.shuffle(self.aliased)
+        return iter(list(self.aliased))
+
+
+class Clipped(Quiet):
+    """Depends on the number of its samples by way of a variable."""
+
+    def __init__(self) -> None:
+        self.clipped = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.clipped += 1
+        number = min(self.clipped, 9)
+        return torch.tensor([index, number])
+
+
+class Chosen(Quiet):
+    """Depends on the number of its samples in a condition."""
+
+    def __init__(self) -> None:
+        self.chosen = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.chosen += 1
+        number = 0
+        if self.chosen > 5:
+            number = 1
+        return torch.tensor([index, number])
+
+
+class Copied(Quiet):
+    """Gives the number of its samples to another attribute too."""
+
+    def __init__(self) -> None:
+        self.copied = self.other = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.other = self.copied = self.copied + 1
+        return torch.tensor([index, self.other])
+
+
+class Named(Quiet):
+    """Reads the number of its samples by its name."""
+
+    def __init__(self) -> None:
+        self.named = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.named += 1
+        return torch.tensor([index, getattr(self, "named")])  # noqa: B009
+
+
+class All(Quiet):
+    """Reads all its attributes at once."""
+
+    def __init__(self) -> None:
+        self.all_of_them = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.all_of_them += 1
+        return torch.tensor([index, *vars(self).values()])
+
+
+class Failing(Quiet):
+    """Reads the number of its samples where an exception is handled."""
+
+    def __init__(self) -> None:
+        self.failing = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.failing += 1
+        try:
+            raise LookupError
+        except LookupError:
+            return torch.tensor([index, self.failing])
+
+
+class Asked(Quiet):
+    """Counts samples for a function of the script that loads nothing."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.asked += 1
+        return super().__getitem__(index)
+
+
+def rate_of(dataset: Asked) -> float:
+    return 1 / dataset.asked
+
+
+class Yielding(Quiet):
+    """Yields the number of its samples to itself."""
+
+    def __init__(self) -> None:
+        self.yielding = 0
+
+    def numbers(self) -> Iterator[int]:
+        yield int(self.yielding)
+
+    def __getitem__(self, index: int) -> Any:
+        self.yielding += 1
+        return torch.tensor([index, *self.numbers()])
+
+
+USED = [Clipped, Chosen, Copied, Named, All, Failing, Asked, Yielding]
+
+
 def over(dataset: Any = None, **how: Any) -> Callable[..., DataLoader[Any]]:
     """Return what makes the loader: `sampler`, `batch_sampler` and `collate_fn` are classes."""
 
@@ -233,7 +427,16 @@ LOST = {
     "tensor": (over(sampler=ShufflingTensor), "ShufflingTensor.indices", "sampler"),
     "passes": (over(Passes), "Passes.passes", "dataset"),
     "totals": (over(Totals), "Totals.passes", "dataset"),
+    "rotated": (over(sampler=Rotated), "Rotated.rotated", "sampler"),
+    "aliased": (over(sampler=Aliased), "Aliased.base", "sampler"),
 }
+
+
+@pytest.mark.parametrize("dataset", USED)
+def test_a_counter_on_which_something_may_depend_is_warned_of(run_dir: Path, dataset: Any) -> None:
+    (text,) = told(run_dir, over(dataset))
+
+    assert f".{dataset.__name__.lower() if dataset is not All else 'all_of_them'} changes" in text
 
 
 @pytest.mark.parametrize("workers", WORKERS, ids=["here", "new", "kept"])
@@ -251,7 +454,8 @@ def test_a_counter_that_a_resume_loses_is_warned_of_once_by_name(
         assert found == []
     else:
         (text,) = found
-        first = "what the script gives it" if attribute.endswith("indices") else "0"
+        has_order = attribute.endswith(("indices", "rotated", "base"))
+        first = "what the script gives it" if has_order else "0"
         assert text.startswith(f"loader: {attribute} changes as batches are loaded, and is in no checkpoint")
         assert f"begins it with {first}. If" in text
         assert f"give the {role} state_dict()" in text
@@ -369,6 +573,11 @@ QUIET = {
     "progress": (over(Lazy, sampler=Positions), set_progress),
     "progress of a stream": (over(Restarting), set_phase),
     "stream": (over(Restarting), nothing),
+    "samples that are only counted": (over(Served), nothing),
+    "passes that are only counted": (over(sampler=Passing), nothing),
+    "refilled": (over(sampler=Refilled), nothing),
+    "overwritten": (over(sampler=Overwritten), nothing),
+    "redrawn": (over(sampler=Redrawn), nothing),
 }
 
 
@@ -380,6 +589,16 @@ def test_what_the_script_sets_or_loading_sets_once_is_no_counter(
     make_loader, between = QUIET[name]
 
     assert told(run_dir, partial(make_loader, **workers), between=between) == []
+
+
+@pytest.mark.heavy
+@pytest.mark.proves("exact")
+@pytest.mark.parametrize("workers", WORKERS, ids=["here", "new", "kept"])
+@pytest.mark.parametrize("name", ["refilled", "overwritten", "redrawn", "samples that are only counted"])
+def test_what_is_not_warned_of_is_exact(run_dir: Path, name: str, workers: dict[str, Any]) -> None:
+    make_loader, _ = QUIET[name]
+
+    assert differences(run_dir, partial(make, partial(make_loader, **workers)), train, STOPS) == []
 
 
 def test_an_order_in_extra_is_in_the_checkpoint(run_dir: Path) -> None:

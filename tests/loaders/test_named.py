@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from resumable import RunState
-from resumable.loaders.generators import code_names, rng, search
+from resumable.loaders.generators import code_names, draws_between, rng, search
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),
@@ -368,51 +368,78 @@ def test_a_module_that_code_imports_as_it_runs_is_imported_for_its_generator(
 
 
 TRAINED = """
+import random
 import numpy as np, torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 from resumable import RunState
 
-drawn = np.random.default_rng(0)
+drawn, order = np.random.default_rng(0), random.Random(0)
 
 class Drawn(Dataset):
     def __len__(self):
         return 4
 
     def __getitem__(self, index):
-        return torch.tensor([float(drawn.random())])
+        return torch.tensor([index + float(drawn.random())])
 
-def main(run, epochs):
+class Shuffled(Sampler):
+    def __len__(self):
+        return 4
+
+    def __iter__(self):
+        return iter(order.sample(range(4), 4))
+
+def main(run, batches, how):
     torch.manual_seed(0)
     model = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = DataLoader(Drawn())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loader = DataLoader(Drawn(), sampler=Shuffled(), **how)
     with RunState.load(run, model=model, optimizer=optimizer, loader=loader, progress=False) as state:
-        for epoch in state.epochs(epochs):
+        for epoch in state.epochs(3):
             for batch in state.batches():
                 optimizer.zero_grad()
-                model(batch).sum().backward()
+                model(batch).square().sum().backward()
                 optimizer.step()
-            state.save()
-    return model.weight.item()
+                state.save().wait()
+                if state.step == batches:
+                    return model.weight.item()
 """
 
 
+@pytest.mark.parametrize("how", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
 @pytest.mark.parametrize("names", [("__main__", "train", "train"), ("train", "__main__", "train")])
+@pytest.mark.parametrize("stops", [(1, 7), (4, 8)])
 def test_a_script_may_run_under_another_name_after_a_resume(
-    names: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    names: tuple[str, ...],
+    stops: tuple[int, ...],
+    how: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def trained(name: str, run: str, epochs: int) -> float:
+    def trained(name: str, run: str, batches: int) -> float:
         module = types.ModuleType(name)
         module.__file__ = str(tmp_path / "train.py")
         monkeypatch.delitem(sys.modules, "train", raising=False)
         monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
         monkeypatch.setitem(sys.modules, name, module)
         exec(TRAINED, vars(module))
-        return module.main(tmp_path / run, epochs)  # type: ignore[no-any-return]
+        return module.main(tmp_path / run, batches, how)  # type: ignore[no-any-return]
 
-    straight = trained("__main__", "straight", 3)
+    straight = trained("__main__", "straight", 10)
 
-    resumed = [trained(name, "resumed", epochs) for epochs, name in enumerate(names, 1)]
+    resumed = [trained(name, "resumed", at) for name, at in zip(names, (*stops, 10), strict=True)]
 
     assert resumed[-1] == straight
+
+
+def test_draws_between_batches_are_repeated_under_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("train")
+    monkeypatch.setitem(sys.modules, "train", module)
+    exec("import random; own = random.Random(0); draw = lambda: own.random()", vars(module))
+    then = rng.read(random.Random(1))
+    saved = {"between": {"generators": {"__main__:own": [[1, then]]}}}
+
+    draws_between.Replay({"iterable": module.draw}, saved, 2).before(1)
+
+    assert rng.is_same(rng.read(module.own), then)

@@ -7,7 +7,7 @@ import time
 import warnings
 from argparse import Namespace
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from random import random
@@ -83,6 +83,21 @@ def early_stopping_by_hand(state: RunState, step: Callable[..., torch.Tensor]) -
         if bad > 3:
             break
         state.save()
+
+
+def a_loop_in_a_generator(state: RunState, step: Callable[..., torch.Tensor]) -> None:
+    def losses() -> Iterator[float]:
+        bad = 0
+        for epoch in state.epochs(6):
+            for batch in state.batches():
+                step(batch)
+            bad = 0 if LOSSES[epoch] < 0.5 else bad + 1
+            if bad > 3:
+                break
+            state.save()
+            yield LOSSES[epoch]
+
+    print(sum(losses()))
 
 
 def stopped_by(
@@ -331,6 +346,7 @@ DECIDE = {
     a_dict_that_a_function_changes: r"seen\['bad'\] controls",
     an_item_of_a_list: r"best\[0\] controls",
     a_namespace: r"args\.best controls",
+    a_loop_in_a_generator: "bad controls",
     stopped_by(Slotted): r"stopper\.bad controls",
     an_array: "weights controls",
     early_stopping_by_hand: "best controls",

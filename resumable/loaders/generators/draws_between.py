@@ -34,8 +34,9 @@ def write(root: object, states: States) -> None:
     """Restore the states that `read` returned, as far as the generators still exist."""
     rng.restore(states["random"])
     found = search.find(root)
-    for path in found.keys() & states["generators"].keys():
-        rng.write(found[path], states["generators"][path])
+    own = search.renamed(states["generators"], found)
+    for path in found.keys() & own.keys():
+        rng.write(found[path], own[path])
 
 
 def extended(between: Between, number: int, states: States, drawn: Iterable[Name]) -> Between:
@@ -115,7 +116,11 @@ class Replay:
     """Restores the draws of the training between batches that are loaded again."""
 
     def __init__(self, root: object, saved: Mapping[str, Any], last: int) -> None:
-        self.between = loaded(saved.get("between", {}))
+        between = saved.get("between", {})
+        if "generators" in between:
+            generators = search.renamed(between["generators"], search.find(root))
+            between = {**between, "generators": generators}
+        self.between = loaded(between)
         self._root = root
         self._last = last
         self._states: dict[int, dict[Name, Any]] = {}

@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from types import BuiltinMethodType, FunctionType, MemberDescriptorType, MethodType, ModuleType
@@ -86,11 +86,9 @@ def _import_as_code_does(root: object, path: str) -> None:
                 importlib.import_module(module)
 
 
-def renamed(states: Mapping[str, T], root: object) -> dict[str, T]:
-    """Return states by the paths of now: the module that is the script may have run under another name."""
-    if not any(":" in path for path in states):
-        return {**states}
-    new = [path for path in find(root) if path not in states and is_in_module(path)]
+def renamed(states: Mapping[str, T], now: Collection[str]) -> dict[str, T]:
+    """Return states by the paths of `now`: the module that is the script may have run under another name."""
+    new = [path for path in now if path not in states and is_in_module(path)]
     found = {}
     for path, state in states.items():
         module, colon, name = path.partition(":")

@@ -6,7 +6,7 @@ import ctypes
 import random
 import struct
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -87,6 +87,13 @@ def differences(then: Mapping[str, Pieces], now: Mapping[str, Pieces]) -> States
         }
         for name, pieces in now.items()
     }
+
+
+def renamed(states: States, now: Collection[str]) -> States:
+    """Return states by the paths of `now`, under which the generators of the user's own are found."""
+    own = {path.removeprefix("own."): pieces for path, pieces in states.items() if path not in _WRITERS}
+    new = {f"own.{path}": pieces for path, pieces in search.renamed(own, now).items()}
+    return {**{name: pieces for name, pieces in states.items() if name in _WRITERS}, **new}
 
 
 def restore(states: Mapping[str, Pieces], root: object) -> list[str]:

@@ -209,13 +209,18 @@ class LoaderCounters:
         for counter in found:
             self._found.setdefault(counter.name, counter)
 
-    def new(self, sampler: Counters, keeps: Callable[[Any], bool]) -> str | None:
-        """Return a warning of the counters that were found since the last call."""
+    def new(
+        self, sampler: Counters, keeps: Callable[[Any], bool], is_needed: Callable[[str], bool]
+    ) -> str | None:
+        """Return a warning of the counters that were found since the last call.
+
+        `is_needed`: whether something may depend on an attribute of this name.
+        """
         self.note(one for counters in self._here for one in counters.new())
         self.note(sampler.new(keeps))
-        new = [str(counter) for name, counter in self._found.items() if name not in self._reported]
+        new = [counter for name, counter in self._found.items() if name not in self._reported]
         self._reported.update(self._found)
-        return " ".join(new) or None
+        return " ".join(str(one) for one in new if is_needed(one.name.rpartition(".")[2])) or None
 
 
 def _samplers(root: object) -> Iterator[object]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -52,6 +52,11 @@ class Standing:
             is_short=is_short,
             batches=self.batches + 1,
         )
+
+    def renamed(self, now: Collection[str]) -> Standing:
+        """Return it with the generators by the paths of `now`."""
+        generators, began = (worker_rng.renamed(states, now) for states in (self.generators, self.began))
+        return replace(self, generators=generators, began=began)
 
     def collect(self) -> dict[str, Any]:
         """Return it as plain values."""

@@ -5,6 +5,7 @@ __all__ = [
     "carried",
     "first_lines",
     "habits",
+    "kept_attributes",
     "loop_variables",
     "loops",
     "running_sums",

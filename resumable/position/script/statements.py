@@ -11,7 +11,11 @@ from .events import Event, Name, begin_of, is_method, names_of
 
 JUMPS = {*dis.hasjrel, *dis.hasjabs} - {dis.opmap[name] for name in dis.opmap if name.startswith("SETUP_")}
 """All but those of Python 3.10 to a handler."""
-NO_WAY_ON = ("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE", "RETURN", "RAISE", "RERAISE")
+NO_WAY_ON = (
+    *("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE", "RAISE", "RERAISE"),
+    # A generator continues behind its RETURN_GENERATOR.
+    *("RETURN_VALUE", "RETURN_CONST"),
+)
 _ENDS = ("POP_JUMP", "JUMP", "RETURN", "POP_TOP")
 """How the bytecode of a statement, or of a condition, ends if nothing is assigned."""
 _CONSTANTS = ("LOAD_CONST", "LOAD_ATTR")

@@ -1,0 +1,129 @@
+"""Tells whether something depends on what an attribute keeps from one batch, or one epoch, to the next."""
+
+from __future__ import annotations
+
+import dis
+import sys
+from collections.abc import Collection, Iterable, Iterator
+from types import CodeType, FunctionType
+from typing import Any
+
+from ...loaders.generators import code_names
+from . import script_frames
+from .bytecode import Bytecode
+from .statements import Statement
+
+_ALL_ATTRIBUTES = {"__dict__", "asdict", "vars"}
+_PASSES_ON = ("STORE_", "YIELD_", "RETURN_")
+_SHOWS = ("__repr__", "__str__")
+
+
+def is_needed(attribute: str, functions: Collection[FunctionType]) -> bool:
+    """Whether code may do more with an attribute than to count it up, to show it, or to make it again.
+
+    `functions` are those that load the data; the rest of the script's code is searched too.
+    """
+    loading = {*_with_inner(one.__code__ for one in functions)}
+    if any(_ALL_ATTRIBUTES & {*code.co_names} for code in loading):
+        return True
+    if not any(_stores(code, attribute) for code in loading):
+        # Its code was not found.
+        return True
+    return any(_needs(code, attribute) for code in loading.union(_with_inner(_of_script())))
+
+
+def _with_inner(codes: Iterable[CodeType]) -> Iterator[CodeType]:
+    for code in codes:
+        yield code
+        yield from _with_inner(one for one in code.co_consts if isinstance(one, CodeType))
+
+
+def _of_script() -> Iterator[CodeType]:
+    """Yield the code of the script that is running, and of its modules."""
+    yield from (frame.f_code for frame in script_frames.of_script(sys._getframe()))
+    for name, module in [*sys.modules.items()]:
+        if code_names.is_own(name):
+            for value in [*getattr(module, "__dict__", {}).values()]:
+                yield from _of_value(value)
+                if isinstance(value, type):
+                    yield from (code for one in [*vars(value).values()] for code in _of_value(one))
+
+
+def _of_value(value: object) -> Iterator[CodeType]:
+    parts: tuple[Any, ...] = (value,)
+    if isinstance(value, property):
+        parts = value.fget, value.fset
+    elif isinstance(value, (staticmethod, classmethod)):
+        parts = (value.__func__,)
+    yield from (one.__code__ for one in parts if isinstance(one, FunctionType))
+
+
+def _stores(code: CodeType, attribute: str) -> bool:
+    return attribute in code.co_names and any(
+        one.opname == "STORE_ATTR" and one.argval == attribute for one in dis.get_instructions(code)
+    )
+
+
+def _needs(code: CodeType, attribute: str) -> bool:
+    if attribute in code.co_consts:
+        # As in getattr().
+        return True
+    if attribute not in code.co_names or code.co_name in _SHOWS:
+        return False
+    read = Bytecode(code)
+    is_length = code.co_name == "__len__"
+    harmless = {
+        one.offset
+        for statement in read.statements
+        if _is_harmless(statement, read, attribute) or (is_length and _is_length(statement))
+        for one in read.between(statement.first, statement.last)
+    }
+    if _makes_again(read, attribute):
+        harmless.update(_of_self(read, attribute))
+    return any(
+        one.argval == attribute and "STORE" not in one.opname and one.offset not in harmless
+        for one in dis.get_instructions(code)
+        if "ATTR" in one.opname or one.opname == "LOAD_METHOD"
+    )
+
+
+def _is_harmless(statement: Statement, read: Bytecode, attribute: str) -> bool:
+    """Whether a statement counts the attribute up, or only shows something."""
+    if not statement.only_shows():
+        return False
+    if statement.is_condition:
+        decided = read.shown_by(statement)
+        return decided is not None and not any(_passed_on(one, read) for one in decided)
+    if passed := _passed_on(statement, read):
+        return all(one.opname == "STORE_ATTR" and one.argval == attribute for one in passed)
+    return bool(statement.functions | statement.methods)
+
+
+def _is_length(statement: Statement) -> bool:
+    """Whether a statement reads only the length of a list, which a new order in it leaves as it is."""
+    return statement.functions == {"len"} and not statement.methods
+
+
+def _passed_on(statement: Statement, read: Bytecode) -> list[dis.Instruction]:
+    """Return the instructions that give a value of the statement to a variable, or to the caller."""
+    instructions = read.between(statement.first, statement.last)
+    return [one for one in instructions if one.opname.startswith(_PASSES_ON)]
+
+
+def _makes_again(read: Bytecode, attribute: str) -> bool:
+    """Whether a method assigns the attribute, or empties it, before it reads it."""
+    name = f"self.{attribute}"
+    for one in read.statements:
+        # What is given to a method, such as copy_(), is read before the method writes.
+        if one.methods and name in one.names("load") & one.names("store"):
+            return False
+    return name in read.accessed("store", read.instructions) - read.read_first(read.instructions)
+
+
+def _of_self(read: Bytecode, attribute: str) -> Iterator[int]:
+    """Yield where the attribute of `self` is loaded."""
+    steps = read.instructions
+    for owner, between, one in zip(steps, steps[1:], steps[2:], strict=False):
+        is_next = between.argval == attribute and owner.argval == "self"
+        if is_next or (one.argval == attribute and owner.argval == "self" and between.opname == "COPY"):
+            yield (between if is_next else one).offset
