@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,17 @@ def _quick_to_look_through() -> None:
     """Let what looks through the objects of the process pass over a million of pytest's and other tests'."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def tmp_path(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """A folder in memory if `scripts/test` says so, but on a disk for tests of what is done with files."""
+    disk = os.environ.get("DISK_FOR_TESTS")
+    if disk is None or request.path.parent.name not in ("files", "run", "durable"):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir=disk, ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 @pytest.fixture
