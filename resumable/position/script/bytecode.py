@@ -108,9 +108,7 @@ class Bytecode:
             size = 2 if one.opname == "STORE_SLICE" else 1
             key = begin_of(self.instructions, number, size)[0]
             begin, excess = begin_of(self.instructions, number, size + 1)
-            owners = [
-                name for how, name in self._own_events[self.instructions[begin].offset] if how == "load"
-            ]
+            owners = self._own_loads(begin)
             keys = {name for at in range(key, number) for name in self._loads(at)}
             # From Python 3.13 on, one instruction may load the owner and its key.
             owner = owners[-2:-1] if excess == 0 and begin == key else owners[-1:]
@@ -136,7 +134,22 @@ class Bytecode:
         """Return the variables that an instruction loads, and those that a function returns that it loads."""
         at = self.instructions[number].offset
         returned = (call.returned for place, _, call in self._calls if place == at)
-        return names_of(self._own_events[at], "load").union(*returned)
+        return {*self._own_loads(number)}.union(*returned)
+
+    def _loads_between(self, start: tuple[int, int], end: tuple[int, int]) -> set[Name]:
+        """Return the variables that are loaded between two instructions.
+
+        From Python 3.13 on, one may load two: each place has the number of those that come before.
+        """
+        if start[0] == end[0]:
+            return {*self._own_loads(start[0])[start[1] : end[1]]}
+        inside = {name for number in range(start[0] + 1, end[0]) for name in self._loads(number)}
+        first = self._own_loads(start[0])[start[1] :] if start[1] else self._loads(start[0])
+        return inside.union(first, self._own_loads(end[0])[: end[1]])
+
+    def _own_loads(self, number: int) -> list[Name]:
+        events = self._own_events[self.instructions[number].offset]
+        return [name for how, name in events if how == "load"]
 
     def _arguments(self, end: int, call: Call) -> dict[Name, set[Name]]:
         """Return the variables in the arguments of a call whose function is loaded up to an offset."""
@@ -147,14 +160,13 @@ class Bytecode:
             return found
         at, count, keywords = place
         is_named = self.instructions[at].opname.endswith("_KW")
-        starts = [begin_of(self.instructions, at, count - one + is_named)[0] for one in range(count)] + [at]
+        starts = [begin_of(self.instructions, at, count - one + is_named) for one in range(count)] + [(at, 0)]
         by_position = count - len(keywords)
         for number, (start, following) in enumerate(pairwise(starts)):
             name = keywords[number - by_position] if number >= by_position else "*"
             if number < min(by_position, len(call.parameters)):
                 name = call.parameters[number]
-            loaded = {one for step in range(start, max(following, start + 1)) for one in self._loads(step)}
-            found[name if name in found else "*"] |= loaded
+            found[name if name in found else "*"] |= self._loads_between(start, following)
         return found
 
     def inner_loops(self, first: int, last: int) -> dict[int, int]:
@@ -181,33 +193,36 @@ class Bytecode:
     def shown_by(self, condition: Statement) -> list[Statement] | None:
         """Return the statements that a condition decides on; None if one does more than show something."""
         if condition.first not in self._shown:
-            self._shown[condition.first] = self._find_shown(condition)
+            self._shown[condition.first] = self._find_shown(condition, may_return=False)
         return self._shown[condition.first]
 
-    def _find_shown(self, condition: Statement) -> list[Statement] | None:
+    def returned_by(self, condition: Statement) -> list[Statement] | None:
+        """Return the statements that a condition decides on, if they only return or show something."""
+        return self._find_shown(condition, may_return=True)
+
+    def _find_shown(self, condition: Statement, *, may_return: bool) -> list[Statement] | None:
         if condition.last not in self._jumps:
             return None
         numbers = {one.offset: number for number, one in enumerate(self.instructions)}
         number, jump = numbers[condition.last], self._jumps[condition.last]
         ways = {number + 1}, {numbers[jump]} if jump > condition.last else set[int]()
         decided = self._reached(ways[0], numbers) ^ self._reached(ways[1], numbers)
-        is_in_loop = bool(self.loops_around(condition.last))
-        if any(self._leaves(one, is_in_loop=is_in_loop) for one in decided):
+        # In a loop, a return decides how often the loop runs.
+        may_end = not self.loops_around(condition.last)
+        if any(self._leaves(one, may_end=may_end, may_return=may_return and may_end) for one in decided):
             return None
         offsets = {self.instructions[one].offset for one in decided}
         found = [one for one in self.statements if one.first in offsets or one.last in offsets]
         return found if all(one.only_shows() for one in found) else None
 
-    def _leaves(self, number: int, *, is_in_loop: bool) -> bool:
-        """Whether an instruction raises or returns; outside of loops each way to an end returns None."""
+    def _leaves(self, number: int, *, may_end: bool, may_return: bool) -> bool:
+        """Whether an instruction raises, or returns what it may not."""
         one, before = self.instructions[number], self.instructions[number - 1]
-        if not one.opname.startswith(("RETURN", "RAISE")):
-            return False
-        is_none = one.opname == "RETURN_CONST" or (
-            one.opname == "RETURN_VALUE" and before.opname == "LOAD_CONST"
-        )
-        returned = one.argval if one.opname == "RETURN_CONST" else before.argval
-        return is_in_loop or not is_none or returned is not None
+        if one.opname not in ("RETURN_VALUE", "RETURN_CONST"):
+            return one.opname.startswith("RAISE")
+        is_constant = one.opname == "RETURN_CONST" or before.opname == "LOAD_CONST"
+        is_none = is_constant and (one if one.opname == "RETURN_CONST" else before).argval is None
+        return not (may_return or (may_end and is_none))
 
     def _reached(self, waiting: set[int], numbers: Mapping[int, int]) -> set[int]:
         """Return the instructions that come before the next one that jumps back."""

@@ -14,13 +14,13 @@ import torch
 
 from ...loaders.generators import code_names, rng
 from .bytecode import Calls, call_of, outermost_loop
-from .carried import summary_of
+from .carried import Carried, summary_of
 from .events import Name, is_method
 from .statements import SHOWS
 
 _DEEPEST = 3
 _LOOKS = {4**number for number in range(16)}
-_NO_VALUES = (ModuleType, FunctionType, BuiltinFunctionType, MethodType, type, torch.optim.Optimizer)
+NO_VALUES = (ModuleType, FunctionType, BuiltinFunctionType, MethodType, type, torch.optim.Optimizer)
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 _CALLERS = ("step", "map", "filter")
 """Functions and methods that call the function that they are given first."""
@@ -36,6 +36,8 @@ class Found:
     """Where a variable has its value: the variables of a module and its name there, or a closure's cell."""
     installed: list[FunctionType] = field(default_factory=list)
     """Those of installed packages."""
+    carried: dict[tuple[int, frozenset[Name]], Carried] = field(default_factory=dict)
+    """What the loops around a place carry, given the names of the RunState."""
 
 
 class Called:
@@ -43,7 +45,7 @@ class Called:
 
     def __init__(self) -> None:
         self._looks = 0
-        self._found: dict[tuple[CodeType, tuple[int, int]], Found] = {}
+        self._found: dict[tuple[CodeType, tuple[int, int] | None], Found] = {}
 
     def look(self) -> None:
         """Note that the script is looked at once more."""
@@ -53,11 +55,10 @@ class Called:
 
     def by(self, frame: FrameType, variables: Mapping[str, Any], states: frozenset[Name]) -> Found:
         """Return the functions that a running function calls."""
-        if not (loop := outermost_loop(frame.f_code, frame.f_lasti)):
-            return Found()
+        loop = outermost_loop(frame.f_code, frame.f_lasti)
         key = frame.f_code, loop
         if key not in self._found:
-            self._found[key] = _Search(frame, loop, variables, states).found
+            self._found[key] = _Search(frame, loop, variables, states).found if loop else Found()
         return self._found[key]
 
 
@@ -113,7 +114,7 @@ class _Search:
                 None if isinstance(owner, type) else owner,
                 ".".join(filter(None, names)) if all(names) else "",
             )
-            deeper = self._calls_in(inner, (*codes, inner.code)) if len(codes) <= _DEEPEST else ()
+            deeper = self._calls_in(inner, (*codes, inner.code)) if len(codes) < _DEEPEST else ()
             calls.append((at, end, summary_of(inner.code, deeper, self._names(inner), self._states)))
         return tuple(calls)
 
@@ -154,7 +155,7 @@ class _Search:
             value, place = scope.variables[name], (scope.variables, name)
             is_of_frame = scope.variables is self._frame.f_globals and name not in self._local
             label = name if is_of_frame else f"{scope.variables.get('__name__')}:{name}"
-        if isinstance(value, _NO_VALUES):
+        if isinstance(value, NO_VALUES):
             return ""
         if not is_of_frame:
             self.found.places[label] = place

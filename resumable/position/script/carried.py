@@ -167,6 +167,8 @@ def _decides(name: Name, read: Bytecode, statements: list[Statement], states: fr
             is_metric = "save" in one.methods and one.reads(states)
             is_setting = any(other.endswith(_SETTINGS) for other in one.names("store"))
             shown = read.shown_by(one) if one.is_condition else []
+            if shown is None:
+                shown = read.returned_by(one)
             if shown is None or is_metric or is_setting or one.methods & _TRAINS:
                 return True
             stored = set[Name]().union(*(other.names("store") for other in shown))
@@ -199,7 +201,7 @@ def summary_of(
     following = {name: _following({name}, statements) for name in outer}
     for name in keys:
         following[name] = _following({name, *(one for one in loaded if root_of(one) == name)}, statements)
-    returned = [one.names("load") for one in statements if one.is_return]
+    returned = [one.names("load") for one in statements if one.is_return or _chooses_return(one, read)]
     passes = [(name, frozenset(found & outer & stored - {name})) for name, found in following.items()]
     return Call(
         frozenset(outer & read_first),
@@ -213,6 +215,10 @@ def summary_of(
         frozenset(given),
         read.called(0, whole[-1].offset),
     )
+
+
+def _chooses_return(one: Statement, read: Bytecode) -> bool:
+    return one.is_condition and read.shown_by(one) is None and read.returned_by(one) is not None
 
 
 def _stars(code: CodeType) -> int:

@@ -6,12 +6,12 @@ import inspect
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import CodeType, FrameType, MemberDescriptorType
 from typing import Any
 
 from . import bytecode, script_frames
-from .called import Called, Found, content
+from .called import NO_VALUES, Called, Found, content
 from .carried import Carried, carried_in
 from .events import Name, owner_of, root_of
 
@@ -41,6 +41,10 @@ class Running:
             return content(self.found.places[name])
         return self.variables.get(name, self.others.get(name))
 
+    def may_change(self, name: Name) -> bool:
+        """Whether a name means a value, or nothing yet."""
+        return not any(isinstance(value, NO_VALUES) for value in [*self.way_to(name).values()][-1:])
+
     def shown(self, name: Name) -> str:
         """Return a name as a message says it: a closure's variable is an attribute of the function."""
         owner, _ = self.found.places.get(root_of(name), ({}, ""))
@@ -60,9 +64,11 @@ class Running:
         value = self.root(reached)
         way = {reached: value}
         for attribute in path.removeprefix(reached).split(".")[1:]:
-            if attribute not in (own := attributes(value)):
+            try:
+                value = _attribute(value, attribute)
+            except LookupError:
                 return {}
-            reached, value = f"{reached}.{attribute}", own[attribute]
+            reached = f"{reached}.{attribute}"
             way[reached] = value
         if bracket and type(value) in (*SEQUENCES, *DICTS):
             index = key[1:-2] if key[0] in "'\"" else int(key[:-1])
@@ -80,9 +86,15 @@ def running(called: Called) -> list[Running]:
     for frame in script_frames.of_script(sys._getframe()):
         variables = variables_of(frame)
         states = states_in(variables, frame)
-        calls = called.by(frame, variables, states)
-        carried = carried_in(frame.f_code, frame.f_lasti, states, calls.calls)
-        found.append(Running(variables, frame.f_globals, carried, frame.f_code, calls))
+        functions = called.by(frame, variables, states)
+        if (place := (frame.f_lasti, states)) not in functions.carried:
+            carried = carried_in(frame.f_code, frame.f_lasti, states, functions.calls)
+            one = Running(variables, frame.f_globals, carried, frame.f_code, functions)
+            # A function or a module stays what it is: leave it out of the looks that follow.
+            kept = frozenset(name for name in carried.kept if one.may_change(name))
+            functions.carried[place] = replace(carried, kept=kept)
+        carried = functions.carried[place]
+        found.append(Running(variables, frame.f_globals, carried, frame.f_code, functions))
     return found
 
 
@@ -112,6 +124,17 @@ def states_in(variables: Mapping[str, Any], frame: FrameType) -> frozenset[Name]
     kinds = {name: value if isinstance(value, type) else type(value) for name, value in seen.items()}
     ours = [name for name, kind in kinds.items() if kind.__name__ == "RunState"]
     return frozenset(name for name in ours if kinds[name].__module__.startswith(TOP))
+
+
+def _attribute(value: Any, name: str) -> Any:
+    """Return one of the attributes of an object."""
+    own = getattr(value, "__dict__", {})
+    if name in own:
+        return own[name]
+    for kind in type(value).__mro__:
+        if type(vars(kind).get(name)) is MemberDescriptorType and hasattr(value, name):
+            return getattr(value, name)
+    raise LookupError(name)
 
 
 def attributes(value: Any) -> dict[str, Any]:
