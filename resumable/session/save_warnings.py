@@ -15,6 +15,7 @@ from ..parts.parts import Parts
 from ..position.loader_position import LoaderPosition
 from ..position.position import Position
 from ..position.script import loops
+from ..position.script.called import Called
 from ..position.script.loop_variables import LoopGenerators, LoopVariables
 from ..position.script.unsaved_weights import UnsavedWeights, has_extra_state, modules_of
 from ..processes.signals import is_of_a_handler
@@ -30,6 +31,7 @@ class SaveWarnings:
         self._loop: tuple[LoopVariables, LoopGenerators, UnsavedWeights] | None
         self._loop = LoopVariables(self._parts.given), generators, UnsavedWeights(self._parts.given)
         self._begun: set[str] = set()
+        self._called = Called()
 
     def begin_loop(self, kind: str) -> None:
         """Look at what the first loop of each kind begins with; the first save is compared with it."""
@@ -37,7 +39,7 @@ class SaveWarnings:
             return
         self._begun.add(kind)
         with self._looking():
-            functions = loops.running()
+            functions = loops.running(self._called)
             for one in self._loop:
                 one.begin(functions)
 
@@ -90,8 +92,9 @@ class SaveWarnings:
             return
         variables, generators, weights = self._loop
         with self._looking():
-            functions = loops.running()
+            functions = loops.running(self._called)
             changed, moved = variables.changed(functions), generators.moved(functions)
+            hidden = variables.hidden(functions)
             attributes, copies = weights.changed(functions)
         if self._loop is None:
             return
@@ -103,6 +106,15 @@ class SaveWarnings:
                 f"{'it' if is_one else 'them'}: a resume starts from the values assigned before the loop. "
                 "Keep such values in state.vars, or pass their object in extra={...}. If they only affect "
                 "what is shown, nothing is lost."
+            )
+        if hidden:
+            names, is_one = ", ".join(hidden), len(hidden) == 1
+            self._once.warn(
+                f"{names} {'controls' if is_one else 'control'} this loop, and RunState cannot see whether "
+                f"{'it changes' if is_one else 'they change'}: before Python 3.13 it does not read the "
+                "variables of a function that calls locals() or vars(). If no checkpoint has "
+                f"{'it' if is_one else 'them'}, a resume starts from the values assigned before the loop. "
+                "Keep such values in state.vars, or call locals() in another function than the loop's."
             )
         if moved:
             self._once.warn(

@@ -213,7 +213,23 @@ def an_attribute_that_the_loop_changes(run_dir: Path) -> None:
         state.save()
 
 
+class Spiking(Remembering):
+    def reset(self) -> None:
+        self.hidden = torch.zeros(3, 1)
+
+
+def reset_before_the_loop(run_dir: Path) -> None:
+    model = Spiking()
+    state, step = begun(run_dir, model)
+    model.reset()
+    for _ in state.steps(4):
+        step()
+        state.save()
+
+
 ATTRIBUTES: dict[Script, str] = {
+    lambda run_dir: trained_as_it_is(run_dir, Spiking()): r"Spiking\.hidden changes",
+    reset_before_the_loop: r"Spiking\.hidden changes",
     lambda run_dir: trained_as_it_is(run_dir, Counting()): r"Counting\.passes changes",
     lambda run_dir: trained_as_it_is(run_dir, Centred()): r"Centred\.mean changes",
     lambda run_dir: trained_as_it_is(run_dir, nn.Sequential(CentredInPlace())): r"InPlace\.mean changes",
@@ -369,9 +385,19 @@ class Rotary(Net):
         return super().forward(x) * self.table[0]
 
 
-class Spiking(Remembering):
-    def reset(self) -> None:
-        self.hidden = torch.zeros(3, 1)
+class Rewinding(Spiking):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.rewind()
+        return super().forward(x) + super().forward(x)
+
+    def rewind(self) -> None:
+        self.reset()
+
+
+def reset_net(model: nn.Module) -> None:
+    for one in model.modules():
+        if hasattr(one, "reset"):
+            one.reset()
 
 
 class Accuracy(nn.Module):
@@ -406,6 +432,20 @@ def reset_in_each_body(run_dir: Path) -> None:
         for _ in range(3):
             metric.update(step())
         print(metric.total)
+        state.save()
+
+
+def reset_by_a_function(run_dir: Path) -> None:
+    model = Spiking()
+    state, step = begun(run_dir, nn.Sequential(model))
+
+    def train() -> None:
+        reset_net(model)
+        step()
+        step()
+
+    for _ in state.steps(4):
+        train()
         state.save()
 
 
@@ -452,6 +492,8 @@ def the_best_weights_in_a_variable_and_in_vars(run_dir: Path) -> None:
 QUIET: list[Script] = [
     longer_and_longer,
     reset_in_each_body,
+    reset_by_a_function,
+    lambda run_dir: trained_as_it_is(run_dir, Rewinding()),
     a_network_that_each_body_copies,
     networks_that_are_given,
     the_best_weights_in_a_variable_and_in_vars,

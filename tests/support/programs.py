@@ -1305,6 +1305,17 @@ FORGOTTEN = {
         "x = x + forgotten",
         "forgotten = 0.9 * forgotten + 0.1 * x.mean(0)",
     ),
+    "value of a function": (
+        "forgotten = 1.0\ndef fade():\n    global forgotten\n    forgotten = 0.9 * forgotten\n"
+        "    return forgotten",
+        "x = x * fade()",
+        "",
+    ),
+    "element": (
+        "forgotten = torch.zeros(4)",
+        "x = x + forgotten.mean()",
+        "forgotten[state.step % 4] = x.mean()",
+    ),
 }
 """What is in no part, the line before the update that uses it, and the one after it that changes it.
 
@@ -1628,7 +1639,7 @@ CAUSES = {
     r"name '(\w+)' is not defined": r"(?m)^ +{0} = ",
     r"loader\.(\w+) was given .* but not in a loop over state\.batches": r"iter\(loader_{0}\)",
     r"have been looped over already": r"(?s)state\.batches.*state\.batches",
-    r"(\w+) controls this loop and": r"(?m)^ +{0}( |\.append)",
+    r"(\w+) controls this loop and": r"(?m)^ +{0}( |\.append|\[)",
     r"(\w+) has weights that change as this loop runs": r"(?m)^{0} = (copy|torch\.optim\.swa_utils)\.",
     r"random generators that are in no checkpoint \((\w+)\)": r"(?m)^{0} = (torch|np\.random)\.",
     r"a scheduler \((\w+)\) has changed the learning rate": r"(?m)^forgotten = .*{0}\(",

@@ -2,6 +2,7 @@
 
 __all__ = [
     "bytecode",
+    "called",
     "carried",
     "first_lines",
     "habits",

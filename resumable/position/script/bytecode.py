@@ -3,18 +3,58 @@
 from __future__ import annotations
 
 import dis
+import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import pairwise
 from types import CodeType
+from typing import Any
 
-from .events import Event, Name, events_of, names_of
+from .events import Event, Name, begin_of, events_of, is_constant_key, names_of, renamed, root_of
 from .statements import JUMPS, NO_WAY_ON, Statement, statements_of
+
+Written = tuple[Name, frozenset[Name]]
+"""A container with an element that is assigned, and the variables in the element's index or key."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a function that is called does with the variables outside of it."""
+
+    read: frozenset[Name] = frozenset()
+    """Those that it may read before it stores them."""
+    stored: frozenset[Name] = frozenset()
+    left: frozenset[Name] = frozenset()
+    """Those among the stored ones that it may leave as they were."""
+    returned: frozenset[Name] = frozenset()
+    """Those that reach what it returns."""
+    passes: frozenset[tuple[Name, frozenset[Name]]] = frozenset()
+    """Each that reaches others, or a parameter that does, with these."""
+    decides: frozenset[Name] = frozenset()
+    """Those that decide in the function itself."""
+    written: frozenset[Written] = frozenset()
+    parameters: tuple[Name, ...] = ()
+    """Those that are given by position; "*" stands for all that have no name of their own."""
+    given: frozenset[Name] = frozenset()
+    """The parameters that decide in the function itself."""
+    called: frozenset[str] = frozenset()
+    """The functions and methods that it calls, and those that these call."""
+
+
+_CALLS = ("PRECALL", "CALL", "CALL_KW", "CALL_FUNCTION", "CALL_FUNCTION_KW", "CALL_METHOD")
+Calls = tuple[tuple[int, int, Call], ...]
+"""The calls of functions of the script: between which offsets each function is loaded, and what it does."""
 
 
 class Bytecode:
-    """The instructions of a function that run if nothing is raised, and the variables that they access."""
+    """The instructions of a function that run if nothing is raised, and the variables that they access.
 
-    def __init__(self, code: CodeType) -> None:
+    `names` are other names for its variables.
+    """
+
+    def __init__(self, code: CodeType, calls: Calls = (), names: tuple[tuple[Name, Name], ...] = ()) -> None:
+        self._calls, self._names, self._constants = calls, dict(names), code.co_consts
         instructions = [*dis.get_instructions(code)]
         self._jumps = {one.offset: one.argval for one in instructions if one.opcode in JUMPS}
         """Where each jump leads."""
@@ -22,33 +62,167 @@ class Bytecode:
         self._shown: dict[int, list[Statement] | None] = {}
 
     @cached_property
+    def _own_events(self) -> dict[int, list[Event]]:
+        """The variables that each instruction accesses by itself, by its offset."""
+        found = events_of(self.instructions)
+        if self._names:
+            found = {
+                at: [(how, renamed(name, self._names)) for how, name in some] for at, some in found.items()
+            }
+        return found
+
+    @cached_property
     def events(self) -> dict[int, list[Event]]:
-        """The variables that each instruction accesses, by its offset."""
-        return events_of(self.instructions)
+        """The variables that each instruction accesses, or the function that it loads, by its offset."""
+        found = {**self._own_events}
+        for at, _, call in self._calls:
+            if at in found:
+                found[at] = found[at] + [("load", name) for name in call.read | call.left]
+                found[at] += [("store", name) for name in call.stored]
+        return found
 
     @cached_property
     def statements(self) -> list[Statement]:
         """The statements and conditions, in their order."""
-        return [*statements_of(self.instructions, self.events)]
+        found = [*statements_of(self.instructions, self._own_events)]
+        for at, end, call in self._calls:
+            for one in found:
+                if one.first <= at <= one.last:
+                    one.decides |= call.decides
+                    arguments = self._arguments(end, call)
+                    one.decides.update(*(arguments[name] for name in call.given))
+                    one.passes += [(arguments.get(name, {name}), targets) for name, targets in call.passes]
+                    one.events += [("load", name) for name in call.returned]
+        return found
+
+    @cached_property
+    def written(self) -> list[tuple[int, Written]]:
+        """The elements that are assigned with a computed index or key, each at its offset."""
+        found = []
+        for number, one in enumerate(self.instructions):
+            if one.opname not in ("STORE_SUBSCR", "STORE_SLICE") or number == 0:
+                continue
+            before = self.instructions[number - 1]
+            if is_constant_key(before) or before.opname in ("SWAP", "ROT_THREE"):
+                continue
+            size = 2 if one.opname == "STORE_SLICE" else 1
+            key = begin_of(self.instructions, number, size)[0]
+            begin, excess = begin_of(self.instructions, number, size + 1)
+            owners = self._own_loads(begin)
+            keys = {name for at in range(key, number) for name in self._loads(at)}
+            # From Python 3.13 on, one instruction may load the owner and its key.
+            owner = owners[-2:-1] if excess == 0 and begin == key else owners[-1:]
+            found += [(one.offset, (name, frozenset(keys) - {name})) for name in owner if keys - {name}]
+        for at, end, call in self._calls:
+            arguments = self._arguments(end, call) if call.written else {}
+            for name, indices in call.written:
+                given = frozenset[Name]().union(*(arguments.get(one, {one}) for one in indices))
+                found += [(at, (name, given))] if given else []
+        return found
+
+    def called(self, first: int, last: int) -> frozenset[str]:
+        """Return the functions and methods that are called between two offsets, and those that these call."""
+        found = {name for at, _, call in self._calls if first <= at <= last for name in call.called}
+        for one in self.statements:
+            if first <= one.first <= last:
+                # A function of an imported module is loaded like an attribute.
+                of_modules = {name for name in one.names("load") if root_of(name) in one.functions}
+                found |= one.methods | one.functions | {name.rpartition(".")[2] for name in of_modules}
+        return frozenset(found)
+
+    def _loads(self, number: int) -> set[Name]:
+        """Return the variables that an instruction loads, and those that a function returns that it loads."""
+        at = self.instructions[number].offset
+        returned = (call.returned for place, _, call in self._calls if place == at)
+        return {*self._own_loads(number)}.union(*returned)
+
+    def _loads_between(self, start: tuple[int, int], end: tuple[int, int]) -> set[Name]:
+        """Return the variables that are loaded between two instructions.
+
+        From Python 3.13 on, one may load two: each place has the number of those that come before.
+        """
+        if start[0] == end[0]:
+            return {*self._own_loads(start[0])[start[1] : end[1]]}
+        inside = {name for number in range(start[0] + 1, end[0]) for name in self._loads(number)}
+        first = self._own_loads(start[0])[start[1] :] if start[1] else self._loads(start[0])
+        return inside.union(first, self._own_loads(end[0])[: end[1]])
+
+    def _own_loads(self, number: int) -> list[Name]:
+        events = self._own_events[self.instructions[number].offset]
+        return [name for how, name in events if how == "load"]
+
+    def _arguments(self, end: int, call: Call) -> dict[Name, set[Name]]:
+        """Return the variables in the arguments of a call whose function is loaded up to an offset."""
+        found: dict[Name, set[Name]] = {name: set() for name in (*call.parameters, "*")}
+        numbers = [number for number, one in enumerate(self.instructions) if one.offset == end]
+        place = call_of(self.instructions, self._constants, numbers[0] + 1) if numbers else None
+        if place is None:
+            return found
+        at, count, keywords = place
+        is_named = self.instructions[at].opname.endswith("_KW")
+        starts = [begin_of(self.instructions, at, count - one + is_named) for one in range(count)] + [(at, 0)]
+        by_position = count - len(keywords)
+        for number, (start, following) in enumerate(pairwise(starts)):
+            name = keywords[number - by_position] if number >= by_position else "*"
+            if number < min(by_position, len(call.parameters)):
+                name = call.parameters[number]
+            found[name if name in found else "*"] |= self._loads_between(start, following)
+        return found
+
+    def inner_loops(self, first: int, last: int) -> dict[int, int]:
+        """Return the first and the last offset of each loop inside a body."""
+        found: dict[int, int] = {}
+        for one in self.between(first, last):
+            head = self._jumps.get(one.offset, one.offset + 1)
+            if first < head <= one.offset and "NO_INTERRUPT" not in one.opname:
+                found[head] = max(one.offset, found.get(head, 0))
+        return found
+
+    def targets(self, first: int, last: int) -> set[Name]:
+        """Return the variables that the head of a loop assigns, if it is a `for`."""
+        body = self.between(first, last)
+        if not body or body[0].opname != "FOR_ITER":
+            return set()
+        found = set[Name]()
+        for one in body[1:]:
+            if not one.opname.startswith(("STORE_", "UNPACK_", "EXTENDED_", "NOP", "CACHE")):
+                break
+            found |= names_of(self._own_events[one.offset], "store")
+        return found
 
     def shown_by(self, condition: Statement) -> list[Statement] | None:
         """Return the statements that a condition decides on; None if one does more than show something."""
         if condition.first not in self._shown:
-            self._shown[condition.first] = self._find_shown(condition)
+            self._shown[condition.first] = self._find_shown(condition, may_return=False)
         return self._shown[condition.first]
 
-    def _find_shown(self, condition: Statement) -> list[Statement] | None:
+    def returned_by(self, condition: Statement) -> list[Statement] | None:
+        """Return the statements that a condition decides on, if they only return or show something."""
+        return self._find_shown(condition, may_return=True)
+
+    def _find_shown(self, condition: Statement, *, may_return: bool) -> list[Statement] | None:
         if condition.last not in self._jumps:
             return None
         numbers = {one.offset: number for number, one in enumerate(self.instructions)}
         number, jump = numbers[condition.last], self._jumps[condition.last]
         ways = {number + 1}, {numbers[jump]} if jump > condition.last else set[int]()
         decided = self._reached(ways[0], numbers) ^ self._reached(ways[1], numbers)
-        if any(self.instructions[one].opname.startswith(("RETURN", "RAISE")) for one in decided):
+        # In a loop, a return decides how often the loop runs.
+        may_end = not self.loops_around(condition.last)
+        if any(self._leaves(one, may_end=may_end, may_return=may_return and may_end) for one in decided):
             return None
         offsets = {self.instructions[one].offset for one in decided}
         found = [one for one in self.statements if one.first in offsets or one.last in offsets]
         return found if all(one.only_shows() for one in found) else None
+
+    def _leaves(self, number: int, *, may_end: bool, may_return: bool) -> bool:
+        """Whether an instruction raises, or returns what it may not."""
+        one, before = self.instructions[number], self.instructions[number - 1]
+        if one.opname not in ("RETURN_VALUE", "RETURN_CONST"):
+            return one.opname.startswith("RAISE")
+        is_constant = one.opname == "RETURN_CONST" or before.opname == "LOAD_CONST"
+        is_none = is_constant and (one if one.opname == "RETURN_CONST" else before).argval is None
+        return not (may_return or (may_end and is_none))
 
     def _reached(self, waiting: set[int], numbers: Mapping[int, int]) -> set[int]:
         """Return the instructions that come before the next one that jumps back."""
@@ -81,7 +255,14 @@ class Bytecode:
 
     def left_at_end(self, body: list[dis.Instruction]) -> set[Name]:
         """Return the variables that may come to the end of a body as they were at its head."""
-        return _left_at_end(body, self._jumps, self.events)
+        first, last = body[0].offset, body[-1].offset
+        backward = {one.offset for one in body if self._jumps.get(one.offset) == first} | {last}
+        return _left_at_end(body, self._jumps, self.events, backward)
+
+    def left_at_return(self) -> set[Name]:
+        """Return the variables that may be at the function's end as they were at its begin."""
+        ends = {one.offset for one in self.instructions if one.opname in ("RETURN_VALUE", "RETURN_CONST")}
+        return _left_at_end(self.instructions, self._jumps, self.events, ends)
 
 
 @cache
@@ -91,13 +272,26 @@ def is_in_loop(code: CodeType, at: int) -> bool:
 
 
 @cache
-def reads_global(code: CodeType, names: frozenset[str]) -> bool:
-    """Whether a function reads one of these globals or builtins: an attribute of that name does not count."""
-    return not names.isdisjoint(code.co_names) and any(
-        one.argval in names
-        for one in dis.get_instructions(code)
-        if one.opname in ("LOAD_GLOBAL", "LOAD_NAME")
-    )
+def outermost_loop(code: CodeType, at: int) -> tuple[int, int] | None:
+    """Return the first and the last offset of the outermost loop around a place."""
+    loops = Bytecode(code).loops_around(at)
+    return min(loops.items(), default=None)
+
+
+@cache
+def reads_own_variables(code: CodeType) -> bool:
+    """Whether a function may call `locals()`, or `vars()` without an argument."""
+    if not {"locals", "vars"} & {*code.co_names}:
+        return False
+    steps = [one for one in dis.get_instructions(code) if one.opname not in ("PUSH_NULL", "PRECALL", "CACHE")]
+    for one, following in zip(steps, [*steps[1:], None], strict=True):
+        is_global = one.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+        if is_global and one.argval == "locals":
+            return True
+        # An argument of vars() follows its name.
+        if is_global and one.argval == "vars" and not (following and following.opname.startswith("LOAD_")):
+            return True
+    return False
 
 
 @cache
@@ -135,6 +329,13 @@ def of_method(code: CodeType) -> tuple[frozenset[Name], frozenset[Name]]:
     """Return the names that a function may read before it stores them, and those that it stores."""
     read = Bytecode(code)
     return frozenset(read.read_first(read.instructions)), frozenset(read.accessed("store", read.instructions))
+
+
+@cache
+def called_by(code: CodeType) -> frozenset[str]:
+    """Return the functions and methods that a function calls."""
+    read = Bytecode(code)
+    return read.called(0, read.instructions[-1].offset)
 
 
 def _without_handlers(instructions: list[dis.Instruction], jumps: Mapping[int, int]) -> list[dis.Instruction]:
@@ -192,15 +393,43 @@ def _live_at_head(
 
 
 def _left_at_end(
-    body: list[dis.Instruction], jumps: Mapping[int, int], events: Mapping[int, list[Event]]
+    body: list[dis.Instruction], jumps: Mapping[int, int], events: Mapping[int, list[Event]], ends: set[int]
 ) -> set[Name]:
-    """Return the variables that may come to the end of a body as they were at its head."""
+    """Return the variables that may come to one of the ends of a body as they were at its head."""
     stored = {name for one in body for how, name in events[one.offset] if how == "store"}
-    last = body[-1].offset
     reads: list[Event] = [("load", name) for name in stored]
     at_end = {one.offset: [event for event in events[one.offset] if event[0] == "store"] for one in body}
-    backward = {one.offset for one in body if jumps.get(one.offset) == body[0].offset} | {last}
-    return _live_at_head(body, jumps, {at: reads if at in backward else some for at, some in at_end.items()})
+    return _live_at_head(body, jumps, {at: reads if at in ends else some for at, some in at_end.items()})
+
+
+def call_of(
+    instructions: list[dis.Instruction], constants: tuple[Any, ...], number: int
+) -> tuple[int, int, tuple[str, ...]] | None:
+    """Return where a function is called that was loaded before an instruction.
+
+    With it come the number of arguments, and the names of the last ones: none if a condition stands among
+    the arguments, or if they come from a sequence. Return None if the function itself is an argument.
+    """
+    depth, keywords = 0, ()
+    for at in range(number, len(instructions)):
+        one = instructions[at]
+        if one.opcode in JUMPS or (one.opname == "CALL_FUNCTION_EX" and depth in (1, 2)):
+            return at, 0, ()
+        if one.opname == "PUSH_NULL" and at == number and sys.version_info >= (3, 13):
+            continue
+        if one.opname == "KW_NAMES":
+            # Before Python 3.12 they are not resolved.
+            keywords = constants[one.arg or 0]
+        is_named = one.opname.endswith("_KW")
+        is_call = one.opname in _CALLS and depth == (one.arg or 0) + is_named
+        if is_call:
+            return at, one.arg or 0, instructions[at - 1].argval if is_named else keywords
+        if one.opname in ("PRECALL", "CALL"):
+            keywords = ()
+        depth += dis.stack_effect(one.opcode, one.arg, jump=False)
+        if depth < 0:
+            return None
+    return None
 
 
 def _read_first(events: list[Event]) -> set[Name]:

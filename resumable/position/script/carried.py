@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import CodeType
 
-from .bytecode import Bytecode
-from .events import Name, names_of
+from .bytecode import Bytecode, Call, Calls, Written
+from .events import Name, names_of, owner_of, root_of
 from .statements import Statement
 
 _TRAINS = {"backward", "step"}
 """Methods that change what is trained: what they are called on or given decides how."""
 _SEEDS = {"manual_seed", "seed", "set_state", "setstate"}
+_SETTINGS = ("['lr']", "['weight_decay']", "['momentum']", "['betas']")
+"""Items by which a script changes the settings of an optimizer."""
 _CLOCKS = {"time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "now"}
 
 
@@ -36,38 +40,48 @@ class Carried:
     """All that the loops assign."""
     replaced: frozenset[Name] = frozenset()
     """Those that each body assigns whichever way it takes, and does not read before."""
+    written: frozenset[Name] = frozenset()
+    """Those of which a body assigns some elements, and leaves the others."""
+    filled: frozenset[Name] = frozenset()
+    """Those of which each body assigns all elements."""
+    called: frozenset[str] = frozenset()
+    """The functions and methods that the innermost loop calls, and those that these call."""
 
 
 @cache
-def carried_in(code: CodeType, at: int, states: frozenset[Name]) -> Carried:
+def carried_in(code: CodeType, at: int, states: frozenset[Name], calls: Calls = ()) -> Carried:
     """Return the variables that decide in the loops around a place.
 
     `states` are the names of the RunState: what it assigns before the loops is restored.
     """
-    read = Bytecode(code)
+    read = Bytecode(code, calls)
     if not (loops := _of_training(read, at, states)):
         return Carried()
-    start = min(loops)
-    found, kept, replaced = set[Name](), set[Name](), set[Name]()
+    start, innermost = min(loops), max(loops)
+    found, kept, replaced, written = set[Name](), set[Name](), set[Name](), set[Name]()
     for head, end in loops.items():
         body = read.between(head, end)
         stored = read.accessed("store", body)
         found |= read.read_first(body) & stored
         replaced |= stored - read.left_at_end(body)
         kept |= read.accessed("load", body)
+        written |= _written_in_part(read, head, end)
     whole = read.between(start, loops[start])
     outer, assigned = read.read_first(whole), read.accessed("store", whole)
+    outer_written = written - (assigned - outer)
+    found |= written
+    assigned = assigned | outer_written
     kept -= assigned
     statements = [one for one in read.statements if start <= one.first <= loops[start]]
     restored, known = _known(code, [one for one in read.statements if one.first < start], states)
     known |= _from_clocks(statements)
     seeded = {name for one in statements if one.methods & _SEEDS for name in one.names("load")}
     made, restarted = assigned - found, (found & assigned) - outer
-    found -= {name for name in found if name in known or _owner(name) in restored}
+    found -= {name for name in found if name in known or owner_of(name) in restored}
     others = known | found
     named = assigned | outer | kept | found
-    kept -= {name for name in kept if name in others or _owner(name) in restored or _root(name) in made}
-    found -= {name for name in found if _root(name) in made}
+    kept -= {name for name in kept if name in others or owner_of(name) in restored or root_of(name) in made}
+    found -= {name for name in found if root_of(name) in made}
     return Carried(
         frozenset(name for name in found if _decides(name, read, statements, states)),
         frozenset(name for name in kept if _decides(name, read, statements, states)),
@@ -77,6 +91,9 @@ def carried_in(code: CodeType, at: int, states: frozenset[Name]) -> Carried:
         frozenset(named),
         frozenset(assigned),
         frozenset(replaced - outer),
+        frozenset(written),
+        frozenset(name for at, (name, _) in read.written if start <= at <= loops[start]) - written,
+        read.called(innermost, loops[innermost]),
     )
 
 
@@ -91,18 +108,38 @@ def _of_training(read: Bytecode, at: int, states: frozenset[Name]) -> dict[int, 
 def _known(code: CodeType, before: list[Statement], states: frozenset[Name]) -> tuple[set[Name], set[Name]]:
     """Return what comes from the RunState before the loops, and all that a resume has as it was."""
     restored = {name for one in before if one.reads(states) for _, name in one.events}
+    restored |= {name for one in before for name in one.made_from({*states})}
     given = {*code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]}
     given -= {name for one in before for name in one.names("store")}
     return restored, {*states} | restored | given
 
 
-def _owner(name: Name) -> Name:
-    """Return the name of the container that an item is in, or the name itself."""
-    return name.partition("[")[0]
+def _written_in_part(read: Bytecode, head: int, end: int) -> set[Name]:
+    """Return the containers of which a body assigns some elements, and leaves the others.
+
+    One that an inner loop fills counts as filled by each body.
+    """
+    written = [one for at, one in read.written if head <= at <= end]
+    if not written:
+        return set()
+    body = read.between(head, end)
+    first, filling = read.read_first(body), set[Name]()
+    for inner, last in read.inner_loops(head, end).items():
+        own = read.between(inner, last)
+        filling |= read.targets(inner, last)
+        filling |= (read.read_first(own) & read.accessed("store", own)) - first
+    filling = _following(filling, [one for one in read.statements if head <= one.first <= end])
+    return {name for name, keys in written if name in first and not keys & filling}
 
 
-def _root(name: Name) -> Name:
-    return _owner(name).partition(".")[0]
+def _following(names: set[Name], statements: list[Statement]) -> set[Name]:
+    """Return variables, and those that are made from them."""
+    known, size = {*names}, -1
+    while size < len(known):
+        size = len(known)
+        for one in statements:
+            known |= one.made_from(known)
+    return known
 
 
 def _from_clocks(statements: list[Statement]) -> set[Name]:
@@ -112,8 +149,7 @@ def _from_clocks(statements: list[Statement]) -> set[Name]:
     while size < len(found):
         size = len(found)
         for one in statements:
-            if one.calls(_CLOCKS) or one.names("load") & found:
-                found |= one.names("store")
+            found |= one.names("store") if one.calls(_CLOCKS) else one.made_from(found)
     return found
 
 
@@ -123,15 +159,78 @@ def _decides(name: Name, read: Bytecode, statements: list[Statement], states: fr
     while size < len(known):
         size = len(known)
         for one in statements:
+            if one.decides & known:
+                return True
+            known |= one.made_from(known)
             if not one.names("load") & known:
                 continue
             is_metric = "save" in one.methods and one.reads(states)
+            is_setting = any(other.endswith(_SETTINGS) for other in one.names("store"))
             shown = read.shown_by(one) if one.is_condition else []
-            if shown is None or is_metric or one.methods & _TRAINS:
+            if shown is None:
+                shown = read.returned_by(one)
+            if shown is None or is_metric or is_setting or one.methods & _TRAINS:
                 return True
             stored = set[Name]().union(*(other.names("store") for other in shown))
             if name in stored:
                 # It decides what it is itself, such as the best so far.
                 return True
-            known |= one.names("store") | stored
+            known |= stored
     return False
+
+
+@cache
+def summary_of(
+    code: CodeType, calls: Calls, names: tuple[tuple[Name, Name], ...], states: frozenset[Name]
+) -> Call:
+    """Return what a function does with the variables outside of it.
+
+    `names` are the names that its variables have in the script; those of its own begin with "<".
+    """
+    read = Bytecode(code, calls, names)
+    statements, whole = read.statements, read.instructions
+    loaded, stored = read.accessed("load", whole), read.accessed("store", whole)
+    timed = _from_clocks(statements)
+    outer = {name for name in loaded | stored if name[0] != "<" and name not in timed}
+    read_first = read.read_first(whole)
+    count, local = code.co_argcount + code.co_kwonlyargcount, dict(names)
+    parameters = tuple(one for one in code.co_varnames[:count] if local[one][0] == "<")
+    stars = code.co_varnames[count:][: _stars(code)]
+    keys = {local[one]: "*" if one in stars else one for one in (*parameters, *stars)}
+    given = {key for name, key in keys.items() if _decides(name, read, statements, states)}
+    following = {name: _following({name}, statements) for name in outer}
+    for name in keys:
+        following[name] = _following({name, *(one for one in loaded if root_of(one) == name)}, statements)
+    returned = [one.names("load") for one in statements if one.is_return or _chooses_return(one, read)]
+    passes = [(name, frozenset(found & outer & stored - {name})) for name, found in following.items()]
+    return Call(
+        frozenset(outer & read_first),
+        frozenset(outer & stored),
+        frozenset(outer & stored & read.left_at_return()),
+        frozenset(name for name in outer if any(one & following[name] for one in returned)),
+        frozenset((keys.get(name, name), targets) for name, targets in passes if targets),
+        frozenset(name for name in outer if _decides(name, read, statements, states)),
+        frozenset(_written_outside(read, outer, keys)),
+        parameters,
+        frozenset(given),
+        read.called(0, whole[-1].offset),
+    )
+
+
+def _chooses_return(one: Statement, read: Bytecode) -> bool:
+    return one.is_condition and read.shown_by(one) is None and read.returned_by(one) is not None
+
+
+def _stars(code: CodeType) -> int:
+    return bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
+
+
+def _written_outside(
+    read: Bytecode, outside: set[Name], parameters: Mapping[Name, Name]
+) -> Iterator[Written]:
+    """Yield the containers outside of a function of which it assigns some elements, with their keys."""
+    in_part = _written_in_part(read, 0, read.instructions[-1].offset)
+    for _, (name, keys) in read.written:
+        if name in in_part and name in outside:
+            made_from = {one for one in {*outside, *parameters} if _following({one}, read.statements) & keys}
+            yield name, frozenset(parameters.get(one, one) for one in made_from | keys & outside)

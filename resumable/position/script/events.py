@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dis
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Literal
 
@@ -95,6 +95,27 @@ def begin_of(instructions: list[dis.Instruction], number: int, values: int) -> t
         number -= 1
         values -= dis.stack_effect(instructions[number].opcode, instructions[number].arg, jump=False)
     return number, -values
+
+
+def owner_of(name: Name) -> Name:
+    """Return the name of the container that an item is in, or the name itself."""
+    return name.partition("[")[0]
+
+
+def root_of(name: Name) -> Name:
+    """Return the variable that a name begins with; one of another module is such as "package.module:best".
+
+    >>> root_of("self.best['loss']"), root_of("package.module:best.loss")
+    ('self', 'package.module:best')
+    """
+    module, colon, inside = owner_of(name).rpartition(":")
+    return module + colon + inside.partition(".")[0]
+
+
+def renamed(name: Name, names: Mapping[Name, Name]) -> Name:
+    """Return a name that begins with another variable."""
+    root = root_of(name)
+    return names.get(root, root) + name[len(root) :]
 
 
 def names_of(events: list[Event], kind: str) -> set[Name]:

@@ -13,13 +13,15 @@ import numpy as np
 import torch
 
 from ...loaders.generators import code_names, rng, search
-from . import loops
-from .events import Name
+from . import called, loops
+from .events import Name, owner_of
 from .loops import DICTS, SEQUENCES, Running
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _MOST_ITEMS = 256
+_ARRAYS = (torch.Tensor, np.ndarray)
 _LARGEST_ARRAY = 1 << 16
+_SAMPLED = 1024
 _SEARCHES = {4**number for number in range(16)}
 
 
@@ -69,7 +71,15 @@ class LoopVariables:
             now, before = _values(one, saved), self._seen.get(one.key, {})
             changed |= {name for name in now.keys() & before.keys() if now[name] != before[name]}
             self._seen[one.key] = now
+        # An element goes without saying beside its container.
+        changed = {name for name in changed if owner_of(name) == name or owner_of(name) not in changed}
         new = sorted(changed - self._named)
+        self._named.update(new)
+        return new
+
+    def hidden(self, functions: Collection[Running]) -> list[Name]:
+        """Return the variables that could not be compared, for the first time."""
+        new = sorted({name for one in functions for name in one.hidden} - self._named)
         self._named.update(new)
         return new
 
@@ -94,9 +104,12 @@ def _values(function: Running, saved: Collection[int]) -> dict[Name, Any]:
             continue
         for reached, value in [*way.items()][-1:]:
             # A tensor or array that is only written into is mostly a buffer that each body fills.
-            is_buffer = type(value) in (torch.Tensor, np.ndarray) and reached not in carried.assigned
+            is_filled = type(value) in _ARRAYS or reached in carried.filled
+            is_buffer = is_filled and reached not in carried.assigned
             found |= {} if is_buffer else glance(reached, value)
-    return {name: value for name, value in found.items() if name not in carried.made}
+            if reached in carried.written and type(value) in SEQUENCES:
+                found[reached] = [*map(_element, islice(value, _MOST_ITEMS)), len(value)]
+    return {function.shown(name): value for name, value in found.items() if name not in carried.made}
 
 
 class LoopGenerators:
@@ -132,9 +145,12 @@ class LoopGenerators:
         for one in functions:
             for name in one.carried.used:
                 for reached, value in [*one.way_to(name).items()][-1:]:
-                    roots.setdefault(reached, value)
+                    roots.setdefault(one.shown(reached), value)
         known = {id(one) for one in self._known()} | rng.global_ones()
-        return {name: one for name, one in search.find(roots).items() if id(one) not in known}
+        found = search.find(roots)
+        for function in {inner for one in functions for inner in one.found.installed}:
+            found = called.generators_of(function) | found
+        return {name: one for name, one in found.items() if id(one) not in known}
 
 
 def _digest(generator: rng.Generator) -> str:
@@ -159,7 +175,7 @@ def glance(name: Name, value: Any) -> dict[Name, Any]:
         return {
             name: value.tobytes()
             if value.nbytes <= _LARGEST_ARRAY and not value.dtype.hasobject
-            else id(value)
+            else _sample(value)
         }
     if type(value) in DICTS:
         return {
@@ -167,6 +183,18 @@ def glance(name: Name, value: Any) -> dict[Name, Any]:
         }
     own = loops.attributes(value) if _has_own_attributes(value) else {}
     return {f"{name}.{key}": _comparable(one) for key, one in _plain_items(own)}
+
+
+def _element(value: Any) -> Any:
+    return _comparable(value) if type(value) in PLAIN else id(value)
+
+
+def _sample(array: np.ndarray) -> object:
+    """Return elements that are mostly among those that a write changes."""
+    if array.dtype.hasobject or not array.flags.c_contiguous:
+        return id(array)
+    flat = array.reshape(-1)
+    return id(array), flat[:_SAMPLED].tobytes(), flat[:: max(1, len(flat) // _SAMPLED)].tobytes()
 
 
 def _plain_items(values: dict[Any, Any]) -> list[tuple[Any, Any]]:

@@ -6,13 +6,14 @@ import inspect
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Mapping
-from dataclasses import dataclass
-from types import FrameType, MemberDescriptorType
+from dataclasses import dataclass, replace
+from types import CodeType, FrameType, MemberDescriptorType
 from typing import Any
 
 from . import bytecode, script_frames
+from .called import NO_VALUES, Called, Found, content
 from .carried import Carried, carried_in
-from .events import Name
+from .events import Name, owner_of, root_of
 
 SEQUENCES = (list, deque)
 DICTS = (dict, OrderedDict)
@@ -28,24 +29,47 @@ class Running:
     """The variables of its module."""
     carried: Carried
     """What the loops around the place where it is carry from one body to the next."""
-    key: object
+    key: CodeType
     """What is the same when the function is looked at again."""
+    found: Found
+    """The functions that it calls."""
 
     def root(self, name: Name) -> Any:
         """Return the variable that a name begins with, such as `self` of "self.best", or None."""
-        name = name.partition("[")[0].partition(".")[0]
+        name = root_of(name)
+        if name in self.found.places:
+            return content(self.found.places[name])
         return self.variables.get(name, self.others.get(name))
+
+    def may_change(self, name: Name) -> bool:
+        """Whether a name means a value, or nothing yet."""
+        return not any(isinstance(value, NO_VALUES) for value in [*self.way_to(name).values()][-1:])
+
+    def shown(self, name: Name) -> str:
+        """Return a name as a message says it: a closure's variable is an attribute of the function."""
+        owner, _ = self.found.places.get(root_of(name), ({}, ""))
+        return name if isinstance(owner, dict) else name.replace(":", ".", 1)
+
+    @property
+    def hidden(self) -> list[Name]:
+        """The variables that decide and whose values cannot be read."""
+        code = self.key
+        local = {*code.co_varnames, *code.co_cellvars, *code.co_freevars} if _is_hidden(code) else set[str]()
+        return [name for name in self.carried.assigned if root_of(name) in local]
 
     def way_to(self, name: Name) -> dict[Name, Any]:
         """Return the values from a variable to the attribute or item that a name means, or {}."""
-        path, bracket, key = name.partition("[")
-        root, _, attribute = path.partition(".")
-        value = self.root(root)
-        way = {root: value}
-        if attribute:
-            if attribute not in (own := attributes(value)):
+        path, bracket, key = owner_of(name), "[" in name, name.partition("[")[2]
+        reached = root_of(name)
+        value = self.root(reached)
+        way = {reached: value}
+        for attribute in path.removeprefix(reached).split(".")[1:]:
+            try:
+                value = _attribute(value, attribute)
+            except LookupError:
                 return {}
-            way[path] = value = own[attribute]
+            reached = f"{reached}.{attribute}"
+            way[reached] = value
         if bracket and type(value) in (*SEQUENCES, *DICTS):
             index = key[1:-2] if key[0] in "'\"" else int(key[:-1])
             try:
@@ -55,19 +79,28 @@ class Running:
         return way
 
 
-def running() -> list[Running]:
+def running(called: Called) -> list[Running]:
     """Return the functions of the script that are running, the innermost first."""
     found = []
+    called.look()
     for frame in script_frames.of_script(sys._getframe()):
         variables = variables_of(frame)
-        carried = carried_in(frame.f_code, frame.f_lasti, states_in(variables, frame))
-        found.append(Running(variables, frame.f_globals, carried, frame.f_code))
+        states = states_in(variables, frame)
+        functions = called.by(frame, variables, states)
+        if (place := (frame.f_lasti, states)) not in functions.carried:
+            carried = carried_in(frame.f_code, frame.f_lasti, states, functions.calls)
+            one = Running(variables, frame.f_globals, carried, frame.f_code, functions)
+            # A function or a module stays what it is: leave it out of the looks that follow.
+            kept = frozenset(name for name in carried.kept if one.may_change(name))
+            functions.carried[place] = replace(carried, kept=kept)
+        carried = functions.carried[place]
+        found.append(Running(variables, frame.f_globals, carried, frame.f_code, functions))
     return found
 
 
 def variables_of(frame: FrameType) -> dict[str, Any]:
     """Return the local variables of a frame; none where to read them would change what the script has."""
-    if sys.version_info < (3, 13) and bytecode.reads_global(frame.f_code, frozenset({"locals", "vars"})):
+    if _is_hidden(frame.f_code):
         # A read would write all of them into the dict that locals() has returned.
         return {}
     variables = frame.f_locals
@@ -80,6 +113,10 @@ def variables_of(frame: FrameType) -> dict[str, Any]:
     return found
 
 
+def _is_hidden(code: CodeType) -> bool:
+    return sys.version_info < (3, 13) and bytecode.reads_own_variables(code)
+
+
 def states_in(variables: Mapping[str, Any], frame: FrameType) -> frozenset[Name]:
     """Return the names of RunState, and of its object, in a frame."""
     seen = {**{name: frame.f_globals.get(name) for name in frame.f_code.co_names}, **variables}
@@ -87,6 +124,17 @@ def states_in(variables: Mapping[str, Any], frame: FrameType) -> frozenset[Name]
     kinds = {name: value if isinstance(value, type) else type(value) for name, value in seen.items()}
     ours = [name for name, kind in kinds.items() if kind.__name__ == "RunState"]
     return frozenset(name for name in ours if kinds[name].__module__.startswith(TOP))
+
+
+def _attribute(value: Any, name: str) -> Any:
+    """Return one of the attributes of an object."""
+    own = getattr(value, "__dict__", {})
+    if name in own:
+        return own[name]
+    for kind in type(value).__mro__:
+        if type(vars(kind).get(name)) is MemberDescriptorType and hasattr(value, name):
+            return getattr(value, name)
+    raise LookupError(name)
 
 
 def attributes(value: Any) -> dict[str, Any]:

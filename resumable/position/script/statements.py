@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from .events import Event, Name, begin_of, is_method, names_of
+from .events import Event, Name, begin_of, is_method, names_of, root_of
 
 JUMPS = {*dis.hasjrel, *dis.hasjabs} - {dis.opmap[name] for name in dis.opmap if name.startswith("SETUP_")}
 """All but those of Python 3.10 to a handler."""
@@ -19,7 +19,7 @@ NO_WAY_ON = (
 _ENDS = ("POP_JUMP", "JUMP", "RETURN", "POP_TOP")
 """How the bytecode of a statement, or of a condition, ends if nothing is assigned."""
 _CONSTANTS = ("LOAD_CONST", "LOAD_ATTR")
-_SHOWS = {
+SHOWS = {
     *("print", "write", "flush", "log", "debug", "info", "warning", "set_postfix", "set_postfix_str"),
     *("set_description", "set_description_str", "add_scalar", "add_scalars", "add_image", "add_histogram"),
     *("add_text", "add_figure", "log_metrics", "log_metric", "report_scalar", "format", "join", "strftime"),
@@ -39,22 +39,33 @@ class Statement:
     methods: set[str] = field(default_factory=set)
     functions: set[str] = field(default_factory=set)
     """The functions that it calls by a variable's name; "?" for one that is computed."""
+    decides: set[Name] = field(default_factory=set)
+    """The variables that decide in a function that it calls."""
+    passes: list[tuple[set[Name], frozenset[Name]]] = field(default_factory=list)
+    """Variables, and those to which a function that it calls gives values made from them."""
     is_condition: bool = False
     """Whether it decides which way the code takes."""
+    is_return: bool = False
+    """Whether it returns or yields a value."""
 
     def names(self, kind: str) -> set[Name]:
         return names_of(self.events, kind)
+
+    def made_from(self, known: set[Name]) -> set[Name]:
+        """Return the variables to which it gives values made from these."""
+        found = self.names("store") if self.names("load") & known else set[Name]()
+        return found.union(*(targets for sources, targets in self.passes if sources & known))
 
     def calls(self, functions: set[str]) -> bool:
         return not (self.methods | self.names("load")).isdisjoint(functions)
 
     def only_shows(self) -> bool:
         """Whether it calls nothing but what shows something."""
-        return self.methods | self.functions <= _SHOWS
+        return self.methods | self.functions <= SHOWS
 
     def reads(self, states: frozenset[Name]) -> bool:
         """Whether it reads the RunState, or an attribute of it."""
-        return any(name in states or name.partition(".")[0] in states for name in self.names("load"))
+        return any(name in states or root_of(name) in states for name in self.names("load"))
 
 
 def statements_of(
@@ -81,6 +92,7 @@ def statements_of(
         now.last = one.offset
         if is_method(one):
             now.methods.add(str(one.argval))
+        now.is_return |= one.opname in ("RETURN_VALUE", "YIELD_VALUE")
         now.functions |= called.get(one.offset, set())
         has_stored = is_store
         is_loop = one.opname == "GET_ITER" and following is not None and following.opname == "FOR_ITER"

@@ -91,16 +91,17 @@ def _attributes(
     """Return the attributes of models that training carries along, and that are in no state_dict."""
     saved = {id(one) for one in given}
     in_loops = _of_loops(functions)
+    called = next((one.carried.called for one in functions if one.carried.called), None)
     found: dict[tuple[int, Name], Any] = {}
     for module in modules:
         kind: type = type(module)
-        updated, used = _of_methods(kind)
+        updated, used, *_ = _of_methods(kind)
         changed, decides = in_loops.get(id(module), (set(), set()))
         names = (updated | changed) & (used | decides)
         if not names or has_extra_state(module):
             continue
         own: dict[str, Any] = vars(module)
-        for name in names & own.keys():
+        for name in names & own.keys() - (_begun(kind, called) - changed):
             if id(own[name]) not in saved:
                 parts = loop_variables.glance(f"{kind.__name__}.{name}", own[name])
                 found |= {(id(module), part): value for part, value in parts.items()}
@@ -108,12 +109,15 @@ def _attributes(
 
 
 @cache
-def _of_methods(kind: type) -> tuple[frozenset[str], frozenset[str]]:
+def _of_methods(
+    kind: type,
+) -> tuple[frozenset[str], frozenset[str], dict[str, set[str]], dict[str, set[str]]]:
     """Return the attributes to which methods give values made from their own, and those that they use.
 
-    One that another method assigns anew, such as `reset`, is taken to begin with each body.
+    With them come those that each method assigns anew, such as `reset`, and the methods that each calls.
     """
-    updated, used, begun = set[str](), set[str](), set[str]()
+    updated, used = set[Name](), set[Name]()
+    begun, calls = dict[str, set[str]](), dict[str, set[str]]()
     for owner in kind.__mro__:
         methods = vars(owner).items() if code_names.is_own(str(owner.__module__)) else ()
         for name, method in methods:
@@ -122,8 +126,26 @@ def _of_methods(kind: type) -> tuple[frozenset[str], frozenset[str]]:
                 own_updated, own_used = bytecode.updated_and_used(method.__code__)
                 updated |= own_updated
                 used |= own_used
-                begun |= stored - read
-    return _of_self(updated - begun), _of_self(used)
+                begun.setdefault(name, set()).update(_of_self(stored - read))
+                calls.setdefault(name, set()).update(bytecode.called_by(method.__code__))
+    return _of_self(updated), _of_self(used), begun, calls
+
+
+def _begun(kind: type, called: Collection[str] | None) -> set[str]:
+    """Return the attributes that a model begins with in each body; `called`: what the loop calls."""
+    _, _, begun, calls = _of_methods(kind)
+    names = {*begun} if called is None else {"forward"}
+    if called is not None:
+        names |= {name for name in begun if any(_is_meant(name, one) for one in called)}
+        for _ in range(_DEEPEST):
+            names |= {deeper for one in names for deeper in calls.get(one, ())}
+    return set[str]().union(*(begun[name] for name in names & begun.keys()))
+
+
+def _is_meant(method: str, called: str) -> bool:
+    """Whether a call is one of a method, or of a function that calls it on modules, such as `reset_net`."""
+    called = "train" if called == "eval" else called
+    return called == method or called.startswith(f"{method}_") or called.endswith(f"_{method}")
 
 
 def _of_self(names: Collection[Name]) -> frozenset[str]:

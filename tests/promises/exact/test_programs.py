@@ -19,10 +19,7 @@ FORGETFUL = """
 torch.manual_seed(1)
 model = nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-rates = [0.9]
-def rate():
-    rates.append(0.9 * rates[-1])
-    return rates[-2]
+RATES
 with RunState.load(run_dir, model=model, optimizer=optimizer, every=every, progress=False) as state:
     t.watch(state, model=model, optimizer=optimizer)
     for step in state.steps(5):
@@ -31,6 +28,25 @@ with RunState.load(run_dir, model=model, optimizer=optimizer, every=every, progr
         model(x).square().mean().backward()
         optimizer.step()
         t(x)
+"""
+IN_A_LIST = """\
+rates = [0.9]
+def rate():
+    rates.append(0.9 * rates[-1])
+    return rates[-2]
+"""
+IN_A_NUMBER = """\
+last = 1.0
+def rate():
+    global last
+    last = 0.9 * last
+    return last
+"""
+IN_AN_ITERATOR = """\
+from itertools import accumulate, repeat
+rates = accumulate(repeat(0.9), lambda rate, factor: rate * factor)
+def rate():
+    return next(rates)
 """
 
 
@@ -57,14 +73,24 @@ def test_nor_one_that_is_stopped_at_every_tick_in_every_way(first: int, tally: T
 
 @pytest.mark.parametrize("kind", programs.KINDS)
 def test_a_script_that_loses_state_is_found(kind: programs.Kind) -> None:
-    program = programs.Program(0, "steps with own data", (), programs.IMPORTS + FORGETFUL)
+    source = FORGETFUL.replace("RATES\n", IN_AN_ITERATOR)
+    program = programs.Program(0, "steps with own data", (), programs.IMPORTS + source)
 
     assert programs.examine(program, [kind], None).worst.outcome == "silent"
 
 
 @pytest.mark.parametrize("kind", programs.KINDS)
+def test_a_script_whose_functions_lose_state_is_warned(kind: programs.Kind) -> None:
+    source = FORGETFUL.replace("RATES\n", IN_A_NUMBER)
+    program = programs.Program(0, "steps with own data", (), programs.IMPORTS + source)
+
+    assert programs.examine(program, [kind], None).worst.outcome == "warned"
+
+
+@pytest.mark.parametrize("kind", programs.KINDS)
 def test_a_script_that_keeps_its_state_is_exact(kind: programs.Kind) -> None:
-    source = FORGETFUL.replace("model=model,", "extra={'own': {'rates': rates}}, model=model,", 1)
+    source = FORGETFUL.replace("RATES\n", IN_A_LIST)
+    source = source.replace("model=model,", "extra={'own': {'rates': rates}}, model=model,", 1)
     program = programs.Program(0, "steps with own data", (), programs.IMPORTS + source)
 
     assert programs.examine(program, [kind], None).worst.outcome == "exact"

@@ -1,0 +1,243 @@
+"""Finds the functions that the script's loops call, and the variables outside of them that these access."""
+
+from __future__ import annotations
+
+import builtins
+import dis
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+
+from ...loaders.generators import code_names, rng
+from .bytecode import Calls, call_of, outermost_loop
+from .carried import Carried, summary_of
+from .events import Name, is_method
+from .statements import SHOWS
+
+_DEEPEST = 3
+_LOOKS = {4**number for number in range(16)}
+NO_VALUES = (ModuleType, FunctionType, BuiltinFunctionType, MethodType, type, torch.optim.Optimizer)
+_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
+_CALLERS = ("step", "map", "filter")
+"""Functions and methods that call the function that they are given first."""
+Path = tuple[str, ...]
+
+
+@dataclass
+class Found:
+    """The functions that a function of the script calls."""
+
+    calls: Calls = ()
+    places: dict[Name, tuple[Any, str]] = field(default_factory=dict)
+    """Where a variable has its value: the variables of a module and its name there, or a closure's cell."""
+    installed: list[FunctionType] = field(default_factory=list)
+    """Those of installed packages."""
+    carried: dict[tuple[int, frozenset[Name]], Carried] = field(default_factory=dict)
+    """What the loops around a place carry, given the names of the RunState."""
+
+
+class Called:
+    """Finds the functions that running functions call, ever more rarely: they seldom change."""
+
+    def __init__(self) -> None:
+        self._looks = 0
+        self._found: dict[tuple[CodeType, tuple[int, int] | None], Found] = {}
+
+    def look(self) -> None:
+        """Note that the script is looked at once more."""
+        self._looks += 1
+        if self._looks in _LOOKS:
+            self._found = {}
+
+    def by(self, frame: FrameType, variables: Mapping[str, Any], states: frozenset[Name]) -> Found:
+        """Return the functions that a running function calls."""
+        loop = outermost_loop(frame.f_code, frame.f_lasti)
+        key = frame.f_code, loop
+        if key not in self._found:
+            self._found[key] = _Search(frame, loop, variables, states).found if loop else Found()
+        return self._found[key]
+
+
+@dataclass(frozen=True)
+class _Scope:
+    """A function, and where its variables have their values."""
+
+    code: CodeType
+    variables: Mapping[str, Any]
+    """Those of its module."""
+    cells: Mapping[str, Any]
+    bound: Any = None
+    """The object whose method it is, and its name in the script."""
+    name_of_bound: Name = ""
+
+
+class _Search:
+    """The search for what one running function calls."""
+
+    def __init__(
+        self,
+        frame: FrameType,
+        loop: tuple[int, int],
+        variables: Mapping[str, Any],
+        states: frozenset[Name],
+    ) -> None:
+        self.found, self._loop = Found(), loop
+        self._frame, self._variables, self._states = frame, variables, states
+        self._local = {*frame.f_code.co_varnames, *frame.f_code.co_cellvars, *frame.f_code.co_freevars}
+        self.found.calls = self._calls_in(None, (frame.f_code,))
+
+    def _calls_in(self, scope: _Scope | None, codes: tuple[CodeType, ...]) -> Calls:
+        """Return the calls of a function's code; without a scope, of the running one's."""
+        calls = []
+        for at, end, path in _paths(codes[-1]):
+            root = self._variable(path[0], scope)
+            way = _way(root, path[1:])
+            function = way[-1] if way else None
+            if type(function) is not FunctionType or function.__code__ in codes:
+                continue
+            if scope is None and not self._counts(at, function):
+                continue
+            if not code_names.is_own_code(function.__code__, function.__globals__):
+                if path[-1] not in SHOWS and not code_names.is_known(str(function.__module__)):
+                    self.found.installed.append(function)
+                continue
+            owner = way[-2] if len(way) > 1 and type(way[-2]) is not ModuleType else None
+            names = self._name(path[0], scope), *path[1:-1]
+            inner = _Scope(
+                function.__code__,
+                function.__globals__,
+                dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)),
+                None if isinstance(owner, type) else owner,
+                ".".join(filter(None, names)) if all(names) else "",
+            )
+            deeper = self._calls_in(inner, (*codes, inner.code)) if len(codes) < _DEEPEST else ()
+            calls.append((at, end, summary_of(inner.code, deeper, self._names(inner), self._states)))
+        return tuple(calls)
+
+    def _counts(self, at: int, function: FunctionType) -> bool:
+        """Whether a function is called in the loop, or before it and may restore something."""
+        first, last = self._loop
+        names = {*function.__code__.co_names, *function.__code__.co_varnames}
+        return first <= at <= last or (at < first and not self._states.isdisjoint(names))
+
+    def _variable(self, name: str, scope: _Scope | None) -> Any:
+        if scope is None:
+            return self._variables.get(name, self._frame.f_globals.get(name))
+        if name in scope.cells:
+            return _content(scope.cells[name])
+        if name == "self":
+            return scope.bound
+        return None if name in scope.code.co_varnames else scope.variables.get(name)
+
+    def _names(self, scope: _Scope) -> tuple[tuple[str, Name], ...]:
+        """Return the names in the script of all variables of a function."""
+        code = scope.code
+        names = {*code.co_names, *code.co_freevars, *code.co_varnames, *code.co_cellvars}
+        return tuple((one, self._name(one, scope) or f"<{one}>") for one in sorted(names))
+
+    def _name(self, name: str, scope: _Scope | None) -> Name:
+        """Return the name in the script of a function's variable; "" if it is its own, or no value."""
+        if scope is None:
+            return name
+        if name == "self":
+            return scope.name_of_bound
+        if name in scope.cells:
+            value, place = _content(scope.cells[name]), (scope.cells[name], "")
+            is_of_frame = name in self._local and self._variables.get(name) is value
+            label = name if is_of_frame else f"{scope.code.co_name}:{name}"
+        elif name in scope.code.co_varnames or name in scope.code.co_cellvars or name not in scope.variables:
+            return ""
+        else:
+            value, place = scope.variables[name], (scope.variables, name)
+            is_of_frame = scope.variables is self._frame.f_globals and name not in self._local
+            label = name if is_of_frame else f"{scope.variables.get('__name__')}:{name}"
+        if isinstance(value, NO_VALUES):
+            return ""
+        if not is_of_frame:
+            self.found.places[label] = place
+        return label
+
+
+def generators_of(function: FunctionType) -> dict[str, rng.Generator]:
+    """Return the random generators in modules that a function of an installed package may draw from."""
+    found: dict[str, rng.Generator] = {}
+    waiting, seen = [(function, 0)], {function}
+    while waiting:
+        one, depth = waiting.pop()
+        names = {name for code in _codes(one.__code__) for name in code.co_names}
+        modules = [variables for name in names if type(variables := one.__globals__.get(name)) is ModuleType]
+        for variables in [one.__globals__, *map(vars, modules)]:
+            module = str(variables.get("__name__"))
+            for name in [] if code_names.is_known(module) else sorted(names & variables.keys()):
+                value = variables[name]
+                if rng.is_generator(value):
+                    found[f"{module}:{name}"] = value
+                elif type(value) is FunctionType and depth < _DEEPEST and value not in seen:
+                    seen.add(value)
+                    waiting.append((value, depth + 1))
+    return found
+
+
+def _codes(code: CodeType) -> list[CodeType]:
+    """Return code and that of the functions in it."""
+    return [code, *(deeper for one in code.co_consts if type(one) is CodeType for deeper in _codes(one))]
+
+
+def _way(value: Any, attributes: Path) -> list[Any]:
+    """Return the values on the way to an attribute of an attribute, without running code of the script."""
+    way = [value]
+    for name in attributes:
+        own = getattr(value, "__dict__", {}) if value is not None else {}
+        if type(own) is not dict and not isinstance(value, (type, ModuleType)):
+            return []
+        if name not in own:
+            kind = value if isinstance(value, type) else type(value)
+            own = next((vars(one) for one in kind.__mro__ if name in vars(one)), {})
+        if name not in own:
+            return []
+        value = own[name]
+        way.append(value)
+    return way
+
+
+def content(place: tuple[Any, str]) -> Any:
+    """Return the value at a place that was found, or None."""
+    owner, name = place
+    return owner.get(name) if isinstance(owner, dict) else _content(owner)
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # the variable has no value yet
+        return None
+
+
+@cache
+def _paths(code: CodeType) -> tuple[tuple[int, int, Path], ...]:
+    """Return the functions that code calls: between which offsets each is loaded, and by what names."""
+    return tuple(_find_paths(code, [*dis.get_instructions(code)]))
+
+
+def _find_paths(code: CodeType, instructions: list[dis.Instruction]) -> Iterator[tuple[int, int, Path]]:
+    for number, one in enumerate(instructions):
+        if not one.opname.startswith("LOAD_") or not _is_variable(one):
+            continue
+        names = one.argval if isinstance(one.argval, tuple) else (one.argval,)
+        if names[-1] in vars(builtins):
+            continue
+        last = number
+        while instructions[last + 1].opname in _ATTRIBUTES and not is_method(instructions[last]):
+            last += 1
+        is_passed = number > 0 and instructions[number - 1].argval in _CALLERS
+        if is_passed or call_of(instructions, code.co_consts, last + 1):
+            attributes = (str(step.argval) for step in instructions[number + 1 : last + 1])
+            yield one.offset, instructions[last].offset, (str(names[-1]), *attributes)
+
+
+def _is_variable(one: dis.Instruction) -> bool:
+    return bool({"FAST", "NAME", "GLOBAL", "DEREF"} & {*one.opname.split("_")})
