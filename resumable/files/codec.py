@@ -75,14 +75,15 @@ def to_groups(trees: Mapping[str, Encoded], rank: int = 0) -> dict[str, Encoded]
     return groups
 
 
-def _by_change(tree: Encoded) -> Iterator[tuple[str, Encoded]]:
+def _by_change(tree: Encoded) -> list[tuple[str, Encoded]]:
     if not tree.frozen:
-        yield "", tree
-        return
+        return [("", tree)]
+    found = []
     for suffix, takes_frozen in (("", False), (_FROZEN, True)):
         tensors = {name: one for name, one in tree.tensors.items() if (name in tree.frozen) is takes_frozen}
         aliases = {name: first for name, first in tree.aliases.items() if first in tensors}
-        yield suffix, Encoded({}, tensors, aliases, (*tree.key, tree.frozen))
+        found.append((suffix, Encoded({}, tensors, aliases, (*tree.key, tree.frozen))))
+    return found
 
 
 def to_files(trees: Mapping[str, Encoded]) -> dict[str, bytes | bytearray]:
@@ -136,11 +137,11 @@ def from_parts(
     trees: Mapping[str, dict[str, Json]], tensors: Mapping[str, Mapping[str, torch.Tensor]]
 ) -> dict[str, Encoded]:
     """Return the trees of a checkpoint, from their JSON and the tensors of its other files."""
-    if unknown := {path for path in tensors if stem_of(path) not in trees}:
-        raise ValueError(f"nothing says what {', '.join(sorted(unknown))} is")
     found: dict[str, dict[str, torch.Tensor]] = {stem: {} for stem in trees}
     for path, there in tensors.items():
-        own = found[stem_of(path)]
+        own = found.get(stem_of(path))
+        if own is None:
+            raise ValueError(f"nothing says what {path} is")
         if twice := own.keys() & there.keys():
             raise ValueError(f"{', '.join(sorted(twice))} is in two files")
         own |= there

@@ -115,11 +115,16 @@ class _Decoder:
         return np.ndarray((), dtype, raw)[()]
 
     def array(self, value: Json, path: Path) -> np.ndarray[Any, Any]:
-        name, text, lengths, order = typed(list, value)
+        name, text, shape, order = typed(list, value)
         stored, dtype = self._tensors[name], _checked_dtype(text)
-        shape = [typed(int, length) for length in typed(list, lengths)]
+        is_shape = type(shape) is list and {*map(type, shape)} <= {int}
         # numpy takes -1 for any length that fits.
-        if stored.dtype != stored_as(dtype) or order not in ("C", "F") or min(shape, default=0) < 0:
+        if (
+            not is_shape
+            or min(shape, default=0) < 0
+            or stored.dtype != stored_as(dtype)
+            or order not in ("C", "F")
+        ):
             raise ValueError(f"{value!r} does not describe an array")
         raw = bytearray(as_bytes(stored))
         array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, raw, order=order)

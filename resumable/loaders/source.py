@@ -114,9 +114,11 @@ class LoaderGenerators:
         self._late: dict[str, Any] = {}
         """The states of those that the source makes again as it is opened."""
 
-    def read(self) -> dict[str, Any]:
-        """Return their states."""
-        self._found = search.Found(self._source.root())
+    def read(self, *, is_searched: bool = False) -> dict[str, Any]:
+        """Return their states; `is_searched`: no code of the script has run since the last read."""
+        root = self._source.root()
+        if not is_searched or not self._found.are_in_place(root):
+            self._found = search.Found(root)
         return {path: rng.read(one) for path, one in self._found.generators.items()}
 
     def write(self, states: Mapping[str, Any]) -> None:
@@ -130,14 +132,16 @@ class LoaderGenerators:
             is_late = self._source.makes_again(path)
             if generator := found.get(path) or (not is_late and search.plant(root, path, state)):
                 rng.write(generator, state)
+        if states.keys() - found.keys():
+            self._found = search.Found(root)
 
     def forget(self) -> None:
         """Drop the generators of an iterable that another one replaces."""
         self._found = search.Found(None)
 
-    def collect(self) -> dict[str, Any]:
+    def collect(self, *, is_searched: bool = False) -> dict[str, Any]:
         """Return their states for a checkpoint."""
-        return {**self._late, **self.read()}
+        return {**self._late, **self.read(is_searched=is_searched)}
 
     def restore(self, states: Mapping[str, Any]) -> None:
         """Put them into the states of a checkpoint; call this after the source was given its own."""

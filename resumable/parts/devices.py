@@ -14,10 +14,10 @@ def moved(saved: Collection[str], used: Collection[str]) -> dict[str, str]:
     >>> moved({"cpu", "cuda:0"}, {"cuda:3"})
     {'cuda:0': 'cuda:3'}
     """
-    theirs, ours = (sorted({*devices} - {"cpu"}, key=_by_index) for devices in (saved, used))
-    if {*theirs} <= {*ours}:
+    if {*saved} - {"cpu"} <= {*used}:
         return {}
     # A model that is spread over several devices keeps their order; surplus devices become the CPU.
+    theirs, ours = (sorted({*devices} - {"cpu"}, key=_by_index) for devices in (saved, used))
     return dict(zip(theirs, [*ours, *["cpu"] * len(theirs)], strict=False))
 
 

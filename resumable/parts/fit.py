@@ -186,8 +186,7 @@ def devices(parts: Parts, trees: Trees) -> tuple[set[str], set[str]]:
         return set(), set()
     facts = codec.tensor_facts(trees["model"].json).values()
     then = {str(about["device"]).partition(":")[0] for about in facts if "device" in about}
-    tensors = (tensor for live in modules for tensor in (*live.parameters(), *live.buffers()))
-    now = {tensor.device.type for tensor in tensors} - {"cpu"}
+    now = {one.device.type for live in modules for one in (*live.parameters(), *live.buffers())} - {"cpu"}
     return then or {"cpu"}, now or {"cpu"}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import cache
 from itertools import chain
@@ -45,14 +45,10 @@ _wrapper_attribute: Callable[[Any], str | None] = cache(_found_attribute)
 """Returns the attribute that holds the module inside a wrapper of a class; None if it is no wrapper."""
 
 
-def bare_name(root: nn.Module) -> Callable[[str], str]:
-    """Return a function that removes the wrappers inside `root` from a name."""
-    return _bare_name(root.named_modules(remove_duplicate=False))
-
-
-def _bare_name(walked: Iterable[tuple[str, nn.Module]]) -> Callable[[str], str]:
+def bare_name(root: nn.Module, walked: Modules | None = None) -> Callable[[str], str]:
+    """Return a function that removes the wrappers inside `root` from a name; `walked`: all its modules."""
     wrapped = []
-    for name, module in walked:
+    for name, module in root.named_modules(remove_duplicate=False) if walked is None else walked:
         if attribute := _wrapper_attribute(type(module)):
             wrapped.append(f"{name}.{attribute}." if name else f"{attribute}.")
     if not wrapped:
@@ -119,7 +115,7 @@ class ModulePart(Part):
 
     def size(self) -> int:
         """Return the bytes of its parameters and buffers."""
-        return sum(tensor.nbytes for tensor in (*self.live.parameters(), *self.live.buffers()))
+        return sum([tensor.nbytes for tensor in (*self.live.parameters(), *self.live.buffers())])
 
     def _refuse_split(self) -> None:
         walked = [self._wrapped.named_modules(), self.live.named_parameters(), self.live.named_buffers()]
@@ -206,7 +202,7 @@ class ModulePart(Part):
         """Return the parameters by their bare names; a tied parameter has several."""
         # One walk: each of torch's own methods takes another.
         walked = [*self.live.named_modules(remove_duplicate=False)]
-        bare = _bare_name(walked)
+        bare = bare_name(self.live, walked)
         return {
             bare(f"{path}.{leaf}" if path else leaf): parameter
             for path, module in walked

@@ -57,52 +57,48 @@ class OptimizerPart(Part):
 
     def is_torchs_own(self) -> bool:
         """Whether its class is torch's and its state has no hooks."""
-        hooks = ("_optimizer_state_dict", "_optimizer_load_state_dict")
-        is_hooked = any(getattr(self.live, f"{hook}_{when}_hooks", None) for hook in hooks for when in _WHEN)
+        is_hooked = any(getattr(self.live, hooks, None) for hooks in _HOOKS)
         is_own = type(self.live).__module__.startswith("torch.optim.")
         return is_own and not is_hooked and vars(self.live).keys().isdisjoint(_STATE)
 
     def is_on_device(self) -> bool:
         """Whether some of its parameters are not in host memory."""
-        return any(not p.is_cpu for group in self.live.param_groups for p in group["params"])
+        return not all(p.is_cpu for group in self.live.param_groups for p in group["params"])
 
     def size(self) -> int:
         """Return the bytes of its state."""
         values = [value for state in self.live.state.values() for value in state.values()]
-        return sum(value.nbytes for value in values if isinstance(value, Tensor))
+        return sum([value.nbytes for value in values if isinstance(value, Tensor)])
 
     def outline(self) -> str:
         """Return the number of its parameters, and a hash of their names by group."""
-        names = self._names(self._names_in_models())
+        names, _, _ = self._named()
         return f"{sum(map(len, names))} parameters ({large_files.digest(repr(names).encode())[:8]})"
 
-    def _names(self, known: Mapping[int, str]) -> list[list[str]]:
-        return [
-            [
-                known.get(id(parameter)) or _own_name(group, number, index)
-                for index, parameter in enumerate(group["params"])
-            ]
-            for number, group in enumerate(self.live.param_groups)
-        ]
-
-    def _names_in_models(self) -> dict[int, str]:
+    def _named(self) -> tuple[list[list[str]], dict[str, Tensor], set[str]]:
+        """Return the names of the parameters by group, the parameters by name, and which no model has."""
         known: dict[int, str] = {}
         for part in self._model_parts:
             prefix = part.prefix_in_optimizers
             for name, parameter in part.parameters().items():
                 known.setdefault(id(parameter), prefix + name)
-        return known
+        names: list[list[str]] = []
+        parameters: dict[str, Tensor] = {}
+        loose = set()
+        for number, group in enumerate(self.live.param_groups):
+            names.append([])
+            for index, parameter in enumerate(group["params"]):
+                name = known.get(id(parameter), "")
+                if not name:
+                    name = _own_name(group, number, index)
+                    loose.add(name)
+                names[-1].append(name)
+                parameters[name] = parameter
+        return names, parameters, loose
 
     def parameters(self) -> dict[str, Tensor]:
         """Return the parameters by their names."""
-        return self._named(self._names(self._names_in_models()))
-
-    def _named(self, names_of_groups: Sequence[Sequence[str]]) -> dict[str, Tensor]:
-        return {
-            name: parameter
-            for group, names in zip(self.live.param_groups, names_of_groups, strict=True)
-            for name, parameter in zip(names, group["params"], strict=True)
-        }
+        return self._named()[1]
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the parameters by their names."""
@@ -119,9 +115,7 @@ class OptimizerPart(Part):
         state_by_key: dict[str, dict[str, Any]] = {}
         on_host = set()
         others = dict(state["state"])
-        known = self._names_in_models()
-        named = self._names(known)
-        parameters = self._named(named)
+        named, parameters, loose = self._named()
         for group, live, names in zip(state["param_groups"], self.live.param_groups, named, strict=True):
             groups.append({"params": names} | {k: v for k, v in group.items() if k not in _NAMES})
             for index, parameter, name in zip(group["params"], live["params"], names, strict=True):
@@ -140,7 +134,8 @@ class OptimizerPart(Part):
                 "others": others,
                 "rest": rest,
                 "on_host": sorted(on_host),
-                "loose": _loose(parameters, known),
+                # No other part saves them, such as a temperature.
+                "loose": {name: value for name, value in parameters.items() if name in loose},
                 "gradients": gradients,
                 "used": [name for name in self.gradients.used if name in gradients],
                 "left_out": self.gradients.has_left_out,
@@ -189,11 +184,10 @@ class OptimizerPart(Part):
 
     def differences(self, saved: Saved, built: Mapping[str, Any]) -> Iterator[Difference]:
         """Yield the parameters that are in another group, or in none."""
-        known = self._names_in_models()
-        now = self._names(known)
-        tree, loose = saved.view(self.stem), _loose(self._named(now), known)
-        for name in tree["loose"].keys() & loose.keys():
-            was, is_now = shape(tree["loose"][name]), shape(loose[name])
+        now, parameters, loose = self._named()
+        tree = saved.view(self.stem)
+        for name in tree["loose"].keys() & loose:
+            was, is_now = shape(tree["loose"][name]), shape(parameters[name])
             if was != is_now:
                 yield Difference(self.name, name, f"{was} in the checkpoint, {is_now} in the code")
         then = [group["params"] for group in tree["groups"]]
@@ -218,9 +212,7 @@ class OptimizerPart(Part):
 
     def restore(self, saved: Saved, unfit: AbstractSet[str], code_wins: AbstractSet[str]) -> None:
         """Load the state by name, each tensor with its own dtype and layout."""
-        known = self._names_in_models()
-        named = self._names(known)
-        parameters = self._named(named)
+        named, parameters, loose = self._named()
         tree = saved.copy(self.stem, self._placer(saved.view(self.stem)["on_host"], parameters))
         was = self.live.param_groups
         now = self.live.state_dict()
@@ -245,7 +237,7 @@ class OptimizerPart(Part):
         finally:
             _keep_identity(was, self.live.param_groups)
         with torch.no_grad():
-            for name in tree["loose"].keys() & _loose(parameters, known).keys() - unfit:
+            for name in tree["loose"].keys() & loose - unfit:
                 parameters[name].copy_(tree["loose"][name])
         # Checkpoints of older versions have neither.
         self.gradients.restore(tree.get("zeroed", 0), has_left_out=tree.get("left_out", False))
@@ -273,11 +265,6 @@ class OptimizerPart(Part):
                     now[key] = then[key]
 
 
-def _loose(parameters: Mapping[str, Tensor], known: Mapping[int, str]) -> dict[str, Tensor]:
-    """Return the parameters that are in no model, such as a temperature: no other part saves them."""
-    return {name: value for name, value in parameters.items() if id(value) not in known}
-
-
 def _grad_out(gradient: Tensor) -> Any:
     if gradient.layout != torch.sparse_coo:
         return gradient
@@ -293,7 +280,10 @@ def _grad_in(saved: Any) -> Tensor:
 
 
 _NAMES = ("params", "param_names")
-_WHEN = ("pre", "post")
+_HOOKS = (
+    *("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"),
+    *("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"),
+)
 _STATE = ("state_dict", "load_state_dict")
 
 

@@ -56,7 +56,10 @@ class Parts:
         self.all: Sequence[Part] = [
             *early,
             PositionPart("position", position, "rank"),  # before the generators: making an iterator draws
-            *(LoaderPart(name, loader, self.aliases.holds) for name, loader in position.loaders.items()),
+            *(
+                LoaderPart(name, loader, self.aliases.holds, is_only=len(position.loaders) == 1)
+                for name, loader in position.loaders.items()
+            ),
             RandomPart("random", None, "rank"),  # last: any of the above may have drawn
         ]
         self.optimizers = [part for part in self.all if isinstance(part, OptimizerPart)]
@@ -177,7 +180,7 @@ class Parts:
 
     def names(self, wanted: str) -> list[str]:
         """Return the parts that `wanted` names: one part, or all of a slot."""
-        names = [part.name for part in self.all if not is_data(part)]
+        names = [part.name for part in self.all if not isinstance(part, DATA)]
         found = [name for name in names if name == wanted or name.startswith(f"{wanted}.")]
         if not found:
             raise UsageError(f"there is no part {wanted!r}.", fix=f"the parts are: {', '.join(names)}.")
@@ -196,9 +199,8 @@ class Parts:
                     yield part, optimizer
 
 
-def is_data(part: Part) -> bool:
-    """Whether a part is the position in the data or the global generators."""
-    return isinstance(part, (PositionPart, RandomPart))
+DATA = (PositionPart, RandomPart)
+"""The parts that are the position in the data or the global generators."""
 
 
 def _is_generator(part: Part) -> bool:

@@ -96,11 +96,17 @@ class Reading:
         self.is_heir = rank >= found.about.world_size
         """Whether the checkpoint has no state of this rank; the state of rank 0 is used instead."""
         rank = 0 if self.is_heir else rank
-        others = {path for path in found.about.files if codec.rank_of(path) not in (None, rank)}
-        records = {path: record for path, record in found.about.files.items() if path not in others}
-        texts = {path: self._text(found, path) for path in records if not codec.is_tensor_file(path)}
+        others, texts = [], {}
+        for path in found.about.files:
+            if codec.rank_of(path) not in (None, rank):
+                others.append(path)
+            elif codec.is_tensor_file(path):
+                self._files[path] = _File(path, codec.stem_of(path), found.about.files[path].size)
+            else:
+                texts[path] = self._text(found, path)
         trees = codec.to_trees(texts, rank)
-        self._used = {*used, *(str(tensor.device) for tree in live.values() for tensor in tree.values())}
+        devices = {tensor.device for tree in live.values() for tensor in tree.values()}
+        self._used = {*used, *map(str, devices)}
         self._moved = moved_trees(trees, self._used, is_alone=found.about.world_size == 1)
         own = self._moved.get("rank", {})
         self.without_device = sorted(there for there, here in own.items() if here == "cpu")
@@ -109,11 +115,10 @@ class Reading:
             # This process works on the CPU only, which is reported as a change of devices.
             self.without_device = []
         tensors = {}
-        large = {path: record for path, record in records.items() if codec.is_tensor_file(path)}
-        size = sum(size for size, _ in large.values())
+        size = sum([file.size for file in self._files.values()])
         with self._show(f"reading checkpoint {self._number}", size) as told:
-            for path, (size, digest) in large.items():
-                file = self._files[path] = _File(path, codec.stem_of(path), size)
+            for path, file in self._files.items():
+                digest = found.about.files[path].xxh3_128
                 tensors[path] = self._read(file, digest, trees.get(file.stem), told)
         # Each rank verifies its own files; rank 0 also verifies those of ranks that no longer exist.
         for path in sorted(others) if rank == 0 or self._pin else ():
@@ -165,7 +170,7 @@ class Reading:
                 fresh.append(_Wanted(slot, device if str(device) in self._used else _HOST))
         places = _Places(fresh)
         again = memoryview(bytearray(len(header)))
-        targets = _telling([*_of_all([Target(0, len(header), again), *places.targets], size)], told)
+        targets = _telling(_of_all([Target(0, len(header), again), *places.targets], size), told)
         also = self._pin.file(path) if self._pin else None
         file.blocks = _on_lanes(
             places.devices,
@@ -191,7 +196,8 @@ class Reading:
         """Decode every tree and setting, once; ValueError for one that cannot be decoded."""
         for path, setting in self.about.built.items():
             try:
-                self.built[path] = codec.decode(setting, {})
+                # Most are numbers and texts.
+                self.built[path] = codec.decode(setting, {}) if type(setting) in (list, dict) else setting
             except ValueError as exc:
                 raise ValueError(f"manifest.json: the setting {path} cannot be decoded: {exc}") from exc
         for stem, tree in self.trees.items():
@@ -229,7 +235,7 @@ class Reading:
     def fill(self, parts: Collection[str]) -> None:
         """Read the tensors of some parts into the live tensors."""
         chosen = [*self._of_parts(parts)]
-        size = sum(file.in_place[name][1].nbytes for file, names in chosen for name in names)
+        size = sum([file.in_place[name][1].nbytes for file, names in chosen for name in names])
         with self._show(f"putting checkpoint {self._number} in its place", size) as told:
             for file, names in chosen:
                 pairs = [file.in_place.pop(name) for name in names]
@@ -260,14 +266,15 @@ def _telling(targets: Sequence[Target], told: Told | None) -> Sequence[Target]:
     return [target._replace(take=partial(_take, told, target.take)) for target in targets]
 
 
-def _of_all(targets: Sequence[Target], size: int) -> Iterator[Target]:
-    """Yield the targets of a file of `size` bytes, and targets that take nothing for the gaps."""
-    end = 0
+def _of_all(targets: Sequence[Target], size: int) -> list[Target]:
+    """Return the targets of a file of `size` bytes, and targets that take nothing for the gaps."""
+    found, end = [], 0
     for target in [*targets, Target(size, size, None)]:
         if end < target.begin:
-            yield Target(end, target.begin, None)
-        yield target
+            found.append(Target(end, target.begin, None))
+        found.append(target)
         end = target.end
+    return found
 
 
 def _take(told: Told, take: Take | None, lane: Lane, at: int, piece: memoryview) -> None:

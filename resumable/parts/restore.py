@@ -18,7 +18,7 @@ from .containers import Restoring
 from .fit import Plan
 from .other_parts import GeneratorPart
 from .part import Part, Saved, Trees, clones
-from .parts import Parts, is_data
+from .parts import DATA, Parts
 from .reading import Reading
 
 Each = Callable[[str, Callable[[], None]], None]
@@ -46,8 +46,10 @@ def restore(parts: Parts, plan: Plan, each: Each = lambda _, do: do()) -> None:
 
     try:
         # The counters of the position come last: they refuse nothing, so they need no undo.
-        each("the restore", lambda: put_in([part for part in chosen if not is_data(part)]))
-        each("the restore of the position", lambda: put_in([part for part in chosen if is_data(part)]))
+        each("the restore", lambda: put_in([part for part in chosen if not isinstance(part, DATA)]))
+        each(
+            "the restore of the position", lambda: put_in([part for part in chosen if isinstance(part, DATA)])
+        )
     except BaseException:
         undo()
         raise
@@ -66,7 +68,7 @@ class _Undo:
         self._restoring = restoring
         self._generators = collect.Generators(parts)
         self._groups = [part.hold() for part in parts.optimizers if part in plan.chosen]
-        self._others = [part for part in parts.all if not is_data(part) and not part.is_container]
+        self._others = [part for part in parts.all if not (isinstance(part, DATA) or part.is_container)]
         known = {name for tree in plan.reading.now.values() for name in tree.json}
         others = collect.encoded(part for part in self._others if part.name not in known)
         trees: Trees = {}

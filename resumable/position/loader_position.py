@@ -16,6 +16,8 @@ from ..loaders.source import LoaderGenerators, Source
 from .loaded_batches import Counters, InHand, Loaded, OpenLoop, Phase, StepCounted, ThroughDraws
 from .script.habits import Habits
 
+_OVER = (Phase.OVER, Phase.PASSED)
+
 
 class EpochPlace:
     """How far the training has come in one epoch of a loader."""
@@ -49,14 +51,14 @@ class EpochPlace:
     @property
     def is_over(self) -> bool:
         """Whether this epoch has no more batches, or was left for good."""
-        return self.phase in (Phase.OVER, Phase.PASSED)
+        return self.phase in _OVER
 
     def is_under_way(self) -> bool:
         """Whether the epoch's batches have begun and not ended."""
         # A break shows only later, when no exception is being handled.
         if self.phase is Phase.LEFT and not self.is_interrupted():
             self.phase, self._left_under = Phase.OVER, None
-        return not self.is_over and (self.in_hand is not None or self.done > 0)
+        return self.phase not in _OVER and (self.in_hand is not None or self.done > 0)
 
     def is_through(self) -> bool:
         """Whether looping over the batches again would be another epoch."""
@@ -199,8 +201,8 @@ class LoaderPosition(EpochPlace):
 
     # The state in a checkpoint.
 
-    def collect(self) -> dict[str, Any]:
-        """Return the state for a checkpoint."""
+    def collect(self, *, is_searched: bool = False) -> dict[str, Any]:
+        """Return the state for a checkpoint; `is_searched`: the generators have just been read."""
         with self.lock:
             is_mid_epoch = self.training.is_mid_epoch()
             under_way = is_mid_epoch and self.is_under_way()
@@ -209,7 +211,7 @@ class LoaderPosition(EpochPlace):
                 "is_asked_by_hand": self.habits.is_asked_by_hand,
                 "is_open": (self.is_open or self.is_awaited) and is_mid_epoch,
                 "is_over": self.is_over and is_mid_epoch,
-                "generators": self.generators.collect(),
+                "generators": self.generators.collect(is_searched=is_searched),
                 "ahead_draws": [loaded.draws for loaded in self.ahead] if under_way else [],
                 "settings": self.source.settings(),
                 "source": self._collect_source(under_way),

@@ -31,7 +31,7 @@ def check(saved: Any) -> None:
     """
     found = typed(dict, saved)
     counts = [found[name] for name in ("epoch", "batch", "step", "samples")] + typed(list, found["spikes"])
-    if len(counts) != 6 or any(not 0 <= typed(int, count) < 1 << 63 for count in counts):
+    if len(counts) != 6 or {*map(type, counts)} != {int} or not 0 <= min(counts) <= max(counts) < 1 << 63:
         raise ValueError(f"{counts!r:.200} are not the counters of a training")
     typed(Boundary, found["boundary"])
     for name, kinds in _KINDS.items():

@@ -72,8 +72,9 @@ class TrainingCounters:
         """Return the boundary at which a checkpoint taken now would be."""
         if self._has_ended_body:
             return Boundary.EPOCH
-        if any(loader.is_under_way() and not loader.is_beside for loader in self._known.all):
-            return Boundary.BATCH
+        for loader in self._known.all:
+            if loader.is_under_way() and not loader.is_beside:
+                return Boundary.BATCH
         if self._body is Boundary.STEP:
             return Boundary.STEP
         if any(loader.is_over for loader in self._known.all):
@@ -94,21 +95,23 @@ class TrainingCounters:
     def counters(self) -> dict[str, Any]:
         """Return the counters for a checkpoint: a batch or step in hand counts as done."""
         boundary = self.boundary()
-        in_hand = [loader for loader in self._known.all if loader.in_hand]
-        batches = [loader.reached() for loader in in_hand] or [self.batch]
+        batch, samples = self.batch, self.samples
+        for loader in self._known.all:
+            if loader.in_hand:
+                batch, samples = loader.reached(), samples + self.processes * loader.in_hand.size
         return {
             "boundary": boundary,
             "epoch": self.epoch + (boundary is Boundary.EPOCH),
-            "batch": batches[-1] if boundary is Boundary.BATCH else 0,
+            "batch": batch if boundary is Boundary.BATCH else 0,
             "step": self.steps_done(),
-            "samples": self.samples
-            + self.processes * sum(loader.in_hand.size for loader in in_hand if loader.in_hand),
+            "samples": samples,
         }
 
     def steps_done(self) -> int:
         """Return the optimizer steps; one in hand counts as done."""
-        in_hand = any(loader.in_hand and loader.in_hand.is_step for loader in self._known.all)
-        return self._step_in_hand + 1 if self._body is Boundary.STEP else self.step + in_hand
+        if self._body is Boundary.STEP:
+            return self._step_in_hand + 1
+        return self.step + any(at.in_hand.is_step for at in self._known.all if at.in_hand)
 
     def epochs_done(self) -> int:
         """Return the epochs done; where `epochs()` runs, the one in hand does not count."""

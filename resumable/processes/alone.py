@@ -24,9 +24,12 @@ class Alone(Crew):
     def meet(self, facts: Mapping[str, Json], check: Callable[[], None], *, is_copied: bool) -> None:
         """Do nothing: there are no others."""
 
-    def _own_first(self, is_copied: bool) -> None:
+    def own(self, *, is_copied: bool = False) -> None:
+        """Lock the run for this training."""
+        # It may have been lost since.
         self._run.acquire()
-        self.run_id = self._run.identity(None)
+        if self.run_id is None:
+            self.run_id = self._run.identity(None)
 
     def choose(
         self,
@@ -45,7 +48,7 @@ class Alone(Crew):
         """Do nothing: there is no other rank to compare with."""
 
     def share(
-        self, sizes: Mapping[str, int], headers: Callable[[], Mapping[str, bytes]]
+        self, sizes: Callable[[], Mapping[str, int]], headers: Callable[[], Mapping[str, bytes]]
     ) -> dict[str, Range] | None:
         """Return None: this process writes all files."""
         return None

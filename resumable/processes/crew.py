@@ -59,17 +59,9 @@ class Crew(ABC):
         """Give the next save a number above this one, which is taken elsewhere."""
         self._highest_elsewhere = max(self._highest_elsewhere, number)
 
+    @abstractmethod
     def own(self, *, is_copied: bool = False) -> None:
         """Lock the run for this training, on each disk by one process."""
-        if self.run_id is None:
-            self._own_first(is_copied)
-        elif self.leads:
-            # It may have been lost since.
-            self._run.acquire()
-
-    @abstractmethod
-    def _own_first(self, is_copied: bool) -> None:
-        """Lock the run for the first time, and set its id."""
 
     @abstractmethod
     def choose(
@@ -102,7 +94,7 @@ class Crew(ABC):
 
     @abstractmethod
     def share(
-        self, sizes: Mapping[str, int], headers: Callable[[], Mapping[str, bytes]]
+        self, sizes: Callable[[], Mapping[str, int]], headers: Callable[[], Mapping[str, bytes]]
     ) -> dict[str, Range] | None:
         """Return which bytes of the files this process writes; None for all of those that it has."""
 

@@ -72,7 +72,13 @@ class Joint(Crew):
             )
         self._highest_at_start = max(highest)
 
-    def _own_first(self, is_copied: bool) -> None:
+    def own(self, *, is_copied: bool = False) -> None:
+        """Lock the run for this training, on each disk by one process."""
+        if self.run_id is not None:
+            if self.leads:
+                # It may have been lost since.
+                self._run.acquire()
+            return
         first = self.ranks.first("the run's id", lambda: self._own(None))
         self.run_id = self.ranks.each("the run directory", lambda: self._own(first))
         # The process that wrote the run before has unlocked it only now.
@@ -182,14 +188,17 @@ class Joint(Crew):
         self._replicas = dict(zip(tensors, fingerprint.of([*tensors.values()]), strict=True))
 
     def share(
-        self, sizes: Mapping[str, int], headers: Callable[[], Mapping[str, bytes]]
+        self, sizes: Callable[[], Mapping[str, int]], headers: Callable[[], Mapping[str, bytes]]
     ) -> dict[str, Range] | None:
         """Return which bytes of the files this process writes; None for all of those that it has."""
-        of_all = {path: size for path, size in sizes.items() if codec.rank_of(path) is None}
-        if not self.saves_all:
-            return {path: (0, sizes[path]) for path in sizes.keys() - of_all.keys()}
-        if self._saves is None or not self._all_write:
+        if self.saves_all and (self._saves is None or not self._all_write):
             return None
+        whole = sizes()
+        of_all = {path: size for path, size in whole.items() if codec.rank_of(path) is None}
+        own = {path: (0, size) for path, size in whole.items() if path not in of_all}
+        if not self.saves_all:
+            return own
+        assert self._saves
         group = self._saves.group
         # Files of equal sizes whose tensors are in another order must not be merged into one.
         of_all_headers = [header for path, header in headers().items() if path in of_all]
@@ -198,7 +207,7 @@ class Joint(Crew):
         plans = write_shares.plan(of_all, len(group.members), [*filter(codec.is_frozen, of_all)])
         writers = {path: sum(path in plan for plan in plans) for path in of_all}
         self._shared_files = {path: of_all[path] for path, count in writers.items() if count > 1}
-        return {**plans[group.index], **{path: (0, sizes[path]) for path in sizes.keys() - of_all.keys()}}
+        return {**plans[group.index], **own}
 
     def commit(
         self, about: Manifest, files: Mapping[str, Content], way: Way

@@ -208,17 +208,17 @@ class Stage:
     def write(self, files: Mapping[str, Content], way: Way = "paced") -> dict[str, Written]:
         """Write files, or link the unchanged ones of the last save, flushed."""
         self._size += sum([content.data.nbytes for content in files.values()])
-        return {file: self._write(file, content, way) for file, content in files.items()}
-
-    def _write(self, file: str, content: Content, way: Way) -> Written:
-        if not (folder := (self.path / file).parent).is_dir():
-            # Another process may have made it first.
-            folder.mkdir(exist_ok=True)
-        if content.is_share:
-            return Written(
-                self.path / file, content.size, large_files.write_share(self.path / file, content, way)
-            )
-        return large_files.put(self.path / file, content, way)
+        written = {}
+        for file, content in files.items():
+            path = self.path / file
+            if not path.parent.is_dir():
+                # Another process may have made it first.
+                path.parent.mkdir(exist_ok=True)
+            if content.is_share:
+                written[file] = Written(path, content.size, large_files.write_share(path, content, way))
+            else:
+                written[file] = large_files.put(path, content, way)
+        return written
 
     def flush(self) -> None:
         """Make the names in the folders of the stage durable."""

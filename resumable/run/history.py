@@ -62,7 +62,7 @@ class History:
     @property
     def highest(self) -> int:
         """The highest known save number, including checkpoints that no longer exist."""
-        return max((number for number in self._parents if number <= HIGHEST), default=0)
+        return max([number for number in self._parents if number <= HIGHEST], default=0)
 
     def begin(self, facts: Mapping[str, Json], came_from: int | None) -> int | None:
         """Note that a process, described by `facts`, resumes from a checkpoint or starts fresh."""
@@ -74,7 +74,7 @@ class History:
                 return None
             self._take_in(lines)
             self.last_took = next(filter(None, map(_took, reversed(lines))), None)
-            last = max((line["attempt"] for line in lines if _is_start(line)), default=0)
+            last = max([line["attempt"] for line in filter(_is_start, lines)], default=0)
             late = [_save(about, last or None) for about in self._unknown()]
             self._take_in(late)
             self.attempt = last + 1
@@ -363,9 +363,9 @@ def _how_it_ended(attempt: int, lines: Sequence[Line], now: Mapping[str, Json]) 
     if not attempt:
         return None
     mine = [line for line in lines if line.get("attempt") == attempt]
-    start = next(line for line in mine if _is_start(line))
-    word = next((line["how"] for line in mine if _is_end(line)), None)
-    last = max((line["number"] for line in mine if is_save(line)), default=None)
+    start = next(filter(_is_start, mine))
+    word = next(filter(_is_end, mine), {}).get("how")
+    last = max([line["number"] for line in filter(is_save, mine)], default=None)
     return {"attempt": attempt, "how": word or _what_is_likely(start, now), "last": last}
 
 
@@ -403,4 +403,4 @@ def _previous(start: Line) -> Line | None:
 
 
 def _holds(line: Line, **kinds: type) -> bool:
-    return {key: type(line.get(key)) for key in kinds} == kinds
+    return [*map(type, map(line.get, kinds))] == [*kinds.values()]

@@ -28,10 +28,6 @@ class Share(NamedTuple):
     parts: Mapping[int, tuple[int, int]]
     """For each slot that holds only a part of its tensor: the first element and the end."""
 
-    def range(self) -> Range:
-        """Return where the bytes begin and end."""
-        return self.begin, self.begin + self.layout.size
-
 
 def _share(layout: Layout, begin: int, end: int) -> Share:
     if (begin, end) == (0, layout.size):
@@ -60,7 +56,7 @@ class ImageFile:
         self.share = _share(whole, *mine)
         self.layout = self.share.layout
         self.views: list[Tensor] = []
-        self._whole = whole
+        self._whole, self._mine = whole, mine
         self._names = [slot.name for slot in self.layout.slots]
         small = [
             0 < tensor.nbytes < _SMALL and tensor.is_cpu and tensor.dtype != torch.bool
@@ -81,7 +77,7 @@ class ImageFile:
 
     def is_planned(self, whole: Layout, mine: Range) -> bool:
         """Return whether it has its place in the image, for this layout and these bytes."""
-        return self._memory is not None and self._whole is whole and self.share.range() == mine
+        return self._memory is not None and self._whole is whole and self._mine == mine
 
     def place(self, memory: HostMemory, begin: int) -> None:
         """Give it a place in the image, with its header."""

@@ -140,7 +140,7 @@ class Saving:
             groups = codec.to_groups(trees, self._crew.ranks.rank)
             if self._checks_replicas:
                 self._crew.compare(groups, self._parts.differing())
-            mine = self._crew.share(self._image.sizes(groups), self._image.headers)
+            mine = self._crew.share(partial(self._image.sizes, groups), self._image.headers)
             taken = self._image.take(groups, mine)
         self._warn_of_slow_copies(taken)
         self._place = counters = self._position.counters()

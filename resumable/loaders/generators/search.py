@@ -17,7 +17,7 @@ import torch
 
 from ...processes.signals import is_of_a_handler
 from . import code_names, rng
-from .code_names import Generator, is_generator
+from .code_names import GENERATORS, Generator, is_generator
 
 T = TypeVar("T")
 # How deep to search: enough for a transform of a subset of a concatenation.
@@ -138,7 +138,13 @@ def _held(owner: Any, name: str) -> Any:
 
 def find(root: object) -> dict[str, Generator]:
     """Return the generators that hang off an object, or that its code names, by their path from it."""
-    return {path: value for path, value, _ in walk(root) if is_generator(value)}
+    return {path: value for path, value, _ in _generators(root)}
+
+
+def _generators(root: object) -> list[tuple[str, Generator, Way]]:
+    # A search meets a thousand other objects: a call for each of them takes longer than the rest.
+    found = [step for step in walk(root) if issubclass(type(step[1]), GENERATORS)]
+    return [(path, value, way) for path, value, way in found if is_generator(value)]
 
 
 def inside(root: object, kind: type[T]) -> list[T]:
@@ -172,11 +178,10 @@ class Found:
         self.generators: dict[str, Generator] = {}
         self._ways: dict[int, tuple[object, set[tuple[str, int]]]] = {}
         """The objects on the ways to generators, each with its children on these ways."""
-        for path, value, way in walk(root):
-            if is_generator(value):
-                self.generators[path] = value
-                for owner, name, child in way:
-                    self._ways.setdefault(id(owner), (owner, set()))[1].add((name, id(child)))
+        for path, value, way in _generators(root) if root is not None else ():
+            self.generators[path] = value
+            for owner, name, child in way:
+                self._ways.setdefault(id(owner), (owner, set()))[1].add((name, id(child)))
 
     def are_in_place(self, root: object) -> bool:
         """Whether the same ways lead to them from the object, which may be another dict of its attributes."""
@@ -242,7 +247,7 @@ def _steps(waiting: deque[Step], seen: set[int], most: int, *ways: Children) -> 
 
 def _further(step: Step, seen: set[int], *ways: Children) -> list[Step]:
     path, value, way = step
-    if len(way) >= _DEEPEST or is_generator(value):
+    if len(way) >= _DEEPEST or (issubclass(type(value), GENERATORS) and is_generator(value)):
         return []
     further: list[Step] = []
     for children in ways:
@@ -294,7 +299,11 @@ def _children(value: object) -> list[tuple[str, object]]:
         # Only a dict: another mapping may load its items, and draw for it. A tensor as a key is not printed,
         # since that would read its values.
         pairs = dict.items(value)
-        items = [(_text(key), item) for key, item in pairs if not issubclass(type(key), torch.Tensor)]
+        items = [
+            (key if type(key) is str else _text(key), item)
+            for key, item in pairs
+            if not issubclass(type(key), torch.Tensor)
+        ]
     elif isinstance(value, (list, tuple, deque)):
         items = [(str(i), item) for i, item in enumerate(value)]
     elif isinstance(value, (torch.Tensor, np.ndarray, type, ModuleType)):
@@ -330,8 +339,13 @@ def _text(key: object) -> str:
 
 def _slots(kind: type) -> list[str]:
     # Not cached: a cache would keep the classes of a script, and with them all its variables.
-    slotted = [vars(one) for one in kind.__mro__ if "__slots__" in vars(one)]
-    return [name for held in slotted for name, one in held.items() if type(one) is MemberDescriptorType]
+    return [
+        name
+        for held in map(vars, kind.__mro__)
+        if "__slots__" in held
+        for name, one in held.items()
+        if type(one) is MemberDescriptorType
+    ]
 
 
 def _content(cell: Any) -> Any:

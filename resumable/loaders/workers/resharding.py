@@ -46,9 +46,10 @@ def deal(loader: DataLoader[Any]) -> Deal:
 def count(loader: DataLoader[Any]) -> int:
     """Return the number of ranks for which a loader's samplers, of any kind, shard, as they say."""
     inner = getattr(loader.batch_sampler, "sampler", None)
-    samplers = (loader.sampler, loader.batch_sampler, inner)
-    counts = (getattr(sampler, "num_replicas", None) for sampler in samplers)
-    return next((number for number in counts if isinstance(number, int)), 1)
+    for sampler in (loader.sampler, loader.batch_sampler, inner):
+        if isinstance(number := getattr(sampler, "num_replicas", None), int):
+            return number
+    return 1
 
 
 def base(loader: DataLoader[Any]) -> Base | str:
