@@ -252,18 +252,14 @@ class PositionPart(Part):
 class LoaderPart(PositionPart):
     """The position in one loader. `is_saved` returns whether an object is saved with the training."""
 
-    def __init__(
-        self, name: str, live: LoaderPosition, is_saved: Callable[[Any], bool], *, is_only: bool = False
-    ) -> None:
+    def __init__(self, name: str, live: LoaderPosition, is_saved: Callable[[Any], bool]) -> None:
         super().__init__(name, live, "rank")
         self.built = live.source.settings()
         self._is_saved = is_saved
-        self._is_only = is_only
 
     def collect(self) -> dict[str, Any]:
         """Return the position; a collection has read the generators before, since other parts may draw."""
-        # The state_dict() of another loader's dataset may have made some since.
-        return {self.stem: self.live.collect(is_searched=self._is_only)}
+        return {self.stem: self.live.collect(is_searched=True)}
 
     def restore(self, saved: Saved, unfit: AbstractSet[str], code_wins: AbstractSet[str]) -> None:
         """Restore the position."""

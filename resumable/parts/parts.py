@@ -56,10 +56,7 @@ class Parts:
         self.all: Sequence[Part] = [
             *early,
             PositionPart("position", position, "rank"),  # before the generators: making an iterator draws
-            *(
-                LoaderPart(name, loader, self.aliases.holds, is_only=len(position.loaders) == 1)
-                for name, loader in position.loaders.items()
-            ),
+            *(LoaderPart(name, loader, self.aliases.holds) for name, loader in position.loaders.items()),
             RandomPart("random", None, "rank"),  # last: any of the above may have drawn
         ]
         self.optimizers = [part for part in self.all if isinstance(part, OptimizerPart)]

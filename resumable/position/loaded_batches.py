@@ -203,6 +203,9 @@ class Counters(Protocol):
     def is_saved_body(self) -> bool:
         """Whether `save()` was called in the body that is running."""
 
+    def has_one_loader(self) -> bool:
+        """Whether there is one loader, given or looped over."""
+
     def is_in_batches(self) -> bool:
         """Whether the end of a batch is a boundary."""
 

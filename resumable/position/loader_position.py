@@ -205,6 +205,8 @@ class LoaderPosition(EpochPlace):
         """Return the state for a checkpoint; `is_searched`: the generators have just been read."""
         with self.lock:
             is_mid_epoch = self.training.is_mid_epoch()
+            # The state_dict() of another loader's dataset may have made generators since.
+            is_searched = is_searched and self.training.has_one_loader()
             under_way = is_mid_epoch and self.is_under_way()
             return {
                 "batch": self.reached() if under_way else 0,

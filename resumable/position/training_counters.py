@@ -140,6 +140,10 @@ class TrainingCounters:
         """Whether a checkpoint taken now stands between two batches of an epoch."""
         return self.boundary() is Boundary.BATCH
 
+    def has_one_loader(self) -> bool:
+        """Whether there is one loader, given or looped over."""
+        return len(self._known.all) == 1
+
     def is_in_batches(self) -> bool:
         """Whether the end of a batch is a boundary: not in a body of `steps()`, nor of another loader."""
         return self._body is not Boundary.STEP and not self._known.is_training()

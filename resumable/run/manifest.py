@@ -149,9 +149,9 @@ def unseal(data: bytes) -> dict[str, Json]:
 
 def _whole(value: Json) -> int:
     # A number of 400 digits does not fit a float, and sizes are shown as floats.
-    if type(value) is not int or not 0 <= value < 1 << 128:
-        raise ValueError(f"{value!s:.50} stands where a count belongs")
-    return value
+    if type(value) is int and 0 <= value < 1 << 128:
+        return value
+    raise ValueError(f"{typed(int, value)!s:.50} stands where a count belongs")
 
 
 def _number_out(value: float) -> Json:

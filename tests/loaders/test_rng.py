@@ -536,3 +536,38 @@ def test_a_save_restores_a_generator_that_a_state_dict_replaces(run_dir: Path) -
             data.own = random.Random(seed)
             state.save().wait()
             assert data.own.random() == random.Random(seed).random()
+
+
+class Drawn(Dataset[float]):
+    def __init__(self, shared: Holder) -> None:
+        self.shared = shared
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, _: int) -> float:
+        return float(self.shared.own.random())
+
+
+class Making(Drawn):
+    """Data with a state, whose reading makes a generator that other data draw from."""
+
+    def state_dict(self) -> dict[str, int]:
+        self.shared.own = self.shared.own or random.Random(0)
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        pass
+
+
+def test_a_generator_made_by_the_state_of_another_loader_is_in_that_checkpoint(tmp_path: Path) -> None:
+    shared = Holder(own=None)
+    loaders = {"first": DataLoader(Making(shared)), "then": DataLoader(Drawn(shared))}
+    with RunState.load(tmp_path, loader=loaders, progress=False) as state:
+        state.save().wait()
+        stood_at = shared.own.getstate()
+    for _ in range(2):
+        again = Holder(own=None)
+        loaders = {"first": DataLoader(Making(again)), "then": DataLoader(Drawn(again))}
+        with RunState.load(tmp_path, loader=loaders, progress=False):
+            assert again.own.getstate() == stood_at
