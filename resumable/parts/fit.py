@@ -168,11 +168,7 @@ def _effects(parts: Parts, reading: Reading) -> dict[str, tuple[str, str]]:
 
 
 def _code_wins(parts: Parts, overridden: Collection[str]) -> dict[str, set[str]]:
-    wins: dict[str, set[str]] = {}
-    for part in parts.all:
-        prefix = f"{part.name}."
-        keys = {path.removeprefix(prefix) for path in overridden if path.startswith(prefix)}
-        wins[part.name] = keys & part.built.keys()
+    wins = {p.name: {key for key in p.built if f"{p.name}.{key}" in overridden} for p in parts.all}
     for scheduler, optimizer in parts.schedules():
         if "lr" in wins[optimizer.name]:
             wins[scheduler.name].add("base_lrs")

@@ -47,12 +47,13 @@ _wrapper_attribute: Callable[[Any], str | None] = cache(_found_attribute)
 
 def bare_name(root: nn.Module, walked: Modules | None = None) -> Callable[[str], str]:
     """Return a function that removes the wrappers inside `root` from a name; `walked`: all its modules."""
+    walked = [*root.named_modules(remove_duplicate=False)] if walked is None else walked
+    if not any(map(_wrapper_attribute, {*map(type, dict(walked).values())})):
+        return str
     wrapped = []
-    for name, module in root.named_modules(remove_duplicate=False) if walked is None else walked:
+    for name, module in walked:
         if attribute := _wrapper_attribute(type(module)):
             wrapped.append(f"{name}.{attribute}." if name else f"{attribute}.")
-    if not wrapped:
-        return str
     # The innermost first, so that the prefixes of the others still match.
     wrapped.sort(key=len, reverse=True)
 
@@ -76,7 +77,8 @@ class ModulePart(Part):
         self._wrapped = live
         self._named_orders: dict[str, tuple[list[Tensor], list[str]]] = {}
         self._refuse_split()
-        parameters, modules = self.parameters(), self._modules()
+        walked = self._walk()
+        parameters, modules = self.parameters(walked), self._modules(walked)
         buffers = _buffers_of(modules)
         _refuse_lazy(name, {**parameters, **buffers})
         self.built = {"frozen": _frozen(parameters)}
@@ -85,7 +87,8 @@ class ModulePart(Part):
 
     def outgrown(self) -> Iterator[str]:
         """Yield that its tensors have changed since the script passed it."""
-        now = _shapes(self.parameters(), self._modules())
+        walked = self._walk()
+        now = _shapes(self.parameters(walked), self._modules(walked))
         if names := [name for name in {**self._given, **now} if self._given.get(name) != now.get(name)]:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             yield (
@@ -124,15 +127,16 @@ class ModulePart(Part):
 
     def collect(self) -> dict[str, Any]:
         """Return the weights, which any tool can read, and separately the rest of the state."""
-        weights, values = self._weights()
-        modules = self._modules()
+        walked = self._walk()
+        weights, values = self._weights(walked)
+        modules = self._modules(walked)
         buffers = _buffers_of(modules).items()
         rest = {
             "values": values,
             # A buffer with persistent=False can still change.
             "buffers": {name: one for name, one in buffers if name not in weights and name not in values},
             "eval": [name for name, module in dict(modules).items() if not module.training],
-            "frozen": _frozen(self.parameters()),
+            "frozen": _frozen(self.parameters(walked)),
         }
         if found := self._orders(modules):
             rest["buckets"] = found
@@ -140,9 +144,13 @@ class ModulePart(Part):
             return {"model": weights, "extra": rest, **self.differing()}
         return {self.stem: {"weights": weights, **rest}, **self.differing()}
 
-    def _weights(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def _walk(self) -> Modules:
+        # A walk over a thousand modules takes longer than what is done with them: take one where possible.
+        return [*self.live.named_modules(remove_duplicate=False)]
+
+    def _weights(self, walked: Modules | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return its state_dict by bare names: the tensors, and the other values."""
-        bare = bare_name(self.live)
+        bare = bare_name(self.live, walked)
         state = {bare(name): value for name, value in self._state().items()}
         if {*map(type, state.values())} <= {Tensor, nn.Parameter} and _EXTRA not in "".join(state):
             return state, {}
@@ -156,7 +164,8 @@ class ModulePart(Part):
 
     def outline(self) -> str:
         """Return the number of its tensors, and a hash of their names and shapes."""
-        tensors = {**self.parameters(), **_buffers_of(self._modules())}
+        walked = self._walk()
+        tensors = {**self.parameters(walked), **_buffers_of(self._modules(walked))}
         texts = [f"{name} {value is not None and shape(value)}" for name, value in tensors.items()]
         return f"{len(tensors)} tensors ({large_files.digest(' '.join(texts).encode())[:8]})"
 
@@ -182,10 +191,15 @@ class ModulePart(Part):
             if buffer is not None and (isinstance(module, kinds) or buffer.nbytes <= _SMALL)
         }
 
-    def _modules(self) -> Modules:
+    def _modules(self, walked: Modules | None = None) -> Modules:
         """Return the modules by their bare names, a wrapper before the module that it wraps."""
-        bare = bare_name(self._wrapped)
-        return [(bare(name), module) for name, module in self._wrapped.named_modules()]
+        if walked is None or self._wrapped is not self.live:
+            walked = [*self._wrapped.named_modules(remove_duplicate=False)]
+        bare = bare_name(self._wrapped, walked)
+        found: dict[int, tuple[str, nn.Module]] = {}
+        for name, module in walked:
+            found.setdefault(id(module), (bare(name), module))
+        return [*found.values()]
 
     def _orders(self, modules: Modules) -> dict[str, list[str]]:
         orders = {path: ddp_buckets.layout(replica) for path, replica in _replicas_of(modules).items()}
@@ -198,10 +212,9 @@ class ModulePart(Part):
             self._named_orders[path] = order, [names[id(parameter)] for parameter in order]
         return self._named_orders[path][1]
 
-    def parameters(self) -> dict[str, nn.Parameter]:
+    def parameters(self, walked: Modules | None = None) -> dict[str, nn.Parameter]:
         """Return the parameters by their bare names; a tied parameter has several."""
-        # One walk: each of torch's own methods takes another.
-        walked = [*self.live.named_modules(remove_duplicate=False)]
+        walked = self._walk() if walked is None else walked
         bare = bare_name(self.live, walked)
         return {
             bare(f"{path}.{leaf}" if path else leaf): parameter
@@ -212,8 +225,9 @@ class ModulePart(Part):
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the parameters and buffers by their bare names."""
-        buffers = _buffers_of(self._modules())
-        return {**self.parameters(), **{name: one for name, one in buffers.items() if one is not None}}
+        walked = self._walk()
+        buffers = _buffers_of(self._modules(walked))
+        return {**self.parameters(walked), **{name: one for name, one in buffers.items() if one is not None}}
 
     @property
     def prefix_in_optimizers(self) -> str:
