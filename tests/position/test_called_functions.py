@@ -354,6 +354,7 @@ def is_due() -> bool:
     global count
     count += 1
     if count % 2 == 0:
+        print(count)
         return True
     return False
 
