@@ -190,6 +190,8 @@ class EpochReader(Source):
         self._last: Pulled | None = None
         self._draws: Draws | None = None
         self._began: States = {}
+        self._has_drawn = False
+        """Whether a stream has drawn for its first batch, in this process."""
         self._is_short = self._is_through = self._is_open = False
         self._failed: deque[tuple[int | None, int | None]] = deque()
 
@@ -293,6 +295,9 @@ class EpochReader(Source):
                 rng.restore(self._order.kept)
         if is_look_due:
             self._counters.after_batch(number)
+        if self._stream and not number:
+            now = worker_rng.read(search.find(self._generators.root()))
+            self._has_drawn = not rng.is_same(now, self._began)
         return self._came_out_here(batch)
 
     def load_again(self, draws: Draws, loaded: Any) -> Any:
@@ -313,6 +318,16 @@ class EpochReader(Source):
                     self._workers = {**self._workers, by: replace(at, failed=failed)}
                 self._turn = (by + 1) % self.loader.num_workers
         return count
+
+    def _warn_of_untrained(self) -> None:
+        """Warn of a stream whose first batch was loaded and not trained: a resume draws for it again."""
+        if self._stream and self._has_drawn and not self._stream.state():
+            name = type(self._stream.dataset).__name__
+            warn(
+                f"{name} has drawn random numbers for the first batch of this epoch, which is not trained: "
+                "a resume from this checkpoint draws others for it. Save before the batch is loaded or after "
+                "it is trained, or load it in a worker."
+            )
 
     def ended(self) -> None:
         """Note that the epoch has no more batches."""

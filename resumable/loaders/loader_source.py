@@ -185,6 +185,8 @@ class LoaderSource(EpochReader):
     def collect(self, mark: Mark | None, ahead: Sequence[Mark], is_under_way: bool) -> dict[str, Any]:
         if self._saved is not None:
             return dict(self._saved)
+        if mark is not None and is_under_way and not mark.batches:
+            self._warn_of_untrained()
         mark = mark or self.mark()
         is_left = self._pool is not None and self._is_open and not is_under_way and not self._is_through
         on_its_way = [*(at.last for at in ahead if at.last), *self._order.on_its_way]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import random
 import signal
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 import torch
 from stopping import differences
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from resumable import Preempted, ResumableWarning, RunState
 
@@ -615,3 +616,39 @@ def test_a_loop_begun_in_an_except_block_is_released_with_its_iterator(run_dir: 
             assert state.epoch == 2
     finally:
         gc.enable()
+
+
+class Drawing(IterableDataset[Any]):
+    """Draws its samples from torch's global generator."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for _ in range(6):
+            yield torch.randn(2)
+
+
+class Counting(IterableDataset[Any]):
+    """Draws nothing."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from torch.arange(12.0).view(6, 2)
+
+
+@pytest.mark.parametrize(("stream", "workers"), [(Drawing, 0), (Drawing, 1), (Counting, 0)])
+def test_a_save_with_an_untrained_first_batch_that_was_drawn_is_warned_of(
+    run_dir: Path, stream: type[IterableDataset[Any]], workers: int
+) -> None:
+    objects = make() | {"loader": DataLoader(stream(), 2, num_workers=workers)}
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        RunState.load(run_dir, **objects, progress=False) as state,
+    ):
+        warnings.simplefilter("always")
+        with contextlib.suppress(RuntimeError):
+            for _ in state.epochs(2):
+                for _ in state.batches():
+                    raise RuntimeError
+        state.save().wait()
+
+    found = [str(one.message) for one in caught if "has drawn random numbers" in str(one.message)]
+
+    assert len(found) == (stream is Drawing and not workers)
