@@ -79,6 +79,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)  # (-m leaves out what is nightly right after)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     counted.sample(items)
+    counted.measure([item for item in items if not item.get_closest_marker("nightly")])
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

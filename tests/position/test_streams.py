@@ -509,12 +509,12 @@ def test_a_loop_left_before_a_step_and_entered_again_trains_that_batch(
     [
         ("preempted", ("a", 2)),
         ("preempted", ("b", 0)),
-        ("preempted", ("b", 1)),
+        pytest.param("preempted", ("b", 1), marks=pytest.mark.heavy),
         ("error", ("b", 1)),
-        ("error", ("b", 0)),
-        ("error", ("a", 1)),
-        ("error", ("a", 2)),
-        ("error", ("b", 2)),
+        pytest.param("error", ("b", 0), marks=pytest.mark.heavy),
+        pytest.param("error", ("a", 1), marks=pytest.mark.heavy),
+        pytest.param("error", ("a", 2), marks=pytest.mark.heavy),
+        pytest.param("error", ("b", 2), marks=pytest.mark.heavy),
         ("error", ("a", 0)),
     ],
 )
@@ -558,7 +558,7 @@ def test_loops_over_two_loaders_that_are_entered_again_leave_out_nothing(
 
 
 @pytest.mark.parametrize("is_made_before", [False, True])
-@pytest.mark.parametrize("at", [0, 2, 3, 5])
+@pytest.mark.parametrize("at", [0, 3, *(pytest.param(at, marks=pytest.mark.heavy) for at in (2, 5))])
 def test_steps_left_by_preempted_continue_with_another_iterator(
     run_dir: Path, is_made_before: bool, at: int
 ) -> None:
