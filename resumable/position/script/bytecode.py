@@ -5,46 +5,27 @@ from __future__ import annotations
 import dis
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import pairwise
 from types import CodeType
 from typing import Any
 
-from .events import Event, Name, begin_of, events_of, is_constant_key, names_of, renamed, root_of
+from .events import (
+    Call,
+    Calls,
+    Event,
+    Name,
+    Written,
+    begin_of,
+    events_of,
+    is_constant_key,
+    names_of,
+    renamed,
+    root_of,
+)
 from .statements import JUMPS, NO_WAY_ON, Statement, statements_of
 
-Written = tuple[Name, frozenset[Name]]
-"""A container with an element that is assigned, and the variables in the element's index or key."""
-
-
-@dataclass(frozen=True)
-class Call:
-    """What a function that is called does with the variables outside of it."""
-
-    read: frozenset[Name] = frozenset()
-    """Those that it may read before it stores them."""
-    stored: frozenset[Name] = frozenset()
-    left: frozenset[Name] = frozenset()
-    """Those among the stored ones that it may leave as they were."""
-    returned: frozenset[Name] = frozenset()
-    """Those that reach what it returns."""
-    passes: frozenset[tuple[Name, frozenset[Name]]] = frozenset()
-    """Each that reaches others, or a parameter that does, with these."""
-    decides: frozenset[Name] = frozenset()
-    """Those that decide in the function itself."""
-    written: frozenset[Written] = frozenset()
-    parameters: tuple[Name, ...] = ()
-    """Those that are given by position; "*" stands for all that have no name of their own."""
-    given: frozenset[Name] = frozenset()
-    """The parameters that decide in the function itself."""
-    called: frozenset[str] = frozenset()
-    """The functions and methods that it calls, and those that these call."""
-
-
 _CALLS = ("PRECALL", "CALL", "CALL_KW", "CALL_FUNCTION", "CALL_FUNCTION_KW", "CALL_METHOD")
-Calls = tuple[tuple[int, int, Call], ...]
-"""The calls of functions of the script: between which offsets each function is loaded, and what it does."""
 
 
 class Bytecode:
@@ -80,6 +61,13 @@ class Bytecode:
                 found[at] = found[at] + [("load", name) for name in call.read | call.left]
                 found[at] += [("store", name) for name in call.stored]
         return found
+
+    @cached_property
+    def stores(self) -> list[tuple[int, set[Name]]]:
+        """The instructions that store variables: their offsets, and the variables."""
+        return [
+            (offset, stored) for offset, some in self.events.items() if (stored := names_of(some, "store"))
+        ]
 
     @cached_property
     def statements(self) -> list[Statement]:
@@ -266,15 +254,21 @@ class Bytecode:
 
 
 @cache
+def read_code(code: CodeType, calls: Calls = (), names: tuple[tuple[Name, Name], ...] = ()) -> Bytecode:
+    """Return the bytecode of a function, which is read once."""
+    return Bytecode(code, calls, names)
+
+
+@cache
 def is_in_loop(code: CodeType, at: int) -> bool:
     """Whether a place in a function is inside a loop."""
-    return bool(Bytecode(code).loops_around(at))
+    return bool(read_code(code).loops_around(at))
 
 
 @cache
 def outermost_loop(code: CodeType, at: int) -> tuple[int, int] | None:
     """Return the first and the last offset of the outermost loop around a place."""
-    loops = Bytecode(code).loops_around(at)
+    loops = read_code(code).loops_around(at)
     return min(loops.items(), default=None)
 
 
@@ -300,7 +294,7 @@ def updated_and_used(code: CodeType) -> tuple[frozenset[Name], frozenset[Name]]:
 
     To use is more than to make the next value, or to show it.
     """
-    read = Bytecode(code)
+    read = read_code(code)
     used, shown = set[Name](), set[int]()
     for one in read.statements:
         if one.is_condition and (decided := read.shown_by(one)) is not None:
@@ -327,14 +321,14 @@ def _comes_to_itself(name: Name, statements: list[Statement]) -> bool:
 @cache
 def of_method(code: CodeType) -> tuple[frozenset[Name], frozenset[Name]]:
     """Return the names that a function may read before it stores them, and those that it stores."""
-    read = Bytecode(code)
+    read = read_code(code)
     return frozenset(read.read_first(read.instructions)), frozenset(read.accessed("store", read.instructions))
 
 
 @cache
 def called_by(code: CodeType) -> frozenset[str]:
     """Return the functions and methods that a function calls."""
-    read = Bytecode(code)
+    read = read_code(code)
     return read.called(0, read.instructions[-1].offset)
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import cache
 from types import CodeType
 
-from .bytecode import Bytecode, Call, Calls, Written
-from .events import Name, names_of, owner_of, root_of
+from .bytecode import Bytecode, read_code
+from .events import Call, Calls, Name, Written, owner_of, root_of
 from .statements import Statement
 
 _TRAINS = {"backward", "step"}
@@ -48,15 +48,21 @@ class Carried:
     """The functions and methods that the innermost loop calls, and those that these call."""
 
 
-@cache
 def carried_in(code: CodeType, at: int, states: frozenset[Name], calls: Calls = ()) -> Carried:
     """Return the variables that decide in the loops around a place.
 
     `states` are the names of the RunState: what it assigns before the loops is restored.
     """
-    read = Bytecode(code, calls)
-    if not (loops := _of_training(read, at, states)):
-        return Carried()
+    read = read_code(code, calls)
+    loops = tuple(_of_training(read, at, states).items())
+    return _carried_by(code, read, loops, states) if loops else Carried()
+
+
+@cache
+def _carried_by(
+    code: CodeType, read: Bytecode, around: tuple[tuple[int, int], ...], states: frozenset[Name]
+) -> Carried:
+    loops = dict(around)
     start, innermost = min(loops), max(loops)
     found, kept, replaced, written = set[Name](), set[Name](), set[Name](), set[Name]()
     for head, end in loops.items():
@@ -101,7 +107,7 @@ def _of_training(read: Bytecode, at: int, states: frozenset[Name]) -> dict[int, 
     """Return the first and the last offset of each loop around a place that does not make the RunState."""
     if not (loops := read.loops_around(at)):
         return {}
-    begins = [offset for offset, events in read.events.items() if names_of(events, "store") & states]
+    begins = [offset for offset, names in read.stores if names & states]
     return {head: end for head, end in loops.items() if not any(head <= one <= end for one in begins)}
 
 
@@ -187,7 +193,7 @@ def summary_of(
 
     `names` are the names that its variables have in the script; those of its own begin with "<".
     """
-    read = Bytecode(code, calls, names)
+    read = read_code(code, calls, names)
     statements, whole = read.statements, read.instructions
     loaded, stored = read.accessed("load", whole), read.accessed("store", whole)
     timed = _from_clocks(statements)

@@ -1,16 +1,48 @@
-"""Reads which variables each instruction of the script's bytecode loads and stores."""
+"""Reads which variables each instruction of the bytecode loads and stores, and what is known of calls."""
 
 from __future__ import annotations
 
 import dis
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
 Name = str
 """A variable such as "best", an attribute such as "self.best", or an item such as "seen['best']"."""
 Event = tuple[Literal["load", "store"], Name]
+Written = tuple[Name, frozenset[Name]]
+"""A container with an element that is assigned, and the variables in the element's index or key."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a function that is called does with the variables outside of it."""
+
+    read: frozenset[Name] = frozenset()
+    """Those that it may read before it stores them."""
+    stored: frozenset[Name] = frozenset()
+    left: frozenset[Name] = frozenset()
+    """Those among the stored ones that it may leave as they were."""
+    returned: frozenset[Name] = frozenset()
+    """Those that reach what it returns."""
+    passes: frozenset[tuple[Name, frozenset[Name]]] = frozenset()
+    """Each that reaches others, or a parameter that does, with these."""
+    decides: frozenset[Name] = frozenset()
+    """Those that decide in the function itself."""
+    written: frozenset[Written] = frozenset()
+    parameters: tuple[Name, ...] = ()
+    """Those that are given by position; "*" stands for all that have no name of their own."""
+    given: frozenset[Name] = frozenset()
+    """The parameters that decide in the function itself."""
+    called: frozenset[str] = frozenset()
+    """The functions and methods that it calls, and those that these call."""
+
+
+Calls = tuple[tuple[int, int, Call], ...]
+"""The calls of functions of the script: between which offsets each function is loaded, and what it does."""
+
 
 _SUBSCRIPTS = ("BINARY_SUBSCR", "STORE_SUBSCR", "COPY", "DUP_TOP_TWO")
 """What follows the key of an item: the last two stand in `seen["best"] += 1`."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...loaders.generators import code_names
 from . import script_frames
-from .bytecode import Bytecode
+from .bytecode import Bytecode, read_code
 from .statements import Statement
 
 _ALL_ATTRIBUTES = {"__dict__", "asdict", "vars"}
@@ -70,7 +70,7 @@ def _needs(code: CodeType, attribute: str) -> bool:
         return True
     if attribute not in code.co_names or code.co_name in _SHOWS:
         return False
-    read = Bytecode(code)
+    read = read_code(code)
     is_length = code.co_name == "__len__"
     harmless = {
         one.offset
