@@ -8,7 +8,7 @@ from enum import Enum
 
 
 class Boundary(Enum):
-    """Where a checkpoint was taken, which decides where the loops go on.
+    """Where a checkpoint was taken, which decides where the loops continue.
 
     >>> Boundary("batch")
     <Boundary.BATCH: 'batch'>

@@ -42,7 +42,7 @@ def seed_everything(seed: int, deterministic: bool = False, *, per_rank: bool = 
         )
     for run in _resumed.values():
         warn(
-            f"seed_everything({seed}) comes after {run} was resumed: the random numbers begin anew. The "
+            f"seed_everything({seed}) comes after {run} was resumed: the random numbers start again. The "
             "loops of RunState put back those of the checkpoint; a loop of your own does not. "
             "Fix: call it before RunState.load."
         )
@@ -90,7 +90,7 @@ def hold(owner: object, run: str) -> None:
 
 
 def let_go(owner: object) -> None:
-    """Note that the training goes on, and may do with its generators what it likes."""
+    """Note that the training continues, and may use its generators freely."""
     _resumed.pop(owner, None)
 
 

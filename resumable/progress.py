@@ -203,7 +203,7 @@ class Progress:
     def moving(self, what: str, total: int) -> Iterator[Told]:
         """Yield a callback for the number of bytes moved, of `total`; any thread may call it."""
         with self.reading(what, total) as told:
-            yield told or _to_nobody
+            yield told or _unheard
 
     @contextlib.contextmanager
     def reading(self, what: str, total: int) -> Iterator[Told | None]:
@@ -235,7 +235,7 @@ def _joined(*texts: str) -> str:
     return ", ".join(filter(None, texts))
 
 
-def _to_nobody(size: int) -> None:
+def _unheard(size: int) -> None:
     """Ignore the progress if no bars are shown."""
 
 

@@ -152,7 +152,7 @@ def damaged(folder: Path, problem: str) -> CheckpointDamaged:
     removal = f"To remove this one: resumable prune {run} --damaged" if is_in_a_run else "It can be deleted."
     return CheckpointDamaged(
         f"{folder} is damaged: {problem}.",
-        fix=f"resume='auto' goes on from the newest intact checkpoint. {removal}",
+        fix=f"resume='auto' continues from the newest intact checkpoint. {removal}",
     )
 
 

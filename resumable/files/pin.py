@@ -66,10 +66,10 @@ def checked(expect: Any) -> str | None:
 
 
 def due(resume: Any, expect: str | None) -> Any:
-    """Return what to go on from: what is expected has to be there."""
+    """Return what to resume from: what is expected must exist."""
     if expect and resume == "never":
         raise UsageError(
-            f"resume='never' goes on from nothing, but expect={expect!r} says what to go on from.",
+            f"resume='never' continues from nothing, but expect={expect!r} says what to continue from.",
             fix="leave out one of the two. RESUMABLE_RESUME, if it is set, overrides resume=.",
         )
     return "must" if expect and resume == "auto" else resume

@@ -30,7 +30,7 @@ def make(
     if maker := wrappers.maker_of(loader):
         raise UsageError(
             f"{name} is a {type(loader).__name__}, which counts its epochs from 0 in every process, so it "
-            "cannot go on in the middle of a training.",
+            "cannot continue in the middle of a training.",
             fix="give RunState the DataLoader that it was made of (with a DistributedSampler where there are "
             f"several processes), and loop over state.batches(device={maker}.device).",
         )
@@ -55,8 +55,8 @@ def _refuse_kept_workers(name: str, loader: Any) -> None:
     if any(inner.persistent_workers and inner.num_workers for inner in search.inside(loader, DataLoader)):
         kind = type(loader).__name__
         raise UsageError(
-            f"{name} is a {kind} around a DataLoader with persistent_workers=True: to go on in the middle of "
-            "an epoch it would load the epoch again, and the workers' random numbers would be others.",
+            f"{name} is a {kind} around a DataLoader with persistent_workers=True: to continue in the "
+            "middle of an epoch it would load the epoch again, and the workers' random numbers would be others.",
             fix="give RunState the DataLoader itself, and put the rest around its batches: "
             f"state.batches(through=lambda batches: {kind}(batches, ...)).",
         )

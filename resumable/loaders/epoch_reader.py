@@ -380,6 +380,6 @@ class Batches:
         except StreamEnded as exc:
             raise StateMismatch(
                 f"the stream that is run again has come to its end too early: {exc}.",
-                fix="give it the data that the run was started with, or begin the epoch's data anew with "
+                fix="give it the data that the run was started with, or begin the epoch's data again with "
                 "allow=['loader'].",
             ) from exc

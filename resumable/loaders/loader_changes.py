@@ -99,7 +99,7 @@ def in_question(loader: DataLoader[Any], setting: str, saved: Saved) -> tuple[st
 def _dealt_in_question(loader: DataLoader[Any], setting: str, saved: Saved) -> tuple[str, str] | None:
     obstacle = _obstacle(loader, saved)
     if obstacle and setting == "shards":
-        return "", f"{obstacle}; if that is allowed, the epoch's data begins anew"
+        return "", f"{obstacle}; if that is allowed, the epoch's data starts again"
     if _has_other_shards(loader, saved) or (not obstacle and setting == "sampler"):
         # The rest is resharded; if that is impossible, the error is reported for the shards.
         return None
@@ -132,7 +132,7 @@ def effects(loader: DataLoader[Any], saved: Saved, *, has_seeds: bool) -> dict[s
     is_in_epoch = bool(saved["order"])
     draws = any(at and at["generators"] for at in saved["workers"])
     lost = "what is drawn at random while loading is not what it would be"
-    anew = f"{'what is left of the epoch' if is_in_epoch else 'every epoch'} is dealt out anew"
+    anew = f"{'what is left of the epoch' if is_in_epoch else 'every epoch'} is dealt out again"
     # A batch that is loaded as one has one seed.
     is_seeded = has_seeds and not hasattr(loader.dataset, "__getitems__")
     workers, shards = (WILL if draws else MAY, f"the order stays; {lost}"), f"{anew}; {lost}"
@@ -234,12 +234,12 @@ class DatasetLength:
                 "at the checkpoint.",
                 fix="let the script add the items again before it loops over the batches (a list of them "
                 "in extra= is restored by then), and add items only between two epochs; or begin the "
-                "epoch's data anew with allow=['loader'].",
+                "epoch's data again with allow=['loader'].",
             )
         if now == self._given != then:
             warn(
                 f"the dataset has {now} items, as the script makes it, and had {then} at the checkpoint: "
-                "what was added or removed is lost, and the training goes on without it. Keep the items "
+                "what was added or removed is lost, and the training continues without it. Keep the items "
                 "in extra= (the very list that the dataset has), or give the dataset state_dict and "
                 "load_state_dict."
             )

@@ -120,7 +120,7 @@ class PlainSource(Source):
         if batches + before != self._count.all():
             raise StateMismatch(
                 f"{self._name} is an iterator, which cannot go back: it has given {self._count.all()} "
-                f"batches, and {batches + before} were trained where the run goes on.",
+                f"batches, and {batches + before} were trained where the run continues.",
                 fix="give the function that makes the iterator, without calling it, or an iterable that can "
                 "begin again.",
             )
@@ -134,8 +134,8 @@ class PlainSource(Source):
         # Lists and ranges have their items: there is nothing to load.
         if not isinstance(self.loader, _NEVER_DRAW):
             warn(
-                f"{self._name} keeps no position, so {trained} batches of it are loaded once more and thrown "
-                "away. A DataLoader, or anything with state_dict and load_state_dict, goes on at once."
+                f"{self._name} keeps no position, so {trained} batches of it are loaded again and thrown "
+                "away. A DataLoader, or anything with state_dict and load_state_dict, continues at once."
             )
         replay = draws_between.Replay(self._all(), saved, last)
         self._kept.clear()

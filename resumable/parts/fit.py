@@ -129,8 +129,8 @@ def _mismatch(refused: Sequence[Difference]) -> StateMismatch:
         first += "needed), or "
     return StateMismatch(
         "the checkpoint does not fit the objects in the script:\n" + "\n".join(lines),
-        fix=f"{first}undo the change in the script, or go on without what does not fit (it then stays as the "
-        f"script made it): allow={allow}. Patterns such as 'model.head.*' work too. Nothing was changed.",
+        fix=f"{first}undo the change in the script, or continue without what does not fit (it then stays as "
+        f"the script made it): allow={allow}. Patterns such as 'model.head.*' work too. Nothing was changed.",
     )
 
 

@@ -138,7 +138,7 @@ def _half_filled(cause: BaseException) -> BaseException:
     problem = cause.problem if isinstance(cause, ResumableError) else f"{type(cause).__name__}: {cause}."
     return kind(
         f"{problem} {text}",
-        fix="train and save nothing with these objects: start the script again, and resume='auto' goes on "
+        fix="train and save nothing with these objects: start the script again, and resume='auto' continues "
         "from the newest intact checkpoint.",
     )
 

@@ -208,7 +208,7 @@ class Outside:
     def _refuse(self, name: str) -> None:
         short = repr(name.removeprefix("loader.")) if len(self._given) > 1 else ""
         raise UsageError(
-            f"{name} was given to RunState, and the training goes on between two of its batches, but not "
+            f"{name} was given to RunState, and the training continues between two of its batches, but not "
             "in a loop over state.batches(): a resume would not know where the loader stands.",
             fix=f"loop over state.batches({short}) instead of the loader, or do not give it to RunState.",
         )

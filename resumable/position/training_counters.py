@@ -191,8 +191,8 @@ class TrainingCounters:
         if self._has_saved_end and self._body is Boundary.EPOCH:
             self._has_saved_end = False
             self.once.warn(
-                "save() in the body of epochs() says that the epoch is finished, and the training goes on in "
-                "it: a resume from that checkpoint begins the next epoch, and leaves out the rest of this "
+                "save() in the body of epochs() says that the epoch is finished, and the training continues "
+                "in it: a resume from that checkpoint begins the next epoch, and leaves out the rest of this "
                 "one. Call save() at the end of the body, or loop over the data with state.batches().",
                 about="what is lost",
             )

@@ -376,7 +376,7 @@ def told(rank: int, error: BaseException) -> ResumableError:
     """Return the error that the other processes raise for one that this process met."""
     if not isinstance(error, ResumableError):
         return RankLost(
-            f"rank {rank} cannot go on: {type(error).__name__}: {error}.",
+            f"rank {rank} cannot continue: {type(error).__name__}: {error}.",
             fix="mend that, and start the training again.",
         )
     if rank == 0 or isinstance(error, (RankLost, RanksDiffer)):

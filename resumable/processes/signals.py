@@ -130,7 +130,7 @@ class Signals:
     def _count_interrupt(self, frame: FrameType | None) -> None:
         self._interrupts += 1
         if self._interrupts > 1:
-            # Otherwise closing this training later would be interrupted once more.
+            # Otherwise closing this training later would be interrupted again.
             self.received = None
             signal.default_int_handler(signal.SIGINT, frame)
         if self._shows_hint:

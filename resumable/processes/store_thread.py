@@ -219,5 +219,5 @@ def _gone(cause: BaseException) -> RankLost:
 _GRACE = 0.5
 START_AGAIN = (
     "see what the other processes said last, and start the training again: nothing on disk was harmed, and "
-    "the run goes on from its newest checkpoint."
+    "the run continues from its newest checkpoint."
 )

@@ -228,11 +228,11 @@ def resized(then: int, now: int) -> str:
     """Return the addition to the resume line for another number of processes.
 
     >>> resized(2, 1)
-    '; 1 process instead of 2: what is left of the epoch is divided anew'
+    '; 1 process instead of 2: what is left of the epoch is divided again'
     """
     if then == now:
         return ""
     new = ", ".join(map(str, range(then, now)))
     streams = f"; rank {new} begins random streams of its own" if new else ""
     some = "1 process" if now == 1 else f"{now} processes"
-    return f"; {some} instead of {then}: what is left of the epoch is divided anew{streams}"
+    return f"; {some} instead of {then}: what is left of the epoch is divided again{streams}"

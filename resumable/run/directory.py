@@ -189,7 +189,7 @@ class Run:
                         fix="give the run a directory of its own; nothing in this one was touched.",
                     ) from exc
                 # Nothing is lost: every manifest repeats the id.
-                warn(f"{path} is damaged and written anew")
+                warn(f"{path} is damaged and written again")
         ids = (found.about.run_id for found in self._catalog.intact())
         run_id = known or next(ids, None) or os.urandom(8).hex()
         self.adopt(run_id)

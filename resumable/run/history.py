@@ -192,7 +192,7 @@ class History:
             self._has_warned = True
             problem = f"{self._path} cannot be written: {error.strerror or error}."
             problem = error.problem if isinstance(error, CannotRead) else problem
-            rest = "The checkpoints do" if self._by_hand else "The training goes on; its checkpoints do"
+            rest = "The checkpoints do" if self._by_hand else "The training continues; its checkpoints do"
             warn(f"{problem} {rest} not need it.")
 
 

@@ -184,7 +184,7 @@ def _those_last(last: Container[int], numbers: Iterable[int]) -> Iterator[int]:
 def _open_named(catalog: Catalog, which: Which) -> Checkpoint:
     if isinstance(which, bool) or not isinstance(which, (int, str, os.PathLike)):
         raise UsageError(
-            f"resume={which!r} does not say what to go on from.",
+            f"resume={which!r} does not say where to continue from.",
             fix="say 'auto', 'must', 'never', 'best', a save number, or a checkpoint's path.",
         )
     if is_number(which):

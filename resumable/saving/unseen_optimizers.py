@@ -110,8 +110,8 @@ class NotGiven:
                     self._known.add(scheduler)
                     warn(
                         f"a scheduler ({type(scheduler).__name__}) has changed the learning rate, and was "
-                        "not given to RunState: it is in no checkpoint, and begins anew after a resume. Give "
-                        "it: scheduler=scheduler."
+                        "not given to RunState: it is in no checkpoint, and starts again after a resume. "
+                        "Give it: scheduler=scheduler."
                     )
 
     def _read_rates(self) -> list[Any]:

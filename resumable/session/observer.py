@@ -85,7 +85,7 @@ state.vars["best"]
 
     def __str__(self) -> str:
         facts = f"{self.kind}, {self.where}" if self.where else self.kind
-        lost = "a resume would lose it" if self.weight == "state" else "a resume begins it anew"
+        lost = "a resume would lose it" if self.weight == "state" else "a resume starts it again"
         text = f"{self.name} ({facts}) changes, and no part holds it: {lost}."
         return printable(f"{text} Fix: {sentence(self.fix)}")
 

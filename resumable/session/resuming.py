@@ -254,7 +254,7 @@ class Resuming:
         return self._crew.ranks.first("the checkpoint before", lambda: spikes.before(self._run, number))
 
     def line(self, what: str, chosen: Checkpoint, started: float, way: str) -> str:
-        """Return the line that says where the training goes on."""
+        """Return the line that says where the training continues."""
         facts, best = self.place(), self._saving.best
         if best:
             facts.append(f"best {best.goal.metric} {best.value:.4g}")

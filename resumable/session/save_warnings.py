@@ -68,7 +68,7 @@ class SaveWarnings:
         if position.is_in_inner_loop():
             warn(
                 "save() in a loop over batches that runs in the body of another such loop counts the outer "
-                "batch as done: a resume goes on with the next one, and loses the rest of the inner loop. "
+                "batch as done: a resume continues with the next one, and loses the rest of the inner loop. "
                 "Call save() in the outer loop, after the inner one."
             )
         if unlooped := position.unlooped():

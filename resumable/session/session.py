@@ -186,7 +186,7 @@ class Session:
         if self._is_closed:
             raise UsageError(
                 f"this RunState of {self.training.run} has been closed, or another has taken its place.",
-                fix="go on with the newer one, or make one with RunState.load(...).",
+                fix="continue with the newer one, or make one with RunState.load(...).",
             )
 
     def save(self, why: str, metrics: Mapping[str, Any] | None = None) -> PendingSave:

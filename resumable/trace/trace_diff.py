@@ -169,7 +169,7 @@ def lines(found: Row) -> Iterator[str]:
             "both are closed; state.note(loss=loss) shows at each step what the weights do"
         )
     for rest in found["further"]:
-        yield f"{rest['trace']} goes on for {_boundaries(rest['boundaries'])} more{_until(rest['last'])}"
+        yield f"{rest['trace']} continues for {_boundaries(rest['boundaries'])} more{_until(rest['last'])}"
     if found["unlike"]:
         named = ", ".join(found["unlike"])
         yield f"generators that are not seeded alike (where they are used, it shows): {named}"

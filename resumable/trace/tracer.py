@@ -205,12 +205,12 @@ class Trace:
         self._noted = {}
         self._lines.drop()
         self._once.warn(
-            f"{self._lines.path} cannot be written any more: {exc.strerror or exc}. The training goes on, "
+            f"{self._lines.path} cannot be written any more: {exc.strerror or exc}. The training continues, "
             "and its trace ends here."
         )
 
     def close(self, *, is_at_end: bool = False) -> None:
-        """Write what is left, and at the end of a training hash the parts once more."""
+        """Write what is left, and at the end of a training hash the parts again."""
         if is_at_end and self._has_begun and not self._is_over:
             # In a body of epochs() that has looped over something else, the boundary is unknown. Suppress
             # warnings too: one that is turned into an error would leave the run locked.

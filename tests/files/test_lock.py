@@ -198,7 +198,7 @@ def test_a_lock_that_was_lost_to_another_process_is_not_believed_in(tmp_path: Pa
         other.kill()
 
 
-def test_a_lock_that_was_lost_to_nobody_is_taken_again(tmp_path: Path) -> None:
+def test_a_lock_that_was_lost_unheard_is_taken_again(tmp_path: Path) -> None:
     lock = Lock(tmp_path / ".lock")
     (tmp_path / ".lock").read_bytes()
     with forked(lambda: Lock(tmp_path / ".lock").release()) as (_, hear):

@@ -595,9 +595,9 @@ def test_the_counters_and_the_length_go_on_from_the_batches_done_before(tmp_path
 @pytest.mark.parametrize(
     ("how", "options", "effect"),
     [
-        ({"num_workers": 1}, {}, "dealt out anew$"),
-        ({}, {}, "dealt out anew; what is drawn at random while loading is not what it would be"),
-        ({}, {"sample_seeds": True}, "dealt out anew$"),
+        ({"num_workers": 1}, {}, "dealt out again$"),
+        ({}, {}, "dealt out again; what is drawn at random while loading is not what it would be"),
+        ({}, {"sample_seeds": True}, "dealt out again$"),
     ],
 )
 def test_the_change_is_told_with_what_it_does(tmp_path: Path, how: Any, options: Any, effect: str) -> None:

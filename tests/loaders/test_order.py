@@ -372,7 +372,7 @@ def test_an_order_that_is_drawn_late_has_no_batches_of_another_size() -> None:
     made = Made(Chunks(BATCH), 5)
     made.go_on(other_size(saved, 3, 3 * BATCH))
 
-    with pytest.raises(StateMismatch, match="draws as it goes on"):
+    with pytest.raises(StateMismatch, match="draws as it runs"):
         next(made.batches)
 
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from resumable import ResumableWarning, RunState
 
 CHANGED = r"model changed between RunState.load and the loop"
-ENDED = r"says that the epoch is finished, and the training goes on in it"
+ENDED = r"says that the epoch is finished, and the training continues in it"
 NOT_GIVEN = r"\(Adam\) trains a model that was given to RunState, and was not given itself"
 SCHEDULER = r"a scheduler \(StepLR\) has changed the learning rate, and was not given"
 
@@ -292,7 +292,7 @@ def save_and_leave(script: Script, number_of: Any, stop: int) -> None:
 def test_an_enumerate_that_begins_at_0_in_a_resumed_epoch_is_told(run_dir: Path, numbered: Any) -> None:
     for done in (0, 1, 2):
         script = Script(run_dir, loader=DataLoader(torch.arange(8.0), 2))
-        told = f"counts from 0 in an epoch that goes on with batch {done}"
+        told = f"counts from 0 in an epoch that continues with batch {done}"
         warns = pytest.warns(ResumableWarning, match=told) if done else nullcontext()
         with warns, pytest.raises(KeyboardInterrupt):
             save_and_leave(script, lambda state: numbered(state.batches()), 0)

@@ -133,7 +133,7 @@ def test_an_error_of_another_kind_is_its_own_there_and_a_lost_rank_elsewhere(cro
     found = crowd.each(lambda one: one.agree("a thing", lambda: do(one)))
 
     assert [type(error) for error in found] == [RankLost, RankLost, ZeroDivisionError]
-    assert "rank 2 cannot go on: ZeroDivisionError: oh" in str(found[0])
+    assert "rank 2 cannot continue: ZeroDivisionError: oh" in str(found[0])
 
 
 def test_a_rank_that_does_not_come_is_named_with_where_it_stands(crowd: Crowd) -> None:

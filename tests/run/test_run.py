@@ -199,7 +199,7 @@ def test_an_unknown_word_lists_the_known_ones(run: Run, which: Any) -> None:
 
 @pytest.mark.parametrize("which", [True, False, None, 1.0, ["auto"]])
 def test_what_is_no_word_number_or_path_is_refused(run: Run, which: Any) -> None:
-    with pytest.raises(UsageError, match=r"does not say what to go on from"):
+    with pytest.raises(UsageError, match=r"does not say where to continue from"):
         _choose(run, which)
 
 
@@ -718,7 +718,9 @@ def test_what_the_reader_finds_damaged_is_skipped_too(run: Run) -> None:
 def test_the_one_that_was_asked_for_is_not_replaced_by_another(run: Run, which: Any) -> None:
     _break(run, 2)
 
-    with pytest.raises(CheckpointDamaged, match=r"00000020 is damaged: model.*\nFix: resume='auto' goes on"):
+    with pytest.raises(
+        CheckpointDamaged, match=r"00000020 is damaged: model.*\nFix: resume='auto' continues"
+    ):
         _choose(run, which)
 
 
@@ -870,13 +872,13 @@ def test_an_id_that_is_damaged_or_gone_is_found_again_in_the_checkpoints(
 
     assert [run.identity(), run.identity()] == ["a1b2", "a1b2"]
 
-    assert [str(w.message) for w in recwarn] == [f"{path} is damaged and written anew"] * was_there
+    assert [str(w.message) for w in recwarn] == [f"{path} is damaged and written again"] * was_there
 
 
 def test_a_pipe_in_place_of_the_id_does_not_hang(run: Run) -> None:
     os.mkfifo(run.path / "run.json")
 
-    with pytest.warns(ResumableWarning, match=r"run.json is damaged and written anew"):
+    with pytest.warns(ResumableWarning, match=r"run.json is damaged and written again"):
         assert run.identity() == "a1b2"
 
 

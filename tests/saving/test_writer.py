@@ -200,7 +200,7 @@ def test_an_error_that_was_told_is_not_told_again_at_the_interpreters_end() -> N
     assert ended.stderr == ""
 
 
-def test_a_save_gives_way_to_the_training_and_the_training_to_nobody() -> None:
+def test_a_save_gives_way_to_the_training_and_the_training_unheard() -> None:
     seen: list[int] = []
     before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 

@@ -258,7 +258,7 @@ def test_how_far_one_goes_on_after_the_other_has_ended_is_told(
 
     name = tmp_path / ("a.jsonl" if is_first else "b.jsonl")
     assert diff(tmp_path, *both, capsys)[1:] == [
-        f"{name} goes on for 3 boundaries more, up to step 8 (epoch 0, batch 8)"
+        f"{name} continues for 3 boundaries more, up to step 8 (epoch 0, batch 8)"
     ]
 
 

@@ -207,7 +207,7 @@ class Order:
             self.on_its_way.append(pulled)
             self.sent = pulled.number
             yield pulled.indices if self._seeded_epoch is None else self._placed(pulled)
-        # A sampler may draw once more as it ends.
+        # A sampler may draw again as it ends.
         self._has_ended = True
         self.counters.epoch_ended()
 
@@ -293,7 +293,7 @@ class Order:
         if any(self._from) and not isinstance(self._base, str):
             self._log = {}
         if any(number < self._from[0] for number in self._log):
-            raise other_data("its sampler draws as it goes on, so batches of another size cannot be drawn")
+            raise other_data("its sampler draws as it runs, so batches of another size cannot be drawn")
         self.pulled, self._samples = self._from
         if self.pulled or self._samples:
             inner = self._from_there(*self._from)
@@ -389,5 +389,5 @@ def other_data(problem: str) -> StateMismatch:
     return StateMismatch(
         f"the loader does not give the batches that it gave before: {problem}.",
         fix="give it the dataset, sampler and batch size that the run was started with, or begin the "
-        "epoch's data anew with allow=['loader'].",
+        "epoch's data again with allow=['loader'].",
     )

@@ -48,7 +48,7 @@ class Called:
         self._found: dict[tuple[CodeType, tuple[int, int] | None], Found] = {}
 
     def look(self) -> None:
-        """Note that the script is looked at once more."""
+        """Note that the script is looked at again."""
         self._looks += 1
         if self._looks in _LOOKS:
             self._found = {}

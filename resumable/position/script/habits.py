@@ -68,7 +68,7 @@ class Habits:
             self._is_left_after_save = False
             warn(
                 "the loop over batches was left right after save() in the same body: a resume from that "
-                "checkpoint goes on with the next batch. Call save() after the loop instead, or leave the "
+                "checkpoint continues with the next batch. Call save() after the loop instead, or leave the "
                 "loop at the top of a body."
             )
 
@@ -97,7 +97,7 @@ def warn_of_numbers(loop: Iterator[object], asked_by: FrameType, done: int) -> N
     wrong = [n for n in script_frames.numbers(loop, asked_by) if n not in (done, done + 1)]
     if wrong:
         warn(
-            f"enumerate() counts from {wrong[0]} in an epoch that goes on with batch {done}: write "
+            f"enumerate() counts from {wrong[0]} in an epoch that continues with batch {done}: write "
             "state.enumerate() instead of enumerate(state.batches()). If its number is only shown, "
             "nothing is lost."
         )

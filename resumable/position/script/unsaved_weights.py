@@ -114,7 +114,7 @@ def _of_methods(
 ) -> tuple[frozenset[str], frozenset[str], dict[str, set[str]], dict[str, set[str]]]:
     """Return the attributes to which methods give values made from their own, and those that they use.
 
-    With them come those that each method assigns anew, such as `reset`, and the methods that each calls.
+    With them come those that each method assigns again, such as `reset`, and the methods that each calls.
     """
     updated, used = set[Name](), set[Name]()
     begun, calls = dict[str, set[str]](), dict[str, set[str]]()
