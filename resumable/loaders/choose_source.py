@@ -56,7 +56,7 @@ def _refuse_kept_workers(name: str, loader: Any) -> None:
         kind = type(loader).__name__
         raise UsageError(
             f"{name} is a {kind} around a DataLoader with persistent_workers=True: to continue in the "
-            "middle of an epoch it would load the epoch again, and the workers' random numbers would be others.",
+            "middle of an epoch it would load that epoch again, with other random numbers in its workers.",
             fix="give RunState the DataLoader itself, and put the rest around its batches: "
             f"state.batches(through=lambda batches: {kind}(batches, ...)).",
         )
