@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gc
-import os
 import random
 import signal
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,17 +42,6 @@ def _quick_to_look_through() -> None:
 
 
 @pytest.fixture
-def tmp_path(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """A folder in memory if `scripts/test` says so, but on a disk for tests of what is done with files."""
-    disk = os.environ.get("DISK_FOR_TESTS")
-    if disk is None or request.path.parent.name not in ("files", "run", "durable"):
-        yield tmp_path
-        return
-    with tempfile.TemporaryDirectory(dir=disk, ignore_cleanup_errors=True) as folder:
-        yield Path(folder)
-
-
-@pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
     """A run directory that does not exist yet."""
     return tmp_path / "runs" / "exp"
@@ -79,7 +66,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)  # (-m leaves out what is nightly right after)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     counted.sample(items)
-    counted.measure([item for item in items if not item.get_closest_marker("nightly")])
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

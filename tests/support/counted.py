@@ -43,19 +43,6 @@ def sample(items: list[pytest.Item]) -> None:
             seen[series] += 1
 
 
-def measure(items: list[pytest.Item]) -> None:
-    """Measure coverage in the first two cases of each test: the others run the same lines, half as fast.
-
-    Of the rooms that have to be covered fully, every case is measured.
-    """
-    seen: Counter[str] = Counter()
-    for item in items:
-        test = item.nodeid.partition("[")[0]
-        if seen[test] >= 2 and item.path.parent.name not in ("files", "run"):
-            item.add_marker("no_cover")
-        seen[test] += 1
-
-
 def lines(reports: Iterator[Any]) -> Iterator[str]:
     """Yield a line for each method: how many cases were tried in all tests, and how many were bad."""
     found: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
