@@ -441,6 +441,7 @@ def test_a_counter_on_which_something_may_depend_is_warned_of(run_dir: Path, dat
 
 @pytest.mark.parametrize("workers", WORKERS, ids=["here", "new", "kept"])
 @pytest.mark.parametrize("name", LOST)
+@pytest.mark.quick(4)
 def test_a_counter_that_a_resume_loses_is_warned_of_once_by_name(
     run_dir: Path, name: str, workers: dict[str, Any]
 ) -> None:

@@ -376,6 +376,7 @@ def test_samples_that_come_one_by_one_are_dealt_out_anew_too(tmp_path: Path) -> 
 @pytest.mark.parametrize("persists", [False, True])
 @pytest.mark.parametrize("stop", [(0, -1), (0, "end"), (1, 0), (1, 1), (1, -1)])
 @pytest.mark.sampled(3)
+@pytest.mark.quick(2)
 def test_the_number_may_change_wherever_the_run_stops(tmp_path: Path, stop: Any, persists: bool) -> None:
     script = Script(tmp_path, batch_size=4, num_workers=1, persistent_workers=persists)
     legs = [script.leg(4, stop), script.leg(3)]

@@ -663,6 +663,7 @@ def reference(name: str, workers: int, persists: bool = False) -> Seen:
 @pytest.mark.proves("transparent")
 @pytest.mark.parametrize(("name", "workers", "persists"), CASES)
 @pytest.mark.sampled(5)
+@pytest.mark.quick(3)
 def test_batches_gives_what_the_loader_itself_gives(
     run_dir: Path, name: str, workers: int, persists: bool
 ) -> None:
@@ -674,6 +675,7 @@ def test_batches_gives_what_the_loader_itself_gives(
 @pytest.mark.proves("exact")
 @pytest.mark.parametrize(("name", "workers", "persists"), CASES)
 @pytest.mark.sampled(5)
+@pytest.mark.quick(3)
 def test_a_training_that_is_stopped_again_and_again_is_the_one_that_never_was(
     run_dir: Path, name: str, workers: int, persists: bool
 ) -> None:

@@ -628,7 +628,9 @@ def test_what_is_loaded_once_more_is_told_with_its_cost_and_a_way_around(
 ) -> None:
     leg(run_dir, PLAIN["iterable"], (0, 4))
 
-    with pytest.warns(ResumableWarning, match="loader keeps no position, so 4 batches of it are loaded again"):
+    with pytest.warns(
+        ResumableWarning, match="loader keeps no position, so 4 batches of it are loaded again"
+    ):
         leg(run_dir, PLAIN["iterable"], (0, 5), progress=True)
 
     assert "skipping what loader gave before" in capsys.readouterr().err

@@ -405,6 +405,7 @@ CRUCIAL = {
 # (a file that was just opened is closed when nobody has it any more)
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("is_own", [False, True])
+@pytest.mark.quick(2)
 def test_an_interrupt_anywhere_leaves_the_old_or_the_new_or_says_that_it_is_a_mixture(
     run_dir: Path, small_blocks: None, is_own: bool
 ) -> None:

@@ -238,6 +238,7 @@ def _id(variant: Any) -> str:
 @pytest.mark.proves("exact")
 @pytest.mark.parametrize(("optimizer", "options"), VARIANTS, ids=_id)
 @pytest.mark.sampled(3)
+@pytest.mark.quick(3)
 def test_an_optimizer_with_any_scheduler_goes_on_after_two_resumes_as_if_never_stopped(
     run_dir: Path, optimizer: str, options: Mapping[str, Any]
 ) -> None:

@@ -114,6 +114,7 @@ def test_an_iterable_that_is_batches_ahead_is_exact(run_dir: Path, ahead: int) -
 
 
 @pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.quick(2)
 def test_it_is_exact_whichever_generators_the_two_share(run_dir: Path, name: str) -> None:
     def loop(state: RunState, objects: dict[str, Any], tick: Callable[..., None]) -> None:
         for _ in state.epochs(2):
@@ -170,6 +171,7 @@ def three_ahead(batches: Iterator[Any]) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.quick(2)
 def test_what_is_ahead_in_through_too_is_exact(run_dir: Path, ahead: int) -> None:
     def loop(state: RunState, objects: dict[str, Any], tick: Callable[..., None]) -> None:
         two_epochs(state, objects, tick, through=three_ahead)

@@ -170,6 +170,7 @@ def chain(run_dir: Path, script: Script, make: Callable[[], list[DataLoader[Any]
         (sanity_first, (0, 1)),
     ],
 )
+@pytest.mark.quick(3)
 def test_validation_with_persistent_workers_is_exact_after_two_resumes(
     tmp_path: Path, script: Script, stops: Any, dataset: Any
 ) -> None:

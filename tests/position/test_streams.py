@@ -131,6 +131,7 @@ def draw_before_next(state: RunState, objects: dict[str, Any], tick: Callable[..
         (draw_before_next, make),
     ],
 )
+@pytest.mark.quick(3)
 def test_draws_around_the_loops_are_exact(run_dir: Path, loop: Any, objects: Any) -> None:
     assert differences(run_dir, objects, loop) == []
 
@@ -468,6 +469,7 @@ def test_draws_before_a_loop_that_counts_by_itself_are_warned_of(run_dir: Path, 
 
 
 @pytest.mark.parametrize("failing", [(0, 0), (0, 1), (1, 0), (1, 2)])
+@pytest.mark.quick(2)
 def test_a_loop_left_before_a_step_and_entered_again_trains_that_batch(
     run_dir: Path, failing: tuple[int, int]
 ) -> None:
@@ -559,6 +561,7 @@ def test_loops_over_two_loaders_that_are_entered_again_leave_out_nothing(
 
 @pytest.mark.parametrize("is_made_before", [False, True])
 @pytest.mark.parametrize("at", [0, 3, *(pytest.param(at, marks=pytest.mark.heavy) for at in (2, 5))])
+@pytest.mark.quick(3)
 def test_steps_left_by_preempted_continue_with_another_iterator(
     run_dir: Path, is_made_before: bool, at: int
 ) -> None:

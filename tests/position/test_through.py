@@ -239,6 +239,7 @@ WITH_WORKERS = [
 
 @pytest.mark.parametrize(("name", "stops"), WITH_WORKERS)
 @pytest.mark.sampled(5)
+@pytest.mark.quick(3)
 def test_what_was_only_loaded_ahead_is_not_counted_with_workers(
     run_dir: Path, name: str, stops: list[int | str]
 ) -> None:
@@ -247,6 +248,7 @@ def test_what_was_only_loaded_ahead_is_not_counted_with_workers(
 
 @pytest.mark.parametrize("name", ["one ahead", "list", "thread", "device, thread", "around: thread"])
 @pytest.mark.sampled(3)
+@pytest.mark.quick(2)
 def test_a_training_that_saves_while_a_thread_loads_goes_on_after_every_step(
     run_dir: Path, name: str
 ) -> None:
@@ -257,6 +259,7 @@ def test_a_training_that_saves_while_a_thread_loads_goes_on_after_every_step(
 
 @pytest.mark.parametrize("name", [name for name in LOOPS if not name.startswith("around")])
 @pytest.mark.sampled(3)
+@pytest.mark.quick(2)
 def test_a_save_in_the_body_of_the_last_batch_leaves_the_rest_of_the_epochs_body_to_run(
     run_dir: Path, name: str
 ) -> None:
@@ -283,6 +286,7 @@ def test_what_does_not_load_ahead_changes_nothing_in_process(run_dir: Path, name
 
 
 @pytest.mark.parametrize("name", ["thread", "device, thread", "one ahead", "around: thread"])
+@pytest.mark.quick(2)
 def test_a_restore_while_a_thread_loads_goes_back_again_and_again(run_dir: Path, name: str) -> None:
     training, seen, backs = Training(2), [], 0
     with training.load(run_dir, keep=None) as state:
@@ -305,6 +309,7 @@ def test_a_restore_while_a_thread_loads_goes_back_again_and_again(run_dir: Path,
 
 
 @pytest.mark.parametrize("name", ["thread", "device, thread", "one ahead", "around: one ahead"])
+@pytest.mark.quick(2)
 def test_an_epoch_that_is_left_early_is_left_for_good_whatever_was_loaded_ahead(
     run_dir: Path, name: str
 ) -> None:

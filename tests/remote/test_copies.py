@@ -342,6 +342,7 @@ def test_going_back_in_the_training_means_those_of_the_remote_too(place: Place, 
 
 
 @ANYWHERE
+@pytest.mark.quick(3)
 def test_a_run_that_is_an_address_is_kept_in_a_cache_that_is_named(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -30,17 +30,21 @@ def tally(record_property: Callable[[str, object], None]) -> Tally:
 
 
 def sample(items: list[pytest.Item]) -> None:
-    """Make nightly all cases but every n-th of a test that is marked as sampled(n)."""
+    """Leave every n-th case of a test that is marked as quick(n), and make the others heavy.
+
+    So do those of one marked as sampled(n), of which the others are nightly.
+    """
     # What takes longest begins first: at the end one process would work, and the others wait.
     items.sort(key=lambda item: ("test_remote_proofs" not in item.nodeid, "promises" not in item.path.parts))
-    seen: Counter[tuple[str, bool]] = Counter()
-    for item in items:
-        if (mark := item.get_closest_marker("sampled")) and not item.get_closest_marker("nightly"):
-            # (what is heavy is a series of its own: of both there is some at every commit)
-            series = item.nodeid.partition("[")[0], item.get_closest_marker("heavy") is not None
-            if seen[series] % mark.args[0]:
-                item.add_marker(pytest.mark.nightly)
-            seen[series] += 1
+    for name, elsewhere in (("quick", pytest.mark.heavy), ("sampled", pytest.mark.nightly)):
+        seen: Counter[tuple[str, bool]] = Counter()
+        for item in items:
+            if (mark := item.get_closest_marker(name)) and not item.get_closest_marker(elsewhere.name):
+                # What is heavy is a series of its own: of both there is some at every commit.
+                series = item.nodeid.partition("[")[0], item.get_closest_marker("heavy") is not None
+                if seen[series] % mark.args[0]:
+                    item.add_marker(elsewhere)
+                seen[series] += 1
 
 
 def lines(reports: Iterator[Any]) -> Iterator[str]:

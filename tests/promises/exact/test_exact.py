@@ -260,6 +260,7 @@ def chain(run_dir: Path, make: Make, batches: int, *, each_twice: bool = False) 
 @pytest.mark.filterwarnings("ignore:Stream and the training draw from the same generators")
 @pytest.mark.parametrize("name", LOADERS)
 @pytest.mark.sampled(3)
+@pytest.mark.quick(3)
 def test_a_training_stopped_at_every_batch_is_the_plain_one(run_dir: Path, name: str) -> None:
     stopped = chain(run_dir, LOADERS[name], batches=1)
 
@@ -277,6 +278,7 @@ def test_a_training_in_longer_legs_is_the_plain_one(run_dir: Path, name: str, ba
 
 @pytest.mark.proves("exact")
 @pytest.mark.parametrize("name", ["shuffle", "shuffle by a generator", "a dataset with generators"])
+@pytest.mark.quick(3)
 def test_a_checkpoint_that_is_resumed_twice_gives_the_plain_training(run_dir: Path, name: str) -> None:
     stopped = chain(run_dir, LOADERS[name], batches=2, each_twice=True)
 
@@ -492,6 +494,7 @@ SCRIPTS = [
 @pytest.mark.parametrize("name", ["shuffle", "a generator shared with the dataset"])
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 @pytest.mark.sampled(5)
+@pytest.mark.quick(3)
 def test_a_script_stopped_at_every_save_is_the_plain_one(run_dir: Path, script: Script, name: str) -> None:
     stopped = stopped_everywhere(run_dir, script, LOADERS[name])
 
@@ -525,6 +528,7 @@ def zips(training: Training, state: Any, stop: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize("script", [validates, zips], ids=lambda script: script.__name__)
+@pytest.mark.quick(2)
 def test_a_script_with_two_loaders_stopped_at_every_save_is_the_plain_one(
     run_dir: Path, script: Script
 ) -> None:

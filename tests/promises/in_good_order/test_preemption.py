@@ -154,6 +154,7 @@ def _when(place: int, index: int) -> list[pytest.MarkDecorator]:
     ],
 )
 @pytest.mark.sampled(3)
+@pytest.mark.quick(3)
 def test_a_signal_ends_a_training_that_goes_on_bit_for_bit(
     tmp_path: Path, where: str, first: int, second: int, number: signal.Signals, is_group: bool
 ) -> None:

@@ -362,6 +362,7 @@ _open = os.open
 
 
 @pytest.mark.parametrize("change", [rewriting, replacing, truncating, extending])
+@pytest.mark.quick(2)
 def test_a_file_that_changes_between_any_two_system_calls_of_a_load_is_never_mixed_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tally: Tally, change: Callable[[Path, bytes], None]
 ) -> None:
