@@ -157,11 +157,3 @@ def tensors_of(root: Any) -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in dict(module.__dict__.get(group, {})).items():
                 if tensor is not None:
                     yield f"{number}.{name}", tensor
-
-
-def content_of(cell: Any) -> Any:
-    """Return the value of a variable that a nested function reads."""
-    try:
-        return cell.cell_contents
-    except ValueError:  # the variable has no value yet
-        return None

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from ..errors import ResumableError
 from ..files.strict_json import Json
 from ..files.threads import no_garbage_collection
-from ..loaders.generators import rng
+from ..loaders.generators import rng, search
 from ..parts.collect import collect
 from ..parts.models import ModulePart
 from ..parts.part import Part, Trees
@@ -285,7 +285,7 @@ class Survey:
             if name not in self._running:
                 assign = functools.partial(setattr, cell, "cell_contents")
                 yield item.inside(
-                    containers.content_of(cell), item.place.attribute(name, None), assign, weight=STATE
+                    search.content_of(cell), item.place.attribute(name, None), assign, weight=STATE
                 )
         for name, code, inner in _defaults(function):
             if _may_be_state(inner):

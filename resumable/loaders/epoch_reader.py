@@ -192,6 +192,8 @@ class EpochReader(Source):
         self._began: States = {}
         self._has_drawn = False
         """Whether a stream has drawn for its first batch, in this process."""
+        self._untrained: str | None = None
+        """What to warn of at the save that is being made: such a batch, which is not trained."""
         self._is_short = self._is_through = self._is_open = False
         self._failed: deque[tuple[int | None, int | None]] = deque()
 
@@ -319,15 +321,15 @@ class EpochReader(Source):
                 self._turn = (by + 1) % self.loader.num_workers
         return count
 
-    def _warn_of_untrained(self) -> None:
-        """Warn of a stream whose first batch was loaded and not trained: a resume draws for it again."""
-        if self._stream and self._has_drawn and not self._stream.state():
-            name = type(self._stream.dataset).__name__
-            warn(
-                f"{name} has drawn random numbers for the first batch of this epoch, which is not trained: "
-                "a resume from this checkpoint draws others for it. Save before the batch is loaded or after "
-                "it is trained, or load it in a worker."
-            )
+    def _of_untrained(self, mark: Mark) -> str | None:
+        """Return a warning of a stream that has drawn for a first batch that was not trained."""
+        if mark.batches or not (self._stream and self._has_drawn) or self._stream.state():
+            return None
+        return (
+            f"{type(self._stream.dataset).__name__} has drawn random numbers for the first batch of this "
+            "epoch, which is not trained: a resume from this checkpoint draws others for it. Save before the "
+            "batch is loaded or after it is trained, or load it in a worker."
+        )
 
     def ended(self) -> None:
         """Note that the epoch has no more batches."""

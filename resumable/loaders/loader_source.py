@@ -175,8 +175,8 @@ class LoaderSource(EpochReader):
         `keeps`: whether an object is saved with the training; `is_needed`: whether something may
         depend on an attribute of this name.
         """
-        outgrown = None
-        if self._saved is None:
+        outgrown = self._untrained
+        if self._saved is None and outgrown is None:
             outgrown = self._dataset_length.outgrown(keeps, is_under_way=is_under_way)
         return outgrown or self._counters.new(self._order.counters, keeps, is_needed)
 
@@ -185,8 +185,8 @@ class LoaderSource(EpochReader):
     def collect(self, mark: Mark | None, ahead: Sequence[Mark], is_under_way: bool) -> dict[str, Any]:
         if self._saved is not None:
             return dict(self._saved)
-        if mark is not None and is_under_way and not mark.batches:
-            self._warn_of_untrained()
+        if mark is not None or not is_under_way:
+            self._untrained = self._of_untrained(mark) if mark is not None and is_under_way else None
         mark = mark or self.mark()
         is_left = self._pool is not None and self._is_open and not is_under_way and not self._is_through
         on_its_way = [*(at.last for at in ahead if at.last), *self._order.on_its_way]

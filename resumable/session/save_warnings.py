@@ -140,6 +140,10 @@ class SaveWarnings:
                 "loop replaces in state.vars."
             )
 
+    def close(self) -> None:
+        """Look no more, and keep nothing of the script alive."""
+        self._loop, self._called = None, Called()
+
     @contextmanager
     def _looking(self) -> Iterator[None]:
         """Stop looking where an object of the script raises: it may raise anything when it is looked at."""
@@ -148,7 +152,7 @@ class SaveWarnings:
         except Exception as exc:
             if is_of_a_handler(exc):
                 raise
-            self._loop = None
+            self.close()
             self._once.warn(
                 f"the variables of this loop cannot be inspected ({exc!r}), so RunState does not warn of "
                 "those that are in no checkpoint."

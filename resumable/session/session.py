@@ -243,6 +243,7 @@ class Session:
         if self.trace:
             self.trace.close(is_at_end=how == "closed" and error is None)
         self.steps.close()
+        self.warnings.close()
         if error is None:
             training.position.warn_of_left_after_save()
         training.position.close()

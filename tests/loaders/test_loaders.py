@@ -1264,7 +1264,7 @@ def _caught(run_dir: Path, fails: set[int], stops: int | None = None) -> list[fl
     return seen
 
 
-@pytest.mark.filterwarnings("ignore:Stream has drawn random numbers for the first batch")
+@pytest.mark.filterwarnings("ignore:loader. Stream has drawn random numbers for the first batch")
 @pytest.mark.parametrize("fails", [1, 9])
 def test_a_stream_goes_on_after_an_error_in_an_epochs_first_batch(tmp_path: Path, fails: int) -> None:
     seeded(0)

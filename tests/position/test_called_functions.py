@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -462,6 +463,26 @@ def elements_that_are_only_shown(state: RunState, step: Step) -> None:
         state.save()
 
 
+def elements_that_a_long_inner_loop_fills(state: RunState, step: Step) -> None:
+    raise NotImplementedError
+
+
+# Its jumps are so long that they have a prefix.
+_LONG = "\n".join(f"            note = {number} + at * {number}" for number in range(100))
+exec(
+    f"""
+def elements_that_a_long_inner_loop_fills(state, step):
+    rewards = torch.zeros(3)
+    for _ in state.steps(4):
+        for at in range(3):
+            rewards[at] = float(at)
+{_LONG}
+        step(rewards.sum())
+        state.save()
+"""
+)
+
+
 QUIET: list[Script] = [
     what_a_function_only_shows,
     what_a_function_sets,
@@ -476,6 +497,7 @@ QUIET: list[Script] = [
     elements_of_a_buffer_that_begins_again,
     elements_of_what_each_body_makes,
     elements_that_are_only_shown,
+    elements_that_a_long_inner_loop_fills,
 ]
 
 
@@ -536,6 +558,18 @@ def with_locals_and_nothing_carried(state: RunState, step: Step) -> None:
         state.save()
 
 
+def with_locals_and_what_vars_restore(state: RunState, step: Step) -> None:
+    best = state.vars.get("best", 9.0)
+    config = locals()
+    for _ in state.steps(4):
+        loss = step(1)
+        if loss < best:
+            best = loss
+            state.vars["best"] = best
+        print(len(config))
+        state.save()
+
+
 def test_a_variable_of_a_function_that_calls_locals_is_warned_of(run_dir: Path) -> None:
     expected = "^weight controls this loop, and RunState cannot see whether it changes"
     if sys.version_info >= (3, 13):
@@ -546,12 +580,53 @@ def test_a_variable_of_a_function_that_calls_locals_is_warned_of(run_dir: Path) 
     assert len(told) == 1
 
 
-@pytest.mark.parametrize("script", [with_vars_of_an_object, with_locals_and_nothing_carried])
+@pytest.mark.parametrize(
+    "script", [with_vars_of_an_object, with_locals_and_nothing_carried, with_locals_and_what_vars_restore]
+)
 def test_a_function_that_calls_locals_and_carries_nothing_is_not_warned_of(
     run_dir: Path, script: Script
 ) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", ResumableWarning)
+        run(run_dir, script)
+
+
+def test_the_object_of_a_closure_is_looked_at(run_dir: Path) -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.weight = 1.0
+
+        def train(self, state: RunState, step: Step) -> None:
+            def closure() -> float:
+                self.weight *= 0.9
+                return step(self.weight)
+
+            for _ in state.steps(4):
+                closure()
+                state.save()
+
+    with pytest.warns(ResumableWarning, match=r"weight controls this loop and changes"):
+        run(run_dir, Trainer().train)
+
+
+def test_a_global_of_a_module_in_a_package_is_warned_of(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "own_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "schedule.py").write_text(
+        "scale = 1.0\n\n\ndef decayed():\n    global scale\n    scale *= 0.9\n    return scale\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    schedule = importlib.import_module("own_package.schedule")
+
+    def script(state: RunState, step: Step) -> None:
+        for _ in state.steps(4):
+            step(schedule.decayed())
+            state.save()
+
+    with pytest.warns(ResumableWarning, match="own_package.schedule:scale controls this loop and changes"):
         run(run_dir, script)
 
 

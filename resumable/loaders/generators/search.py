@@ -311,7 +311,7 @@ def _children(value: object) -> list[tuple[str, object]]:
     elif isinstance(value, (MethodType, BuiltinMethodType)):
         items = [("__self__", value.__self__)]
     elif isinstance(value, FunctionType):
-        cells = zip(value.__code__.co_freevars, map(_content, value.__closure__ or ()), strict=True)
+        cells = zip(value.__code__.co_freevars, map(content_of, value.__closure__ or ()), strict=True)
         defaults = ("__defaults__", value.__defaults__), ("__kwdefaults__", value.__kwdefaults__)
         items = [*cells, *defaults, *vars(value).items()]
     else:
@@ -346,7 +346,8 @@ def _slots(kind: type) -> list[str]:
     ]
 
 
-def _content(cell: Any) -> Any:
+def content_of(cell: Any) -> Any:
+    """Return the value of a variable that a nested function reads, or None."""
     try:
         return cell.cell_contents
     except ValueError:  # the variable has no value yet

@@ -11,6 +11,7 @@ from types import CodeType
 from typing import Any
 
 from .events import (
+    JUMPS,
     Call,
     Calls,
     Event,
@@ -18,12 +19,13 @@ from .events import (
     Written,
     begin_of,
     events_of,
+    instructions_of,
     is_constant_key,
     names_of,
     renamed,
     root_of,
 )
-from .statements import JUMPS, NO_WAY_ON, Statement, statements_of
+from .statements import NO_WAY_ON, Statement, statements_of
 
 _CALLS = ("PRECALL", "CALL", "CALL_KW", "CALL_FUNCTION", "CALL_FUNCTION_KW", "CALL_METHOD")
 
@@ -36,11 +38,11 @@ class Bytecode:
 
     def __init__(self, code: CodeType, calls: Calls = (), names: tuple[tuple[Name, Name], ...] = ()) -> None:
         self._calls, self._names, self._constants = calls, dict(names), code.co_consts
-        instructions = [*dis.get_instructions(code)]
+        instructions = instructions_of(code)
         self._jumps = {one.offset: one.argval for one in instructions if one.opcode in JUMPS}
         """Where each jump leads."""
         self.instructions = _without_handlers(instructions, self._jumps)
-        self._shown: dict[int, list[Statement] | None] = {}
+        self._shown: dict[tuple[int, bool], list[Statement] | None] = {}
 
     @cached_property
     def _own_events(self) -> dict[int, list[Event]]:
@@ -91,7 +93,8 @@ class Bytecode:
             if one.opname not in ("STORE_SUBSCR", "STORE_SLICE") or number == 0:
                 continue
             before = self.instructions[number - 1]
-            if is_constant_key(before) or before.opname in ("SWAP", "ROT_THREE"):
+            is_item = one.opname == "STORE_SUBSCR" and is_constant_key(before)
+            if is_item or before.opname in ("SWAP", "ROT_THREE"):
                 continue
             size = 2 if one.opname == "STORE_SLICE" else 1
             key = begin_of(self.instructions, number, size)[0]
@@ -173,20 +176,24 @@ class Bytecode:
             return set()
         found = set[Name]()
         for one in body[1:]:
-            if not one.opname.startswith(("STORE_", "UNPACK_", "EXTENDED_", "NOP", "CACHE")):
+            if not one.opname.startswith(("STORE_", "UNPACK_", "NOP", "CACHE")):
                 break
             found |= names_of(self._own_events[one.offset], "store")
         return found
 
     def shown_by(self, condition: Statement) -> list[Statement] | None:
         """Return the statements that a condition decides on; None if one does more than show something."""
-        if condition.first not in self._shown:
-            self._shown[condition.first] = self._find_shown(condition, may_return=False)
-        return self._shown[condition.first]
+        return self._decided_by(condition, may_return=False)
 
     def returned_by(self, condition: Statement) -> list[Statement] | None:
         """Return the statements that a condition decides on, if they only return or show something."""
-        return self._find_shown(condition, may_return=True)
+        return self._decided_by(condition, may_return=True)
+
+    def _decided_by(self, condition: Statement, *, may_return: bool) -> list[Statement] | None:
+        key = condition.first, may_return
+        if key not in self._shown:
+            self._shown[key] = self._find_shown(condition, may_return=may_return)
+        return self._shown[key]
 
     def _find_shown(self, condition: Statement, *, may_return: bool) -> list[Statement] | None:
         if condition.last not in self._jumps:
@@ -277,7 +284,7 @@ def reads_own_variables(code: CodeType) -> bool:
     """Whether a function may call `locals()`, or `vars()` without an argument."""
     if not {"locals", "vars"} & {*code.co_names}:
         return False
-    steps = [one for one in dis.get_instructions(code) if one.opname not in ("PUSH_NULL", "PRECALL", "CACHE")]
+    steps = [one for one in instructions_of(code) if one.opname not in ("PUSH_NULL", "PRECALL", "CACHE")]
     for one, following in zip(steps, [*steps[1:], None], strict=True):
         is_global = one.opname in ("LOAD_GLOBAL", "LOAD_NAME")
         if is_global and one.argval == "locals":

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from ...loaders.generators import code_names, rng
+from ...loaders.generators import code_names, rng, search
 from .bytecode import call_of, outermost_loop
 from .carried import Carried, summary_of
-from .events import Calls, Name, is_method
+from .events import Calls, Name, codes_in, instructions_of, is_method
 from .statements import SHOWS
 
 _DEEPEST = 3
@@ -128,7 +128,7 @@ class _Search:
         if scope is None:
             return self._variables.get(name, self._frame.f_globals.get(name))
         if name in scope.cells:
-            return _content(scope.cells[name])
+            return search.content_of(scope.cells[name])
         if name == "self":
             return scope.bound
         return None if name in scope.code.co_varnames else scope.variables.get(name)
@@ -143,10 +143,10 @@ class _Search:
         """Return the name in the script of a function's variable; "" if it is its own, or no value."""
         if scope is None:
             return name
-        if name == "self":
+        if name == "self" and name not in scope.cells:
             return scope.name_of_bound
         if name in scope.cells:
-            value, place = _content(scope.cells[name]), (scope.cells[name], "")
+            value, place = search.content_of(scope.cells[name]), (scope.cells[name], "")
             is_of_frame = name in self._local and self._variables.get(name) is value
             label = name if is_of_frame else f"{scope.code.co_name}:{name}"
         elif name in scope.code.co_varnames or name in scope.code.co_cellvars or name not in scope.variables:
@@ -168,7 +168,7 @@ def generators_of(function: FunctionType) -> dict[str, rng.Generator]:
     waiting, seen = [(function, 0)], {function}
     while waiting:
         one, depth = waiting.pop()
-        names = {name for code in _codes(one.__code__) for name in code.co_names}
+        names = {name for code in codes_in(one.__code__) for name in code.co_names}
         modules = [variables for name in names if type(variables := one.__globals__.get(name)) is ModuleType]
         for variables in [one.__globals__, *map(vars, modules)]:
             module = str(variables.get("__name__"))
@@ -182,16 +182,11 @@ def generators_of(function: FunctionType) -> dict[str, rng.Generator]:
     return found
 
 
-def _codes(code: CodeType) -> list[CodeType]:
-    """Return code and that of the functions in it."""
-    return [code, *(deeper for one in code.co_consts if type(one) is CodeType for deeper in _codes(one))]
-
-
 def _way(value: Any, attributes: Path) -> list[Any]:
     """Return the values on the way to an attribute of an attribute, without running code of the script."""
     way = [value]
     for name in attributes:
-        own = getattr(value, "__dict__", {}) if value is not None else {}
+        own = own_of(value)
         if type(own) is not dict and not isinstance(value, (type, ModuleType)):
             return []
         if name not in own:
@@ -204,23 +199,24 @@ def _way(value: Any, attributes: Path) -> list[Any]:
     return way
 
 
+def own_of(value: Any) -> Any:
+    """Return the attributes of an object without running its code."""
+    try:
+        return object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+
+
 def content(place: tuple[Any, str]) -> Any:
     """Return the value at a place that was found, or None."""
     owner, name = place
-    return owner.get(name) if isinstance(owner, dict) else _content(owner)
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # the variable has no value yet
-        return None
+    return owner.get(name) if isinstance(owner, dict) else search.content_of(owner)
 
 
 @cache
 def _paths(code: CodeType) -> tuple[tuple[int, int, Path], ...]:
     """Return the functions that code calls: between which offsets each is loaded, and by what names."""
-    return tuple(_find_paths(code, [*dis.get_instructions(code)]))
+    return tuple(_find_paths(code, instructions_of(code)))
 
 
 def _find_paths(code: CodeType, instructions: list[dis.Instruction]) -> Iterator[tuple[int, int, Path]]:
@@ -228,15 +224,16 @@ def _find_paths(code: CodeType, instructions: list[dis.Instruction]) -> Iterator
         if not one.opname.startswith("LOAD_") or not _is_variable(one):
             continue
         names = one.argval if isinstance(one.argval, tuple) else (one.argval,)
-        if names[-1] in vars(builtins):
+        is_passed = number > 0 and instructions[number - 1].argval in _CALLERS
+        name = str(names[0] if is_passed else names[-1])
+        if name in vars(builtins):
             continue
         last = number
         while instructions[last + 1].opname in _ATTRIBUTES and not is_method(instructions[last]):
             last += 1
-        is_passed = number > 0 and instructions[number - 1].argval in _CALLERS
         if is_passed or call_of(instructions, code.co_consts, last + 1):
             attributes = (str(step.argval) for step in instructions[number + 1 : last + 1])
-            yield one.offset, instructions[last].offset, (str(names[-1]), *attributes)
+            yield one.offset, instructions[last].offset, (name, *attributes)
 
 
 def _is_variable(one: dis.Instruction) -> bool:

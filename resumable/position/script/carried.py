@@ -103,6 +103,19 @@ def _carried_by(
     )
 
 
+def states_of(code: CodeType, states: frozenset[Name]) -> frozenset[Name]:
+    """Return the variables that are the RunState by a function's code: its values cannot be read."""
+    statements = read_code(code).statements
+    made = {
+        name
+        for one in statements
+        if one.reads(states) and "load" in one.methods
+        for name in one.names("store")
+    }
+    loaded = {name for one in statements for name in one.names("load")}
+    return frozenset(made | {name.removesuffix(".vars") for name in loaded if name.endswith(".vars")})
+
+
 def _of_training(read: Bytecode, at: int, states: frozenset[Name]) -> dict[int, int]:
     """Return the first and the last offset of each loop around a place that does not make the RunState."""
     if not (loops := read.loops_around(at)):

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from types import CodeType
 from typing import Literal
 
 Name = str
@@ -44,6 +45,8 @@ Calls = tuple[tuple[int, int, Call], ...]
 """The calls of functions of the script: between which offsets each function is loaded, and what it does."""
 
 
+JUMPS = {*dis.hasjrel, *dis.hasjabs} - {dis.opmap[name] for name in dis.opmap if name.startswith("SETUP_")}
+"""All but those of Python 3.10 to a handler."""
 _SUBSCRIPTS = ("BINARY_SUBSCR", "STORE_SUBSCR", "COPY", "DUP_TOP_TWO")
 """What follows the key of an item: the last two stand in `seen["best"] += 1`."""
 _LOADS_ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
@@ -51,6 +54,27 @@ _RESETS = {"clear", "copy_", "fill", "fill_", "load_state_dict", "normal_", "uni
 """Methods that leave nothing of what an object was."""
 _KEEPS = {"requires_grad_", "share_memory_"}
 """Methods that end like those that write into a tensor, and leave its elements as they are."""
+
+
+def codes_in(code: CodeType) -> list[CodeType]:
+    """Return code and that of the functions in it."""
+    return [code, *(deeper for one in code.co_consts if type(one) is CodeType for deeper in codes_in(one))]
+
+
+def instructions_of(code: CodeType) -> list[dis.Instruction]:
+    """Return the instructions of code without the prefixes of large arguments, to which jumps may lead."""
+    found, prefixes, moved = list[dis.Instruction](), list[int](), dict[int, int]()
+    for one in dis.get_instructions(code):
+        if one.opname == "EXTENDED_ARG":
+            prefixes.append(one.offset)
+            continue
+        moved |= dict.fromkeys(prefixes, one.offset)
+        prefixes.clear()
+        found.append(one)
+    return [
+        one._replace(argval=moved[one.argval]) if one.opcode in JUMPS and one.argval in moved else one
+        for one in found
+    ]
 
 
 def events_of(instructions: list[dis.Instruction]) -> dict[int, list[Event]]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dis
 import sys
-from collections.abc import Collection, Iterable, Iterator
-from types import CodeType, FunctionType
+from collections.abc import Collection, Iterator
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from ...loaders.generators import code_names
 from . import script_frames
 from .bytecode import Bytecode, read_code
+from .events import codes_in
 from .statements import Statement
 
 _ALL_ATTRIBUTES = {"__dict__", "asdict", "vars"}
@@ -23,39 +24,35 @@ def is_needed(attribute: str, functions: Collection[FunctionType]) -> bool:
 
     `functions` are those that load the data; the rest of the script's code is searched too.
     """
-    loading = {*_with_inner(one.__code__ for one in functions)}
+    loading = {code for one in functions for code in codes_in(one.__code__)}
     if any(_ALL_ATTRIBUTES & {*code.co_names} for code in loading):
         return True
     if not any(_stores(code, attribute) for code in loading):
         # Its code was not found.
         return True
-    return any(_needs(code, attribute) for code in loading.union(_with_inner(_of_script())))
-
-
-def _with_inner(codes: Iterable[CodeType]) -> Iterator[CodeType]:
-    for code in codes:
-        yield code
-        yield from _with_inner(one for one in code.co_consts if isinstance(one, CodeType))
+    return any(_needs(code, attribute) for code in loading.union(*map(codes_in, _of_script())))
 
 
 def _of_script() -> Iterator[CodeType]:
     """Yield the code of the script that is running, and of its modules."""
     yield from (frame.f_code for frame in script_frames.of_script(sys._getframe()))
     for name, module in [*sys.modules.items()]:
-        if code_names.is_own(name):
-            for value in [*getattr(module, "__dict__", {}).values()]:
+        # Others, such as those that are imported at the first access, run code when they are looked at.
+        if type(module) is ModuleType and code_names.is_own(name):
+            for value in [*vars(module).values()]:
                 yield from _of_value(value)
-                if isinstance(value, type):
+                if issubclass(type(value), type):
                     yield from (code for one in [*vars(value).values()] for code in _of_value(one))
 
 
-def _of_value(value: object) -> Iterator[CodeType]:
+def _of_value(value: Any) -> Iterator[CodeType]:
     parts: tuple[Any, ...] = (value,)
-    if isinstance(value, property):
+    # By the type alone: isinstance() asks a proxy for its class.
+    if type(value) is property:
         parts = value.fget, value.fset
-    elif isinstance(value, (staticmethod, classmethod)):
+    elif type(value) in (staticmethod, classmethod):
         parts = (value.__func__,)
-    yield from (one.__code__ for one in parts if isinstance(one, FunctionType))
+    yield from (one.__code__ for one in parts if type(one) is FunctionType)
 
 
 def _stores(code: CodeType, attribute: str) -> bool:
@@ -124,6 +121,8 @@ def _of_self(read: Bytecode, attribute: str) -> Iterator[int]:
     """Yield where the attribute of `self` is loaded."""
     steps = read.instructions
     for owner, between, one in zip(steps, steps[1:], steps[2:], strict=False):
-        is_next = between.argval == attribute and owner.argval == "self"
-        if is_next or (one.argval == attribute and owner.argval == "self" and between.opname == "COPY"):
+        # From Python 3.13 on, one instruction may load two variables.
+        loaded = owner.argval[-1] if isinstance(owner.argval, tuple) else owner.argval
+        is_next, is_copied = between.argval == attribute, between.opname in ("COPY", "DUP_TOP")
+        if loaded == "self" and (is_next or (is_copied and one.argval == attribute)):
             yield (between if is_next else one).offset

@@ -14,7 +14,7 @@ import torch
 
 from ...loaders.generators import code_names, rng, search
 from . import called, loops
-from .events import Name, owner_of
+from .events import Name, owner_of, root_of
 from .loops import DICTS, SEQUENCES, Running
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -100,7 +100,9 @@ def _values(function: Running, saved: Collection[int]) -> dict[Name, Any]:
         way = function.way_to(name)
         if any(id(one) in saved or id(getattr(one, "__dict__", None)) in saved for one in way.values()):
             continue
-        if "." in name and not all(map(_has_own_attributes, [*way.values()][:1])):
+        if "." in owner_of(name)[len(root_of(name)) :] and not all(
+            map(_has_own_attributes, [*way.values()][:1])
+        ):
             continue
         for reached, value in [*way.items()][-1:]:
             # A tensor or array that is only written into is mostly a buffer that each body fills.

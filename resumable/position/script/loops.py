@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
 from collections import OrderedDict, deque
@@ -11,8 +12,8 @@ from types import CodeType, FrameType, MemberDescriptorType
 from typing import Any
 
 from . import bytecode, script_frames
-from .called import NO_VALUES, Called, Found, content
-from .carried import Carried, carried_in
+from .called import NO_VALUES, Called, Found, content, own_of
+from .carried import Carried, carried_in, states_of
 from .events import Name, owner_of, root_of
 
 SEQUENCES = (list, deque)
@@ -86,6 +87,8 @@ def running(called: Called) -> list[Running]:
     for frame in script_frames.of_script(sys._getframe()):
         variables = variables_of(frame)
         states = states_in(variables, frame)
+        if _is_hidden(frame.f_code):
+            states |= states_of(frame.f_code, states)
         functions = called.by(frame, variables, states)
         if (place := (frame.f_lasti, states)) not in functions.carried:
             carried = carried_in(frame.f_code, frame.f_lasti, states, functions.calls)
@@ -128,17 +131,15 @@ def states_in(variables: Mapping[str, Any], frame: FrameType) -> frozenset[Name]
 
 def _attribute(value: Any, name: str) -> Any:
     """Return one of the attributes of an object."""
-    own = getattr(value, "__dict__", {})
-    if name in own:
-        return own[name]
-    for kind in type(value).__mro__:
-        if type(vars(kind).get(name)) is MemberDescriptorType and hasattr(value, name):
-            return getattr(value, name)
-    raise LookupError(name)
+    return attributes(value)[name]
 
 
 def attributes(value: Any) -> dict[str, Any]:
     """Return the attributes of an object, those in slots too."""
-    members = [(name, one) for kind in type(value).__mro__ for name, one in vars(kind).items()]
-    slots = [name for name, one in members if type(one) is MemberDescriptorType and hasattr(value, name)]
-    return {**{name: getattr(value, name) for name in slots}, **getattr(value, "__dict__", {})}
+    found: dict[str, Any] = {}
+    for kind in type(value).__mro__:
+        for name, one in vars(kind).items():
+            if type(one) is MemberDescriptorType:
+                with contextlib.suppress(AttributeError):  # it has no value yet
+                    found.setdefault(name, one.__get__(value))
+    return {**found, **own_of(value)}

@@ -7,10 +7,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from .events import Event, Name, begin_of, is_method, names_of, root_of
+from .events import JUMPS, Event, Name, begin_of, is_method, names_of, root_of
 
-JUMPS = {*dis.hasjrel, *dis.hasjabs} - {dis.opmap[name] for name in dis.opmap if name.startswith("SETUP_")}
-"""All but those of Python 3.10 to a handler."""
 NO_WAY_ON = (
     *("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE", "RAISE", "RERAISE"),
     # A generator continues behind its RETURN_GENERATOR.

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from ...loaders.generators import code_names
 from ...processes.signals import is_of_a_handler
 from . import bytecode, loop_variables, loops
-from .events import Name
+from .events import Name, root_of
 from .loops import Running
 
 _DEEPEST = 3
@@ -159,9 +159,10 @@ def _of_loops(functions: Collection[Running]) -> dict[int, tuple[set[str], set[s
         carried = one.carried
         for place, names in enumerate([carried.used & carried.stored, carried.assigned | carried.kept]):
             for name in names:
-                if "." in name:
+                inside = name[len(root_of(name)) :]
+                if inside.startswith("."):
                     both = found.setdefault(id(one.root(name)), (set(), set()))
-                    both[place].add(name.partition(".")[2])
+                    both[place].add(inside[1:])
     return found
 
 
