@@ -192,8 +192,8 @@ class EpochReader(Source):
         self._began: States = {}
         self._has_drawn = False
         """Whether a stream has drawn for its first batch, in this process."""
-        self._untrained: str | None = None
-        """What to warn of at the save that is being made: such a batch, which is not trained."""
+        self._is_untrained = False
+        """Whether the next save leaves out such a batch, because it was not trained."""
         self._is_short = self._is_through = self._is_open = False
         self._failed: deque[tuple[int | None, int | None]] = deque()
 
@@ -321,9 +321,12 @@ class EpochReader(Source):
                 self._turn = (by + 1) % self.loader.num_workers
         return count
 
-    def _of_untrained(self, mark: Mark) -> str | None:
-        """Return a warning of a stream that has drawn for a first batch that was not trained."""
-        if mark.batches or not (self._stream and self._has_drawn) or self._stream.state():
+    def _leaves_out_draws(self, mark: Mark) -> bool:
+        """Whether a stream has drawn for its first batch, which was not trained."""
+        return not mark.batches and self._has_drawn and self._stream is not None and not self._stream.state()
+
+    def _of_untrained(self) -> str | None:
+        if not self._is_untrained or self._stream is None:
             return None
         return (
             f"{type(self._stream.dataset).__name__} has drawn random numbers for the first batch of this "

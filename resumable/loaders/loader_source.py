@@ -175,7 +175,7 @@ class LoaderSource(EpochReader):
         `keeps`: whether an object is saved with the training; `is_needed`: whether something may
         depend on an attribute of this name.
         """
-        outgrown = self._untrained
+        outgrown = self._of_untrained()
         if self._saved is None and outgrown is None:
             outgrown = self._dataset_length.outgrown(keeps, is_under_way=is_under_way)
         return outgrown or self._counters.new(self._order.counters, keeps, is_needed)
@@ -186,7 +186,7 @@ class LoaderSource(EpochReader):
         if self._saved is not None:
             return dict(self._saved)
         if mark is not None or not is_under_way:
-            self._untrained = self._of_untrained(mark) if mark is not None and is_under_way else None
+            self._is_untrained = mark is not None and is_under_way and self._leaves_out_draws(mark)
         mark = mark or self.mark()
         is_left = self._pool is not None and self._is_open and not is_under_way and not self._is_through
         on_its_way = [*(at.last for at in ahead if at.last), *self._order.on_its_way]
@@ -208,6 +208,7 @@ class LoaderSource(EpochReader):
             "is_left": is_left,
             "ahead": [at.draws for at in ahead if at.draws is not None],
             "dataset": None if dataset is None else {"state": dataset},
+            "is_untrained": self._is_untrained,
             "lengths": self._dataset_length.collect(),
             **{name: {"state": state} for name, state in self._states("collate_fn").items()},
         }
@@ -224,6 +225,8 @@ class LoaderSource(EpochReader):
             if saved.get(name) is not None and is_stateful(part):
                 part.load_state_dict(saved[name]["state"])
         self._order.load_states(saved["samplers"])
+        # Checkpoints of older versions do not say it.
+        self._is_untrained = saved.get("is_untrained", False)
         self._saved = saved if self._stream else loader_changes.adapted(self.loader, saved, other)
         if self._saved["order"] and not self._stream:
             self._length = loader_changes.length_from(self.loader, self._order.deal, self._saved["order"])
