@@ -132,16 +132,16 @@ def effects(loader: DataLoader[Any], saved: Saved, *, has_seeds: bool) -> dict[s
     is_in_epoch = bool(saved["order"])
     draws = any(at and at["generators"] for at in saved["workers"])
     lost = "what is drawn at random while loading is not what it would be"
-    anew = f"{'what is left of the epoch' if is_in_epoch else 'every epoch'} is dealt out again"
+    again = f"{'what is left of the epoch' if is_in_epoch else 'every epoch'} is dealt out again"
     # A batch that is loaded as one has one seed.
     is_seeded = has_seeds and not hasattr(loader.dataset, "__getitems__")
-    workers, shards = (WILL if draws else MAY, f"the order stays; {lost}"), f"{anew}; {lost}"
+    workers, shards = (WILL if draws else MAY, f"the order stays; {lost}"), f"{again}; {lost}"
     if has_seeds:
         workers = HARMLESS, "each sample has its seed, so the batches stay the same"
     elif is_in_epoch and saved["num_workers"] and not draws:
         workers = HARMLESS, "nothing was drawn at random in the workers, so the batches stay the same"
     if is_seeded or (not has_seeds and workers[0] == HARMLESS):
-        shards = anew
+        shards = again
     return {"shards": (WILL, shards), "num_workers": workers}
 
 

@@ -89,17 +89,17 @@ def _carried_by(
     kept -= {name for name in kept if name in others or owner_of(name) in restored or root_of(name) in made}
     found -= {name for name in found if root_of(name) in made}
     return Carried(
-        frozenset(name for name in found if _decides(name, read, statements, states)),
-        frozenset(name for name in kept if _decides(name, read, statements, states)),
-        frozenset(outer - seeded - states),
-        frozenset(made),
-        frozenset(restarted),
-        frozenset(named),
-        frozenset(assigned),
-        frozenset(replaced - outer),
-        frozenset(written),
-        frozenset(name for at, (name, _) in read.written if start <= at <= loops[start]) - written,
-        read.called(innermost, loops[innermost]),
+        assigned=frozenset(name for name in found if _decides(name, read, statements, states)),
+        kept=frozenset(name for name in kept if _decides(name, read, statements, states)),
+        used=frozenset(outer - seeded - states),
+        made=frozenset(made),
+        restarted=frozenset(restarted),
+        named=frozenset(named),
+        stored=frozenset(assigned),
+        replaced=frozenset(replaced - outer),
+        written=frozenset(written),
+        filled=frozenset(name for at, (name, _) in read.written if start <= at <= loops[start]) - written,
+        called=read.called(innermost, loops[innermost]),
     )
 
 
@@ -223,16 +223,16 @@ def summary_of(
     returned = [one.names("load") for one in statements if one.is_return or _chooses_return(one, read)]
     passes = [(name, frozenset(found & outer & stored - {name})) for name, found in following.items()]
     return Call(
-        frozenset(outer & read_first),
-        frozenset(outer & stored),
-        frozenset(outer & stored & read.left_at_return()),
-        frozenset(name for name in outer if any(one & following[name] for one in returned)),
-        frozenset((keys.get(name, name), targets) for name, targets in passes if targets),
-        frozenset(name for name in outer if _decides(name, read, statements, states)),
-        frozenset(_written_outside(read, outer, keys)),
-        parameters,
-        frozenset(given),
-        read.called(0, whole[-1].offset),
+        read=frozenset(outer & read_first),
+        stored=frozenset(outer & stored),
+        left=frozenset(outer & stored & read.left_at_return()),
+        returned=frozenset(name for name in outer if any(one & following[name] for one in returned)),
+        passes=frozenset((keys.get(name, name), targets) for name, targets in passes if targets),
+        decides=frozenset(name for name in outer if _decides(name, read, statements, states)),
+        written=frozenset(_written_outside(read, outer, keys)),
+        parameters=parameters,
+        given=frozenset(given),
+        called=read.called(0, whole[-1].offset),
     )
 
 
