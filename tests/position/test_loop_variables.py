@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import random
 from time import perf_counter
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -336,6 +337,23 @@ def elements_of_a_tensor(state: RunState, step: Callable[..., torch.Tensor]) -> 
         state.save()
 
 
+def what_the_body_before_appended(state: RunState, step: Callable[..., torch.Tensor]) -> None:
+    rates = [0.9]
+    for _ in state.steps(4):
+        step(torch.ones(1) * rates[-1])
+        rates.append(0.9 * rates[-1])
+        state.save()
+
+
+def what_some_bodies_append(state: RunState, step: Callable[..., torch.Tensor]) -> None:
+    losses = [1.0]
+    for number in state.steps(4):
+        step(torch.ones(1))
+        if number % 2:
+            losses.append(LOSSES[number])
+        state.save(loss=losses[-1])
+
+
 DECIDE = {
     a_count_that_evaluates: "count controls",
     a_count_that_skips: "count controls",
@@ -345,6 +363,8 @@ DECIDE = {
     an_item_of_a_dict: r"seen\['bad'\] controls",
     a_dict_that_a_function_changes: r"seen\['bad'\] controls",
     an_item_of_a_list: r"best\[0\] controls",
+    what_the_body_before_appended: r"rates\[-1\] controls",
+    what_some_bodies_append: r"losses\[-1\] controls",
     a_namespace: r"args\.best controls",
     a_loop_in_a_generator: "bad controls",
     stopped_by(Slotted): r"stopper\.bad controls",
@@ -551,6 +571,18 @@ def what_a_sweep_keeps(state: RunState, step: Callable[..., torch.Tensor]) -> No
             break
 
 
+def what_each_body_appends(state: RunState, step: Callable[..., torch.Tensor]) -> None:
+    holder, scores = SimpleNamespace(losses=[1.0]), list[float]()
+    for epoch in state.epochs(4):
+        for batch in state.batches():
+            step(batch)
+            scores.append(round(number=LOSSES[epoch], ndigits=1))
+        holder.losses.append(LOSSES[epoch])
+        if holder.losses[-1] > 5 or scores[-1] > 5:
+            break
+        state.save(loss=holder.losses[-1])
+
+
 def run(run_dir: Path, script: Script, **more: Any) -> None:
     loader = DataLoader(torch.arange(4.0).view(4, 1), batch_size=1)
     model = nn.Linear(1, 1)
@@ -578,6 +610,7 @@ SHOWN = [
     *(what_an_inner_loop_leaves, what_a_sweep_keeps, what_with_and_try_leave),
     *(when_something_is_shown, what_each_body_begins_with_zeros),
     *(what_each_body_fills, what_a_comprehension_reads, what_a_clock_gives),
+    what_each_body_appends,
     *(what_each_body_puts_into_a_dict, what_the_state_keeps_in_a_dict, what_each_batch_has),
 ]
 

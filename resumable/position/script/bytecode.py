@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dis
-import sys
 from collections.abc import Mapping
 from functools import cache, cached_property
 from itertools import pairwise
 from types import CodeType
-from typing import Any
 
 from .events import (
     JUMPS,
@@ -18,6 +16,7 @@ from .events import (
     Name,
     Written,
     begin_of,
+    call_of,
     events_of,
     instructions_of,
     is_constant_key,
@@ -26,8 +25,6 @@ from .events import (
     root_of,
 )
 from .statements import NO_WAY_ON, Statement, statements_of
-
-_CALLS = ("PRECALL", "CALL", "CALL_KW", "CALL_FUNCTION", "CALL_FUNCTION_KW", "CALL_METHOD")
 
 
 class Bytecode:
@@ -47,7 +44,7 @@ class Bytecode:
     @cached_property
     def _own_events(self) -> dict[int, list[Event]]:
         """The variables that each instruction accesses by itself, by its offset."""
-        found = events_of(self.instructions)
+        found = events_of(self.instructions, self._constants)
         if self._names:
             found = {
                 at: [(how, renamed(name, self._names)) for how, name in some] for at, some in found.items()
@@ -401,36 +398,6 @@ def _left_at_end(
     reads: list[Event] = [("load", name) for name in stored]
     at_end = {one.offset: [event for event in events[one.offset] if event[0] == "store"] for one in body}
     return _live_at_head(body, jumps, {at: reads if at in ends else some for at, some in at_end.items()})
-
-
-def call_of(
-    instructions: list[dis.Instruction], constants: tuple[Any, ...], number: int
-) -> tuple[int, int, tuple[str, ...]] | None:
-    """Return where a function is called that was loaded before an instruction.
-
-    With it come the number of arguments, and the names of the last ones: none if a condition stands among
-    the arguments, or if they come from a sequence. Return None if the function itself is an argument.
-    """
-    depth, keywords = 0, ()
-    for at in range(number, len(instructions)):
-        one = instructions[at]
-        if one.opcode in JUMPS or (one.opname == "CALL_FUNCTION_EX" and depth in (1, 2)):
-            return at, 0, ()
-        if one.opname == "PUSH_NULL" and at == number and sys.version_info >= (3, 13):
-            continue
-        if one.opname == "KW_NAMES":
-            # Before Python 3.12 they are not resolved.
-            keywords = constants[one.arg or 0]
-        is_named = one.opname.endswith("_KW")
-        is_call = one.opname in _CALLS and depth == (one.arg or 0) + is_named
-        if is_call:
-            return at, one.arg or 0, instructions[at - 1].argval if is_named else keywords
-        if one.opname in ("PRECALL", "CALL"):
-            keywords = ()
-        depth += dis.stack_effect(one.opcode, one.arg, jump=False)
-        if depth < 0:
-            return None
-    return None
 
 
 def _read_first(events: list[Event]) -> set[Name]:

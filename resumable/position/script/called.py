@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from ...loaders.generators import code_names, rng, search
-from .bytecode import call_of, outermost_loop
+from .bytecode import outermost_loop
 from .carried import Carried, summary_of
-from .events import Calls, Name, codes_in, instructions_of, is_method
+from .events import Calls, Name, call_of, codes_in, instructions_of, is_method
 from .statements import SHOWS
 
 _DEEPEST = 3

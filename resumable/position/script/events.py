@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import CodeType
-from typing import Literal
+from typing import Any, Literal
 
 Name = str
 """A variable such as "best", an attribute such as "self.best", or an item such as "seen['best']"."""
@@ -47,6 +47,7 @@ Calls = tuple[tuple[int, int, Call], ...]
 
 JUMPS = {*dis.hasjrel, *dis.hasjabs} - {dis.opmap[name] for name in dis.opmap if name.startswith("SETUP_")}
 """All but those of Python 3.10 to a handler."""
+_CALLS = ("PRECALL", "CALL", "CALL_KW", "CALL_FUNCTION", "CALL_FUNCTION_KW", "CALL_METHOD")
 _SUBSCRIPTS = ("BINARY_SUBSCR", "STORE_SUBSCR", "COPY", "DUP_TOP_TWO")
 """What follows the key of an item: the last two stand in `seen["best"] += 1`."""
 _LOADS_ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
@@ -77,9 +78,10 @@ def instructions_of(code: CodeType) -> list[dis.Instruction]:
     ]
 
 
-def events_of(instructions: list[dis.Instruction]) -> dict[int, list[Event]]:
+def events_of(instructions: list[dis.Instruction], constants: tuple[Any, ...]) -> dict[int, list[Event]]:
     """Return the variables that each instruction loads or stores, by its offset, in the order of both."""
     found: dict[int, list[Event]] = {}
+    appended = list[tuple[int, Name]]()
     for number, one in enumerate(instructions):
         events: list[Event] = []
         found[one.offset] = events
@@ -100,8 +102,11 @@ def events_of(instructions: list[dis.Instruction]) -> dict[int, list[Event]]:
             events[-1] = _access(attribute), f"{events[-1][1]}.{attribute.argval}"
         if len(after) > 1 and after[1].opname in _SUBSCRIPTS and is_constant_key(after[0]):
             item = _access(after[1]), f"{events[-1][1]}[{after[0].argval!r}]"
-            # What reads an item reads its container too; what stores one leaves the container what it is.
-            events[-1:] = [events[-1], item] if item[0] == "load" else [item]
+            # What reads an item reads its container too, except for the last: append() stores that one.
+            # What stores one leaves the container what it is.
+            events[-1:] = [events[-1], item] if item[0] == "load" and after[0].argval != -1 else [item]
+        elif events[-1][0] == "load" and after and after[0].argval == "append" and is_method(after[0]):
+            appended.append((instructions.index(after[0], number), f"{events.pop()[1]}[-1]"))
         elif events[-1][0] == "load" and _is_reset(after):
             events[-1] = ("store", events[-1][1])
         elif events[-1][0] == "load" and _is_written(after):
@@ -110,6 +115,10 @@ def events_of(instructions: list[dis.Instruction]) -> dict[int, list[Event]]:
     for offset, place in _of_elements(instructions):
         loads = [name for how, name in found[offset] if how == "load"]
         found[offset] += [("store", name) for name in loads[place:][:1]]
+    for number, name in appended:
+        called = call_of(instructions, constants, number + 1)
+        if called and instructions[called[0]].opcode not in JUMPS:
+            found[instructions[called[0]].offset] += [("store", name)]
     return found
 
 
@@ -151,6 +160,36 @@ def begin_of(instructions: list[dis.Instruction], number: int, values: int) -> t
         number -= 1
         values -= dis.stack_effect(instructions[number].opcode, instructions[number].arg, jump=False)
     return number, -values
+
+
+def call_of(
+    instructions: list[dis.Instruction], constants: tuple[Any, ...], number: int
+) -> tuple[int, int, tuple[str, ...]] | None:
+    """Return where a function is called that was loaded before an instruction.
+
+    With it come the number of arguments, and the names of the last ones: none if a condition stands among
+    the arguments, or if they come from a sequence. Return None if the function itself is an argument.
+    """
+    depth, keywords = 0, ()
+    for at in range(number, len(instructions)):
+        one = instructions[at]
+        if one.opcode in JUMPS or (one.opname == "CALL_FUNCTION_EX" and depth in (1, 2)):
+            return at, 0, ()
+        if one.opname == "PUSH_NULL" and at == number and sys.version_info >= (3, 13):
+            continue
+        if one.opname == "KW_NAMES":
+            # Before Python 3.12 they are not resolved.
+            keywords = constants[one.arg or 0]
+        is_named = one.opname.endswith("_KW")
+        is_call = one.opname in _CALLS and depth == (one.arg or 0) + is_named
+        if is_call:
+            return at, one.arg or 0, instructions[at - 1].argval if is_named else keywords
+        if one.opname in ("PRECALL", "CALL"):
+            keywords = ()
+        depth += dis.stack_effect(one.opcode, one.arg, jump=False)
+        if depth < 0:
+            return None
+    return None
 
 
 def owner_of(name: Name) -> Name:
