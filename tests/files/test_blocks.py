@@ -170,6 +170,37 @@ def test_a_file_is_written_past_the_page_cache_but_for_what_is_left_of_a_page(
     assert passed == [(0, 2 * PAGE, True), (2 * PAGE, PAGE, True), (3 * PAGE, 5, False)]
 
 
+@pytest.mark.parametrize("size", [0, 1, 3 * PAGE, 5 * PAGE + 17])
+def test_a_file_is_received_in_pieces_with_the_digest_of_a_written_one(tmp_path: Path, size: int) -> None:
+    data = secrets.token_bytes(size)
+    with sized(Sizes(block=2 * PAGE)):
+        found = large_files.receive(tmp_path / "file", size, lambda begin, end: data[begin:end], PAGE, 2)
+
+        assert (tmp_path / "file").read_bytes() == data
+        assert found == digest_of(data)
+
+
+def test_the_whole_content_is_waited_for() -> None:
+    waited = list[int]()
+
+    assert Content(DATA, waited.append).whole() == Content(DATA).whole() == DATA
+    assert waited == [len(DATA)]
+
+
+def test_processes_write_their_shares_into_one_file(tmp_path: Path) -> None:
+    data = secrets.token_bytes(5 * PAGE)
+    shares = (data[: 2 * PAGE], 0), (data[2 * PAGE :], 2 * PAGE)
+    with sized(Sizes(block=PAGE)):
+        large_files.create(tmp_path / "file", len(data))
+        blocks = [
+            large_files.write_share(tmp_path / "file", Content(share, begin=begin, size=len(data)))
+            for share, begin in shares
+        ]
+
+        assert (tmp_path / "file").read_bytes() == data
+        assert large_files.fold([digest for some in blocks for digest in some]) == digest_of(data)
+
+
 @pytest.mark.parametrize("way", WAYS_HERE)
 @pytest.mark.usefixtures("small")
 def test_a_disk_that_takes_only_a_part_at_a_time_gets_all_of_a_file(

@@ -229,6 +229,22 @@ def test_a_link_leads_to_its_target_after_both_were_moved(tmp_path: Path) -> Non
     assert sorted(os.listdir(tmp_path / "moved")) == ["best", "checkpoints"]
 
 
+def test_a_link_that_cannot_be_replaced_is_left_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk.point(tmp_path / "best", tmp_path / "1")
+
+    def refuse(*_: Any) -> None:
+        raise PermissionError(errno.EACCES, "denied")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(PermissionError):
+        disk.point(tmp_path / "best", tmp_path / "2")
+
+    assert os.listdir(tmp_path) == ["best"]
+    assert os.readlink(tmp_path / "best") == "1"
+
+
 def test_removing_takes_the_named_files_the_folders_and_nothing_else(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     (folder / "ranks").mkdir(parents=True)
@@ -446,6 +462,34 @@ def test_a_file_system_that_cannot_flush_folders_is_used_and_told_of(
 
     assert len(told) == 1
     Run(run_dir).open(1).verify()
+
+
+def test_a_failed_flush_of_a_folder_names_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(fd: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="Input/output error") as failed:
+        disk.flush_folder(tmp_path)
+
+    assert failed.value.filename == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("cause", "is_proof"),
+    [
+        (None, True),
+        (FileNotFoundError(errno.ENOENT, "missing"), True),
+        (OSError(errno.ELOOP, "a link"), True),
+        (OSError(errno.EIO, "unreadable"), False),
+        (PermissionError(errno.EACCES, "denied"), False),
+    ],
+)
+def test_an_unreadable_disk_is_no_proof_of_damage(cause: OSError | None, is_proof: bool) -> None:
+    damaged = CheckpointDamaged("a checkpoint", fix="none")
+    damaged.__cause__ = cause
+
+    assert disk.is_proof(damaged) == is_proof
 
 
 # Looking

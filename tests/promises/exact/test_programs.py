@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import programs
 import pytest
 from counted import Tally
@@ -59,6 +61,8 @@ def test_no_random_script_trains_something_else_without_a_warning(seeds: range, 
     print(f"seeds {seeds.start} to {seeds.stop - 1}\n{programs.table(verdicts)}")
     bad = [programs.line(one) for one in verdicts if one.worst.outcome in programs.BAD]
     tally("random scripts", len(verdicts), bad)
+    for outcome, count in Counter(one.worst.outcome for one in verdicts).items():
+        tally(f"random scripts, {outcome}", count, [])
 
 
 @pytest.mark.nightly
