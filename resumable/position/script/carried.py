@@ -94,7 +94,7 @@ def _carried_by(
         used=frozenset(outer - seeded - states),
         made=frozenset(made),
         restarted=frozenset(restarted),
-        named=frozenset(named),
+        named=frozenset({*named, *map(owner_of, named)}),
         stored=frozenset(assigned),
         replaced=frozenset(replaced - outer),
         written=frozenset(written),
