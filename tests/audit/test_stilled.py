@@ -95,6 +95,7 @@ def test_the_folder_of_the_stilled_leaves_the_path_of_the_script() -> None:
     assert "stilled" not in said("import sys; print(sys.path)", "python")
 
 
+@pytest.mark.heavy
 def test_cudnn_measures_nothing_whatever_a_script_asks_for() -> None:
     text = (
         "import torch\n"

@@ -585,6 +585,7 @@ QUIET = {
 
 @pytest.mark.parametrize("workers", WORKERS, ids=["here", "new", "kept"])
 @pytest.mark.parametrize("name", QUIET)
+@pytest.mark.quick(5)
 def test_what_the_script_sets_or_loading_sets_once_is_no_counter(
     run_dir: Path, name: str, workers: dict[str, Any]
 ) -> None:

@@ -319,6 +319,7 @@ def test_one_rank_goes_on_as_two_and_as_one_again(tmp_path: Path, kind: str, wor
 
 @pytest.mark.parametrize("stop", [3, (0, "end")])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.quick(3)
 def test_two_ranks_go_on_as_one(tmp_path: Path, kind: str, stop: Any) -> None:
     script = Script(tmp_path, KINDS[kind], batch_size=4)
     legs = [script.leg(2, stop), script.leg(1)]
@@ -712,6 +713,7 @@ def test_another_sampler_on_as_many_ranks_is_told_with_what_is_other_about_it(tm
 
 @pytest.mark.parametrize(("seed", "epoch"), [(8, 0), (7, 1)])
 @pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.quick(2)
 def test_another_seed_or_epoch_of_the_sampler_is_a_mismatch_that_names_both(
     tmp_path: Path, seed: int, epoch: int, workers: int
 ) -> None:

@@ -833,6 +833,7 @@ def noisy_loader(**how: Any) -> Loaders:
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (2, 0), (0, 2)])
+@pytest.mark.quick(2)
 def test_another_number_of_workers_changes_nothing_where_nothing_is_random_in_them(
     run_dir: Path, before: int, after: int
 ) -> None:
@@ -853,6 +854,7 @@ def test_another_number_of_workers_changes_nothing_where_nothing_is_random_in_th
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (2, 0), (0, 2)])
+@pytest.mark.quick(2)
 def test_another_number_of_workers_keeps_the_order_and_a_resume_repeats_itself(
     run_dir: Path, before: int, after: int
 ) -> None:

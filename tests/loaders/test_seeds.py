@@ -120,6 +120,7 @@ def test_a_sample_is_the_same_in_whatever_order_the_batches_come(run_dir: Path, 
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.quick(2)
 def test_a_run_that_is_stopped_again_and_again_is_the_one_that_never_was(
     run_dir: Path, tmp_path: Path, workers: int
 ) -> None:

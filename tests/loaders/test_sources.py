@@ -222,6 +222,7 @@ KINDS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", KINDS)
+@pytest.mark.quick(3)
 def test_a_loader_that_keeps_its_position_gives_what_it_gives_without_us(run_dir: Path, name: str) -> None:
     assert leg(run_dir, KINDS[name]) == uninterrupted(KINDS[name])
 

@@ -307,6 +307,7 @@ def tell(queue: Any, connection: Any) -> None:
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.quick(2)
 def test_what_another_process_told_makes_its_next_numbers_here(method: str) -> None:
     context: Any = torch_multiprocessing.get_context(method)
     queue, (here, there) = context.Queue(), multiprocessing.Pipe()

@@ -633,6 +633,7 @@ def trained(run_dir: Path, stops: list[Any], **how: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("how", [{}, {"persistent_workers": True}])
+@pytest.mark.quick(2)
 def test_generators_that_a_stream_makes_anew_in_every_epoch_go_on(
     run_dir: Path, tmp_path: Path, how: dict[str, Any]
 ) -> None:

@@ -51,6 +51,7 @@ def train(run_dir: Path | None, stop: int | None) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("first", range(1, 16))
+@pytest.mark.quick(3)
 def test_a_stop_anywhere_in_the_window_is_exact(
     run_dir: Path, first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

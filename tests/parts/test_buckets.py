@@ -157,6 +157,7 @@ def test_a_training_of_four_processes_that_was_stopped_is_the_same_to_the_bit(
 
 
 @pytest.mark.parametrize("name", ["plain", "static"])
+@pytest.mark.heavy
 def test_who_forgets_the_order_rounds_otherwise(ended: list[gloo.Ended], name: str) -> None:
     # Were this to hold no more, torch would not need us; the tests above would say nothing.
     straight, *stopped = ended[0].value[f"{name} {FORGETS}"]

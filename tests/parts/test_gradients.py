@@ -87,6 +87,7 @@ def window_with_an_error(state: RunState, objects: dict[str, Any], tick: Callabl
 
 
 @pytest.mark.parametrize("loop", [window_with_a_break, window_with_an_error])
+@pytest.mark.quick(2)
 def test_a_window_that_a_break_or_an_error_lengthens_is_exact(run_dir: Path, loop: Any) -> None:
     assert differences(run_dir, lambda: make(loader=True), loop) == []
 
@@ -117,11 +118,13 @@ def decayed(state: RunState, objects: dict[str, Any], tick: Callable[..., None])
             tick(objects["model"].weight)
 
 
+@pytest.mark.heavy
 def test_gradients_that_are_made_after_a_step_are_exact(run_dir: Path) -> None:
     assert differences(run_dir, lambda: make(loader=True), step_and_more) == []
 
 
 @pytest.mark.filterwarnings("ignore:this script keeps gradients after a step")
+@pytest.mark.heavy
 def test_gradients_that_are_kept_are_exact_once_that_was_seen(run_dir: Path) -> None:
     assert differences(run_dir, lambda: make(loader=True), decayed) == [1]
 
@@ -160,6 +163,7 @@ def zero_before_batches(state: RunState, objects: dict[str, Any], tick: Callable
 
 
 @pytest.mark.parametrize("loop", [zero_before_steps, zero_before_steps_by_hand, zero_before_batches])
+@pytest.mark.quick(3)
 def test_zero_grad_before_the_loop_keeps_the_gradients_of_a_resumed_window(run_dir: Path, loop: Any) -> None:
     assert differences(run_dir, lambda: make(loader=loop is zero_before_batches), loop) == []
 

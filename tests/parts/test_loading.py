@@ -242,6 +242,7 @@ DAMAGE: list[Callable[[Path], None]] = [_cut, _grow, _empty, os.unlink, _lead_el
 @pytest.mark.filterwarnings("ignore:.*is damaged")
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
 @pytest.mark.parametrize("file", [*FILES, "state.json"])
+@pytest.mark.quick(3)
 def test_a_file_that_is_not_as_it_was_written_leaves_every_object_as_it_was(
     run_dir: Path, saved: list[Any], file: str, damage: Callable[[Path], None]
 ) -> None:
@@ -1283,6 +1284,7 @@ ATTACKS: dict[str, bytes | tuple[bytes, int]] = {
 @pytest.mark.proves("safe")
 @pytest.mark.parametrize("attack", ATTACKS)
 @pytest.mark.parametrize("file", ["model_dot_safetensors", "optimizer_dot_safetensors"])
+@pytest.mark.quick(3)
 def test_a_file_that_lies_is_refused_and_takes_no_memory(
     run_dir: Path, saved: list[Any], monkeypatch: pytest.MonkeyPatch, file: str, attack: str
 ) -> None:

@@ -669,6 +669,7 @@ SPLIT: Mapping[str, tuple[Callable[[], nn.Module], str, str]] = {
 
 @pytest.mark.parametrize("kind", SPLIT)
 @gloo.alone
+@pytest.mark.quick(3)
 def test_a_model_of_which_each_process_has_a_share_is_refused(run_dir: Path, kind: str) -> None:
     build, text, tool = SPLIT[kind]
     model = build()
@@ -689,6 +690,7 @@ def test_what_only_sounds_like_a_share_is_taken(run_dir: Path) -> None:
         _save(run_dir, model=model, optimizer=kernel(model.parameters(), lr=0.1))
 
 
+@pytest.mark.heavy
 def test_nobody_has_to_import_what_splits_a_model(run_dir: Path) -> None:
     script = f"""
 import sys, torch

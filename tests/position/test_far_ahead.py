@@ -146,6 +146,7 @@ def test_an_iterable_that_draws_on_the_gpu_is_exact(run_dir: Path, ahead: int) -
     assert differences(run_dir, make, loop) == []
 
 
+@pytest.mark.heavy
 def test_an_endless_iterator_that_is_batches_ahead_is_exact_over_epochs(run_dir: Path) -> None:
     def loop(state: RunState, objects: dict[str, Any], tick: Callable[..., None]) -> None:
         for _ in state.epochs(3):

@@ -161,6 +161,7 @@ def in_step(rank: int, run_dir: Path, lengths: list[int], every: int) -> list[tu
 @pytest.mark.parametrize(
     ("lengths", "every", "expected"), [([4, 4], 4, [(1, 0)]), ([4, 3], 3, [(0, 3)])], ids=["even", "uneven"]
 )
+@pytest.mark.quick(2)
 def test_several_processes_wait_only_if_all_are_at_their_last_batch(
     tmp_path: Path, lengths: list[int], every: int, expected: list[tuple[int, int]]
 ) -> None:

@@ -124,6 +124,7 @@ def train(run_dir: Path, make: Any, workers: int, *stops: int) -> list[Any]:
 @pytest.mark.parametrize(
     ("workers", "stops"), [(0, (0, 1)), (0, (2, 5)), (0, (3, 4)), (0, (6, 7)), (1, (1, 6))]
 )
+@pytest.mark.quick(4)
 def test_a_prefetcher_that_draws_is_exact_after_two_resumes(
     tmp_path: Path, make: Any, workers: int, stops: Any
 ) -> None:

@@ -241,6 +241,7 @@ def test_several_write_the_files_that_one_writes(tmp_path: Path, count: int, wor
 
 
 @pytest.mark.parametrize("way", ["paced", "direct", "plain"])
+@pytest.mark.quick(3)
 def test_several_write_the_files_that_one_writes_in_blocks_of_true_size(
     tmp_path: Path, way: large_files.Way
 ) -> None:

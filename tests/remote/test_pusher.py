@@ -114,6 +114,7 @@ def step_and_save(state: RunState, training: Training, loss: float) -> None:
         ("all", None, [1, 2, 3, 4]),
     ],
 )
+@pytest.mark.quick(2)
 def test_only_what_is_asked_for_stays_there(
     place: Place, tmp_path: Path, push: str, keep: Any, expected: list[int]
 ) -> None:

@@ -192,6 +192,7 @@ def test_an_error_that_nobody_asked_for_is_told_at_the_interpreters_end() -> Non
     assert "ZeroDivisionError" in ended.stderr
 
 
+@pytest.mark.heavy
 def test_an_error_that_was_told_is_not_told_again_at_the_interpreters_end() -> None:
     ended = _run_script(
         "try:\n Writer().submit(1, Path('x'), lambda: 1 / 0).wait()\nexcept ZeroDivisionError:\n pass"

@@ -173,6 +173,7 @@ def test_the_same_when_it_goes_back_again_and_again(run_dir: Path, kind: str) ->
 
 
 @pytest.mark.parametrize("which", [1, 2, 3, 4, 6])
+@pytest.mark.quick(2)
 def test_the_same_in_the_middle_of_an_accumulation(run_dir: Path, which: int) -> None:
     compare(run_dir, [(("body", 1, 1), which)], loader, every=3)
 

@@ -237,6 +237,7 @@ def test_a_kill_at_any_disk_call_of_a_save_leaves_the_newest_committed_state(
 
 
 @pytest.mark.proves("durable")
+@pytest.mark.heavy
 def test_a_kill_while_threads_write_leaves_the_newest_committed_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

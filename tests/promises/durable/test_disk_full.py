@@ -151,6 +151,7 @@ def test_a_full_disk_costs_the_save_but_not_those_before_it_nor_the_training(
 @pytest.mark.proves("durable")
 @pytest.mark.parametrize("keep", [1, 2])
 @pytest.mark.parametrize("names", range(9))
+@pytest.mark.quick(3)
 def test_a_disk_that_takes_no_more_files_does_too(disk: Disk, keep: int, names: int) -> None:
     training = Training(disk.run_dir, keep)
     numbers = [training.save(), training.save()]

@@ -253,6 +253,7 @@ def _as_nobody(child: Child, run_dir: Path, path: str, mode: int) -> None:
 @pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="needs root, to become nobody")
 @pytest.mark.parametrize("mode", [0o000, 0o444, 0o555])
 @pytest.mark.parametrize("path", ["..", ".", "checkpoints"])
+@pytest.mark.quick(3)
 def test_permissions_that_are_lost_in_mid_run_cost_a_save_and_nothing_else(
     tmp_path: Path, path: str, mode: int
 ) -> None:
@@ -390,6 +391,7 @@ def _train_until_killed(child: Child, run_dir: Path, group: Path, megabytes: int
 
 
 @pytest.mark.parametrize("megabytes", [4, 5, 7, 9, 13, 30])
+@pytest.mark.quick(3)
 def test_a_training_that_is_killed_for_its_memory_goes_on_from_the_newest_save(
     run_dir: Path, little_memory: Path, tally: Tally, megabytes: int
 ) -> None:
