@@ -86,7 +86,7 @@ def test_a_loop_over_steps_is_stopped_twice_and_nothing_is_missed() -> None:
         ({"at": [2], "steps": 4}, [2]),
     ],
 )
-def test_it_stops_where_it_is_told_to(options: dict[str, object], expected: list[int]) -> None:
+def test_it_stops_where_it_should(options: dict[str, object], expected: list[int]) -> None:
     assert [step for _, step in stops(Script(faked.boundaries(5, 5)), **options)] == expected
 
 
@@ -102,7 +102,7 @@ def test_a_stop_that_is_not_between_two_boundaries_is_refused_before_anything_is
     assert script.starts == []
 
 
-def test_a_stop_behind_the_end_of_a_short_training_is_told() -> None:
+def test_a_stop_behind_the_end_of_a_short_training_is_reported() -> None:
     found = audit.audit(COMMAND, at=[2, 9], start=Script(faked.boundaries(1, 5)))
 
     assert [at.step for at in found.stops] == [2]
@@ -113,7 +113,7 @@ def test_a_training_of_one_epoch_is_stopped_in_its_middle_and_at_its_last_batch(
     assert stops(Script(faked.boundaries(1, 5))) == [("batch", 2), ("batch", 5)]
 
 
-def test_epochs_whose_batches_nobody_sees_are_counted_themselves() -> None:
+def test_epochs_without_visible_batches_are_counted_themselves() -> None:
     script = Script(At("epoch", epoch, 0, 4 * epoch) for epoch in range(1, 40))
 
     found = audit.audit(COMMAND, start=script)
@@ -146,7 +146,7 @@ def test_a_script_that_fails_at_once_came_to_no_boundary() -> None:
     )
 
 
-def test_a_script_that_fails_only_after_a_resume_is_told_where() -> None:
+def test_a_script_that_fails_only_after_a_resume_is_reported_with_its_place() -> None:
     def fails(record: Record, start: Start) -> Record | None:
         return None if start.resumes and record.at.step == 4 else record
 
@@ -194,7 +194,7 @@ def test_a_script_that_ends_earlier_in_one_training_does_not_repeat_itself(short
     assert finding.at.step in (8, 9)
 
 
-def test_what_differs_is_told_before_that_the_other_training_fails() -> None:
+def test_what_differs_is_reported_before_the_failure_of_the_other_training() -> None:
     def differs(record: Record, start: Start) -> Record | None:
         if start.trial == 1 and record.at.step == 5:
             return None
@@ -227,7 +227,7 @@ def test_a_loop_that_asks_for_a_batch_behind_the_last_only_sometimes_gives_no_al
     assert found.is_exact, verdicts.headline(found)
 
 
-def test_trainings_that_were_alike_by_chance_are_not_told_as_numbers_that_nobody_knows() -> None:
+def test_trainings_that_were_alike_by_chance_are_not_reported_as_unknown_numbers() -> None:
     def differs(record: Record, start: Start) -> Record:
         is_other = start.trial > 2 and record.at.step > 1
         return faked.other(record, "model", weight=faked.tensor(start.trial)) if is_other else record
@@ -253,7 +253,7 @@ def test_a_script_that_saves_twice_at_a_step_gives_no_alarm() -> None:
     assert found.is_exact, verdicts.headline(found)
 
 
-def test_what_is_only_told_and_differs_each_time_is_a_note() -> None:
+def test_what_is_only_shown_and_differs_each_time_is_a_note() -> None:
     def times(record: Record, start: Start) -> Record:
         seconds = {"seconds": start.trial + start.resumes / 10}
         return faked.other(
@@ -296,7 +296,7 @@ def test_a_verdict_is_json() -> None:
     assert len(json.loads(text)["attempts"]) == len(found.attempts) >= 4
 
 
-def test_a_script_that_begins_anew_when_it_is_started_again_does_not_pass_for_exact() -> None:
+def test_a_script_that_begins_again_when_it_is_started_again_does_not_pass_for_exact() -> None:
     class Anew(Script):
         def _records(self, done: Sequence[Record], plan: Mapping[str, Any]) -> Iterator[Record]:
             return super()._records([], plan)
@@ -559,7 +559,7 @@ BROKEN: dict[str, tuple[dict[str, str], str, str, str]] = {
 @pytest.mark.heavy
 @pytest.mark.parametrize("name", BROKEN)
 @pytest.mark.sampled(3)
-def test_a_broken_script_is_told_as_what_it_is(
+def test_a_broken_script_is_reported_as_what_it_is(
     forks: Forks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -573,7 +573,7 @@ def test_a_broken_script_is_told_as_what_it_is(
 
 
 @pytest.mark.nightly
-def test_a_start_that_hangs_is_ended_and_it_is_told_where(tmp_path: Path, forks: Forks) -> None:
+def test_a_start_that_hangs_is_ended_and_its_place_is_reported(tmp_path: Path, forks: Forks) -> None:
     path = tmp_path / "train.py"
     path.write_text(SCRIPT.format(**{**PIECES, "batch": "time.sleep(60)"}))
     command = [sys.executable, str(path)]
@@ -599,7 +599,7 @@ class Veiled:
 
 
 @pytest.mark.heavy
-def test_batches_that_cannot_be_told_apart_are_told_with_the_verdict(
+def test_batches_that_cannot_be_distinguished_are_reported_with_the_verdict(
     tmp_path: Path, forks: Forks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -632,7 +632,7 @@ goes_on.set()
 
 
 @pytest.mark.heavy
-def test_a_script_that_does_not_leave_is_ended_and_told_as_that(
+def test_a_script_that_does_not_leave_is_ended_and_reported_as_such(
     tmp_path: Path, forks: Forks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -89,7 +89,7 @@ def test_the_first_place_where_they_part_is_found_and_in_what() -> None:
         ("position", "generators.0"),
     ],
 )
-def test_what_is_only_told_or_drawn_from_makes_no_other_training(part: str, name: str) -> None:
+def test_what_is_only_shown_or_drawn_from_makes_no_other_training(part: str, name: str) -> None:
     other = straight(changed(4, part, **{name: 12345}))
 
     assert diagnosis.first_unlike(straight(), other) is None
@@ -203,7 +203,7 @@ def test_what_never_changes_or_differs_each_time_anyway_is_not_lost() -> None:
     assert found == []
 
 
-def test_a_training_that_goes_on_somewhere_else_is_told_as_that() -> None:
+def test_a_training_that_continues_somewhere_else_is_reported_as_such() -> None:
     after = stopped()
     after.ranks[0][5] = faked.record(At("batch", 0, 7, 3))
 
@@ -224,7 +224,7 @@ def test_the_rank_that_parts_first_is_named() -> None:
     assert (unlike.rank, unlike.one.at) == (1, PLACES[3])
 
 
-def test_a_script_that_loads_more_often_than_it_was_stopped_is_compared_all_the_same() -> None:
+def test_a_script_that_loads_more_often_than_it_was_stopped_is_compared_anyway() -> None:
     after = stopped()
     after.ranks[0].insert(6, faked.record(PLACES[3], "resumed"))
 
@@ -254,7 +254,7 @@ def sampled(folder: Path, name: str, *values: float) -> Trial:
         ([1.0, 2.0, 3.0], "differs, but in none of the 3 numbers that were looked at"),
     ],
 )
-def test_how_far_a_tensor_is_from_the_other_is_told(
+def test_how_far_a_tensor_is_from_the_other_is_reported(
     tmp_path: Path, values: list[float], expected: str
 ) -> None:
     one, other = sampled(tmp_path, "one", 1, 2, 3), sampled(tmp_path, "other", *values)
@@ -265,7 +265,7 @@ def test_how_far_a_tensor_is_from_the_other_is_told(
     assert diagnosis.how_far(one, other, unlike.first, 0) == expected
 
 
-def test_a_tensor_of_another_dtype_or_shape_is_told_as_that(tmp_path: Path) -> None:
+def test_a_tensor_of_another_dtype_or_shape_is_reported_as_such(tmp_path: Path) -> None:
     one, other = sampled(tmp_path, "one", 1, 2, 3), sampled(tmp_path, "other", 1, 2, 3)
     weight = {**other.ranks[0][4].parts["model"]["weight"], "dtype": "bfloat16"}  # type: ignore[call-overload,index]
     other.ranks[0][4] = faked.other(other.ranks[0][4], "model", weight=weight)

@@ -84,7 +84,7 @@ def test_causes_that_have_to_be_away_together_are_all_named_and_no_other(causes:
     assert {*finding.cause.split(", ")} == {*causes}
 
 
-def test_a_cause_that_nobody_knows_is_said_to_be_unknown() -> None:
+def test_a_cause_that_is_unknown_is_said_to_be_unknown() -> None:
     finding = why(Unsteady(["something else"]))
 
     assert finding.cause == "unknown"
@@ -180,7 +180,9 @@ class Rarely(Unsteady):
 
 
 @pytest.mark.parametrize("seldom", [[2], [1, 6]])
-def test_of_what_differs_rarely_the_cause_is_unknown_and_how_often_it_does_is_told(seldom: list[int]) -> None:
+def test_of_what_differs_rarely_the_cause_is_unknown_and_how_often_it_does_is_reported(
+    seldom: list[int],
+) -> None:
     script = Rarely(["something else"], seldom)
 
     finding = why(script)
@@ -210,7 +212,7 @@ def test_a_cause_is_named_only_if_enough_starts_without_it_were_alike() -> None:
     assert sum(is_away("hash", start) for start in script.starts) == 7
 
 
-def test_cudnn_that_is_told_to_measure_after_the_training_began_is_a_cause() -> None:
+def test_cudnn_that_is_set_to_measure_after_the_training_began_is_a_cause() -> None:
     class Later(Unsteady):
         def _changed(self, record: Record, start: Start) -> Record | None:
             found = super()._changed(record, start)

@@ -51,7 +51,7 @@ def test_what_is_not_stilled_is_another_in_every_process(name: str) -> None:
     assert said(DRAWS[name], *others) != said(DRAWS[name], *others)
 
 
-def test_a_stilled_clock_goes_on_so_that_nobody_waits_for_ever() -> None:
+def test_a_stilled_clock_continues_so_that_no_loop_waits_forever() -> None:
     text = "import time; end = time.time() + 0.05\nwhile time.time() < end: pass\nprint('over')"
 
     assert said(text, "clock") == "over\n"

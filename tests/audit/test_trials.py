@@ -44,7 +44,7 @@ def test_every_trial_has_a_run_of_its_own_that_no_remote_and_no_trace_of_the_scr
         assert (one["RESUMABLE_REMOTE"], one["RESUMABLE_TRACE"], one["RESUMABLE_RESUME"]) == ("", "", "auto")
 
 
-def test_a_straight_trial_ends_after_so_many_batches_and_epochs_do_not_count(tmp_path: Path) -> None:
+def test_a_straight_trial_ends_after_a_number_of_batches_and_epochs_do_not_count(tmp_path: Path) -> None:
     trial = made(tmp_path, Script(faked.boundaries(3, 4)), steps=6).straight("straight")
 
     counted = [at for at in trial.boundaries() if at.kind == "batch"]
@@ -131,7 +131,7 @@ def test_ranks_are_read_as_long_as_the_next_one_has_written(tmp_path: Path) -> N
     assert trial.boundaries(2) == {}
 
 
-def test_a_command_that_is_not_there_is_told_with_what_a_command_looks_like(tmp_path: Path) -> None:
+def test_a_command_that_is_not_there_is_reported_with_what_a_command_looks_like(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no-such-program cannot be started: No such file"):
         trials.start(["no-such-program"], os.environ, tmp_path / "log")
 
@@ -199,7 +199,7 @@ time.sleep(600)
         (signal.SIGTERM, "sessions", 143),
     ],
 )
-def test_an_audit_that_is_told_to_leave_ends_what_it_has_started(
+def test_an_audit_that_is_asked_to_leave_ends_what_it_has_started(
     tmp_path: Path, sent: signal.Signals, how: str, code: int
 ) -> None:
     (tmp_path / "waits.py").write_text(WAITS)

@@ -119,7 +119,7 @@ def checked(run_dir: Path, training: Any, model: nn.Module | None = None, **part
     return {one.name.partition(".")[2] or one.name: one for one in found if one.weight == "state"}
 
 
-def test_what_a_module_counts_is_told_and_its_buffers_are_not(run_dir: Path) -> None:
+def test_what_a_module_counts_is_reported_and_its_buffers_are_not(run_dir: Path) -> None:
     net = Net()
 
     found = checked(run_dir, lambda model: model(torch.randn(3, 2)).sum().backward(), net)
@@ -146,7 +146,7 @@ def test_a_generator_of_each_kind_is_found(run_dir: Path) -> None:
     ]
 
 
-def test_what_is_given_is_not_told_under_another_name(run_dir: Path) -> None:
+def test_what_is_given_is_not_reported_under_another_name(run_dir: Path) -> None:
     generator, queue, twin = torch.Generator(), deque([0.0]), {"x": torch.zeros(2)}
     other = [generator, queue, twin["x"]]
 
@@ -158,7 +158,7 @@ def test_what_is_given_is_not_told_under_another_name(run_dir: Path) -> None:
     assert not checked(run_dir, training, extra={"a": generator, "b": queue, "c": twin})
 
 
-def test_what_every_pass_makes_anew_is_not_told(run_dir: Path) -> None:
+def test_what_every_pass_makes_again_is_not_reported(run_dir: Path) -> None:
     class Drawn:
         def __init__(self, generator: torch.Generator) -> None:
             self.generator = generator
@@ -193,7 +193,7 @@ class Left:
         self.kept = saved["n"]
 
 
-def test_what_a_state_dict_leaves_out_is_told_and_what_it_renames_is_not(run_dir: Path) -> None:
+def test_what_a_state_dict_leaves_out_is_reported_and_what_it_renames_is_not(run_dir: Path) -> None:
     left = Left()
 
     found = checked(run_dir, lambda _: left.step(), extra={"left": left})
@@ -327,7 +327,7 @@ def keyed(run_dir: Path) -> dict[str, Any]:
     return checked(run_dir, training, model)
 
 
-def test_keys_that_are_objects_are_told_by_their_number(run_dir: Path) -> None:
+def test_keys_that_are_objects_are_reported_by_their_number(run_dir: Path) -> None:
     found = keyed(run_dir)
 
     assert {name: one.fix for name, one in found.items()} == {
@@ -342,7 +342,7 @@ def trained(epoch: int, total: int, state: RunState, model: nn.Module) -> Any:
     return state.check()
 
 
-def test_a_number_that_a_function_is_given_in_each_pass_is_not_told(run_dir: Path) -> None:
+def test_a_number_that_a_function_is_given_in_each_pass_is_not_reported(run_dir: Path) -> None:
     model = nn.Linear(2, 1)
     with RunState.load(run_dir, model=model) as state:
         for epoch in state.epochs(3):
@@ -492,7 +492,7 @@ def summed(
     return run
 
 
-def test_the_sums_of_a_metric_are_told_and_not_once_it_is_given(
+def test_the_sums_of_a_metric_are_reported_and_not_once_it_is_given(
     summed: Callable[..., dict[str, Any]],
 ) -> None:
     lost, given = summed()["lost"], summed(GIVEN, folder="other")["lost"]
@@ -521,7 +521,7 @@ def test_a_metric_that_decides_something_is_graver_than_one_that_is_shown(
 
 
 @pytest.mark.heavy
-def test_a_metric_that_is_given_as_the_fix_says_goes_on_exactly_after_two_stops(
+def test_a_metric_that_is_given_as_the_fix_says_continues_exactly_after_two_stops(
     summed: Callable[..., dict[str, Any]],
 ) -> None:
     straight = summed(GIVEN)["found"]
@@ -572,7 +572,7 @@ def test_no_example_loses_anything(example: str, tmp_path: Path) -> None:
     assert {*told} == {"LOST []"}
 
 
-def test_it_is_told_in_one_line_what_is_true_and_what_to_do() -> None:
+def test_it_is_reported_in_one_line_what_is_true_and_what_to_do() -> None:
     one = Unregistered("ema.shadow", "3 tensors", "train.py:12", "state", 'extra={"ema": ema}')
 
     assert str(one) == (

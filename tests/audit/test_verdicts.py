@@ -125,7 +125,7 @@ def test_the_error_of_a_script_stands_in_the_verdict_and_its_last_lines_at_the_e
     assert lines.index("note: a note") < lines.index("It printed last:")
 
 
-def test_what_is_lost_is_told_with_both_values_and_what_may_not_matter_as_one_note(
+def test_what_is_lost_is_reported_with_both_values_and_what_may_not_matter_as_one_note(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     rate = SEEN._replace(name="rate", weight="state", before=0.1, after=0.07)
@@ -142,7 +142,7 @@ def test_what_is_lost_is_told_with_both_values_and_what_may_not_matter_as_one_no
     ]
 
 
-def test_many_suspects_are_counted_and_further_findings_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_many_suspects_are_counted_and_further_findings_reported(capsys: pytest.CaptureFixture[str]) -> None:
     names = [f"part{number}" for number in range(9)]
 
     lines = printed(made(FINDING._replace(names=names), FINDING._replace(text="also this", rank=1)), capsys)
@@ -199,7 +199,7 @@ SHOWN_BY = {re.search(r"(\w+)\.py:\d", text)[1]: text for text in SHOWN if ".py:
 @pytest.mark.nightly
 @pytest.mark.heavy
 @pytest.mark.parametrize("name", SHOWN_BY)
-def test_what_the_page_about_audits_shows_is_what_such_a_script_is_told(
+def test_what_the_page_about_audits_shows_is_what_such_a_script_gets(
     name: str,
     forks: Forks,
     tmp_path: Path,

@@ -354,7 +354,7 @@ def test_each_help_page_has_an_example_and_the_exit_codes(
 
 
 @pytest.mark.parametrize("buffering", ["", "1"])
-def test_output_that_nobody_reads_to_its_end_is_no_error(run: Path, buffering: str) -> None:
+def test_output_that_is_not_read_to_its_end_is_no_error(run: Path, buffering: str) -> None:
     command = f"{sys.executable} -m resumable ls {run} | true; exit ${{PIPESTATUS[0]}}"
     settings = {**os.environ, "PYTHONUNBUFFERED": buffering}
 

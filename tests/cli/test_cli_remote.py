@@ -128,7 +128,7 @@ def test_push_never_prunes_the_remote(run: Path, there: Path) -> None:
     assert [*Remote(Store(f"file://{there}")).numbers()] == [1, 2, 3]
 
 
-def test_pull_brings_the_newest_and_the_training_goes_on_with_it(
+def test_pull_brings_the_newest_and_the_training_continues_with_it(
     run: Path, there: Path, fresh: Path, capsys: Captured
 ) -> None:
     main(["push", str(run), f"file://{there}"])
@@ -237,7 +237,7 @@ def test_push_leaves_out_what_is_damaged_here_and_exits_with_4(
     assert [*Remote(Store(f"file://{there}")).numbers()] == [2]
 
 
-def test_a_run_of_which_nothing_can_be_opened_cannot_be_pushed(run: Path, there: Path) -> None:
+def test_a_run_without_anything_readable_cannot_be_pushed(run: Path, there: Path) -> None:
     for number in (1, 2, 3):
         damage(run, number, "manifest.json")
 
@@ -493,7 +493,7 @@ def test_the_history_tells_of_a_push_and_of_a_pull(run: Path, there: Path, fresh
     assert history.attempts(history.read(run))[-1]["ended"] == "closed"
 
 
-def test_a_history_that_cannot_be_written_keeps_nobody_from_pushing(
+def test_a_history_that_cannot_be_written_does_not_stop_a_push(
     run: Path, there: Path, capsys: Captured
 ) -> None:
     (run / "history.jsonl").unlink()
@@ -507,7 +507,7 @@ def test_a_history_that_cannot_be_written_keeps_nobody_from_pushing(
     assert "training" not in error
 
 
-def test_a_run_that_cannot_be_locked_for_its_history_is_pushed_all_the_same(
+def test_a_run_that_cannot_be_locked_for_its_history_is_pushed_anyway(
     run: Path, there: Path, capsys: Captured
 ) -> None:
     (run / ".lock").unlink()
@@ -594,7 +594,7 @@ def typed(*command: object, **options: Any) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     "name", ["run.json.part", "state.json", "00000.json", "manifest.json.part", "newest.json.part"]
 )
-def test_a_killed_push_leaves_only_what_is_complete_and_goes_on(
+def test_a_killed_push_leaves_only_what_is_complete_and_continues(
     run: Path, there: Path, fresh: Path, capsys: Captured, name: str
 ) -> None:
     done = typed("-c", DEADLY, "SIGKILL", "wb", name, "push", run, f"file://{there}", "--which", "all")
@@ -618,7 +618,7 @@ def test_a_dry_run_counts_what_a_killed_push_has_sent(run: Path, there: Path, ca
 
 
 @pytest.mark.parametrize("name", ["state.json", "model.safetensors", "00000.json"])
-def test_a_killed_pull_leaves_no_checkpoint_and_goes_on(
+def test_a_killed_pull_leaves_no_checkpoint_and_continues(
     run: Path, there: Path, fresh: Path, capsys: Captured, name: str
 ) -> None:
     main(["push", str(run), f"file://{there}"])
@@ -698,7 +698,7 @@ def test_an_interrupt_gives_up_what_is_on_its_way() -> None:
         store.read("run.json", 1)
 
 
-def test_a_push_whose_output_nobody_reads_is_finished(run: Path, there: Path) -> None:
+def test_a_push_whose_output_is_not_read_is_finished(run: Path, there: Path) -> None:
     command = (
         f"{sys.executable} -m resumable push {run} file://{there} --which all | true; exit ${{PIPESTATUS[0]}}"
     )

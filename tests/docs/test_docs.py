@@ -170,7 +170,7 @@ def test_the_quickstart_and_its_picture_show_what_is_printed() -> None:
 
 @pytest.mark.heavy
 @pytest.mark.timeout(300)
-def test_the_site_builds_without_a_warning_and_asks_nobody_else(tmp_path: Path) -> None:
+def test_the_site_builds_without_a_warning_and_makes_no_request(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, ROOT / "scripts" / "docs"], capture_output=True, text=True)
 
     assert (done.returncode, done.stdout + done.stderr) == (0, "")

@@ -412,7 +412,7 @@ def check_notebook(notebook: Notebook, untouched: list[torch.Tensor]) -> None:
         checkpoint.verify()
 
 
-def test_a_cell_that_was_stopped_twice_goes_on_when_it_is_run_again(
+def test_a_cell_that_was_stopped_twice_continues_when_it_is_run_again(
     run_dir: Path, untouched: list[torch.Tensor], capfd: pytest.CaptureFixture[str]
 ) -> None:
     notebook = Notebook(run_dir)
@@ -436,7 +436,7 @@ def test_a_cell_that_was_left_at_once_is_trained_again_from_its_last_save(
     check_notebook(notebook, untouched)
 
 
-def test_a_copy_of_the_newest_checkpoint_is_enough_to_go_on(
+def test_a_copy_of_the_newest_checkpoint_is_enough_to_continue(
     tmp_path: Path, untouched: list[torch.Tensor]
 ) -> None:
     notebook = Notebook(tmp_path / "local")
@@ -541,7 +541,7 @@ def unit() -> configparser.ConfigParser:
 
 
 @pytest.mark.heavy
-def test_a_unit_that_is_stopped_goes_on_at_the_next_boot(
+def test_a_unit_that_is_stopped_continues_at_the_next_boot(
     tmp_path: Path, straight: Callable[[int], Path]
 ) -> None:
     folder, service = make(tmp_path / "exp"), unit()["Service"]
@@ -778,7 +778,7 @@ def test_a_training_asks_for_nothing_that_the_policy_does_not_allow(
     )
 
 
-def test_a_wrong_secret_is_told_as_on_the_page(
+def test_a_wrong_secret_is_reported_as_on_the_page(
     run_dir: Path, at_home: Path, s3: S3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucket = s3.bucket()

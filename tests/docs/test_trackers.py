@@ -215,7 +215,7 @@ def test_a_curve_has_each_step_once_however_often_the_training_was_killed(
     assert training.checkpoints() == straight.checkpoints()
 
 
-def test_a_curve_that_went_back_goes_on_with_the_new_values(straight: Training, tmp_path: Path) -> None:
+def test_a_curve_that_went_back_continues_with_the_new_values(straight: Training, tmp_path: Path) -> None:
     training = killed(straight, tmp_path, ("batch", 14))
     training.start("batch", 14, back_to=9, shift=1)
     training.start(shift=1)

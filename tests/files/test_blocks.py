@@ -372,7 +372,7 @@ def test_a_full_disk_says_so_before_the_work(
 
 @pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS], ids=errno.errorcode.get)
 @pytest.mark.usefixtures("small")
-def test_a_disk_that_cannot_reserve_is_written_all_the_same(
+def test_a_disk_that_cannot_reserve_is_written_anyway(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     monkeypatch.setattr(os, "posix_fallocate", failing(code))
@@ -395,7 +395,7 @@ def test_as_much_is_reserved_as_will_be_written_and_nothing_for_small_files(
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("name", ["posix_fallocate", "posix_fadvise"])
-def test_a_system_that_lacks_a_call_is_written_all_the_same(
+def test_a_system_that_lacks_a_call_is_written_anyway(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.delattr(os, name)
@@ -406,7 +406,7 @@ def test_a_system_that_lacks_a_call_is_written_all_the_same(
 
 
 @pytest.mark.usefixtures("small")
-def test_a_disk_that_takes_no_advice_is_written_all_the_same(
+def test_a_disk_that_takes_no_advice_is_written_anyway(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "posix_fadvise", failing(errno.EINVAL))
@@ -503,7 +503,7 @@ def test_a_full_disk_says_so_when_the_file_is_created(
 
 
 @pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS], ids=errno.errorcode.get)
-def test_a_file_of_which_the_disk_reserves_nothing_has_its_size_all_the_same(
+def test_a_file_without_reserved_room_has_its_size_anyway(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     monkeypatch.setattr(os, "posix_fallocate", failing(code))
@@ -716,7 +716,7 @@ def test_what_is_compared_with_the_last_save_is_waited_for_too(tmp_path: Path) -
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("touch", [b"another content", b""])
-def test_a_file_that_somebody_has_touched_is_not_shared(tmp_path: Path, touch: bytes) -> None:
+def test_a_file_that_another_process_has_touched_is_not_shared(tmp_path: Path, touch: bytes) -> None:
     before = large_files.put(tmp_path / "parent", Content(DATA))
     with open(tmp_path / "parent", "r+b") as file:
         file.write(touch or DATA)
@@ -773,7 +773,7 @@ def test_the_fastest_way_is_the_first_that_is_not_clearly_slower(
     assert large_files.fastest_way(tmp_path, memoryview(b"")) == expected
 
 
-def test_trying_the_disk_ends_when_somebody_needs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trying_the_disk_ends_when_it_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = recorded(monkeypatch, large_files, "write")
     answers = iter([True, True, False])
 

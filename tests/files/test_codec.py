@@ -277,7 +277,7 @@ def test_a_numpy_array_comes_back_writable_and_apart_from_the_file() -> None:
     assert np.array_equal(codec.decode(encoded.json, encoded.tensors), np.zeros(3))
 
 
-def test_numpy_booleans_that_nobody_has_set_can_be_read_again() -> None:
+def test_numpy_booleans_that_are_uninitialized_can_be_read_again() -> None:
     garbage = np.array([0, 1, 7, 255], np.uint8).view(bool)
     assert there_and_back(garbage).tobytes() == b"\0\1\1\1"
 

@@ -444,7 +444,7 @@ def test_of_a_run_behind_a_link_the_names_that_lead_to_it_are_flushed(
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP], ids=errno.errorcode.get)
-def test_a_file_system_that_cannot_flush_folders_is_used_and_told_of(
+def test_a_file_system_that_cannot_flush_folders_is_used_with_a_warning(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     flush = os.fsync

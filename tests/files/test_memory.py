@@ -188,7 +188,7 @@ def with_driver(monkeypatch: pytest.MonkeyPatch, driver: Any) -> None:
     monkeypatch.setattr(torch.cuda, "device", driver.at)
 
 
-def test_a_gpu_is_told_of_the_memory_and_of_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_reported_of_the_memory_and_of_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver()
     with_driver(monkeypatch, driver)
     found = HostMemory(5000)
@@ -224,7 +224,7 @@ def test_memory_that_is_dropped_is_unregistered_too(monkeypatch: pytest.MonkeyPa
     assert driver.known == []
 
 
-def test_memory_that_a_gpu_refuses_is_used_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_a_gpu_refuses_is_used_anyway(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(code=2)
     with_driver(monkeypatch, driver)
     found = HostMemory(5000)

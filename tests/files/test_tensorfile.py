@@ -224,7 +224,7 @@ def test_a_row_of_nothing_is_nothing() -> None:
     assert tensor_file.from_row(memoryview(b""), []) == []
 
 
-def test_where_the_tensors_lie_can_be_told_by_the_header_alone() -> None:
+def test_where_the_tensors_lie_is_known_from_the_header_alone() -> None:
     tensors = samples(torch.float64) | {"mask": torch.ones(3, dtype=torch.bool)}
     data = content(tensors, {"tied": "matrix"})
     start = header_size(data[:8], len(data))
@@ -285,7 +285,7 @@ def test_a_tensor_at_an_odd_address_is_moved_before_it_is_used(spaces: int) -> N
     assert torch.equal(found, torch.ones(2))
 
 
-def test_booleans_in_memory_that_nobody_has_set_can_be_read_again() -> None:
+def test_booleans_in_memory_that_are_uninitialized_can_be_read_again() -> None:
     garbage = torch.tensor([0, 1, 7, 255], dtype=torch.uint8).view(torch.bool)
     once = read(content({"mask": garbage}))
     assert torch.equal(bits(once["mask"]), torch.tensor([0, 1, 1, 1], dtype=torch.uint8))

@@ -128,7 +128,7 @@ def test_the_best_and_any_other_can_be_named(
     assert torch.equal(best["head.weight"] + 1, model.head.weight)
 
 
-def test_what_was_written_is_told(
+def test_what_was_written_is_reported(
     model: nn.Module, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = told(capsys, run_dir, "-o", out := tmp_path / "m.safetensors")
@@ -246,7 +246,7 @@ class WithState(nn.Linear):
         self.calls = state["calls"]
 
 
-def test_what_is_no_tensor_is_in_a_pt_file_and_told_of_others(
+def test_what_is_no_tensor_is_in_a_pt_file_and_mentioned(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with RunState.load(run_dir, model=WithState(1, 1)) as state:

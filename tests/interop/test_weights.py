@@ -142,7 +142,7 @@ def test_names_that_would_be_the_same_without_a_prefix_stay_apart(tmp_path: Path
 
 
 @pytest.mark.parametrize("key", ["state_dict", "model", "model_state_dict"])
-def test_the_weights_in_a_checkpoint_of_somebody_elses_are_found(tmp_path: Path, key: str) -> None:
+def test_the_weights_in_a_checkpoint_of_another_person_are_found(tmp_path: Path, key: str) -> None:
     there, fresh = net(), net()
     optimizer = torch.optim.AdamW(there.parameters())
     there(torch.randn(5, 3)).sum().backward()
@@ -178,7 +178,7 @@ def test_what_holds_no_weights_is_said_to(tmp_path: Path, content: Any) -> None:
         load_weights(net(), tmp_path / "there.pt")
 
 
-def test_all_that_does_not_fit_is_told_at_once_and_nothing_is_touched(tmp_path: Path) -> None:
+def test_all_that_does_not_fit_is_reported_at_once_and_nothing_is_touched(tmp_path: Path) -> None:
     there, here = nn.Sequential(*net(), nn.Linear(2, 7)), nn.ModuleList([*net(5), nn.ReLU(), nn.Linear(1, 1)])
     before = look(here)
     torch.save(there.state_dict(), tmp_path / "there.pt")
@@ -206,7 +206,7 @@ def test_what_fits_is_loaded_and_what_does_not_is_returned(tmp_path: Path) -> No
     assert {*misfit.reshaped} == {"2.weight", "2.bias"}
 
 
-def test_weights_of_which_nothing_fits_are_an_error_in_any_case(tmp_path: Path) -> None:
+def test_weights_without_anything_that_fits_are_an_error_in_any_case(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(1)}, tmp_path / "there.pt")
 
     with pytest.raises(StateMismatch, match="nothing in"):

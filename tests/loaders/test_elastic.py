@@ -99,7 +99,7 @@ def test_from_its_beginning_an_epoch_is_dealt_out_as_torch_does_it(
 
 
 @given(legs=LEGS, ranks=st.integers(1, 8), size=st.integers(1, 9), drops=st.booleans(), n=st.integers(1, 200))
-def test_as_many_ranks_as_before_go_on_with_what_they_would_have_had(
+def test_as_many_ranks_as_before_continue_with_what_they_would_have_had(
     legs: list[Leg], ranks: int, size: int, drops: bool, n: int
 ) -> None:
     order, start = list(range(n)), 0
@@ -236,7 +236,7 @@ def order_of(epoch: int, samples: int = SAMPLES) -> list[int]:
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.heavy
-def test_an_epoch_goes_on_over_4_and_2_and_3_and_4_ranks(
+def test_an_epoch_continues_over_4_and_2_and_3_and_4_ranks(
     tmp_path: Path, workers: int, drop_last: bool
 ) -> None:
     script = Script(tmp_path, batch_size=4, num_workers=workers, drop_last=drop_last)
@@ -305,7 +305,7 @@ KINDS: dict[str, Make] = {
     ("kind", "workers"), [*((kind, 0) for kind in KINDS), ("shuffled", 2), ("own generator", 2)]
 )
 @pytest.mark.sampled(3)
-def test_one_rank_goes_on_as_two_and_as_one_again(tmp_path: Path, kind: str, workers: int) -> None:
+def test_one_rank_continues_as_two_and_as_one_again(tmp_path: Path, kind: str, workers: int) -> None:
     alone = Script(tmp_path / "alone", KINDS[kind], batch_size=4, num_workers=workers)
     expected = [indices(epoch) for epoch in alone.leg(1)[0]]
     script = Script(tmp_path / "script", KINDS[kind], batch_size=4, num_workers=workers)
@@ -320,7 +320,7 @@ def test_one_rank_goes_on_as_two_and_as_one_again(tmp_path: Path, kind: str, wor
 @pytest.mark.parametrize("stop", [3, (0, "end")])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.quick(3)
-def test_two_ranks_go_on_as_one(tmp_path: Path, kind: str, stop: Any) -> None:
+def test_two_ranks_continue_as_one(tmp_path: Path, kind: str, stop: Any) -> None:
     script = Script(tmp_path, KINDS[kind], batch_size=4)
     legs = [script.leg(2, stop), script.leg(1)]
 
@@ -365,7 +365,7 @@ def test_workers_that_persist_are_let_go_where_an_epoch_was_left_by_a_break(tmp_
         given = given if ranks == 2 else newest(tmp_path / f"{ranks}")
 
 
-def test_samples_that_come_one_by_one_are_dealt_out_anew_too(tmp_path: Path) -> None:
+def test_samples_that_come_one_by_one_are_dealt_out_again_too(tmp_path: Path) -> None:
     script = Script(tmp_path, lambda ranks, rank: one_by_one(ranks, rank, dataset=Images(13)))
     legs = [script.leg(2, 3), script.leg(3)]
     seen = [[sample[0] for sample in epoch] for leg in legs for epoch in (of_rank[0] for of_rank in leg)]
@@ -391,7 +391,7 @@ def test_the_number_may_change_wherever_the_run_stops(tmp_path: Path, stop: Any,
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.sampled(5)
 @pytest.mark.heavy
-def test_after_a_change_a_run_that_is_stopped_again_and_again_is_the_one_that_never_was(
+def test_after_a_change_a_run_that_is_stopped_repeatedly_matches_an_uninterrupted_one(
     tmp_path: Path, workers: int, ranks: int
 ) -> None:
     def changed(path: Path, stops: Sequence[Any]) -> list[Batches]:
@@ -412,7 +412,7 @@ def test_after_a_change_a_run_that_is_stopped_again_and_again_is_the_one_that_ne
     assert changed(tmp_path / "many", stops) == expected
 
 
-def test_a_loop_that_waits_for_its_first_batch_when_it_is_saved_goes_on_with_the_same_numbers(
+def test_a_loop_that_waits_for_its_first_batch_when_it_is_saved_continues_with_the_same_numbers(
     tmp_path: Path,
 ) -> None:
     how = {"batch_size": 3, "num_workers": 2}
@@ -573,7 +573,7 @@ def test_two_ranks_do_not_seed_their_samples_alike(tmp_path: Path, sampler: Any)
     assert len(set(drawn)) == len(drawn) == SAMPLES + 1
 
 
-def test_the_counters_and_the_length_go_on_from_the_batches_done_before(tmp_path: Path) -> None:
+def test_the_counters_and_the_length_continue_from_the_batches_done_before(tmp_path: Path) -> None:
     script = Script(tmp_path, batch_size=4)
     script.leg(4, 3)
     found = []
@@ -602,7 +602,9 @@ def test_the_counters_and_the_length_go_on_from_the_batches_done_before(tmp_path
         ({}, {"sample_seeds": True}, "dealt out again$"),
     ],
 )
-def test_the_change_is_told_with_what_it_does(tmp_path: Path, how: Any, options: Any, effect: str) -> None:
+def test_the_change_is_reported_with_what_it_does(
+    tmp_path: Path, how: Any, options: Any, effect: str
+) -> None:
     script = Script(tmp_path, **how)
     script.options = options
     script.leg(1, 3)
@@ -680,7 +682,7 @@ ALWAYS_SO = [(name, 3, 2) for name in ("subclass", "own batches", "length", "any
 @pytest.mark.filterwarnings("ignore:in_order=False")
 @pytest.mark.parametrize(("name", "before", "after"), CHANGES + ALWAYS_SO)
 @pytest.mark.sampled(3)
-def test_what_cannot_be_dealt_out_anew_is_a_mismatch_that_says_why_and_what_to_do(
+def test_what_cannot_be_dealt_out_again_is_a_mismatch_that_says_why_and_what_to_do(
     tmp_path: Path, name: str, before: int, after: int
 ) -> None:
     make, why = REFUSED[name]
@@ -700,7 +702,7 @@ def test_what_cannot_be_dealt_out_anew_is_a_mismatch_that_says_why_and_what_to_d
     assert len(together(anew)) >= SAMPLES
 
 
-def test_another_sampler_on_as_many_ranks_is_told_with_what_is_other_about_it(tmp_path: Path) -> None:
+def test_another_sampler_on_as_many_ranks_is_reported_with_what_is_other_about_it(tmp_path: Path) -> None:
     script = Script(tmp_path, batch_size=4)
     script.leg(1, 3)
     script.make = in_order
@@ -765,7 +767,7 @@ def test_batches_that_overtook_others_leave_no_rest_to_make_other_batches_of(tmp
         RunState.load(tmp_path / "a", loader=loader(5), allow=["loader.batch_size"])
 
 
-def test_a_plain_loader_on_each_rank_goes_on_as_it_did(tmp_path: Path) -> None:
+def test_a_plain_loader_on_each_rank_continues_as_it_did(tmp_path: Path) -> None:
     def plain(ranks: int, rank: int, **how: Any) -> DataLoader[Any]:
         return DataLoader(Images(), 4, shuffle=True)
 

@@ -228,7 +228,7 @@ def test_a_private_name_is_seen_however_it_is_used(line: str) -> None:
     assert private_names(line)
 
 
-def test_every_batch_is_told_of_with_its_number_and_its_worker() -> None:
+def test_every_batch_is_reported_with_its_number_and_its_worker() -> None:
     log = Log()
     workers, _ = opened(DataLoader(Numbers(), 2, num_workers=2, prefetch_factor=1), log, turn=1)
     list(workers)
@@ -238,7 +238,7 @@ def test_every_batch_is_told_of_with_its_number_and_its_worker() -> None:
     assert [stamped for _, stamped, _, _ in log.told[2:]] == [1, 0] * 3
 
 
-def test_a_batch_that_failed_is_told_of_without_a_stamp() -> None:
+def test_a_batch_that_failed_is_reported_without_a_stamp() -> None:
     log = Log()
     workers, _ = opened(DataLoader(Numbers(), 1, sampler=[1, 99, 3], num_workers=2), log)
     first = next(workers)
@@ -252,7 +252,7 @@ def test_a_batch_that_failed_is_told_of_without_a_stamp() -> None:
 
 
 @pytest.mark.heavy
-def test_what_was_made_ahead_is_told_of_before_another_epoch_begins() -> None:
+def test_what_was_made_ahead_is_reported_before_another_epoch_begins() -> None:
     log = Log()
     how: Any = {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 2}
     workers, view = opened(DataLoader(Numbers(), 1, **how), log)

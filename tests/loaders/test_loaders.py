@@ -676,7 +676,7 @@ def test_batches_gives_what_the_loader_itself_gives(
 @pytest.mark.parametrize(("name", "workers", "persists"), CASES)
 @pytest.mark.sampled(5)
 @pytest.mark.quick(3)
-def test_a_training_that_is_stopped_again_and_again_is_the_one_that_never_was(
+def test_a_training_that_is_stopped_repeatedly_matches_an_uninterrupted_one(
     run_dir: Path, name: str, workers: int, persists: bool
 ) -> None:
     expected = reference(name, workers, persists)
@@ -687,7 +687,7 @@ def test_a_training_that_is_stopped_again_and_again_is_the_one_that_never_was(
 
 
 @pytest.mark.proves("exact")
-def test_a_stream_that_draws_its_order_at_once_is_stopped_and_goes_on(run_dir: Path) -> None:
+def test_a_stream_that_draws_its_order_at_once_is_stopped_and_continues(run_dir: Path) -> None:
     expected = reference("stream, ordered at once", 0)
 
     seen = set_up("stream, ordered at once", 0).chain(run_dir, stops(expected))
@@ -702,7 +702,7 @@ def test_a_stream_that_draws_its_order_at_once_is_stopped_and_goes_on(run_dir: P
     "name", ["own", "more than all", "numpy batches", "break", "stream, own", "stateful iterators"]
 )
 @pytest.mark.sampled(3)
-def test_a_training_that_is_stopped_after_every_batch_is_the_one_that_never_was(
+def test_a_training_that_is_stopped_after_every_batch_matches_an_uninterrupted_one(
     run_dir: Path, name: str, persists: bool
 ) -> None:
     expected = reference(name, 2, persists)
@@ -779,7 +779,7 @@ def validated(state: Any, loaders: Loaders, log: Log) -> None:
     ],
 )
 @pytest.mark.sampled(3)
-def test_several_loaders_in_one_epoch_all_go_on(
+def test_several_loaders_in_one_epoch_all_continue(
     run_dir: Path, script: Any, at: list[Key], persists: bool
 ) -> None:
     training = Training(partial(two, persistent_workers=persists), script)
@@ -811,7 +811,7 @@ def opened_early(state: Any, loaders: Loaders, log: Log) -> None:
 @pytest.mark.parametrize("script", [limited, opened_early])
 @pytest.mark.parametrize("name", ["own", "stateful stream"])
 @pytest.mark.sampled(3)
-def test_a_loop_of_another_shape_goes_on_as_well(
+def test_a_loop_of_another_shape_continues_as_well(
     run_dir: Path, name: str, script: Any, workers: int, persists: bool
 ) -> None:
     training = Training(set_up(name, workers, persists).make, script)
@@ -911,7 +911,7 @@ def test_a_loader_that_changed_in_mid_epoch_is_a_mismatch_that_names_what_did(
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_batch_size_that_is_allowed_to_change_goes_on_at_the_same_sample(
+def test_a_batch_size_that_is_allowed_to_change_continues_at_the_same_sample(
     run_dir: Path, workers: int
 ) -> None:
     def of(size: int) -> Training:
@@ -932,7 +932,7 @@ def test_a_batch_size_that_is_allowed_to_change_goes_on_at_the_same_sample(
 
 
 @pytest.mark.parametrize("change", [{"batch_size": 5}, {"shuffle": False}, {"dataset": Images(quiet, 31)}])
-def test_a_loader_that_is_allowed_to_change_begins_the_epochs_data_anew(
+def test_a_loader_that_is_allowed_to_change_begins_the_epochs_data_again(
     run_dir: Path, change: dict[str, Any]
 ) -> None:
     old, new = (Training(partial(quiet_loader, **how), train) for how in ({}, change))
@@ -1125,7 +1125,7 @@ def swallowing(state: Any, loaders: Loaders, log: Log) -> None:
     ("workers", "persists"),
     [(0, False), pytest.param(2, False, marks=pytest.mark.heavy), HEAVY_PERSISTENT],
 )
-def test_a_loop_that_swallows_what_a_worker_raises_goes_on_as_the_plain_one_does(
+def test_a_loop_that_swallows_what_a_worker_raises_continues_as_the_plain_one_does(
     run_dir: Path, workers: int, persists: bool
 ) -> None:
     how = {"num_workers": workers, "persistent_workers": persists}
@@ -1168,7 +1168,7 @@ def unmeasured(run: Callable[[Path], Any], run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("persists", EITHER)
-def test_a_run_that_dies_of_a_killed_worker_goes_on_exactly(
+def test_a_run_that_dies_of_a_killed_worker_continues_exactly(
     run_dir: Path, tmp_path: Path, persists: bool
 ) -> None:
     how = {"num_workers": 2, "persistent_workers": persists}
@@ -1201,7 +1201,7 @@ def test_a_run_that_dies_of_a_killed_worker_goes_on_exactly(
     ],
 )
 @pytest.mark.sampled(3)
-def test_a_killed_training_leaves_no_worker_and_goes_on_in_another_interpreter(
+def test_a_killed_training_leaves_no_worker_and_continues_in_another_interpreter(
     run_dir: Path, name: str
 ) -> None:
     seen = []
@@ -1268,7 +1268,7 @@ def _caught(run_dir: Path, fails: set[int], stops: int | None = None) -> list[fl
 
 @pytest.mark.filterwarnings("ignore:loader. Stream has drawn random numbers for the first batch")
 @pytest.mark.parametrize("fails", [1, 9])
-def test_a_stream_goes_on_after_an_error_in_an_epochs_first_batch(tmp_path: Path, fails: int) -> None:
+def test_a_stream_continues_after_an_error_in_an_epochs_first_batch(tmp_path: Path, fails: int) -> None:
     seeded(0)
     straight = _caught(tmp_path / "straight", {fails, fails + 1})
 

@@ -154,7 +154,7 @@ LOADED: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("name", LOADED)
 @pytest.mark.quick(3)
-def test_a_generator_that_code_names_goes_on_in_this_process(name: str, run_dir: Path) -> None:
+def test_a_generator_that_code_names_continues_in_this_process(name: str, run_dir: Path) -> None:
     assert differences(run_dir, partial(objects, LOADED[name]), epochs) == []
 
 
@@ -162,7 +162,7 @@ def test_a_generator_that_code_names_goes_on_in_this_process(name: str, run_dir:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("persists", [False, True])
 @pytest.mark.parametrize("name", ["helper", "module", "late", "attribute", "stream"])
-def test_a_generator_that_code_names_goes_on_in_workers(name: str, persists: bool, run_dir: Path) -> None:
+def test_a_generator_that_code_names_continues_in_workers(name: str, persists: bool, run_dir: Path) -> None:
     loader = partial(LOADED[name], num_workers=2, persistent_workers=persists)
 
     assert differences(run_dir, partial(objects, loader), epochs) == []
@@ -184,7 +184,7 @@ def drawing_too(state: RunState, objects: dict[str, Any], tick: Callable[..., No
     ("function", "loop"), [(plain, epochs), (plain, drawing_too), (made_as_it_is_drawn, epochs)]
 )
 @pytest.mark.quick(3)
-def test_a_generator_that_the_function_of_a_plain_iterable_names_goes_on(
+def test_a_generator_that_the_function_of_a_plain_iterable_names_continues(
     function: Any, loop: Any, run_dir: Path
 ) -> None:
     assert differences(run_dir, partial(objects, lambda: function), loop) == []
@@ -295,7 +295,7 @@ def test_a_reader_reads_what_a_module_has_now() -> None:
         assert rng.is_same(reader.read(), expected)
 
 
-def test_a_checkpoint_without_what_modules_have_goes_on(run_dir: Path) -> None:
+def test_a_checkpoint_without_what_modules_have_continues(run_dir: Path) -> None:
     begin()
     with RunState.load(run_dir, loader=DataLoader(Data(quiet))) as state:
         state.save()

@@ -438,7 +438,7 @@ def drawn_from(generator: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("generator", GENERATORS, ids=lambda generator: type(generator).__name__)
-def test_a_generator_that_is_made_anew_goes_on_as_the_one_that_was_there(generator: Any) -> None:
+def test_a_generator_that_is_made_again_continues_as_the_one_that_was_there(generator: Any) -> None:
     drawn_from(generator)
     root = {"dataset": Holder(own=None)}
     for _ in range(2):

@@ -131,7 +131,7 @@ def test_a_number_of_workers_that_changes_in_mid_epoch_changes_nothing_and_is_no
     assert chain(run_dir, [3, 0, 1, 2], [1, 3, 5]) == expected
 
 
-def test_a_training_that_is_stopped_twice_goes_on_with_the_same_samples(run_dir: Path) -> None:
+def test_a_training_that_is_stopped_twice_continues_with_the_same_samples(run_dir: Path) -> None:
     for workers in 0, 2:
         expected = leg(run_dir.parent / f"one {workers}", workers)
 
@@ -197,7 +197,7 @@ def test_seeds_that_are_switched_in_mid_epoch_are_a_mismatch_unless_that_is_allo
     assert [sample[0] for _, sample in done + rest] == order
 
 
-def test_a_stream_is_not_seeded_and_goes_on_as_without(tmp_path: Path) -> None:
+def test_a_stream_is_not_seeded_and_continues_as_without(tmp_path: Path) -> None:
     def numbers(path: Path, **options: Any) -> Seen:
         torch.manual_seed(0), random.seed(0), np.random.seed(0)
         with RunState.load(path, loader=DataLoader(Stream(), BATCH, num_workers=1), **options) as state:

@@ -121,7 +121,7 @@ def test_a_sample_is_the_same_in_whatever_order_the_batches_come(run_dir: Path, 
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.quick(2)
-def test_a_run_that_is_stopped_again_and_again_is_the_one_that_never_was(
+def test_a_run_that_is_stopped_repeatedly_matches_an_uninterrupted_one(
     run_dir: Path, tmp_path: Path, workers: int
 ) -> None:
     seen = trained(run_dir, [(0, 0), (0, 2), (0, 3), (1, 1), (1, 2)], num_workers=workers)
@@ -207,5 +207,5 @@ def test_a_batch_that_is_loaded_as_one_has_the_seed_of_its_first_sample() -> Non
     assert load([(0, 5, 2), (0, 4, 3)]) != first
 
 
-def test_a_dataset_that_loads_one_by_one_goes_on_doing_so() -> None:
+def test_a_dataset_that_loads_one_by_one_continues_doing_so() -> None:
     assert Seeded(Noisy(), 1).__getitems__ is None

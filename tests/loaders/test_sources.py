@@ -235,7 +235,7 @@ def every_case() -> Iterator[tuple[str, list[Stop]]]:
 
 @pytest.mark.parametrize(("name", "stops"), [*every_case()])
 @pytest.mark.sampled(3)
-def test_a_loader_that_keeps_its_position_goes_on_from_it(
+def test_a_loader_that_keeps_its_position_continues_from_it(
     run_dir: Path, name: str, stops: list[Stop]
 ) -> None:
     assert chain(run_dir, KINDS[name], stops) == uninterrupted(KINDS[name])
@@ -289,7 +289,7 @@ class Sticks:
 
 
 @pytest.mark.parametrize("stops", STOPS)
-def test_a_loader_that_sticks_to_where_it_was_put_begins_the_next_epoch_all_the_same(
+def test_a_loader_that_sticks_to_where_it_was_put_begins_the_next_epoch_anyway(
     run_dir: Path, stops: list[Stop]
 ) -> None:
     assert chain(run_dir, Sticks, stops) == uninterrupted(Sticks)
@@ -351,7 +351,7 @@ class OwnNoise(Sticks):
             yield self.state["at"]
 
 
-def test_the_counters_of_a_loader_that_keeps_its_position_go_on(run_dir: Path) -> None:
+def test_the_counters_of_a_loader_that_keeps_its_position_continue(run_dir: Path) -> None:
     leg(run_dir, BeginsAnew, (0, 2))
     leg(run_dir, BeginsAnew, (1, 3))
 
@@ -466,7 +466,7 @@ keeps_none = pytest.mark.filterwarnings("ignore:loader keeps no position")
 @pytest.mark.parametrize("stops", STOPS)
 @pytest.mark.parametrize("name", PLAIN)
 @pytest.mark.sampled(3)
-def test_an_iterable_without_a_position_goes_on(run_dir: Path, name: str, stops: list[Stop]) -> None:
+def test_an_iterable_without_a_position_continues(run_dir: Path, name: str, stops: list[Stop]) -> None:
     # (a thread that loads draws from the training's generators when it likes; here the workers draw)
     assert chain(run_dir, PLAIN[name], stops) == uninterrupted(PLAIN[name])
 
@@ -474,7 +474,7 @@ def test_an_iterable_without_a_position_goes_on(run_dir: Path, name: str, stops:
 @keeps_none
 @pytest.mark.parametrize("anew", [False, True])
 @pytest.mark.parametrize("stops", [[(0, 2), (0, 3), (1, 2)], [(0, 4), (1, 1), (2, 1)]])
-def test_a_generator_that_is_made_with_the_first_batch_goes_on(
+def test_a_generator_that_is_made_with_the_first_batch_continues(
     run_dir: Path, stops: list[Stop], anew: bool
 ) -> None:
     assert chain(run_dir, lambda: Prefetching(anew), stops) == uninterrupted(lambda: Prefetching(anew))
@@ -557,7 +557,7 @@ def three_an_epoch(run_dir: Path, iterator: Iterator[Any], stop: Stop | None, se
 
 @keeps_none
 @pytest.mark.parametrize("stops", [[(0, 1), (1, 2)], [(0, "end"), (1, "end")], [(0, 2), (1, "end"), (2, 1)]])
-def test_an_endless_iterator_goes_on_over_all_epochs(tmp_path: Path, stops: list[Stop]) -> None:
+def test_an_endless_iterator_continues_over_all_epochs(tmp_path: Path, stops: list[Stop]) -> None:
     expected = three_an_epoch(tmp_path / "one", endless(), None, 0)
 
     seen = []
@@ -624,7 +624,7 @@ def of_the_module() -> Iterator[float]:
         yield GENERATOR.random()
 
 
-def test_what_is_loaded_once_more_is_told_with_its_cost_and_a_way_around(
+def test_what_is_loaded_once_more_is_reported_with_its_cost_and_a_way_around(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     leg(run_dir, PLAIN["iterable"], (0, 4))
@@ -638,7 +638,7 @@ def test_what_is_loaded_once_more_is_told_with_its_cost_and_a_way_around(
 
 
 @pytest.mark.parametrize("make", [lambda: range(3, 8), lambda: [*range(3, 8)], lambda: (3, 4, 5, 6, 7)])
-def test_a_range_or_a_list_goes_on_without_a_warning(run_dir: Path, make: Callable[[], Any]) -> None:
+def test_a_range_or_a_list_continues_without_a_warning(run_dir: Path, make: Callable[[], Any]) -> None:
     seen = []
     for stop in (2, 2, None):
         with RunState.load(run_dir) as state:
@@ -693,7 +693,7 @@ NEVER_GIVEN: dict[str, Callable[[], Any]] = {
 @pytest.mark.filterwarnings("ignore:.* keeps no position")
 @pytest.mark.parametrize("stops", STOPS)
 @pytest.mark.parametrize("name", NEVER_GIVEN)
-def test_an_iterable_that_was_never_given_goes_on(run_dir: Path, name: str, stops: list[Stop]) -> None:
+def test_an_iterable_that_was_never_given_continues(run_dir: Path, name: str, stops: list[Stop]) -> None:
     legs = enumerate([*stops, None])
     seen = [event for seed, stop in legs for event in unregistered(run_dir, NEVER_GIVEN[name], stop, seed)]
 
@@ -701,7 +701,7 @@ def test_an_iterable_that_was_never_given_goes_on(run_dir: Path, name: str, stop
 
 
 @pytest.mark.filterwarnings("ignore:.* keeps no position")
-def test_two_iterables_of_one_kind_that_were_never_given_both_go_on(run_dir: Path) -> None:
+def test_two_iterables_of_one_kind_that_were_never_given_both_continue(run_dir: Path) -> None:
     def leg(stop: int | None) -> Iterator[tuple[int, int]]:
         with RunState.load(run_dir) as state:
             both = state.batches([*range(6)]), state.batches([*range(10, 16)])

@@ -71,7 +71,7 @@ DRAWS: dict[str, tuple[str, Callable[[Own], Any]]] = {
 
 
 @pytest.mark.parametrize("case", DRAWS)
-def test_only_what_was_drawn_from_is_told(case: str) -> None:
+def test_only_what_was_drawn_from_is_reported(case: str) -> None:
     own, (name, draw) = Own(1), DRAWS[case]
     watch = Watch(search.find(own))
 
@@ -82,7 +82,7 @@ def test_only_what_was_drawn_from_is_told(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["python", "numpy", "torch"])
-def test_a_generator_is_told_as_a_whole_once_and_then_only_its_place(case: str) -> None:
+def test_a_generator_is_reported_as_a_whole_once_and_then_only_its_place(case: str) -> None:
     name, draw = DRAWS[case]
     watch = Watch({})
     draw(Own(1)), draw(Own(1))
@@ -95,7 +95,7 @@ def test_a_generator_is_told_as_a_whole_once_and_then_only_its_place(case: str) 
 
 
 @pytest.mark.parametrize("case", ["python", "numpy", "torch"])
-def test_new_words_are_told_when_the_old_ones_are_used_up(case: str) -> None:
+def test_new_words_are_reported_when_the_old_ones_are_used_up(case: str) -> None:
     name, draw = DRAWS[case]
     watch = Watch({})
     draw(Own(1)), watch.changes()
@@ -131,13 +131,13 @@ def followed(act: Callable[[int], Any], times: int = 40) -> tuple[States, States
         lambda number: torch.set_rng_state(torch.Generator().manual_seed(number).get_state()),
     ],
 )
-def test_what_is_told_again_and_again_makes_the_state_that_is_there(act: Callable[[int], Any]) -> None:
+def test_what_is_sent_repeatedly_makes_the_state_that_is_there(act: Callable[[int], Any]) -> None:
     told, now = followed(act)
 
     assert told == now
 
 
-def test_a_kept_normal_number_that_is_taken_is_told_though_no_word_moves() -> None:
+def test_a_kept_normal_number_that_is_taken_is_reported_though_no_word_moves() -> None:
     watch = Watch({})
     random.gauss(0, 1), np.random.randn()
     kept = watch.changes()
@@ -150,7 +150,7 @@ def test_a_kept_normal_number_that_is_taken_is_told_though_no_word_moves() -> No
 
 
 @pytest.mark.parametrize("bits", [np.random.PCG64, np.random.Philox, np.random.SFC64, np.random.MT19937])
-def test_another_kind_of_numpy_generator_is_told_of(numpy_bits: None, bits: Any) -> None:
+def test_another_kind_of_numpy_generator_is_reported(numpy_bits: None, bits: Any) -> None:
     watch = Watch({})
     np.random.rand(), watch.changes()
     np.random.set_bit_generator(bits(3))  # type: ignore[attr-defined]
@@ -163,7 +163,9 @@ def test_another_kind_of_numpy_generator_is_told_of(numpy_bits: None, bits: Any)
         states = worker_rng.merged(states, watch.changes())
 
 
-def test_a_numpy_generator_that_was_of_another_kind_for_a_while_is_told_as_it_is(numpy_bits: None) -> None:
+def test_a_numpy_generator_that_was_of_another_kind_for_a_while_is_reported_as_it_is(
+    numpy_bits: None,
+) -> None:
     watch = Watch({})
     states = watch.states()
     for bits in (np.random.PCG64(1), np.random.MT19937(2), np.random.PCG64(3), np.random.MT19937(4)):
@@ -185,14 +187,14 @@ class MT19937(np.random.MT19937):
         return other.ctypes
 
 
-def test_words_that_do_not_lie_where_they_are_looked_for_are_told_all_the_same(numpy_bits: None) -> None:
+def test_words_that_do_not_lie_where_they_are_looked_for_are_sent_anyway(numpy_bits: None) -> None:
     np.random.set_bit_generator(MT19937(5))  # type: ignore[attr-defined]
     told, now = followed(lambda number: np.random.randn())
 
     assert told == now
 
 
-def test_a_generator_that_is_new_is_told_even_if_nothing_is_drawn_any_more() -> None:
+def test_a_generator_that_is_new_is_reported_even_if_nothing_is_drawn_any_more() -> None:
     own = Own(2)
     watch = Watch({})
     watch.add(search.find(own), is_new=True)
@@ -203,7 +205,7 @@ def test_a_generator_that_is_new_is_told_even_if_nothing_is_drawn_any_more() -> 
     assert watch.changes() == {}
 
 
-def test_a_generator_in_the_place_of_another_is_told_of_in_its_stead() -> None:
+def test_a_generator_in_the_place_of_another_is_reported_in_its_stead() -> None:
     own = Own(2)
     watch = Watch(search.find(own))
     own.pcg.random(), watch.changes()
@@ -308,7 +310,7 @@ def tell(queue: Any, connection: Any) -> None:
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 @pytest.mark.quick(2)
-def test_what_another_process_told_makes_its_next_numbers_here(method: str) -> None:
+def test_what_another_process_sent_makes_its_next_numbers_here(method: str) -> None:
     context: Any = torch_multiprocessing.get_context(method)
     queue, (here, there) = context.Queue(), multiprocessing.Pipe()
     process = context.Process(target=tell, args=(queue, there))

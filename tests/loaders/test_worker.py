@@ -141,7 +141,7 @@ PLAN: list[Any] = [[0, 1, 2, 3], [8, 9, 10, 11], [16, 17], [4, 5, 6], [7], [12, 
 
 @pytest.mark.parametrize("init", [None, begun])
 @pytest.mark.parametrize("kind", [Noisy, ManyAtOnce, Counting])
-def test_a_worker_that_begins_anew_again_and_again_makes_the_same_batches(
+def test_a_worker_that_begins_again_repeatedly_makes_the_same_batches(
     in_worker: Any, kind: Any, init: Any
 ) -> None:
     random.seed(5)
@@ -205,7 +205,7 @@ def test_the_users_functions_find_their_dataset_and_not_the_one_around_it(in_wor
     assert info.dataset is dataset
 
 
-def test_in_the_trainings_process_only_the_size_is_told() -> None:
+def test_in_the_trainings_process_only_the_size_is_reported() -> None:
     loader: DataLoader[Any] = DataLoader(Counting(), 2, collate_fn=collated)
     worker = Worker(loader, None, {}, {}, is_seeded=False)
 
@@ -482,7 +482,7 @@ def scatter(seed: int) -> None:
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_stream_goes_on_in_the_middle_again_and_again(
+def test_a_stream_continues_in_the_middle_again_and_again(
     in_worker: Any, kind: Any, how: dict[str, Any]
 ) -> None:
     whole = Streaming(in_worker, kind(), **how)
@@ -523,7 +523,7 @@ def test_a_stream_whose_epoch_has_ended_begins_the_next_one(
 
 
 @pytest.mark.parametrize("kind", [Stateful, ItsOwn])
-def test_a_stream_that_stopped_at_its_very_last_sample_begins_the_next_epoch_anew(
+def test_a_stream_that_stopped_at_its_very_last_sample_begins_the_next_epoch_again(
     in_worker: Any, kind: Any
 ) -> None:
     whole = Streaming(in_worker, kind(2 * BATCH))
@@ -537,7 +537,7 @@ def test_a_stream_that_stopped_at_its_very_last_sample_begins_the_next_epoch_ane
     assert again.load() == expected
 
 
-def test_the_iterator_of_a_stream_that_may_begin_anew_is_asked_as_itself(in_worker: Any) -> None:
+def test_the_iterator_of_a_stream_that_may_begin_again_is_asked_as_itself(in_worker: Any) -> None:
     whole = Streaming(in_worker, Cursors())
     whole.load()
     start = Start(whole.saved(is_through=True, batches=0), is_next_epoch=True)
@@ -582,7 +582,7 @@ def test_a_stream_with_a_state_is_never_run_again(in_worker: Any) -> None:
     assert again.stream.iterator.at == 3 * BATCH
 
 
-def test_only_what_has_changed_of_the_data_is_told(in_worker: Any) -> None:
+def test_only_what_has_changed_of_the_data_is_reported(in_worker: Any) -> None:
     whole = Streaming(in_worker, Both())
     told = [whole.worker(list(itertools.islice(whole.stream.iterator, BATCH)))[1][5].keys() for _ in range(3)]
 
@@ -634,7 +634,7 @@ def trained(run_dir: Path, stops: list[Any], **how: Any) -> list[Any]:
 
 @pytest.mark.parametrize("how", [{}, {"persistent_workers": True}])
 @pytest.mark.quick(2)
-def test_generators_that_a_stream_makes_anew_in_every_epoch_go_on(
+def test_generators_that_a_stream_makes_again_in_every_epoch_continue(
     run_dir: Path, tmp_path: Path, how: dict[str, Any]
 ) -> None:
     seen = trained(run_dir, [(0, 4), (1, 2), (1, 5), (2, 3)], **how)
@@ -642,7 +642,7 @@ def test_generators_that_a_stream_makes_anew_in_every_epoch_go_on(
     assert seen == trained(tmp_path / "other", [], **how)
 
 
-def test_a_watch_follows_a_generator_that_a_stream_makes_anew(in_worker: Any) -> None:
+def test_a_watch_follows_a_generator_that_a_stream_makes_again(in_worker: Any) -> None:
     whole = Streaming(in_worker, NewEveryEpoch())
     for _ in range(3):
         whole.load(3)

@@ -328,7 +328,7 @@ class Shadow:
         self.mean = state["mean"]
 
 
-def test_a_tensor_that_another_part_makes_anew_is_named(run_dir: Path) -> None:
+def test_a_tensor_that_another_part_makes_again_is_named(run_dir: Path) -> None:
     shadow, model = Shadow(), nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
     with RunState.load(run_dir, model=model, optimizer=optimizer, extra={"shadow": shadow}) as state:

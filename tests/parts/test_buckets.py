@@ -326,7 +326,7 @@ def test_what_was_frozen_since_has_no_place_in_an_order() -> None:
 
 
 @pytest.mark.usefixtures("_alone")
-def test_no_order_is_told_by_a_torch_that_does_not_note_it() -> None:
+def test_no_order_is_reported_by_a_torch_that_does_not_note_it() -> None:
     ddp = DistributedDataParallel(Net())
     _steps(ddp, 3)
     ddp._get_ddp_logging_data = dict

@@ -206,7 +206,7 @@ def save_in_first_body(run_dir: Path) -> None:
             state.save()
 
 
-def test_a_resume_from_a_checkpoint_that_lacks_kept_gradients_is_told(run_dir: Path) -> None:
+def test_a_resume_from_a_checkpoint_that_lacks_kept_gradients_is_reported(run_dir: Path) -> None:
     save_in_first_body(run_dir)
 
     objects = make()
@@ -320,7 +320,9 @@ def test_a_script_that_begins_to_keep_its_gradients_is_seen() -> None:
     assert gradients.pending(parameters).keys() == parameters.keys()
 
 
-def test_a_script_that_begins_to_keep_its_gradients_late_is_told_and_exact_from_there(run_dir: Path) -> None:
+def test_a_script_that_begins_to_keep_its_gradients_late_is_reported_and_exact_from_there(
+    run_dir: Path,
+) -> None:
     objects = make()
     with RunState.load(run_dir, **objects) as state:
         for step in state.steps(7):

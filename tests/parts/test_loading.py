@@ -711,7 +711,7 @@ def test_any_training_comes_back_to_the_last_bit(
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_what_was_saved_on_a_gpu_comes_back_on_the_cpu_and_that_is_told(run_dir: Path, seed: int) -> None:
+def test_what_was_saved_on_a_gpu_comes_back_on_the_cpu_and_that_is_reported(run_dir: Path, seed: int) -> None:
     training = RandomTraining(seed, ["adam", "nadam", "sgd"][seed % 3])
     with RunState.load(run_dir, **training.parts) as state:
         training.step()
@@ -1461,7 +1461,7 @@ def test_a_lack_of_memory_is_no_damage_and_no_older_checkpoint_is_used(
 
 
 @pytest.mark.parametrize("is_in_place", [True, False])
-def test_every_byte_that_is_read_is_told(run_dir: Path, saved: list[Any], is_in_place: bool) -> None:
+def test_every_byte_that_is_read_is_reported(run_dir: Path, saved: list[Any], is_in_place: bool) -> None:
     found = Run(run_dir).open(2)
     training = Training(1)
     state = RunState.load(run_dir, **training.parts)
@@ -1486,7 +1486,7 @@ def test_every_byte_that_is_read_is_told(run_dir: Path, saved: list[Any], is_in_
     assert bool(second[0]) is bool(names) is is_in_place
 
 
-def test_what_goes_to_a_device_goes_there_when_it_is_told_of_too(tmp_path: Path) -> None:
+def test_what_goes_to_a_device_goes_there_when_it_is_reported_too(tmp_path: Path) -> None:
     content = bytes(range(200))
     (tmp_path / "file").write_bytes(content)
     took, told = bytearray(), []

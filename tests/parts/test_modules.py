@@ -223,7 +223,7 @@ def test_parametrized_weights_come_back(run_dir: Path, parametrize: Callable[[nn
     assert torch.equal(model.weight, build(0).weight)  # type: ignore[arg-type]
 
 
-def test_batch_norm_goes_on_from_its_statistics(run_dir: Path) -> None:
+def test_batch_norm_continues_from_its_statistics(run_dir: Path) -> None:
     straight = nn.BatchNorm1d(3)
     for step in range(6):
         straight(torch.randn(4, 3, generator=torch.Generator().manual_seed(step)))
@@ -497,7 +497,7 @@ REPLICATED: Mapping[str, Callable[[], tuple[nn.Module, nn.Module]]] = {
 
 @pytest.mark.usefixtures("_alone")
 @pytest.mark.parametrize("kind", REPLICATED)
-def test_a_replica_goes_on_with_the_order_of_its_gradients(run_dir: Path, kind: str) -> None:
+def test_a_replica_continues_with_the_order_of_its_gradients(run_dir: Path, kind: str) -> None:
     model, ddp = REPLICATED[kind]()
     _forth_and_back(ddp if kind != "inside" else model, 3)
     expected = _order(ddp)
@@ -670,7 +670,7 @@ SPLIT: Mapping[str, tuple[Callable[[], nn.Module], str, str]] = {
 @pytest.mark.parametrize("kind", SPLIT)
 @gloo.alone
 @pytest.mark.quick(3)
-def test_a_model_of_which_each_process_has_a_share_is_refused(run_dir: Path, kind: str) -> None:
+def test_a_model_that_is_split_over_processes_is_refused(run_dir: Path, kind: str) -> None:
     build, text, tool = SPLIT[kind]
     model = build()
 
@@ -691,7 +691,7 @@ def test_what_only_sounds_like_a_share_is_taken(run_dir: Path) -> None:
 
 
 @pytest.mark.heavy
-def test_nobody_has_to_import_what_splits_a_model(run_dir: Path) -> None:
+def test_no_import_is_needed_for_what_splits_a_model(run_dir: Path) -> None:
     script = f"""
 import sys, torch
 from resumable import RunState

@@ -206,7 +206,7 @@ def test_the_state_of_a_live_optimizer_does_not_outlive_going_back(run_dir: Path
             assert not optimizer.state
 
 
-def test_two_models_with_an_optimizer_each_go_on_exactly(run_dir: Path) -> None:
+def test_two_models_with_an_optimizer_each_continue_exactly(run_dir: Path) -> None:
     def build(seed: int) -> tuple[dict[str, nn.Module], dict[str, Any]]:
         models = {"G": _net(seed), "D": _net(seed + 10)}
         return models, {name: torch.optim.Adam(models[name].parameters()) for name in ("D", "G")}
@@ -444,7 +444,7 @@ def _scaled(
 
 
 @pytest.mark.parametrize("losses", [[], [1.0, 1.0, 1.0], [1.0, float("inf")], [float("inf")]])
-def test_a_scaler_goes_on_from_its_scale_and_its_growth(run_dir: Path, losses: list[float]) -> None:
+def test_a_scaler_continues_from_its_scale_and_its_growth(run_dir: Path, losses: list[float]) -> None:
     def make(seed: int) -> tuple[nn.Module, torch.optim.SGD, torch.amp.GradScaler]:
         model = _net(seed)
         scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=4)

@@ -77,7 +77,7 @@ def test_a_group_that_is_added_in_mid_training_is_named_once(run_dir: Path) -> N
 
 
 @pytest.mark.filterwarnings("ignore:.* has changed since checkpoint")
-def test_a_run_with_an_added_group_goes_on_with_all_groups_made_before_the_load(run_dir: Path) -> None:
+def test_a_run_with_an_added_group_continues_with_all_groups_made_before_the_load(run_dir: Path) -> None:
     model = Net()
     optimizer = torch.optim.Adam(model.head.parameters(), lr=0.5)
     with RunState.load(run_dir, model=model, optimizer=optimizer) as state:
@@ -122,7 +122,7 @@ def _unfreezing(run: Path, total: int) -> list[float]:
     return [value for parameter in model.parameters() for value in parameter.flatten().tolist()]
 
 
-def test_groups_that_are_frozen_at_first_go_on_exactly(run_dir: Path) -> None:
+def test_groups_that_are_frozen_at_first_continue_exactly(run_dir: Path) -> None:
     expected = _unfreezing(run_dir / "whole", 6)
     assert [_unfreezing(run_dir / "parts", total) for total in (2, 4, 6)][-1] == expected
 
@@ -208,7 +208,7 @@ def _collecting(
     [(True, {"end": _three_more}), (True, {"begin": _by_epoch}), (False, {"begin": _by_epoch})],
 )
 @pytest.mark.parametrize("stops", [(2, 3), (6, 5), (-1, -2), (6, -2)])
-def test_a_dataset_that_grows_between_epochs_goes_on_exactly(
+def test_a_dataset_that_grows_between_epochs_continues_exactly(
     run_dir: Path, keeps: bool, changes: dict[str, Grow], stops: tuple[int, int]
 ) -> None:
     with warnings.catch_warnings():

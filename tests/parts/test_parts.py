@@ -288,7 +288,7 @@ def test_a_dataclass_that_leaves_its_field_cannot_be_stored(run_dir: Path) -> No
             state.save()
 
 
-def test_an_average_of_the_weights_goes_on_exactly(run_dir: Path) -> None:
+def test_an_average_of_the_weights_continues_exactly(run_dir: Path) -> None:
     def build(seed: int) -> tuple[nn.Module, AveragedModel]:
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
@@ -375,7 +375,7 @@ def test_an_object_in_the_wrong_slot_is_refused_at_once(run_dir: Path, slot: str
 
 
 @pytest.mark.parametrize("name", ["", "a.b", 3])
-def test_a_name_that_could_not_be_told_from_others_is_refused(run_dir: Path, name: Any) -> None:
+def test_a_name_that_looks_like_another_is_refused(run_dir: Path, name: Any) -> None:
     with pytest.raises(UsageError, match="cannot name a part of extra"):
         RunState.load(run_dir, extra={name: {}})
 

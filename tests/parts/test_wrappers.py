@@ -69,7 +69,7 @@ def test_a_training_in_wrappers_is_resumed_twice_as_if_it_had_not_been_stopped(
 
 
 @pytest.mark.parametrize("make", WRAPPERS)
-def test_wrapped_and_bare_parts_have_the_same_names_and_go_on_from_each_other(
+def test_wrapped_and_bare_parts_have_the_same_names_and_continue_from_each_other(
     make: Any, run_dir: Path, tmp_path: Path
 ) -> None:
     straight = train(tmp_path / "straight", bare(), 6)
@@ -104,7 +104,7 @@ def loaders() -> list[tuple[str, Any]]:
     return made
 
 
-def test_a_loader_that_counts_its_epochs_anew_is_refused_with_the_way_out(run_dir: Path) -> None:
+def test_a_loader_that_counts_its_epochs_again_is_refused_with_the_way_out(run_dir: Path) -> None:
     for maker, loader in loaders():
         with pytest.raises(
             UsageError, match=rf"epochs from 0(?s:.*)state\.batches\(device={maker}\.device\)"

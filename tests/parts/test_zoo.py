@@ -239,7 +239,7 @@ def _id(variant: Any) -> str:
 @pytest.mark.parametrize(("optimizer", "options"), VARIANTS, ids=_id)
 @pytest.mark.sampled(3)
 @pytest.mark.quick(3)
-def test_an_optimizer_with_any_scheduler_goes_on_after_two_resumes_as_if_never_stopped(
+def test_an_optimizer_with_any_scheduler_continues_after_two_resumes_as_if_never_stopped(
     run_dir: Path, optimizer: str, options: Mapping[str, Any]
 ) -> None:
     expected = _trials(optimizer, options, seed=1)
@@ -264,7 +264,7 @@ def test_no_scheduler_of_torch_is_left_out() -> None:
     assert covered == _schedulers(), "give each new scheduler a line in SCHEDULERS"
 
 
-def test_the_zoo_would_notice_an_optimizer_that_starts_anew(run_dir: Path) -> None:
+def test_the_zoo_would_notice_an_optimizer_that_starts_again(run_dir: Path) -> None:
     trained, fresh = (_trials("Adam", {}, seed=1)["StepLR"] for _ in range(2))
     trained.train(range(2))
 

@@ -271,7 +271,7 @@ def test_the_newest_of_what_was_drawn_seldom_is_kept(run_dir: Path) -> None:
     assert [number for number, _ in found["random"]["python"]] == [3, 51, 61]
 
 
-def test_a_checkpoint_without_them_goes_on_as_it_did(run_dir: Path) -> None:
+def test_a_checkpoint_without_them_continues_as_it_did(run_dir: Path) -> None:
     def made() -> Any:
         return choose_source.make("loader", Ahead(1), {}, lambda: None, lambda: False)
 
@@ -312,7 +312,7 @@ def trained(run_dir: Path, make: Callable[[], Any], stops: Iterable[int], noise:
 
 
 @pytest.mark.parametrize("name", DRAWS)
-def test_draws_kept_for_more_than_32_batches_are_told(run_dir: Path, name: str) -> None:
+def test_draws_kept_for_more_than_32_batches_are_reported(run_dir: Path, name: str) -> None:
     first, *others = trained(run_dir, lambda: Ahead(50, DRAWS[name], 100), [40, 45], DRAWS[name])
 
     assert not others
@@ -328,13 +328,13 @@ def test_draws_kept_for_more_than_32_batches_are_told(run_dir: Path, name: str) 
         (all_of_them, all_of_them, 32),
     ],
 )
-def test_nothing_is_told_where_only_one_of_them_draws_or_all_is_known(
+def test_nothing_is_reported_where_only_one_of_them_draws_or_all_is_known(
     run_dir: Path, draw: Draw, noise: Draw, stop: int
 ) -> None:
     assert trained(run_dir, lambda: Ahead(50, draw, 100), [stop, stop + 1], noise) == []
 
 
-def test_nothing_is_told_of_an_order_that_is_drawn_as_the_epoch_begins(run_dir: Path) -> None:
+def test_nothing_is_reported_an_order_that_is_drawn_as_the_epoch_begins(run_dir: Path) -> None:
     def shuffled() -> Iterator[int]:
         yield from torch.randperm(100).tolist()
 
@@ -395,7 +395,7 @@ def in_another_pool() -> Iterator[int]:
 @pytest.mark.parametrize(
     "make", [lambda: InThread(range(4)), lambda: in_a_pool, lambda: in_another_pool], ids=["own", "a", "b"]
 )
-def test_an_iterable_that_starts_threads_is_told_of_once(run_dir: Path, make: Any) -> None:
+def test_an_iterable_that_starts_threads_is_reported_once(run_dir: Path, make: Any) -> None:
     told: list[Any] = []
     with warnings.catch_warnings(record=True) as found, RunState.load(run_dir, loader=make()) as state:
         warnings.simplefilter("always")

@@ -85,7 +85,7 @@ def test_a_guard_that_lets_each_start_through_is_warned_of_at_a_resume(run_dir: 
                 script.train(epochs)
 
 
-def test_a_setting_that_each_start_makes_anew_is_warned_of_where_it_differs(run_dir: Path) -> None:
+def test_a_setting_that_each_start_makes_again_is_warned_of_where_it_differs(run_dir: Path) -> None:
     def start(epochs: int, rate: float) -> None:
         script = Script(run_dir)
         for group in script.optimizer.param_groups:
@@ -142,16 +142,16 @@ def train_in_epochs(script: Script, saves_at: int) -> None:
 
 @pytest.mark.filterwarnings("ignore:model, optimizer, random changed after save")
 @pytest.mark.parametrize("saves_at", [0, 1])
-def test_a_step_after_the_save_that_ends_the_epoch_is_told(run_dir: Path, saves_at: int) -> None:
+def test_a_step_after_the_save_that_ends_the_epoch_is_reported(run_dir: Path, saves_at: int) -> None:
     with pytest.warns(ResumableWarning, match=ENDED):
         train_in_epochs(Script(run_dir), saves_at)
 
 
-def test_a_save_after_the_last_step_of_each_epoch_is_not_told(run_dir: Path) -> None:
+def test_a_save_after_the_last_step_of_each_epoch_is_not_reported(run_dir: Path) -> None:
     train_in_epochs(Script(run_dir), 2)
 
 
-def test_batches_after_the_save_that_ends_the_epoch_are_told(run_dir: Path) -> None:
+def test_batches_after_the_save_that_ends_the_epoch_are_reported(run_dir: Path) -> None:
     script = Script(run_dir)
 
     with script.state as state:
@@ -170,7 +170,7 @@ def test_batches_after_the_save_that_ends_the_epoch_are_told(run_dir: Path) -> N
 
 
 @pytest.mark.parametrize("is_given", [True, False])
-def test_an_optimizer_that_is_not_given_is_told_at_its_first_step(run_dir: Path, is_given: bool) -> None:
+def test_an_optimizer_that_is_not_given_is_reported_at_its_first_step(run_dir: Path, is_given: bool) -> None:
     model = nn.Linear(1, 1)
     head, body = torch.optim.SGD([model.weight], lr=0.1), torch.optim.Adam([model.bias], lr=0.1)
     given = {"head": head, "body": body} if is_given else {"head": head}
@@ -187,7 +187,7 @@ def test_an_optimizer_that_is_not_given_is_told_at_its_first_step(run_dir: Path,
             body.step()
 
 
-def test_an_optimizer_without_state_and_one_of_another_model_are_not_told(run_dir: Path) -> None:
+def test_an_optimizer_without_state_and_one_of_another_model_are_not_reported(run_dir: Path) -> None:
     script = Script(run_dir)
     other = nn.Linear(1, 1)
     without, elsewhere = torch.optim.SGD(script.model.parameters()), torch.optim.Adam(other.parameters())
@@ -214,7 +214,7 @@ class Lookahead:
         self.inner.load_state_dict(state)
 
 
-def test_an_optimizer_inside_of_a_given_one_is_not_told(run_dir: Path) -> None:
+def test_an_optimizer_inside_of_a_given_one_is_not_reported(run_dir: Path) -> None:
     model = nn.Linear(1, 1)
     inner = torch.optim.Adam(model.parameters())
 
@@ -224,7 +224,7 @@ def test_an_optimizer_inside_of_a_given_one_is_not_told(run_dir: Path) -> None:
             inner.step()
 
 
-def test_a_scheduler_that_is_not_given_is_told_at_the_save_after_it_has_changed_the_rate(
+def test_a_scheduler_that_is_not_given_is_reported_at_the_save_after_it_has_changed_the_rate(
     run_dir: Path,
 ) -> None:
     script = Script(run_dir)
@@ -241,7 +241,7 @@ def test_a_scheduler_that_is_not_given_is_told_at_the_save_after_it_has_changed_
                 state.save()
 
 
-def test_a_given_scheduler_is_not_told(run_dir: Path) -> None:
+def test_a_given_scheduler_is_not_reported(run_dir: Path) -> None:
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = LambdaLR(optimizer, lambda step: 0.5**step)
@@ -254,7 +254,7 @@ def test_a_given_scheduler_is_not_told(run_dir: Path) -> None:
             state.save()
 
 
-def test_a_rate_that_the_script_sets_is_not_told(run_dir: Path) -> None:
+def test_a_rate_that_the_script_sets_is_not_reported(run_dir: Path) -> None:
     script = Script(run_dir)
 
     with script.state as state:
@@ -289,7 +289,7 @@ def save_and_leave(script: Script, number_of: Any, stop: int) -> None:
 
 
 @pytest.mark.parametrize("numbered", [indexed, shown])
-def test_an_enumerate_that_begins_at_0_in_a_resumed_epoch_is_told(run_dir: Path, numbered: Any) -> None:
+def test_an_enumerate_that_begins_at_0_in_a_resumed_epoch_is_reported(run_dir: Path, numbered: Any) -> None:
     for done in (0, 1, 2):
         script = Script(run_dir, loader=DataLoader(torch.arange(8.0), 2))
         told = f"counts from 0 in an epoch that continues with batch {done}"
@@ -298,7 +298,7 @@ def test_an_enumerate_that_begins_at_0_in_a_resumed_epoch_is_told(run_dir: Path,
             save_and_leave(script, lambda state: numbered(state.batches()), 0)
 
 
-def test_an_enumerate_that_begins_where_the_epoch_goes_on_is_not_told(run_dir: Path) -> None:
+def test_an_enumerate_that_begins_where_the_epoch_continues_is_not_reported(run_dir: Path) -> None:
     for stop in (0, 1, 2):
         script = Script(run_dir, loader=DataLoader(torch.arange(8.0), 2))
         with pytest.raises(KeyboardInterrupt):

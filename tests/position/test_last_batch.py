@@ -74,7 +74,7 @@ class Stream(IterableDataset[int]):
         return iter(range(LENGTH))
 
 
-def test_saves_by_themselves_at_a_last_batch_stand_at_the_epochs_end(run_dir: Path) -> None:
+def test_automatic_saves_at_a_last_batch_stand_at_the_epochs_end(run_dir: Path) -> None:
     training = Training(run_dir, every=LENGTH)
 
     with training.state as state:
@@ -276,7 +276,7 @@ def failed(script: Callable[[Training], None], run_dir: Path) -> str:
     return ""
 
 
-def test_a_metric_of_what_only_the_loop_sums_up_is_told(run_dir: Path) -> None:
+def test_a_metric_of_what_only_the_loop_sums_up_is_reported(run_dir: Path) -> None:
     behind(run_dir, epoch=1)
     with Training(run_dir).state as state:
         for _ in state.epochs(2):
@@ -398,7 +398,7 @@ def skips(run_dir: Path) -> list[Any]:
     return [line for line in lines if line["event"] == "skip"]
 
 
-def test_a_script_without_with_is_told_at_its_end(run_dir: Path, tmp_path: Path) -> None:
+def test_a_script_without_with_is_reported_at_its_end(run_dir: Path, tmp_path: Path) -> None:
     behind(run_dir, epoch=1)
     script = """
         import sys, torch

@@ -121,7 +121,7 @@ def test_passes_over_the_batches_without_epochs_begin_without_means(run_dir: Pat
     assert [*counts, training.state.means._sums["loss"].weight.host] == [10, 10, 10]
 
 
-def test_in_a_loop_over_steps_means_go_on_until_they_are_reset(run_dir: Path) -> None:
+def test_in_a_loop_over_steps_means_continue_until_they_are_reset(run_dir: Path) -> None:
     seen = []
     for stop in (3, 5):
         state = RunState.load(run_dir)
@@ -152,7 +152,7 @@ def steps_over_an_iterator(run_dir: Path, stop: int) -> list[float]:
     return found
 
 
-def test_means_over_steps_go_on_where_the_iterator_is_made_before_the_loop(
+def test_means_over_steps_continue_where_the_iterator_is_made_before_the_loop(
     run_dir: Path, tmp_path: Path
 ) -> None:
     straight = steps_over_an_iterator(tmp_path / "straight", 10)
@@ -250,7 +250,7 @@ def test_a_mean_whose_weights_are_all_zero_is_nan() -> None:
     assert math.isnan(found["loss"])
 
 
-def test_a_mean_begun_in_inference_mode_goes_on_outside_of_it() -> None:
+def test_a_mean_begun_in_inference_mode_continues_outside_of_it() -> None:
     mean = means._Mean()
     with torch.inference_mode():
         found = Means()

@@ -368,7 +368,7 @@ def test_a_given_loader_may_be_inspected_and_evaluated_exactly(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_save_in_a_pass_over_a_loader_that_was_not_given_is_told(run_dir: Path, workers: int) -> None:
+def test_a_save_in_a_pass_over_a_loader_that_was_not_given_is_reported(run_dir: Path, workers: int) -> None:
     other = DataLoader(Noisy(), 2, num_workers=workers)
     training = Training(run_dir, loader=None)
     with training.state as state:
@@ -381,7 +381,7 @@ def test_a_save_in_a_pass_over_a_loader_that_was_not_given_is_told(run_dir: Path
 
 
 @pytest.mark.filterwarnings("ignore:random changed after save")
-def test_a_save_in_a_validation_and_one_behind_a_pass_are_not_told(run_dir: Path) -> None:
+def test_a_save_in_a_validation_and_one_behind_a_pass_are_not_reported(run_dir: Path) -> None:
     other = DataLoader(Noisy(), 2)
     training = Training(run_dir, loader=None)
     with training.state as state:

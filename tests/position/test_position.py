@@ -194,7 +194,7 @@ def test_a_total_that_is_no_count_is_a_usage_error(run_dir: Path, total: Any) ->
             next(loop(total))
 
 
-def test_after_an_early_stop_a_resume_goes_on_with_the_next_epoch(run_dir: Path) -> None:
+def test_after_an_early_stop_a_resume_continues_with_the_next_epoch(run_dir: Path) -> None:
     epochs = []
     for _ in range(3):
         training = Training(run_dir)
@@ -357,7 +357,7 @@ def indexed(training: Training, **options: Any) -> list[tuple[int, int]]:
     return found
 
 
-def test_enumerate_goes_on_with_the_index_in_the_epoch_after_each_resume(run_dir: Path) -> None:
+def test_enumerate_continues_with_the_index_in_the_epoch_after_each_resume(run_dir: Path) -> None:
     seen = []
     for _ in range(4):
         training = Training(run_dir, numbers(10))
@@ -571,7 +571,7 @@ def interrupted(training: Training, fed: list[list[float]], at: int, *, is_train
                 raise KeyboardInterrupt
 
 
-def test_a_save_while_handling_an_interrupt_warns_and_goes_on_with_the_next_batch(run_dir: Path) -> None:
+def test_a_save_while_handling_an_interrupt_warns_and_continues_with_the_next_batch(run_dir: Path) -> None:
     fed: list[list[float]] = []
     for at in range(2):
         training = Training(run_dir)
@@ -599,7 +599,7 @@ def test_a_save_after_an_interrupt_was_handled_does_not_skip_the_rest_of_the_epo
     assert fed == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
-def test_after_an_interrupt_the_same_object_goes_on_with_the_rest_of_the_epoch(run_dir: Path) -> None:
+def test_after_an_interrupt_the_same_object_continues_with_the_rest_of_the_epoch(run_dir: Path) -> None:
     training = Training(run_dir)
     fed: list[list[float]] = []
 
@@ -627,7 +627,9 @@ def test_an_interrupt_before_the_optimizers_step_leaves_the_batch_to_be_trained(
     assert [c.about.samples for c in Run(run_dir).checkpoints()] == [4, 8]
 
 
-def test_an_iterator_that_was_kept_through_an_interrupt_does_not_disturb_what_goes_on(run_dir: Path) -> None:
+def test_an_iterator_that_was_kept_through_an_interrupt_does_not_disturb_what_continues(
+    run_dir: Path,
+) -> None:
     training = Training(run_dir)
     for _ in training.state.epochs(1):
         kept = iter(training.state.batches())
@@ -722,7 +724,9 @@ def restoring(run_dir: Path, how: str) -> tuple[list[Counters], Training]:
 
 
 @pytest.mark.parametrize("how", ["go on", "break"])
-def test_a_restore_inside_the_loops_ends_the_batches_and_goes_on_from_there(run_dir: Path, how: str) -> None:
+def test_a_restore_inside_the_loops_ends_the_batches_and_continues_from_there(
+    run_dir: Path, how: str
+) -> None:
     seen, training = restoring(run_dir, how)
 
     assert seen[6:8] == [(2, 0, 6, 20), (2, 1, 7, 24)]
@@ -743,7 +747,7 @@ def test_a_run_that_went_back_resumes_on_its_new_branch(run_dir: Path) -> None:
     assert [c.about.parent for c in Run(run_dir).checkpoints()] == [None, 1, 1, 3, 4, 5]
 
 
-def test_a_restore_inside_steps_goes_on_from_the_restored_step(run_dir: Path) -> None:
+def test_a_restore_inside_steps_continues_from_the_restored_step(run_dir: Path) -> None:
     training = Training(run_dir, loader={})
     seen = []
 
@@ -843,7 +847,7 @@ def test_other_data_in_mid_epoch_does_not_fit(run_dir: Path, loader: DataLoader[
     assert Training(run_dir).epoch() == [[8, 9]]
 
 
-def test_other_data_in_mid_epoch_can_be_allowed_and_begins_the_epoch_anew(run_dir: Path) -> None:
+def test_other_data_in_mid_epoch_can_be_allowed_and_begins_the_epoch_again(run_dir: Path) -> None:
     save_in_epoch(run_dir, numbers(), 1)
     save_in_epoch(run_dir, numbers(), 2)
 
@@ -986,7 +990,7 @@ def drawn(state: RunState, parts: dict[str, Any], leave_after: int) -> list[floa
     return numbers
 
 
-def test_a_loop_that_is_entered_again_after_a_resume_goes_on_with_the_same_numbers(run_dir: Path) -> None:
+def test_a_loop_that_is_entered_again_after_a_resume_continues_with_the_same_numbers(run_dir: Path) -> None:
     torch.manual_seed(0)
     parts = small()
     expected = drawn(RunState.load(run_dir / "straight", **parts), parts, leave_after=9)
@@ -1015,7 +1019,7 @@ def test_a_closed_state_does_not_loop(run_dir: Path, loop: Any) -> None:
         list(loop(state))
 
 
-def test_epochs_that_are_left_after_the_batches_go_on_with_the_next_epoch(run_dir: Path) -> None:
+def test_epochs_that_are_left_after_the_batches_continue_with_the_next_epoch(run_dir: Path) -> None:
     parts = small()
     with RunState.load(run_dir, **parts) as state:
         for _ in range(2):
@@ -1034,14 +1038,14 @@ def test_epochs_that_are_left_after_the_batches_go_on_with_the_next_epoch(run_di
 @pytest.mark.parametrize(
     ("cut", "name"), [(lambda b: islice(b, 2), "islice"), (lambda b: zip(b, range(2), strict=False), "zip")]
 )
-def test_a_loop_that_is_cut_by_a_counter_of_pythons_is_told(run_dir: Path, cut: Any, name: str) -> None:
+def test_a_loop_that_is_cut_by_a_counter_of_pythons_is_reported(run_dir: Path, cut: Any, name: str) -> None:
     training = Training(run_dir)
 
     with pytest.warns(ResumableWarning, match=rf"cut by {name}\(\), which counts from 0 again"):
         next(cut(training.state.batches()))
 
 
-def test_a_cycle_over_the_batches_is_told(run_dir: Path) -> None:
+def test_a_cycle_over_the_batches_is_reported(run_dir: Path) -> None:
     training = Training(run_dir)
 
     with pytest.warns(ResumableWarning, match=r"cycle\(\) repeats only the batches"):
@@ -1056,7 +1060,7 @@ def one_ahead(batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
     yield waiting, True
 
 
-def test_a_generator_that_is_one_batch_ahead_is_told_at_the_second_batch(run_dir: Path) -> None:
+def test_a_generator_that_is_one_batch_ahead_is_reported_at_the_second_batch(run_dir: Path) -> None:
     training = Training(run_dir)
     ahead = one_ahead(iter(training.state.batches()))
 
@@ -1064,7 +1068,7 @@ def test_a_generator_that_is_one_batch_ahead_is_told_at_the_second_batch(run_dir
         next(ahead)
 
 
-def test_a_list_of_all_batches_is_told_at_the_first_step(run_dir: Path) -> None:
+def test_a_list_of_all_batches_is_reported_at_the_first_step(run_dir: Path) -> None:
     training = Training(run_dir)
     batches = list(training.state.batches())
 
@@ -1073,7 +1077,7 @@ def test_a_list_of_all_batches_is_told_at_the_first_step(run_dir: Path) -> None:
     training.train(batches[1])
 
 
-def test_a_break_after_a_save_in_the_same_body_is_told_as_the_epoch_ends(run_dir: Path) -> None:
+def test_a_break_after_a_save_in_the_same_body_is_reported_as_the_epoch_ends(run_dir: Path) -> None:
     training = Training(run_dir)
     epochs = training.state.epochs(2)
 
@@ -1131,7 +1135,7 @@ def test_nothing_is_warned_of_where_a_saved_loop_ends_otherwise(run_dir: Path, e
                 break
 
 
-def test_draws_before_the_first_next_by_hand_are_told(run_dir: Path) -> None:
+def test_draws_before_the_first_next_by_hand_are_reported(run_dir: Path) -> None:
     training = Training(run_dir)
     batches = iter(training.state.batches())
     torch.rand(1)
@@ -1140,7 +1144,7 @@ def test_draws_before_the_first_next_by_hand_are_told(run_dir: Path) -> None:
         next(batches)
 
 
-def test_a_save_in_an_inner_loop_over_batches_is_told(run_dir: Path) -> None:
+def test_a_save_in_an_inner_loop_over_batches_is_reported(run_dir: Path) -> None:
     training = Training(run_dir, {"a": numbers(4, 2), "b": numbers(4, 2)})
 
     for pair in zip(training.state.batches("a"), training.state.batches("b"), strict=False):

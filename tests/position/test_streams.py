@@ -318,7 +318,7 @@ def test_what_the_first_lines_change_in_place_is_put_back_into_the_same_objects(
     ],
     ids=["step", "statistics", "load_state_dict"],
 )
-def test_a_model_that_changes_before_the_batches_of_a_body_is_told(run_dir: Path, change: Any) -> None:
+def test_a_model_that_changes_before_the_batches_of_a_body_is_reported(run_dir: Path, change: Any) -> None:
     found = make()
     found["model"].append(nn.BatchNorm1d(1))
     with RunState.load(run_dir, **found) as state:
@@ -328,7 +328,7 @@ def test_a_model_that_changes_before_the_batches_of_a_body_is_told(run_dir: Path
                 next(iter(state.batches()))
 
 
-def test_a_model_that_changes_between_the_loops_of_a_body_is_told(run_dir: Path) -> None:
+def test_a_model_that_changes_between_the_loops_of_a_body_is_reported(run_dir: Path) -> None:
     found = make(loaders=2)
     with RunState.load(run_dir, **found) as state:
         for _ in state.epochs(1):
@@ -339,7 +339,7 @@ def test_a_model_that_changes_between_the_loops_of_a_body_is_told(run_dir: Path)
                 next(iter(state.batches("b")))
 
 
-def test_draws_between_two_reads_of_a_counter_are_told_at_the_first_save(run_dir: Path) -> None:
+def test_draws_between_two_reads_of_a_counter_are_reported_at_the_first_save(run_dir: Path) -> None:
     objects = without_loader()
     with RunState.load(run_dir, **objects) as state:
         print("starting at step", state.step)
@@ -375,7 +375,7 @@ def test_other_draws_before_the_batches_of_a_loop_by_hand_are_warned_of(
     assert [expected in str(one.message) for one in seen] == [True] * is_warned
 
 
-def test_a_step_without_a_loop_after_a_resume_is_told(run_dir: Path) -> None:
+def test_a_step_without_a_loop_after_a_resume_is_reported(run_dir: Path) -> None:
     for start in range(2):
         torch.manual_seed(0)
         objects = without_loader()
@@ -390,7 +390,7 @@ def test_a_step_without_a_loop_after_a_resume_is_told(run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("draws_first", [True, False])
-def test_a_save_among_draws_before_the_first_loop_is_told(run_dir: Path, draws_first: bool) -> None:
+def test_a_save_among_draws_before_the_first_loop_is_reported(run_dir: Path, draws_first: bool) -> None:
     with RunState.load(run_dir, model=make()["model"]) as state:
         if draws_first:
             torch.rand(1)
@@ -401,7 +401,7 @@ def test_a_save_among_draws_before_the_first_loop_is_told(run_dir: Path, draws_f
             next(state.epochs(1))
 
 
-def test_a_second_loop_after_one_that_was_left_is_told(run_dir: Path) -> None:
+def test_a_second_loop_after_one_that_was_left_is_reported(run_dir: Path) -> None:
     objects = make()
     with RunState.load(run_dir, **objects) as state:
         for _ in state.epochs(3):

@@ -249,7 +249,7 @@ def test_what_was_only_loaded_ahead_is_not_counted_with_workers(
 @pytest.mark.parametrize("name", ["one ahead", "list", "thread", "device, thread", "around: thread"])
 @pytest.mark.sampled(3)
 @pytest.mark.quick(2)
-def test_a_training_that_saves_while_a_thread_loads_goes_on_after_every_step(
+def test_a_training_that_saves_while_a_thread_loads_continues_after_every_step(
     run_dir: Path, name: str
 ) -> None:
     stops = [*range(1, 6), *range(7, 12)]
@@ -343,7 +343,7 @@ def test_an_epoch_that_is_left_early_is_left_for_good_whatever_was_loaded_ahead(
 )
 @pytest.mark.sampled(3)
 @pytest.mark.heavy
-def test_a_sample_that_cannot_be_loaded_ends_the_training_where_a_resume_goes_on(
+def test_a_sample_that_cannot_be_loaded_ends_the_training_where_a_resume_continues(
     run_dir: Path, name: str
 ) -> None:
     broken = Images()
@@ -393,7 +393,7 @@ def test_more_batches_than_were_loaded_are_a_usage_error(run_dir: Path) -> None:
             pass
 
 
-def test_a_thread_without_a_step_for_every_batch_is_told_of_at_the_epochs_end(run_dir: Path) -> None:
+def test_a_thread_without_a_step_for_every_batch_is_reported_at_the_epochs_end(run_dir: Path) -> None:
     training = Training(1)
     with training.load(run_dir) as state:
         epochs = state.epochs(1)
@@ -403,7 +403,7 @@ def test_a_thread_without_a_step_for_every_batch_is_told_of_at_the_epochs_end(ru
             next(epochs, None)
 
 
-def test_more_steps_than_a_thread_has_loaded_batches_are_told_of(run_dir: Path) -> None:
+def test_more_steps_than_a_thread_has_loaded_batches_are_reported(run_dir: Path) -> None:
     training = Training(1)
     with training.load(run_dir) as state:
         batches = [*Background(state.batches())]
@@ -412,7 +412,7 @@ def test_more_steps_than_a_thread_has_loaded_batches_are_told_of(run_dir: Path) 
             training.epoch(batches[:1])
 
 
-def test_an_epoch_that_ends_before_a_thread_does_is_told_of(run_dir: Path) -> None:
+def test_an_epoch_that_ends_before_a_thread_does_is_reported(run_dir: Path) -> None:
     training = Training(1)
     with training.load(run_dir) as state:
         epochs = state.epochs(2)

@@ -233,7 +233,7 @@ def test_statistics_that_each_rank_makes_are_no_divergence(tmp_path: Path) -> No
     assert found == [3, 3]
 
 
-def test_ranks_whose_models_differ_are_told_so(tmp_path: Path) -> None:
+def test_ranks_whose_models_differ_are_named(tmp_path: Path) -> None:
     keywords = {"write": "all"}
 
     found = values(gloo.run(2, diverged, tmp_path / "run", "other tensors", keywords, folder=tmp_path))
@@ -386,7 +386,7 @@ def test_another_number_of_processes_sees_each_sample_of_the_epoch_once(
 
 
 @pytest.mark.heavy
-def test_ranks_that_existed_go_on_and_new_ones_draw_the_same_at_each_resume(tmp_path: Path) -> None:
+def test_ranks_that_existed_continue_and_new_ones_draw_the_same_at_each_resume(tmp_path: Path) -> None:
     values(gloo.run(2, elastic, tmp_path / "run", 2, {}, folder=tmp_path))
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
 
@@ -422,7 +422,7 @@ def unsharded(rank: int, run_dir: Path, allow: list[str]) -> Any:
     return "at the end"
 
 
-def test_data_that_is_not_divided_cannot_be_divided_anew(tmp_path: Path) -> None:
+def test_data_that_is_not_divided_cannot_be_divided_again(tmp_path: Path) -> None:
     values(gloo.run(2, unsharded, tmp_path / "run", [], folder=tmp_path))
 
     refused = gloo.run(3, unsharded, tmp_path / "run", [], folder=tmp_path)
@@ -527,7 +527,7 @@ def buffers(rank: int, run_dir: Path, stop_at: int | None, broadcast: bool) -> A
 
 @pytest.mark.parametrize("broadcast", [True, False])
 @pytest.mark.heavy
-def test_buffers_of_each_rank_go_on_in_a_window(tmp_path: Path, broadcast: bool) -> None:
+def test_buffers_of_each_rank_continue_in_a_window(tmp_path: Path, broadcast: bool) -> None:
     def go(folder: str, stop_at: int | None) -> list[Any]:
         return values(gloo.run(2, buffers, tmp_path / folder, stop_at, broadcast, folder=tmp_path))
 
@@ -631,7 +631,7 @@ def goes_on(rank: int, run_dir: Path) -> Any:
         return told, best, state.best, state.step
 
 
-def test_a_training_goes_on_after_an_error_that_it_catches(tmp_path: Path) -> None:
+def test_a_training_continues_after_an_error_that_it_catches(tmp_path: Path) -> None:
     found = values(gloo.run(2, goes_on, tmp_path / "run", folder=tmp_path))
 
     (first, *rest), (second, *others) = found
@@ -655,7 +655,7 @@ def iterables(rank: int, run_dir: Path, allow: list[str]) -> Any:
     return "at the end"
 
 
-def test_data_that_was_not_given_cannot_be_divided_anew(tmp_path: Path) -> None:
+def test_data_that_was_not_given_cannot_be_divided_again(tmp_path: Path) -> None:
     values(gloo.run(2, iterables, tmp_path / "run", [], folder=tmp_path))
 
     refused = gloo.run(3, iterables, tmp_path / "run", [], folder=tmp_path)

@@ -177,7 +177,7 @@ def test_what_is_not_due_may_take_longer_while_its_rank_lives(crowd: Crowd) -> N
     late.join()
 
 
-def test_a_save_that_one_makes_alone_is_an_error_on_all_when_another_goes_on(crowd: Crowd) -> None:
+def test_a_save_that_one_makes_alone_is_an_error_on_all_when_another_continues(crowd: Crowd) -> None:
     crowd.ranks[0].saves_begun = 5
     crowd.ranks[0].post("news", [5, 0, 40])
     crowd.places[:] = [(0, 0, 40), (0, 0, 40), (0, 0, 40)]
@@ -202,14 +202,14 @@ def test_a_store_that_does_not_answer_costs_the_timeout(crowd: Crowd) -> None:
         crowd.ranks[1].refuse_trouble()
 
 
-def test_a_store_that_is_gone_is_told(crowd: Crowd) -> None:
+def test_a_store_that_is_gone_is_reported(crowd: Crowd) -> None:
     crowd.store.error = RuntimeError("Connection reset by peer\nand a long story")
 
     with pytest.raises(RankLost, match=r"cannot be reached any more \(Connection reset by peer\): "):
         crowd.ranks[0].post("word", 1)
 
 
-def test_ranks_that_were_made_otherwise_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_were_made_otherwise_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     crowd = Crowd(2, monkeypatch)
 
     found = crowd.join(torch=["2.13", "2.12"], keep=[3, 3])
@@ -228,7 +228,7 @@ def test_a_rank_without_the_first_gives_up(monkeypatch: pytest.MonkeyPatch) -> N
     assert "rank 1 has waited 0.3 s for rank 0 to make or load its RunState" in str(error)
 
 
-def test_a_session_that_cannot_be_opened_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_session_that_cannot_be_opened_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     crowd = Crowd(2, monkeypatch)
     crowd.store.error = RuntimeError("no route to host")
 
@@ -283,7 +283,7 @@ def test_an_error_is_the_same_in_another_process() -> None:
         assert (again.problem, again.fix) == (error.problem, error.fix)
 
 
-def test_alone_there_is_nobody_to_ask() -> None:
+def test_a_single_process_asks_no_other() -> None:
     alone = Ranks(1, lambda: (0, 0, 0))
 
     alone.join({})

@@ -383,7 +383,7 @@ def test_what_is_not_mine_is_not_taken() -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_another_share_of_the_same_tensors_is_laid_out_anew(tmp_path: Path) -> None:
+def test_another_share_of_the_same_tensors_is_laid_out_again(tmp_path: Path) -> None:
     groups = encoded(state())
     expected = by_one(groups, tmp_path / "one")
     image = Image()

@@ -177,7 +177,7 @@ def test_what_was_noted_and_not_acted_on_is_passed_on() -> None:
     assert ends_with(leave) == -signal.SIGTERM
 
 
-def test_ctrl_c_that_nobody_acted_on_is_raised_when_the_loops_are_over(noting: Signals) -> None:
+def test_ctrl_c_that_was_not_acted_on_is_raised_when_the_loops_are_over(noting: Signals) -> None:
     signal.raise_signal(signal.SIGINT)
     noting.end()
 

@@ -298,7 +298,7 @@ NEEDS_SIGUSR1 = pytest.mark.skipif(
         ),
     ],
 )
-def test_a_job_ended_by_a_signal_goes_on_from_exactly_there(
+def test_a_job_ended_by_a_signal_continues_from_exactly_there(
     tmp_path: Path, straight: Path, number: int, options: list[str]
 ) -> None:
     for batches in (3, 8):
@@ -346,7 +346,7 @@ def test_each_epoch_may_have_another_number_of_processes(tmp_path: Path) -> None
 
 
 @pytest.mark.heavy
-def test_an_epoch_may_go_on_with_another_number_of_processes(tmp_path: Path) -> None:
+def test_an_epoch_may_continue_with_another_number_of_processes(tmp_path: Path) -> None:
     troubles, steps = [["told", 1, 1]], 0
     for size, code in ((2, 1), (1, 1), (3, 0)):
         with start(tmp_path, size, epochs=1, samples=48, pause=0.2, troubles=troubles) as job:
@@ -367,7 +367,7 @@ EXAMPLE = ROOT / "examples" / "distributed.py"
 
 
 @pytest.mark.heavy
-def test_all_ranks_of_the_example_leave_well_when_one_is_told_to_end(tmp_path: Path) -> None:
+def test_all_ranks_of_the_example_leave_well_when_one_is_asked_to_end(tmp_path: Path) -> None:
     # (eight epochs are over before the processes have heard of each other)
     arguments = [str(tmp_path / "run"), "--epochs=8000"]
     with torchrun(tmp_path, EXAMPLE, "--nproc-per-node=2", arguments=arguments) as job:
@@ -384,7 +384,7 @@ def test_all_ranks_of_the_example_leave_well_when_one_is_told_to_end(tmp_path: P
 
 
 @pytest.mark.nightly
-def test_the_example_goes_on_by_itself_when_a_worker_is_killed(
+def test_the_example_continues_by_itself_when_a_worker_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")

@@ -186,7 +186,7 @@ def test_a_training_that_loses_its_disk_again_and_again_ends_as_one_that_does_no
 
 
 @HERE
-def test_the_pulled_checkpoint_is_told_in_a_line_and_in_the_history(
+def test_the_pulled_checkpoint_is_reported_in_a_line_and_in_the_history(
     place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved(tmp_path / "first", [3.0, 2.0], **at(place))
@@ -211,7 +211,7 @@ def test_the_run_that_comes_back_is_the_same_run(place: Place, tmp_path: Path) -
 
 
 @HERE
-def test_numbers_go_on_above_those_of_the_remote(place: Place, tmp_path: Path) -> None:
+def test_numbers_continue_above_those_of_the_remote(place: Place, tmp_path: Path) -> None:
     saved(tmp_path / "first", [3.0, 2.0, 1.0], push="all", **at(place))
 
     saved(tmp_path / "other", [5.0], resume=1, push="all", remote_keep=None, **at(place))
@@ -301,7 +301,7 @@ def test_each_word_for_a_checkpoint_means_those_of_the_remote_too(
 
 
 @HERE
-def test_a_number_that_nobody_has_is_not_found(place: Place, tmp_path: Path) -> None:
+def test_a_number_that_no_copy_has_is_not_found(place: Place, tmp_path: Path) -> None:
     saved(tmp_path / "first", [3.0], **at(place))
 
     with pytest.raises(CheckpointNotFound, match="7"):
@@ -381,7 +381,7 @@ def nowhere(tmp_path: Path) -> str:
     return f"file://{tmp_path}/file/exp"
 
 
-def test_an_empty_run_does_not_start_fresh_where_nobody_knows_what_the_remote_has(tmp_path: Path) -> None:
+def test_an_empty_run_does_not_start_fresh_where_it_is_unknown_what_the_remote_has(tmp_path: Path) -> None:
     with pytest.raises(RemoteError, match="is empty, and it is unknown what file:///") as caught:
         step_of(tmp_path / "run", remote=nowhere(tmp_path))
 
@@ -389,7 +389,7 @@ def test_an_empty_run_does_not_start_fresh_where_nobody_knows_what_the_remote_ha
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-def test_a_run_goes_on_where_the_remote_cannot_be_looked_at(tmp_path: Path) -> None:
+def test_a_run_continues_where_the_remote_cannot_be_looked_at(tmp_path: Path) -> None:
     saved(tmp_path / "run", [2.0])
 
     with (
@@ -404,7 +404,7 @@ def test_a_run_goes_on_where_the_remote_cannot_be_looked_at(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("place", ["s3"], indirect=True)
 @pytest.mark.heavy
-def test_a_run_goes_on_with_a_remote_that_is_gone_and_the_next_start_pushes_it(
+def test_a_run_continues_with_a_remote_that_is_gone_and_the_next_start_pushes_it(
     place: Place, proxied_s3: ProxiedS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved(tmp_path / "run", [2.0])

@@ -251,7 +251,7 @@ def test_what_is_other_each_time_is_damaged(run: Run, broken: Remote, proxied_s3
     refused(broken, run, "model.safetensors has the digest")
 
 
-def test_a_remote_that_goes_away_is_an_error_and_the_next_pull_goes_on(
+def test_a_remote_that_goes_away_is_an_error_and_the_next_pull_continues(
     run: Run, broken: Remote, proxied_s3: ProxiedS3
 ) -> None:
     proxied_s3.rules.add("status", status=403, path="state.json")
@@ -299,7 +299,7 @@ pull.pull(Remote(Store(place, options)), name, run, lambda size: print(size, flu
 
 @pytest.mark.parametrize("place", ["file", "s3"], indirect=True)
 @pytest.mark.heavy
-def test_a_pull_that_is_killed_leaves_nothing_half_and_the_next_one_goes_on(
+def test_a_pull_that_is_killed_leaves_nothing_half_and_the_next_one_continues(
     run_dir: Path, tmp_path: Path, source: Run, place: Place
 ) -> None:
     contents = {name: os.urandom(9 << 20) for name in ("model.safetensors", "optimizer.safetensors")}
@@ -390,7 +390,7 @@ def test_a_disk_without_room_says_so_before_anything_is_brought(
 
 
 @pytest.mark.parametrize("place", ["file", "s3"], indirect=True)
-def test_a_disk_that_fills_up_meanwhile_says_so_and_the_next_pull_goes_on(
+def test_a_disk_that_fills_up_meanwhile_says_so_and_the_next_pull_continues(
     disk: Path, place: Place, source: Run
 ) -> None:
     remote = Remote(Store(place.url, place.options(), patience=20))

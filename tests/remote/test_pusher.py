@@ -135,7 +135,7 @@ def test_only_what_is_asked_for_stays_there(
 
 
 @HERE
-def test_each_push_is_told_in_a_line_and_in_the_history(
+def test_each_push_is_reported_in_a_line_and_in_the_history(
     place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = saved(tmp_path / "run", [3.0], push="all", remote_keep=1, **at(place))
@@ -151,9 +151,7 @@ def test_each_push_is_told_in_a_line_and_in_the_history(
     assert first["sent"] == run.open(1).about.size
 
 
-def test_a_training_that_is_told_nothing_new_sends_nothing_again(
-    gated: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_training_without_news_sends_nothing_again(gated: dict[str, Any], tmp_path: Path) -> None:
     Gated.gate.set()
     saved(tmp_path / "run", [3.0], **gated)
     Gated.written.clear()
@@ -237,7 +235,7 @@ def test_what_is_on_its_way_is_not_pruned_here(gated: dict[str, Any], tmp_path: 
     assert 2 not in verified(tmp_path / "run")
 
 
-def test_a_remote_that_never_keeps_up_does_not_fill_the_disk_and_that_is_told(
+def test_a_remote_that_never_keeps_up_does_not_fill_the_disk_and_that_is_reported(
     gated: dict[str, Any], tmp_path: Path
 ) -> None:
     training = Training()
@@ -273,7 +271,7 @@ def test_workers_are_forked_while_a_push_is_on_its_way(place: Place, tmp_path: P
 # Trouble.
 
 
-def test_what_failed_is_tried_again_and_told_once(gated: dict[str, Any], tmp_path: Path) -> None:
+def test_what_failed_is_tried_again_and_reported_once(gated: dict[str, Any], tmp_path: Path) -> None:
     Gated.gate.set()
     Gated.error = PermissionError(13, "this bucket is read only")
     training = Training()
@@ -434,7 +432,7 @@ def preempted(rank: int, run_dir: Path, options: dict[str, Any]) -> None:
 
 @pytest.mark.proves("local first")
 @pytest.mark.heavy
-def test_a_training_that_is_told_to_leave_leaves_though_the_remote_is_gone(s3: S3, tmp_path: Path) -> None:
+def test_a_training_that_is_asked_to_leave_leaves_although_the_remote_is_gone(s3: S3, tmp_path: Path) -> None:
     saved(tmp_path / "run", [3.0])
     gone = {**s3.options(), "endpoint_url": "http://127.0.0.1:9"}
     options = {"remote": "s3://bucket/exp", "remote_options": gone, "push_timeout": 1}
@@ -448,7 +446,7 @@ def test_a_training_that_is_told_to_leave_leaves_though_the_remote_is_gone(s3: S
 
 
 @pytest.mark.heavy
-def test_what_is_missing_is_told_with_what_went_wrong_last(s3: S3, run_dir: Path) -> None:
+def test_what_is_missing_is_reported_with_what_went_wrong_last(s3: S3, run_dir: Path) -> None:
     gone = {**s3.options(), "endpoint_url": "http://127.0.0.1:9"}
     parts = {"model": torch.nn.Linear(2, 1), "resume": "never", "push_timeout": 8}
     state = RunState.load(run_dir, remote="s3://bucket/exp", remote_options=gone, **parts)  # type: ignore[arg-type]
@@ -477,7 +475,7 @@ def test_a_push_that_takes_long_is_a_bar(
 
 
 @pytest.mark.parametrize("is_wrong", [False, True])
-def test_a_secret_is_in_nothing_that_is_written_or_told(
+def test_a_secret_is_in_nothing_that_is_written_or_reported(
     s3: S3, tmp_path: Path, is_wrong: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
     saved(tmp_path / "run", [3.0])

@@ -35,7 +35,7 @@ def meter(limit: int = 100) -> tuple[Meter, list[int]]:
     return Meter(told.append, limit), told
 
 
-def test_what_is_moved_is_told_and_what_no_filesystem_told_of_at_the_end() -> None:
+def test_what_is_moved_is_reported_and_so_is_the_rest_at_the_end() -> None:
     counted, told = meter()
     with counted:
         counted.add(30)

@@ -201,7 +201,7 @@ def test_what_a_killed_write_has_left_is_written_over(there: Store, place: Place
 
 
 @WITH_FOLDERS
-def test_only_so_many_folders_below_each_other_are_looked_at(there: Store) -> None:
+def test_only_a_limited_depth_of_folders_are_looked_at(there: Store) -> None:
     there.write("a/b/c/d/file", b"1")
     there.write("a/b/c/d/e/file", b"1")
     assert there.sizes() == {"a/b/c/d/file": 1}
@@ -426,7 +426,7 @@ def test_a_remote_that_is_gone_is_an_error(broken: Broken) -> None:
         broken.store(patience=1).write("file", b"1")
 
 
-def test_what_somebody_has_to_mend_is_not_tried_again(broken: Broken) -> None:
+def test_what_needs_a_person_is_not_tried_again(broken: Broken) -> None:
     broken.rules.add("status", status=403)
     with pytest.raises(RemoteError, match=r"cannot be written: (.|\n)*look at .*the credentials") as raised:
         broken.store().write("file", b"1")
@@ -462,7 +462,7 @@ def test_a_wrong_secret_is_an_error_at_once_which_does_not_tell_it(s3: S3, shelf
         there.read("run.json", 100)
 
 
-def test_what_an_error_of_a_filesystem_tells_is_told_without_secrets(
+def test_what_an_error_of_a_filesystem_tells_is_reported_without_secrets(
     telling: type[Telling], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: Any, **kwargs: Any) -> None:
@@ -479,7 +479,7 @@ def test_what_an_error_of_a_filesystem_tells_is_told_without_secrets(
     assert "abcdef" not in told_by(raised.value)
 
 
-def test_an_error_without_words_is_told_by_its_name_and_a_long_one_in_short(
+def test_an_error_without_words_is_reported_by_its_name_and_a_long_one_in_short(
     telling: type[Telling], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     errors: list[BaseException] = [TypeError(), TypeError("x" * 5000)]
@@ -507,7 +507,7 @@ def test_what_the_interrupt_key_interrupts_is_interrupted(
         Store("telling://exp").sizes()
 
 
-def test_an_error_of_which_only_the_kinds_name_is_known_is_final_by_that(
+def test_an_error_known_only_by_the_name_of_its_class_is_final_by_that(
     telling: type[Telling], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class NoCredentialsError(Exception):
@@ -666,7 +666,7 @@ def test_what_waits_to_try_again_is_given_up_at_once(broken: Broken, monkeypatch
 # What killed processes leave.
 
 
-def test_uploads_that_nobody_will_end_are_ended_and_those_of_others_are_not(broken: Broken) -> None:
+def test_uploads_that_are_abandoned_are_ended_and_those_of_others_are_not(broken: Broken) -> None:
     mine, other = f"{broken.folder}/checkpoints/1/file", f"{broken.folder}2/checkpoints/1/file"
     beside = f"{broken.folder}/checkpoints2/file"
     for key in (mine, other, beside):

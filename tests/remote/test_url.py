@@ -31,7 +31,7 @@ REGISTRY = importlib.import_module("fsspec.registry")
         (None, False),
     ],
 )
-def test_an_address_is_told_from_a_path(place: object, is_one: bool) -> None:
+def test_an_address_is_distinguished_from_a_path(place: object, is_one: bool) -> None:
     assert url.is_url(place) is is_one
 
 

@@ -182,7 +182,7 @@ def test_one_long_value_does_not_push_the_others_off_the_screen() -> None:
 
 
 @pytest.mark.parametrize("found", [[], [COMMIT], [COMMIT, WORKERS]])
-def test_what_is_harmless_alone_is_not_told(found: list[Difference]) -> None:
+def test_what_is_harmless_alone_is_not_reported(found: list[Difference]) -> None:
     assert changes.table("it", [rows(*found)], 0) is None
 
 
@@ -279,7 +279,7 @@ def test_each_process_tells_what_only_it_has_found(tmp_path: Path) -> None:
         assert re.search("may change bits  threads  1  -> 2", text)
 
 
-def test_what_all_processes_have_found_is_told_once(tmp_path: Path) -> None:
+def test_what_all_processes_have_found_is_reported_once(tmp_path: Path) -> None:
     gloo.run(2, body, tmp_path / "exp", (1, 1), folder=tmp_path / "2")
 
     found = gloo.run(3, body, tmp_path / "exp", (1, 1, 1), folder=tmp_path / "3")

@@ -268,7 +268,7 @@ def test_a_file_that_several_write_is_made_at_once_and_is_what_one_would_write(t
         assert (stage.path / "model.safetensors").read_bytes() == whole
 
 
-def test_a_full_disk_that_does_not_say_what_is_free_is_named_all_the_same(tmp_path: Path) -> None:
+def test_a_full_disk_that_does_not_say_what_is_free_is_named_anyway(tmp_path: Path) -> None:
     stage = checkpoint.Stage(tmp_path / "gone", 1, 10)
 
     error = stage.failed(OSError(errno.ENOSPC, "No space left on device"))
@@ -365,7 +365,7 @@ def test_a_look_finds_what_is_missing_or_of_another_size_without_reading(tmp_pat
 
 
 @pytest.mark.parametrize("way", ["verify", "pin"])
-def test_who_asks_is_told_of_every_byte_that_is_read(tmp_path: Path, way: str) -> None:
+def test_a_callback_gets_every_byte_that_is_read(tmp_path: Path, way: str) -> None:
     found, told = _commit(tmp_path), list[int]()
 
     getattr(found, way)(told.append)

@@ -167,7 +167,7 @@ def test_the_commit_is_found_in_a_worktree_and_among_packed_branches(
     assert environment.describe()["git"] == commit
 
 
-def test_where_git_cannot_say_in_time_or_is_not_there_nobody_claims_to_know(
+def test_where_git_cannot_say_in_time_or_is_not_there_nothing_is_claimed(
     repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert environment._is_dirty(repository, seconds=0) is None

@@ -284,7 +284,7 @@ def test_of_a_start_that_left_no_word_no_more_is_said_than_can_be_known(
     assert len(previous["how"]) < len(how) + 60
 
 
-def test_a_start_that_told_its_end_is_quoted(trained: Run) -> None:
+def test_a_start_that_reported_its_end_is_quoted(trained: Run) -> None:
     History(trained).begin({**HERE, "boot": "b2"}, 3)
 
     assert history.read(trained.path)[-1]["previous"] == {"attempt": 1, "how": "closed", "last": 3}
@@ -334,7 +334,7 @@ def test_a_checkpoint_that_a_start_cannot_read_is_left_to_the_next_start(run: Ru
     assert superseded(run) == {1: False}
 
 
-def test_while_it_cannot_be_written_the_training_goes_on_and_nothing_is_lost_or_twice(trained: Run) -> None:
+def test_while_it_cannot_be_written_the_training_continues_and_nothing_is_lost_or_twice(trained: Run) -> None:
     path, aside = trained.path / history.NAME, trained.path / "aside"
     found = History(trained)
     found.begin(HERE, 3)

@@ -463,7 +463,7 @@ FEWER = ". Make room, or keep fewer (keep=)."
         ),
     ],
 )
-def test_a_disk_that_is_too_small_is_told_with_both_numbers(
+def test_a_disk_that_is_too_small_is_reported_with_both_numbers(
     keep: Keep | None, goal: Goal | None, there: int, free: float, text: str | None
 ) -> None:
     found = room(keep, goal, int(1.4 * GB), there, round(free * GB))

@@ -316,7 +316,7 @@ def test_a_compiled_step_is_saved_as_it_was(run_dir: Path) -> None:
         state.close()
 
 
-def test_gradients_that_turn_out_to_be_kept_are_told(run_dir: Path) -> None:
+def test_gradients_that_turn_out_to_be_kept_are_reported(run_dir: Path) -> None:
     training = Training(layers=1)
     with RunState.load(run_dir, **training.parts) as state:
         training.step()
@@ -325,7 +325,7 @@ def test_gradients_that_turn_out_to_be_kept_are_told(run_dir: Path) -> None:
             training.model(training.x).square().mean().backward()
 
 
-def test_gradients_that_are_kept_from_a_late_step_on_are_told(run_dir: Path) -> None:
+def test_gradients_that_are_kept_from_a_late_step_on_are_reported(run_dir: Path) -> None:
     training = Training(layers=1)
     with RunState.load(run_dir, **training.parts) as state:
         for _ in range(5):

@@ -155,7 +155,7 @@ def test_clones_do_not_follow_the_training() -> None:
         assert tensor_file.is_equal(copies[name], TENSORS[name])
 
 
-def test_a_bool_that_nobody_has_set_is_a_bool_in_the_image() -> None:
+def test_a_bool_that_is_uninitialized_is_a_bool_in_the_image() -> None:
     odd = torch.tensor([0, 1, 2, 255], dtype=torch.uint8).view(torch.bool)
 
     taken = take(Image(), {"odd": odd})["odd"]
@@ -439,7 +439,9 @@ def test_a_step_in_a_captured_graph_is_not_waited_for_and_nothing_is_guarded_aga
 
 
 @pytest.mark.parametrize("error", [RuntimeError, MemoryError, KeyboardInterrupt])
-def test_an_error_of_the_copy_is_told_and_the_fence_opens(copier: Copier, error: type[BaseException]) -> None:
+def test_an_error_of_the_copy_is_reported_and_the_fence_opens(
+    copier: Copier, error: type[BaseException]
+) -> None:
     training = Training(size=big())
     copier.error = error("lost")
     taken = training.take()
@@ -464,7 +466,7 @@ def test_a_step_does_not_wait_for_a_copy_that_could_not_begin(monkeypatch: pytes
     assert values(training.take()) == training.values()
 
 
-def test_a_step_that_waits_goes_on_when_the_copy_fails(copier: Copier) -> None:
+def test_a_step_that_waits_continues_when_the_copy_fails(copier: Copier) -> None:
     training = Training(size=big())
     copier.error = RuntimeError("lost")
     training.take()
@@ -584,7 +586,7 @@ def test_an_image_of_less_stays_where_it_is() -> None:
 
 
 @pytest.mark.parametrize("change", ["shape", "dtype", "name", "order", "more", "fewer"])
-def test_an_image_is_laid_out_anew_when_the_tensors_are_others(change: str) -> None:
+def test_an_image_is_laid_out_again_when_the_tensors_are_others(change: str) -> None:
     image, state = Image(), {"a": torch.arange(4.0), "b": torch.arange(6.0)}
     take(image, state)
     changed = {

@@ -472,7 +472,7 @@ def test_what_a_forward_writes_to_is_not_guarded(run_dir: Path, held: Held) -> N
             assert torch.equal(read, before)
 
 
-def test_a_write_around_the_fence_is_told_by_the_next_save_and_later_ones_are_right(
+def test_a_write_around_the_fence_is_reported_by_the_next_save_and_later_ones_are_right(
     run_dir: Path, held: Held
 ) -> None:
     small = Small(run_dir)
@@ -496,7 +496,9 @@ def test_a_write_around_the_fence_is_told_by_the_next_save_and_later_ones_are_ri
     assert [*small.state.run.numbers()] == [2, 3, 4]
 
 
-def test_a_write_around_the_fence_is_told_by_its_own_handle_and_by_close(run_dir: Path, held: Held) -> None:
+def test_a_write_around_the_fence_is_reported_by_its_own_handle_and_by_close(
+    run_dir: Path, held: Held
+) -> None:
     for told in (lambda small, saved: saved.wait(), lambda small, saved: small.state.close()):
         small = Small(run_dir)
         small.step()
@@ -525,7 +527,7 @@ def test_the_end_of_a_body_does_not_wait_for_the_image(run_dir: Path, held: Held
     small.state.close()
 
 
-def test_an_error_of_the_copy_is_told_once_and_the_training_goes_on(run_dir: Path, held: Held) -> None:
+def test_an_error_of_the_copy_is_reported_once_and_the_training_continues(run_dir: Path, held: Held) -> None:
     small = Small(run_dir)
     small.step()
     held.error = RuntimeError("lost")

@@ -343,7 +343,7 @@ def test_without_holding_back_the_stand_in_has_new_values_in_the_file(gpus: Call
     assert found > 5
 
 
-def test_nobody_waits_for_the_gpu_but_the_one_who_wants_the_copy(gpus: Callable[[int], Gpu]) -> None:
+def test_only_who_wants_the_copy_waits_for_the_gpu(gpus: Callable[[int], Gpu]) -> None:
     gpu = gpus(0)
     scene = random_scene(gpu)
     transfer = scene.transfer()
@@ -569,7 +569,7 @@ def test_nothing_of_another_accelerator_is_copied_by_another_thread() -> None:
     image.close()
 
 
-def test_an_error_while_it_is_queued_keeps_nobody_waiting(
+def test_an_error_while_it_is_queued_blocks_no_thread(
     gpus: Callable[[int], Gpu], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene = random_scene(gpus(0))
@@ -618,7 +618,7 @@ def held(taken: Snapshot) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_an_image_of_a_gpu_holds_what_there_was_while_the_training_goes_on(
+def test_an_image_of_a_gpu_holds_what_there_was_while_the_training_continues(
     gpus: Callable[[int], Gpu], seed: int
 ) -> None:
     training = Training(gpus(seed))
@@ -636,7 +636,7 @@ def test_an_image_of_a_gpu_holds_what_there_was_while_the_training_goes_on(
         assert held(taken) == (weight, buffer)
 
 
-def test_what_is_written_around_the_fence_on_a_gpu_is_never_in_a_file_untold(
+def test_what_is_written_around_the_fence_on_a_gpu_is_never_in_a_file_unreported(
     gpus: Callable[[int], Gpu],
 ) -> None:
     told = 0

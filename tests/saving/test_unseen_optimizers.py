@@ -73,7 +73,7 @@ KEPT: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("kept", KEPT)
-def test_a_scheduler_inside_of_a_given_one_is_not_told(run_dir: Path, kept: str) -> None:
+def test_a_scheduler_inside_of_a_given_one_is_not_reported(run_dir: Path, kept: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", ResumableWarning)
         expected = _train(run_dir / "whole", KEPT[kept], 5)
@@ -81,6 +81,6 @@ def test_a_scheduler_inside_of_a_given_one_is_not_told(run_dir: Path, kept: str)
         assert [_train(run_dir / "parts", KEPT[kept], total) for total in (2, 4, 5)][-1] == expected
 
 
-def test_a_scheduler_that_only_a_model_keeps_is_told(run_dir: Path) -> None:
+def test_a_scheduler_that_only_a_model_keeps_is_reported(run_dir: Path) -> None:
     with pytest.warns(ResumableWarning, match=r"a scheduler \(StepLR\) has changed the learning rate"):
         _train(run_dir, KEPT["one"], 2, is_given=False)

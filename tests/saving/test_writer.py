@@ -83,7 +83,7 @@ def test_an_error_is_raised_by_the_next_call_and_by_no_other(next_call: object) 
     assert done == [True]
 
 
-def test_a_save_after_a_failed_one_does_not_begin_before_the_error_was_told() -> None:
+def test_a_save_after_a_failed_one_does_not_begin_before_the_error_was_reported() -> None:
     writer = Writer()
     done: list[bool] = []
     _submit(writer, _fail)
@@ -94,7 +94,7 @@ def test_a_save_after_a_failed_one_does_not_begin_before_the_error_was_told() ->
     assert done == []
 
 
-def test_an_error_that_its_own_handle_has_told_is_not_raised_again_by_others() -> None:
+def test_an_error_that_its_own_handle_has_reported_is_not_raised_again_by_others() -> None:
     writer = Writer()
     saved = _submit(writer, _fail)
     with pytest.raises(DiskError):
@@ -113,7 +113,7 @@ def test_a_handle_tells_its_error_whenever_it_is_asked() -> None:
 
 
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt, SystemExit])
-def test_no_kind_of_error_ends_in_a_thread_that_nobody_hears(error: type[BaseException]) -> None:
+def test_no_kind_of_error_ends_in_a_thread_without_being_reported(error: type[BaseException]) -> None:
     def fail() -> None:
         raise error("out of it")
 
@@ -186,14 +186,14 @@ def test_the_interpreter_waits_at_its_end_for_the_save_in_flight() -> None:
     assert ended.stdout.split("\n") == ["script ended", "durable", ""]
 
 
-def test_an_error_that_nobody_asked_for_is_told_at_the_interpreters_end() -> None:
+def test_an_error_that_was_never_asked_for_is_reported_at_the_interpreters_end() -> None:
     ended = _run_script("Writer().submit(1, Path('x'), lambda: 1 / 0)")
 
     assert "ZeroDivisionError" in ended.stderr
 
 
 @pytest.mark.heavy
-def test_an_error_that_was_told_is_not_told_again_at_the_interpreters_end() -> None:
+def test_an_error_that_was_reported_is_not_reported_again_at_the_interpreters_end() -> None:
     ended = _run_script(
         "try:\n Writer().submit(1, Path('x'), lambda: 1 / 0).wait()\nexcept ZeroDivisionError:\n pass"
     )

@@ -105,7 +105,7 @@ def test_a_workspace_that_was_chosen_stays(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.usefixtures("_flags")
-def test_to_choose_it_after_cuda_was_used_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_to_choose_it_after_cuda_was_used_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
 
     told = r"CUDA was in use before CUBLAS_WORKSPACE_CONFIG was set.* torch up to about 2\.9 raises"
@@ -151,7 +151,7 @@ def draw_in_a_loop_of_its_own(run_dir: Path, numbers: dict[str, float]) -> RunSt
     return state
 
 
-def test_to_seed_a_run_that_was_resumed_is_told(run_dir: Path) -> None:
+def test_to_seed_a_run_that_was_resumed_is_reported(run_dir: Path) -> None:
     draw_in_a_loop_of_its_own(run_dir, {})
 
     for _ in range(2):

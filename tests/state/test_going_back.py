@@ -380,7 +380,7 @@ def failing(training: Training, batch: Any, places: list[int]) -> None:
     training.backward(batch), training.step(), training.state.save()
 
 
-def test_an_error_that_left_the_batches_goes_on_behind_the_batch_that_failed(run_dir: Path) -> None:
+def test_an_error_that_left_the_batches_continues_behind_the_batch_that_failed(run_dir: Path) -> None:
     training, places = Training(run_dir, 1), []
     for _ in training.state.epochs(1):
         try:
@@ -407,7 +407,7 @@ def test_an_error_that_left_both_loops_cannot_leave_out_the_batch_that_failed(ru
     assert training.state.batch == 2
 
 
-def test_in_steps_the_random_generators_go_on_so_other_batches_are_drawn(run_dir: Path) -> None:
+def test_in_steps_the_random_generators_continue_so_other_batches_are_drawn(run_dir: Path) -> None:
     training, steps = Training(run_dir, 1, dict), []
 
     def back(step: int) -> bool:
@@ -520,7 +520,7 @@ def test_what_was_loaded_ahead_is_not_left_out(run_dir: Path, kind: str, at: int
     assert [one.about.batch for one in Run(run_dir).checkpoints()[1:]] == [batch, 0, 0]
 
 
-def test_behind_another_thread_nobody_knows_which_batch_is_in_hand(run_dir: Path) -> None:
+def test_behind_another_thread_it_is_unknown_which_batch_is_in_hand(run_dir: Path) -> None:
     training = Training(run_dir, 1)
     training.state.save()
     with ThreadPoolExecutor(1) as pool:
@@ -697,7 +697,7 @@ def test_where_there_is_nothing_to_go_back_to_it_is_the_same_error(run_dir: Path
         losses(run_dir, given)
 
 
-def test_the_count_goes_on_after_a_resume(run_dir: Path) -> None:
+def test_the_count_continues_after_a_resume(run_dir: Path) -> None:
     for _ in range(2):
         losses(run_dir, [1, math.nan, 1], limit=3)
 
@@ -706,7 +706,7 @@ def test_the_count_goes_on_after_a_resume(run_dir: Path) -> None:
         losses(run_dir, [math.nan], limit=2)
 
 
-def test_so_many_saves_later_all_spikes_are_forgotten(run_dir: Path) -> None:
+def test_after_enough_saves_all_spikes_are_forgotten(run_dir: Path) -> None:
     answers, _ = losses(run_dir, [1, *[math.nan, 1, 1] * 9], limit=2)
 
     assert answers.count(True) == 9
@@ -774,13 +774,13 @@ def patient(run_dir: Path, given: list[Any], **more: Any) -> list[bool]:
     return answers
 
 
-def test_patience_ends_when_so_many_saves_in_a_row_were_no_better(run_dir: Path) -> None:
+def test_patience_ends_when_that_many_saves_in_a_row_were_no_better(run_dir: Path) -> None:
     answers = patient(run_dir, [3, 3, None, 2, 5, None, math.nan, 2, 1.5, 9])
 
     assert answers == [False, False, False, False, False, False, True, True, False, False]
 
 
-def test_patience_goes_on_after_a_resume_and_is_kept_when_the_best_is_all_that_stays(run_dir: Path) -> None:
+def test_patience_continues_after_a_resume_and_is_kept_when_the_best_is_all_that_stays(run_dir: Path) -> None:
     assert patient(run_dir, [2, 3], keep=1) == [False, False]
     assert patient(run_dir, [None], keep=1) == [False]
     assert patient(run_dir, [2.5, 1], keep=1) == [True, False]

@@ -169,7 +169,7 @@ def test_a_resume_of_an_unchanged_script_warns_of_nothing(run_dir: Path) -> None
     assert Run(run_dir).numbers() == [1, 2, 3]
 
 
-def test_a_cell_of_a_notebook_that_runs_again_goes_on(run_dir: Path) -> None:
+def test_a_cell_of_a_notebook_that_runs_again_continues(run_dir: Path) -> None:
     fed: list[float] = []
 
     def cell() -> None:
@@ -204,7 +204,7 @@ def save_after(run_dir: Path, loader: DataLoader[Any], batches: int) -> None:
     state.close()
 
 
-def test_a_split_that_is_drawn_anew_is_named_and_does_not_leak(run_dir: Path) -> None:
+def test_a_split_that_is_drawn_again_is_named_and_does_not_leak(run_dir: Path) -> None:
     save_after(run_dir, split(0), 1)
     save_after(run_dir, split(0), 2)
 

@@ -145,7 +145,7 @@ def test_a_notebook_is_somewhere_people_look(
     assert is_shown(None) is shown
 
 
-def test_no_bar_is_written_where_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_bar_is_written_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     stderr = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stderr)
     bars = Progress()
@@ -185,7 +185,7 @@ with Progress(True).loop("steps", 2, 0):
 # What they say
 
 
-def test_the_bars_begin_where_the_training_goes_on(plug_in: Callable[[], Terminal], bars: Progress) -> None:
+def test_the_bars_begin_where_the_training_continues(plug_in: Callable[[], Terminal], bars: Progress) -> None:
     terminal = plug_in()
     with bars.loop("epochs", 90, 12):
         bars.begin_batches("loop", 5004, 310)
@@ -205,7 +205,7 @@ def test_every_number_from_there_on_is_shown(plug_in: Callable[[], Terminal], ba
     assert re.findall(r"(\d+)/103 ", terminal.getvalue()) == ["100", "101", "102", "103", "103"]
 
 
-def test_where_nobody_knows_how_many_batches_there_are_the_bar_counts_them(
+def test_where_it_is_unknown_how_many_batches_there_are_the_bar_counts_them(
     plug_in: Callable[[], Terminal], bars: Progress
 ) -> None:
     terminal = plug_in()
@@ -229,7 +229,7 @@ def test_a_loop_that_is_complete_has_no_bar(
     assert terminal.getvalue() == ""
 
 
-def test_the_time_that_is_left_is_told_by_the_rate_of_this_process(
+def test_the_time_that_is_left_is_reported_by_the_rate_of_this_process(
     plug_in: Callable[[], Terminal], bars: Progress, clock: Clock
 ) -> None:
     terminal = plug_in()
@@ -322,7 +322,7 @@ def test_batches_without_epochs_say_it_themselves(plug_in: Callable[[], Terminal
     assert terminal.screen[0].endswith(", saved 41, 12 min ago]")
 
 
-def test_a_save_on_its_way_is_told_until_it_has_ended(
+def test_a_save_on_its_way_is_reported_until_it_has_ended(
     plug_in: Callable[[], Terminal], bars: Progress
 ) -> None:
     terminal = plug_in()
@@ -463,7 +463,7 @@ def test_our_own_lines_stand_above_the_bars(plug_in: Callable[[], Terminal], bar
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError, SystemExit])
-def test_what_ends_the_loops_is_told_on_a_line_of_its_own(
+def test_what_ends_the_loops_is_reported_on_a_line_of_its_own(
     plug_in: Callable[[], Terminal], bars: Progress, error: type[BaseException]
 ) -> None:
     terminal = plug_in()
@@ -614,7 +614,7 @@ def train(run_dir: Path, epochs: int, **shown: bool) -> None:
             state.save()
 
 
-def test_a_training_that_goes_on_shows_its_bars_from_there_and_how_old_the_checkpoint_is(
+def test_a_training_that_continues_shows_its_bars_from_there_and_how_old_the_checkpoint_is(
     plug_in: Callable[[], Terminal], monkeypatch: pytest.MonkeyPatch, run_dir: Path
 ) -> None:
     monkeypatch.setattr(progress, "_LONG", 0.0)
@@ -629,7 +629,9 @@ def test_a_training_that_goes_on_shows_its_bars_from_there_and_how_old_the_check
         assert re.match(rf"epochs: 100%.*, saved {before + 2}, \d+ s ago\]", terminal.screen[-1])
 
 
-def test_a_training_shows_no_bars_if_it_is_told_so(plug_in: Callable[[], Terminal], run_dir: Path) -> None:
+def test_a_training_shows_no_bars_where_they_are_turned_off(
+    plug_in: Callable[[], Terminal], run_dir: Path
+) -> None:
     terminal = plug_in()
     train(run_dir, 1, progress=False)
 

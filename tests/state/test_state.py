@@ -97,7 +97,7 @@ def test_a_new_run_says_that_it_starts_fresh(run_dir: Path, capsys: pytest.Captu
     assert training.state.best is None
 
 
-def test_a_resumed_run_says_in_one_line_where_it_goes_on(
+def test_a_resumed_run_says_in_one_line_where_it_continues(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for _ in range(2):
@@ -1137,7 +1137,7 @@ def test_a_load_that_is_refused_makes_no_run(run_dir: Path) -> None:
     assert not (run_dir / "new").exists()
 
 
-def test_a_best_checkpoint_that_somebody_deleted_is_forgotten_loudly(run_dir: Path) -> None:
+def test_a_best_checkpoint_that_another_process_deleted_is_forgotten_loudly(run_dir: Path) -> None:
     with RunState.load(run_dir, maximize="acc") as state:
         best = state.save(acc=0.9)
         state.save(acc=0.5)
@@ -1151,7 +1151,7 @@ def test_a_best_checkpoint_that_somebody_deleted_is_forgotten_loudly(run_dir: Pa
     assert (run_dir / "best").resolve().name.startswith("000003")
 
 
-def test_a_metric_that_is_never_given_is_told_at_the_first_save(run_dir: Path) -> None:
+def test_a_metric_that_is_never_given_is_reported_at_the_first_save(run_dir: Path) -> None:
     with RunState.load(run_dir, maximize="acc") as state:
         with pytest.warns(ResumableWarning, match="given accuracy, but maximize='acc' says"):
             state.save(accuracy=0.5)
@@ -1169,7 +1169,7 @@ def test_the_best_link_follows_what_is_tracked_now(run_dir: Path) -> None:
     assert (run_dir / "best").resolve().name.startswith("000002")
 
 
-def test_a_step_of_a_fused_optimizer_after_save_is_told(run_dir: Path) -> None:
+def test_a_step_of_a_fused_optimizer_after_save_is_reported(run_dir: Path) -> None:
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
     with RunState.load(run_dir, model=model, optimizer=optimizer) as state:
@@ -1373,7 +1373,9 @@ def _begun_elsewhere(run_dir: Path, stop: int | None) -> list[tuple[int, int, fl
 
 
 @pytest.mark.parametrize("stops", [(1, 1), (2, 2), (3, 1)])
-def test_what_begins_at_an_epoch_and_a_step_goes_on_from_there(run_dir: Path, stops: tuple[int, int]) -> None:
+def test_what_begins_at_an_epoch_and_a_step_continues_from_there(
+    run_dir: Path, stops: tuple[int, int]
+) -> None:
     whole = _begun_elsewhere(run_dir / "whole", None)
     parts = [one for stop in (*stops, None) for one in _begun_elsewhere(run_dir / "parts", stop)]
 

@@ -317,7 +317,7 @@ def test_no_code_of_the_script_is_run() -> None:
     assert (lazy.calls, LazyList.calls, random.getstate()) == (0, 0, state)
 
 
-def test_an_image_that_nobody_has_read_yet_stays_unread(tmp_path: Path) -> None:
+def test_an_image_that_was_not_read_yet_stays_unread(tmp_path: Path) -> None:
     pillow = pytest.importorskip("PIL.Image")
     images = [pillow.fromarray(np.full((4, 4, 3), value, np.uint8)) for value in (1, 2)]
     images[0].save(tmp_path / "one.png")

@@ -50,12 +50,12 @@ def test_a_difference_is_called_what_people_call_it(part: str, name: str, expect
         ("#digest", "#other", ""),
     ],
 )
-def test_values_are_told_where_they_are_plain_and_short(before: Json, after: Json, expected: str) -> None:
+def test_values_are_reported_where_they_are_plain_and_short(before: Json, after: Json, expected: str) -> None:
     assert naming.values(Difference(AT, "vars", "x", before, after)) == expected
 
 
 @pytest.mark.parametrize(("before", "after"), [(0.1, 0.1 + 1e-17 + 2e-17), (1.0, 1.0 + 2**-40)])
-def test_two_values_that_differ_are_never_told_as_the_same(before: float, after: float) -> None:
+def test_two_values_that_differ_are_never_reported_as_the_same(before: float, after: float) -> None:
     if before == after:
         return
     one, _, other = naming.values(Difference(AT, "vars", "x", before, after)).partition(" and ")

@@ -91,7 +91,7 @@ def test_what_was_gone_back_behind_does_not_count(tmp_path: Path) -> None:
     assert digests(trace_file.read(path)) == ["b1", "c2"]
 
 
-def test_a_start_begins_the_trace_anew(tmp_path: Path) -> None:
+def test_a_start_begins_the_trace_again(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", start(), batch(1), start(), batch(1, "c1"))
 
     assert digests(trace_file.read(path)) == ["c1"]
@@ -219,7 +219,7 @@ def test_two_trainings_that_do_the_same_are_equal(tmp_path: Path, capsys: pytest
         ),
     ],
 )
-def test_two_are_not_called_equal_if_nobody_has_looked_at_what_they_have_trained(
+def test_two_are_not_called_equal_without_a_comparison_of_what_they_have_trained(
     one: list[Record], other: list[Record], alike: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, fix = diff(tmp_path, one, other, capsys)
@@ -249,7 +249,7 @@ def test_what_the_last_look_has_found_is_named(tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_how_far_one_goes_on_after_the_other_has_ended_is_told(
+def test_how_far_one_continues_after_the_other_has_ended_is_reported(
     is_first: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     looked = [*TEN[:5], batch(5, parts={"model": "a"})]
@@ -321,7 +321,7 @@ def test_at_the_start_what_differs_is_named(tmp_path: Path, capsys: pytest.Captu
     assert diff(tmp_path, one, other, capsys) == [told]
 
 
-def test_several_batches_of_one_boundary_are_told_apart(
+def test_several_batches_of_one_boundary_are_distinguished(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def window(*digests: str) -> list[Record]:
@@ -355,7 +355,7 @@ def test_boundaries_that_only_one_of_them_has_are_not_compared(
     assert "batches equal at 5 boundaries, up to step 10 " in diff(tmp_path, TEN, late, capsys)[0]
 
 
-def test_what_they_run_on_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_they_run_on_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def on(version: str) -> list[Record]:
         more = {"environment": {"torch": version, "cuda": None}}
         return [Record(At("outside", 0, 0, 0), "start", more=more), batch(1)]

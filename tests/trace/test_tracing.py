@@ -325,7 +325,7 @@ def test_a_number_is_noted_as_it_is(value: Any, told: Any, tmp_path: Path) -> No
     assert repr(record.noted) == repr({"value": told})
 
 
-def test_what_cannot_be_told_apart_is_warned_of_once(tmp_path: Path) -> None:
+def test_what_cannot_be_distinguished_is_warned_of_once(tmp_path: Path) -> None:
     class Odd:
         """One that breaks when it is looked into."""
 
@@ -413,7 +413,7 @@ def test_steps_are_counted_and_not_batches_where_a_batch_has_several(tmp_path: P
     ]
 
 
-def test_where_nobody_counts_steps_batches_are_counted(tmp_path: Path) -> None:
+def test_where_no_optimizer_counts_steps_batches_are_counted(tmp_path: Path) -> None:
     with RunState.load(tmp_path / "run", loader=[0] * 7, trace=tmp_path / "a.jsonl", trace_every=3) as state:
         for _ in state.epochs(2):
             assert len([*state.batches()]) == 7

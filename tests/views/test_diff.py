@@ -75,7 +75,7 @@ def test_what_was_saved_twice_is_equal(pair: Pair, capsys: pytest.CaptureFixture
     assert "equal: 8 tensors to the last bit" in capsys.readouterr().out
 
 
-def test_one_bit_of_one_tensor_is_told_and_nothing_else(
+def test_one_bit_of_one_tensor_is_reported_and_nothing_else(
     pair: Pair, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def flip(training: Training) -> None:
@@ -109,7 +109,7 @@ def test_how_far_a_tensor_has_moved_is_what_torch_computes(
     assert row["relative"] == pytest.approx(float(gap.norm() / before.double().norm()))
 
 
-def test_missing_new_reshaped_and_recast_tensors_are_told_as_that(
+def test_missing_new_reshaped_and_recast_tensors_are_reported_as_such(
     pair: Pair, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def change(training: Training) -> None:
@@ -132,7 +132,7 @@ def test_missing_new_reshaped_and_recast_tensors_are_told_as_that(
     assert re.search(r"head.bias +float32 -> float64\n", printed)
 
 
-def test_a_setting_is_told_with_what_it_does(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_setting_is_reported_with_what_it_does(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
     found = told(pair(lr=0.05), capsys)
 
     rows = {row["name"]: row for row in found["changes"]}

@@ -54,7 +54,7 @@ def events(found: dict[str, Any]) -> list[tuple[Any, ...]]:
     return [(event["kind"], event["attempt"], event["number"], event["step"]) for event in found["events"]]
 
 
-def test_a_run_is_told_with_what_happened_to_it_and_where(trained: Path) -> None:
+def test_a_run_is_reported_with_what_happened_to_it_and_where(trained: Path) -> None:
     found: dict[str, Any] = overview(Run(trained))
 
     assert events(found) == [
@@ -79,7 +79,7 @@ def test_of_a_checkpoint_that_was_pruned_the_metrics_stay(trained: Path) -> None
     assert found["saves"][3]["metrics"] == {"acc": 0.15, "loss": "nan"}
 
 
-def test_a_start_without_a_word_from_the_one_before_is_told_as_its_failure(trained: Path) -> None:
+def test_a_start_without_a_word_from_the_one_before_is_reported_as_its_failure(trained: Path) -> None:
     lines = [json.loads(line) for line in (trained / "history.jsonl").read_text().splitlines()]
     starts = [line for line in lines if line["event"] == "start"]
     starts[-1]["previous"] = {"attempt": 3, "how": "killed, crashed or not closed", "last": 13}
@@ -115,7 +115,7 @@ def test_bytes_that_files_share_are_counted_once(run_dir: Path) -> None:
         (lambda path: os.truncate(path, 10), "model.safetensors has 10 bytes, its manifest says"),
     ],
 )
-def test_a_file_that_is_missing_or_short_is_told_without_reading(
+def test_a_file_that_is_missing_or_short_is_reported_without_reading(
     run_dir: Path, harm: Any, problem: str
 ) -> None:
     train(run_dir, 3)

@@ -216,9 +216,7 @@ def test_what_a_stranger_wrote_is_shown_and_does_nothing(open_page: Open, facts:
     assert page.evaluate("window.hacked") is None
 
 
-def test_a_script_that_got_into_the_page_all_the_same_is_not_run(
-    browser: Browser, facts: dict[str, Any]
-) -> None:
+def test_a_script_that_got_into_the_page_anyway_is_not_run(browser: Browser, facts: dict[str, Any]) -> None:
     text = report.page([facts], "").replace("<main", "<script>window.hacked = 1</script><main")
     page = browser.new_page()
     page.set_content(text)

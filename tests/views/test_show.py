@@ -135,7 +135,7 @@ def test_many_tensors_are_gathered_until_all_are_asked_for(
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "state.json", "ranks/00000.safetensors"])
-def test_nothing_is_told_of_a_checkpoint_with_a_flipped_bit(
+def test_nothing_is_reported_a_checkpoint_with_a_flipped_bit(
     run: Path, file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     [path] = run.glob(f"checkpoints/000003-*/{file}")
@@ -183,7 +183,7 @@ def test_a_name_that_a_terminal_would_obey_is_escaped(run: Path, capsys: pytest.
         ("ranks/00000.json", b"{", b"[", "ranks/00000.json"),
     ],
 )
-def test_what_somebody_has_forged_is_named(
+def test_what_is_forged_is_named(
     run: Path, file: str, old: bytes, new: bytes, problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = Run(run).open(3)
@@ -264,7 +264,7 @@ def test_a_depth_that_gathers_nothing_is_a_usage_error(run: Path, depth: str) ->
     assert ended.value.code == 2
 
 
-def test_a_norm_beyond_all_numbers_is_told_in_plain_json(
+def test_a_norm_beyond_all_numbers_is_reported_in_plain_json(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with RunState.load(

@@ -136,7 +136,7 @@ def _begin(disk: Disk) -> tuple[Training, RunState]:
     return training, state
 
 
-def test_what_the_disk_did_not_take_is_never_flushed_again_nor_told_to_be_durable(disk: Disk) -> None:
+def test_what_the_disk_did_not_take_is_never_flushed_again_nor_reported_durable(disk: Disk) -> None:
     training, state = _begin(disk)
     disk.breaks("pwrite")
 
@@ -210,7 +210,7 @@ def test_a_disk_that_cannot_be_read_is_named_and_nothing_is_taken_for_a_fresh_st
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_disk_that_fails_now_and_then_keeps_all_that_was_told_to_be_durable(
+def test_a_disk_that_fails_now_and_then_keeps_all_that_was_reported_durable(
     tmp_path: Path, kind: str, nightly: bool, tally: Tally
 ) -> None:
     count, bad = 60 if nightly else 3, []
@@ -264,7 +264,7 @@ def quota(tmp_path: Path) -> Iterator[Path]:
 
 # (the links for people are the first to find no room)
 @pytest.mark.filterwarnings("ignore:.*Disk quota exceeded:resumable.ResumableWarning")
-def test_a_quota_that_is_used_up_costs_the_save_and_is_told_to_be_one(quota: Path) -> None:
+def test_a_quota_that_is_used_up_costs_the_save_and_is_reported_as_one(quota: Path) -> None:
     training, state = load(quota / "exp", keep=9)
     with pytest.raises(
         SaveFailed, match=r"(?s)Disk quota exceeded.* bytes to write\..*within the quota of"

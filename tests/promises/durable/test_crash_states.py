@@ -114,7 +114,7 @@ def test_what_was_flushed_with_its_name_is_in_every_state(tmp_path: Path) -> Non
     assert _contents(found, "old") == {b"old"}
 
 
-def test_what_was_not_flushed_may_be_lost_whatever_was_told(tmp_path: Path) -> None:
+def test_what_was_not_flushed_may_be_lost_whatever_was_reported(tmp_path: Path) -> None:
     def body(root: Path, tell: Tell) -> None:
         _put(root / "new", flushed=False)
         _put(root / "nameless", flushed=True)
@@ -142,7 +142,7 @@ def test_what_a_link_leads_to_outlives_its_other_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("call", [lambda path: os.chmod(path, 0o600), lambda path: os.truncate(path, 1)])
-def test_a_call_that_nobody_understands_is_not_left_out(tmp_path: Path, call: Callable[[Path], None]) -> None:
+def test_a_call_that_is_unknown_is_not_left_out(tmp_path: Path, call: Callable[[Path], None]) -> None:
     with pytest.raises(NotImplementedError, match=r"a call that nobody understands: (ch|trunc)"):
         _trace(tmp_path, lambda root, tell: call(root / "old"))
 

@@ -231,7 +231,7 @@ def test_a_disk_without_room_for_what_is_kept_is_named_at_the_start(disk: Disk) 
     training.state.close()
 
 
-def test_and_when_the_optimizer_has_its_state_and_when_it_goes_on(disk: Disk) -> None:
+def test_and_when_the_optimizer_has_its_state_and_when_it_continues(disk: Disk) -> None:
     disk.fill(leave=3_000_000)
     with (training := Training(disk.run_dir, keep=3)).state:
         with pytest.warns(ResumableWarning, match=r"a checkpoint takes about 1\.\d+ MB; 3 and the one being"):

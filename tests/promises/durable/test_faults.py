@@ -228,7 +228,7 @@ def _faults(most: dict[str, int], nightly: bool, strides: Sequence[int]) -> Iter
 @pytest.mark.heavy
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("shard", range(4))
-def test_a_system_call_that_fails_in_a_save_is_told_and_costs_no_checkpoint(
+def test_a_system_call_that_fails_in_a_save_is_reported_and_costs_no_checkpoint(
     folder: Path, nightly: bool, tally: Tally, shard: int
 ) -> None:
     _prepare(folder)
@@ -303,7 +303,7 @@ def _problems_of_start(fault: Fault, found: Outcome) -> Iterator[str]:
 @pytest.mark.heavy
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("shard", range(2))
-def test_a_system_call_that_fails_at_a_start_is_told_and_the_next_start_goes_on(
+def test_a_system_call_that_fails_at_a_start_is_reported_and_the_next_start_continues(
     folder: Path, nightly: bool, tally: Tally, shard: int
 ) -> None:
     _prepare(folder)

@@ -96,7 +96,7 @@ def test_what_stands_in_the_place_of_a_folder_is_named_and_left_alone(
 
 
 @pytest.mark.parametrize("do", [_delete, _move])
-def test_a_run_that_is_gone_is_told_and_the_training_goes_on_in_a_new_one(
+def test_a_run_that_is_gone_is_reported_and_the_training_continues_in_a_new_one(
     begun: tuple[Training, RunState], run_dir: Path, do: Callable[[Path], None]
 ) -> None:
     training, state = begun
@@ -112,7 +112,7 @@ def test_a_run_that_is_gone_is_told_and_the_training_goes_on_in_a_new_one(
     assert_goes_on(_elsewhere(run_dir), 2) if do is _move else None
 
 
-def test_checkpoints_that_are_deleted_are_missed_by_nobody_but_who_asks_for_them(
+def test_checkpoints_that_are_deleted_are_missed_only_where_they_are_asked_for(
     begun: tuple[Training, RunState], run_dir: Path
 ) -> None:
     training, state = begun
@@ -171,7 +171,7 @@ def _hold(child: Child, run_dir: Path) -> None:
     child.tell(state.run.numbers())
 
 
-def test_a_disk_that_is_unmounted_in_mid_run_is_told_and_holds_what_it_held(tmp_path: Path) -> None:
+def test_a_disk_that_is_unmounted_in_mid_run_is_reported_and_holds_what_it_held(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     with _mounted("-t", "tmpfs", "-o", "size=9m", "tmpfs", str(disk)):
@@ -338,7 +338,7 @@ def _within_limits(
 
 
 @pytest.mark.parametrize("does_load", [False, True])
-def test_a_limit_of_open_files_is_told_and_costs_nothing_that_was_saved(
+def test_a_limit_of_open_files_is_reported_and_costs_nothing_that_was_saved(
     tmp_path: Path, tally: Tally, does_load: bool
 ) -> None:
     found = [*_within_limits(tmp_path, resource.RLIMIT_NOFILE, range(99), does_load, errno.EMFILE)]
@@ -348,7 +348,7 @@ def test_a_limit_of_open_files_is_told_and_costs_nothing_that_was_saved(
 
 
 @pytest.mark.heavy
-def test_a_limit_of_the_size_of_files_tears_a_write_and_is_told(tmp_path: Path, tally: Tally) -> None:
+def test_a_limit_of_the_size_of_files_tears_a_write_and_is_reported(tmp_path: Path, tally: Tally) -> None:
     limits = iter((1, 400, 1000, 2000, 3010, 5000, 8000, 1 << 20))
 
     found = [*_within_limits(tmp_path, resource.RLIMIT_FSIZE, limits, False, errno.EFBIG)]
@@ -392,7 +392,7 @@ def _train_until_killed(child: Child, run_dir: Path, group: Path, megabytes: int
 
 @pytest.mark.parametrize("megabytes", [4, 5, 7, 9, 13, 30])
 @pytest.mark.quick(3)
-def test_a_training_that_is_killed_for_its_memory_goes_on_from_the_newest_save(
+def test_a_training_that_is_killed_for_its_memory_continues_from_the_newest_save(
     run_dir: Path, little_memory: Path, tally: Tally, megabytes: int
 ) -> None:
     uninterrupted()

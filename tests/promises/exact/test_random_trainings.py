@@ -95,7 +95,7 @@ def made(tree: Any) -> nn.Module:
 @given(
     modules, st.sampled_from(sorted(OPTIMIZERS)), st.sampled_from(sorted(SCHEDULES)), plain, st.integers(1, 4)
 )
-def test_any_training_goes_on_after_two_resumes_as_if_never_stopped(
+def test_any_training_continues_after_two_resumes_as_if_never_stopped(
     tree: Any, optimizer: str, schedule: str, value: Any, first: int
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:

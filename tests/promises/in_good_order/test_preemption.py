@@ -155,7 +155,7 @@ def _when(place: int, index: int) -> list[pytest.MarkDecorator]:
 )
 @pytest.mark.sampled(3)
 @pytest.mark.quick(3)
-def test_a_signal_ends_a_training_that_goes_on_bit_for_bit(
+def test_a_signal_ends_a_training_that_continues_bit_for_bit(
     tmp_path: Path, where: str, first: int, second: int, number: signal.Signals, is_group: bool
 ) -> None:
     whole = ended(tmp_path, tmp_path / "whole", where, None, number, is_group)
@@ -268,7 +268,7 @@ def training() -> Training:
     return Training()
 
 
-def test_it_can_raise_instead_and_then_go_on(run_dir: Path, training: Training) -> None:
+def test_it_can_raise_instead_and_then_continue(run_dir: Path, training: Training) -> None:
     with training.load(run_dir, on_preempt="raise") as state:
         with pytest.raises(Preempted, match=r"SIGTERM: .* is saved, checkpoint 1: epoch 0, step 3") as caught:
             training.train(state, signal.SIGTERM, at=2)
@@ -323,7 +323,7 @@ def test_the_limit_of_time_is_left_before(
         assert training.train(state) == [1, 2, 3, 4, 5]
 
 
-def test_saves_by_themselves_are_at_clean_boundaries_and_go_on_bit_for_bit(run_dir: Path) -> None:
+def test_automatic_saves_are_at_clean_boundaries_and_continue_bit_for_bit(run_dir: Path) -> None:
     def run_once(path: Path, until: int | None = None) -> tuple[list[float], Iterator[int]]:
         torch.manual_seed(3)
         model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 1))
@@ -369,7 +369,7 @@ def test_metrics_are_those_that_were_given_last(run_dir: Path, training: Trainin
 
 
 @pytest.mark.parametrize("shape", ["another loader", "steps"])
-def test_saves_by_themselves_in_epochs_without_a_loader_of_ours_go_on_bit_for_bit(
+def test_automatic_saves_in_epochs_without_a_loader_of_the_run_continue_bit_for_bit(
     run_dir: Path, shape: str
 ) -> None:
     def run_once(path: Path, **options: Any) -> tuple[list[float], int]:
@@ -455,7 +455,7 @@ def _refuse(*_: object) -> int:
     raise BrokenPipeError
 
 
-def test_it_exits_as_the_signal_says_though_nobody_reads_its_output_any_more(
+def test_it_exits_as_the_signal_says_although_its_output_is_no_longer_read(
     run_dir: Path, training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = training.load(run_dir)

@@ -167,7 +167,7 @@ def touched(line: Line) -> list[str]:
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: /proc, RLIMIT_AS, pipes and devices")
 @pytest.mark.parametrize("shard", range(SHARDS))
-def test_what_somebody_made_to_do_harm_is_refused_by_name_and_nothing_else_is_touched(
+def test_a_malicious_checkpoint_is_refused_by_name_and_nothing_else_is_touched(
     template: Path, tmp_path: Path, tally: Tally, nightly: bool, shard: int
 ) -> None:
     cases = dict(itertools.islice(build.cases(is_all=nightly).items(), shard, None, SHARDS))
@@ -287,7 +287,7 @@ def test_what_is_no_file_is_not_taken_for_a_lock(tmp_path: Path, make: Any) -> N
     assert not (tmp_path / "new").exists()
 
 
-def test_a_lock_that_is_another_file_of_somebodys_is_held_and_left_as_it_is(tmp_path: Path) -> None:
+def test_a_lock_that_is_another_file_of_another_program_is_held_and_left_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "theirs").write_text("a thesis")
     os.link(tmp_path / "theirs", tmp_path / ".lock")
 
@@ -298,7 +298,7 @@ def test_a_lock_that_is_another_file_of_somebodys_is_held_and_left_as_it_is(tmp_
     assert (tmp_path / "theirs").read_text() == "a thesis"
 
 
-def test_a_history_that_is_another_file_too_is_put_in_place_anew(tmp_path: Path) -> None:
+def test_a_history_that_is_another_file_too_is_put_in_place_again(tmp_path: Path) -> None:
     (tmp_path / "backup").write_bytes(b'{"a": 1}\ntorn')
     os.link(tmp_path / "backup", tmp_path / "history")
 

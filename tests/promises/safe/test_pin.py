@@ -56,7 +56,7 @@ def shell() -> str:
     return str(found)
 
 
-def test_a_run_goes_on_from_the_content_that_is_expected(run: Run) -> None:
+def test_a_run_continues_from_the_content_that_is_expected(run: Run) -> None:
     training, state = load(run.path, expect=run.open(2).pin())
 
     with state:
@@ -156,7 +156,7 @@ def start_mine(mine: Path, theirs: Checkpoint, expect: str) -> bytes:
         return training.digest()
 
 
-def test_a_run_of_ones_own_goes_on_from_anothers_checkpoint_and_then_from_its_own(
+def test_a_run_of_ones_own_continues_from_anothers_checkpoint_and_then_from_its_own(
     run: Run, tmp_path: Path
 ) -> None:
     mine, theirs = tmp_path / "mine", run.open(2)
@@ -283,7 +283,7 @@ def start(rank: int, run_dir: Path, expect: str | None) -> tuple[int, bytes]:
 
 
 @pytest.mark.heavy
-def test_all_processes_go_on_from_the_expected_content_and_none_from_another(
+def test_all_processes_continue_from_the_expected_content_and_none_from_another(
     run_dir: Path, tmp_path: Path
 ) -> None:
     def begin(expect: str | None) -> list[gloo.Ended]:
