@@ -104,7 +104,7 @@ def _transfers(place: Place, megabytes: float, rounds: int, result: Result) -> N
         apart.receive()
     for path in files.files_in(place.run):
         files.warm(path)
-    # (each into an empty prefix, and from a warm server)
+    # Each into an empty prefix, and from a warm server
     jobs: dict[str, Callable[[int], Figures]] = {
         "push": lambda number: _watched(_push, place.at(f"push{number}")),
         "s3fs.put": lambda number: _watched(_put, place.at(f"put{number}")),
@@ -208,7 +208,7 @@ def _get(connection: Connection, place: Place) -> None:
     _ready(connection)
     start = _seconds()
     fs.get(there, here, batch_size=1, chunksize=_PART, max_concurrency=_AT_ONCE)
-    # (a pull is durable when it is done)
+    # A pull is durable when it is done
     files.flush(target)
     taken = _seconds() - start
     connection.send({"seconds": taken, "bytes": float(sum(map(os.path.getsize, here)))})
@@ -284,7 +284,7 @@ def _add(result: Result, found: Mapping[str, tuple[float, float]]) -> None:
 
 
 def _told(taken: Sequence[float]) -> tuple[float, float]:
-    # (the median knows nothing of a step that waits for something)
+    # The median knows nothing of a step that waits for something
     return statistics.median(taken), statistics.mean(taken)
 
 
@@ -305,7 +305,7 @@ def _train(connection: Connection, path: Path, given: Mapping[str, Any]) -> None
                 state.save()
             taken.append(_seconds() - start)
         connection.send(_told(taken[100:]))
-        # (nobody waits for what cannot be pushed)
+        # Nobody waits for what cannot be pushed
         os._exit(0)
 
 

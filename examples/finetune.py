@@ -63,7 +63,7 @@ with RunState.load(first_run, model=model, optimizer=optimizer, loader=loader, e
 torch.manual_seed(1)
 loader = made_of(classes=5, samples=1000)
 model = Net(classes=5).to(args.device)
-# (where the second run has begun already, the next load puts its own weights in place of these)
+# Where the second run has begun already, the next load puts its own weights in place of these
 misfit = load_weights(model, first_run, strict=False)
 print("not taken from the first run:", *misfit.reshaped)
 model.backbone.requires_grad_(False)
@@ -79,7 +79,7 @@ with RunState.load(second_run, model=model, optimizer=optimizer, loader=loader, 
         checkpoint = state.save()
         checkpoint.wait()
         sizes = [file.stat() for file in Path(checkpoint.path).rglob("*") if file.is_file()]
-        # (what is frozen is in a file that the checkpoint before has too: a hard link)
+        # What is frozen is in a file that the checkpoint before has too: a hard link
         written = sum(size.st_size for size in sizes if size.st_nlink == 1) / 1e6
         whole = sum(size.st_size for size in sizes) / 1e6
         print(f"epoch {epoch}: saved {whole:.2f} MB, wrote {written:.2f}", flush=True)

@@ -31,7 +31,7 @@ loader = DataLoader(train_set, batch_size=20, sampler=sampler)
 
 model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 2))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-# (an epoch ends in the middle of a window of 4 batches, and with a step)
+# An epoch ends in the middle of a window of 4 batches, and with a step
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs * math.ceil(len(loader) / 4))
 model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
 torch.manual_seed(1 + accelerator.process_index)

@@ -53,7 +53,7 @@ class Resume(TrainerCallback):
     def __iter__(self) -> Iterator[Any]:
         """Give Trainer what is left of an epoch, whichever Trainer itself takes it for."""
         for _ in self.epochs:
-            # (of an epoch whose batches are all done, Trainer has nothing to do either)
+            # Of an epoch whose batches are all done, Trainer has nothing to do either
             if self.state.batch < len(self.loader):
                 yield from self.state.batches(device=self.trainer.args.device)
                 return

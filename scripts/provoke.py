@@ -260,7 +260,7 @@ def _told(rank: int, size: int, answer: Any, body: Callable[[int], object]) -> N
         body(rank)
     except ResumableError as error:
         answer.send(str(error))
-    # (what the training has left behind is not to be closed in good order)
+    # What the training has left behind is not to be closed in good order
     os._exit(0)
 
 

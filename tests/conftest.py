@@ -20,7 +20,7 @@ from servers import place, proxied_s3, s3, sftp  # noqa: F401 (pytest finds fixt
 
 torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # (a shell that starts the tests in the background lets them ignore it)
+    # A shell that starts the tests in the background lets them ignore it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -63,7 +63,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--nightly", action="store_true", help="count ten to a hundred times as far")
 
 
-@pytest.hookimpl(tryfirst=True)  # (-m leaves out what is nightly right after)
+@pytest.hookimpl(tryfirst=True)  # -m leaves out what is nightly right after
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     counted.sample(items)
 

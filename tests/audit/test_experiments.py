@@ -196,7 +196,7 @@ def test_of_what_differs_rarely_the_cause_is_unknown_and_how_often_it_does_is_re
 def test_what_was_alike_by_chance_is_not_taken_for_the_cause(seed: int) -> None:
     class OneOfTwo(Unsteady):
         def outcome(self, start: Start) -> object:
-            # (the first three are not all alike, or there would be no finding)
+            # The first three are not all alike, or there would be no finding
             coin = random.Random(100 * seed + start.trial).random() < 0.5
             return {0: False, 2: True}.get(start.trial, coin)
 

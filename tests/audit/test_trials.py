@@ -205,7 +205,7 @@ def test_an_audit_that_is_asked_to_leave_ends_what_it_has_started(
     (tmp_path / "waits.py").write_text(WAITS)
     environment = {**os.environ, "PYTHONPATH": str(Path(trials.__file__).parents[1])}
     command = [sys.executable, "-m", "resumable", "audit", "--", sys.executable, "waits.py", how]
-    # (a shell gives the whole group Ctrl-C; here only the parent gets it)
+    # A shell gives the whole group Ctrl-C; here only the parent gets it
     audit = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL)
     while len(pids := [*tmp_path.glob("pid-*")]) < (2 if how in ("forks", "sessions") else 1):
         assert audit.poll() is None

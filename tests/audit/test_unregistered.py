@@ -295,7 +295,7 @@ def test_dicts_that_a_thread_changes_meanwhile_are_no_error(run_dir: Path) -> No
             shared.pop(random.randrange(9), None)
 
     thread = threading.Thread(target=change)
-    # (as often as can be; else each of the two would wait for the other's five milliseconds)
+    # As often as can be; else each of the two would wait for the other's five milliseconds
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     thread.start()

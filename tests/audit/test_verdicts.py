@@ -215,5 +215,5 @@ def test_what_the_page_about_audits_shows_is_what_such_a_script_gets(
 
 
 def _without_sizes(line: str) -> str:
-    # (how far numbers are apart depends on the processor)
+    # How far numbers are apart depends on the processor
     return re.sub(r"by up to \S+ \(in [\d,]+", "by up to ... (in ...", line)

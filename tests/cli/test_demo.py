@@ -15,7 +15,7 @@ from resumable.cli import demo
 from resumable.cli.app import main
 
 
-@pytest.mark.nightly  # (CI runs the demo itself)
+@pytest.mark.nightly  # CI runs the demo itself
 def test_the_demo_is_killed_twice_in_mid_epoch_and_ends_with_equal_digests(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "resumable", "demo", "--dir", str(tmp_path / "demo")]
 

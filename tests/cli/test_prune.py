@@ -37,7 +37,7 @@ def damage(run: Path, number: int, name: str = "model.safetensors") -> None:
     [path] = run.glob(f"checkpoints/{number:06}-*/{name}")
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
-    # (what is shared stays whole in the others)
+    # What is shared stays whole in the others
     path.unlink()
     path.write_bytes(data)
 
@@ -158,7 +158,7 @@ def test_a_disk_that_fails_proves_nothing_damaged(
         return fd
 
     monkeypatch.setattr(os, "open", failing)
-    # (who looks whether it can open in a folder asks for the function)
+    # Who looks whether it can open in a folder asks for the function
     monkeypatch.setattr(os, "supports_dir_fd", {failing})
 
     assert pruned(run, "--damaged", "--abandoned", "--keep", "1", code=1) == [2, 5, 6]
@@ -169,7 +169,7 @@ def test_what_may_not_be_emptied_keeps_its_name(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     there = os.access
-    # (as for a folder of another user, in one that both may write to)
+    # As for a folder of another user, in one that both may write to
     monkeypatch.setattr(
         os, "access", lambda path, *how, **_: "000001-" not in str(path) and there(path, *how)
     )

@@ -70,7 +70,7 @@ def _a_bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         yield
         return
     server: S3 = request.getfixturevalue("s3")
-    # (a busy machine answers late, and is asked again)
+    # A busy machine answers late, and is asked again
     with contextlib.suppress(server.admin.exceptions.BucketAlreadyOwnedByYou):
         server.admin.create_bucket(Bucket="bucket")
     monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)

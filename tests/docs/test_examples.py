@@ -79,7 +79,7 @@ def rehearsed(example: str, folder: Path) -> Iterator[Stage]:
     if example in NEEDS:
         pytest.importorskip(NEEDS[example])
     command = [sys.executable, str(SUPPORT / "forked_starts.py"), str(EXAMPLES / example)]
-    # (of two threads on two busy cores one waits for the other most of the time)
+    # Of two threads on two busy cores one waits for the other most of the time
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": env}
     with subprocess.Popen(command, cwd=folder, **pipes) as rehearsal:  # type: ignore[call-overload]
@@ -142,7 +142,7 @@ def test_an_audit_finds_nothing_that_an_example_has_forgotten(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     arguments, steps, _ = SIZES[example]
 
-    # (so many that an epoch comes to its end)
+    # So many that an epoch comes to its end
     found = audit.audit(
         [sys.executable, str(EXAMPLES / example), "run", *arguments, "--device=cpu"], steps=steps // 2 + 4
     )

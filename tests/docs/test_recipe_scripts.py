@@ -156,7 +156,7 @@ def ends_alike(name: str, script: str, folder: Path, monkeypatch: pytest.MonkeyP
     for steps in STOPS.get(name, (8, 7)):
         with stopped_after(steps):
             start(script, make())
-        # (the process of a script would have ended, and with it its lock)
+        # The process of a script would have ended, and with it its lock
         gc.collect()
     start(script, make())
     fresh, first, second = places(folder / "stopped")

@@ -190,7 +190,7 @@ class Slurm:
             r"--[^\n ]+", "".join(re.findall(r"^#SBATCH (.*\n)", script, re.MULTILINE))
         )
         self._tasks = tasks
-        # (of it the script makes its port)
+        # Of it the script makes its port
         self._number = str(secrets.randbelow(10**6))
         self._spares_children = spares_children
         self._script = folder / "job.sh"
@@ -372,7 +372,7 @@ class Notebook:
         """Run the cell, and stop it; return its exit code, None if it was left at once."""
         with pytest.raises((SystemExit, KeyboardInterrupt)) as left:
             self.run(pressed)
-        # (a notebook keeps the last traceback, and with it the loops that were left)
+        # A notebook keeps the last traceback, and with it the loops that were left
         self._kept.append(left)
         return getattr(left.value, "code", None)
 
@@ -497,7 +497,7 @@ def test_the_first_process_of_a_pod_saves_within_the_grace_period(
     for count in (3, 9):
         job, first = pod(folder, command, pause=0.2)
         with ended(job, list):
-            # (before its loops the kernel drops it)
+            # Before its loops the kernel drops it
             os.kill(first, signal.SIGTERM)
             until_trained(folder, count, job)
             os.kill(first, signal.SIGTERM)
@@ -550,7 +550,7 @@ def test_a_unit_that_is_stopped_continues_at_the_next_boot(
         job = start(folder, command, pause=0.2)
         with ended(job, list):
             until_trained(folder, count, job)
-            # (KillMode=mixed: to the main process only)
+            # KillMode=mixed: to the main process only
             job.send_signal(signal.Signals[service["KillSignal"]])
             assert job.wait(float(service["TimeoutStopSec"])) == int(service["SuccessExitStatus"])
     assert start(folder, command).wait(LIMIT) == 0
@@ -630,7 +630,7 @@ def stored(folder: Path, page_block: str, puts: dict[str, str]) -> list[str]:
     for example, meant in puts.items():
         assert example in page_block
         page_block = page_block.replace(example, meant)
-    # (a shell that waited for the training would end before it)
+    # A shell that waited for the training would end before it
     return ["bash", "-euc", page_block.replace("\npython", "\nexec python")]
 
 
@@ -753,13 +753,13 @@ def test_a_training_asks_for_nothing_that_the_policy_does_not_allow(
     run_dir: Path, at_home: Path, proxied_s3: ProxiedS3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucket = proxied_s3.bucket()
-    # (what a killed upload leaves)
+    # What a killed upload leaves
     proxied_s3.admin.create_multipart_upload(Bucket=bucket, Key="exp/checkpoints/000001-step-00000001/a")
     monkeypatch.setenv("AWS_ENDPOINT_URL", proxied_s3.endpoint)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", proxied_s3.key)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", proxied_s3.secret)
     frozen = nn.Linear(600, 600).requires_grad_(False)
-    # (more than two parts of it are trained, so that it is sent in parts)
+    # More than two parts of it are trained, so that it is sent in parts
     model = nn.Sequential(frozen, nn.Linear(600, 8000))
     for number in (1, 2, 3):
         with RunState.load(run_dir, model=model, remote=f"s3://{bucket}/exp", remote_keep=1) as state:

@@ -85,7 +85,7 @@ class Training:
         goes_back = self._goes_back.replace('"best"', str(self._number(back_to))) if back_to else ""
         (self._folder / "train.py").write_text("\n".join([BEFORE, self._begins, goes_back, self._loops]))
         env = {**os.environ, "PYTHONPATH": str(ROOT), "WANDB_SILENT": "true", "OMP_NUM_THREADS": "1"}
-        # (a kill comes before the checkpoint that was the best is pruned, or after it)
+        # A kill comes before the checkpoint that was the best is pruned, or after it
         told = ["-W", "error", "-W", "ignore:checkpoint 3, the best, is not there any more"]
         command = [sys.executable, *told, "train.py", when, str(at), str(shift)]
         child = subprocess.run(command, cwd=self._folder, env=env, capture_output=True, text=True)

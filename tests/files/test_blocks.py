@@ -525,7 +525,7 @@ def test_a_share_is_flushed_once_after_its_last_byte_and_reserves_nothing(
     monkeypatch.setattr(large_files, "_pwrite", lambda *a: (write(*a), events.append("write"))[0])
     monkeypatch.setattr(large_files, "_pwrite_uncached", lambda *a: (uncached(*a), events.append("write"))[0])
     monkeypatch.setattr(os, "fsync", lambda fd: (fsync(fd), events.append("fsync"))[0])
-    # (where a disk cannot, the C library writes to every page, which another may be writing just now)
+    # Where a disk cannot, the C library writes to every page, which another may be writing just now
     monkeypatch.setattr(os, "posix_fallocate", failing(errno.EIO))
 
     large_files.write_share(tmp_path / "file", share, way)
@@ -895,7 +895,7 @@ def ranges(draw: st.DrawFn) -> tuple[int, list[tuple[int, int, str]]]:
     edges = sorted(draw(st.lists(st.integers(0, size), max_size=10)))
     pairs = list(zip(edges[::2], edges[1::2], strict=False))
     if draw(st.booleans()):
-        # (without gaps)
+        # Without gaps
         pairs = list(zip([0, *edges], [*edges, size], strict=True))
     kinds = st.sampled_from(["memory", "take", "both"])
     return size, [(begin, end, draw(kinds)) for begin, end in pairs]
@@ -1026,7 +1026,7 @@ def test_damage_is_named_and_what_to_do_is_said(
 ) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
-    monkeypatch.chdir(folder)  # (a socket's path must be short)
+    monkeypatch.chdir(folder)  # A socket's path must be short
     damage(Path("file"))
     descriptors = os.listdir("/dev/fd")
 

@@ -844,7 +844,7 @@ class Remembering:
 
     def __init__(self) -> None:
         self.memo: codec.Memo = {}
-        # (the tensors of the last one may have another shape by now)
+        # The tensors of the last one may have another shape by now
         self.layouts: dict[Any, list[tensor_file.Layout]] = {}
 
     def encode(self, tree: Any, frozen: Callable[[str], bool] = lambda name: False) -> codec.Encoded:

@@ -303,7 +303,7 @@ def test_damage_is_named_and_what_to_do_is_said(
 ) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
-    monkeypatch.chdir(folder)  # (a socket's path must be short)
+    monkeypatch.chdir(folder)  # A socket's path must be short
     damage(Path("file"))
     descriptors = os.listdir("/dev/fd")
 

@@ -85,7 +85,7 @@ def test_a_killed_holder_does_not_keep_the_lock_through_what_it_forked(tmp_path:
     with forked(hold_and_fork) as (child, hear):
         grandchild = max(int(hear()), int(hear()))
         _die(child)
-        os.kill(grandchild, 0)  # (it lives)
+        os.kill(grandchild, 0)  # It lives
 
         Lock(tmp_path / ".lock").release()
 

@@ -130,7 +130,7 @@ def test_what_a_child_puts_in_the_place_of_the_memory_stays_when_the_object_goes
     def puts_its_own_there() -> bool:
         place = held[0].tensor.data_ptr()
         own = []
-        # (the kernel gives the gap that the memory has left to one of the next that fit)
+        # The kernel gives the gap that the memory has left to one of the next that fit
         for _ in range(200):
             own.append(HostMemory(1 << 20))
             own[-1].touch()

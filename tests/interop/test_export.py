@@ -215,7 +215,7 @@ def test_a_damaged_checkpoint_is_not_exported(
 ) -> None:
     path = run_dir / "newest" / "model.safetensors"
     content = bytearray(path.read_bytes())
-    content[-20] ^= 1  # (in a weight, which can have any value)
+    content[-20] ^= 1  # In a weight, which can have any value
     path.write_bytes(content)
 
     assert export(f"{run_dir}@2", "-o", tmp_path / "m.pt") == 4

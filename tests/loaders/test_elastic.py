@@ -313,7 +313,7 @@ def test_one_rank_continues_as_two_and_as_one_again(tmp_path: Path, kind: str, w
     legs = [script.leg(1, 5), script.leg(2, 4), script.leg(2, 2), script.leg(1, 3), script.leg(1)]
 
     assert [index for leg in legs for index in together(leg)] == expected[0]
-    # (two ranks had no generator that could have been kept)
+    # Two ranks had no generator that could have been kept
     assert kind == "generator if alone" or together(legs[-1], 1) == expected[1]
 
 
@@ -407,7 +407,7 @@ def test_after_a_change_a_run_that_is_stopped_repeatedly_matches_an_uninterrupte
 
     expected = changed(tmp_path / "one", [None])
 
-    # (the first of them saves before it has trained anything)
+    # The first of them saves before it has trained anything
     stops = [(0, 0), 1, 2, (0, -1), (0, "end"), (1, 2), (1, -1), None]
     assert changed(tmp_path / "many", stops) == expected
 

@@ -247,7 +247,7 @@ def test_a_batch_that_failed_is_reported_without_a_stamp() -> None:
 
     assert (first, next(workers)) == (1, 3)
     assert [told[1:3] for told in log.told[2:]] == [(0, 0), (None, 1), (0, 2)]
-    # (the error's traceback keeps them in a cycle: torch waits ten seconds for workers that are collected)
+    # The error's traceback keeps them in a cycle: torch waits ten seconds for workers that are collected
     workers.end()
 
 
@@ -399,7 +399,7 @@ class Slow(Numbers):
 def test_a_thread_that_waits_for_workers_comes_to_the_end_when_they_are_ended() -> None:
     workers, _ = opened(DataLoader(Slow(), 1, num_workers=1), Log())
     found: list[Any] = []
-    # (one that would be waited for at the end of the process)
+    # One that would be waited for at the end of the process
     thread = threading.Thread(target=lambda: found.extend(workers), daemon=True)
     thread.start()
     while not found:
@@ -454,7 +454,7 @@ def test_a_spawned_worker_begins_with_the_signals_blocked() -> None:
 
 
 def test_workers_of_a_fork_server_and_the_server_outlive_the_signals(monkeypatch: pytest.MonkeyPatch) -> None:
-    # (what the other tests preload takes seconds)
+    # What the other tests preload takes seconds
     monkeypatch.setattr(python_forkserver._forkserver, "_preload_modules", [])
     view = DataLoader(Numbers(), num_workers=1, multiprocessing_context="forkserver")
 

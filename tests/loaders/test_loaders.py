@@ -510,7 +510,7 @@ class Plain:
             yield epoch
 
     def batches(self, name: str | None = None) -> Iterator[Any]:
-        # (a map goes on after an exception, as the loader's own iterator does; a generator would be dead)
+        # A map goes on after an exception, as the loader's own iterator does; a generator would be dead
         return map(self._hand_out, itertools.count(), self.loaders[name or "loader"])
 
     def _hand_out(self, number: int, batch: Any) -> Any:
@@ -838,7 +838,7 @@ def test_another_number_of_workers_changes_nothing_where_nothing_is_random_in_th
     run_dir: Path, before: int, after: int
 ) -> None:
     old, new = (Training(partial(quiet_loader, num_workers=n), train) for n in (before, after))
-    # (what is drawn in the process of the training itself, nobody has looked at)
+    # What is drawn in the process of the training itself, nobody has looked at
     from_old, from_new = (
         contextlib.nullcontext() if n else pytest.warns(ResumableWarning, match="may .*num_workers +0 +-> ")
         for n in (before, after)
@@ -1013,7 +1013,7 @@ def note_the_end(file: str, number: int) -> None:
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_a_worker_leaves_without_ending_its_interpreter(tmp_path: Path, context: str) -> None:
-    # (what a thread of its own still delivers aborts an interpreter that ends, and the training with it)
+    # What a thread of its own still delivers aborts an interpreter that ends, and the training with it
     ended = tmp_path / "ended"
     loader = on(
         Images(),

@@ -467,7 +467,7 @@ keeps_none = pytest.mark.filterwarnings("ignore:loader keeps no position")
 @pytest.mark.parametrize("name", PLAIN)
 @pytest.mark.sampled(3)
 def test_an_iterable_without_a_position_continues(run_dir: Path, name: str, stops: list[Stop]) -> None:
-    # (a thread that loads draws from the training's generators when it likes; here the workers draw)
+    # A thread that loads draws from the training's generators when it likes; here the workers draw
     assert chain(run_dir, PLAIN[name], stops) == uninterrupted(PLAIN[name])
 
 

@@ -90,7 +90,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Any], None], in
     "plain": ({}, {}, lambda ddp: None, 1, 1),
     "accumulating": ({}, {}, lambda ddp: None, 2, 1),
     "views": ({}, {"gradient_as_bucket_view": True}, lambda ddp: None, 1, 1),
-    # (what the first step was like, nothing tells)
+    # What the first step was like, nothing tells
     "static": ({}, {"static_graph": True}, lambda ddp: None, 1, 2),
     "static, unused": ({"unused": True}, {"static_graph": True}, lambda ddp: None, 1, 2),
     "unused": ({"unused": True}, {"find_unused_parameters": True}, lambda ddp: None, 1, 1),

@@ -384,7 +384,7 @@ class _Interrupter:
 
     def run(self, job: Callable[[], None]) -> BaseException | None:
         """Do the job, and return how it ended."""
-        # (the coverage of the tests after this one is measured by such a function)
+        # The coverage of the tests after this one is measured by such a function
         before = sys.gettrace()
         sys.settrace(self)
         try:
@@ -403,7 +403,7 @@ CRUCIAL = {
 
 
 @pytest.mark.proves("all or nothing")
-# (a file that was just opened is closed when nobody has it any more)
+# A file that was just opened is closed when nobody has it any more
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("is_own", [False, True])
 @pytest.mark.quick(2)

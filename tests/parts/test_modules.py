@@ -578,7 +578,7 @@ def test_a_replica_of_another_model_begins_with_the_order_it_is_made_with(run_di
 @pytest.mark.usefixtures("_alone")
 def test_batch_norm_over_all_processes_has_the_names_of_a_bare_model(run_dir: Path) -> None:
     def build(seed: int) -> nn.Module:
-        # (as a whole it takes no CPU)
+        # As a whole it takes no CPU
         return nn.SyncBatchNorm.convert_sync_batchnorm(DistributedDataParallel(Net(seed)))
 
     model = build(0)

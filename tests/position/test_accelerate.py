@@ -46,7 +46,7 @@ class Training:
         return {**parts, "loader": self.loader}
 
     def body(self, batch: torch.Tensor) -> None:
-        # (mid-window, this must not clear what is accumulated)
+        # Mid-window, this must not clear what is accumulated
         self.optimizer.zero_grad()
         with self.accelerator.accumulate(self.model):
             self.accelerator.backward(self.model(batch).square().mean())

@@ -119,7 +119,7 @@ def test_it_is_exact_whichever_generators_the_two_share(run_dir: Path, name: str
     def loop(state: RunState, objects: dict[str, Any], tick: Callable[..., None]) -> None:
         for _ in state.epochs(2):
             for x in state.batches():
-                # (in some bodies nothing is drawn)
+                # In some bodies nothing is drawn
                 train(objects, x, DRAWS[name]() if state.batch % 3 else 0.0)
                 tick(x)
 

@@ -137,7 +137,7 @@ def stopped(run_dir: Path, epoch: int, *, durable: float = 0.1) -> tuple[int, in
 
 def test_a_signal_in_a_last_batch_waits_for_the_rest_of_the_body(run_dir: Path) -> None:
     assert stopped(run_dir, 1) == (2, 0)
-    assert stopped(run_dir, 2) == (2, 4)  # (this process has seen no end of an epoch)
+    assert stopped(run_dir, 2) == (2, 4)  # This process has seen no end of an epoch
 
 
 def test_a_signal_in_a_last_batch_of_the_first_epoch_is_answered_there(run_dir: Path) -> None:

@@ -298,7 +298,7 @@ class AnotherAdam(torch.optim.Adam):
 
 def test_an_optimizer_whose_step_calls_another_makes_one_step(run_dir: Path) -> None:
     model = nn.Linear(2, 1)
-    # (torch puts its hooks around the step of a class as the first object of that class is made)
+    # Torch puts its hooks around the step of a class as the first object of that class is made
     torch.optim.Adam(model.parameters())
     optimizer = AnotherAdam(model.parameters())
     with RunState.load(run_dir, model=model, optimizer=optimizer, loader=torch.ones(6, 2).split(2)) as state:

@@ -272,7 +272,7 @@ def test_a_save_in_the_body_of_the_last_batch_leaves_the_rest_of_the_epochs_body
 def test_in_process_a_batch_that_was_loaded_ahead_is_loaded_again_as_it_was(
     run_dir: Path, tmp_path: Path, name: str, stops: list[int | str]
 ) -> None:
-    # (what is loaded ahead in this process draws before the training does, with us as without us)
+    # What is loaded ahead in this process draws before the training does, with us as without us
     expected = chain(tmp_path / "one", LOOPS[name], 0, [])
     if name == "around: one ahead":
         stops = [stop for stop in stops if stop not in (6, 12)]

@@ -495,7 +495,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowGpu]:
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: slow.streams[-1])
         monkeypatch.setattr(torch.cuda, "stream", slow.stream)
         monkeypatch.setattr(torch.cuda, "Stream", Stream)
-        # (torch looks at the stream before it asks anybody whose tensor this is)
+        # Torch looks at the stream before it asks anybody whose tensor this is
         monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: tensor.users.append(stream))
         yield slow
 

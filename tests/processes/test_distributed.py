@@ -259,7 +259,7 @@ def test_each_node_keeps_a_full_copy_where_no_disk_is_shared(tmp_path: Path, wri
     for first, second in zip(*copies, strict=True):
         first.verify()
         second.verify()
-        # (but for what differs by rank, such as the statistics of batches, which lie in ranks/)
+        # But for what differs by rank, such as the statistics of batches, which lie in ranks/
         own = {file for file in first.about.files if file.startswith("ranks/")}
         assert own == {f"ranks/0000{rank}.{end}" for rank in range(4) for end in ("json", "safetensors")}
         assert all(first.about.files[file] == second.about.files[file] for file in {*own, "state.json"})
@@ -578,7 +578,7 @@ class Refusing:
 def goes_on(rank: int, run_dir: Path) -> Any:
     """Meet errors that a script may catch, and go on after each of them."""
     model = nn.Linear(1, 1)
-    # (a number that steps of 1 do not round)
+    # A number that steps of 1 do not round
     nn.init.zeros_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     part = Refusing(rank)

@@ -82,7 +82,7 @@ class Crowd:
 
         def join(one: Ranks) -> None:
             with lock:
-                # (in one process they would count their sessions together)
+                # In one process they would count their sessions together
                 ranks._sessions = 0
             one.join({name: value[one.rank] for name, value in facts.items()})
 

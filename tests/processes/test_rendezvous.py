@@ -86,7 +86,7 @@ def train(rank: int, run_dir: Path, whom: int | None, step: int, is_group: bool,
                 optimizer.zero_grad()
                 model(x).square().mean().backward()
                 optimizer.step()
-                # (the faster the bodies, the more of them pass until all have heard)
+                # The faster the bodies, the more of them pass until all have heard
                 time.sleep(0.005)
                 if rank == whom and state.step == step:
                     os.killpg(0, signal.SIGTERM) if is_group else signal.raise_signal(signal.SIGTERM)

@@ -339,7 +339,7 @@ def test_a_share_takes_memory_for_its_own_bytes_only() -> None:
     state_size = sum(images[0].sizes(groups).values())
     staged = [sum(map(len, (content.data for content in taken.contents({}).values()))) for taken in takens]
     assert sum(staged) == state_size
-    # (each file begins a page, of which the state here has few)
+    # Each file begins a page, of which the state here has few
     assert sum(map(len, host_memory._maps)) <= state_size + sum(len(taken.paths()) for taken in takens) * PAGE
 
 

@@ -20,7 +20,7 @@ ALL = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 @pytest.fixture
 def noting() -> Iterator[Signals]:
     kept = {number: signal.getsignal(number) for number in (*ALL, signal.SIGCHLD)}
-    # (a loop that another test has left waits to be collected, and still notes them)
+    # A loop that another test has left waits to be collected, and still notes them
     for number in ALL:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     found = Signals(ALL)

@@ -352,7 +352,7 @@ def test_an_epoch_may_continue_with_another_number_of_processes(tmp_path: Path) 
         with start(tmp_path, size, epochs=1, samples=48, pause=0.2, troubles=troubles) as job:
             assert job.ended() == code, job.printed()
         steps = steps or notes(tmp_path, "left", 0)[0]["step"]
-        # (so many that the three have whole batches)
+        # So many that the three have whole batches
         alone = (24 - 2 * steps) % 3 or 3
         troubles = [*troubles[:1], ["told", 0, steps + alone]]
 
@@ -368,7 +368,7 @@ EXAMPLE = ROOT / "examples" / "distributed.py"
 
 @pytest.mark.heavy
 def test_all_ranks_of_the_example_leave_well_when_one_is_asked_to_end(tmp_path: Path) -> None:
-    # (eight epochs are over before the processes have heard of each other)
+    # Eight epochs are over before the processes have heard of each other
     arguments = [str(tmp_path / "run"), "--epochs=8000"]
     with torchrun(tmp_path, EXAMPLE, "--nproc-per-node=2", arguments=arguments) as job:
         until(lambda: list(tmp_path.glob("run/checkpoints/0*")), "a checkpoint is there")
@@ -377,7 +377,7 @@ def test_all_ranks_of_the_example_leave_well_when_one_is_asked_to_end(tmp_path: 
         assert job.ended() == 1
 
     assert job.printed().count("the same command goes on from there") == 1
-    # (one that had not listened would have ended with -15)
+    # One that had not listened would have ended with -15
     assert re.search(r"Root Cause.*exitcode +: 143 ", job.printed(), re.DOTALL), job.printed()
     for checkpoint in Run(tmp_path / "run").checkpoints():
         checkpoint.verify()

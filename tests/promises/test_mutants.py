@@ -52,7 +52,7 @@ class Nursery:
     def run(self, copy: Path, tests: list[str]) -> tuple[int, str]:
         """Return the exit code of pytest, and what it printed."""
         log = copy / "log"
-        # (to show how a megabyte differs from another takes a minute)
+        # To show how a megabyte differs from another takes a minute
         arguments = ["-x", "-rs", "-m", "", "-p", "no:cacheprovider", "--assert=plain", *tests]
         order = {"folder": str(copy), "log": str(log), "arguments": arguments}
         assert self._process.stdin

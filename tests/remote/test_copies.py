@@ -73,7 +73,7 @@ def heard() -> Iterator[list[str]]:
     told: list[str] = []
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        # (these trainings have loops of their own)
+        # These trainings have loops of their own
         warnings.filterwarnings("ignore", "this script reads neither state.step")
         yield told
         told += [str(each.message) for each in found]
@@ -594,7 +594,7 @@ def test_a_run_whose_manifests_are_all_damaged_takes_nothing_of_another_run(
 @pytest.mark.heavy
 def test_who_interrupts_a_pull_that_hangs_does_not_wait_for_it(proxied_s3: ProxiedS3, tmp_path: Path) -> None:
     place = Place("s3", f"s3://{proxied_s3.bucket()}/exp", proxied_s3.options())
-    # (so large that several threads bring it)
+    # So large that several threads bring it
     large = {"extra": {"memory": {"filled": torch.ones(24 << 20, dtype=torch.uint8)}}}
     saved(tmp_path / "first", [1.0], **large, **at(place))
     proxied_s3.rules.add("stall", method="GET", path="extra")

@@ -549,7 +549,7 @@ def test_what_has_the_number_of_one_there_from_elsewhere_is_pushed(place: Place,
 
     remote = Remote(Store(place.url, place.options()))
     metrics = [remote.about(name)[0].metrics["loss"] for name in remote.numbers().values()]
-    # (by the second save it is known which numbers are taken)
+    # By the second save it is known which numbers are taken
     assert (there(place), metrics) == ([1, 2, 3, 4], [3.0, 7.0, 1.0, 7.0])
 
 

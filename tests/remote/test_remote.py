@@ -178,7 +178,7 @@ def test_a_push_that_ends_anywhere_leaves_nothing_half_visible_and_the_next_one_
         if is_whole:
             break
     assert is_whole
-    # (not less with each request: files are sent several at a time, in any order)
+    # Not less with each request: files are sent several at a time, in any order
     assert (sent[0], sent[-1]) == (found.about.size, 0)
     assert {0, found.about.size} < {*sent}
 
@@ -334,7 +334,7 @@ def test_large_files_go_one_after_the_other(run: Run, broken: Remote, proxied_s3
     assert contents_of(there.store, found) == whole(found)
 
 
-# (what a store may do behind our back: at the moment in which a file is told to have moved)
+# What a store may do behind our back: at the moment in which a file is told to have moved
 
 
 def test_a_file_that_is_gone_before_the_end_keeps_the_checkpoint_from_being_complete(
@@ -344,7 +344,7 @@ def test_a_file_that_is_gone_before_the_end_keeps_the_checkpoint_from_being_comp
     first, *_, last = found.about.files
 
     def delete(size: int) -> None:
-        # (each that arrives is told of, and the last one comes last)
+        # Each that arrives is told of, and the last one comes last
         if remote.store.sizes(f"checkpoints/{found.path.name}").get(last):
             remote.store.remove(f"checkpoints/{found.path.name}/{first}")
 

@@ -177,7 +177,7 @@ def test_a_status_is_answered_and_nothing_done(
     with asked(proxied_s3, "PUT", bucket, body=b"other") as line:
         answer = line.getresponse()
         assert (answer.status, word in answer.read()) == (status, True)
-        # (the connection stays, as that of a server does)
+        # The connection stays, as that of a server does
         line.request("GET", f"/{bucket}")
         assert line.getresponse().status == status
     assert stored(proxied_s3, bucket) == BODY
@@ -220,7 +220,7 @@ def test_one_bit_is_turned_over_on_the_way_there_or_back(proxied_s3: ProxiedS3, 
     proxied_s3.rules.add("flip-answer", count=1)
     with asked(proxied_s3, "GET", bucket) as line:
         assert turned_over(line.getresponse().read(), BODY) == 1
-    # (a request without a body has no bit to turn over, and is not counted)
+    # A request without a body has no bit to turn over, and is not counted
     proxied_s3.rules.add("flip-request", count=1, at=0.0)
     for method, body in (("GET", None), ("PUT", BODY)):
         with asked(proxied_s3, method, bucket, body=body) as line:
@@ -333,7 +333,7 @@ def test_the_parts_of_one_upload_are_one_and_an_upload_after_another_is_not_at_o
     assert Seen([*parts, upload("PUT", "?uploadId=A", 1, 2), upload("PUT", "", 2, 4)]).uploads_at_once() == {
         "/b/k k": 2
     }
-    # (two that take turns are at once, though no two of their requests are)
+    # Two that take turns are at once, though no two of their requests are
     turns = [upload("PUT", "?uploadId=A", 1, 2), upload("PUT", "?uploadId=B", 2, 3)]
     assert Seen([*turns, upload("POST", "?uploadId=A", 3, None)]).uploads_at_once() == {"/b/k k": 2}
 

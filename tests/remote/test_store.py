@@ -394,7 +394,7 @@ def test_a_part_that_stalls_is_an_error_and_nothing_arrives_later(broken: Broken
     broken.rules.clear()
     assert broken.names() == []
     while not broken.names():
-        # (on a busy machine a second may be too short for what does not stall)
+        # On a busy machine a second may be too short for what does not stall
         with contextlib.suppress(RemoteError):
             there.send(large, "file", nowhere)
     assert broken.holds("file") == LARGE
@@ -437,7 +437,7 @@ def test_what_needs_a_person_is_not_tried_again(broken: Broken) -> None:
 def test_a_bucket_is_never_made(broken: Broken, here: Path) -> None:
     broken.bucket = f"missing-{uuid.uuid4().hex[:12]}"
     there = broken.store()
-    # (the server of the tests makes one for a file, others refuse it)
+    # The server of the tests makes one for a file, others refuse it
     there.write("file", b"1")
     there.send(here, "file", nowhere)
     broken.server.remove(broken.bucket)

@@ -14,7 +14,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from resumable import UsageError
 from resumable.remote import url
 
-# (the package has another thing of that name)
+# The package has another thing of that name
 REGISTRY = importlib.import_module("fsspec.registry")
 
 

@@ -618,7 +618,7 @@ def test_damage_is_named_and_the_newest_intact_one_is_used(
     run: Run, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], object], name: str
 ) -> None:
     path = run.open(3).path
-    monkeypatch.chdir(path)  # (a socket's path must be short)
+    monkeypatch.chdir(path)  # A socket's path must be short
     damage(path / name)
 
     for _ in range(2):

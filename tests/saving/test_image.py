@@ -372,7 +372,7 @@ def test_what_is_written_around_the_fence_is_never_in_a_file(
     if then_a_step:
         training.step()
     if way is by_a_vector:
-        # (it replaces `.data`, and what was there is still there)
+        # It replaces `.data`, and what was there is still there
         assert values(taken) == before
         return
     with pytest.raises(SaveFailed, match=r"[ab] was written to after save\(\), but not by a step") as told:

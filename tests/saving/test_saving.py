@@ -133,7 +133,7 @@ class Schedule:
         parameters = [*self.model.parameters()]
         kind = self.dice.choice(["one", "one", "one", "two", "not trusted", "both", "lbfgs"])
         if kind == "lbfgs":
-            # (what it cannot do)
+            # What it cannot do
             plain = [p for p in parameters if p.dtype == torch.float32 and p.is_contiguous()]
             yield "first", torch.optim.LBFGS(plain)
         elif kind == "not trusted":
@@ -141,7 +141,7 @@ class Schedule:
         elif kind == "one":
             yield "first", self.dice.choice(OPTIMIZERS)(parameters)
         else:
-            # (the parameters in the middle are both's)
+            # The parameters in the middle are both's
             half, others = len(parameters) // 2, NOT_TRUSTED if kind == "both" else OPTIMIZERS
             yield "first", self.dice.choice(OPTIMIZERS)(parameters[:half])
             yield "second", self.dice.choice(others)(parameters[half - self.dice.choice([0, 2]) :])
@@ -197,7 +197,7 @@ class Schedule:
             self._write(tensor)
         for parameter in self.model.parameters():
             if self.dice.random() < 0.3:
-                # (that of a guarded one too: it is not in the place that is copied)
+                # That of a guarded one too: it is not in the place that is copied
                 parameter.data = parameter.data.clone().mul_(-1)
         for optimizer in self.optimizers.values():
             if isinstance(optimizer, Averaging):
@@ -217,7 +217,7 @@ class Schedule:
             self._write(tensor)
 
     def _write(self, tensor: Tensor) -> None:
-        # (an optimizer counts its steps in a tensor, and divides by what it counts)
+        # An optimizer counts its steps in a tensor, and divides by what it counts
         way = in_place if tensor.numel() == 1 else self.dice.choice(WAYS)
         way(tensor)
 
@@ -272,7 +272,7 @@ _late_copies: list[int] = []
 def _late(copies: Any) -> None:
     if threading.current_thread().name == "resumable-image":
         _late_copies.append(len(copies))
-        # (now and then, so that a schedule meets the image at its beginning, its middle or its end)
+        # Now and then, so that a schedule meets the image at its beginning, its middle or its end
         time.sleep(0.004 if len(_late_copies) % 7 == 0 else 0)
     _real_copy(copies)
 
@@ -313,11 +313,11 @@ def run_schedule(seed: int, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> N
     for handle, before in expected:
         resumed = Schedule(seed)
         with resumed.state(run_dir, resume=handle.number) as state:
-            # (what was drawn before the first step the script draws again; here the generators come back too)
+            # What was drawn before the first step the script draws again; here the generators come back too
             state.restore(handle.number)
             again = resumed.picture(state)
         for path in before:
-            # (of a parameter that two optimizers train, only a step of this process tells who has used it)
+            # Of a parameter that two optimizers train, only a step of this process tells who has used it
             extra = [n for n in again[path].keys() - before[path].keys() if ".gradients." not in n]
             assert (before[path].keys() - again[path].keys(), extra) == (set(), [])
             assert all(tensor_file.is_equal(before[path][n], again[path][n]) for n in before[path]), path

@@ -37,7 +37,7 @@ class Stream:
         self.wait_event(event)
 
     def wait_event(self, event: Event) -> None:
-        # (an event that was never recorded keeps nobody waiting)
+        # An event that was never recorded keeps nobody waiting
         if event.is_recorded:
             self.work.append(("wait", lambda: None, event))
 
@@ -169,7 +169,7 @@ class Gpu:
             if name in ("clone", "ne") and args[0].nbytes > self.room:
                 raise torch.OutOfMemoryError("no room")
             if name in ("clone", "ne", "cat"):
-                # (of what is there now it has only the shape)
+                # Of what is there now it has only the shape
                 made = func(*args, **kwargs).fill_(1)
                 self.launch(name, lambda: made.data.copy_(func(*_bare(args), **kwargs)))
                 return made.as_subclass(OnGpu)
@@ -181,7 +181,7 @@ def _name(target: Any, name: str) -> str:
 
 
 def _bare(args: Any) -> Any:
-    # (`.data` has a count of its own)
+    # `.data` has a count of its own
     if isinstance(args, Tensor):
         return args.data
     return [_bare(arg) for arg in args] if isinstance(args, (list, tuple)) else args
@@ -306,7 +306,7 @@ def random_scene(gpu: Gpu) -> Scene:
 def test_the_file_holds_what_there_was_in_the_streams_order(gpus: Callable[[int], Gpu], seed: int) -> None:
     gpu = gpus(seed)
     scene = random_scene(gpu)
-    # (the bools were made into real ones before the training wrote to them here)
+    # The bools were made into real ones before the training wrote to them here
     scene.copies = [Copy(c.path, c.name, c.begin, c.view, scene.tensors[c.name]) for c in scene.copies]
     transfer = scene.transfer()
     scene.write(scene.tensors.keys() - scene.guarded)

@@ -157,7 +157,7 @@ def test_to_seed_a_run_that_was_resumed_is_reported(run_dir: Path) -> None:
     for _ in range(2):
         with pytest.warns(ResumableWarning, match=r"seed_everything\(7\) comes after .* was resumed"):
             state = draw_in_a_loop_of_its_own(run_dir, {})
-        seed_everything(8)  # (which is no longer its business)
+        seed_everything(8)  # Which is no longer its business
         assert state.resumed
 
 

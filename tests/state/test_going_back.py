@@ -676,7 +676,7 @@ def test_a_checkpoint_that_is_damaged_or_gone_is_passed_over(run_dir: Path) -> N
         state.save()
 
     assert len(told) == 2
-    # (the number of the one that is gone does not come again)
+    # The number of the one that is gone does not come again
     assert Run(run_dir).open(6).about.parent == 3
 
 
@@ -747,7 +747,7 @@ def test_a_training_with_bad_data_gets_through_and_resumes_bit_for_bit(
     def train(folder: Path, seed: int, stop: int | None) -> list[Any]:
         training = Training(folder, seed, poisoned)
         if not training.state.resumed:
-            # (the first batch may be a bad one)
+            # The first batch may be a bad one
             training.state.save()
         healthy(training, stop)
         assert all(value.isfinite().all() for value in training.model.state_dict().values())

@@ -501,7 +501,7 @@ def test_in_a_notebook_a_loop_that_was_left_is_no_error(
 
     class Notebook(tqdm):
         def close(self) -> None:
-            # (what tqdm's own goes by)
+            # What tqdm's own goes by
             is_red[self.desc] = bool(self.total and self.n < self.total)
             super().close()
 

@@ -991,7 +991,7 @@ def test_a_change_after_the_save_in_the_same_body_is_warned_of_once(
 ) -> None:
     training = Whole(run_dir)
 
-    # (a step after the save that ends an epoch is told in words of its own)
+    # A step after the save that ends an epoch is told in words of its own
     text = f"^{text} after save\\(\\) in the same body|the training continues in it"
     with pytest.warns(ResumableWarning, match=text) as caught:
         loop(training, change)
@@ -1256,7 +1256,7 @@ def test_a_checkpoint_whose_rename_could_not_be_flushed_still_counts_as_the_best
 
 def test_a_state_that_is_dropped_is_gone_at_once(run_dir: Path) -> None:
     model = nn.Linear(2, 1)
-    # (it hangs hooks on the optimizer, which lives on)
+    # It hangs hooks on the optimizer, which lives on
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = RunState.load(run_dir, model=model, optimizer=optimizer, extra={"values": {"one": 1}})
     state.save().wait()

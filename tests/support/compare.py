@@ -72,7 +72,7 @@ def _line(straight: Trial, other: Trial, unlike: Unlike) -> str:
     rank = f" on rank {unlike.rank}" if len(straight.ranks) > 1 else ""
     what = f"{naming.of(found)} {diagnosis.how_far(straight, other, found, unlike.rank)} at {at}{rank}"
     others = [one for one in unlike.differences if one.part != found.part]
-    # (what was drawn is sooner the cause than what was computed)
+    # What was drawn is sooner the cause than what was computed
     rest = [*dict.fromkeys(naming.of(one) for one in sorted(others, key=lambda one: one.part != "random"))]
     also = [f"{', '.join(rest[:3])} there too"] if rest else []
     return "; ".join([what, *also, *diagnosis.evidence(unlike)])

@@ -57,7 +57,7 @@ def _distinct(traced: Traced, cuts: Iterable[Cut], seen: set[object]) -> Iterato
     for cut in cuts:
         disk = left_by(traced, cut)
         said = [op.said for op in traced.ops[: cut.count] if isinstance(op, Told)]
-        # (the same files, when more has been promised, are another case)
+        # The same files, when more has been promised, are another case
         key = (len(said), frozenset(_content(disk)))
         repeated += 1
         if key not in seen:

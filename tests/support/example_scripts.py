@@ -25,7 +25,7 @@ SIZES = {
     "finetune.py": Size(("--epochs=3",), 140),
     "distributed.py": Size(("--epochs=3",), 30),
     "with_fabric.py": Size(("--epochs=2",), 100),
-    # (after an epoch that has ended in the middle of an accumulation window, with a step)
+    # After an epoch that has ended in the middle of an accumulation window, with a step
     "with_accelerate.py": Size(("--epochs=2",), 26, edge=14),
     "with_trainer.py": Size(("--epochs=2",), 38),
 }

@@ -30,7 +30,7 @@ def import_what_it_imports(script: str) -> None:
             for alias in node.names:
                 import_module(alias.name)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            # (some packages import what is behind a name when it is asked for)
+            # Some packages import what is behind a name when it is asked for
             for alias in node.names:
                 getattr(import_module(node.module), alias.name)
     # The first optimizer imports torch's compiler.

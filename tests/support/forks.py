@@ -85,16 +85,16 @@ def main() -> None:
 
     # The first optimizer imports torch's compiler.
     torch.optim.SGD([torch.zeros(1)])
-    # (what was imported is neither copied nor looked through again in every fork)
+    # What was imported is neither copied nor looked through again in every fork
     gc.freeze()
     if order := next(_forked(), None):
         _become(order)
-        # (else all forks would draw the same where a script seeds nothing)
+        # Else all forks would draw the same where a script seeds nothing
         random.seed()
         np.random.seed()
         torch.seed()
         # What is raised ends this process as it ends any other: with a traceback, and exit handlers.
-        # (Called in a loop of this file, the script's functions would be told to begin anew in each pass.)
+        # Called in a loop of this file, the script's functions would be told to begin anew in each pass.
         runpy.run_path(sys.argv[0], run_name="__main__")
 
 

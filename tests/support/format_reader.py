@@ -113,7 +113,7 @@ def tensors(folder: Path, stem: str) -> dict[str, Any]:
 
 
 def _array(about: dict[str, Any]) -> Any:
-    # (numpy has no BF16 and no F8: those stay bytes)
+    # Numpy has no BF16 and no F8: those stay bytes
     dtype = DTYPES.get(about["dtype"])
     return np.frombuffer(about["data"], dtype).reshape(about["shape"]) if dtype else bytes(about["data"])
 

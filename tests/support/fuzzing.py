@@ -218,7 +218,7 @@ def main() -> None:
         lambda data: one_input(read, data),
         custom_mutator=lambda data, most, seed: mutated(target, data, most, seed),
     )
-    # (the fuzzer's own limit counts what the process by which it was started has ever taken)
+    # The fuzzer's own limit counts what the process by which it was started has ever taken
     most = MEMORY + int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     atheris.Fuzz()

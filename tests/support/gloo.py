@@ -69,7 +69,7 @@ def run(
 
 def _awaited(process: Any, answer: Any, end: float) -> Ended:
     found = Ended()
-    # (a process that was killed leaves an empty pipe, and one that was stopped nothing)
+    # A process that was killed leaves an empty pipe, and one that was stopped nothing
     with contextlib.suppress(EOFError):
         while time.monotonic() < end and not _is_stopped(process.pid):
             if answer.poll(0.2):
@@ -81,7 +81,7 @@ def _awaited(process: Any, answer: Any, end: float) -> Ended:
 
 
 def _is_stopped(pid: int) -> bool:
-    # (a process that ends between the opening and the reading of its file is not found in another way)
+    # A process that ends between the opening and the reading of its file is not found in another way
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     return False
@@ -95,7 +95,7 @@ def _call(
     import torch
 
     os.environ.update(env)
-    # (else workers of loaders would be started as these processes are)
+    # Else workers of loaders would be started as these processes are
     multiprocessing.set_start_method("fork", force=True)
     torch.set_num_threads(1)
     join(rank, size, port)
@@ -117,7 +117,7 @@ def _call(
 
 
 def _save_coverage() -> None:
-    # (a process that was forked ends without it)
+    # A process that was forked ends without it
     if (module := sys.modules.get("coverage")) and (measured := module.Coverage.current()):
         measured.stop()
         measured.save()

@@ -186,7 +186,7 @@ def open_files() -> Counter[str]:
     """Return what this process has open."""
     found: Counter[str] = Counter()
     for name in os.listdir("/proc/self/fd"):
-        # (the folder that was just listed is not open any more)
+        # The folder that was just listed is not open any more
         with contextlib.suppress(FileNotFoundError):
             found[re.sub(r"[0-9]+", "", os.readlink(f"/proc/self/fd/{name}"))] += 1
     return found

@@ -38,7 +38,7 @@ def main(run_dir: Path, seed: int) -> None:
     model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=EPOCHS * 10)
-    # (of what is drawn in process as of what is drawn in workers)
+    # Of what is drawn in process as of what is drawn in workers
     loader = DataLoader(Noisy(), batch_size=6, shuffle=True, num_workers=2 * (seed % 2))
     state = RunState.load(
         run_dir,

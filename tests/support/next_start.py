@@ -175,7 +175,7 @@ def _saves(run: Run) -> list[dict[str, Any]]:
 def _of(disk: Disk, number: int) -> Files:
     folders = disk.folders[disk.at(f"{RUN}/checkpoints") or 0]
     name = next((name for name in folders if name.startswith(f"{number:06}-")), None)
-    # (what was pruned before is not looked at)
+    # What was pruned before is not looked at
     return dict(_files(disk, folders[name])) if name else {}
 
 

@@ -226,7 +226,7 @@ def loader(s: Script, name: str, *, kind: str | None = None, batches: int | None
     )
     size = s.batch_size
     whole = (batches or s.dice.choice([2, 3, 3, 4])) * size
-    # (a batch of one sample has no variance to be normalized with)
+    # A batch of one sample has no variance to be normalized with
     n = whole - (s.dice.choice([0, 0, 1]) if size > 2 else 0)
     s.traits.append(f"{kind} data")
     if kind in ("tensor", "own", "replacement"):
@@ -1443,7 +1443,7 @@ class Ticker:
     def end(self) -> None:
         """Note the end of the script."""
         state = self._state
-        # (a break out of the batches, without epochs(), ends the epoch only if the script goes on)
+        # A break out of the batches, without epochs(), ends the epoch only if the script goes on
         counts = f"step {state.step}, {state.samples} samples" if state else ""
         self.log.append((self.digest(), f"{digest_of_generators()} {counts}"))
 
@@ -1666,7 +1666,7 @@ def stops_of(program: Program, ticks: int, kinds: Sequence[Kind], most: int | No
     """
     dice = random.Random(program.seed + 1)
     each = ("save", "signal")[program.seed % 2]
-    # (a start with workers is slow)
+    # A start with workers is slow
     has_workers = "num_workers" in program.source
     count = 1 if has_workers else most
     for kind in kinds:
@@ -1735,13 +1735,13 @@ def _judge(program: Program, folder: Path, stops: Stops, whole: Leg, warned: lis
     """Start the script as often as it takes, and compare what it trains with the run without a stop."""
     done, told, has_saved = 0, [*warned], True
     for starts, tick in enumerate((*stops.ticks, None)):
-        # (nothing saved: a script without seeds begins another training)
+        # Nothing saved: a script without seeds begins another training
         salt = 1 if not starts or not any((folder / "checkpoints").glob("[0-9]*")) else 1 + starts
         if stops.in_fork and tick is not None:
             leg = start_and_kill(program, folder, tick, stops.every, salt)
         else:
             leg = start(program, folder, Ticker(tick, stops.kind), stops.every, salt)
-        # (what is told after a resume comes too late, but for what is told at the load)
+        # What is told after a resume comes too late, but for what is told at the load
         told += _related(leg.told if starts == 0 else [one for one in leg.told if one[0] == 0])
         begins = _matches(leg, whole.log, done, is_kill=not has_saved)
         if begins is None:

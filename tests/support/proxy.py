@@ -116,12 +116,12 @@ def _upload(one: Request, number: int) -> tuple[str, Any]:
         return unquote(url.path), query.get("uploadId", [number])[0]
     if one.method == "POST" and "uploadId" in query:
         return unquote(url.path), query["uploadId"][0]
-    # (what deletes or lists an upload that somebody left behind is not an upload)
+    # What deletes or lists an upload that somebody left behind is not an upload
     return unquote(url.path), None
 
 
 def _most_at_once(spans: list[list[float]]) -> int:
-    # (one that begins in the moment in which another ends comes after it)
+    # One that begins in the moment in which another ends comes after it
     moments = sorted([(began, 1) for began, _ in spans] + [(ended, -1) for _, ended in spans])
     most = now = 0
     for _, change in moments:

@@ -117,7 +117,7 @@ async def _cut(pieces: AsyncIterator[bytes], at: int, *, is_reset: bool) -> Asyn
     async for piece in pieces:
         if len(piece) > at:
             yield piece[:at]
-            # (a reset throws away what the other side has not read yet: let the half arrive)
+            # A reset throws away what the other side has not read yet: let the half arrive
             await asyncio.sleep(0.01)
             raise _CutError(is_reset=is_reset)
         at -= len(piece)
@@ -145,7 +145,7 @@ def _broken(pieces: AsyncIterator[bytes], head: _Head, rule: Rule | None, side: 
     """Return a body with what a rule does to this side of it ("request" or "answer")."""
     if rule is None:
         return pieces
-    # (how long a body in chunks will be nobody knows yet; its first bytes are sizes, not data)
+    # How long a body in chunks will be nobody knows yet; its first bytes are sizes, not data
     at = 1000 if head.is_chunked else int(head.length * rule.at)
     if rule.fault == f"flip-{side}":
         return _flip(pieces, at)
@@ -241,7 +241,7 @@ class _Program:
         is_reset = False
         try:
             while head := await _read_head(reader):
-                # (the server ends a connection that was idle for half a minute)
+                # The server ends a connection that was idle for half a minute
                 if server is None or server.reader.at_eof():
                     server = _Line(*await asyncio.open_connection("127.0.0.1", self.upstream, limit=1 << 20))
                 await self.exchange(head, client, server)
@@ -274,7 +274,7 @@ class _Program:
     async def end_what_was_left(self) -> None:
         """End what has no client any more: one that tries again at once would seem to be there twice."""
         if self.going:
-            # (on a busy machine this request may be read before the end of the one that was left)
+            # On a busy machine this request may be read before the end of the one that was left
             await asyncio.sleep(0.02)
         for one, client in self.going:
             if one.ended is None and not client.is_open():

@@ -102,7 +102,7 @@ class Scenario:
 
     def begin(self, root: Path) -> Callable[[int, Tell], Iterator[None]]:
         """Return what is to be traced, in this folder."""
-        # (it draws from the generator that the trainings draw from: not while one of them is at work)
+        # It draws from the generator that the trainings draw from: not while one of them is at work
         tiny.uninterrupted()
 
         def program(rank: int, tell: Tell) -> Iterator[None]:
@@ -256,7 +256,7 @@ def by_two(script: Script) -> Iterator[None]:
 
 
 def _wait_for_the_other(script: Script) -> None:
-    # (the store is in rank 0, and the other one may still ask it something)
+    # The store is in rank 0, and the other one may still ask it something
     done = script.source.with_name("done")
     if script.rank:
         done.touch()

@@ -24,7 +24,7 @@ from proxy import Proxy, Rules
 KEY, SECRET = "test", "testtest"
 
 # Nothing is left behind even where the tests are killed.
-# (a preexec_fn that does this is a warning from Python 3.12 on)
+# A preexec_fn that does this is a warning from Python 3.12 on
 _WITH_ITS_PARENT = """
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 9)
@@ -72,7 +72,7 @@ def held_ports(count: int, pair: int = 0) -> Iterator[list[int]]:
         held = [stack.enter_context(_bound(0)) for _ in range(count)]
         while pair and len(held) < count + 2:
             first = _bound(0)
-            # (the other one may be somebody's, or above all ports)
+            # The other one may be somebody's, or above all ports
             with contextlib.suppress(OSError, OverflowError):
                 held += [first, stack.enter_context(_bound(first.getsockname()[1] + pair))]
             stack.enter_context(first)
@@ -194,7 +194,7 @@ def _weed_ports() -> Iterator[dict[str, int]]:
 
 
 def _weed_flags(folder: Path, ports: dict[str, int]) -> list[str]:
-    # (each bucket takes volumes of its own; they grow as they are filled, up to the limit)
+    # Each bucket takes volumes of its own; they grow as they are filled, up to the limit
     flags = {"volume.max": 4000, "master.volumeSizeLimitMB": 64, "dir": folder / "data"}
     flags |= {"ip": "127.0.0.1", "ip.bind": "127.0.0.1", "s3.port.iceberg": 0, "s3.port.lance": 0}
     # Telemetry would report to its makers from every machine that runs the tests.

@@ -185,7 +185,7 @@ def trace(program: Program, root: Path, logs: Path, delays: Sequence[str] = ("",
         raise RuntimeError(f"what was traced, or strace, has failed ({ends}); the error is above")
     log = _Log(root, before, [child.pipe for child in children])
     lines = [line for text in texts for line in text.read_text().splitlines()]
-    # (of several processes each has a log)
+    # Of several processes each has a log
     for line in sorted(lines, key=_time):
         log.read(line)
     log.compare_with(disk_of(root))
@@ -240,7 +240,7 @@ class _Child:
 
     def go(self) -> None:
         """Let it do what is traced."""
-        # (to close it would not do: the processes that were forked later have it open too)
+        # To close it would not do: the processes that were forked later have it open too
         os.write(self._gate, b"!")
         os.close(self._gate)
 
@@ -333,7 +333,7 @@ class _Log:
     def __init__(self, root: Path, before: Disk, pipes: Sequence[str]) -> None:
         self._root = str(root.resolve())
         self._hex = _shown(self._root)
-        # (as strace shows what is not a file it knows)
+        # As strace shows what is not a file it knows
         self._pipes = [shown for pipe in pipes for shown in (pipe, _shown(pipe))]
         self._before, self._disk = before, before.copy()
         self._next = 1 + max([*before.folders, *before.files, *before.links])
@@ -353,7 +353,7 @@ class _Log:
             return
         if ended := _ENDED.fullmatch(line):
             pid, name, rest = ended.groups()
-            # (what one does in an exec that another began is no call of its own)
+            # What one does in an exec that another began is no call of its own
             _, args, began, node = self._open.pop(pid, (name, "", len(self.ops), None))
             found = _LINE.fullmatch(f"{pid} 0 {name}({args}{rest}")
             self._moving.pop(pid, None)
@@ -404,7 +404,7 @@ class _Log:
         path = _bytes(found[2]).decode()
         node = self._disk.at(self._inner(path))
         if node is None:
-            # (a rename that is on its way may be done already)
+            # A rename that is on its way may be done already
             for old, new in self._moving.values():
                 if path.startswith(f"{new}/"):
                     return self._disk.at(self._inner(old + path[len(new) :]))
@@ -442,7 +442,7 @@ class _Log:
 
     def _new(self, path: str, kind: str, content: Any) -> int:
         node, self._next = self._next, self._next + 1
-        # (before, nothing led to it)
+        # Before, nothing led to it
         for disk in (self._before, self._disk):
             getattr(disk, kind)[node] = copy.copy(content)
         self._add(Named(((*self._place(path), node),)))
@@ -488,7 +488,7 @@ class _Log:
 
     def _take_read(self, call: _Call) -> None:
         node = self._node(call)
-        # (what was opened before can be read, and not written)
+        # What was opened before can be read, and not written
         if (position := self._at.get((node, self._fd(call)))) and position[0] >= 0:
             position[0] += call.result
 

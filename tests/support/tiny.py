@@ -62,7 +62,7 @@ def fresh() -> Training:
 @functools.cache
 def uninterrupted() -> list[bytes]:
     """Return what the training is after so many steps, in a loop that knows nothing of this library."""
-    # (whoever asks first is in the middle of a training of its own)
+    # Whoever asks first is in the middle of a training of its own
     with torch.random.fork_rng(devices=[]):
         training = fresh()
         digests = [training.digest()]

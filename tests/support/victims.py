@@ -102,7 +102,7 @@ class Victim:
 
     def _leave(self) -> None:
         os.waitpid(self.pid, 0)
-        # (what it has forked itself may live, and hold the other end open)
+        # What it has forked itself may live, and hold the other end open
         while select.select([self._pipe], [], [], 0)[0] and self._hear():
             pass
         os.close(self._pipe)
@@ -171,7 +171,7 @@ class Chain:
 
     def seconds(self, saves: int) -> tuple[float, float]:
         """Return how long a start takes here at best, and so many saves after it."""
-        # (what else the machine does now must not let the kills come too late)
+        # What else the machine does now must not let the kills come too late
         begun, ended = zip(*(self._timed(saves) for _ in range(3)), strict=True)
         return min(begun), min(ended)
 
@@ -201,7 +201,7 @@ class Chain:
 
     def check(self, training: tiny.Training, state: RunState) -> None:
         """Look at what a start has found: the newest state, to the last bit, and all of it whole."""
-        # (one more may be there: what was committed, and could not say so any more)
+        # One more may be there: what was committed, and could not say so any more
         assert self.durable <= state.step <= self.durable + 1, (self.durable, state.step)
         assert training.digest() == known()[state.step], tiny.what_differs(training, state.step)
         assert tiny.debris(self.run_dir) == []

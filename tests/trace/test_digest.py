@@ -97,7 +97,7 @@ def sparse(value: float) -> torch.Tensor:
 
 def compressed(value: float) -> torch.Tensor:
     with warnings.catch_warnings():
-        # (torch calls them a beta)
+        # Torch calls them a beta
         warnings.simplefilter("ignore")
         return (X * value).to_sparse_csr()
 

@@ -107,7 +107,7 @@ def test_a_resume_at_an_epochs_end_keeps_that_epoch(tmp_path: Path) -> None:
 
 
 def test_a_loop_over_other_data_that_counts_from_0_again_is_kept_at_a_resume(tmp_path: Path) -> None:
-    # (without an optimizer nothing but the order tells them apart)
+    # Without an optimizer nothing but the order tells them apart
     def done(number: int, digest: str) -> Record:
         return Record(At("batch", 0, number, 0), "boundary", [digest])
 
@@ -205,7 +205,7 @@ def test_two_trainings_that_do_the_same_are_equal(tmp_path: Path, capsys: pytest
             [start(), batch(1, noted={"loss": 1}), batch(2, noted={"loss": 2, "more": 1})],
             "batches, loss equal at 3 boundaries, up to step 2 (epoch 0, batch 2)",
         ),
-        # (looks at the parts, but nowhere both)
+        # Looks at the parts, but nowhere both
         (
             [*TEN, batch(11, parts={"model": "a"}), batch(12)],
             [*TEN, batch(11), batch(12, parts={"model": "b"})],

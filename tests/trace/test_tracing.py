@@ -126,7 +126,7 @@ def test_a_training_that_is_stopped_has_the_trace_of_one_that_is_not(
     found = trace_file.read(trace)
     assert not trace_file.first_difference(straight, found)
     assert not trace_file.first_difference(found, straight)
-    # (what was saved in the last body is trained, and nobody came to its boundary)
+    # What was saved in the last body is trained, and nobody came to its boundary
     assert len(boundaries(found)) >= len(boundaries(straight)) - len(stops)
 
 
@@ -209,7 +209,7 @@ def test_a_disk_that_is_full_ends_the_trace_and_not_the_training(
     [fd] = [int(one) for one in fds if os.path.realpath(f"/proc/self/fd/{one}") == str(tmp_path / "a.jsonl")]
 
     def full(where: int, data: Any) -> int:
-        # (once it was closed, the number is another file's)
+        # Once it was closed, the number is another file's
         if where != fd or left[0] < -1:
             return write(where, data)
         left[0] -= 1
@@ -286,7 +286,7 @@ def test_a_loop_over_steps_has_the_batches_that_it_notes(tmp_path: Path) -> None
             for _ in state.steps(4):
                 x = torch.randn(100, 300)
                 state.note(batch=x, tokens=[1, 2])
-                # (after it was noted it belongs to the script)
+                # After it was noted it belongs to the script
                 x.zero_()
                 optimizer.step()
     a, b = (trace_file.read(tmp_path / f"{name}.jsonl") for name in "ab")
@@ -504,7 +504,7 @@ def test_at_the_end_the_parts_are_looked_at_once_more_so_that_one_other_step_sho
         ("outside", 5, "closed"),
     ]
     assert a[-1].noted == {"accuracy": 1}
-    # (not the generators: what was drawn after the last step has trained nothing)
+    # Not the generators: what was drawn after the last step has trained nothing
     assert [one.part for one in trace_file.first_difference(a, b)] == ["model"]
 
 
@@ -566,7 +566,7 @@ def test_a_part_that_cannot_be_stored_leaves_the_digests_of_the_batches(tmp_path
 def test_a_run_is_let_go_of_even_if_a_warning_of_its_last_look_is_an_error(tmp_path: Path) -> None:
     extra: dict[str, Any] = {"odd": {"made": 1}}
     options: dict[str, Any] = {"extra": extra, "trace": tmp_path / "a.jsonl"}
-    # (here warnings are errors)
+    # Here warnings are errors
     with RunState.load(tmp_path / "run", **options) as state:
         for _ in state.steps(2):
             state.save().wait()
@@ -613,7 +613,7 @@ def test_a_training_that_is_killed_twice_has_the_trace_of_one_that_is_not(
 ) -> None:
     code = KILLED.format(tests=str(Path(__file__).parent))
     for until in (6, 9, 99):
-        # (killed while it wrote a line)
+        # Killed while it wrote a line
         with open(tmp_path / "a.jsonl", "ab") as file:
             file.write(b'{"at":{"ki' if until != 6 else b"")
         done = subprocess.run(
@@ -627,7 +627,7 @@ def test_a_training_that_is_killed_twice_has_the_trace_of_one_that_is_not(
 
     found = trace_file.read(tmp_path / "a.jsonl")
     assert not trace_file.first_difference(straight, found)
-    # (without what was saved in the body in which it was killed: nobody came to that boundary)
+    # Without what was saved in the body in which it was killed: nobody came to that boundary
     missing = {one.at for one in boundaries(straight)} - {one.at for one in boundaries(found)}
     assert {at.step for at in missing} == {6, 9}
     assert {one.why for one in found} == {"start", "resumed", "boundary"}
@@ -643,7 +643,7 @@ def _of_a_rank(rank: int, folder: str, seed: int) -> None:
         f"{folder}/run-{seed}", model=ddp, optimizer=optimizer, trace=f"{folder}/{seed}.jsonl", trace_every=2
     ) as state:
         for step in state.steps(4):
-            # (rank 1 gets other data from the third step on)
+            # Rank 1 gets other data from the third step on
             x = torch.randn(2, 3, generator=torch.Generator().manual_seed(step + (step > 1) * seed * rank))
             ddp(x).sum().backward()
             optimizer.step()
@@ -664,7 +664,7 @@ def test_each_rank_has_a_file_and_the_one_that_parts_is_named(
     ]
     assert main(["diff", "--trace", str(tmp_path / "0.jsonl"), str(tmp_path / "1.jsonl")]) == 1
     assert "part at step 3 on rank 1: batch differs" in capsys.readouterr().out
-    # (every rank looks at what it has, not at what it saves)
+    # Every rank looks at what it has, not at what it saves
     by_rank = [trace_file.read(tmp_path / name) for name in ("0.jsonl", "0-rank00001.jsonl")]
     assert by_rank[0][2].parts["model"] == by_rank[1][2].parts["model"]
 

@@ -33,7 +33,7 @@ HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror='window.h
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    # (its sandbox refuses root, who tests in a container)
+    # Its sandbox refuses root, who tests in a container
     flags = ["--no-sandbox"] if os.getuid() == 0 else []
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=flags)

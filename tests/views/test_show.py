@@ -130,7 +130,7 @@ def test_many_tensors_are_gathered_until_all_are_asked_for(
     assert re.search(r"^  exp_avg\.\* +6 tensors ", pages[0], re.MULTILINE)
     assert pages[0] == pages[1]
     assert re.search(r"^  exp_avg\.0\.weight +8 x 4 ", pages[2], re.MULTILINE)
-    # (moments, steps, and the gradients that nobody has zeroed)
+    # Moments, steps, and the gradients that nobody has zeroed
     assert len(pages[2].splitlines()) == 1 + 18 + 6
 
 

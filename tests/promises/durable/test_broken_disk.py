@@ -38,7 +38,7 @@ class Disk:
         self._breaks = {way: folder / f"breaks-{way}" for way in ("pwrite", "pread")}
         options = [option for way in self._breaks for option in self._option(way)]
         server = ["nbdkit", "--exit-with-parent", "--filter=error", "memory", "512M", *options]
-        # (where there is no file of that name, the whole folder would be covered)
+        # Where there is no file of that name, the whole folder would be covered
         self._image.touch()
         self._server = subprocess.Popen(
             ["nbdfuse", str(self._image), "[", *server, "]"], stderr=subprocess.DEVNULL
@@ -97,7 +97,7 @@ def _mount(image: Path, path: Path, tries: int = 20) -> str:
     for _ in range(tries):
         command = ["mount", "-o", "loop", str(image), str(path)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-        # (another process may have been quicker to take the same loop device)
+        # Another process may have been quicker to take the same loop device
         if done.returncode and "loop device" in done.stderr:
             time.sleep(0.05)
             continue
@@ -193,7 +193,7 @@ def _save_twice(child: Child, run_dir: Path) -> None:
     child.tell(state.run.numbers())
 
 
-# (on some file systems the names are still known, and each checkpoint is told to be skipped)
+# On some file systems the names are still known, and each checkpoint is told to be skipped
 @pytest.mark.filterwarnings("ignore:.*It is skipped:resumable.ResumableWarning")
 def test_a_disk_that_cannot_be_read_is_named_and_nothing_is_taken_for_a_fresh_start(disk: Disk) -> None:
     _begin(disk)[1].close()
@@ -262,7 +262,7 @@ def quota(tmp_path: Path) -> Iterator[Path]:
     _do("umount", "--lazy", str(path))
 
 
-# (the links for people are the first to find no room)
+# The links for people are the first to find no room
 @pytest.mark.filterwarnings("ignore:.*Disk quota exceeded:resumable.ResumableWarning")
 def test_a_quota_that_is_used_up_costs_the_save_and_is_reported_as_one(quota: Path) -> None:
     training, state = load(quota / "exp", keep=9)
@@ -283,5 +283,5 @@ def test_a_quota_that_is_used_up_costs_the_save_and_is_reported_as_one(quota: Pa
 def _save_often(training: Training, state: RunState, path: Path) -> None:
     for _ in range(7):
         save_next(training, state, 1.0)
-        # (what is used is counted when it is written)
+        # What is used is counted when it is written
         _do("btrfs", "filesystem", "sync", str(path))

@@ -48,12 +48,12 @@ HARMLESS = ("link", "posix_fadvise")
 def _only_reads(name: str, args: Sequence[Any]) -> bool:
     if name == "open":
         return _is_for_reading(args[1], os.O_CREAT)
-    # (of what was only read, nothing can be lost)
+    # Of what was only read, nothing can be lost
     return name == "close" and _is_for_reading(fcntl.fcntl(args[0], fcntl.F_GETFL), os.O_RDWR)
 
 
 def _is_for_reading(flags: int, writes: int) -> bool:
-    # (a folder whose names are to be flushed may be a link, one whose files are to be read may not)
+    # A folder whose names are to be flushed may be a link, one whose files are to be read may not
     is_flushed = flags & os.O_DIRECTORY and not flags & os.O_NOFOLLOW
     return not (flags & writes or is_flushed)
 
@@ -71,7 +71,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(large_files, "BLOCK", 4096)
     monkeypatch.setattr(large_files, "_PREALLOCATE", 1)
     monkeypatch.setattr(large_files, "_WORTH_A_LINK", 0)
-    # (in more threads the calls would come in another order each time)
+    # In more threads the calls would come in another order each time
     monkeypatch.setattr(large_files, "_WRITERS", 1)
 
 
@@ -90,14 +90,14 @@ class Wire:
         self._write(self._pipe, f"{line}\n".encode())
 
     def _is_elsewhere(self, what: Any) -> bool:
-        # (torch makes folders for itself)
+        # Torch makes folders for itself
         path = Path(what) if isinstance(what, (str, Path)) else self._inside
         return path.is_absolute() and not (
             path.is_relative_to(self._inside) or self._inside.is_relative_to(path)
         )
 
     def _name(self, path: Path) -> str:
-        # (what is above the run has another name in each copy)
+        # What is above the run has another name in each copy
         is_above = path.is_absolute() and not path.is_relative_to(self._inside)
         return "above" if is_above else DEBRIS.sub(r"\1", path.name)
 
@@ -377,7 +377,7 @@ def test_what_is_not_trained_is_one_file_in_all_checkpoints_and_pruning_leaves_i
 
 def _told_of_start(run_dir: Path) -> str:
     with warnings.catch_warnings():
-        # (a training does not need its history)
+        # A training does not need its history
         warnings.filterwarnings("ignore", r".*history\.jsonl cannot be written", ResumableWarning)
         try:
             load(run_dir)[1].close()

@@ -169,8 +169,8 @@ def _problems(fault: Fault, found: Outcome) -> Iterator[str]:
         yield f"checkpoints have gone: {found.numbers} are left"
     if 3 not in found.numbers and found.told in ("fine", "warned"):
         yield f"told to be durable, and not there: {found.numbers} are"
-    # (what cannot be removed waits for the next start,
-    # and what may still have its old name after a power cut must stay whole)
+    # What cannot be removed waits for the next start,
+    # and what may still have its old name after a power cut must stay whole
     cannot_tidy = fault.persists or fault.call in ("unlink", "rmdir", "openat", *READS)
     waits = (".",) if cannot_tidy else (".trash-",) if fault.call == "fsync" else ()
     if leaked := [name for name in found.leaked if not name.startswith(waits)]:
@@ -290,7 +290,7 @@ def _problems_of_start(fault: Fault, found: Outcome) -> Iterator[str]:
     if found.step != 2 and not (found.step == 1 and "It is skipped" in found.text):
         yield f"gone on from step {found.step}, and told: {found.text}"
     if found.told == "raised" or found.step == 1:
-        # (a folder above it may be the one that does not answer)
+        # A folder above it may be the one that does not answer
         is_named = any(f"{path} cannot be read" in found.text for path in found.run_dir.parents)
         if not (is_named or str(found.run_dir) in found.text):
             yield f"what was told names no path: {found.text}"

@@ -90,7 +90,7 @@ def test_saves_and_prunes_that_are_killed_lose_nothing(
 
     found = chain.found
     tally("kills", count, chain.bad)
-    # (else they were not killed in the middle of anything)
+    # Else they were not killed in the middle of anything
     assert found[".stage"] > count // 10
     assert min(found[".trash"], found["not acknowledged"]) > count // 100
 

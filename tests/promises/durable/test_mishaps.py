@@ -300,7 +300,7 @@ def _limited(child: Child, run_dir: Path, kind: int, limit: int, does_load: bool
 
 
 def _lowest_free() -> int:
-    # (a limit of open files is one of their numbers)
+    # A limit of open files is one of their numbers
     os.close(found := os.open(os.devnull, os.O_RDONLY))
     return found
 
@@ -367,7 +367,7 @@ def little_memory() -> Iterator[Path]:
     try:
         group.mkdir()
         (group / "memory.limit_in_bytes").write_text(str(24 << 20))
-        # (else a machine that has swap makes room there)
+        # Else a machine that has swap makes room there
         (group / "memory.swappiness").write_text("0")
     except OSError as exc:
         pytest.skip(f"needs a memory cgroup (version 1) and the right to make one: {exc}")
@@ -384,7 +384,7 @@ def _train_until_killed(child: Child, run_dir: Path, group: Path, megabytes: int
         for _ in state.steps(step):
             training.step()
             saved = state.save(loss=1.0 / step)
-        # (in the middle of the save)
+        # In the middle of the save
         hoard += [b"x" * (1 << 18) for _ in range(4 * megabytes)]
         saved.wait()
         acknowledged = step

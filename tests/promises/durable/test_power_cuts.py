@@ -144,7 +144,7 @@ def _cut_in_mid_save(chain: Chain, disk: Disk, dice: random.Random, seconds: flo
     began = time.monotonic()
     disk.cut()
     if dice.random() < 0.3:
-        # (what the training is told of a disk that is gone)
+        # What the training is told of a disk that is gone
         victim.wait_for("told")
     victim.kill()
     early = [line for line in victim.said if line.startswith("told") and float(line.split()[1]) < began]
@@ -184,6 +184,6 @@ def test_what_was_saved_before_a_power_cut_is_there_after_it(
     found = chain.found
     print(dict(found))
     tally("power cuts", count, chain.bad)
-    # (else no cut came in the middle of anything)
+    # Else no cut came in the middle of anything
     assert found[".stage"] > count // 20
     assert found["told"] > count // 20

@@ -256,7 +256,7 @@ def chain(run_dir: Path, make: Make, batches: int, *, each_twice: bool = False) 
 
 
 @pytest.mark.proves("exact")
-# (it keeps nothing of what it draws)
+# It keeps nothing of what it draws
 @pytest.mark.filterwarnings("ignore:Stream and the training draw from the same generators")
 @pytest.mark.parametrize("name", LOADERS)
 @pytest.mark.sampled(3)
@@ -344,7 +344,7 @@ class Plain:
         return range(total)
 
     def batches(self, name: str | None = None) -> Iterator[Any]:
-        # (not in the generator: a loader's iterator draws when it is made)
+        # Not in the generator: a loader's iterator draws when it is made
         loader = self._loaders[name] if isinstance(self._loaders, dict) else self._loaders
         return self._counted(iter(loader))
 

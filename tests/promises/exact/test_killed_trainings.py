@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.heavy, pytest.mark.proves("exact")]
 
 
 def _script(run_dir: Path, seed: int, tell: Tell) -> None:
-    # (its workers belong to it)
+    # Its workers belong to it
     os.setpgid(0, 0)
     killed_training.main(run_dir, seed)
 
@@ -48,7 +48,7 @@ def _killed_and_started_again(
         victim = Victim(partial(_script, run_dir, seed))
         time.sleep(dice.uniform(0, 0.6 * seconds))
         victim.kill()
-        # (else its workers notice it later, when the next start has workers too)
+        # Else its workers notice it later, when the next start has workers too
         if dice.random() < 0.5:
             _end_group(victim.pid)
         if "ended" in victim.said:
@@ -74,7 +74,7 @@ def test_a_training_that_is_killed_again_and_again_ends_with_the_same_bits(
     tmp_path: Path, tally: Tally, nightly: bool, seed: int
 ) -> None:
     environment.attempt()
-    # (what each process imports at its first step, those that are forked from this one have)
+    # What each process imports at its first step, those that are forked from this one have
     killed_training.main(tmp_path / "warm", 0)
     expected, seconds = _train(tmp_path / "whole", seed)
     count, dice, kills, bad = 60 if nightly else 5, victims.dice(), 0, []
@@ -87,7 +87,7 @@ def test_a_training_that_is_killed_again_and_again_ends_with_the_same_bits(
 
     print(f"{kills} kills")
     tally("killed trainings", count, bad)
-    # (else none was killed twice)
+    # Else none was killed twice
     assert kills > count
 
 

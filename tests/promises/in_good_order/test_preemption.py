@@ -281,7 +281,7 @@ def test_the_run_is_closed_when_it_exits(run_dir: Path, training: Training) -> N
     with pytest.raises(SystemExit, match="143"):
         training.train(state, signal.SIGTERM)
 
-    # (another process could write it now)
+    # Another process could write it now
     assert state.run._lock is None
     assert Run(run_dir).checkpoints()[-1].about.step == 1
 

@@ -70,7 +70,7 @@ class Shelf:
         return sorted(numbers)
 
     def _verify(self, name: str, file: str, tag: str, record: Any) -> None:
-        # (what has the name and the tag of a file that was looked at is that file)
+        # What has the name and the tag of a file that was looked at is that file
         if (f"{name}/{file}", tag) not in self._seen:
             content = self.content(name, file)
             digest = xxhash.xxh3_128(content).hexdigest()
@@ -168,7 +168,7 @@ def test_whenever_pushing_is_killed_what_is_listed_is_complete_and_the_next_star
 
     killed = torn = 0
     highest = 1
-    # (of two, what the second one takes: the first one begins with a bucket that is not there yet)
+    # Of two, what the second one takes: the first one begins with a bucket that is not there yet
     seconds, status = forked(tmp_path / "run", shelf.options, None)
     for _ in range(KILLS):
         _, status = forked(tmp_path / "run", shelf.options, chance.uniform(0, seconds))
@@ -218,7 +218,7 @@ def test_over_a_line_that_breaks_three_of_ten_requests_all_checkpoints_arrive(
 def _break(proxy: Proxy, rate: float, seed: int) -> None:
     left = 1.0
     for number, fault in enumerate(FAULTS):
-        # (of those that the rules before it let pass)
+        # Of those that the rules before it let pass
         share = rate / len(FAULTS)
         proxy.rules.add(fault, rate=share / left, seed=seed * 100 + number, status=(500, 503)[number % 2])
         left -= share

@@ -63,7 +63,7 @@ def meet(trouble: str, it_is_me: bool, state: RunState) -> None:
             state._position._step_in_hand += 1
         if trouble.endswith("in mid-save"):
             act = gloo.kill_myself if "killed" in trouble else gloo.stop_myself
-            # (the first flush of a save is that of a file in the stage)
+            # The first flush of a save is that of a file in the stage
             os.fsync = lambda fd: act()  # type: ignore[assignment]
         if trouble == "has a full disk":
             resource.setrlimit(resource.RLIMIT_FSIZE, (64, resource.RLIM_INFINITY))

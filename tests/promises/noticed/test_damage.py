@@ -197,7 +197,7 @@ def test_files_of_two_checkpoints_of_one_training_are_never_mixed(
         for name in some:
             exchanged(first.path / name, second.path / name)
         for found in (first, second):
-            # (with the manifest and all that differs from it exchanged, it is whole, under another's name)
+            # With the manifest and all that differs from it exchanged, it is whole, under another's name
             is_whole = {*some} & differing in (set(), differing)
             with contextlib.suppress(CheckpointDamaged):
                 Run(tmp_path).open(found.about.number).read()
@@ -467,7 +467,7 @@ def test_what_happens_to_a_file_after_a_load_does_not_reach_what_was_loaded(
     for name in found.about.files:
         change(found.path / name, (other.path / name).read_bytes())
 
-    # (a mapped file would end the process here: SIGBUS)
+    # A mapped file would end the process here: SIGBUS
     assert {name: bytes(tensor_file.as_bytes(tensor)) for name, tensor in tensors.items()} == before
 
 

@@ -30,7 +30,7 @@ def seeds(target: str, run_dir: Path) -> list[bytes]:
         tiny.save_next(training, state, 1.0)
     found = Run(run_dir).open(1).path
     if target == "manifest":
-        # (what follows the checksum, which the target computes)
+        # What follows the checksum, which the target computes
         return [(found / "manifest.json").read_bytes().partition(b",")[2]]
     if target == "header":
         files = sorted(found.glob("**/*.safetensors"))
@@ -93,7 +93,7 @@ def test_whatever_a_fuzzer_makes_is_a_value_or_an_error_that_says_what_is_wrong(
     made = [f"{path.name}: {path.read_bytes()[:500]!r}" for path in sorted(tmp_path.glob("*-*"))]
     told = "\n".join([done.stdout[-3000:], done.stderr[-1500:], *made])
     counted = int(["0", *re.findall(r"#(\d+)", done.stderr)][-1])
-    # (it ends at the first input that is bad)
+    # It ends at the first input that is bad
     tally("fuzzed inputs", counted, [told] * (done.returncode != 0))
     begun, reached = (int(re.findall(r"cov: (\d+)", done.stderr)[at]) for at in (0, -1))
     # It is guided: it finds lines that what it began with does not reach.

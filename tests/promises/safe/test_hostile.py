@@ -137,7 +137,7 @@ def is_plain(text: str) -> bool:
 
 def outside(folder: Path) -> list[str]:
     """Return the calls with which the process reached for something that an intact run does not need."""
-    # (a call that another thread has interrupted is one line here)
+    # A call that another thread has interrupted is one line here
     lines = injection.lines(folder / "strace")
     begin = next(number for number, line in enumerate(lines) if '"/BEGIN"' in line.text)
     known = {path for line in lines[:begin] for path in touched(line)}
