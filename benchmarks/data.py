@@ -1,4 +1,4 @@
-"""What going on in mid-epoch costs and how exact it is, next to other libraries, all in one run.
+"""What a resume in mid-epoch costs and how exact it is, next to other libraries, all in one run.
 
     python benchmarks/data.py cost
     python benchmarks/data.py exact [PART OF A SET-UP'S NAME]
@@ -199,7 +199,7 @@ def lightning(make: Make, work: Work, folder: Path, resuming: bool) -> Any:
 
 
 def ignite(make: Make, work: Work, folder: Path, resuming: bool) -> Any:
-    """Use Ignite's DeterministicEngine, which seeds every epoch anew."""
+    """Use Ignite's DeterministicEngine, which seeds every epoch again."""
     from ignite.engine import DeterministicEngine, Events
 
     loader = make(DataLoader)
@@ -640,7 +640,7 @@ def compare(setup: str, contender: str) -> Cell:
 
 
 def stopped(contender: str, setup: str, stop: tuple[int, int], whole: Trace) -> tuple[Trace, Trace]:
-    """Stop a training and go on in another process; return what there was left to do, and what it did."""
+    """Stop a training and continue in another process; return what there was left to do, and what it did."""
     (epoch, batch), (batches, numbers) = stop, whole
     done = batch if batch > 0 else len(batches[epoch]) + 1 + batch
     folder = Path(tempfile.mkdtemp())
@@ -651,7 +651,7 @@ def stopped(contender: str, setup: str, stop: tuple[int, int], whole: Trace) -> 
 
 
 def exact(contenders: Sequence[str], part: str) -> None:
-    """Print in how many of five stops each contender goes on exactly, set-up by set-up."""
+    """Print in how many of five stops each contender continues exactly, set-up by set-up."""
     print(
         "\nIn how many of five stops all is exact: the rest of the epoch, the epochs after it, and at the end"
         "\nthe next number of every generator (in brackets: in how many the batches are). Compared with the"
@@ -737,7 +737,7 @@ Rounds = list[tuple[float, float]]
 
 
 def in_turns(jobs: Mapping[str, Timed]) -> dict[str, Rounds]:
-    """Measure in turns, so that a noisy machine is noisy for all; what fails is told and left out."""
+    """Measure in turns, so that a noisy machine is noisy for all; what fails is reported and left out."""
     taken: dict[str, Rounds] = {name: [] for name in jobs}
     for name in [*jobs] * ROUNDS:
         try:
@@ -814,7 +814,7 @@ WORKLOADS: dict[str, tuple[Setup, int]] = {
 
 
 def cost(contenders: Sequence[str]) -> None:
-    """Print what a batch costs, what going on in mid-epoch does, and what a seed for every sample does."""
+    """Print what a batch costs, what continuing in mid-epoch does, and what a seed for every sample does."""
     for what in WORKLOADS:
         cost_of_batches(contenders, what)
     for workers in (0, 2):

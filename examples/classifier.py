@@ -40,7 +40,7 @@ class Stripes(Dataset):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         image = self.images[index]
         if self.augment:
-            # Drawn in a worker: a resume goes on with the random numbers that the worker had.
+            # Drawn in a worker: a resume continues with the random numbers that the worker had.
             image = image.roll(torch.randint(-4, 5, (2,)).tolist(), (1, 2))
             image = image * (0.8 + 0.4 * torch.rand(3, 1, 1))
         return image, self.labels[index]

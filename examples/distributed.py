@@ -1,9 +1,9 @@
-"""Several processes, each with its share of the data; one that dies is started again, and all go on.
+"""Several processes, each with its share of the data; one that dies is started again, and all continue.
 
 torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/distributed.py runs/distributed
 
 The restarts need TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 (docs/recipes/torchrun.md says why). Alone, as
-`python examples/distributed.py`, it goes on too.
+`python examples/distributed.py`, it continues too.
 """
 
 import argparse

@@ -25,7 +25,7 @@ torch.manual_seed(0)
 images = torch.randn(1000, 64)
 labels = (images.mean(1) > 0).long()
 train_set = TensorDataset(images, labels)
-# The loader stays torch's own: what prepare makes of it counts its epochs anew at every start.
+# The loader stays torch's own: what prepare makes of it counts its epochs again at every start.
 sampler = DistributedSampler(train_set, accelerator.num_processes, accelerator.process_index)
 loader = DataLoader(train_set, batch_size=20, sampler=sampler)
 

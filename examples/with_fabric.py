@@ -26,7 +26,7 @@ torch.manual_seed(0)
 images = torch.randn(1000, 64)
 labels = (images.mean(1) > 0).long()
 train_set = TensorDataset(images, labels)
-# The loader stays torch's own: what setup_dataloaders makes of it counts its epochs anew at every start.
+# The loader stays torch's own: what setup_dataloaders makes of it counts its epochs again at every start.
 sampler = DistributedSampler(train_set, fabric.world_size, fabric.global_rank)
 loader = DataLoader(train_set, batch_size=20, sampler=sampler)
 

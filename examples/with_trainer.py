@@ -79,7 +79,7 @@ class Resume(TrainerCallback):
 
 
 class Pieces(Dataset):
-    """Pieces of a text, each from a place near its own that is drawn anew in every epoch."""
+    """Pieces of a text, each from a place near its own that is drawn again in every epoch."""
 
     def __init__(self, text: str, length: int = 64) -> None:
         self.characters = sorted(set(text))

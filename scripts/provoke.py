@@ -234,7 +234,7 @@ PROVOKE: dict[type[ResumableError], Callable[[], str | None]] = {
 
 
 def _in_children(size: int, body: Callable[[int], object]) -> list[str]:
-    """Return what each process of a group was told, by the error that ended it."""
+    """Return what each process of a group printed, by the error that ended it."""
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe(duplex=False) for _ in range(size)]
     processes = [

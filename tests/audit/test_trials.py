@@ -1,4 +1,4 @@
-"""Starting a script again and again: what each start is told, where it stops, and what is read of it."""
+"""Starting a script again and again: what each start prints, where it stops, and what is read of it."""
 
 from __future__ import annotations
 

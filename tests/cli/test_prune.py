@@ -22,7 +22,7 @@ from resumable.cli.app import main
 
 @pytest.fixture
 def run(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> Path:
-    """A run of six checkpoints, of which the second is the best, and which goes on from the third."""
+    """A run of six checkpoints, where the second is the best, and the fourth continues from the third."""
     training, state = tiny.load(run_dir, keep=None)
     with state:
         for loss in (3.0, 1.0, 2.5, 2.0, 2.2):

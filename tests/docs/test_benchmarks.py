@@ -26,7 +26,7 @@ def test_the_table_names_every_contender_and_every_goal(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "out" / "cpu.json").read_text())
     for name in CONTENDERS:
-        # One that is not installed is told with its reason.
+        # One that is not installed is reported with its reason.
         assert f"\n| {name} " in done.stdout or f"\n- {name}: not measured: " in done.stdout
     assert result["contenders"]["resumable"]["exact"] == [1.0]
     assert "resumable" not in result["errors"]

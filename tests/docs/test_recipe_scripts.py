@@ -139,7 +139,7 @@ def content(run_dir: Path) -> dict[str, bytes]:
 
 
 def places(run_dir: Path) -> list[int | None]:
-    """Return the checkpoints that the starts went on from."""
+    """Return the checkpoints that the starts resumed from."""
     return [attempt["from"] for attempt in history.attempts(history.read(run_dir))]
 
 

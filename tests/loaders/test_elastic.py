@@ -1,4 +1,4 @@
-"""An epoch goes on in its middle on more or fewer ranks: every sample of it is seen exactly once."""
+"""An epoch continues in its middle on more or fewer ranks: every sample of it is seen exactly once."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ pytestmark = [
     # What torch says of this machine, and Python of every worker that is forked while a save is on its way.
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork"),
-    # The change itself, of which every rank is told.
+    # The change itself, that is reported on every rank.
     pytest.mark.filterwarnings("ignore:.* has changed since checkpoint"),
 ]
 
@@ -162,7 +162,7 @@ Batches = list[list[Any]]
 
 
 class Script:
-    """A training on several ranks, one after another; its legs go on from each other."""
+    """A training on several ranks, one after another; its legs continue from each other."""
 
     def __init__(self, path: Path, make: Make = distributed, **how: Any) -> None:
         self.path, self.make, self.how = path, make, how

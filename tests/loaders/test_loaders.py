@@ -1,4 +1,4 @@
-"""Any DataLoader, stopped anywhere and as often as you like, goes on with the very next batch."""
+"""Any DataLoader, stopped anywhere and as often as you like, continues with the very next batch."""
 
 from __future__ import annotations
 
@@ -380,7 +380,7 @@ class StatefulOrder(Sampler[int]):
         self.passes = state["passes"]
 
 
-# The set-ups. Every object in them is made anew, under another seed, for every leg of a training.
+# The set-ups. Every object in them is made again, under another seed, for every leg of a training.
 
 
 class Setup(NamedTuple):
@@ -510,7 +510,7 @@ class Plain:
             yield epoch
 
     def batches(self, name: str | None = None) -> Iterator[Any]:
-        # A map goes on after an exception, as the loader's own iterator does; a generator would be dead
+        # A map continues after an exception, as the loader's own iterator does; a generator would be dead
         return map(self._hand_out, itertools.count(), self.loaders[name or "loader"])
 
     def _hand_out(self, number: int, batch: Any) -> Any:
@@ -543,7 +543,7 @@ class Log:
 
 
 class Training(NamedTuple):
-    """A script, and what makes its loaders: anew, and under another seed, for every leg."""
+    """A script, and what makes its loaders: again, and under another seed, for every leg."""
 
     make: Callable[[], Loaders]
     script: Callable[[Any, Loaders, Log], None]
@@ -966,7 +966,7 @@ class FixedAtStart(Sampler[list[int]]):
 
 
 class AnySubset(SubsetRandomSampler):
-    """A split that is drawn anew at every start."""
+    """A split that is drawn again at every start."""
 
     def __init__(self) -> None:
         super().__init__(random.sample(range(99), SAMPLES))
@@ -1160,7 +1160,7 @@ def saving(state: Any, loaders: Loaders, log: Log) -> None:
 
 
 def unmeasured(run: Callable[[Path], Any], run_dir: Path) -> None:
-    """Run without coverage: an error that a signal raises in the tracer leaves its lock locked for ever."""
+    """Run without coverage: an error that a signal raises in the tracer leaves its lock locked forever."""
     coverage = sys.modules.get("coverage")
     if coverage and (measuring := coverage.Coverage.current()):
         measuring.stop()

@@ -1,4 +1,4 @@
-"""Random generators go on where they stood: saving does not touch them, and loading puts them back last."""
+"""Random generators continue where they stood: a save leaves them alone, and a load restores them last."""
 
 from __future__ import annotations
 

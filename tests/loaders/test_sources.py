@@ -32,7 +32,7 @@ Seen = list[Any]
 Stop = tuple[int, int | str]
 
 
-# One training, which is stopped and goes on.
+# One training, which is stopped and continues.
 
 
 def draw() -> list[float]:
@@ -157,7 +157,7 @@ class Shuffled:
 
 
 class BeginsAnew(Shuffled):
-    """It begins anew by itself when it has come to its end, as MosaicML's does."""
+    """It begins again by itself when it has come to its end, as MosaicML's does."""
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         if not self.order:
@@ -184,7 +184,7 @@ class BeginsAtOnce(Shuffled):
 
 
 class StaysAtItsEnd(Shuffled):
-    """Once it was put somewhere, it goes on from there, at its end too; it draws at every beginning."""
+    """Once it was put somewhere, it continues from there, at its end too; it draws at every beginning."""
 
     is_put = False
 
@@ -269,7 +269,7 @@ def test_a_loader_that_keeps_its_position_can_go_back_again_and_again(run_dir: P
 
 
 class Sticks:
-    """A stream that begins where it was put, in every epoch anew: Hugging Face's datasets do so."""
+    """A stream that begins where it was put, in every epoch again: Hugging Face's datasets do so."""
 
     start: Any = None
     state: Any = None

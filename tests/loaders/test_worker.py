@@ -1,4 +1,4 @@
-"""A worker that begins anew stands where it stood: its generators, its dataset, and its stream."""
+"""A worker that begins again stands where it stood: its generators, its dataset, and its stream."""
 
 from __future__ import annotations
 
@@ -601,7 +601,7 @@ def test_in_the_trainings_process_a_stream_is_just_iterated_over() -> None:
 
 
 class NewEveryEpoch(IterableDataset[Any]):
-    """A stream that makes its generator anew as it begins."""
+    """A stream that makes its generator again as it begins."""
 
     def __init__(self) -> None:
         self.rng: Any = None

@@ -1,4 +1,4 @@
-"""Every optimizer and every scheduler that torch has goes on bit for bit, however often it is resumed."""
+"""Every optimizer and every scheduler that torch has continues bit for bit, however often it is resumed."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def _assert_same(one: Any, other: Any, path: str) -> None:
 
 
 def _resumed(run_dir: Path, optimizer: str, options: Mapping[str, Any]) -> dict[str, Trial]:
-    """Train, and stop and go on with new objects again and again."""
+    """Train, and stop and continue with new objects again and again."""
     trials = _trials(optimizer, options, seed=1)
     for resume in range(RESUMES + 1):
         with _open(run_dir, trials) as state:

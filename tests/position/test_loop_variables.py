@@ -1,4 +1,4 @@
-"""Variables of the script that decide how its loop goes on, and that no checkpoint has."""
+"""Variables of the script that decide how its loop continues, and that no checkpoint has."""
 
 from __future__ import annotations
 

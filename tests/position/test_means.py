@@ -1,4 +1,4 @@
-"""Running means: what they are, that a resume goes on with them bit for bit, and that they stop no device."""
+"""Running means: their values, that a resume continues them bit for bit, and that they stop no device."""
 
 from __future__ import annotations
 

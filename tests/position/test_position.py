@@ -1,4 +1,4 @@
-"""The loops: what they count, where they go on, when they end."""
+"""The loops: what they count, where they continue, when they end."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ LOOPS: dict[str, Callable[[RunState], Iterable[Any]]] = {
 IN_THIS_THREAD = ("plain", "enumerate", "tqdm", "one ahead", "list", "device", "device, one ahead")
 
 
-# One training, which is stopped and goes on.
+# One training, which is stopped and continues.
 
 
 class Images(Dataset[torch.Tensor]):

@@ -390,7 +390,7 @@ class Event:
 
 
 class Stream:
-    """Work that is done in order, and as late as can be: when somebody waits for it."""
+    """Work that is done in order, and as late as possible: when somebody waits for it."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.work: deque[Callable[[], object]] = deque()

@@ -334,7 +334,7 @@ class Told(Counting):
 
 
 class Caching(Net):
-    """Keeps what each pass makes anew, and a mask that is made once."""
+    """Keeps what each pass makes again, and a mask that is made once."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -367,7 +367,7 @@ def test_another_number_of_processes_sees_each_sample_of_the_epoch_once(
 ) -> None:
     seen: list[int] = []
     for number, size in enumerate(sizes):
-        # Stopped twice with each number: a resume with the same goes on as ever.
+        # Stopped twice with each number: a resume with the same continues as ever.
         for turn, stop_at in enumerate((2, 2) if number < len(sizes) - 1 else (2, None)):
             found = gloo.run(size, elastic, tmp_path / "run", stop_at, {}, folder=tmp_path)
             seen += [index for one in values(found) for index in one[0]]
@@ -576,7 +576,7 @@ class Refusing:
 
 
 def goes_on(rank: int, run_dir: Path) -> Any:
-    """Meet errors that a script may catch, and go on after each of them."""
+    """Meet errors that a script may catch, and continue after each of them."""
     model = nn.Linear(1, 1)
     # A number that steps of 1 do not round
     nn.init.zeros_(model.weight)
@@ -620,7 +620,7 @@ def goes_on(rank: int, run_dir: Path) -> Any:
         best = state.best, state.metrics
         step()
         caught(lambda: state.save(acc=1.5).wait())
-        # The same, without waiting: the rank that was told goes on to the next save before the others.
+        # The same, without waiting: the rank that knows continues to the next save before the others.
         if rank == 1:
             state.vars["bad"] = lambda: 0
         caught(lambda: state.save(acc=9.0))

@@ -43,7 +43,7 @@ HERE = pytest.mark.parametrize("place", ["file"], indirect=True)
 
 
 def at(place: Place) -> dict[str, Any]:
-    """Return what a run is told of its remote."""
+    """Return what a run says of its remote."""
     return {"remote": place.url, "remote_options": place.options()}
 
 
@@ -148,7 +148,7 @@ def saved(run_dir: Path, losses: list[float], **options: Any) -> Run:
 
 
 def step_of(run_dir: Path | str, **options: Any) -> int:
-    """Return the step at which a training goes on."""
+    """Return the step at which a training continues."""
     with Training().load(run_dir, **options) as state:
         return state.step
 
@@ -552,7 +552,7 @@ def test_processes_whose_remote_is_damaged_resume_at_the_same_older_checkpoint(
         Run(place.url.removeprefix("file://")).open(2).verify()
 
 
-# A training that went on elsewhere.
+# A training that continued elsewhere.
 
 
 @HERE

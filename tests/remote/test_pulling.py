@@ -324,7 +324,7 @@ def test_a_pull_that_is_killed_leaves_nothing_half_and_the_next_one_continues(
     pulled.verify()
     assert {path.name for path in pulled.path.iterdir()} == {*contents, "state.json", manifest.NAME}
     assert [path.name for path in run.folder.iterdir()] == [found.path.name]
-    # What was there whole was told of at one stroke
+    # What was there whole was reported at one stroke
     assert told[0] == 9 << 20
     assert sum(told) == found.about.size
 
@@ -402,7 +402,7 @@ def test_a_disk_that_fills_up_meanwhile_says_so_and_the_next_pull_continues(
     def fill(size: int) -> None:
         free = os.statvfs(disk).f_bavail * 4096
         with open(disk / "others", "ab") as others:
-            # What is told of has come, and is not written yet
+            # What is reported has come, and is not written yet
             os.posix_fallocate(others.fileno(), 0, max(free - 400_000, 1))
 
     with pytest.raises(SaveFailed, match=r"could not be written to .*No space left on device"):

@@ -344,7 +344,7 @@ def test_a_file_that_is_gone_before_the_end_keeps_the_checkpoint_from_being_comp
     first, *_, last = found.about.files
 
     def delete(size: int) -> None:
-        # Each that arrives is told of, and the last one comes last
+        # Each that arrives is reported, and the last one comes last
         if remote.store.sizes(f"checkpoints/{found.path.name}").get(last):
             remote.store.remove(f"checkpoints/{found.path.name}/{first}")
 

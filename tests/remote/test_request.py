@@ -1,4 +1,4 @@
-"""A call that may hang: it is given up when nothing moves, and whoever waits for it is told."""
+"""A call that may hang: it is given up when nothing moves, and whoever waits for it gets an error."""
 
 from __future__ import annotations
 

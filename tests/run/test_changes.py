@@ -216,7 +216,7 @@ def training(batch_size: int = 2, lr: float = 0.5) -> dict[str, Any]:
 
 
 def leg(run_dir: Path, **settings: Any) -> list[str]:
-    """Resume, train an epoch and save; return what was told."""
+    """Resume, train an epoch and save; return what was reported."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ResumableWarning)
         with RunState.load(run_dir, **training(**settings)) as state:

@@ -81,7 +81,7 @@ _real_copy = snapshot._copy
 
 @pytest.fixture
 def copier(monkeypatch: pytest.MonkeyPatch) -> Iterator[Copier]:
-    """What copies behind the fence, and waits until it may go on."""
+    """What copies behind the fence, and waits until it may continue."""
     held = Copier()
     monkeypatch.setattr(snapshot, "_copy", held.copy)
     yield held

@@ -431,7 +431,7 @@ class Small:
 
 
 class Held:
-    """Keeps what copies behind the fence from going on."""
+    """Keeps what copies behind the fence from continuing."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.may_go_on, self.has_begun = threading.Event(), threading.Event()

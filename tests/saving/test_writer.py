@@ -1,4 +1,4 @@
-"""At most one save is in flight, and its error is told once and never lost."""
+"""At most one save is in flight, and its error is reported once and never lost."""
 
 from __future__ import annotations
 

@@ -649,7 +649,7 @@ def test_the_one_before_is_of_the_branch_that_it_is_on_and_not_of_one_that_was_l
     spikes = [math.nan] * 2
     _, parents = losses(run_dir, [1, 1, 1, *spikes, 1, *spikes, 1, 1, *spikes, math.nan, 1], limit=9)
 
-    # 4 goes on from 2; it is bad too, so 5 goes on from 2 again; 6 and 5 are bad, so 7 does as well.
+    # 4 continues from 2; it is bad too, so 5 continues from 2 again; 6 and 5 are bad, so 7 does as well.
     assert parents == [None, 1, 2, 2, 2, 5, 2]
 
 

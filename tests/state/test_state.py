@@ -991,7 +991,7 @@ def test_a_change_after_the_save_in_the_same_body_is_warned_of_once(
 ) -> None:
     training = Whole(run_dir)
 
-    # A step after the save that ends an epoch is told in words of its own
+    # A step after the save that ends an epoch is reported in words of its own
     text = f"^{text} after save\\(\\) in the same body|the training continues in it"
     with pytest.warns(ResumableWarning, match=text) as caught:
         loop(training, change)

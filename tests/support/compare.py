@@ -26,7 +26,7 @@ class Trail(Trial):
         self._samples = BytesIO()
 
     def note(self, step: int, parts: Mapping[str, Any], batches: Sequence[str] = ()) -> None:
-        """Write all down, as an audited process does at a boundary; the training goes on as if it had not."""
+        """Write all down, as an audited process does at a boundary, without a trace in the training."""
         slots = {slot: parts.get(slot) for slot in SLOTS}
         at = At("step", 0, 0, step)
         whole = recorder.whole(Parts(slots, {}, Position({})), self._samples)

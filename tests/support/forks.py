@@ -94,7 +94,7 @@ def main() -> None:
         np.random.seed()
         torch.seed()
         # What is raised ends this process as it ends any other: with a traceback, and exit handlers.
-        # Called in a loop of this file, the script's functions would be told to begin anew in each pass.
+        # Called in a loop of this file, the script's functions would count as begun again in each pass.
         runpy.run_path(sys.argv[0], run_name="__main__")
 
 

@@ -147,7 +147,7 @@ class Child:
         self._ours.recv(1)
 
     def note(self, what: Any) -> None:
-        """Tell the parent something, and go on."""
+        """Tell the parent something, and continue."""
         self._ours.sendall(json.dumps(what).encode() + b"\n")
 
     def notes(self) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The next start after a power cut: what it has to find, and that it can go on."""
+"""The next start after a power cut: what it has to find, and that it can continue."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ class Opening:
 
 
 def debris(run: Run) -> list[Path]:
-    """Return what should have been tidied away: not what was pulled, with which the next pull goes on."""
+    """Return what should have been tidied away: not what was pulled, with which the next pull continues."""
     return [path for path in tiny.debris(run.path) if not PULL.fullmatch(path.name)]
 
 

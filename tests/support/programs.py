@@ -1377,7 +1377,7 @@ def validation_with_workers(s: Script) -> None:
 
 
 def write(seed: int, only: str | None = None) -> Program:
-    """Write the script of a seed; the same one for ever, as long as the shapes stay as they are."""
+    """Write the script of a seed; the same one forever, as long as the shapes stay as they are."""
     dice = random.Random(seed)
     names = [*SHAPES]
     name = dice.choices(names, [SHAPES[one][0] for one in names])[0]
@@ -1443,7 +1443,7 @@ class Ticker:
     def end(self) -> None:
         """Note the end of the script."""
         state = self._state
-        # A break out of the batches, without epochs(), ends the epoch only if the script goes on
+        # A break out of the batches, without epochs(), ends the epoch only if the script continues
         counts = f"step {state.step}, {state.samples} samples" if state else ""
         self.log.append((self.digest(), f"{digest_of_generators()} {counts}"))
 
@@ -1662,7 +1662,7 @@ def stops_of(program: Program, ticks: int, kinds: Sequence[Kind], most: int | No
     """Yield how to stop a script with so many ticks.
 
     Without `most` it is stopped in every way, at each tick. With it, at each tick in turn by one kind, each
-    start going on from the stop before, and by the others so often.
+    start continuing from the stop before, and by the others so often.
     """
     dice = random.Random(program.seed + 1)
     each = ("save", "signal")[program.seed % 2]
@@ -1719,7 +1719,7 @@ def _failed(error: BaseException, stops: Stops | None) -> Found:
 
 
 def named_rightly(found: Found, program: Program) -> Found:
-    """Return what became of a script; "misled" if it was told of a cause that it does not have."""
+    """Return what became of a script; "misled" if a message names a cause that it does not have."""
     for said, needed in CAUSES.items():
         match = re.search(said, found.text)
         if match and re.search(needed.format(*match.groups()) if match.groups() else needed, program.source):
@@ -1741,7 +1741,7 @@ def _judge(program: Program, folder: Path, stops: Stops, whole: Leg, warned: lis
             leg = start_and_kill(program, folder, tick, stops.every, salt)
         else:
             leg = start(program, folder, Ticker(tick, stops.kind), stops.every, salt)
-        # What is told after a resume comes too late, but for what is told at the load
+        # What is reported after a resume comes too late, but for what is reported at the load
         told += _related(leg.told if starts == 0 else [one for one in leg.told if one[0] == 0])
         begins = _matches(leg, whole.log, done, is_kill=not has_saved)
         if begins is None:

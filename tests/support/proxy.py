@@ -146,7 +146,7 @@ class Rules:
         self._proxy.ask("add", asdict(Rule(fault, **which)))
 
     def clear(self) -> None:
-        """Break nothing more; what stalls goes on stalling."""
+        """Break nothing more; what stalls continues stalling."""
         self._proxy.ask("clear")
 
 

@@ -197,7 +197,7 @@ def _time(line: str) -> float:
 
 
 class _Child:
-    """A process that is ready, waits until it is traced, and goes on."""
+    """A process that is ready, waits until it is traced, and continues."""
 
     def __init__(self, program: Program, rank: int) -> None:
         self._heard, told = os.pipe()

@@ -1,4 +1,4 @@
-"""A tiny training, every state of which is known: what goes on has to be one of them, to the last bit."""
+"""A tiny training, every state of which is known: what continues has to be one of them, to the last bit."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def _live(body: Callable[[Tell], object], pipe: int) -> None:
 
 
 def saved(lines: list[str], word: str = "saved") -> int:
-    """Return the last number that was told with a word, 0 if there is none."""
+    """Return the last number that was reported with a word, 0 if there is none."""
     return max((int(line.split()[1]) for line in lines if line.startswith(f"{word} ")), default=0)
 
 
@@ -153,7 +153,7 @@ class Chain:
         return tiny.load(self.run_dir, keep=self._keep, **copied)
 
     def start(self) -> Victim:
-        """Start the script once more: it goes on, from what is checked first, until it is ended."""
+        """Start the script once more: it continues, from what is checked first, until it is ended."""
         known()
         return Victim(self._go_on)
 

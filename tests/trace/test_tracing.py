@@ -40,7 +40,7 @@ class Noisy(Dataset[Any]):
 
 
 class Script:
-    """A training script, started anew: dropout, a shuffled loader, noise."""
+    """A training script, started again: dropout, a shuffled loader, noise."""
 
     def __init__(self, run_dir: Path, workers: int = 0, **options: Any) -> None:
         random.seed(0)

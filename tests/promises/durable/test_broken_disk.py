@@ -227,7 +227,7 @@ def test_a_disk_that_fails_now_and_then_keeps_all_that_was_reported_durable(
 
 
 def _train_on(disk: Disk) -> tuple[int, str]:
-    """Train six steps on a disk that fails; return the last that was durable, and what was told."""
+    """Train six steps on a disk that fails; return the last that was durable, and what was reported."""
     training, state = load(disk.run_dir)
     durable, told = 0, []
     with warnings.catch_warnings():

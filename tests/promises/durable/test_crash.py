@@ -1,4 +1,4 @@
-"""A save that is killed, or that the disk refuses, at every single call leaves a run that goes on exactly."""
+"""A save that is killed, or refused by the disk, at any call leaves a run that continues exactly."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def _child(run_dir: Path, scenario: Scenario, wire: Wire) -> None:
 
 
 def _kill_at_every_call(folder: Path, scenario: Scenario) -> Iterator[tuple[Outcome, Path]]:
-    """Yield what each kill leaves of the run in `folder`, which then has to go on."""
+    """Yield what each kill leaves of the run in `folder`, which then has to continue."""
     whole = _copy(folder, "whole")
     clean = _save_in_child(whole, scenario)
     for number, call in enumerate(clean.calls, 1):
@@ -309,7 +309,7 @@ def _fail(patch: pytest.MonkeyPatch, name: str, number: int, code: int = errno.E
 
 
 def _told(training: Training, state: RunState) -> str:
-    """Save, and return how a failure was told."""
+    """Save, and return how a failure was reported."""
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:

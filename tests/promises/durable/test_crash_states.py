@@ -1,4 +1,4 @@
-"""In every state that a power cut could leave, the run has all that was promised, and goes on."""
+"""In every state that a power cut could leave, the run has all that was promised, and continues."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FEW = ("again", "back")
 
 @pytest.fixture
 def look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tally: Tally) -> Iterator[Look]:
-    """Return what opens the run in so many states of a scenario, and in one of `each` goes on with it."""
+    """Return what opens the run in so many states of a scenario, and in one of `each` continues with it."""
     root, place = tmp_path / "traced" / "disk", scratch(tmp_path)
     root.mkdir(parents=True)
 
@@ -93,7 +93,7 @@ def _flush(folder: Path) -> None:
 
 
 def _contents(found: Traced, name: str, *, told: bool = True) -> set[bytes | None]:
-    """Return what a file may hold after a cut, once something was told (or before); None: it is not there."""
+    """Return what a file may hold after a cut: after a report, or before; None: it is not there."""
     return {
         None if (node := state.disk.at(name)) is None else state.disk.files[node]
         for state in disk_states.states(found, 1000)

@@ -1,4 +1,4 @@
-"""A disk that fills up in mid-save, a real one: nothing that was saved is lost, and the training goes on."""
+"""A real disk that fills up in mid-save: nothing that was saved is lost, and the training continues."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _intact(run_dir: Path) -> list[int]:
 
 
 def _goes_on(disk: Disk, training: Training, keep: int) -> None:
-    """Train on without a save, save once there is room, and go on twice as if nothing had been."""
+    """Train on without a save, save once there is room, and continue twice as if nothing had been."""
     with training.state:
         training.train(2)
         disk.make_room()

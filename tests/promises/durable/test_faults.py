@@ -1,4 +1,4 @@
-"""System calls that fail, in real processes: each failure is told, and no checkpoint is lost by it."""
+"""System calls that fail, in real processes: each failure is reported, and no checkpoint is lost by it."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _prepare(folder: Path, steps: int = 2) -> Path:
 
 
 def _told(training: Training, state: RunState) -> tuple[str, str]:
-    """Save, and return how a failure was told."""
+    """Save, and return how a failure was reported."""
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:

@@ -1,4 +1,4 @@
-"""What people and kernels do to a training in mid-run: it is told, what was saved stays, and it goes on."""
+"""Mishaps in mid-run: each is reported, what was saved stays, and the training continues."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = [
 
 @pytest.fixture
 def begun(run_dir: Path) -> Iterator[tuple[Training, RunState]]:
-    """A training that has saved twice, and goes on."""
+    """A training that has saved twice, and continues."""
     training, state = load(run_dir)
     with state:
         for loss in (1.0, 5.0):
@@ -221,7 +221,7 @@ def test_a_run_on_a_disk_that_is_read_only_is_refused_by_name_and_can_still_be_r
 
 
 def _told(training: Training, state: RunState) -> tuple[str, str]:
-    """Save, and return how a failure was told."""
+    """Save, and return how a failure was reported."""
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:
@@ -444,7 +444,7 @@ def test_a_clock_that_jumps_changes_neither_the_order_nor_what_is_kept(run_dir: 
     clock.write_text("+0d")
     jumps = ["-3d", "+400d", "-400d", "-20y", "+10y", "-1h"]
     env = os.environ | {"FAKETIME_TIMESTAMP_FILE": str(clock), "FAKETIME_NO_CACHE": "1"}
-    # As where a real clock is set, what counts seconds goes on.
+    # As where a real clock is set, what counts seconds continues.
     env |= {"LD_PRELOAD": str(found[0]), "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
     env["PYTHONPATH"] = os.pathsep.join([str(SUPPORT), *sys.path])
 

@@ -144,7 +144,7 @@ def _cut_in_mid_save(chain: Chain, disk: Disk, dice: random.Random, seconds: flo
     began = time.monotonic()
     disk.cut()
     if dice.random() < 0.3:
-        # What the training is told of a disk that is gone
+        # What the training says of a disk that is gone
         victim.wait_for("told")
     victim.kill()
     early = [line for line in victim.said if line.startswith("told") and float(line.split()[1]) < began]

@@ -174,11 +174,11 @@ class Training:
         }
 
     def load(self, run_dir: Path, **more: Any) -> RunState:
-        """Bind everything to the run, and go on from its newest checkpoint."""
+        """Bind everything to the run, and continue from its newest checkpoint."""
         state = RunState.load(run_dir, **self.parts(), loader=self.loader, **more)
         self.fed, self.lrs = state.vars.setdefault("seen", ([], []))
         if state.resumed:
-            # What is drawn before the loops go on must not count.
+            # What is drawn before the loops continue must not count.
             self.draw()
         return state
 

@@ -1,4 +1,4 @@
-"""Random trainings: any tree of modules, any tree of values, stopped twice, goes on as if never stopped."""
+"""Random trainings: any tree of modules, any tree of values, stopped twice, continues as if never stopped."""
 
 from __future__ import annotations
 

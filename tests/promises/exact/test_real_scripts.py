@@ -164,7 +164,7 @@ def test_a_script_that_is_killed_three_times_ends_with_the_same_bits(
     first, second, third = (
         total * twelfth // 12 for twelfth in sorted(random.Random(name).sample(range(3, 12), 3))
     )
-    # A start goes on at the last kill or before it, so each of these is reached.
+    # A start continues at the last kill or before it, so each of these is reached.
     ticks = [first, second - first, third - second]
     print(f"killed after {ticks} of {total}")
 

@@ -1,4 +1,4 @@
-"""A training that is told to leave saves at the next boundary, leaves, and goes on bit for bit."""
+"""A training that is told to leave saves at the next boundary, leaves, and continues bit for bit."""
 
 from __future__ import annotations
 

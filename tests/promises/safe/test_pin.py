@@ -147,7 +147,7 @@ def test_the_environment_overrides_which_one_and_not_what_is_expected(
 
 
 def start_mine(mine: Path, theirs: Checkpoint, expect: str) -> bytes:
-    """Start the script of somebody who goes on from another's checkpoint; take one step, and save."""
+    """Start the script of somebody who continues from another's checkpoint; take one step, and save."""
     training, state = load(mine)
     with state:
         if not state.resumed:

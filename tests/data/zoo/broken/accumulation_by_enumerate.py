@@ -1,4 +1,4 @@
-"""Broken: enumerate tells which batch it is, and counts from 0 again where an epoch goes on."""
+"""Broken: enumerate tells which batch it is, and counts from 0 again where an epoch continues."""
 
 import torch
 from torch import nn

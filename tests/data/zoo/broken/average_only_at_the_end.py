@@ -1,4 +1,4 @@
-"""Broken: the averaged weights are what is published in the end, and a resume begins them anew."""
+"""Broken: the averaged weights are what is published in the end, and a resume begins them again."""
 
 import torch
 from torch import nn

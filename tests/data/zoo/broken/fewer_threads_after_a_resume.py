@@ -1,4 +1,4 @@
-"""Broken: the script takes another number of threads where it goes on, so sums are added in another order."""
+"""Broken: the script uses fewer threads after a resume, so sums are added in another order."""
 
 import torch
 from torch import nn

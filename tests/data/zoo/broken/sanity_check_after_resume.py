@@ -1,4 +1,4 @@
-"""Broken: where a run goes on, the first batch is looked at in training mode, and dropout draws for that."""
+"""Broken: after a resume the first batch is looked at in training mode, and dropout draws for that."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Broken: the scaler of the mixed precision is not given, so its scale begins anew and steps are skipped."""
+"""Broken: the scaler of the mixed precision is not given, so its scale begins again and steps are skipped."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Broken: the first batch of every process seeds torch, also where a run goes on."""
+"""Broken: the first batch of every process seeds torch, also where a run continues."""
 
 import torch
 from torch import nn

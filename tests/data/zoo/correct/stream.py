@@ -8,7 +8,7 @@ from resumable import RunState
 
 
 class Walk(IterableDataset):
-    """A random walk that goes on from epoch to epoch."""
+    """A random walk that continues from epoch to epoch."""
 
     def __init__(self, length, seed):
         self.length = length
