@@ -53,17 +53,30 @@ def lost(training: Training, contender: Contender, steps: int, number: int) -> F
     alternates.
     """
     alone: list[float] = []
+    training.synchronize()
     if number % 2:
-        alone = [training.steps(1) for _ in range(steps)]
+        alone = training.each(steps)
     start = _seconds()
     wait = contender.save()
-    with_it = [training.steps(1) for _ in range(steps)]
+    # Not waited for in between: the processor runs ahead of a GPU, and a save may make it wait for that.
+    with_it = training.each(steps)
     wait()
     total = _seconds() - start
     contender.tidy()
     if not alone:
-        alone = [training.steps(1) for _ in range(steps)]
+        alone = training.each(steps)
     return {"lost": total - sum(alone), "slowest_step": max(with_it) - statistics.median(alone)}
+
+
+def longest_item(training: Training, contender: Contender, steps: int) -> Figures:
+    """Return how much longer a save makes the longest step of a loop that reads its loss in every step."""
+    training.synchronize()
+    alone = training.each(steps, reads=True)
+    wait = contender.save()
+    with_it = training.each(steps, reads=True)
+    wait()
+    contender.tidy()
+    return {"item": max(with_it) - statistics.median(alone)}
 
 
 def pause(training: Training, contender: Contender) -> Figures:

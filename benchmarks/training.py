@@ -42,6 +42,23 @@ class Training:
         self.synchronize()
         return time.perf_counter() - start
 
+    def each(self, count: int, *, reads: bool = False) -> list[float]:
+        """Do so many steps and return how long each takes; the last one ends when the device is done.
+
+        `reads` the loss after each, as a script does that prints it.
+        """
+        found, last = [], time.perf_counter()
+        for left in range(count - 1, -1, -1):
+            loss = self.step()
+            if reads and isinstance(loss, torch.Tensor):
+                loss.item()
+            if not left:
+                self.synchronize()
+            now = time.perf_counter()
+            found.append(now - last)
+            last = now
+        return found
+
     def synchronize(self) -> None:
         """Wait for what the device has been told to do."""
         if self.device == "cuda":
@@ -61,9 +78,12 @@ class Training:
 
 
 def gpt(megabytes: float, device: str) -> Training:
-    """Return the training of a GPT whose weights and AdamW moments take so much: GPT-2 small at 1493 MB."""
+    """Return the training of a GPT whose weights and AdamW moments take so much.
+
+    GPT-2 small at 1493 MB, GPT-2 medium at 4257.
+    """
     parameters = megabytes * 1e6 / 12
-    width = 768 if parameters > 3e7 else 256 if parameters > 3e6 else 64
+    width = 1024 if parameters > 3e8 else 768 if parameters > 3e7 else 256 if parameters > 3e6 else 64
     blocks = max(1, round(0.68 * parameters / (12 * width * width)))
     words = max(256, round((parameters - blocks * 12 * width * width) / width))
     model = Gpt(width, blocks, words).to(device)
@@ -71,13 +91,14 @@ def gpt(megabytes: float, device: str) -> Training:
     shape = (8, 1024) if device == "cuda" else (1, 64)
     tokens = torch.randint(0, words, shape, device=device)
 
-    def step() -> None:
+    def step() -> torch.Tensor:
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
             logits = model(tokens)
         loss = functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
         torch.autograd.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
+        return loss.detach()
 
     return Training({"model": model, "optimizer": optimizer}, step, device)
 

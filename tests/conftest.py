@@ -68,6 +68,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     counted.sample(items)
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("cuda") and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     reports = (one for kind in ("passed", "failed") for one in terminalreporter.stats.get(kind, ()))
     if told := [*counted.lines(reports)]:

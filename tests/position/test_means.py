@@ -362,10 +362,8 @@ def test_the_bar_over_steps_shows_the_means(run_dir: Path, monkeypatch: pytest.M
 
 # On a GPU.
 
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-
-@gpu
+@pytest.mark.cuda
 def test_to_add_and_to_glance_wait_for_no_gpu(run_dir: Path) -> None:
     found, loss = Means(), torch.ones((), device="cuda", requires_grad=True)
     found.add({"loss": loss * 2}, weight=3)
@@ -384,7 +382,7 @@ def test_to_add_and_to_glance_wait_for_no_gpu(run_dir: Path) -> None:
     assert dict(found) == {"loss": 2.0, "masked": 1.0}
 
 
-@gpu
+@pytest.mark.cuda
 def test_means_on_a_gpu_after_two_resumes_are_those_of_a_run_that_never_stopped(run_dir: Path) -> None:
     def leg(run_dir: Path, stop: int) -> list[Any]:
         with RunState.load(run_dir) as state:

@@ -17,10 +17,7 @@ from resumable import ResumableWarning, RunState
 from resumable.files import tensor_file
 from resumable.saving.host_memory import HostMemory
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = pytest.mark.cuda
 LARGE = 3000
 
 
@@ -261,6 +258,41 @@ def test_an_optimizer_on_a_stream_of_its_own_is_waited_for(run_dir: Path, kind: 
         handle.wait()
         assert_holds(handle.path, expected)
     state.close()
+
+
+def test_two_hundred_saves_of_a_busy_gpu_hold_what_there_was(run_dir: Path) -> None:
+    training = Training(layers=1)
+    with RunState.load(run_dir, **training.parts, keep=1) as state:
+        for _ in range(200):
+            keep_busy()
+            training.step()
+            expected = training.look()
+            handle = state.save()
+            training.step()
+            training.step()
+            handle.wait()
+            assert_holds(handle.path, expected)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_training_on_the_second_gpu_leaves_the_first_alone(run_dir: Path) -> None:
+    model = nn.Linear(LARGE, LARGE, device="cuda:1")
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = torch.cuda.mem_get_info(0)[0]
+    with RunState.load(run_dir, model=model, optimizer=optimizer, keep=1) as state:
+        for _ in range(3):
+            model(torch.ones(8, LARGE, device="cuda:1")).square().mean().backward()
+            optimizer.step()
+            expected = model.weight.detach().clone()
+            handle = state.save()
+            optimizer.step()
+            handle.wait()
+            assert torch.equal(saved(handle.path)["weight"], expected.cpu())
+        state.restore("newest")
+        assert torch.equal(model.weight, expected)
+
+    # A context takes hundreds of megabytes.
+    assert before - torch.cuda.mem_get_info(0)[0] < 64 << 20
 
 
 def test_saves_and_loads_work_with_a_default_device(run_dir: Path) -> None:

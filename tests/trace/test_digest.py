@@ -402,7 +402,7 @@ def test_the_order_of_a_set_does_not_count() -> None:
     assert digest.of(one) == digest.of(other)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.cuda
 def test_on_a_gpu_a_digest_is_that_of_the_same_numbers_on_the_host() -> None:
     batch = {"x": torch.randn(300, 400), "y": torch.arange(9), "z": torch.randn(5, 7).t(), "name": "a"}
     there = {key: item.cuda() if isinstance(item, torch.Tensor) else item for key, item in batch.items()}

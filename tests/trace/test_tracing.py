@@ -669,7 +669,7 @@ def test_each_rank_has_a_file_and_the_one_that_parts_is_named(
     assert by_rank[0][2].parts["model"] == by_rank[1][2].parts["model"]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.cuda
 def test_what_is_on_a_gpu_is_in_the_line_of_its_own_boundary(tmp_path: Path) -> None:
     data = [torch.full((300, 300), float(number), device="cuda") for number in range(20)]
     model = nn.Linear(300, 1, device="cuda")

@@ -1,0 +1,102 @@
+"""The sections, each in a process of its own: what crashes or hangs there loses nothing of the others."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).parents[2]
+TESTS = {
+    "saves": ("tests/saving/test_cuda.py",),
+    "killed trainings": ("tests/promises/exact/test_on_a_device.py",),
+    "traces and means": (
+        *("tests/trace/test_tracing.py", "tests/trace/test_digest.py"),
+        *("tests/position/test_means.py", "tests/position/test_far_ahead.py"),
+    ),
+}
+"""The files with tests marked `cuda`, by the name of the process that runs them."""
+TINY = "tests/promises/exact/test_on_a_device.py::test_a_training_that_is_killed_ends_as_an_uninterrupted_one"
+_INI = """[pytest]
+pythonpath = {support}
+markers =
+    cuda: needs a GPU
+    heavy: takes long
+    nightly: takes longer
+    quick(n): sampled
+    sampled(n): sampled
+    proves(promise): proves a promise
+    timeout(seconds): of a plugin that need not be there
+"""
+"""Settings that need no plugin, unlike those of pyproject.toml."""
+
+
+def tests(name: str, folder: Path, seconds: float, *, is_tiny: bool) -> dict[str, Any]:
+    """Run the tests of some files that need a GPU; return the outcome of each.
+
+    A tiny run selects them all, which then skip themselves, and one that can run on the CPU.
+    """
+    files = TESTS[name]
+    (folder / f"{name}.ini").write_text(_INI.format(support=ROOT / "tests" / "support"))
+    report = folder / f"{name}.xml"
+    chosen = [f"{TINY}[channels_last]"] if is_tiny and files[0] in TINY else [*files, "-m", "cuda"]
+    command = [
+        *(sys.executable, "-m", "pytest", "-q", "-c", str(folder / f"{name}.ini"), "--rootdir", str(ROOT)),
+        *("-p", "no:cacheprovider", "-o", "junit_family=xunit1", "--junitxml", str(report), *chosen),
+    ]
+    ended = _run(command, seconds)
+    if not report.exists():
+        # 5: no test was selected. A run that is cut off has written no report.
+        return {"outcomes": {}, "error": None if ended["code"] == 5 else ended["error"]}
+    outcomes = {_name(case): _outcome(case) for case in ElementTree.parse(report).iter("testcase")}
+    return {"outcomes": outcomes, "error": None if ended["code"] in (0, 1, 5) else ended["error"]}
+
+
+def _name(case: ElementTree.Element) -> str:
+    return f"{case.get('classname')}::{case.get('name')}"
+
+
+def _outcome(case: ElementTree.Element) -> str:
+    """Return "passed", "skipped: why" or "failed: what"."""
+    for child in case:
+        if child.tag in ("failure", "error", "skipped"):
+            word = "skipped" if child.tag == "skipped" else "failed"
+            message = (child.get("message") or "").splitlines()
+            return ": ".join([word, *message[:1]])
+    return "passed"
+
+
+def saves(megabytes: float, folder: Path, seconds: float, *, is_tiny: bool) -> dict[str, Any]:
+    """Measure saves and loads of a state of this size; return the figures, or the error."""
+    out = folder / "saves.json"
+    out.unlink(missing_ok=True)
+    device = "cpu" if is_tiny else "cuda"
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu.saves",
+        str(megabytes),
+        device,
+        str(folder),
+        str(seconds),
+    ]
+    # What it has measured by then is there even if it does not come to its end.
+    ended = _run([*command, str(out)], seconds + 30)
+    found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
+    return found | ({"error": ended["error"]} if ended["code"] else {})
+
+
+def _run(command: list[str], seconds: float) -> dict[str, Any]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    try:
+        ended = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=max(1.0, seconds)
+        )
+    except subprocess.TimeoutExpired:
+        return {"code": -1, "error": f"it took more than {seconds:.0f} s"}
+    last = [*ended.stdout.splitlines()[-15:], *ended.stderr.splitlines()[-15:]]
+    return {"code": ended.returncode, "error": "\n".join([f"exit code {ended.returncode}", *last])}

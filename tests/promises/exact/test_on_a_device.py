@@ -1,0 +1,74 @@
+"""Trainings on a device, killed twice and sent SIGTERM once, end with the bits of an uninterrupted one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from places import DATA, ROOT
+
+KINDS = ["fp16", "bf16", "channels_last", "lstm", "compiled", "captured", "fused", "capturable", "prefetch"]
+ENDS = [(7, signal.SIGKILL), (6, signal.SIGKILL), (5, signal.SIGTERM)]
+"""After how many batches of a start its end comes, and how: in mid-epoch, at a last batch, in mid-epoch."""
+
+
+def _started(device: str, kind: str, run: Path, *end: int) -> subprocess.CompletedProcess[str]:
+    # Before CUDA starts: what it needs to repeat the sums of matrix products.
+    environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, str(DATA / "on_device.py"), device, kind, str(run), *map(str, end)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def _digest(ended: subprocess.CompletedProcess[str]) -> str:
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    return ended.stdout.split("digest ")[1].strip()
+
+
+def _chain(device: str, kind: str, folder: Path) -> tuple[str, str]:
+    """Return the digest of the uninterrupted training, and that of the interrupted one."""
+    straight = _digest(_started(device, kind, folder / "straight"))
+    for batches, number in ENDS:
+        ended = _started(device, kind, folder / "ended", batches, number)
+        expected = -number if number == signal.SIGKILL else 128 + number
+        assert ended.returncode == expected, ended.stderr[-2000:]
+    return straight, _digest(_started(device, kind, folder / "ended"))
+
+
+@pytest.mark.proves("exact")
+@pytest.mark.heavy
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "captured"])
+def test_a_training_that_is_killed_ends_as_an_uninterrupted_one(kind: str, tmp_path: Path) -> None:
+    straight, interrupted = _chain("cpu", kind, tmp_path)
+
+    assert interrupted == straight
+
+
+@pytest.fixture(scope="module")
+def chains(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Future[tuple[str, str]]]:
+    """Begin the chains of all kinds on the GPU at once: most of their time is that of their starts."""
+    folder = tmp_path_factory.mktemp("chains")
+    pool = ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2))
+    return {kind: pool.submit(_chain, "cuda", kind, folder / kind) for kind in KINDS}
+
+
+@pytest.mark.proves("exact")
+@pytest.mark.cuda
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_training_on_a_gpu_that_is_killed_ends_as_an_uninterrupted_one(
+    kind: str, chains: dict[str, Future[tuple[str, str]]]
+) -> None:
+    straight, interrupted = chains[kind].result()
+
+    assert interrupted == straight
