@@ -169,9 +169,12 @@ def is_own(module: str) -> bool:
 
 def is_own_code(code: CodeType, variables: Mapping[str, Any]) -> bool:
     """Whether code that runs with these global variables is the user's."""
-    module = str(variables.get("__name__", "__main__"))
+    name = str(variables.get("__name__", "__main__"))
+    module = sys.modules.get(name)
     # The code of an installed file may run under a name that no module has.
-    return is_own(module) and (module in sys.modules or not _is_installed(code.co_filename))
+    return _is_own(name, getattr(module, "__file__", None)) and (
+        module is not None or not _is_installed(code.co_filename)
+    )
 
 
 @cache
