@@ -53,7 +53,7 @@ def carried_in(code: CodeType, at: int, states: frozenset[Name], calls: Calls = 
 
     `states` are the names of the RunState: what it assigns before the loops is restored.
     """
-    read = read_code(code, calls)
+    read = read_code(code, calls) if calls else read_code(code)
     loops = tuple(_of_training(read, at, states).items())
     return _carried_by(code, read, loops, states) if loops else Carried()
 
