@@ -20,19 +20,10 @@ _BINARY = getattr(os, "O_BINARY", 0)
 _SAFELY = _BINARY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
-def created(path: Path) -> AbstractContextManager[int]:
+@contextlib.contextmanager
+def created(path: Path, flags: int = os.O_CREAT | os.O_EXCL) -> Iterator[int]:
     """Create a file; the context writes to the descriptor, and the file is flushed at its end."""
     # EXCL: what is committed is never written again. 0o666 under the umask: colleagues can read it.
-    return _flushed(path, os.O_CREAT | os.O_EXCL)
-
-
-def joined(path: Path) -> AbstractContextManager[int]:
-    """Open a file that several processes write, and flush it when this one has written its share."""
-    return _flushed(path, 0)
-
-
-@contextlib.contextmanager
-def _flushed(path: Path, flags: int) -> Iterator[int]:
     fd = os.open(path, os.O_RDWR | flags | _BINARY, 0o666)
     try:
         yield fd
@@ -43,6 +34,11 @@ def _flushed(path: Path, flags: int) -> Iterator[int]:
         raise
     finally:
         os.close(fd)
+
+
+def joined(path: Path) -> AbstractContextManager[int]:
+    """Open a file that several processes write, and flush it when this one has written its share."""
+    return created(path, flags=0)
 
 
 def write(path: Path, data: bytes) -> None:
