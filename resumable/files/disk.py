@@ -73,16 +73,22 @@ def open_regular(path: Path, flags: int) -> int:
 
 
 @contextlib.contextmanager
-def opened(folder: Path, name: str) -> Iterator[FileIO]:
-    """Open a regular file in a folder of ours; damage and an unreadable disk raise different errors."""
+def opened(folder: Path, name: str, size: int | None = None) -> Iterator[FileIO]:
+    """Open a regular file in a folder of ours; damage and an unreadable disk raise different errors.
+
+    `size`: what it must have, if its manifest says so.
+    """
     flags = os.O_RDONLY | _SAFELY
     path = folder / name
     try:
         if path.parent != folder and path.parent.is_symlink():
             raise damaged(folder, f"{path.parent.name} is a symbolic link")
         with FileIO(path, opener=partial(_open_in, folder, name, flags)) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):
                 raise damaged(folder, f"{name} is not a regular file")
+            if size is not None and found.st_size != size:
+                raise damaged(folder, f"{name} has {found.st_size:,} bytes, its manifest says {size:,}")
             yield file
     except OSError as exc:
         raise _unread(folder, name, exc) from exc

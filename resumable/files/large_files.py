@@ -41,7 +41,7 @@ def digest(data: Any) -> str:
     """Return the xxh3-128 of a buffer, or of its blocks' digests if it is longer than a block."""
     view = memoryview(data)
     if view.nbytes <= BLOCK:
-        return xxhash.xxh3_128_hexdigest(view)
+        return xxhash.xxh3_128_digest(view).hex()
     return fold([xxhash.xxh3_128_digest(view[at : at + BLOCK]) for at in _blocks(view.nbytes)])
 
 

@@ -93,9 +93,12 @@ def same_device(_: codec.Path, device: str) -> torch.device:
     return torch.device(device)
 
 
-def plain(value: Any) -> Any:
-    """Return a setting, as a number if it is a tensor with one element."""
-    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings, each as a number if it is a tensor with one element."""
+    return {
+        key: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+        for key, value in settings.items()
+    }
 
 
 def shape(tensor: torch.Tensor) -> str:
