@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -36,24 +36,16 @@ NAMERS: dict[str, Callable[[codec.Path], str]] = {
 """By tree: the function that names a tensor in its file by its path."""
 
 
+@dataclass(frozen=True, slots=True)
 class Saved:
-    """The state of one part in a checkpoint.
+    """The state of one part in a checkpoint."""
 
-    `views` holds the trees that are decoded already, by file and part; each is decoded once.
-    """
-
-    def __init__(
-        self,
-        trees: Mapping[str, Encoded],
-        part: str,
-        views: dict[str, dict[str, Any]] | None = None,
-        restoring: Any = None,
-    ) -> None:
-        self._trees = trees
-        self._part = part
-        self._views = {} if views is None else views
-        self.restoring = restoring
-        """Restores the containers of all parts, see `containers.Restoring`."""
+    _trees: Mapping[str, Encoded]
+    _part: str
+    _views: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """The trees that are decoded already, by file and part; each is decoded once."""
+    restoring: Any = None
+    """Restores the containers of all parts, see `containers.Restoring`."""
 
     def view(self, stem: str) -> Any:
         """Return the decoded tree, for reading only; its tensors share the checkpoint's memory."""
@@ -77,6 +69,8 @@ class Saved:
     def copy(self, stem: str, place: Place) -> Any:
         """Return the tree with tensors of its own, on the devices that `place` names."""
         tree = self._trees[stem]
+        if not tree.moved:
+            return codec.decode(tree.json[self._part], tree.tensors, place, tree.kept)
 
         def place_here(path: codec.Path, device: str) -> torch.device:
             return place(path, tree.moved.get(device, device))
