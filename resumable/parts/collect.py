@@ -12,7 +12,7 @@ from ..files.codec import Encoded
 from ..files.strict_json import Json
 from .optimizers import OptimizerPart
 from .other_parts import PositionPart, StatefulPart
-from .part import Part, Trees
+from .part import NAMERS, Part, Trees
 from .parts import Parts
 
 _FLEETING = frozenset({"gradients", "used", "left_out", "syncs", "zeroed"})
@@ -58,8 +58,10 @@ def encoded(chosen: Iterable[Part], *, is_all: bool = True) -> Trees:
     """Return the encoded trees of some parts; without `is_all` only what no other rank saves."""
     trees: Trees = {}
     for part in chosen:
-        for stem, tree in part.encode(is_all=is_all).items():
-            merge(trees.setdefault(stem, Encoded({}, {}, {})), tree)
+        for stem, tree in (part.collect() if is_all else part.collect_of_rank()).items():
+            memo = part.memos.setdefault(stem, {})
+            found = codec.encode({part.name: tree}, NAMERS.get(stem, ".".join), memo)
+            merge(trees.setdefault(stem, Encoded({}, {}, {})), found)
     return trees
 
 

@@ -142,21 +142,13 @@ class Part:
         self.built: dict[str, Any] = {}
         self.rank = None if stem == "rank" else rank
         """This process's rank if the part is shared by several ranks."""
-        self._memos: dict[str, codec.Memo] = {}
+        self.memos: dict[str, codec.Memo] = {}
+        """What the encoder knows of its trees from the last time, by their file."""
 
     @property
     def rest_stem(self) -> str:
         """The tree for everything that is not a weight of a model."""
         return self.stem
-
-    def encode(self, *, is_all: bool = True) -> Trees:
-        """Return its encoded trees: all of them, or only those that no other rank saves."""
-        return {
-            stem: codec.encode(
-                {self.name: tree}, NAMERS.get(stem, ".".join), self._memos.setdefault(stem, {})
-            )
-            for stem, tree in (self.collect() if is_all else self.collect_of_rank()).items()
-        }
 
     def collect_of_rank(self) -> dict[str, Any]:
         """Return the trees that no other rank saves: all of them, or only what differs by rank."""

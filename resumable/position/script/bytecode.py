@@ -270,16 +270,9 @@ def read_code(code: CodeType, calls: Calls = (), names: tuple[tuple[Name, Name],
 
 
 @cache
-def is_in_loop(code: CodeType, at: int) -> bool:
-    """Whether a place in a function is inside a loop."""
-    return bool(read_code(code).loops_around(at))
-
-
-@cache
-def outermost_loop(code: CodeType, at: int) -> tuple[int, int] | None:
-    """Return the first and the last offset of the outermost loop around a place."""
-    loops = read_code(code).loops_around(at)
-    return min(loops.items(), default=None)
+def loops_around(code: CodeType, at: int) -> tuple[tuple[int, int], ...]:
+    """Return the first and the last offset of each loop that a place in a function is in."""
+    return tuple(read_code(code).loops_around(at).items())
 
 
 @cache

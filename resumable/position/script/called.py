@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ...loaders.generators import code_names, rng, search
-from .bytecode import outermost_loop
+from .bytecode import loops_around
 from .carried import Carried, summary_of
 from .events import Calls, Name, call_of, codes_in, instructions_of, is_method
 from .statements import SHOWS
@@ -55,7 +55,7 @@ class Called:
 
     def by(self, frame: FrameType, variables: Mapping[str, Any], states: frozenset[Name]) -> Found:
         """Return the functions that a running function calls."""
-        loop = outermost_loop(frame.f_code, frame.f_lasti)
+        loop = min(loops_around(frame.f_code, frame.f_lasti), default=None)
         key = frame.f_code, loop
         if key not in self._found:
             self._found[key] = _Search(frame, loop, variables, states).found if loop else Found()
