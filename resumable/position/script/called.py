@@ -177,12 +177,13 @@ def _way(value: Any, attributes: Path) -> list[Any]:
         own = own_of(value)
         if type(own) is not dict and not isinstance(value, (type, ModuleType)):
             return []
-        if name not in own:
-            kind = value if isinstance(value, type) else type(value)
-            own = next((vars(one) for one in kind.__mro__ if name in vars(one)), {})
-        if name not in own:
+        kind = value if isinstance(value, type) else type(value)
+        for held in (own, *map(vars, kind.__mro__)):
+            if name in held:
+                value = held[name]
+                break
+        else:
             return []
-        value = own[name]
         way.append(value)
     return way
 
