@@ -154,7 +154,7 @@ def of_functions(frame: FrameType | None) -> list[Scope]:
             variables = loops.variables_of(running)
             kept = {name: one for name, one in variables.items() if not name.startswith(("__", "."))}
             found.append(_in_loop(Scope(prefix, kept, _local(running), is_inner=is_inner), running))
-        is_inner |= bytecode.is_in_loop(code, running.f_lasti)
+        is_inner |= bool(bytecode.loops_around(code, running.f_lasti))
     return found
 
 

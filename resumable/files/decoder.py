@@ -15,11 +15,11 @@ from .encoder import (
     DEEPEST,
     FACTORIES,
     NUMPY_DTYPE,
+    STORED_AS,
     Path,
     is_dense,
     is_storable,
     step_of,
-    stored_as,
 )
 from .strict_json import Json, typed
 from .tensor_file import DTYPES, as_bytes, viewed
@@ -122,7 +122,7 @@ class _Decoder:
         if (
             not is_shape
             or min(shape, default=0) < 0
-            or stored.dtype != stored_as(dtype)
+            or stored.dtype != STORED_AS.get(dtype.kind, torch.uint8)
             or order not in ("C", "F")
         ):
             raise ValueError(f"{value!r} does not describe an array")

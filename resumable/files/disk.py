@@ -20,19 +20,10 @@ _BINARY = getattr(os, "O_BINARY", 0)
 _SAFELY = _BINARY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
-def created(path: Path) -> AbstractContextManager[int]:
+@contextlib.contextmanager
+def created(path: Path, flags: int = os.O_CREAT | os.O_EXCL) -> Iterator[int]:
     """Create a file; the context writes to the descriptor, and the file is flushed at its end."""
     # EXCL: what is committed is never written again. 0o666 under the umask: colleagues can read it.
-    return _flushed(path, os.O_CREAT | os.O_EXCL)
-
-
-def joined(path: Path) -> AbstractContextManager[int]:
-    """Open a file that several processes write, and flush it when this one has written its share."""
-    return _flushed(path, 0)
-
-
-@contextlib.contextmanager
-def _flushed(path: Path, flags: int) -> Iterator[int]:
     fd = os.open(path, os.O_RDWR | flags | _BINARY, 0o666)
     try:
         yield fd
@@ -43,6 +34,11 @@ def _flushed(path: Path, flags: int) -> Iterator[int]:
         raise
     finally:
         os.close(fd)
+
+
+def joined(path: Path) -> AbstractContextManager[int]:
+    """Open a file that several processes write, and flush it when this one has written its share."""
+    return created(path, flags=0)
 
 
 def write(path: Path, data: bytes) -> None:
@@ -77,16 +73,22 @@ def open_regular(path: Path, flags: int) -> int:
 
 
 @contextlib.contextmanager
-def opened(folder: Path, name: str) -> Iterator[FileIO]:
-    """Open a regular file in a folder of ours; damage and an unreadable disk raise different errors."""
+def opened(folder: Path, name: str, size: int | None = None) -> Iterator[FileIO]:
+    """Open a regular file in a folder of ours; damage and an unreadable disk raise different errors.
+
+    `size`: what it must have, if its manifest says so.
+    """
     flags = os.O_RDONLY | _SAFELY
     path = folder / name
     try:
         if path.parent != folder and path.parent.is_symlink():
             raise damaged(folder, f"{path.parent.name} is a symbolic link")
         with FileIO(path, opener=partial(_open_in, folder, name, flags)) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):
                 raise damaged(folder, f"{name} is not a regular file")
+            if size is not None and found.st_size != size:
+                raise damaged(folder, f"{name} has {found.st_size:,} bytes, its manifest says {size:,}")
             yield file
     except OSError as exc:
         raise _unread(folder, name, exc) from exc

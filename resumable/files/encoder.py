@@ -247,7 +247,7 @@ class _Encoder:
         dtype = _numpy_dtype(value.dtype, path)
         order: Literal["C", "F"] = "F" if value.flags.fnc else "C"
         content = torch.from_numpy(np.frombuffer(bytearray(value.tobytes(order)), np.uint8))
-        stored = self._store(content.view(stored_as(value.dtype)), path)
+        stored = self._store(content.view(STORED_AS.get(value.dtype.kind, torch.uint8)), path)
         return {"$ndarray": [stored, dtype, list(value.shape), order]}
 
     def _tensor(self, value: torch.Tensor, path: Path) -> Json:
@@ -310,6 +310,13 @@ _ENCODERS: dict[type, Callable[[_Encoder, Any, Path], Json]] = {
 }
 
 
+STORED_AS = {"b": torch.bool}
+"""The dtype as which an array is stored, by its kind; torch.uint8 for all others.
+
+Uninitialized memory holds any byte, and a safetensors file has only real booleans.
+"""
+
+
 def _is_name(key: Any) -> bool:
     """Whether a key of a dict can be a key in JSON as it is."""
     return type(key) is str and not key.startswith("$") and _is_text(key)
@@ -325,11 +332,6 @@ def step_of(key: Any) -> str:
     except ValueError:
         # Python refuses to print an int of more than 4300 digits.
         return "number"
-
-
-def stored_as(dtype: np.dtype[Any]) -> torch.dtype:
-    # Uninitialized memory holds any byte; a safetensors file has only real booleans.
-    return torch.bool if dtype.kind == "b" else torch.uint8
 
 
 def _numpy_dtype(dtype: np.dtype[Any], path: Path) -> str:

@@ -53,8 +53,7 @@ def scan(
 
     Bytes without a target are verified too. `also` gets all bytes in order, from one thread.
     """
-    with disk.opened(folder, name) as file:
-        _check_size(file, folder, name, size)
+    with disk.opened(folder, name, size) as file:
         scanned = _Scan(file.fileno(), size, targets, lane, also)
         digests = large_files.in_threads(scanned.block, size, 1 if also else _READERS)
     if (actual := large_files.fold(digests)) != expected:
@@ -64,8 +63,7 @@ def scan(
 
 def read_start(folder: Path, name: str, size: int, count: int) -> memoryview:
     """Return the first `count` bytes of a file of `size`, not verified."""
-    with disk.opened(folder, name) as file:
-        _check_size(file, folder, name, size)
+    with disk.opened(folder, name, size) as file:
         return read_range(file.fileno(), 0, min(count, size))
 
 
@@ -89,8 +87,7 @@ def scan_again(
     wanted = {
         at for target in targets for at in range(target.begin // block * block, max(target.end, 1), block)
     }
-    with disk.opened(folder, name) as file:
-        _check_size(file, folder, name, size)
+    with disk.opened(folder, name, size) as file:
         scanned = _Scan(file.fileno(), size, targets, lane)
 
         def job(at: int) -> bytes:
@@ -98,12 +95,6 @@ def scan_again(
 
         if large_files.in_threads(job, size, _READERS) != list(digests):
             raise disk.damaged(folder, f"{name} has changed since it was verified, a moment ago")
-
-
-def _check_size(file: FileIO, folder: Path, name: str, size: int) -> None:
-    found = os.fstat(file.fileno()).st_size
-    if found != size:
-        raise disk.damaged(folder, f"{name} has {found:,} bytes, its manifest says {size:,}")
 
 
 class _Scan:
@@ -179,9 +170,8 @@ else:
 
 def read(folder: Path, name: str, size: int, expected: str, also: Hasher | None = None) -> memoryview:
     """Return the bytes of a file, verified in private memory that the caller may keep."""
-    with disk.opened(folder, name) as file:
+    with disk.opened(folder, name, size):
         # First the size of the file: a manifest can claim any.
-        _check_size(file, folder, name, size)
         buffer = memoryview(bytearray(size))
     scan(folder, name, size, expected, [Target(0, size, buffer)], also=also)
     return buffer

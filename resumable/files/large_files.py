@@ -40,6 +40,8 @@ Way = Literal["uncached", "paced", "direct", "plain"]
 def digest(data: Any) -> str:
     """Return the xxh3-128 of a buffer, or of its blocks' digests if it is longer than a block."""
     view = memoryview(data)
+    if view.nbytes <= BLOCK:
+        return xxhash.xxh3_128_digest(view).hex()
     return fold([xxhash.xxh3_128_digest(view[at : at + BLOCK]) for at in _blocks(view.nbytes)])
 
 
@@ -49,13 +51,15 @@ def fold(digests: Sequence[bytes]) -> str:
 
 
 def _blocks(size: int) -> range:
-    return range(0, max(size, 1), BLOCK)
+    return range(0, size, BLOCK)
 
 
 def in_threads(job: Callable[[int], bytes], size: int, threads: int) -> list[bytes]:
     """Return the result of `job` for each block; the first error stops the other threads."""
+    if size <= BLOCK:
+        return [job(0)]
     blocks = _blocks(size)
-    if threads == 1 or len(blocks) == 1:
+    if threads == 1:
         return list(map(job, blocks))
     failed = threading.Event()
 

@@ -99,6 +99,18 @@ def typed(kind: type[_Kind], value: Json) -> _Kind:
     return value
 
 
+def check_types(values: Mapping[str, Json], kinds: Mapping[str, type]) -> None:
+    """Raise ValueError unless these values have exactly these types.
+
+    >>> check_types({"number": True, "name": ""}, {"name": str, "number": int})
+    Traceback (most recent call last):
+    ValueError: True stands where int belongs
+    """
+    for key, kind in kinds.items():
+        if type(values[key]) is not kind:
+            typed(kind, values[key])
+
+
 def _first_line(rest: bytes) -> bytes:
     return f'{{"checksum": "{xxhash.xxh3_128_hexdigest(rest)}",'.encode()
 

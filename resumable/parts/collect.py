@@ -10,10 +10,9 @@ import torch
 from ..files import codec
 from ..files.codec import Encoded
 from ..files.strict_json import Json
-from ..loaders.generators import rng
 from .optimizers import OptimizerPart
-from .other_parts import GeneratorPart, PositionPart, StatefulPart
-from .part import Part, Trees
+from .other_parts import PositionPart, StatefulPart
+from .part import NAMERS, Part, Trees
 from .parts import Parts
 
 _FLEETING = frozenset({"gradients", "used", "left_out", "syncs", "zeroed"})
@@ -43,14 +42,15 @@ def _collected(
     parts: Parts, chosen: Sequence[Part], *, is_all: bool = True, has_aliases: bool = False
 ) -> Trees:
     # The script's state_dict may draw, and a save must leave every generator as it was.
-    generators = Generators(parts)
+    streams = parts.position.streams
+    generators = streams.read()
     parts.position.show_held()
     try:
         trees = encoded(chosen, is_all=is_all)
         if has_aliases and (found := parts.aliases.collect(partial(_made_by_parts, parts, trees))):
             trees["rank"].json["position"]["aliases"] = found
     finally:
-        generators.put_back()
+        streams.write(generators)
     return trees
 
 
@@ -58,8 +58,10 @@ def encoded(chosen: Iterable[Part], *, is_all: bool = True) -> Trees:
     """Return the encoded trees of some parts; without `is_all` only what no other rank saves."""
     trees: Trees = {}
     for part in chosen:
-        for stem, tree in part.encode(is_all=is_all).items():
-            merge(trees.setdefault(stem, Encoded({}, {}, {})), tree)
+        for stem, tree in (part.collect() if is_all else part.collect_of_rank()).items():
+            memo = part.memos.setdefault(stem, {})
+            found = codec.encode({part.name: tree}, NAMERS.get(stem, ".".join), memo)
+            merge(trees.setdefault(stem, Encoded({}, {}, {})), found)
     return trees
 
 
@@ -131,22 +133,3 @@ def _not_filled(part: Part, tree: Encoded) -> set[str]:
         names = codec.tensor_names(json["state"])
         found |= {name for name in names if name in tree.tensors and tree.tensors[name].is_cpu}
     return found
-
-
-class Generators:
-    """The states of all random generators of a training, before code runs that may draw."""
-
-    def __init__(self, parts: Parts) -> None:
-        self._global = rng.collect()
-        given = [part.live for part in parts.all if isinstance(part, GeneratorPart)]
-        self._given = [(generator, rng.read(generator)) for generator in given]
-        loaders = parts.position.loaders.values()
-        self._of_loaders = [(loader.generators, loader.generators.read()) for loader in loaders]
-
-    def put_back(self) -> None:
-        """Put every generator back into its state, also one that was replaced by another object."""
-        rng.restore(self._global)
-        for generator, state in self._given:
-            rng.write(generator, state)
-        for generators, states in self._of_loaders:
-            generators.write(states)

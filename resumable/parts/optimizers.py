@@ -295,14 +295,17 @@ def _own_name(group: Tree, number: int, index: int) -> str:
 
 def settings_of_groups(groups: Sequence[Tree]) -> Tree:
     """Return the settings with which the groups of an optimizer were made."""
-    found: Tree = {}
-    for key in {key: None for group in groups for key in group}:
-        if key not in (*_NAMES, "initial_lr"):
-            # A scheduler changes `lr` in its constructor; `initial_lr` is the script's value.
-            source = "initial_lr" if key == "lr" else key
-            values = [plain(group.get(source, group.get(key))) for group in groups]
-            found[key] = values[0] if values.count(values[0]) == len(values) else values
-    return found
+    by_key: dict[str, list[Any]] = {key: [] for group in groups for key in group}
+    for group in map(plain, groups):
+        # A scheduler changes `lr` in its constructor; `initial_lr` is the script's value.
+        given = group | ({"lr": group["initial_lr"]} if "initial_lr" in group else {})
+        for key, values in by_key.items():
+            values.append(given.get(key))
+    return {
+        key: values[0] if values.count(values[0]) == len(values) else values
+        for key, values in by_key.items()
+        if key not in (*_NAMES, "initial_lr")
+    }
 
 
 def _merged_group(then: Tree, now: Tree, code_wins: AbstractSet[str]) -> Tree:

@@ -82,8 +82,8 @@ def settings(state: Any, prefix: str) -> Tree:
             for number, inner in enumerate(value):
                 found |= settings(inner, f"{prefix}_schedulers.{number}.")
         elif key not in _COUNTERS:
-            found[prefix + key] = plain(value)
-    return found
+            found[prefix + key] = value
+    return plain(found)
 
 
 # Counters, and values that follow from the learning rate.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -36,24 +36,16 @@ NAMERS: dict[str, Callable[[codec.Path], str]] = {
 """By tree: the function that names a tensor in its file by its path."""
 
 
+@dataclass(frozen=True, slots=True)
 class Saved:
-    """The state of one part in a checkpoint.
+    """The state of one part in a checkpoint."""
 
-    `views` holds the trees that are decoded already, by file and part; each is decoded once.
-    """
-
-    def __init__(
-        self,
-        trees: Mapping[str, Encoded],
-        part: str,
-        views: dict[str, dict[str, Any]] | None = None,
-        restoring: Any = None,
-    ) -> None:
-        self._trees = trees
-        self._part = part
-        self._views = {} if views is None else views
-        self.restoring = restoring
-        """Restores the containers of all parts, see `containers.Restoring`."""
+    _trees: Mapping[str, Encoded]
+    _part: str
+    _views: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """The trees that are decoded already, by file and part; each is decoded once."""
+    restoring: Any = None
+    """Restores the containers of all parts, see `containers.Restoring`."""
 
     def view(self, stem: str) -> Any:
         """Return the decoded tree, for reading only; its tensors share the checkpoint's memory."""
@@ -77,6 +69,8 @@ class Saved:
     def copy(self, stem: str, place: Place) -> Any:
         """Return the tree with tensors of its own, on the devices that `place` names."""
         tree = self._trees[stem]
+        if not tree.moved:
+            return codec.decode(tree.json[self._part], tree.tensors, place, tree.kept)
 
         def place_here(path: codec.Path, device: str) -> torch.device:
             return place(path, tree.moved.get(device, device))
@@ -93,9 +87,12 @@ def same_device(_: codec.Path, device: str) -> torch.device:
     return torch.device(device)
 
 
-def plain(value: Any) -> Any:
-    """Return a setting, as a number if it is a tensor with one element."""
-    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings, each as a number if it is a tensor with one element."""
+    return {
+        key: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+        for key, value in settings.items()
+    }
 
 
 def shape(tensor: torch.Tensor) -> str:
@@ -145,21 +142,13 @@ class Part:
         self.built: dict[str, Any] = {}
         self.rank = None if stem == "rank" else rank
         """This process's rank if the part is shared by several ranks."""
-        self._memos: dict[str, codec.Memo] = {}
+        self.memos: dict[str, codec.Memo] = {}
+        """What the encoder knows of its trees from the last time, by their file."""
 
     @property
     def rest_stem(self) -> str:
         """The tree for everything that is not a weight of a model."""
         return self.stem
-
-    def encode(self, *, is_all: bool = True) -> Trees:
-        """Return its encoded trees: all of them, or only those that no other rank saves."""
-        return {
-            stem: codec.encode(
-                {self.name: tree}, NAMERS.get(stem, ".".join), self._memos.setdefault(stem, {})
-            )
-            for stem, tree in (self.collect() if is_all else self.collect_of_rank()).items()
-        }
 
     def collect_of_rank(self) -> dict[str, Any]:
         """Return the trees that no other rank saves: all of them, or only what differs by rank."""

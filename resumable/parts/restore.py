@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -27,14 +28,14 @@ Each = Callable[[str, Callable[[], None]], None]
 
 @no_garbage_collection()
 @torch.inference_mode(False)  # tensors made in inference mode cannot be trained
-def restore(parts: Parts, plan: Plan, each: Each = lambda _, do: do()) -> None:
-    """Carry out a plan."""
+def restore(parts: Parts, plan: Plan, before: Mapping[str, Any], each: Each = lambda _, do: do()) -> None:
+    """Carry out a plan; `before`: the states of all random generators."""
     reading, chosen = plan.reading, plan.chosen
     restoring = Restoring(parts.aliases, chosen, reading)
     for part in chosen:
         if plan.unfit.get(part.name):
             reading.apart(part.name)
-    undo = _Undo(parts, plan, restoring)
+    undo = _Undo(parts, plan, before, restoring)
 
     def put_in(some: Sequence[Part]) -> None:
         for number, part in enumerate(some):
@@ -64,9 +65,9 @@ def restore(parts: Parts, plan: Plan, each: Each = lambda _, do: do()) -> None:
 class _Undo:
     """Puts all objects back into the state that they had before a restore."""
 
-    def __init__(self, parts: Parts, plan: Plan, restoring: Restoring) -> None:
+    def __init__(self, parts: Parts, plan: Plan, before: Mapping[str, Any], restoring: Restoring) -> None:
         self._restoring = restoring
-        self._generators = collect.Generators(parts)
+        self._streams, self._generators = parts.position.streams, before
         self._groups = [part.hold() for part in parts.optimizers if part in plan.chosen]
         self._others = [part for part in parts.all if not (isinstance(part, DATA) or part.is_container)]
         known = {name for tree in plan.reading.now.values() for name in tree.json}
@@ -76,7 +77,7 @@ class _Undo:
             collect.merge(trees.setdefault(stem, Encoded({}, {}, {})), tree)
         # A foreign part may look at the weights, so these are filled before it can refuse.
         self._before = _copied(trees, plan.reading, is_all=bool(plan.foreign))
-        self._generators.put_back()
+        self._streams.write(self._generators)
 
     def __call__(self) -> None:
         self._restoring.undo()
@@ -86,7 +87,7 @@ class _Undo:
             # A part that refuses even its own state must not keep the others from theirs.
             with contextlib.suppress(StateMismatch):
                 restore_part(part, Saved(self._before, part.name), set(), set())
-        self._generators.put_back()
+        self._streams.write(self._generators)
 
 
 def _copied(trees: Trees, reading: Reading, *, is_all: bool) -> Trees:

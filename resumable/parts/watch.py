@@ -150,10 +150,11 @@ class Watch:
         """Return a function that restores the small parts that have changed since."""
         parts = self._parts
         small = [part for part in parts.all if _is_small(part)]
-        generators = collect.Generators(parts)
+        streams = parts.position.streams
+        generators = streams.read()
         then = collect.encoded(small)
         then = {stem: replace(tree, tensors=clones(tree.tensors)) for stem, tree in then.items()}
-        generators.put_back()
+        streams.write(generators)
         owned = {id(tensor) for tensor in parts.aliases.owned().values()}
         containers = [part for part in parts.all if part.is_container]
         fields = [field for part in containers if isinstance(part, DataclassPart) for field in part.fields()]
@@ -163,7 +164,7 @@ class Watch:
         held += [hold(_settings_of(group)) for group in groups]
 
         def put_back() -> None:
-            generators = collect.Generators(parts)
+            generators = streams.read()
             now = collect.encoded(small)
             for part in small:
                 if not _is_as_before(part.name, then[part.stem], now[part.stem]):
@@ -174,7 +175,7 @@ class Watch:
                 group.update(before)
             for put_in in held:
                 put_in()
-            generators.put_back()
+            streams.write(generators)
 
         return put_back
 

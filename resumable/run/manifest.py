@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ..boundary import Boundary
 from ..errors import FormatTooNew
 from ..files import strict_json
-from ..files.strict_json import Json, typed
+from ..files.strict_json import Json, check_types, typed
 
 FORMAT = 1
 """The version of the on-disk format that this library writes, and the newest it reads."""
@@ -108,24 +108,26 @@ def from_json(data: bytes) -> Manifest:
     missing, unknown = _KEYS - body.keys(), body.keys() - _KEYS
     if missing or unknown:
         raise ValueError(f"it lacks {sorted(missing)} and has {sorted(unknown)} beyond the format")
+    check_types(body, _KINDS)
+    check_types(body["parts"], dict.fromkeys(body["parts"], dict))
     parent, best = body["parent"], body["best"]
     return Manifest(
         number=_whole(body["number"]),
         parent=None if parent is None else _whole(parent),
-        run_id=typed(str, body["run_id"]),
-        saved=typed(str, body["saved"]),
+        run_id=body["run_id"],
+        saved=body["saved"],
         boundary=Boundary(body["boundary"]),
         epoch=_whole(body["epoch"]),
         batch=_whole(body["batch"]),
         step=_whole(body["step"]),
         samples=_whole(body["samples"]),
-        metrics={k: _number_in(v) for k, v in typed(dict, body["metrics"]).items()},
+        metrics={k: _number_in(v) for k, v in body["metrics"].items()},
         best=None if best is None else _best_in(best),
         world_size=_whole(body["world_size"]),
-        files={k: _file_in(k, v) for k, v in typed(dict, body["files"]).items()},
-        parts={k: typed(dict, v) for k, v in typed(dict, body["parts"]).items()},
-        built=typed(dict, body["built"]),
-        environment=typed(dict, body["environment"]),
+        files={k: _file_in(k, v) for k, v in body["files"].items()},
+        parts=body["parts"],
+        built=body["built"],
+        environment=body["environment"],
     )
 
 
@@ -178,19 +180,25 @@ def _best_in(value: Json) -> Best:
     found = typed(dict, value)
     if found.keys() != {"metric", "maximize", "value", "number", "since"}:
         raise ValueError(f"{value!r} does not say what is best")
-    goal = Goal(typed(str, found["metric"]), typed(bool, found["maximize"]))
-    return Best(goal, typed(float, found["value"]), _whole(found["number"]), _whole(found["since"]))
+    check_types(found, {"metric": str, "maximize": bool, "value": float})
+    goal = Goal(found["metric"], found["maximize"])
+    return Best(goal, found["value"], _whole(found["number"]), _whole(found["since"]))
 
 
 def _file_in(name: str, value: Json) -> FileRecord:
-    found = typed(dict, value)
     if not FILE_NAME.fullmatch(name) or name == NAME:
         raise ValueError(f"{name!r} cannot be the name of a file in a checkpoint")
-    if found.keys() != {"size", "xxh3_128"}:
-        raise ValueError(f"{value!r} does not describe a file")
-    return FileRecord(_whole(found["size"]), typed(str, found["xxh3_128"]))
+    is_record = type(value) is dict and value.keys() == {"size", "xxh3_128"}
+    if not is_record or type(value["xxh3_128"]) is not str:
+        raise ValueError(f"{value!r:.200} does not describe a file")
+    return FileRecord(_whole(value["size"]), value["xxh3_128"])
 
 
+_KINDS = {
+    "run_id": str,
+    "saved": str,
+    **dict.fromkeys(("metrics", "files", "parts", "built", "environment"), dict),
+}
 _KEYS = {
     *("number", "parent", "run_id", "saved", "boundary", "epoch", "batch", "step", "samples"),
     *("metrics", "best", "world_size", "files", "parts", "built", "environment"),

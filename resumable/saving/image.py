@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..files import codec, tensor_file
+from ..files import tensor_file
 from ..files.codec import Encoded
 from ..files.tensor_file import Layout
 from ..files.threads import yield_to_training
@@ -104,18 +104,17 @@ class Image:
 
     def sizes(self, groups: Mapping[str, Encoded]) -> dict[str, int]:
         """Return the size of each file, from a layout that is kept until a tensor has another shape."""
-        self._layouts = {path: (group.key, self._layout(path, group)) for path, group in groups.items()}
+        before, self._layouts = self._layouts, {}
+        for path, group in groups.items():
+            key, layout = before.get(path, (None, None))
+            if layout is None or key != group.key:
+                layout = tensor_file.layout(group.tensors, group.aliases)
+            self._layouts[path] = group.key, layout
         return {path: layout.size for path, (_, layout) in self._layouts.items()}
 
     def headers(self) -> dict[str, bytes]:
         """Return the header of each file of the last call of `sizes`."""
         return {path: layout.header for path, (_, layout) in self._layouts.items()}
-
-    def _layout(self, path: str, group: Encoded) -> Layout:
-        key, layout = self._layouts.get(path, (None, None))
-        if layout is None or key != group.key:
-            layout = tensor_file.layout(group.tensors, group.aliases)
-        return layout
 
     def _allocate(self, size: int, gpu: torch.device | None) -> None:
         self._release()
@@ -155,25 +154,22 @@ class Image:
         try:
             for path, group in groups.items():
                 if path in self._files:
-                    self._begin(snapshot, self._files[path], group)
+                    snapshot.add(self._files[path], group)
             snapshot.start(self._worth_a_fence, self._written_elsewhere)
         except BaseException:
             self._forget()
             raise
         return snapshot
 
-    def _begin(self, snapshot: Snapshot, file: ImageFile, group: Encoded) -> None:
-        sources = file.sources(group)
-        snapshot.add(file)
-        if codec.is_frozen(file.path) and file.is_unchanged(sources):
-            return
-        file.copy_small(sources)
-        snapshot.copy(file, sources)
-
     def _plan(self, groups: Mapping[str, Encoded], mine: Mapping[str, Range] | None) -> None:
         sizes = self.sizes(groups)
         ranges = {path: (0, size) for path, size in sizes.items()} if mine is None else mine
-        files = {path: self._planned(path, groups[path], part) for path, part in ranges.items()}
+        files: dict[str, ImageFile] = {}
+        for path, part in ranges.items():
+            file, (_, layout) = self._files.get(path), self._layouts[path]
+            if file is None or not file.is_planned(layout, part):
+                file = ImageFile(path, groups[path], layout, part)
+            files[path] = file
         if files == self._files and self._memory:
             return
         self._files = files
@@ -187,11 +183,6 @@ class Image:
         for file in files.values():
             file.place(self._memory, begin)
             begin += _in_pages(file.layout.size)
-
-    def _planned(self, path: str, group: Encoded, mine: Range) -> ImageFile:
-        _, layout = self._layouts[path]
-        known = self._files.get(path)
-        return known if known and known.is_planned(layout, mine) else ImageFile(path, group, layout, mine)
 
 
 def _in_pages(size: int) -> int:

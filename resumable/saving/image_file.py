@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..files import fingerprint
+from ..files import codec, fingerprint
 from ..files.codec import Encoded
 from ..files.tensor_file import Layout, Slot
 from ..processes.write_shares import Range
@@ -53,6 +53,7 @@ class ImageFile:
 
     def __init__(self, path: str, group: Encoded, whole: Layout, mine: Range) -> None:
         self.path = path
+        self._is_frozen = codec.is_frozen(path)
         self.share = _share(whole, *mine)
         self.layout = self.share.layout
         self.views: list[Tensor] = []
@@ -60,7 +61,7 @@ class ImageFile:
         self._names = [slot.name for slot in self.layout.slots]
         small = [
             0 < tensor.nbytes < _SMALL and tensor.is_cpu and tensor.dtype != torch.bool
-            for tensor in self.sources(group)
+            for tensor in [group.tensors[name] for name in self._names]
         ]
         for number in self.share.parts:
             small[number] = False
@@ -70,10 +71,6 @@ class ImageFile:
         """The slots whose tensors are copied one by one."""
         self._memory: memoryview | None = None
         self._fingerprint: Any = None
-
-    def sources(self, group: Encoded) -> list[Tensor]:
-        """Return the live tensor of each slot."""
-        return [group.tensors[name] for name in self._names]
 
     def is_planned(self, whole: Layout, mine: Range) -> bool:
         """Return whether it has its place in the image, for this layout and these bytes."""
@@ -95,7 +92,7 @@ class ImageFile:
         """Give up its place in the image."""
         self._memory, self.views, self._fingerprint = None, [], None
 
-    def is_unchanged(self, sources: Sequence[Tensor]) -> bool:
+    def _is_unchanged(self, sources: Sequence[Tensor]) -> bool:
         """Return whether the tensors are the same as at the last call, whose copies are still here."""
         before, self._fingerprint = self._fingerprint, fingerprint.of(sources)
         return before is not None and fingerprint.is_same(before, self._fingerprint)
@@ -104,10 +101,17 @@ class ImageFile:
         """Treat the tensors as changed at the next call: the copies here may not be complete."""
         self._fingerprint = None
 
-    def copy_small(self, sources: Sequence[Tensor]) -> None:
-        """Copy the small tensors in host memory, in one call."""
+    def begin(self, group: Encoded) -> list[Tensor]:
+        """Copy the small tensors in host memory, in one call, and return the live tensor of each slot.
+
+        Return none if they are frozen, and the same as those whose copies are still here.
+        """
+        sources = [group.tensors[name] for name in self._names]
+        if self._is_frozen and self._is_unchanged(sources):
+            return []
         if self._together:
             torch._foreach_copy_(
                 [self.views[number] for number in self._together],
                 [sources[number] for number in self._together],
             )
+        return sources

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import SaveFailed
+from ..files.codec import Encoded
 from ..files.large_files import Content, Written
 from ..files.threads import allow_captures
 from .fence import Fence
@@ -46,14 +47,12 @@ class Snapshot:
         self._has_passed = False
         self._error: SaveFailed | None = None
 
-    def add(self, file: ImageFile) -> None:
-        """Add a file, whose header is in place."""
+    def add(self, file: ImageFile, group: Encoded) -> None:
+        """Add a file, whose header is in place, and the copies of its tensors that are still to be made."""
         self._data[file.path] = file.bytes()
         self._shares[file.path] = file.share
-
-    def copy(self, file: ImageFile, sources: Sequence[Tensor]) -> None:
-        """Add the copies of a file's tensors, except for the small ones."""
-        for number in file.apart:
+        sources = file.begin(group)
+        for number in file.apart if sources else ():
             if sources[number].numel():
                 slot, part = file.layout.slots[number], file.share.parts.get(number)
                 self._copies.append(

@@ -186,7 +186,7 @@ class Resuming:
     def go_on(self, chosen: Checkpoint, reading: Reading, fit: Fit) -> None:
         """Put everything back at the start."""
         before = self._position.streams.read()
-        restore(self._parts, fit.plan, each=self._crew.ranks.each)
+        restore(self._parts, fit.plan, before, each=self._crew.ranks.each)
         self._saving.go_on_from(chosen, fit.best, reading)
         self._position.streams.go_on(before)
         self._parts.note_steps(chosen.about.step)
@@ -220,7 +220,7 @@ class Resuming:
             )
         chosen, reading = found
         plan = ranks.each("what does not fit", lambda: fit(self._parts, reading, only=names))
-        restore(self._parts, plan, each=ranks.each)
+        restore(self._parts, plan, self._position.streams.read(), each=ranks.each)
         if only is None:
             self._saving.late.forget()
             forget_gradients(self._parts, reading)

@@ -6,7 +6,7 @@ import dis
 import random
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -28,19 +28,25 @@ Scope = tuple[str, Mapping[str, Any], tuple[str, ...]]
 """A module's name, its variables, and the names of them that code may use."""
 
 
-def behind(value: object) -> Iterator[tuple[str, object]]:
-    """Yield the values that a function's code names, or that an object's class has, each as `module:name`.
+def behind(groups: Iterable[Iterable[object]]) -> list[list[tuple[str, object]]]:
+    """Return for each group what functions' code names, or objects' classes have, each as `module:name`.
 
     In the user's own code all names count, in installed modules only those of generators. A value in a module
     has the same name on every path to it, because paths come and go with objects that are made late.
     """
-    if isinstance(value, (FunctionType, GeneratorType)):
-        for module, variables, names in scopes(value):
-            yield from _picked(module, variables, names)
-    elif isinstance(value, type):
-        yield from _of_class(value)
-    elif not is_known(_module(type(value))):
-        yield _place(type(value), ""), type(value)
+    found = []
+    for group in groups:
+        own: list[tuple[str, object]] = []
+        for value in group:
+            if isinstance(value, (FunctionType, GeneratorType)):
+                for module, variables, names in scopes(value):
+                    own += _picked(module, variables, names)
+            elif isinstance(value, type):
+                own += _of_class(value)
+            elif not is_known(_module(type(value))):
+                own.append((_place(type(value), ""), type(value)))
+        found.append(own)
+    return found
 
 
 def scopes(value: FunctionType | GeneratorType[Any, Any, Any]) -> Iterator[Scope]:
@@ -169,9 +175,12 @@ def is_own(module: str) -> bool:
 
 def is_own_code(code: CodeType, variables: Mapping[str, Any]) -> bool:
     """Whether code that runs with these global variables is the user's."""
-    module = str(variables.get("__name__", "__main__"))
+    name = str(variables.get("__name__", "__main__"))
+    module = sys.modules.get(name)
     # The code of an installed file may run under a name that no module has.
-    return is_own(module) and (module in sys.modules or not _is_installed(code.co_filename))
+    return _is_own(name, getattr(module, "__file__", None)) and (
+        module is not None or not _is_installed(code.co_filename)
+    )
 
 
 @cache
@@ -227,15 +236,16 @@ def _names(code: CodeType) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*code.co_names, *inner]))
 
 
+# A worker that is not forked has the script under another name.
+_PUBLIC = {"__mp_main__": "__main__"}
+
+
 def _module(value: Any) -> str:
     # A class may have any value there, even one that cannot be hashed.
-    return _public(str(value.__module__))
+    module = str(value.__module__)
+    return _PUBLIC.get(module, module)
 
 
 def _name(variables: Mapping[str, Any]) -> str:
-    return _public(str(variables.get("__name__")))
-
-
-def _public(module: str) -> str:
-    # A worker that is not forked has the script under another name.
-    return "__main__" if module == "__mp_main__" else module
+    name = str(variables.get("__name__"))
+    return _PUBLIC.get(name, name)

@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from types import BuiltinMethodType, FunctionType, MemberDescriptorType, MethodType, ModuleType
@@ -185,7 +185,7 @@ class Found:
         """Whether the same ways lead to them from the object, which may be another dict of its attributes."""
         for owner, children in self._ways.values():
             now = root if owner is self._root else owner
-            if not children <= {(name, id(child)) for name, child in chain(_children(now), _behind(now))}:
+            if not children <= {(name, id(child)) for name, child in chain(_children(now), *_behind([now]))}:
                 return False
         return True
 
@@ -210,10 +210,6 @@ class Reader:
         return {path: rng.read(generator) for path, generator in self._found.generators.items()}
 
 
-Children = Callable[[str, object], list[tuple[str, str, object]]]
-"""Returns the path of each child of an object at a path, the child's name there, and the child."""
-
-
 def walk(root: object) -> list[Step]:
     """Return everything that hangs off an object, or that its code names, each with its path."""
     seen: set[int] = set()
@@ -221,17 +217,16 @@ def walk(root: object) -> list[Step]:
     # Code comes last, so that an object keeps the path from its owner even if code names it too.
     seen |= rng.global_ones()
     waiting: deque[Step] = deque()
-    for step in reached:
-        if type(step[1]) not in _CONTAINERS or _long(step[1]):
-            waiting += _further(step, seen, _named)
-    return reached + _steps(waiting, seen, len(seen) + _MOST, _hanging, _named)
+    for step, named in zip(reached, _behind([value for _, value, _ in reached]), strict=True):
+        waiting += _further(step, seen, named, hangs=False)
+    return reached + _steps(waiting, seen, len(seen) + _MOST, is_code=True)
 
 
 def _through_objects(root: object, seen: set[int]) -> list[Step]:
-    return _steps(deque([("", root, ())]), seen, _MOST, _hanging)
+    return _steps(deque([("", root, ())]), seen, _MOST)
 
 
-def _steps(waiting: deque[Step], seen: set[int], most: int, *ways: Children) -> list[Step]:
+def _steps(waiting: deque[Step], seen: set[int], most: int, *, is_code: bool = False) -> list[Step]:
     # Breadth first: if there are too many objects, the near ones are still found.
     reached = []
     while waiting and len(seen) < most:
@@ -239,42 +234,36 @@ def _steps(waiting: deque[Step], seen: set[int], most: int, *ways: Children) -> 
         if id(step[1]) not in seen:
             seen.add(id(step[1]))
             reached.append(step)
-            waiting += _further(step, seen, *ways)
+            waiting += _further(step, seen, _behind(step[1:2])[0] if is_code else ())
     return reached
 
 
-def _further(step: Step, seen: set[int], *ways: Children) -> list[Step]:
+def _further(
+    step: Step, seen: set[int], named: Iterable[tuple[str, object]], *, hangs: bool = True
+) -> list[Step]:
+    """Return the steps from an object to what `hangs` off it, and to what is `named` by its code."""
     path, value, way = step
     if len(way) >= _DEEPEST or (issubclass(type(value), GENERATORS) and is_generator(value)):
         return []
     further: list[Step] = []
-    for children in ways:
-        for at, name, child in children(path, value):
-            if id(child) not in seen:
-                further.append((at, child, (*way, (value, name, child))))
+    for name, child in _children(value) if hangs else ():
+        # Ask the class: isinstance() would ask a proxy, which may refuse to answer.
+        if not issubclass(type(child), _PLAIN) and id(child) not in seen:
+            further.append((f"{path}.{name}" if path else name, child, (*way, (value, name, child))))
+    for name, child in named:
+        if id(child) not in seen:
+            further.append((name, child, (*way, (value, name, child))))
     return further
 
 
-def _hanging(path: str, value: object) -> list[tuple[str, str, object]]:
-    hanging = []
-    for name, child in _children(value):
-        # Ask the class: isinstance() would ask a proxy, which may refuse to answer.
-        if not issubclass(type(child), _PLAIN):
-            hanging.append((f"{path}.{name}" if path else name, name, child))
-    return hanging
-
-
-def _named(_: str, value: object) -> list[tuple[str, str, object]]:
-    return [(name, name, child) for name, child in _behind(value)]
-
-
-def _behind(value: object) -> list[tuple[str, object]]:
-    found = [] if type(value) in _CONTAINERS else [*code_names.behind(value)]
-    # The items of a long container are skipped, but the code of its ends counts.
-    if held := _long(value):
-        for end in _ends(held):
-            found += code_names.behind(end)
-    return found
+def _behind(values: Iterable[object]) -> list[list[tuple[str, object]]]:
+    """Return what the code of each value names."""
+    groups = []
+    for value in values:
+        own = [] if type(value) in _CONTAINERS else [value]
+        # The items of a long container are skipped, but the code of its ends counts.
+        groups.append([*own, *_ends(held)] if (held := _long(value)) else own)
+    return code_names.behind(groups)
 
 
 def _long(value: object) -> Any:
@@ -337,13 +326,11 @@ def _text(key: object) -> str:
 
 def _slots(kind: type) -> list[str]:
     # Not cached: a cache would keep the classes of a script, and with them all its variables.
-    return [
-        name
-        for held in map(vars, kind.__mro__)
-        if "__slots__" in held
-        for name, one in held.items()
-        if type(one) is MemberDescriptorType
-    ]
+    found: list[str] = []
+    for held in map(vars, kind.__mro__):
+        if "__slots__" in held:
+            found += [name for name, one in held.items() if type(one) is MemberDescriptorType]
+    return found
 
 
 def content_of(cell: Any) -> Any:

@@ -231,7 +231,13 @@ class Bytecode:
 
     def loops_around(self, at: int) -> dict[int, int]:
         """Return the first and the last offset of each loop that a place is in."""
-        return _loops_around(self.instructions, self._jumps, at)
+        found: dict[int, int] = {}
+        for one in self.instructions:
+            head = self._jumps.get(one.offset, at + 1)
+            # An await jumps back too, with NO_INTERRUPT, until it has what it waits for.
+            if head <= at <= one.offset and "NO_INTERRUPT" not in one.opname:
+                found[head] = max(one.offset, found.get(head, 0))
+        return found
 
     def between(self, first: int, last: int) -> list[dis.Instruction]:
         """Return the instructions of a body."""
@@ -264,16 +270,9 @@ def read_code(code: CodeType, calls: Calls = (), names: tuple[tuple[Name, Name],
 
 
 @cache
-def is_in_loop(code: CodeType, at: int) -> bool:
-    """Whether a place in a function is inside a loop."""
-    return bool(read_code(code).loops_around(at))
-
-
-@cache
-def outermost_loop(code: CodeType, at: int) -> tuple[int, int] | None:
-    """Return the first and the last offset of the outermost loop around a place."""
-    loops = read_code(code).loops_around(at)
-    return min(loops.items(), default=None)
+def loops_around(code: CodeType, at: int) -> tuple[tuple[int, int], ...]:
+    """Return the first and the last offset of each loop that a place in a function is in."""
+    return tuple(read_code(code).loops_around(at).items())
 
 
 @cache
@@ -352,17 +351,6 @@ def _without_handlers(instructions: list[dis.Instruction], jumps: Mapping[int, i
         if not one.opname.startswith(NO_WAY_ON):
             waiting.append(number + 1)
     return [instructions[number] for number in sorted(reached)]
-
-
-def _loops_around(instructions: list[dis.Instruction], jumps: Mapping[int, int], at: int) -> dict[int, int]:
-    """Return the first and the last offset of each loop that a place is in."""
-    found: dict[int, int] = {}
-    for one in instructions:
-        head = jumps.get(one.offset, at + 1)
-        # An await jumps back too, with NO_INTERRUPT, until it has what it waits for.
-        if head <= at <= one.offset and "NO_INTERRUPT" not in one.opname:
-            found[head] = max(one.offset, found.get(head, 0))
-    return found
 
 
 def _live_at_head(

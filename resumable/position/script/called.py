@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ...loaders.generators import code_names, rng, search
-from .bytecode import outermost_loop
+from .bytecode import loops_around
 from .carried import Carried, summary_of
 from .events import Calls, Name, call_of, codes_in, instructions_of, is_method
 from .statements import SHOWS
@@ -55,7 +55,7 @@ class Called:
 
     def by(self, frame: FrameType, variables: Mapping[str, Any], states: frozenset[Name]) -> Found:
         """Return the functions that a running function calls."""
-        loop = outermost_loop(frame.f_code, frame.f_lasti)
+        loop = min(loops_around(frame.f_code, frame.f_lasti), default=None)
         key = frame.f_code, loop
         if key not in self._found:
             self._found[key] = _Search(frame, loop, variables, states).found if loop else Found()
@@ -64,15 +64,12 @@ class Called:
 
 @dataclass(frozen=True)
 class _Scope:
-    """A function, and where its variables have their values."""
+    """A function, with its variables."""
 
     code: CodeType
-    variables: Mapping[str, Any]
-    """Those of its module."""
-    cells: Mapping[str, Any]
-    bound: Any = None
-    """The object whose method it is, and its name in the script."""
-    name_of_bound: Name = ""
+    values: Mapping[str, Any]
+    names: Mapping[str, Name]
+    """Their names in the script, if they are others; "<name>" if it is the function's own, or no value."""
 
 
 class _Search:
@@ -88,78 +85,69 @@ class _Search:
         self.found, self._loop = Found(), loop
         self._frame, self._variables, self._states = frame, variables, states
         self._local = {*frame.f_code.co_varnames, *frame.f_code.co_cellvars, *frame.f_code.co_freevars}
-        self.found.calls = self._calls_in(None, (frame.f_code,))
+        running = _Scope(frame.f_code, {**frame.f_globals, **variables}, {})
+        self.found.calls = self._calls_in(running, ())
 
-    def _calls_in(self, scope: _Scope | None, codes: tuple[CodeType, ...]) -> Calls:
-        """Return the calls of a function's code; without a scope, of the running one's."""
-        calls = []
-        for at, end, path in _paths(codes[-1]):
-            root = self._variable(path[0], scope)
-            way = _way(root, path[1:])
+    def _calls_in(self, scope: _Scope, around: tuple[CodeType, ...]) -> Calls:
+        """Return the calls in a function's code; `around`: the functions that have called it."""
+        calls, ways, codes = [], dict[Path, list[Any]](), (*around, scope.code)
+        begin, last = (0, len(scope.code.co_code)) if around else self._loop
+        for at, end, path in _paths(scope.code):
+            if at > last:
+                break
+            if path not in ways:
+                ways[path] = _way(scope.values.get(path[0]), path[1:])
+            way = ways[path]
             function = way[-1] if way else None
             if type(function) is not FunctionType or function.__code__ in codes:
                 continue
-            if scope is None and not self._counts(at, function):
+            if at < begin and not self._may_restore(function):
                 continue
             if not code_names.is_own_code(function.__code__, function.__globals__):
                 if path[-1] not in SHOWS and not code_names.is_known(str(function.__module__)):
                     self.found.installed.append(function)
                 continue
             owner = way[-2] if len(way) > 1 and type(way[-2]) is not ModuleType else None
-            names = self._name(path[0], scope), *path[1:-1]
-            inner = _Scope(
-                function.__code__,
-                function.__globals__,
-                dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)),
-                None if isinstance(owner, type) else owner,
-                ".".join(filter(None, names)) if all(names) else "",
-            )
-            deeper = self._calls_in(inner, (*codes, inner.code)) if len(codes) < _DEEPEST else ()
-            calls.append((at, end, summary_of(inner.code, deeper, self._names(inner), self._states)))
+            name = scope.names.get(path[0], path[0])
+            of_owner = "" if name.startswith("<") else ".".join((name, *path[1:-1]))
+            inner = self._scope(function, None if isinstance(owner, type) else owner, of_owner)
+            deeper = self._calls_in(inner, codes) if len(codes) < _DEEPEST else ()
+            calls.append((at, end, summary_of(inner.code, deeper, tuple(inner.names.items()), self._states)))
         return tuple(calls)
 
-    def _counts(self, at: int, function: FunctionType) -> bool:
-        """Whether a function is called in the loop, or before it and may restore something."""
-        first, last = self._loop
-        names = {*function.__code__.co_names, *function.__code__.co_varnames}
-        return first <= at <= last or (at < first and not self._states.isdisjoint(names))
+    def _may_restore(self, function: FunctionType) -> bool:
+        """Whether a function that is called before the loop may restore something."""
+        code = function.__code__
+        return not self._states.isdisjoint((*code.co_names, *code.co_varnames))
 
-    def _variable(self, name: str, scope: _Scope | None) -> Any:
-        if scope is None:
-            return self._variables.get(name, self._frame.f_globals.get(name))
-        if name in scope.cells:
-            return search.content_of(scope.cells[name])
-        if name == "self":
-            return scope.bound
-        return None if name in scope.code.co_varnames else scope.variables.get(name)
-
-    def _names(self, scope: _Scope) -> tuple[tuple[str, Name], ...]:
-        """Return the names in the script of all variables of a function."""
-        code = scope.code
-        names = {*code.co_names, *code.co_freevars, *code.co_varnames, *code.co_cellvars}
-        return tuple((one, self._name(one, scope) or f"<{one}>") for one in sorted(names))
-
-    def _name(self, name: str, scope: _Scope | None) -> Name:
-        """Return the name in the script of a function's variable; "" if it is its own, or no value."""
-        if scope is None:
-            return name
-        if name == "self" and name not in scope.cells:
-            return scope.name_of_bound
-        if name in scope.cells:
-            value, place = search.content_of(scope.cells[name]), (scope.cells[name], "")
-            is_of_frame = name in self._local and self._variables.get(name) is value
-            label = name if is_of_frame else f"{scope.code.co_name}:{name}"
-        elif name in scope.code.co_varnames or name in scope.code.co_cellvars or name not in scope.variables:
-            return ""
-        else:
-            value, place = scope.variables[name], (scope.variables, name)
-            is_of_frame = scope.variables is self._frame.f_globals and name not in self._local
-            label = name if is_of_frame else f"{scope.variables.get('__name__')}:{name}"
-        if isinstance(value, NO_VALUES):
-            return ""
-        if not is_of_frame:
-            self.found.places[label] = place
-        return label
+    def _scope(self, function: FunctionType, bound: Any, name_of_bound: Name) -> _Scope:
+        """Return the scope of a function; `bound` is the object whose method it is."""
+        code, variables = function.__code__, function.__globals__
+        cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
+        own = {*code.co_varnames, *code.co_cellvars}
+        values, names = dict[str, Any](), dict[str, Name]()
+        for name in sorted({*code.co_names, *code.co_freevars, *own}):
+            names[name] = f"<{name}>"
+            if name == "self" and name not in cells:
+                values[name], names[name] = bound, name_of_bound or names[name]
+                continue
+            place: tuple[Any, str]
+            if name in cells:
+                value, place = search.content_of(cells[name]), (cells[name], "")
+                is_of_frame = name in self._local and self._variables.get(name) is value
+                label = name if is_of_frame else f"{code.co_name}:{name}"
+            elif name in own or name not in variables:
+                continue
+            else:
+                value, place = variables[name], (variables, name)
+                is_of_frame = variables is self._frame.f_globals and name not in self._local
+                label = name if is_of_frame else f"{variables.get('__name__')}:{name}"
+            values[name] = value
+            if not isinstance(value, NO_VALUES):
+                names[name] = label
+                if not is_of_frame:
+                    self.found.places[label] = place
+        return _Scope(code, values, names)
 
 
 def generators_of(function: FunctionType) -> dict[str, rng.Generator]:
@@ -189,12 +177,13 @@ def _way(value: Any, attributes: Path) -> list[Any]:
         own = own_of(value)
         if type(own) is not dict and not isinstance(value, (type, ModuleType)):
             return []
-        if name not in own:
-            kind = value if isinstance(value, type) else type(value)
-            own = next((vars(one) for one in kind.__mro__ if name in vars(one)), {})
-        if name not in own:
+        kind = value if isinstance(value, type) else type(value)
+        for held in (own, *map(vars, kind.__mro__)):
+            if name in held:
+                value = held[name]
+                break
+        else:
             return []
-        value = own[name]
         way.append(value)
     return way
 

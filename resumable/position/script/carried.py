@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from types import CodeType
 
-from .bytecode import Bytecode, read_code
+from .bytecode import Bytecode, loops_around, read_code
 from .events import Call, Calls, Name, Written, owner_of, root_of
 from .statements import Statement
 
@@ -53,9 +53,14 @@ def carried_in(code: CodeType, at: int, states: frozenset[Name], calls: Calls = 
 
     `states` are the names of the RunState: what it assigns before the loops is restored.
     """
-    read = read_code(code, calls)
-    loops = tuple(_of_training(read, at, states).items())
-    return _carried_by(code, read, loops, states) if loops else Carried()
+    around = loops_around(code, at)
+    if not around:
+        return Carried()
+    read = read_code(code, calls) if calls else read_code(code)
+    # A loop that makes the RunState is not one of its training.
+    begins = [offset for offset, names in read.stores if names & states]
+    loops = [(head, end) for head, end in around if not any(head <= one <= end for one in begins)]
+    return _carried_by(code, read, tuple(loops), states) if loops else Carried()
 
 
 @cache
@@ -114,14 +119,6 @@ def states_of(code: CodeType, states: frozenset[Name]) -> frozenset[Name]:
     }
     loaded = {name for one in statements for name in one.names("load")}
     return frozenset(made | {name.removesuffix(".vars") for name in loaded if name.endswith(".vars")})
-
-
-def _of_training(read: Bytecode, at: int, states: frozenset[Name]) -> dict[int, int]:
-    """Return the first and the last offset of each loop around a place that does not make the RunState."""
-    if not (loops := read.loops_around(at)):
-        return {}
-    begins = [offset for offset, names in read.stores if names & states]
-    return {head: end for head, end in loops.items() if not any(head <= one <= end for one in begins)}
 
 
 def _known(code: CodeType, before: list[Statement], states: frozenset[Name]) -> tuple[set[Name], set[Name]]:

@@ -197,13 +197,14 @@ def owner_of(name: Name) -> Name:
     return name.partition("[")[0]
 
 
+@cache
 def root_of(name: Name) -> Name:
     """Return the variable that a name begins with; one of another module is such as "package.module:best".
 
     >>> root_of("self.best['loss']"), root_of("package.module:best.loss")
     ('self', 'package.module:best')
     """
-    module, colon, inside = owner_of(name).rpartition(":")
+    module, colon, inside = name.partition("[")[0].rpartition(":")
     return module + colon + inside.partition(".")[0]
 
 

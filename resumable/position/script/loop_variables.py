@@ -100,9 +100,8 @@ def _values(function: Running, saved: Collection[int]) -> dict[Name, Any]:
         way = function.way_to(name)
         if any(id(one) in saved or id(getattr(one, "__dict__", None)) in saved for one in way.values()):
             continue
-        if "." in owner_of(name)[len(root_of(name)) :] and not all(
-            map(_has_own_attributes, [*way.values()][:1])
-        ):
+        is_attribute = "." in name.partition("[")[0][len(root_of(name)) :]
+        if is_attribute and not all(map(_has_own_attributes, [*way.values()][:1])):
             continue
         for reached, value in [*way.items()][-1:]:
             # A tensor or array that is only written into is mostly a buffer that each body fills.

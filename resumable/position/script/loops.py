@@ -8,13 +8,14 @@ import sys
 from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from types import CodeType, FrameType, MemberDescriptorType
 from typing import Any
 
 from . import bytecode, script_frames
 from .called import NO_VALUES, Called, Found, content, own_of
 from .carried import Carried, carried_in, states_of
-from .events import Name, owner_of, root_of
+from .events import Name, root_of
 
 SEQUENCES = (list, deque)
 DICTS = (dict, OrderedDict)
@@ -44,7 +45,8 @@ class Running:
 
     def may_change(self, name: Name) -> bool:
         """Whether a name means a value, or nothing yet."""
-        return not any(isinstance(value, NO_VALUES) for value in [*self.way_to(name).values()][-1:])
+        way = [*self.way_to(name).values()]
+        return not (way and isinstance(way[-1], NO_VALUES))
 
     def shown(self, name: Name) -> str:
         """Return a name as a message says it: a closure's variable is an attribute of the function."""
@@ -55,12 +57,14 @@ class Running:
     def hidden(self) -> list[Name]:
         """The variables that decide and whose values cannot be read."""
         code = self.key
-        local = {*code.co_varnames, *code.co_cellvars, *code.co_freevars} if _is_hidden(code) else set[str]()
+        if not _is_hidden(code):
+            return []
+        local = {*code.co_varnames, *code.co_cellvars, *code.co_freevars}
         return [name for name in self.carried.assigned if root_of(name) in local]
 
     def way_to(self, name: Name) -> dict[Name, Any]:
         """Return the values from a variable to the attribute or item that a name means, or {}."""
-        path, bracket, key = owner_of(name), "[" in name, name.partition("[")[2]
+        path, bracket, key = name.partition("[")
         reached = root_of(name)
         value = self.root(reached)
         way = {reached: value}
@@ -116,6 +120,7 @@ def variables_of(frame: FrameType) -> dict[str, Any]:
     return found
 
 
+@cache
 def _is_hidden(code: CodeType) -> bool:
     return sys.version_info < (3, 13) and bytecode.reads_own_variables(code)
 
@@ -124,9 +129,12 @@ def states_in(variables: Mapping[str, Any], frame: FrameType) -> frozenset[Name]
     """Return the names of RunState, and of its object, in a frame."""
     seen = {**{name: frame.f_globals.get(name) for name in frame.f_code.co_names}, **variables}
     seen |= {f"self.{name}": value for name, value in getattr(seen.get("self"), "__dict__", {}).items()}
-    kinds = {name: value if isinstance(value, type) else type(value) for name, value in seen.items()}
-    ours = [name for name, kind in kinds.items() if kind.__name__ == "RunState"]
-    return frozenset(name for name in ours if kinds[name].__module__.startswith(TOP))
+    found = set[Name]()
+    for name, value in seen.items():
+        kind = value if isinstance(value, type) else type(value)
+        if kind.__name__ == "RunState" and kind.__module__.startswith(TOP):
+            found.add(name)
+    return frozenset(found)
 
 
 def _attribute(value: Any, name: str) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from functools import cache
 from types import FunctionType, ModuleType
 from typing import Any
@@ -195,27 +195,29 @@ def _copies(
 
 def _holders(
     functions: Collection[Running], saved: Collection[int]
-) -> Iterator[tuple[Name, Any, list[torch.Tensor]]]:
-    """Yield what has tensors and hangs off the script's variables, but for what is saved."""
-    waiting = deque((name, value, 0) for name, value in _variables(functions))
+) -> list[tuple[Name, Any, list[torch.Tensor]]]:
+    """Return what has tensors and hangs off the script's variables, but for what is saved."""
+    waiting = _variables(functions)
+    found: list[tuple[Name, Any, list[torch.Tensor]]] = []
     seen, passed = {*saved}, 0
     while waiting and passed < _MOST:
         name, value, depth = waiting.popleft()
-        if id(value) in seen or issubclass(type(value), _CLOSED):
+        kind = type(value)
+        if id(value) in seen or issubclass(kind, _CLOSED):
             continue
         seen.add(id(value))
-        if issubclass(type(value), nn.Module):
-            tensors, held = _weights(value), []
-        else:
-            held = _held(value)
-            tensors = [one for _, one in held if issubclass(type(one), torch.Tensor)]
+        is_module = issubclass(kind, nn.Module)
+        tensors = _weights(value) if is_module else []
+        held = [] if is_module else _held(value)
+        for key, one in held:
+            if issubclass(type(one), torch.Tensor):
+                tensors.append(one)
+            elif depth < _DEEPEST and not issubclass(type(one), _CLOSED) and id(one) not in seen:
+                waiting.append((_joined(name, key, issubclass(kind, _CONTAINERS)), one, depth + 1))
         if tensors:
-            yield name, value, tensors
+            found.append((name, value, tensors))
         passed += 1 + len(held)
-        if depth < _DEEPEST:
-            is_container = issubclass(type(value), _CONTAINERS)
-            inner = [(key, one) for key, one in held if not issubclass(type(one), _CLOSED)]
-            waiting.extend((_joined(name, key, is_container), one, depth + 1) for key, one in inner)
+    return found
 
 
 def _weights(module: nn.Module) -> list[torch.Tensor]:
@@ -231,13 +233,15 @@ def _weights(module: nn.Module) -> list[torch.Tensor]:
         return []
 
 
-def _variables(functions: Collection[Running]) -> Iterator[tuple[Name, Any]]:
-    """Yield the variables of the script that its loops do not assign in each body."""
+def _variables(functions: Collection[Running]) -> deque[tuple[Name, Any, int]]:
+    """Return the variables of the script that its loops do not assign in each body, each at depth 0."""
+    found = deque[tuple[Name, Any, int]]()
     for one in functions:
         for name, value in {**one.others, **one.variables}.items():
             is_ours = type(value).__module__.partition(".")[0] == loops.TOP
             if name not in one.carried.replaced and not name.startswith("__") and not is_ours:
-                yield name, value
+                found.append((name, value, 0))
+    return found
 
 
 def has_extra_state(module: nn.Module) -> bool:

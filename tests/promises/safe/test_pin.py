@@ -209,13 +209,13 @@ def swap_when_opened(
     """Put another's content in the place of a file, right before it is opened for that time."""
     real, opened = disk.opened, []
 
-    def opening(folder: Path, name: str) -> Any:
+    def opening(folder: Path, name: str, size: int | None = None) -> Any:
         if folder / name == path:
             opened.append(name)
             if len(opened) == time:
                 path.with_name("other").write_bytes(change(path.read_bytes()))
                 os.replace(path.with_name("other"), path)
-        return real(folder, name)
+        return real(folder, name, size)
 
     monkeypatch.setattr(disk, "opened", opening)
     return opened
