@@ -150,6 +150,7 @@ def test_a_conversion_changes_at_most_eight_lines(name: str) -> None:
 @pytest.mark.proves("transparent")
 @pytest.mark.heavy
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.sampled(3)
 def test_a_converted_script_prints_what_the_plain_one_does(forks: Forks, name: str, folder: Path) -> None:
     goes_on(forks, name, "kill", (), folder)
 
