@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -221,6 +222,23 @@ def test_the_generators_of_all_devices_in_use_come_back(devices: list[torch.Gene
         rng.restore(state)
 
         assert [torch.rand(2, generator=generator).tolist() for generator in devices] == expected
+
+
+def test_the_generators_of_another_packages_devices_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    generators = [torch.Generator().manual_seed(seed) for seed in range(2)]
+    backend = SimpleNamespace(
+        device_count=lambda: 2,
+        get_rng_state=lambda number: generators[number].get_state(),
+        set_rng_state=lambda state, number: generators[number].set_state(state),
+    )
+    monkeypatch.setattr(torch, "npu", backend, raising=False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: SimpleNamespace(type="npu"))
+    for _ in range(2):
+        state = rng.collect()
+        expected = [torch.rand(2, generator=generator).tolist() for generator in generators]
+        rng.restore(rng.moved(state, {"npu:0": "npu:0"}))
+
+        assert [torch.rand(2, generator=generator).tolist() for generator in generators] == expected
 
 
 def test_a_device_that_is_not_used_yet_is_not_asked(

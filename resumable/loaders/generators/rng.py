@@ -17,6 +17,7 @@ Generator = code_names.Generator
 GENERATORS = code_names.GENERATORS
 is_generator = code_names.is_generator
 _BACKENDS = ("cuda", "xpu", "mps")
+"""The kinds of devices that torch itself has; one kind of another package may be beside them."""
 _GPU_STATE = 16  # bytes: a seed and an offset
 
 
@@ -42,7 +43,7 @@ def restore(state: Mapping[str, Any]) -> None:
     np.random.set_state(state["numpy"])
     # torch reads from where the memory of a view begins, which is not where the view does.
     torch.set_rng_state(state["torch"].clone())
-    for name in _BACKENDS:
+    for name in _backends():
         _write_devices(name, state.get(name, []))
 
 
@@ -183,6 +184,17 @@ def _python_in(state: Mapping[str, Any]) -> tuple[Any, ...]:
     return state["version"], tuple(state["words"].tolist()), state["gauss"]
 
 
+def _other_backend() -> str | None:
+    """Return the kind of device that another package has registered with torch, such as "npu"."""
+    accelerator = torch.accelerator.current_accelerator()
+    is_other = accelerator is not None and accelerator.type not in _BACKENDS
+    return accelerator.type if accelerator and is_other and hasattr(torch, accelerator.type) else None
+
+
+def _backends() -> list[str]:
+    return [*_BACKENDS, *filter(None, [_other_backend()])]
+
+
 def read_devices() -> dict[str, list[torch.Tensor]]:
     """Return the states of the generators on all devices that this process has used."""
     found = {}
@@ -193,7 +205,14 @@ def read_devices() -> dict[str, list[torch.Tensor]]:
             found[name] = [generator.get_state() for generator in backend.default_generators]
     if torch.backends.mps.is_available():
         found["mps"] = [torch.mps.get_rng_state()]
+    if (other := _other_backend()) and _is_in_use(backend := getattr(torch, other)):
+        found[other] = [backend.get_rng_state(number) for number in range(backend.device_count())]
     return found
+
+
+def _is_in_use(backend: Any) -> bool:
+    # Not every package can tell.
+    return bool(getattr(backend, "is_initialized", lambda: True)())
 
 
 def _write_devices(name: str, states: Sequence[torch.Tensor | None]) -> None:
@@ -217,7 +236,11 @@ def moved(saved: Mapping[str, Any], devices: Mapping[str, str]) -> dict[str, Any
     >>> moved({"cuda": [one, other]}, {"cuda:1": "cuda:0"})["cuda"][0] is other
     True
     """
-    return {**saved, **{kind: _renumbered(kind, saved[kind], devices) for kind in _BACKENDS if kind in saved}}
+    return {**saved, **{kind: _renumbered(kind, saved[kind], devices) for kind in _kinds_in(saved)}}
+
+
+def _kinds_in(saved: Mapping[str, Any]) -> list[str]:
+    return [kind for kind, states in saved.items() if isinstance(states, list)]
 
 
 def _renumbered(kind: str, states: Sequence[Any], devices: Mapping[str, str]) -> list[Any]:
