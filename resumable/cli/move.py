@@ -84,7 +84,7 @@ def _moved(given: argparse.Namespace, run: Run, move: Callable[[Copying], list[T
     try:
         done = remote.store.interruptible(lambda: move(copying))
     except KeyboardInterrupt:
-        print("resumable: interrupted; the same command goes on from there.", file=sys.stderr)
+        print("resumable: interrupted; the same command continues from there.", file=sys.stderr)
         raise
     if given.json:
         about = {"run": str(run), "remote": str(remote), "dry_run": given.dry_run}

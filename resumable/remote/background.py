@@ -261,8 +261,8 @@ class Pusher:
             self._tell(f"{exc.problem} It is replaced.", "another")
             return False
         self._tell(
-            f"{self._remote} has another checkpoint {number} than {self._run}, from a training that went on "
-            "elsewhere. It is replaced.",
+            f"{self._remote} has another checkpoint {number} than {self._run}, from a training that "
+            "continued elsewhere. It is replaced.",
             "another",
         )
         return False

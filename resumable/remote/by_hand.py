@@ -286,8 +286,8 @@ class Copying:
             if self._is_as_there(found):
                 return found
         raise RemoteError(
-            f"{self._remote} has another checkpoint {number} than {self._run}, from a training that went on "
-            "elsewhere.",
+            f"{self._remote} has another checkpoint {number} than {self._run}, from a training that "
+            "continued elsewhere.",
             fix="pull it into a directory of its own; nothing in this one was touched.",
         )
 

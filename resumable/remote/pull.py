@@ -43,7 +43,7 @@ def pull(remote: Remote, name: str, run: Run, moved: Moved) -> Checkpoint:
             raise
         raise SaveFailed(
             f"{remote}/{FOLDER}/{name} could not be written to {run}: {exc}.",
-            fix="mend the cause (room on the disk, permissions) and start again: it goes on from there.",
+            fix="mend the cause (room on the disk, permissions) and start again: it continues from there.",
         ) from exc
     return run.take_in(stage, about)
 

@@ -215,11 +215,11 @@ class Session:
         what = f"{due.why}: {self.training.run} is saved, checkpoint {self.saving.number}: {place}"
         self.signals.acted_on()
         if self.training.options.raises:
-            raise Preempted(f"{what}.", fix="leave; the same command goes on from there.", signal=number)
+            raise Preempted(f"{what}.", fix="leave; the same command continues from there.", signal=number)
         self.training.progress.close()
         # Ctrl-C may have ended the reader of a pipe, such as tee, too.
         with contextlib.suppress(OSError):
-            self.training.print(f"{what}; the same command goes on from there")
+            self.training.print(f"{what}; the same command continues from there")
         # A notebook keeps the loop, with its workers, for as long as it keeps the traceback.
         self.training.position.close(now=True)
         try:

@@ -255,11 +255,11 @@ def sentence(event: Row) -> str:
     """Return an event in words.
 
     >>> sentence({"kind": "resume", "attempt": 2, "number": 41, "how": None})
-    'attempt 2 went on from checkpoint 41'
+    'attempt 2 resumed from checkpoint 41'
     """
     attempt = f"attempt {event['attempt']}"
     if event["kind"] == "resume":
-        return f"{attempt} went on from checkpoint {event['number']}"
+        return f"{attempt} resumed from checkpoint {event['number']}"
     if event["kind"] == "back":
         return f"{attempt} went back to checkpoint {event['number']}"
     what = "was preempted" if event["kind"] == "preempted" else "ended"

@@ -181,7 +181,7 @@ def _attempts(run: Row) -> Markup:
     caption = f"Processes that trained {run['run']}"
     if len(attempts) > _MOST_ATTEMPTS:
         caption += f": the last {_MOST_ATTEMPTS} of {len(attempts):,}"
-    head = ["attempt", "started", "went on from", "ended", "on", "ran", "changed"]
+    head = ["attempt", "started", "resumed from", "ended", "on", "ran", "changed"]
     return _table(caption, head, [_attempt(one) for one in attempts[-_MOST_ATTEMPTS:]], range(1, 7))
 
 

@@ -642,7 +642,7 @@ def test_ctrl_c_ends_a_transfer_that_hangs(
     done = typed("-c", DEADLY, "SIGINT", mode, "model.safetensors", command, folder, f"file://{there}")
 
     assert done.returncode == 130
-    assert done.stderr == "resumable: interrupted; the same command goes on from there.\n"
+    assert done.stderr == "resumable: interrupted; the same command continues from there.\n"
     assert main([command, str(folder), f"file://{there}"]) == 0
 
 

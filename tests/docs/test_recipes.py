@@ -294,7 +294,7 @@ def test_a_slurm_job_requeues_itself_before_its_limit_until_the_training_is_done
     assert not job.was_requeued()
 
     check_same_end(job.folder, straight(2), 2)
-    assert (job.folder / "output").read_text().count("the same command goes on from there") == 2
+    assert (job.folder / "output").read_text().count("the same command continues from there") == 2
 
 
 @pytest.mark.heavy

@@ -376,7 +376,7 @@ def test_all_ranks_of_the_example_leave_well_when_one_is_asked_to_end(tmp_path: 
         os.kill(worker, signal.SIGTERM)
         assert job.ended() == 1
 
-    assert job.printed().count("the same command goes on from there") == 1
+    assert job.printed().count("the same command continues from there") == 1
     # One that had not listened would have ended with -15
     assert re.search(r"Root Cause.*exitcode +: 143 ", job.printed(), re.DOTALL), job.printed()
     for checkpoint in Run(tmp_path / "run").checkpoints():

@@ -116,7 +116,7 @@ def test_a_point_tells_which_checkpoint_it_is_and_a_mark_what_happened(
     for text in ("checkpoint 5", "step 5, epoch 0, batch 0", "why: called", "acc 0.2"):
         expect(point).to_contain_text(text)
 
-    expect(hover(page, *at(page, 11, "resumes", "3"))).to_contain_text("attempt 4 went on from checkpoint 13")
+    expect(hover(page, *at(page, 11, "resumes", "3"))).to_contain_text("attempt 4 resumed from checkpoint 13")
 
 
 def test_a_stretch_that_is_drawn_with_the_mouse_is_zoomed_in_all_charts_and_reset(

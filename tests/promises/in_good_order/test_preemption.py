@@ -221,7 +221,7 @@ def test_the_exit_code_says_which_signal_it_was_and_one_line_what_happened(run_d
     assert done.returncode == 128 + getattr(signal, name)
     assert done.stdout.splitlines()[1:] == [
         f"{name}: {run_dir} is saved, checkpoint 1: epoch 0, batch 4/6, step 4; "
-        "the same command goes on from there"
+        "the same command continues from there"
     ]
     assert script(run_dir).stdout.splitlines()[-1] == "done after 18"
 
