@@ -76,7 +76,9 @@ class ModulePart(Part):
         super().__init__(name, unwrap(live), stem, rank)
         self._wrapped = live
         self._named_orders: dict[str, tuple[list[Tensor], list[str]]] = {}
-        self._refuse_split()
+        inside = self.live.named_parameters(), self.live.named_buffers()
+        for path, value in chain(live.named_modules(), *inside):
+            refuse_split(f"{name}.{path}" if path else name, value)
         walked = self._walk()
         parameters, modules = self.parameters(walked), self._modules(walked)
         buffers = _buffers_of(modules)
@@ -119,11 +121,6 @@ class ModulePart(Part):
     def size(self) -> int:
         """Return the bytes of its parameters and buffers."""
         return sum([tensor.nbytes for tensor in (*self.live.parameters(), *self.live.buffers())])
-
-    def _refuse_split(self) -> None:
-        walked = [self._wrapped.named_modules(), self.live.named_parameters(), self.live.named_buffers()]
-        for path, value in chain(*walked):
-            refuse_split(f"{self.name}.{path}" if path else self.name, value)
 
     def collect(self) -> dict[str, Any]:
         """Return the weights, which any tool can read, and separately the rest of the state."""
