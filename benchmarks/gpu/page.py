@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 import statistics
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 README = Path(__file__).parents[1] / "README.md"
+FAILURES = ("FAILED", "ERROR")
+"""How the outcome of a test begins that did not pass."""
 COLUMNS = {
     "lost": ("lost to a save, ms", 1e3),
     "item": ("longer .item(), ms", 1e3),
@@ -66,7 +69,7 @@ def has_failed(result: Mapping[str, Any]) -> bool:
     """Whether a test failed, or something has no result."""
     outcomes = [one for file in result["tests"].values() for one in file["outcomes"].values()]
     errors = [one.get("error") for one in (*result["tests"].values(), *result["sizes"].values())]
-    return any(one.startswith("failed") for one in outcomes) or any(errors)
+    return any(one.startswith(FAILURES) for one in outcomes) or any(errors)
 
 
 def put_into_readme(result: Mapping[str, Any]) -> Path:
@@ -84,15 +87,10 @@ def _tests(tests: Mapping[str, Any]) -> list[str]:
     lines = []
     for name, found in tests.items():
         outcomes = found["outcomes"]
-        counts = {
-            word: sum(one.startswith(word) for one in outcomes.values())
-            for word in ("passed", "failed", "skipped")
-        }
-        told = ", ".join(f"{count} {word}" for word, count in counts.items() if count) or "none selected"
-        why = sorted({one.partition(": ")[2] for one in outcomes.values() if one.startswith("skipped")})
-        reasons = f" ({', '.join(why)})" if why else ""
-        lines.append(f"- tests of {name}: {told}{reasons}")
-        lines += [f"  - {test}: {one}" for test, one in outcomes.items() if one.startswith("failed")]
+        counts = Counter(one.partition(" ")[0].rstrip(":").lower() for one in outcomes.values())
+        told = ", ".join(f"{count} {one}" for one, count in counts.items())
+        lines.append(f"- tests of {name}: {told or 'none selected'}")
+        lines += [f"  - {test}: {one}" for test, one in outcomes.items() if one.startswith(FAILURES)]
         lines += [f"  - {line}" for line in (found["error"] or "").splitlines()]
     return lines
 
