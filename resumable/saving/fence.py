@@ -41,9 +41,9 @@ class Fence:
         for gate in self._gates:
             yield from gate.parameters()
 
-    def has_stepped(self) -> bool:
-        """Whether a hook has seen a step."""
-        return any(gate.has_stepped for gate in self._gates)
+    def steps(self) -> int:
+        """Return how many steps the hooks of an optimizer have seen since it was passed."""
+        return max((gate.steps for gate in self._gates), default=0)
 
     def catch_up(self) -> None:
         """Let this thread's current streams wait for the streams in which the last steps were queued."""
@@ -80,9 +80,9 @@ class _Gate:
     def __init__(self, live: Any, passed: Callable[[], None]) -> None:
         self._live = live
         self._passed = passed
-        self._steps = 0
+        self._recent = 0
         self._devices: tuple[int, list[torch.device]] = (0, [])
-        self.has_stepped = False
+        self.steps = 0
         self.streams: dict[torch.device, Any] = {}
         """By device: the stream in which the last step was queued."""
         # One that does not call torch's constructor has hooks that nothing calls.
@@ -95,7 +95,7 @@ class _Gate:
             self._hooks.append(live.register_step_pre_hook(untraced(self._before_step)))
 
     def _before_step(self, *_: object) -> None:
-        self._steps += 1
+        self._recent += 1
         # Replays of the graph will not come this way.
         if is_capturing():
             self.is_blind = True
@@ -103,7 +103,7 @@ class _Gate:
             self._passed()
 
     def _after_step(self, *_: object) -> None:
-        self.has_stepped = True
+        self.steps += 1
         for device in self._gpus():
             self.streams[device] = torch.cuda.current_stream(device)
 
@@ -119,7 +119,7 @@ class _Gate:
         return [p for group in getattr(self._live, "param_groups", ()) for p in group["params"]]
 
     def is_proven(self) -> bool:
-        steps, self._steps = self._steps, 0
+        steps, self._recent = self._recent, 0
         return steps > 0 and not self.is_blind
 
     def places(self) -> set[int]:

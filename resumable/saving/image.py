@@ -25,6 +25,7 @@ _WORTH_A_FENCE = 64 << 20
 """Fewer bytes in host memory are copied at once: that takes some milliseconds, and needs no trust."""
 
 _LENT = 32 << 20
+_STEPS_TO_PEAK = 2
 
 
 class Image:
@@ -43,7 +44,7 @@ class Image:
         self._files: dict[str, ImageFile] = {}
         self._memory: HostMemory | None = None
         self._buffers: dict[torch.device, Buffers] = {}
-        self._has_taken = False
+        self._taken = 0
         self._owner = os.getpid()
         self._reserving: threading.Thread | None = None
         self._is_reserved = threading.Event()
@@ -147,10 +148,11 @@ class Image:
         """
         self.settle()
         self._plan(groups, mine)
-        # The memory that the training needs is known only after a step.
-        may_clone = self._has_taken or self._fence.has_stepped()
+        # A step needs the most memory when what the first one made is there: moments, gradients. Where no
+        # hook tells of steps there is at least one between two saves.
+        may_clone = (self._fence.steps() or self._taken) >= _STEPS_TO_PEAK
         snapshot = self._last = Snapshot(self._fence, self._buffers, may_clone)
-        self._has_taken = True
+        self._taken += 1
         try:
             for path, group in groups.items():
                 if path in self._files:

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,40 +17,35 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from resumable import Preempted, Run, RunState
-from resumable.files import large_files, threads
+from resumable.files import large_files
 from resumable.loaders.generators import rng, worker_rng
 from resumable.parts import devices
 from resumable.saving.fence import Fence
-
-Fake = Callable[[int], tuple[list[torch.Generator], list[int]]]
+from tests.support import accelerator
+from tests.support.accelerator import Accelerator
 
 
 @pytest.fixture
-def fake_gpus(monkeypatch: pytest.MonkeyPatch) -> Fake:
-    """Returns the generators of so many GPUs, and a list of those that were written to."""
-
-    def make(count: int) -> tuple[list[torch.Generator], list[int]]:
-        generators = [torch.Generator() for _ in range(count)]
-        for generator in generators:
-            generator.manual_seed(7)
-        written: list[int] = []
-
-        def write(state: torch.Tensor, index: int) -> None:
-            written.append(index)
-            generators[index].set_state(state)
-
-        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-        monkeypatch.setattr(torch.cuda, "default_generators", tuple(generators))
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "fake")
-        monkeypatch.setattr(torch.cuda, "set_rng_state", write)
-        return generators, written
-
-    return make
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Accelerator]:
+    with accelerator.installed(monkeypatch) as gpu, gpu.on_device(gpu.training_device):
+        yield gpu
 
 
-def test_a_save_writes_to_no_generator_of_a_gpu(fake_gpus: Fake, run_dir: Path) -> None:
-    _, written = fake_gpus(2)
+@pytest.fixture
+def written(gpu: Accelerator, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Returns a list of the GPUs whose generators were written to."""
+    written: list[int] = []
+    write = torch.cuda.set_rng_state
+
+    def noted(state: torch.Tensor, index: int) -> None:
+        written.append(index)
+        write(state, index)
+
+    monkeypatch.setattr(torch.cuda, "set_rng_state", noted)
+    return written
+
+
+def test_a_save_writes_to_no_generator_of_a_gpu(written: list[int], run_dir: Path) -> None:
     model = nn.Linear(8, 8)
     with RunState.load(run_dir, model=model) as state:
         state.save().wait()
@@ -59,30 +54,31 @@ def test_a_save_writes_to_no_generator_of_a_gpu(fake_gpus: Fake, run_dir: Path) 
     assert written == []
 
 
-def test_only_generators_that_differ_are_restored(fake_gpus: Fake) -> None:
-    generators, written = fake_gpus(2)
+def test_only_generators_that_differ_are_restored(gpu: Accelerator, written: list[int]) -> None:
     saved = rng.collect()
-    torch.rand(3, generator=generators[1])
+    torch.empty(3, device="cuda").uniform_()
     rng.restore(saved)
 
     assert written == [1]
-    assert torch.equal(generators[1].get_state(), saved["cuda"][1])
+    assert torch.equal(gpu.generators[1].get_state(), saved["cuda"][1])
 
 
 @pytest.mark.parametrize(
     ("then", "now", "count"), [("cuda:3", "cuda:0", 1), ("cuda:0", "cuda:1", 2), ("cuda:10", "cuda:2", 3)]
 )
-def test_generators_follow_the_devices_of_the_training(
-    fake_gpus: Fake, then: str, now: str, count: int
-) -> None:
-    generators, _ = fake_gpus(11)
-    torch.rand(5, generator=generators[int(then[5:])])
+@pytest.mark.usefixtures("gpu")
+def test_generators_follow_the_devices_of_the_training(then: str, now: str, count: int) -> None:
+    def draw(device: str) -> torch.Tensor:
+        return torch.empty(3, device=device).uniform_().cpu()
+
+    accelerator.replace(0, 11)
+    draw(then)
     saved = rng.collect()
-    expected = torch.rand(3, generator=generators[int(then[5:])])
-    generators, _ = fake_gpus(count)
+    expected = draw(then)
+    accelerator.replace(1, count)
     rng.restore(rng.moved(saved, devices.moved({then}, {now})))
 
-    assert torch.equal(torch.rand(3, generator=generators[int(now[5:])]), expected)
+    assert torch.equal(draw(now), expected)
 
 
 def test_devices_are_paired_in_the_order_of_their_numbers() -> None:
@@ -128,10 +124,10 @@ def test_a_worker_leaves_the_generator_of_a_gpu_alone() -> None:
     assert "own.own" not in watch.states()
 
 
+@pytest.mark.usefixtures("gpu")
 def test_where_loaders_draw_on_a_gpu_its_generators_are_read_for_them(
-    fake_gpus: Fake, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    fake_gpus(1)
     assert "cuda" not in rng.collect(devices=False)
     monkeypatch.setattr(torch, "get_default_device", lambda: torch.device("cuda"))
     assert "cuda" in rng.collect(devices=False)
@@ -188,37 +184,31 @@ def test_a_default_device_changes_nothing(run_dir: Path, tmp_path: Path) -> None
 
 
 class Captured:
-    """A training whose optimizer is captured in a graph: what it calls afterwards is no hook."""
+    """A training whose step is captured in a graph: what it calls afterwards is no hook."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         torch.manual_seed(0)
-        self.model = nn.Linear(8, 8)
-        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.model = nn.Linear(8, 8).cuda()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), capturable=True)
         self.loader = DataLoader(TensorDataset(torch.randn(24, 8)), batch_size=1)
         self.parts = {"model": self.model, "optimizer": self.optimizer, "loader": self.loader}
-        self._monkeypatch = monkeypatch
+        self.graph = torch.cuda.CUDAGraph()
+        self._x = torch.ones(2, 8).cuda()
+        self._step()
 
-    def backward(self) -> None:
+    def _step(self) -> None:
         self.optimizer.zero_grad(set_to_none=False)
-        self.model(torch.ones(2, 8)).square().mean().backward()
+        self.model(self._x).square().mean().backward()
+        self.optimizer.step()
 
     def capture(self) -> None:
-        with self._monkeypatch.context() as capturing:
-            capturing.setattr(torch.cuda, "is_available", lambda: True)
-            capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-            self.backward()
-            self.optimizer.step()
-
-    def replay(self) -> None:
-        self.backward()
-        torch.optim.AdamW.step.__wrapped__(self.optimizer)
+        with torch.cuda.graph(self.graph):
+            self._step()
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_each_batch_with_a_captured_step_is_a_step(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, is_first: bool
-) -> None:
-    training = Captured(monkeypatch)
+def test_each_batch_with_a_captured_step_is_a_step(gpu: Accelerator, run_dir: Path, is_first: bool) -> None:
+    training = Captured()
     if is_first:
         training.capture()
     state = RunState.load(run_dir, **training.parts, every=3, keep=None)
@@ -226,7 +216,7 @@ def test_each_batch_with_a_captured_step_is_a_step(
         training.capture()
     for _ in state.epochs(1):
         for _ in state.batches():
-            training.replay()
+            training.graph.replay()
     state.close()
 
     assert state.step == 24
@@ -236,20 +226,22 @@ def test_each_batch_with_a_captured_step_is_a_step(
     assert (newest.path / "optimizer.safetensors").stat().st_size < 1500, "gradients were saved as state"
 
 
-def test_a_captured_step_resumes_where_it_was_saved(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = Captured(monkeypatch)
+def test_a_captured_step_resumes_where_it_was_saved(gpu: Accelerator, run_dir: Path) -> None:
+    whole = Captured()
     whole.capture()
     for _ in range(24):
-        whole.replay()
+        whole.graph.replay()
+    expected = whole.model.weight.cpu()
     done = 0
-    for stop in (5, 9, None):
-        training = Captured(monkeypatch)
+    for seed, stop in enumerate((5, 9, None)):
+        accelerator.replace(seed).set_device(1)
+        training = Captured()
         training.capture()
         state = RunState.load(run_dir, **training.parts, every=3, keep=None, on_preempt="raise")
         try:
             for _ in state.epochs(1):
                 for number, _ in state.enumerate():
-                    training.replay()
+                    training.graph.replay()
                     done += 1
                     if number == stop:
                         os.kill(os.getpid(), signal.SIGTERM)
@@ -258,7 +250,7 @@ def test_a_captured_step_resumes_where_it_was_saved(run_dir: Path, monkeypatch: 
         state.close()
 
     assert done == 24
-    assert torch.equal(training.model.weight, whole.model.weight)
+    assert torch.equal(training.model.weight.cpu(), expected)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -283,17 +275,15 @@ def test_a_compiled_step_calls_the_hooks_as_they_are() -> None:
     assert not any("cumsum" in code for code in graphs)
 
 
-def test_a_thread_that_works_with_a_gpu_lets_others_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    modes: list[int] = []
-
-    class Driver:
-        def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> None:  # noqa: N802
-            modes.append(mode._obj.value)
-
-    monkeypatch.setattr(threads, "_driver", Driver)
-    threads.allow_captures()
-
-    assert modes == [2]
+@pytest.mark.parametrize("mode", ["global", "thread_local"])
+def test_the_threads_of_a_save_let_others_capture(gpu: Accelerator, run_dir: Path, mode: str) -> None:
+    training = Captured()
+    state = RunState.load(run_dir, **training.parts)
+    saved = state.save()
+    with torch.cuda.graph(training.graph, capture_error_mode=mode):
+        training._step()
+        saved.wait()
+    state.close()
 
 
 def test_a_save_on_its_way_keeps_no_tensor_that_the_training_has_dropped(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -19,23 +17,18 @@ from resumable.files.codec import Encoded
 from resumable.saving import gpu_copies, snapshot
 from resumable.saving.gpu_copies import Buffers, Copy, Transfer
 from resumable.saving.image import Image
-from resumable.saving.snapshot import Snapshot
 from tests.support import accelerator
 from tests.support.accelerator import Accelerator, Stream
+from tests.support.gpu_training import Training, held, set_to
 
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Accelerator]]:
     """Puts in a GPU, whose tensors are small: sixty-four bytes cross the bus at a time."""
-    monkeypatch.setattr(gpu_copies, "_SMALL", 48)
-    monkeypatch.setattr(gpu_copies, "_PIECE", 64)
-    monkeypatch.setattr(gpu_copies, "_STAGED", 64)
-    monkeypatch.setattr(gpu_copies, "_SAMPLES", 3)
+    accelerator.make_small(monkeypatch)
     with accelerator.installed(monkeypatch):
         yield accelerator.replace
         assert 0 not in accelerator.the_accelerator().contexts, "that GPU is used for nothing here"
-        # Memory that a test has dropped is unregistered with this driver.
-        gc.collect()
 
 
 KINDS: list[Callable[[int], Tensor]] = [
@@ -72,7 +65,7 @@ class Scene:
         for name in names:
             live = self.tensors[name]
             value = self.gpu.dice.randrange(2 if live.dtype == torch.bool else 100)
-            self.gpu.launch("kernel", lambda live=live, value=value: _set(live, value))
+            self.gpu.launch("kernel", lambda live=live, value=value: set_to(live, value))
             if name not in self.expected:
                 self.expected[name] = torch.full(live.shape, value).to(live.dtype)
 
@@ -84,14 +77,10 @@ class Scene:
         return [n for n, view in self.views.items() if not tensor_file.is_equal(view, self.expected[n])]
 
 
-def _set(live: Tensor, value: int) -> None:
-    live.data.copy_(torch.full(live.shape, value))
-
-
 def random_scene(gpu: Accelerator) -> Scene:
     dice = gpu.dice
     tensors = {
-        f"t{i}": dice.choice(KINDS)(dice.choice([1, 3, 8, 30, 90])) for i in range(dice.randrange(1, 9))
+        f"t{i}": dice.choice(KINDS)(dice.choice([1, 3, 8, 30, 90])) for i in range(1 + dice.randrange(8))
     }
     scene = Scene(gpu, tensors)
     scene.write(scene.tensors)
@@ -383,42 +372,6 @@ def test_an_error_while_it_is_queued_blocks_no_thread(
         transfer.queue()
 
     transfer.hold_back()
-
-
-class Training:
-    """A parameter on the GPU and an optimizer whose step writes to it, as a kernel does."""
-
-    def __init__(self, gpu: Accelerator, size: int = 100) -> None:
-        self.gpu = gpu
-        self.weight = gpu.put(torch.zeros(size))
-        self.buffer = gpu.put(torch.zeros(size))
-        self.optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
-        self.optimizer.param_groups[0]["params"] = [self.weight]
-        self.image = Image([self.optimizer])
-        self.value = 0
-        self.step()
-
-    def write(self, tensor: Tensor) -> None:
-        self.value += 1
-        self.gpu.launch("kernel", lambda value=self.value: _set(tensor, value))
-
-    def step(self) -> None:
-        for hook in [*self.optimizer._optimizer_step_pre_hooks.values()]:
-            hook(self.optimizer, (), {})
-        self.write(self.weight)
-        for hook in [*self.optimizer._optimizer_step_post_hooks.values()]:
-            hook(self.optimizer, (), {})
-
-    def take(self) -> Snapshot:
-        self.image.catch_up()
-        tensors = {"weight": self.weight, "buffer": self.buffer}
-        return self.image.take({"file": Encoded({}, tensors, {}, ("key",))})
-
-
-def held(taken: Snapshot) -> tuple[float, float]:
-    found = taken.tensors("file")
-    assert all(len(tensor.unique()) == 1 for tensor in found.values())
-    return found["weight"][0].item(), found["buffer"][0].item()
 
 
 @pytest.mark.parametrize("seed", range(25))

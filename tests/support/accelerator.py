@@ -11,8 +11,9 @@ the CPU cannot compute.
 
 from __future__ import annotations
 
+import gc
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -22,7 +23,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from resumable.files import threads
+from resumable.files import file_reader, threads
+from resumable.parts import reading
+from resumable.position import to_device
+from resumable.saving import gpu_copies
 from tests.support.device_memory import HostMemory, Memory
 from tests.support.device_streams import Event, Graph, Item, Queues, Stream, become_present, present
 
@@ -74,10 +78,16 @@ class Accelerator(Queues):
         own: torch.device = _own_device.__get__(tensor)
         return own if index is None else torch.device("cuda", index)
 
+    def named(self, device: torch.device) -> torch.device:
+        """Return a device with its number, if it has one."""
+        return self.device(device) if device.type == "cuda" else device
+
     def put(self, content: Tensor, device: Any = None) -> Tensor:
         """Return a copy on a device, which has long been made."""
         with torch._C._DisableTorchDispatch(), torch.no_grad():  # type: ignore[attr-defined]
-            made = self._empty_like(content, self.device(device or self.training_device).index)
+            made = self._empty_like(
+                content, self.device(self.training_device if device is None else device).index
+            )
             return made.copy_(content)
 
     def _empty_like(self, like: Tensor, index: int | None, pin: bool = False) -> Tensor:
@@ -173,11 +183,21 @@ class Accelerator(Queues):
         assert not tensor.dim(), "a tensor of the host among those of a device"
         return tensor.clone()
 
+    @contextmanager
+    def leaving(self, leaves: bool) -> Iterator[None]:
+        """Let a conversion of a tensor to the CPU, which torch believes it is on, be one to the host."""
+        self._mine.leaves = leaves
+        yield
+        self._mine.leaves = False
+
     def _to(self, source: Tensor, **given: Any) -> Tensor:
         if source.layout == torch.sparse_coo:
             parts = [self._to(one, device=given["device"]) for one in (source._indices(), source._values())]
             return torch.sparse_coo_tensor(*parts, source.shape, check_invariants=False)
         device = given.pop("device", None) or self.device_of(source)
+        if device.type == "cpu" and not getattr(self._mine, "leaves", False):
+            # What torch takes for the tensor's own device.
+            device = self.device_of(source)
         non_blocking = given.pop("non_blocking", False)
         like = _aten._to_copy.default(_on_meta(source), **{**given, "device": torch.device("meta")})
         made = self._empty_like(like, None if device.type == "cpu" else self.device(device).index)
@@ -264,18 +284,10 @@ def replace(seed: int, count: int = 2) -> Accelerator:
     """Put another one in place of the one that is there, as a start in a new process does."""
     gpu = Accelerator(seed, count)
     become_present(gpu)
-    for cache in _caches():
+    for cache in (gpu_copies.side_stream, reading._side_stream, to_device._side_stream):
         cache.cache_clear()
     torch.cuda.default_generators = tuple(gpu.generators)
     return gpu
-
-
-def _caches() -> Sequence[Any]:
-    from resumable.parts import reading
-    from resumable.position import to_device
-    from resumable.saving import gpu_copies
-
-    return gpu_copies.side_stream, reading._side_stream, to_device._side_stream
 
 
 @contextmanager
@@ -284,16 +296,29 @@ def installed(patch: pytest.MonkeyPatch, seed: int = 0, count: int = 2) -> Itera
     run = threading.Thread.run
 
     def run_in_mode(thread: threading.Thread) -> None:
+        # Any thread may do what is queued, and how a sum is split among processors changes its bits.
+        torch.set_num_threads(1)
         with _Mode():
             run(thread)
 
     def to(tensor: Tensor, *args: Any, **given: Any) -> Tensor:
-        device = torch._C._nn._parse_to(*args, **{k: v for k, v in given.items() if k != "copy"})[0]
-        leaves = device is not None and device.type == "cpu"
-        if leaves and the_accelerator().index_of(tensor) is not None:
-            given = {key: value for key, value in given.items() if key not in ("copy", "device")}
-            return _aten._to_copy(tensor, device=device, **given)  # type: ignore[no-any-return]
-        return original_to(tensor, *args, **given)  # type: ignore[no-any-return]
+        gpu = the_accelerator()
+        if gpu.index_of(tensor) is None:
+            return original_to(tensor, *args, **given)  # type: ignore[no-any-return]
+        is_copy = given.pop("copy", False)
+        device, dtype, non_blocking, layout = torch._C._nn._parse_to(*args, **given)
+        device = tensor.device if device is None else gpu.named(device)
+        is_laid_out = layout is None or tensor.is_contiguous(memory_format=layout)
+        if (device, dtype or tensor.dtype, is_laid_out, is_copy) == (
+            tensor.device,
+            tensor.dtype,
+            True,
+            False,
+        ):
+            return tensor
+        given = {"dtype": dtype, "device": device, "non_blocking": non_blocking, "memory_format": layout}
+        with gpu.leaving(device.type == "cpu"):
+            return _aten._to_copy(tensor, **given)  # type: ignore[no-any-return]
 
     def on_host(name: str) -> Any:
         original = getattr(Tensor, name)
@@ -350,9 +375,22 @@ def installed(patch: pytest.MonkeyPatch, seed: int = 0, count: int = 2) -> Itera
         patch.setattr(torch.cuda, name, value, raising=False)
     patch.setattr(threads, "_driver", the_accelerator)
     patch.setattr(threading.Thread, "run", run_in_mode)
-    gpu = replace(seed, count)
+    gpu, processors = replace(seed, count), torch.get_num_threads()
+    torch.set_num_threads(1)
     with _Mode():
         yield gpu
+    torch.set_num_threads(processors)
+    # Memory that was dropped is unregistered with this driver.
+    gc.collect()
+
+
+def make_small(patch: pytest.MonkeyPatch) -> None:
+    """Let saves and loads treat a few numbers as a large tensor, which is copied in many pieces."""
+    for name, value in {"_SMALL": 48, "_PIECE": 64, "_STAGED": 64, "_SAMPLES": 3}.items():
+        patch.setattr(gpu_copies, name, value)
+    patch.setattr(file_reader, "_PIECE", 256)
+    patch.setattr(reading, "_SMALL", 48)
+    patch.setattr(reading, "_ROOM", 256)
 
 
 def _memory(device: Any) -> Memory:

@@ -32,7 +32,9 @@ class Memory:
     """A device's memory, and an allocator that gives each stream its own blocks again at once."""
 
     def __init__(self) -> None:
-        self._bytes = np.empty(_SIZE, dtype=np.uint8)
+        room = np.empty(_SIZE + _ALIGNMENT, dtype=np.uint8)
+        # Products of matrices depend on how these are aligned.
+        self._bytes = room[-room.ctypes.data % _ALIGNMENT :][:_SIZE]
         self._whole = torch.from_numpy(self._bytes)
         self._begin: int = self._bytes.ctypes.data
         self._used: dict[int, _Block] = {}

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import random
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -109,11 +108,29 @@ class Graph:
             gpu.queue(Item(item.name, item.run, engine=item.engine), gpu.stream())
 
 
+class Dice:
+    """Seeded choices. One of Python's generators would be found, and asked to be saved with the training."""
+
+    def __init__(self, seed: int) -> None:
+        self._state = seed * 0x9E3779B97F4A7C15 % 2**64
+        self.randrange(1)
+
+    def randrange(self, count: int) -> int:
+        self._state = (self._state * 6364136223846793005 + 1442695040888963407) % 2**64
+        return (self._state >> 33) % count
+
+    def random(self) -> float:
+        return self.randrange(1 << 30) / (1 << 30)
+
+    def choice(self, items: Sequence[Any]) -> Any:
+        return items[self.randrange(len(items))]
+
+
 class Queues:
     """The work of some devices. Threads begin with the first; trainings here use the last."""
 
     def __init__(self, seed: int, count: int) -> None:
-        self.dice = random.Random(seed)
+        self.dice = Dice(seed)
         self.lock = threading.RLock()
         self.count = count
         self.streams: list[Stream] = []
