@@ -24,6 +24,7 @@ class Fence:
         self._gates = [_Gate(live, self._pass) for live in optimizers]
         self._wait: Callable[[], None] | None = None
         self._owner = os.getpid()
+        self._is_distrusted = False
 
     def guarded(self, is_wanted: bool = True) -> set[int]:
         """Return the addresses of the tensors that change only in steps that wait here, if wanted.
@@ -35,6 +36,12 @@ class Fence:
         for gate in self._gates:
             theirs[gate.is_proven()].update(gate.places() if is_wanted else ())
         return theirs[True] - theirs[False] - {0}
+
+    def left_alone(self, places: set[int]) -> set[int]:
+        """Return those of the addresses that are of no optimizer's parameter."""
+        if not places or self._is_distrusted:
+            return set()
+        return places - {p.data_ptr() for p in self.parameters() if _has_place(p)}
 
     def parameters(self) -> Iterator[torch.Tensor]:
         """Yield the parameters of all optimizers."""
@@ -61,7 +68,8 @@ class Fence:
         self._wait = None
 
     def distrust(self) -> None:
-        """Guard nothing from now on: other code writes to the parameters without passing here."""
+        """Guard nothing from now on: other code writes to the tensors without passing here."""
+        self._is_distrusted = True
         for gate in self._gates:
             gate.is_blind = True
 

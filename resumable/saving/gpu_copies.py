@@ -28,7 +28,18 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: tor
 class Copy:
     """A tensor, or some of its numbers in a row, and its place in the image."""
 
-    __slots__ = ("_offset", "_order", "_version", "begin", "name", "path", "sample", "source", "view")
+    __slots__ = (
+        "_offset",
+        "_order",
+        "_version",
+        "begin",
+        "is_settled",
+        "name",
+        "path",
+        "sample",
+        "source",
+        "view",
+    )
 
     def __init__(
         self,
@@ -52,11 +63,17 @@ class Copy:
         self._version: int | None = None
         self._order: list[int] | None = None
         self.sample: Tensor | None = None
+        self.is_settled = False
+        """Whether no step changes its tensor: it is frozen, and was the same in the last two saves."""
+
+    def place(self) -> int:
+        """Return the address of its tensor."""
+        return self.source.data_ptr() - self._offset
 
     def is_guarded(self, places: Collection[int]) -> bool:
         """Whether its tensor lies at one of the places, as a whole."""
         lies_well = self.source.is_contiguous() or _can_be_staged(self.source)
-        return lies_well and self.source.data_ptr() - self._offset in places
+        return lies_well and self.place() in places
 
     def put_off(self) -> Copy:
         """Remember the version and the order of the tensor, to notice a change before it is copied."""
@@ -231,6 +248,7 @@ class Transfer:
         self._device = device
         self._buffers = buffers
         self._pairs: list[tuple[Tensor, Tensor]] = []
+        self._settled: list[tuple[Tensor, Tensor]] = []
         self.guarded: list[Copy] = []
         self.waited_for = 0
         """How many bytes were copied to the host at once, because the device has no room for a copy."""
@@ -250,6 +268,7 @@ class Transfer:
             self._begun.record()
         # One that spins would take a processor from the training.
         self._copied = _cuda.Event(blocking=True)
+        self._may_step = _cuda.Event() if self._settled else self._copied
         self._is_queued = threading.Event()
 
     def _pack(self, together: Sequence[Copy]) -> bool:
@@ -267,7 +286,7 @@ class Transfer:
         for begin, row in zip(begins, rows, strict=False):
             self._pairs.append((row.place, memory[begin : begin + row.size]))
         for copy in self.guarded:
-            self._pairs.append((copy.view, copy.source))
+            (self._settled if copy.is_settled else self._pairs).append((copy.view, copy.source))
         if samples.size:
             self._samples, begin = self._buffers.samples(samples.size), begins[len(rows)]
             self._pairs.append((self._samples, memory[begin : begin + samples.size]))
@@ -297,15 +316,22 @@ class Transfer:
             side = side_stream(self._device)
             with torch.cuda.device(self._device), torch.cuda.stream(side), torch.no_grad():
                 side.wait_event(self._begun)
-                for to, of in self._pairs:
-                    for place, piece in _pieces(to, of):
-                        place.copy_(self._in_order(piece), non_blocking=True)
-                        # Copies go one after the other, and the training's own small ones wait behind
-                        # them; at a kernel in between they get their turn.
-                        self._tick.add_(1)
-                self._copied.record(side)
+                self._copy(self._pairs)
+                self._may_step.record(side)
+                self._is_queued.set()
+                if self._settled:
+                    self._copy(self._settled)
+                    self._copied.record(side)
         finally:
             self._is_queued.set()
+
+    def _copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        for to, of in pairs:
+            for place, piece in _pieces(to, of):
+                place.copy_(self._in_order(piece), non_blocking=True)
+                # Copies go one after the other, and the training's own small ones wait behind them; at a
+                # kernel in between they get their turn.
+                self._tick.add_(1)
 
     def _in_order(self, piece: Tensor) -> Tensor:
         if piece.is_contiguous():
@@ -314,10 +340,10 @@ class Transfer:
         return staged.copy_(piece)
 
     def hold_back(self) -> None:
-        """Make work that the training queues from now on wait for the copies; return at once."""
+        """Make work that the training queues from now on wait for the copies of what steps change."""
         self._is_queued.wait()
         with torch.cuda.device(self._device):
-            torch.cuda.current_stream().wait_event(self._copied)
+            torch.cuda.current_stream().wait_event(self._may_step)
 
     def end(self) -> None:
         """Release those that wait for copies which will not be queued any more."""
@@ -329,6 +355,7 @@ class Transfer:
         with torch.cuda.device(self._device):
             self._copied.synchronize()
         self._pairs.clear()
+        self._settled.clear()
         at = 0
         for copy in self.guarded:
             sample = copy.taken()

@@ -141,10 +141,16 @@ class Image:
         self._fence.remove()
 
     @torch.no_grad()
-    def take(self, groups: Mapping[str, Encoded], mine: Mapping[str, Range] | None = None) -> Snapshot:
+    def take(
+        self,
+        groups: Mapping[str, Encoded],
+        mine: Mapping[str, Range] | None = None,
+        settled: Collection[str] = (),
+    ) -> Snapshot:
         """Begin a snapshot of the tensors of each file; what is guarded is copied behind the fence.
 
-        Where several processes share a checkpoint, it has only the bytes of each file that are `mine`.
+        Where several processes share a checkpoint, it has only the bytes of each file that are `mine`. The
+        `settled` files were the same in the last two saves.
         """
         self.settle()
         self._plan(groups, mine)
@@ -156,7 +162,7 @@ class Image:
         try:
             for path, group in groups.items():
                 if path in self._files:
-                    snapshot.add(self._files[path], group)
+                    snapshot.add(self._files[path], group, is_settled=path in settled)
             snapshot.start(self._worth_a_fence, self._written_elsewhere)
         except BaseException:
             self._forget()

@@ -53,7 +53,8 @@ class ImageFile:
 
     def __init__(self, path: str, group: Encoded, whole: Layout, mine: Range) -> None:
         self.path = path
-        self._is_frozen = codec.is_frozen(path)
+        self.is_frozen = codec.is_frozen(path)
+        """Whether its tensors are not trained, and rarely change."""
         self.share = _share(whole, *mine)
         self.layout = self.share.layout
         self.views: list[Tensor] = []
@@ -104,10 +105,11 @@ class ImageFile:
     def begin(self, group: Encoded) -> list[Tensor]:
         """Copy the small tensors in host memory, in one call, and return the live tensor of each slot.
 
-        Return none if they are frozen, and the same as those whose copies are still here.
+        Return none if they are frozen in host memory, and the same as those whose copies are still here.
         """
         sources = [group.tensors[name] for name in self._names]
-        if self._is_frozen and self._is_unchanged(sources):
+        # On a device the training would have to wait for the comparison.
+        if self.is_frozen and all(one.is_cpu for one in sources) and self._is_unchanged(sources):
             return []
         if self._together:
             torch._foreach_copy_(

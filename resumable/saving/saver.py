@@ -70,6 +70,8 @@ class Saving:
         self.late = LateChanges(training, self._image)
         self.preparation = Preparation(training)
         self._written: Mapping[str, large_files.Written] = {}
+        self._settled: set[str] = set()
+        """The files that were the same in the last two saves."""
         self._is_closed = False
 
     @property
@@ -141,7 +143,7 @@ class Saving:
             if self._checks_replicas:
                 self._crew.compare(groups, self._parts.differing())
             mine = self._crew.share(partial(self._image.sizes, groups), self._image.headers)
-            taken = self._image.take(groups, mine)
+            taken = self._image.take(groups, mine, self._settled)
         self._warn_of_slow_copies(taken)
         self._place = counters = self._position.counters()
         about = self._describe(number, metrics or {}, kinds, counters)
@@ -218,7 +220,8 @@ class Saving:
 
     def _commit(self, save: _Save) -> None:
         about, rank = save.about, self._crew.ranks.rank
-        files = save.taken.contents(self._written)
+        before = self._written
+        files = save.taken.contents(before)
         for path, text in codec.to_texts(save.trees, rank).items():
             if self._crew.leads or codec.rank_of(path) is not None:
                 files[path] = large_files.Content(text)
@@ -229,6 +232,8 @@ class Saving:
                 adding = self._run.adding(about) if self._crew.leads else contextlib.nullcontext()
                 with adding:
                     committed, self._written = self._crew.commit(about, files, self.preparation.way)
+            both = before.keys() & self._written.keys()
+            self._settled = {path for path in both if before[path].blocks == self._written[path].blocks}
         except BaseException:
             # A flush can fail after the rename: then the checkpoint is there all the same.
             if not self._is_there(about.number):

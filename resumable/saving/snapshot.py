@@ -47,7 +47,7 @@ class Snapshot:
         self._has_passed = False
         self._error: SaveFailed | None = None
 
-    def add(self, file: ImageFile, group: Encoded) -> None:
+    def add(self, file: ImageFile, group: Encoded, *, is_settled: bool) -> None:
         """Add a file, whose header is in place, and the copies of its tensors that are still to be made."""
         self._data[file.path] = file.bytes()
         self._shares[file.path] = file.share
@@ -55,9 +55,9 @@ class Snapshot:
         for number in file.apart if sources else ():
             if sources[number].numel():
                 slot, part = file.layout.slots[number], file.share.parts.get(number)
-                self._copies.append(
-                    Copy(file.path, slot.name, slot.begin, file.views[number], sources[number], part=part)
-                )
+                copy = Copy(file.path, slot.name, slot.begin, file.views[number], sources[number], part=part)
+                copy.is_settled = is_settled and file.is_frozen and copy.source.is_cuda
+                self._copies.append(copy)
 
     def start(self, worth_a_fence: int, written_elsewhere: Callable[[], Collection[int]]) -> None:
         """Copy the tensors that may change at any moment, and start to copy the others."""
@@ -65,9 +65,12 @@ class Snapshot:
         at_once: list[Copy] = []
         for copy in self._copies:
             (by_device.setdefault(copy.source.device, []) if copy.source.is_cuda else at_once).append(copy)
-        self._copies.clear()
         is_worth_it = sum(copy.view.nbytes for copy in at_once) >= worth_a_fence
-        guarded = self._fence.guarded(is_worth_it or bool(by_device))
+        settled = self._fence.left_alone({copy.place() for copy in self._copies if copy.is_settled})
+        for copy in self._copies:
+            copy.is_settled &= copy.place() in settled
+        self._copies.clear()
+        guarded = self._fence.guarded(is_worth_it or bool(by_device)) | settled
         if guarded:
             guarded -= {*written_elsewhere()}
         if is_worth_it:
@@ -140,8 +143,11 @@ class Snapshot:
         return [*self._later, *(copy for transfer in self._transfers for copy in transfer.guarded)]
 
     def _is_another(self, copy: Copy) -> bool:
-        # A step that has passed changes the versions of its tensors too.
-        return copy.has_another_content() or (copy.has_another_version() and not self._has_passed)
+        if copy.has_another_content():
+            return True
+        # A step that has passed changes the versions of its tensors too. Asked after the version: the step
+        # may come in between.
+        return copy.has_another_version() and (copy.is_settled or not self._has_passed)
 
     def _refuse_changed(self, is_changed: Callable[[Copy], bool]) -> None:
         for copy in self._guarded():

@@ -17,6 +17,7 @@ from resumable.files.codec import Encoded
 from resumable.saving import gpu_copies, snapshot
 from resumable.saving.gpu_copies import Buffers, Copy, Transfer
 from resumable.saving.image import Image
+from resumable.saving.snapshot import Snapshot
 from tests.support import accelerator
 from tests.support.accelerator import Accelerator, Stream
 from tests.support.gpu_training import Training, held, set_to
@@ -449,3 +450,77 @@ def test_no_step_waits_for_a_device_that_the_copies_never_came_to(
 
     with pytest.raises(SaveFailed, match="the device is gone"):
         taken.tensors("file")
+
+
+FROZEN = "model-frozen.safetensors"
+
+
+class PartlyFrozen(Training):
+    """A training with a frozen tensor, which the last two saves had as it is."""
+
+    def __init__(self, gpu: Accelerator) -> None:
+        self.frozen = gpu.put(torch.full((60,), 5.0))
+        super().__init__(gpu)
+
+    def take(self) -> Snapshot:
+        mine = {
+            "file": Encoded({}, {"weight": self.weight, "buffer": self.buffer}, {}, ("key",)),
+            FROZEN: Encoded({}, {"frozen": self.frozen}, {}, ("other key",)),
+        }
+        return self.image.take(mine, settled={"file", FROZEN})
+
+
+def test_a_frozen_tensor_is_copied_last_and_no_step_waits_for_it(gpus: Callable[[int], Accelerator]) -> None:
+    gpu = gpus(0)
+    training = PartlyFrozen(gpu)
+    gpu.finish()
+    training.take().tensors(FROZEN)
+    names = [[*stream.done] for stream in gpu.streams]
+    training.step()
+    taken = training.take()
+    training.step()
+    assert taken.tensors(FROZEN)["frozen"].tolist() == [5.0] * 60
+
+    copies = gpu.streams[1].done[len(names[1]) :]
+    last = ["event", *["copy_ 64", "add_"] * 3, "copy_ 48", "add_", "event"]
+    assert copies[-len(last) :] == last
+    queued = [*gpu.training.done, *(item.name for item in gpu.training.work)][len(names[0]) :]
+    # Steps that may have to wait, the copy of the buffer, and the row of samples.
+    assert {*queued} <= {"kernel", "event", "_foreach_copy_", "copy_", "wait"}
+
+
+@pytest.mark.parametrize("thaws", [True, False])
+def test_a_frozen_tensor_that_is_written_to_after_a_save_is_never_in_a_file_unreported(
+    gpus: Callable[[int], Accelerator], thaws: bool
+) -> None:
+    told = 0
+    for seed in range(40):
+        training = PartlyFrozen(gpus(seed))
+        taken = training.take()
+        if thaws:
+            training.step()
+            torch.autograd.graph.increment_version(training.frozen)
+        training.write(training.frozen)
+        try:
+            assert taken.tensors(FROZEN)["frozen"].tolist() == [5.0] * 60
+            continue
+        except SaveFailed:
+            told += 1
+        value = training.value
+        taken = training.take()
+        training.write(training.frozen)
+        assert set(taken.tensors(FROZEN)["frozen"].tolist()) == {value}
+
+    assert told > 5
+
+
+def test_a_frozen_tensor_of_an_optimizer_is_guarded_by_its_steps(gpus: Callable[[int], Accelerator]) -> None:
+    gpu = gpus(0)
+    training = PartlyFrozen(gpu)
+    training.optimizer.param_groups[0]["params"].append(training.frozen)
+    training.step()
+    taken = training.take()
+    training.step()
+    training.write(training.frozen)
+
+    assert taken.tensors(FROZEN)["frozen"].tolist() == [5.0] * 60
