@@ -9,7 +9,6 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..files import codec
 from ..files.codec import Encoded, Place
@@ -189,18 +188,3 @@ class Part:
     def restore(self, saved: Saved, unfit: AbstractSet[str], code_wins: AbstractSet[str]) -> None:
         """Restore the live object, except for `unfit` names and the settings where the code wins."""
         raise NotImplementedError
-
-
-def clones(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies in host memory, made before this function returns.
-
-    >>> live = {"weight": torch.zeros(2)}
-    >>> copy = clones(live)
-    >>> _ = live["weight"].add_(1)
-    >>> copy["weight"]
-    tensor([0., 0.])
-    """
-    return {
-        name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-        for name, tensor in tensors.items()
-    }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
@@ -16,9 +15,10 @@ from ..files.threads import no_garbage_collection
 from ..loaders.generators import rng
 from . import collect
 from .containers import Restoring
+from .copies import clones_nearby
 from .fit import Plan
 from .other_parts import GeneratorPart
-from .part import Part, Saved, Trees, clones
+from .part import Part, Saved, Trees
 from .parts import DATA, Parts
 from .reading import Reading
 
@@ -51,8 +51,9 @@ def restore(parts: Parts, plan: Plan, before: Mapping[str, Any], each: Each = la
         each(
             "the restore of the position", lambda: put_in([part for part in chosen if isinstance(part, DATA)])
         )
-    except BaseException:
-        undo()
+    except BaseException as exc:
+        if lost := undo():
+            raise _half_filled(lost) from exc
         raise
     if reading.is_heir and plan.is_whole:
         _begin_own_streams(parts)
@@ -79,15 +80,20 @@ class _Undo:
         self._before = _copied(trees, plan.reading, is_all=bool(plan.foreign))
         self._streams.write(self._generators)
 
-    def __call__(self) -> None:
+    def __call__(self) -> StateMismatch | None:
+        """Put them back; return the error of one that could not be, though it runs no code of the user's."""
+        lost = None
         self._restoring.undo()
         for put_back in self._groups:
             put_back()
         for part in self._others:
-            # A part that refuses even its own state must not keep the others from theirs.
-            with contextlib.suppress(StateMismatch):
+            try:
                 restore_part(part, Saved(self._before, part.name), set(), set())
+            except StateMismatch as exc:
+                # One of the user's may refuse even its own state. The others get theirs all the same.
+                lost = exc if part.is_torchs_own() else lost
         self._streams.write(self._generators)
+        return lost
 
 
 def _copied(trees: Trees, reading: Reading, *, is_all: bool) -> Trees:
@@ -96,7 +102,7 @@ def _copied(trees: Trees, reading: Reading, *, is_all: bool) -> Trees:
     for stem, tree in trees.items():
         left = set() if is_all else tree.tensors.keys() & reading.names_in_place(stem)
         own = {name: tensor for name, tensor in tree.tensors.items() if name not in left}
-        tensors = {**clones(own), **{name: tree.tensors[name] for name in left}}
+        tensors = {**clones_nearby(own), **{name: tree.tensors[name] for name in left}}
         copied[stem] = replace(tree, tensors=tensors, kept=frozenset(left))
     return copied
 

@@ -16,10 +16,11 @@ from ..files.codec import Encoded
 from ..files.threads import no_garbage_collection
 from . import collect
 from .aliases import fill, nodes
+from .copies import clones
 from .models import ModulePart
 from .optimizers import OptimizerPart
 from .other_parts import DataclassPart
-from .part import Part, Saved, Trees, clones
+from .part import Part, Saved, Trees
 from .parts import Parts, has_no_generator
 from .restore import restore_part
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from resumable import Preempted, Run, RunState
+from resumable import Preempted, Run, RunState, StateMismatch
 from resumable.files import large_files
 from resumable.loaders.generators import rng, worker_rng
 from resumable.parts import devices
@@ -323,3 +323,60 @@ def test_a_save_on_its_way_keeps_no_tensor_that_the_training_has_dropped(
     assert handle
     handle.wait()
     state.close()
+
+
+class Own:
+    """A part of the user's, which refuses its state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"it": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise ValueError("not this")
+
+
+class Refused:
+    """A training that has gone on since its save, and will be refused its state."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.model = nn.Linear(200, 200).cuda()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), momentum=0.9)
+        parts = {"model": self.model, "optimizer": self.optimizer, "extra": {"own": Own()}}
+        self.state = RunState.load(run_dir, **parts)
+        for _ in self.state.steps(1):
+            self.model(torch.ones(2, 200, device="cuda")).sum().backward()
+            self.optimizer.step()
+            self.state.save().wait()
+            self.optimizer.step()
+
+    def values(self) -> list[Any]:
+        momentum = self.optimizer.state[self.model.weight]["momentum_buffer"]
+        return [tensor.tolist() for tensor in (*self.model.parameters(), momentum)]
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_what_a_refused_restore_puts_back_stays_on_the_gpu_if_it_has_room(
+    gpu: Accelerator, run_dir: Path, has_room: bool
+) -> None:
+    training = Refused(run_dir)
+    before, size = training.values(), training.model.weight.nbytes
+    gpu.finish()
+    if not has_room:
+        gpu.memory.leave(int(2.2 * size))
+    gpu.blocking_copies.clear()
+    with pytest.raises(StateMismatch, match="own refused its state") as refused:
+        training.state.restore("newest")
+    training.state.close()
+
+    assert "Every object is as it was" in refused.value.fix
+    assert (size in gpu.blocking_copies) is not has_room
+    assert training.values() == before
+
+
+def test_where_nothing_could_be_put_back_the_error_says_so(gpu: Accelerator, run_dir: Path) -> None:
+    training = Refused(run_dir)
+    gpu.finish()
+    gpu.memory.leave(1000)
+    with pytest.raises(StateMismatch, match=r"optimizer refused its state.*hold a mixture"):
+        training.state.restore("newest")
+    training.state.close()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from resumable import RunState, SaveFailed
 from resumable.files import codec, tensor_file
 from resumable.files.codec import Encoded
-from resumable.parts.part import clones
+from resumable.parts.copies import clones
 from resumable.saving import host_memory, image_file, snapshot
 from resumable.saving.image import Image
 from resumable.saving.snapshot import Snapshot

@@ -47,7 +47,9 @@ class Accelerator(Queues):
         super().__init__(seed, count)
         self.memories = [Memory() for _ in range(count)]
         self.pinned = HostMemory()
-        self.pins = self.blocking_copies = 0
+        self.pins = 0
+        self.blocking_copies: list[int] = []
+        """The sizes of those that were made from or to memory that is not pinned, or waited for."""
         self.generators = [torch.Generator() for _ in self.memories]
 
     @property
@@ -224,7 +226,8 @@ class Accelerator(Queues):
         places = self._raw(to), self._raw(of) if is_pinned or of is not host else of.detach().clone()
         engine = index, "to the host" if there is None else "to the device"
         self.queue(Item(f"copy_ {to.nbytes}", lambda: places[0].copy_(places[1]), engine=engine), stream)
-        self.blocking_copies += not (non_blocking and is_pinned)
+        if not (non_blocking and is_pinned):
+            self.blocking_copies.append(to.nbytes)
         if not non_blocking or (there is None and not is_pinned):
             stream.synchronize()
         return to

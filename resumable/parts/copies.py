@@ -1,0 +1,57 @@
+"""Copies of tensors, to put back what a restore or a look has changed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+_MARGIN = 0.8  # memory that is free may be in pieces too small for a tensor
+
+
+def clones(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies in host memory, made before this function returns.
+
+    >>> live = {"weight": torch.zeros(2)}
+    >>> copy = clones(live)
+    >>> _ = live["weight"].add_(1)
+    >>> copy["weight"]
+    tensor([0., 0.])
+    """
+    return {name: _on_host(tensor) for name, tensor in tensors.items()}
+
+
+def clones_nearby(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies, on the tensors' own devices where all of them have room, else in host memory."""
+    sizes = Counter[torch.device]()
+    for tensor in tensors.values():
+        if tensor.is_cuda:
+            sizes[tensor.device] += tensor.nbytes
+    roomy = {device for device, size in sizes.items() if size <= _room(device)}
+    return {
+        name: _nearby(tensor) if tensor.device in roomy else _on_host(tensor)
+        for name, tensor in tensors.items()
+    }
+
+
+def _room(device: torch.device) -> int:
+    try:
+        free, _ = torch.cuda.mem_get_info(device)
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    except RuntimeError:
+        # An allocator other than torch's has no statistics.
+        return 0
+    return int(_MARGIN * (free + unused))
+
+
+def _nearby(tensor: Tensor) -> Tensor:
+    try:
+        return tensor.detach().clone(memory_format=torch.contiguous_format)
+    except torch.OutOfMemoryError:
+        return _on_host(tensor)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
