@@ -141,21 +141,27 @@ def from_safetensors(data: memoryview) -> dict[str, torch.Tensor]:
     return dict(zip((slot.name for slot in slots), from_row(data[start:], slots), strict=True))
 
 
-def from_row(raw: memoryview, slots: Sequence[Slot]) -> list[torch.Tensor]:
-    """Return the tensors whose bytes are in `raw`, one after the other, as views where alignment allows."""
+def from_row(
+    raw: memoryview, slots: Sequence[Slot], device: torch.device | None = None
+) -> list[torch.Tensor]:
+    """Return the tensors whose bytes are in `raw`, one after the other, as views where alignment allows.
+
+    On a device they are views too: of what is copied there in one go for each dtype.
+    """
     found: list[torch.Tensor] = []
     for dtype, same in itertools.groupby(slots, key=attrgetter("dtype")):
         row = [*same]
         content = raw[row[0].begin - slots[0].begin : row[-1].end - slots[0].begin]
         if not content.nbytes:
-            found += [empty(slot) for slot in row]
+            found += [empty(slot, device) for slot in row]
             continue
         flat = torch.frombuffer(content, dtype=torch.uint8)
         refuse_no_booleans(flat, dtype)
+        flat = flat.to(device) if device else flat
         counts = [(slot.end - slot.begin) // dtype.itemsize for slot in row]
         parts = torch.split(viewed(flat, dtype), counts)
         found += [
-            empty(slot) if not count else part if len(slot.shape) == 1 else part.view(slot.shape)
+            empty(slot, device) if not count else part if len(slot.shape) == 1 else part.view(slot.shape)
             for slot, part, count in zip(row, parts, counts, strict=True)
         ]
     return found

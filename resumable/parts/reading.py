@@ -348,17 +348,24 @@ class _Places:
         for slot, tensor in self._large:
             tensor_file.refuse_no_booleans(tensor.view(-1).view(torch.uint8), slot.dtype)
         found = {slot.name: tensor for slot, tensor in self._large}
-        for row, memory in self._rows:
-            for want, tensor in zip(row, _in_row(row, memory), strict=True):
-                found[want.slot.name] = tensor if want.device == _HOST else tensor.to(want.device)
+        for pairs in self._pairs():
+            for want, tensor in pairs:
+                found[want.slot.name] = tensor if want.device == _HOST else tensor.to(want.device, copy=True)
         return found
 
     @torch.no_grad()
     def move(self) -> None:
         """Copy the tensors that were read in rows into the live tensors."""
+        for pairs in self._pairs():
+            lives = [want.live for want, _ in pairs if want.live is not None]
+            torch._foreach_copy_(lives, [tensor for _, tensor in pairs])
+
+    def _pairs(self) -> Iterator[Sequence[tuple[_Wanted, Tensor]]]:
+        """Yield what was read in rows: those of a GPU as they are there, the others in host memory."""
         for row, memory in self._rows:
-            lives = [want.live for want in row if want.live is not None]
-            torch._foreach_copy_(lives, _in_row(row, memory))
+            for device in {want.device if want.device.type == "cuda" else _HOST for want in row}:
+                there = tensor_file.from_row(memory, [want.slot for want in row], device)
+                yield [pair for pair in zip(row, there, strict=True) if _is_for(pair[0], device)]
 
 
 def _room_for(want: _Wanted) -> Tensor:
@@ -374,8 +381,8 @@ def _room_for(want: _Wanted) -> Tensor:
         ) from exc
 
 
-def _in_row(row: Sequence[_Wanted], memory: memoryview) -> list[Tensor]:
-    return tensor_file.from_row(memory, [want.slot for want in row])
+def _is_for(want: _Wanted, device: torch.device) -> bool:
+    return want.device == device or (device == _HOST and want.device.type != "cuda")
 
 
 def _send(to: Tensor, lane: Lane, at: int, piece: memoryview) -> None:

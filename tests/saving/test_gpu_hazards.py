@@ -380,3 +380,25 @@ def test_where_nothing_could_be_put_back_the_error_says_so(gpu: Accelerator, run
     with pytest.raises(StateMismatch, match=r"optimizer refused its state.*hold a mixture"):
         training.state.restore("newest")
     training.state.close()
+
+
+def test_small_tensors_are_loaded_onto_a_gpu_together(gpu: Accelerator, run_dir: Path) -> None:
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(40))).cuda()
+        return model, torch.optim.Adam(model.parameters(), capturable=True)
+
+    model, optimizer = made()
+    with RunState.load(run_dir, model=model, optimizer=optimizer) as state:
+        for _ in state.steps(1):
+            model(torch.ones(2, 4, device="cuda")).sum().backward()
+            optimizer.step()
+        state.save()
+    expected = [p.tolist() for p in model.parameters()]
+    model, optimizer = made()
+    gpu.blocking_copies.clear()
+    RunState.load(run_dir, model=model, optimizer=optimizer).close()
+
+    assert len(gpu.blocking_copies) <= 4, "one for each dtype of each file"
+    assert [p.tolist() for p in model.parameters()] == expected
+    moments = [one["exp_avg"] for one in optimizer.state.values()]
+    assert len({one.untyped_storage().data_ptr() for one in moments}) == 80
