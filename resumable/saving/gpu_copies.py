@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..files import tensor_file
+from .host_memory import registered_apart
 
 _cuda: Any = torch.cuda
 _PIECE = 32 << 20
@@ -308,7 +309,11 @@ class Transfer:
     def _copy_at_once(self, copies: Sequence[Copy]) -> None:
         self.waited_for = sum(copy.view.nbytes for copy in copies)
         for copy in copies:
-            copy.view.copy_(copy.source if copy.source.is_contiguous() else _on_host(copy.source))
+            if copy.source.is_contiguous():
+                for there, here in _cut(copy.view, copy.source):
+                    there.copy_(here)
+            else:
+                copy.view.copy_(_on_host(copy.source))
 
     def queue(self) -> None:
         """Hand all copies to the device; to be called in a thread of its own."""
@@ -328,10 +333,11 @@ class Transfer:
     def _copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         for to, of in pairs:
             for place, piece in _pieces(to, of):
-                place.copy_(self._in_order(piece), non_blocking=True)
-                # Copies go one after the other, and the training's own small ones wait behind them; at a
-                # kernel in between they get their turn.
-                self._tick.add_(1)
+                for there, here in _cut(place, self._in_order(piece)):
+                    there.copy_(here, non_blocking=True)
+                    # Copies go one after the other, and the training's own small ones wait behind them; at
+                    # a kernel in between they get their turn.
+                    self._tick.add_(1)
 
     def _in_order(self, piece: Tensor) -> Tensor:
         if piece.is_contiguous():
@@ -437,10 +443,18 @@ def _aligned(size: int) -> int:
 
 
 def _pieces(to: Tensor, of: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    if not of.is_contiguous():
-        count = max(1, _STAGED // of[0].nbytes)
-        return zip(torch.split(to, count), torch.split(of, count), strict=True)
-    if of.nbytes <= _PIECE:
+    """Yield both as they are, or, if the tensor lies in another order, in pieces that can be staged."""
+    if of.is_contiguous():
         return iter([(to, of)])
-    count = _PIECE // of.element_size()
-    return zip(torch.split(to.view(-1), count), torch.split(of.view(-1), count), strict=True)
+    count = max(1, _STAGED // of[0].nbytes)
+    return zip(torch.split(to, count), torch.split(of, count), strict=True)
+
+
+def _cut(to: Tensor, of: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the bytes of both in pieces, none of them in two parts of the registered memory."""
+    begin = to.data_ptr()
+    to, of = to.view(-1).view(torch.uint8), of.view(-1).view(torch.uint8)
+    for first, last in registered_apart(to):
+        for at in range(first - begin, last - begin, _PIECE):
+            end = min(at + _PIECE, last - begin)
+            yield to[at:end], of[at:end]

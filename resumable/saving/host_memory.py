@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from ..files.threads import allow_captures
 
 _cuda: Any = torch.cuda
 _PIECE = 16 << 20
+_REGISTERED = 32 << 20  # the driver holds locks meanwhile that the training's launches need
 _PORTABLE = 1  # for all GPUs of this process; copies from the others would otherwise take a detour
 
 
@@ -63,12 +64,15 @@ class HostMemory:
 
     def _register(self, gpu: torch.device) -> None:
         allow_captures()
+        places: list[int] = []
+        self._unregister = weakref.finalize(self, _unregister, os.getpid(), gpu, places)
+        self._unregister.atexit = False
         with torch.cuda.device(gpu):
-            code = _cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), self.size, _PORTABLE)
-        self.is_refused = int(code) != 0
-        if not self.is_refused:
-            self._unregister = weakref.finalize(self, _unregister, os.getpid(), gpu, self.tensor.data_ptr())
-            self._unregister.atexit = False
+            for begin, end in registered_apart(self.tensor):
+                if int(_cuda.cudart().cudaHostRegister(begin, end - begin, _PORTABLE)):
+                    self.is_refused = True
+                    break
+                places.append(begin)
 
     def free(self) -> None:
         """Give the memory back as soon as it is no longer referenced."""
@@ -77,12 +81,26 @@ class HostMemory:
         del self.bytes, self.tensor
 
 
-def _unregister(process: int, gpu: torch.device, place: int) -> None:
+def registered_apart(memory: torch.Tensor) -> Iterator[tuple[int, int]]:
+    """Yield the addresses of some memory in parts, each of which is registered as a whole.
+
+    A copy from or to two parts at once is an error.
+    """
+    begin = memory.data_ptr()
+    last = begin + memory.nbytes
+    while begin < last:
+        end = min(last, (begin // _REGISTERED + 1) * _REGISTERED)
+        yield begin, end
+        begin = end
+
+
+def _unregister(process: int, gpu: torch.device, places: Iterable[int]) -> None:
     # A forked child has neither the memory nor the driver.
     if process == os.getpid():
         # This may be any thread: one whose device was never set would create a context on the first GPU.
         with torch.cuda.device(gpu):
-            _cuda.cudart().cudaHostUnregister(place)
+            for place in places:
+                _cuda.cudart().cudaHostUnregister(place)
 
 
 def gpu_of(tensors: Iterable[torch.Tensor]) -> torch.device | None:

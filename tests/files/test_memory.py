@@ -203,6 +203,38 @@ def test_a_gpu_is_reported_of_the_memory_and_of_its_end(monkeypatch: pytest.Monk
     assert driver.gpus == [1, 1], "unregistered with the first device, on which that creates a context"
 
 
+def test_memory_is_registered_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver()
+    with_driver(monkeypatch, driver)
+    monkeypatch.setattr(host_memory, "_REGISTERED", 1 << 16)
+    found = HostMemory(200_000)
+    begin = found.tensor.data_ptr()
+    found.register(torch.device("cuda", 1))
+    assert driver.known[0][0] == begin
+    assert sum(size for _, size in driver.known) == 200_000
+    assert all(place % (1 << 16) == 0 for place, _ in driver.known[1:])
+
+    found.free()
+    assert driver.known == []
+
+
+def test_what_is_registered_before_a_refusal_is_unregistered(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver()
+    with_driver(monkeypatch, driver)
+    monkeypatch.setattr(host_memory, "_REGISTERED", 1 << 16)
+    register = driver.cudaHostRegister
+    monkeypatch.setattr(
+        driver, "cudaHostRegister", lambda *given: 2 if len(driver.known) == 2 else register(*given)
+    )
+    found = HostMemory(200_000)
+    found.register(torch.device("cuda", 1))
+    assert found.is_refused
+    assert len(driver.known) == 2
+    found.free()
+
+    assert driver.known == []
+
+
 def test_memory_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver()
     with_driver(monkeypatch, driver)

@@ -524,3 +524,28 @@ def test_a_frozen_tensor_of_an_optimizer_is_guarded_by_its_steps(gpus: Callable[
     training.write(training.frozen)
 
     assert taken.tensors(FROZEN)["frozen"].tolist() == [5.0] * 60
+
+
+@pytest.mark.parametrize("room", [None, 0])
+def test_no_copy_is_to_two_parts_of_the_registered_memory(
+    gpus: Callable[[int], Accelerator], monkeypatch: pytest.MonkeyPatch, room: int | None
+) -> None:
+    gpu = gpus(0)
+    training = Training(gpu, 3000)
+    if room is not None:
+        gpu.memory.leave(room)
+    training.step()
+    training.write(training.buffer)
+    assert held(training.take()) == (2, 3)
+    parts = [end - begin for begin, end in gpu.pinned.registered.items()]
+    assert len(parts) == 6
+    assert max(parts) == 4096
+
+    training.step()
+    monkeypatch.setattr(gpu_copies, "_cut", lambda to, of: [(to, of)])
+    if room is None:
+        with pytest.raises(SaveFailed, match="invalid argument"):
+            held(training.take())
+    else:
+        with pytest.raises(RuntimeError, match="invalid argument"):
+            training.take()

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from resumable.files import file_reader, threads
 from resumable.parts import reading
 from resumable.position import to_device
-from resumable.saving import gpu_copies
+from resumable.saving import gpu_copies, host_memory
 from tests.support.device_memory import HostMemory, Memory
 from tests.support.device_streams import Event, Graph, Item, Queues, Stream, become_present, present
 
@@ -391,6 +391,7 @@ def make_small(patch: pytest.MonkeyPatch) -> None:
     """Let saves and loads treat a few numbers as a large tensor, which is copied in many pieces."""
     for name, value in {"_SMALL": 48, "_PIECE": 64, "_STAGED": 64, "_SAMPLES": 3}.items():
         patch.setattr(gpu_copies, name, value)
+    patch.setattr(host_memory, "_REGISTERED", 4096)
     patch.setattr(file_reader, "_PIECE", 256)
     patch.setattr(reading, "_SMALL", 48)
     patch.setattr(reading, "_ROOM", 256)

@@ -119,6 +119,10 @@ class HostMemory(Memory):
         """The memory of others that the driver was told of: from where to where."""
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        """Whether a tensor of the host is in such memory."""
-        place = tensor.data_ptr()
-        return self.holds(place) or any(begin <= place < end for begin, end in self.registered.items())
+        """Whether a contiguous tensor of the host is in such memory."""
+        first = tensor.data_ptr()
+        last = first + max(1, tensor.nbytes) - 1
+        touched = [(begin, end) for begin, end in self.registered.items() if begin <= last and first < end]
+        if len(touched) > 1:
+            raise RuntimeError("CUDA error: invalid argument")
+        return self.holds(first) or any(begin <= first and last < end for begin, end in touched)
