@@ -11,6 +11,7 @@ import torch
 
 from ..errors import warn
 from .aliases import MUTABLE, Aliases, Path, Record, children, fill, is_array, is_trained
+from .copies import clone_nearby
 from .part import Part, same_device
 from .reading import Reading
 
@@ -197,7 +198,7 @@ class Restoring:
             np.copyto(live, then)
             return
         with torch.no_grad():
-            kept = live.detach().clone()
+            kept = clone_nearby(live)
             self._undo.append(torch.no_grad()(lambda: live.copy_(kept)))
             live.copy_(then)
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-_MARGIN = 0.8  # memory that is free may be in pieces too small for a tensor
+_SHARE = 1 / 3  # the restore needs room too, for what it reads
 
 
 def clones(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -31,7 +31,7 @@ def clones_nearby(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             sizes[tensor.device] += tensor.nbytes
     roomy = {device for device, size in sizes.items() if size <= _room(device)}
     return {
-        name: _nearby(tensor) if tensor.device in roomy else _on_host(tensor)
+        name: clone_nearby(tensor) if tensor.device in roomy else _on_host(tensor)
         for name, tensor in tensors.items()
     }
 
@@ -43,10 +43,11 @@ def _room(device: torch.device) -> int:
     except RuntimeError:
         # An allocator other than torch's has no statistics.
         return 0
-    return int(_MARGIN * (free + unused))
+    return int(_SHARE * (free + unused))
 
 
-def _nearby(tensor: Tensor) -> Tensor:
+def clone_nearby(tensor: Tensor) -> Tensor:
+    """Return a copy, on the tensor's own device if that has room, else in host memory."""
     try:
         return tensor.detach().clone(memory_format=torch.contiguous_format)
     except torch.OutOfMemoryError:
@@ -54,4 +55,5 @@ def _nearby(tensor: Tensor) -> Tensor:
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    # First in its own order: torch would put it in another one on the device, which needs room.
+    return tensor.detach().to("cpu", copy=True).contiguous()

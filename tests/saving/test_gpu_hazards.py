@@ -362,7 +362,7 @@ def test_what_a_refused_restore_puts_back_stays_on_the_gpu_if_it_has_room(
     before, size = training.values(), training.model.weight.nbytes
     gpu.finish()
     if not has_room:
-        gpu.memory.leave(int(2.2 * size))
+        gpu.memory.leave(3 * size)
     gpu.blocking_copies.clear()
     with pytest.raises(StateMismatch, match="own refused its state") as refused:
         training.state.restore("newest")

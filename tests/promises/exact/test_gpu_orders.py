@@ -203,6 +203,8 @@ def bad(scenario: Scenario, seeds: range, folder: Path) -> list[str]:
     for seed in seeds:
         try:
             problem = scenario(seed, folder)
+            if 0 in accelerator.the_accelerator().contexts:
+                problem = "something was done on a GPU that the training does not use"
         except (SaveFailed, AssertionError) as exc:
             problem = repr(exc)
         if problem:
