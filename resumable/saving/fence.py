@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+_ONLY_IN_STEPS = ("torch.optim.", "bitsandbytes.optim.")  # no method of theirs writes anywhere else
+
 untraced: Any = torch.compiler.disable
 """Keeps a hook out of what `torch.compile` makes of a step: there it would not wait, or crash the process."""
 
@@ -145,8 +147,8 @@ def is_capturing() -> bool:
 
 
 def _has_more_methods(live: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer has public methods besides torch's own, which may write to the parameters."""
-    kinds = [kind for kind in type(live).__mro__ if not kind.__module__.startswith("torch.optim.")]
+    """Whether an optimizer has public methods of an unknown kind, which may write to the parameters."""
+    kinds = [kind for kind in type(live).__mro__ if not kind.__module__.startswith(_ONLY_IN_STEPS)]
     known = {*dir(torch.optim.Optimizer)}
     for own in (live, *kinds):
         for name in vars(own).keys() - known:

@@ -260,6 +260,26 @@ def test_an_optimizer_on_a_stream_of_its_own_is_waited_for(run_dir: Path, kind: 
     state.close()
 
 
+def test_a_save_does_not_wait_for_frozen_weights(run_dir: Path) -> None:
+    training = Training(layers=1)
+    base = nn.Linear(LARGE, LARGE, device="cuda").requires_grad_(False)
+    model = nn.ModuleDict({"base": base, "head": training.model})
+    state = RunState.load(run_dir, model=model, optimizer=training.optimizer, keep=None)
+    for _ in range(2):
+        training.step()
+        state.save().wait()
+    training.step()
+    keep_busy()
+    handle = state.save()
+    assert not torch.cuda.current_stream().query(), "save() has waited for the GPU"
+    training.step()
+    handle.wait()
+    state.close()
+
+    assert torch.equal(saved(handle.path, "model-frozen")["base.weight"], base.weight.cpu())
+    assert (handle.path / "model-frozen.safetensors").stat().st_nlink == 3
+
+
 def test_two_hundred_saves_of_a_busy_gpu_hold_what_there_was(run_dir: Path) -> None:
     training = Training(layers=1)
     with RunState.load(run_dir, **training.parts, keep=1) as state:

@@ -21,6 +21,7 @@ from resumable.files import large_files
 from resumable.loaders.generators import rng, worker_rng
 from resumable.parts import devices
 from resumable.saving.fence import Fence
+from resumable.saving.host_memory import HostMemory
 from tests.support import accelerator
 from tests.support.accelerator import Accelerator
 
@@ -282,6 +283,7 @@ def test_the_threads_of_a_save_let_others_capture(gpu: Accelerator, run_dir: Pat
     saved = state.save()
     with torch.cuda.graph(training.graph, capture_error_mode=mode):
         training._step()
+        HostMemory(1 << 16).register(gpu.training_device)
         saved.wait()
     state.close()
 
@@ -323,6 +325,31 @@ def test_a_save_on_its_way_keeps_no_tensor_that_the_training_has_dropped(
     assert handle
     handle.wait()
     state.close()
+
+
+class EightBit(torch.optim.SGD):
+    """An optimizer with methods that torch's do not have, as those of bitsandbytes."""
+
+    __module__ = "bitsandbytes.optim.optimizer"
+
+    def to_gpu(self) -> None: ...
+
+
+class Switching(EightBit):
+    """One that may write to the parameters outside of its step."""
+
+    def eval(self) -> None: ...
+
+
+@pytest.mark.parametrize(("kind", "is_guarded"), [(EightBit, True), (Switching, False)])
+def test_optimizers_of_bitsandbytes_are_guarded(kind: Any, is_guarded: bool) -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = kind([parameter], lr=0.1)
+    fence = Fence([optimizer])
+    parameter.grad = torch.ones(3)
+    optimizer.step()
+
+    assert (parameter.data_ptr() in fence.guarded()) is is_guarded
 
 
 class Own:

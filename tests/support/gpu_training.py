@@ -26,7 +26,7 @@ class Training:
 
     def write(self, tensor: Tensor) -> None:
         self.value += 1
-        self.gpu.launch("kernel", lambda value=self.value: set_to(tensor, value))
+        self.gpu.launch("kernel", lambda value=self.value: set_to(tensor, value), tensor.device)
 
     def step(self) -> None:
         for hook in [*self.optimizer._optimizer_step_pre_hooks.values()]:

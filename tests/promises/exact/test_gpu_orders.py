@@ -36,17 +36,19 @@ def _gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def started(seed: int) -> Accelerator:
+def started(seed: int, count: int = 2) -> Accelerator:
     """Return new devices, as a new process finds them."""
-    gpu = accelerator.replace(seed)
+    gpu = accelerator.replace(seed, count)
     gpu.set_device(gpu.training_device)
     return gpu
 
 
 def save(seed: int, _: Path) -> Problem:
     """Images hold what there was at the save, while the training writes on."""
-    gpu = started(seed)
+    gpu = started(seed, 3)
     training = Training(gpu, size=gpu.dice.choice([3, 30, 100]))
+    if gpu.dice.random() < 0.3:
+        training.buffer = gpu.put(training.buffer.cpu(), 1)
     streams = [gpu.training, Stream()]
     if gpu.dice.random() < 0.3:
         gpu.memory.leave(gpu.dice.choice([0, 64, 512]))
