@@ -165,7 +165,12 @@ class OptimizerPart(Part):
     def forget_gradients(self, kept: AbstractSet[Tensor]) -> None:
         """Drop the gradients of all other parameters."""
         for parameter in self.parameters().values():
-            if parameter not in kept:
+            if parameter in kept:
+                continue
+            if parameter.grad is not None and self.gradients.is_captured:
+                # The graph adds to this memory, whoever has it.
+                parameter.grad.zero_()
+            else:
                 parameter.grad = None
 
     def hold(self) -> Callable[[], None]:
@@ -215,6 +220,7 @@ class OptimizerPart(Part):
         named, parameters, loose = self._named()
         tree = saved.copy(self.stem, self._placer(saved.view(self.stem)["on_host"], parameters))
         was = self.live.param_groups
+        live = {key: dict(one) for key, one in self.live.state.items() if isinstance(one, dict)}
         now = self.live.state_dict()
         indices = now["param_groups"]
         groups = [
@@ -235,7 +241,11 @@ class OptimizerPart(Part):
             self.live.load_state_dict({**tree["rest"], "state": state, "param_groups": groups})
             self._keep_types(by_parameter, parameters)
         finally:
-            _keep_identity(was, self.live.param_groups)
+            for before, after in zip(was, self.live.param_groups, strict=True):
+                _keep_memory(before, after)
+            for key, before in live.items():
+                if isinstance(after := self.live.state.get(key), dict):
+                    _keep_memory(before, after, _is_like_on_gpu)
         with torch.no_grad():
             for name in tree["loose"].keys() & loose - unfit:
                 parameters[name].copy_(tree["loose"][name])
@@ -318,9 +328,19 @@ def _merged_group(then: Tree, now: Tree, code_wins: AbstractSet[str]) -> Tree:
     return {key: value for key, value in merged.items() if key not in _NAMES}
 
 
-def _keep_identity(was: Sequence[Tree], now: Sequence[Tree]) -> None:
-    # A captured CUDA graph reads the learning rate from the tensor that it was captured with.
-    for before, after in zip(was, now, strict=True):
-        for key, value in before.items():
-            if isinstance(value, Tensor) and isinstance(after[key], Tensor):
-                after[key] = value.copy_(after[key])
+@torch.no_grad()
+def _keep_memory(
+    before: Tree, after: Tree, fits: Callable[[Tensor, Tensor], bool] = lambda one, other: True
+) -> None:
+    # A captured CUDA graph reads and writes the tensors that it was captured with.
+    for key in before.keys() & after.keys():
+        value, new = before[key], after[key]
+        both = isinstance(value, Tensor) and isinstance(new, Tensor) and value is not new
+        if both and fits(value, new):
+            after[key] = value.copy_(new)
+
+
+def _is_like_on_gpu(one: Tensor, other: Tensor) -> bool:
+    facts = [(t.shape, t.dtype, t.device, t.layout, t.is_inference()) for t in (one, other)]
+    is_plain = one.is_cuda and one.layout == torch.strided
+    return is_plain and facts[0] == facts[1] and one.stride() == other.stride()

@@ -363,9 +363,11 @@ class _Places:
     def _pairs(self) -> Iterator[Sequence[tuple[_Wanted, Tensor]]]:
         """Yield what was read in rows: those of a GPU as they are there, the others in host memory."""
         for row, memory in self._rows:
-            for device in {want.device if want.device.type == "cuda" else _HOST for want in row}:
+            places = [want.device if want.device.type == "cuda" else _HOST for want in row]
+            for device in {*places}:
                 there = tensor_file.from_row(memory, [want.slot for want in row], device)
-                yield [pair for pair in zip(row, there, strict=True) if _is_for(pair[0], device)]
+                every = zip(row, there, places, strict=True)
+                yield [(want, tensor) for want, tensor, place in every if place == device]
 
 
 def _room_for(want: _Wanted) -> Tensor:
@@ -379,10 +381,6 @@ def _room_for(want: _Wanted) -> Tensor:
             fix="see what else uses that memory (a training that still runs?), and start again; nothing says "
             "that the checkpoint is damaged.",
         ) from exc
-
-
-def _is_for(want: _Wanted, device: torch.device) -> bool:
-    return want.device == device or (device == _HOST and want.device.type != "cuda")
 
 
 def _send(to: Tensor, lane: Lane, at: int, piece: memoryview) -> None:

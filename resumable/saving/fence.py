@@ -40,7 +40,7 @@ class Fence:
         return theirs[True] - theirs[False] - {0}
 
     def left_alone(self, places: set[int]) -> set[int]:
-        """Return those of the addresses that are of no optimizer's parameter."""
+        """Return those of the addresses that are of no optimizer's parameter; none after `distrust`."""
         if not places or self._is_distrusted:
             return set()
         return places - {p.data_ptr() for p in self.parameters() if _has_place(p)}

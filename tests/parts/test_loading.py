@@ -398,7 +398,7 @@ class _Interrupter:
 
 CRUCIAL = {
     *("scan", "scan_again", "fill", "restore", "restore_part", "move", "_read", "_read_again", "apart"),
-    *("load_state_dict", "_copied", "clones_nearby", "_keep_types", "_keep_identity", "_set_last_lr"),
+    *("load_state_dict", "_copied", "clones_nearby", "_keep_types", "_keep_memory", "_set_last_lr"),
 }
 
 

@@ -254,6 +254,38 @@ def test_a_captured_step_resumes_where_it_was_saved(gpu: Accelerator, run_dir: P
     assert torch.equal(training.model.weight.cpu(), expected)
 
 
+def test_the_tensors_that_a_graph_writes_to_stay_where_they_are(gpu: Accelerator, run_dir: Path) -> None:
+    model = nn.Conv2d(3, 4, 2).cuda().to(memory_format=torch.channels_last)
+    optimizer = torch.optim.AdamW(model.parameters(), capturable=True)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=False)
+        model(torch.ones(2, 3, 4, 4, device="cuda")).sum().backward()
+        optimizer.step()
+
+    def places() -> list[int]:
+        moments = [value for state in optimizer.state.values() for value in state.values()]
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        return [t.data_ptr() for t in (*model.parameters(), *moments, *gradients)]
+
+    step()
+    graph, before = torch.cuda.CUDAGraph(), places()
+    state = RunState.load(run_dir, model=model, optimizer=optimizer)
+    with torch.cuda.graph(graph):
+        step()
+    for _ in state.steps(2):
+        graph.replay()
+        state.save().wait()
+    saved = [p.tolist() for p in (*model.parameters(), *optimizer.state[model.weight].values())]
+    graph.replay()
+    state.restore("newest")
+    assert [p.tolist() for p in (*model.parameters(), *optimizer.state[model.weight].values())] == saved
+    assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
+    state.close()
+
+    assert places() == before
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_a_compiled_step_calls_the_hooks_as_they_are() -> None:
     parameter = nn.Parameter(torch.ones(3))

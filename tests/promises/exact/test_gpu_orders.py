@@ -137,17 +137,37 @@ class Learning:
     def __init__(self, kind: str) -> None:
         torch.manual_seed(0)
         torch.cuda.default_generators[1].manual_seed(5)
-        inner = nn.Sequential(nn.Conv2d(3, 8, 2), nn.Flatten(), nn.Dropout(0.3), nn.Linear(32, 64))
+        share = 0.0 if kind == "captured" else 0.3
+        inner = nn.Sequential(nn.Conv2d(3, 8, 2), nn.Flatten(), nn.Dropout(share), nn.Linear(32, 64))
         self.model = inner.cuda().to(memory_format=torch.channels_last)
-        self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        inner[0].requires_grad_(kind != "frozen")
+        settings = {"lr": 0.1, "capturable": kind == "captured"}
+        self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), **settings)
         if kind == "momentum":
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.average = {name: p.detach().clone() for name, p in self.model.named_parameters()}
         self.loader = DataLoader(TensorDataset(torch.randn(24, 3, 3, 3)), batch_size=4, shuffle=True)
         self.stream = Stream() if kind == "stream" else None
         self.parts = {"model": self.model, "optimizer": self.optimizer, "loader": self.loader}
+        self.graph = self._captured() if kind == "captured" else None
+
+    def _captured(self) -> Any:
+        self.x, graph = torch.ones(4, 3, 3, 3, device="cuda"), torch.cuda.CUDAGraph()
+        self._train(self.x)
+        with torch.cuda.graph(graph):
+            self._train(self.x)
+        return graph
 
     def step(self, x: Tensor) -> None:
+        if self.graph:
+            self.x.copy_(x)
+            self.graph.replay()
+        else:
+            self._train(x)
+        for name, parameter in self.model.named_parameters():
+            self.average[name].lerp_(parameter.detach(), 0.1)
+
+    def _train(self, x: Tensor) -> None:
         self.model(x).square().mean().backward()
         training = torch.cuda.current_stream()
         if self.stream:
@@ -157,8 +177,6 @@ class Learning:
             self.optimizer.zero_grad(set_to_none=False)
         if self.stream:
             training.wait_stream(self.stream)
-        for name, parameter in self.model.named_parameters():
-            self.average[name].lerp_(parameter.detach(), 0.1)
 
     def values(self) -> list[Any]:
         tensors = [*self.model.parameters(), *self.average.values()]
@@ -178,7 +196,7 @@ def _uninterrupted(kind: str) -> tuple[list[Any], int]:
 
 def chain(seed: int, folder: Path) -> Problem:
     """A training that is stopped twice ends as an uninterrupted one."""
-    kind = ["adamw", "momentum", "stream"][seed % 3]
+    kind = ["adamw", "frozen", "momentum", "stream", "captured"][seed % 5]
     (expected, needed), run, done = _uninterrupted(kind), folder / f"chain{seed}", 0
     for number in range(3):
         gpu = started(3 * seed + number)
@@ -187,16 +205,18 @@ def chain(seed: int, folder: Path) -> Problem:
         gpu.memory.limit = needed + gpu.dice.choice([4 << 10, 8 << 10, 1 << 20])
         every, extra = gpu.dice.choice([1, 2, 3]), {"average": training.average}
         state = RunState.load(run, **training.parts, extra=extra, every=every, keep=2)
-        for _ in state.epochs(2):
-            for (x,) in state.batches(device="cuda"):
-                training.step(x)
-                if state.step == stop:
-                    break
-            if state.step == stop:
-                break
+        _train(state, training, stop)
         done = state.step
         state.close()
     return None if training.values() == expected else f"{kind}: another end"
+
+
+def _train(state: RunState, training: Learning, stop: int | None) -> None:
+    for _ in state.epochs(2):
+        for (x,) in state.batches(device="cuda"):
+            training.step(x)
+            if state.step == stop:
+                return
 
 
 def bad(scenario: Scenario, seeds: range, folder: Path) -> list[str]:
