@@ -148,7 +148,9 @@ class Learning:
         self.average = {name: p.detach().clone() for name, p in self.model.named_parameters()}
         self.loader = DataLoader(TensorDataset(torch.randn(24, 3, 3, 3)), batch_size=4, shuffle=True)
         self.stream = Stream() if kind == "stream" else None
+        self.scaler = torch.amp.GradScaler(enabled=kind == "scaled", init_scale=2.0**10, growth_interval=3)
         self.parts = {"model": self.model, "optimizer": self.optimizer, "loader": self.loader}
+        self.parts["scaler"] = self.scaler
         self.graph = self._captured() if kind == "captured" else None
 
     def _captured(self) -> Any:
@@ -168,12 +170,13 @@ class Learning:
             self.average[name].lerp_(parameter.detach(), 0.1)
 
     def _train(self, x: Tensor) -> None:
-        self.model(x).square().mean().backward()
+        self.scaler.scale(self.model(x).square().mean()).backward()
         training = torch.cuda.current_stream()
         if self.stream:
             self.stream.wait_stream(training)
         with torch.cuda.stream(self.stream):
-            self.optimizer.step()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
             self.optimizer.zero_grad(set_to_none=False)
         if self.stream:
             training.wait_stream(self.stream)
@@ -196,7 +199,7 @@ def _uninterrupted(kind: str) -> tuple[list[Any], int]:
 
 def chain(seed: int, folder: Path) -> Problem:
     """A training that is stopped twice ends as an uninterrupted one."""
-    kind = ["adamw", "frozen", "momentum", "stream", "captured"][seed % 5]
+    kind = ["adamw", "frozen", "momentum", "scaled", "stream", "captured"][seed % 6]
     (expected, needed), run, done = _uninterrupted(kind), folder / f"chain{seed}", 0
     for number in range(3):
         gpu = started(3 * seed + number)
