@@ -1,0 +1,116 @@
+"""Chooses the process that writes each box of sharded tensors: one of those that hold it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..errors import Unsupported
+from .boxes import Box
+
+Table = list[list[int]]
+"""The boxes of a tensor that one process holds: of each, where it begins and its shape."""
+
+_MOST_CELLS = 1 << 24
+
+
+def table(boxes: Sequence[Box]) -> Table:
+    """Return the boxes as numbers, for the other processes.
+
+    >>> table([Box((4, 0), (2, 3), (0, 0))])
+    [[4, 0, 2, 3]]
+    """
+    return [[*box.begin, *box.shape] for box in boxes]
+
+
+@dataclass(frozen=True, slots=True)
+class Sharded:
+    """A sharded tensor: its shape, the bytes that each element stands for, and the table of each process."""
+
+    shape: tuple[int, ...]
+    width: int
+    tables: Sequence[Table]
+
+
+def choose(tensors: Mapping[str, Sharded], count: int) -> dict[str, list[list[bool]]]:
+    """Return, for each of `count` processes and each box in its table, whether it writes that box.
+
+    Each element is written once, and all write about the same amount. Unsupported where the boxes leave a
+    gap, overlap or lie outside.
+
+    >>> halves = Sharded((4,), 8, [[[0, 2]], [[2, 2]], [[0, 2]]])
+    >>> choose({"weight": halves}, 3)
+    {'weight': [[True], [True], [False]]}
+    """
+    loads = np.zeros(count, dtype=np.int64)
+    chosen: dict[str, list[list[bool]]] = {}
+    # The largest first: the small ones then even out what is left.
+    for name, one in sorted(tensors.items(), key=lambda item: (-_size(item[1]), item[0])):
+        rows = [row for mine in one.tables for row in mine]
+        holders = np.repeat(np.arange(count), [len(mine) for mine in one.tables])
+        boxes, numbers = _distinct(rows, 2 * len(one.shape))
+        _refuse_no_cover(name, one.shape, boxes)
+        # By box, then by load: the first of each box is the one that has the least to do.
+        order = np.lexsort((holders, loads[holders], numbers))
+        is_first = np.diff(numbers[order], prepend=-1) != 0
+        writes = np.zeros(len(rows), dtype=bool)
+        writes[order[is_first]] = True
+        sizes = boxes[:, len(one.shape) :].prod(axis=1) * one.width
+        np.add.at(loads, holders[order[is_first]], sizes)
+        taken = iter(writes.tolist())
+        chosen[name] = [[*itertools.islice(taken, len(mine))] for mine in one.tables]
+    return {name: chosen[name] for name in tensors}
+
+
+def _size(one: Sharded) -> int:
+    return math.prod(one.shape) * one.width
+
+
+def _distinct(rows: Table, columns: int) -> tuple[Any, Any]:
+    """Return the distinct boxes, and the number of each row's box among them."""
+    given = np.array(rows, dtype=np.int64).reshape(len(rows), columns)
+    if not columns:
+        return given[:1], np.zeros(len(rows), dtype=np.int64)
+    found, numbers = np.unique(given, axis=0, return_inverse=True)
+    return found, numbers.reshape(-1)
+
+
+def _refuse_no_cover(name: str, shape: Sequence[int], boxes: Any) -> None:
+    begin, sizes = boxes[:, : len(shape)], boxes[:, len(shape) :]
+    end = begin + sizes
+    sides = [np.unique(np.concatenate([begin[:, dim], end[:, dim]])) for dim in range(len(shape))]
+    problem = ""
+    if (begin < 0).any() or (sizes <= 0).any() or (end > np.array(shape, dtype=np.int64)).any():
+        problem = "lie outside of it"
+    elif (volume := int(sizes.prod(axis=1).sum())) < math.prod(shape):
+        problem = "leave a gap"
+    elif math.prod(map(len, sides)) > _MOST_CELLS:
+        # Meshes cut all of a tensor at the same indices.
+        problem = "cut it in too many places"
+    elif volume > math.prod(shape) or not _are_apart(sides, begin, end):
+        problem = "overlap"
+    if problem:
+        raise Unsupported(
+            f"the parts of {name} ({list(shape)}) that the processes hold {problem}.",
+            fix="shard it with torch's own fully_shard, parallelize_module or distribute_tensor, in the same "
+            "way in every process.",
+        )
+
+
+def _are_apart(sides: Sequence[Any], begin: Any, end: Any) -> bool:
+    """Whether no two boxes overlap, given the indices in each dimension where any begins or ends."""
+    dims = len(sides)
+    # Each box adds one at its first corner, and takes it away behind its last one.
+    counts = np.zeros([len(side) for side in sides], dtype=np.int64)
+    for corner in itertools.product((False, True), repeat=dims):
+        ends = [end[:, dim] if is_end else begin[:, dim] for dim, is_end in enumerate(corner)]
+        places = tuple(np.searchsorted(side, at) for side, at in zip(sides, ends, strict=True))
+        np.add.at(counts, places, (-1) ** sum(corner))
+    for dim in range(dims):
+        counts = counts.cumsum(axis=dim)
+    return bool((counts <= 1).all())
