@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -55,6 +57,37 @@ def entries_of(header: bytes | memoryview, size: int) -> list[Entry]:
         position = entry.end
     if position != size:
         raise ValueError("there are bytes that belong to no tensor")
+    return found
+
+
+_BOXES, _BEGIN = "DCP_SHARDING_INFO", "saved_offsets"  # as torch.distributed.checkpoint names them
+
+
+def box_metadata(begins: Mapping[str, Sequence[int]]) -> dict[str, str]:
+    """Return the metadata of a file of boxes: where each begins in its whole tensor.
+
+    >>> box_metadata({"weight": (4, 0)})
+    {'DCP_SHARDING_INFO': '{"weight":{"saved_offsets":[4,0]}}'}
+    """
+    places = {name: {_BEGIN: [*begin]} for name, begin in begins.items()}
+    return {_BOXES: json.dumps(places, separators=(",", ":"))}
+
+
+def begins_of(header: bytes | memoryview, entries: Iterable[Entry]) -> dict[str, tuple[int, ...]]:
+    """Return where each tensor of a file of boxes begins in its whole; ValueError if that is not said."""
+    metadata = typed(dict, typed(dict, parse(header[8:])).get("__metadata__", {}))
+    places = typed(dict, parse(typed(str, metadata.get(_BOXES)).encode()))
+    found = {}
+    for entry in entries:
+        place = places.pop(entry.name, None)
+        begin = place.get(_BEGIN) if isinstance(place, dict) and len(place) == 1 else None
+        if not isinstance(begin, list) or len(begin) != len(entry.shape) or not {*map(type, begin)} <= {int}:
+            raise ValueError(f"{place!r} does not say where {entry.name} begins")
+        if min(begin, default=0) < 0:
+            raise ValueError(f"{entry.name} begins at {begin}")
+        found[entry.name] = tuple(begin)
+    if places:
+        raise ValueError(f"there is no {', '.join(sorted(places))}")
     return found
 
 

@@ -72,14 +72,20 @@ class Layout:
         ]
 
 
-def layout(tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, str]) -> Layout:
+def layout(
+    tensors: Mapping[str, torch.Tensor],
+    aliases: Mapping[str, str],
+    begins: Mapping[str, Sequence[int]] | None = None,
+) -> Layout:
     """Return the layout of these tensors in a safetensors file.
 
-    The names of tied tensors are in the metadata, as `safetensors.torch.load_model` expects them.
+    The names of tied tensors are in the metadata, as `safetensors.torch.load_model` expects them. If the
+    tensors are boxes of larger ones, `begins` says where each begins in its whole.
     """
     # The widest dtype first: every tensor then begins at a multiple of its element size.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
-    header: dict[str, Json] = {"__metadata__": {**aliases, "format": "pt"}}
+    boxes = {} if begins is None else safetensors_header.box_metadata(begins)
+    header: dict[str, Json] = {"__metadata__": {**aliases, **boxes, "format": "pt"}}
     places = []
     position = 0
     for name, tensor in ordered:

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from resumable.files import codec, tensor_file
+from resumable.files import codec, safetensors_header, tensor_file
 from resumable.files.safetensors_header import SIZES, header_size
 
 STORED = list(tensor_file.DTYPES)
@@ -426,3 +426,62 @@ headers = st.dictionaries(st.sampled_from(["a", "b", "__metadata__"]), entries |
 @given(st.binary(max_size=60) | st.builds(made, headers, st.binary(max_size=16)))
 def test_any_bytes_are_tensors_within_them_or_a_value_error(data: bytes) -> None:
     readable_or_value_error(data)
+
+
+def boxes_of(whole: torch.Tensor, cut: int) -> list[tuple[dict[str, torch.Tensor], dict[str, list[int]]]]:
+    """Return a tensor in two files of boxes: the tensors of each, and where they begin."""
+    return [({"w": whole[:cut]}, {"w": [0, 0]}), ({"w": whole[cut:]}, {"w": [cut, 0]})]
+
+
+def box_file(tensors: dict[str, torch.Tensor], begins: dict[str, list[int]]) -> bytes:
+    planned = tensor_file.layout(tensors, {}, begins)
+    return planned.header + b"".join(bytes(tensor_file.as_bytes(tensors[s.name])) for s in planned.slots)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torchs_distributed_checkpoint_reads_files_of_boxes(tmp_path: Path) -> None:
+    dcp = pytest.importorskip("torch.distributed.checkpoint")
+    if not hasattr(dcp, "HuggingFaceStorageReader"):
+        pytest.skip("this torch reads no such files")
+    whole = torch.randn(7, 3)
+    for number, (tensors, begins) in enumerate(boxes_of(whole, 4), 1):
+        name = f"shard-{number:05}-model-00001-of-00001.safetensors"
+        (tmp_path / name).write_bytes(box_file(tensors, begins))
+    found = {"w": torch.zeros(7, 3)}
+    dcp.load(found, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path)), no_dist=True)
+
+    assert torch.equal(found["w"], whole)
+
+
+def begins_in(data: bytes) -> dict[str, tuple[int, ...]]:
+    header = data[: safetensors_header.header_size(data[:8], len(data))]
+    return safetensors_header.begins_of(header, safetensors_header.entries_of(header, len(data)))
+
+
+def test_a_file_of_boxes_says_where_they_begin() -> None:
+    tensors, begins = boxes_of(torch.randn(7, 3), 4)[1]
+    tensors, begins = tensors | {"scalar": torch.ones(())}, begins | {"scalar": []}
+
+    assert begins_in(box_file(tensors, begins)) == {"w": (4, 0), "scalar": ()}
+
+
+@pytest.mark.parametrize(
+    "begins",
+    [
+        {},
+        {"w": [0]},
+        {"w": [0, -1]},
+        {"w": [0, 0.5]},
+        {"w": [0, True]},
+        {"w": "00"},
+        {"w": [0, 0], "other": [0]},
+    ],
+)
+def test_a_file_that_says_of_its_boxes_what_cannot_be_is_refused(begins: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"begin|there is no other"):
+        begins_in(box_file({"w": torch.ones(2, 3)}, begins))
+
+
+def test_a_file_of_whole_tensors_is_none_of_boxes() -> None:
+    with pytest.raises(ValueError, match="None stands where str belongs"):
+        begins_in(bytes(tensor_file.to_safetensors({"w": torch.ones(2)}, {})))

@@ -189,8 +189,10 @@ class Accelerator(Queues):
     def leaving(self, leaves: bool) -> Iterator[None]:
         """Let a conversion of a tensor to the CPU, which torch believes it is on, be one to the host."""
         self._mine.leaves = leaves
-        yield
-        self._mine.leaves = False
+        try:
+            yield
+        finally:
+            self._mine.leaves = False
 
     def _to(self, source: Tensor, **given: Any) -> Tensor:
         if source.layout == torch.sparse_coo:
