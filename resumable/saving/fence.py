@@ -26,7 +26,7 @@ class Fence:
         self._gates = [_Gate(live, self._pass) for live in optimizers]
         self._wait: Callable[[], None] | None = None
         self._owner = os.getpid()
-        self._is_distrusted = False
+        self._may_settle = True
 
     def guarded(self, is_wanted: bool = True) -> set[int]:
         """Return the addresses of the tensors that change only in steps that wait here, if wanted.
@@ -40,8 +40,8 @@ class Fence:
         return theirs[True] - theirs[False] - {0}
 
     def left_alone(self, places: set[int]) -> set[int]:
-        """Return those of the addresses that are of no optimizer's parameter; none after `distrust`."""
-        if not places or self._is_distrusted:
+        """Return those of the addresses that are of no optimizer's parameter, if none was written to."""
+        if not places or not self._may_settle:
             return set()
         return places - {p.data_ptr() for p in self.parameters() if _has_place(p)}
 
@@ -70,10 +70,14 @@ class Fence:
         self._wait = None
 
     def distrust(self) -> None:
-        """Guard nothing from now on: other code writes to the tensors without passing here."""
-        self._is_distrusted = True
+        """Guard nothing from now on: other code writes to the parameters without passing here."""
+        self.distrust_frozen()
         for gate in self._gates:
             gate.is_blind = True
+
+    def distrust_frozen(self) -> None:
+        """Take no tensor for one that nobody writes to from now on."""
+        self._may_settle = False
 
     def _pass(self) -> None:
         # The thread that opens it did not come along into a process that was forked meanwhile.

@@ -151,14 +151,23 @@ class Snapshot:
 
     def _refuse_changed(self, is_changed: Callable[[Copy], bool]) -> None:
         for copy in self._guarded():
-            if is_changed(copy):
-                self._fence.distrust()
+            if not is_changed(copy):
+                continue
+            if copy.is_settled:
+                self._fence.distrust_frozen()
                 raise WrittenAround(
-                    f"{copy.name} was written to after save(), but not by a step of its optimizer, before it "
-                    "was copied: that checkpoint is not made.",
-                    fix="write to parameters (an average, a clamp) before save(), or after the next step. "
-                    "Until this process ends, all is copied before save() returns, which takes longer.",
+                    f"{copy.name} is frozen and was the same in the last two saves, but was written to "
+                    "before this save had copied it: that checkpoint is not made.",
+                    fix="change nothing: until this process ends, frozen tensors are copied before save() "
+                    "returns.",
                 )
+            self._fence.distrust()
+            raise WrittenAround(
+                f"{copy.name} was written to after save(), but not by a step of its optimizer, before it "
+                "was copied: that checkpoint is not made.",
+                fix="write to parameters (an average, a clamp) before save(), or after the next step. "
+                "Until this process ends, all is copied before save() returns, which takes longer.",
+            )
 
     def _hold_back(self) -> None:
         """Make a step wait until the snapshot is complete."""

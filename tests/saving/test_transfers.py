@@ -491,27 +491,34 @@ def test_a_frozen_tensor_is_copied_last_and_no_step_waits_for_it(gpus: Callable[
 
 @pytest.mark.parametrize("thaws", [True, False])
 def test_a_frozen_tensor_that_is_written_to_after_a_save_is_never_in_a_file_unreported(
-    gpus: Callable[[int], Accelerator], thaws: bool
+    gpus: Callable[[int], Accelerator], monkeypatch: pytest.MonkeyPatch, thaws: bool
 ) -> None:
+    written = threading.Event()
+    wait = Transfer.wait
+    monkeypatch.setattr(Transfer, "wait", lambda transfer: written.wait(20) and wait(transfer))
     told = 0
     for seed in range(40):
+        written.clear()
         training = PartlyFrozen(gpus(seed))
         taken = training.take()
         if thaws:
             training.step()
             torch.autograd.graph.increment_version(training.frozen)
         training.write(training.frozen)
+        written.set()
         try:
             assert taken.tensors(FROZEN)["frozen"].tolist() == [5.0] * 60
             continue
         except SaveFailed:
             told += 1
         value = training.value
+        training.step()
+        assert training.weight.data_ptr() in training.image._fence.guarded()
         taken = training.take()
         training.write(training.frozen)
         assert set(taken.tensors(FROZEN)["frozen"].tolist()) == {value}
 
-    assert told > 5
+    assert told == 40 if thaws else told > 5
 
 
 def test_a_frozen_tensor_of_an_optimizer_is_guarded_by_its_steps(gpus: Callable[[int], Accelerator]) -> None:

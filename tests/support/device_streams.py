@@ -54,9 +54,11 @@ class Event:
         self.mark: _Mark | None = None
 
     def record(self, stream: Stream | None = None) -> None:
-        self.mark = _Mark()
         gpu = present()
-        gpu.queue(Item("event", self.mark.end), stream or gpu.stream())
+        # As one: who waits for a mark that is in no queue yet would wait for ever.
+        with gpu.lock:
+            self.mark = _Mark()
+            gpu.queue(Item("event", self.mark.end), stream or gpu.stream())
 
     def query(self) -> bool:
         gpu = present()
