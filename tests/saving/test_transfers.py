@@ -394,15 +394,25 @@ def test_an_image_of_a_gpu_holds_what_there_was_while_the_training_continues(
         assert held(taken) == (weight, buffer)
 
 
+def queued_after(event: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the thread of an image wait for the event before it queues the copies."""
+    queue = Transfer.queue
+    monkeypatch.setattr(Transfer, "queue", lambda transfer: event.wait(20) and queue(transfer))
+
+
 def test_what_is_written_around_the_fence_on_a_gpu_is_never_in_a_file_unreported(
-    gpus: Callable[[int], Accelerator],
+    gpus: Callable[[int], Accelerator], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    written = threading.Event()
+    queued_after(written, monkeypatch)
     told = 0
     for seed in range(75):
+        written.clear()
         training = Training(gpus(seed))
         before = training.value
         taken = training.take()
         training.write(training.weight)
+        written.set()
         try:
             assert held(taken)[0] == before
             continue
@@ -495,6 +505,7 @@ def test_a_frozen_tensor_that_is_written_to_after_a_save_is_never_in_a_file_unre
 ) -> None:
     written = threading.Event()
     wait = Transfer.wait
+    # A step waits until the copies are queued.
     monkeypatch.setattr(Transfer, "wait", lambda transfer: written.wait(20) and wait(transfer))
     told = 0
     for seed in range(40):
