@@ -44,6 +44,7 @@ _cuda: Any = torch.cuda
 _HOST = torch.device("cpu")
 _SMALL = 64 << 10  # smaller tensors are read together, in bytes
 _ROOM = 4 << 20
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(slots=True)
@@ -357,17 +358,26 @@ class _Places:
     def move(self) -> None:
         """Copy the tensors that were read in rows into the live tensors."""
         for pairs in self._pairs():
-            lives = [want.live for want, _ in pairs if want.live is not None]
-            torch._foreach_copy_(lives, [tensor for _, tensor in pairs])
+            # As bits: a GPU cannot copy some dtypes together.
+            lives = [_bits(want.live.detach()) for want, _ in pairs if want.live is not None]
+            torch._foreach_copy_(lives, [_bits(tensor) for _, tensor in pairs])
 
     def _pairs(self) -> Iterator[Sequence[tuple[_Wanted, Tensor]]]:
         """Yield what was read in rows: those of a GPU as they are there, the others in host memory."""
         for row, memory in self._rows:
             places = [want.device if want.device.type == "cuda" else _HOST for want in row]
             for device in {*places}:
-                there = tensor_file.from_row(memory, [want.slot for want in row], device)
+                slots = [want.slot for want in row]
+                try:
+                    there = tensor_file.from_row(memory, slots, device)
+                except torch.OutOfMemoryError:
+                    there = tensor_file.from_row(memory, slots)
                 every = zip(row, there, places, strict=True)
                 yield [(want, tensor) for want, tensor, place in every if place == device]
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.view(_BITS[tensor.element_size()])
 
 
 def _room_for(want: _Wanted) -> Tensor:

@@ -183,7 +183,8 @@ class Buffers:
         """Return at least `size` bytes on the device, or None if there is no room."""
         if self._memory is None or self._memory.numel() < size:
             self._memory = None
-            self._memory = self.made([size], torch.uint8)
+            # Whatever a clone found: without this little memory, all would be copied at once.
+            self._memory = self._allocated([size], torch.uint8)
         return self._memory
 
     def samples(self, size: int) -> Tensor:
@@ -195,16 +196,19 @@ class Buffers:
 
     def made(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
         """Return a new tensor on the device, or None if there is no room."""
-        if not self._is_full:
-            try:
-                # In a pool of its own: a part of one of the training's free blocks could be what makes the
-                # next step's largest allocation fail.
-                with torch.cuda.stream(side_stream(self._device)):
-                    return torch.empty(shape, dtype=dtype, device=self._device)
-            except torch.OutOfMemoryError:
-                # Try no further: each failure empties the allocator's cache, and the device waits for that.
-                self._is_full = True
-        return None
+        made = None if self._is_full else self._allocated(shape, dtype)
+        # Try no further: each failure empties the allocator's cache, and the device waits for that.
+        self._is_full = made is None
+        return made
+
+    def _allocated(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+        try:
+            # In a pool of its own: a part of one of the training's free blocks could be what makes the next
+            # step's largest allocation fail.
+            with torch.cuda.stream(side_stream(self._device)):
+                return torch.empty(shape, dtype=dtype, device=self._device)
+        except torch.OutOfMemoryError:
+            return None
 
     def room(self) -> int:
         """Return how many bytes are free even when the training is at its peak."""

@@ -156,7 +156,7 @@ class Image:
         self._plan(groups, mine)
         # A step needs the most memory when what the first one made is there: moments, gradients. Where no
         # hook tells of steps there is at least one between two saves.
-        may_clone = (self._fence.steps() or self._taken) >= _STEPS_TO_PEAK
+        may_clone = max(self._fence.steps(), self._taken) >= _STEPS_TO_PEAK
         snapshot = self._last = Snapshot(self._fence, self._buffers, may_clone)
         self._taken += 1
         try:
