@@ -55,5 +55,5 @@ def clone_nearby(tensor: Tensor) -> Tensor:
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    # First in its own order: torch would put it in another one on the device, which needs room.
+    # With its own strides first: to put it in another order on the device needs room there.
     return tensor.detach().to("cpu", copy=True).contiguous()

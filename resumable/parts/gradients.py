@@ -72,8 +72,12 @@ class Gradients:
     def put_in(self, gradients: Mapping[Tensor, Tensor]) -> None:
         """Restore gradients that the rest of the window adds to."""
         for parameter, gradient in gradients.items():
-            parameter.grad = gradient
-        self._restored = [*gradients.items()]
+            if self.is_captured and parameter.grad is not None:
+                # The graph adds to this memory.
+                parameter.grad.copy_(gradient)
+            else:
+                parameter.grad = gradient
+        self._restored = [(p, p.grad) for p in gradients if p.grad is not None]
 
     def hold(self) -> Callable[[], None]:
         """Return a function that restores these gradients: many scripts zero them before the loop."""

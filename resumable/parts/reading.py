@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from ..files.strict_json import LONGEST, Json
 from ..files.tensor_file import Slot
 from ..progress import Told
 from ..run.checkpoint import Checkpoint
+from .device_lanes import on_lanes, send
 from .devices import moved_trees
 from .part import Saved, Trees, same_device
 
@@ -40,10 +40,8 @@ Take = Callable[[Lane, int, memoryview], None]
 Show = Callable[[str, int], contextlib.AbstractContextManager[Told | None]]
 """Shows a progress bar for a number of bytes, and returns a function that advances it."""
 
-_cuda: Any = torch.cuda
 _HOST = torch.device("cpu")
 _SMALL = 64 << 10  # smaller tensors are read together, in bytes
-_ROOM = 4 << 20
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -173,7 +171,7 @@ class Reading:
         again = memoryview(bytearray(len(header)))
         targets = _telling(_of_all([Target(0, len(header), again), *places.targets], size), told)
         also = self._pin.file(path) if self._pin else None
-        file.blocks = _on_lanes(
+        file.blocks = on_lanes(
             places.devices,
             lambda lane: file_reader.scan(self._folder, path, size, digest, targets, lane, also),
         )
@@ -252,7 +250,7 @@ class Reading:
                 yield file, there
 
     def _read_again(self, file: _File, targets: Sequence[Target], devices: Collection[torch.device]) -> None:
-        _on_lanes(
+        on_lanes(
             devices,
             lambda lane: file_reader.scan_again(
                 self._folder, file.path, file.size, file.blocks, targets, lane
@@ -338,7 +336,7 @@ class _Places:
             array: Any = flat.numpy()
             self.targets.append(Target(slot.begin, slot.end, memoryview(array)))
         else:
-            self.targets.append(Target(slot.begin, slot.end, None, partial(_send, flat)))
+            self.targets.append(Target(slot.begin, slot.end, None, partial(send, flat)))
 
     def large_names(self) -> set[str]:
         """Return the names of the tensors that are read directly into their memory."""
@@ -363,7 +361,7 @@ class _Places:
             torch._foreach_copy_(lives, [_bits(tensor) for _, tensor in pairs])
 
     def _pairs(self) -> Iterator[Sequence[tuple[_Wanted, Tensor]]]:
-        """Yield what was read in rows: those of a GPU as they are there, the others in host memory."""
+        """Yield the tensors that were read in rows, by device: on a GPU views of a copy there."""
         for row, memory in self._rows:
             places = [want.device if want.device.type == "cuda" else _HOST for want in row]
             for device in {*places}:
@@ -391,56 +389,3 @@ def _room_for(want: _Wanted) -> Tensor:
             fix="see what else uses that memory (a training that still runs?), and start again; nothing says "
             "that the checkpoint is damaged.",
         ) from exc
-
-
-def _send(to: Tensor, lane: Lane, at: int, piece: memoryview) -> None:
-    assert isinstance(lane, _DeviceLane)
-    lane.send(to[at : at + piece.nbytes])
-
-
-class _DeviceLane(Lane):
-    """Two pinned buffers: one is filled from the file while the other is copied to the device."""
-
-    def __init__(self) -> None:
-        self._buffers = [
-            torch.empty(_ROOM, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)
-        ]
-        self._sent: list[tuple[torch.device, torch.cuda.Event] | None] = [None, None]
-        self._turn = 0
-
-    def room(self) -> memoryview:
-        self._turn = 1 - self._turn
-        if sent := self._sent[self._turn]:
-            device, event = sent
-            # Each thread starts with device 0, and waiting there would create a context on it.
-            with torch.cuda.device(device):
-                event.synchronize()
-        array: Any = self._buffers[self._turn].numpy()
-        return memoryview(array)
-
-    def send(self, to: Tensor) -> None:
-        """Start to copy the buffer that was filled to the device."""
-        stream = _side_stream(to.device)
-        with torch.cuda.device(to.device), torch.cuda.stream(stream):
-            to.copy_(self._buffers[self._turn][: to.numel()], non_blocking=True)
-            event = _cuda.Event()
-            event.record(stream)
-        self._sent[self._turn] = to.device, event
-
-
-@functools.cache
-def _side_stream(device: torch.device) -> Any:
-    # torch hands out the same 32 streams in turn: new ones for each load would soon be the user's.
-    return _cuda.Stream(device)
-
-
-def _on_lanes(devices: Collection[torch.device], scan: Callable[[Callable[[], Lane]], Any]) -> Any:
-    # The streams of the lanes and those of the training do not wait for each other.
-    for device in devices:
-        torch.cuda.synchronize(device)
-    try:
-        return scan(_DeviceLane if devices else Lane)
-    finally:
-        # After a failure too: copies in flight would overwrite the tensors that are put back.
-        for device in devices:
-            torch.cuda.synchronize(device)

@@ -81,7 +81,7 @@ class _Undo:
         self._streams.write(self._generators)
 
     def __call__(self) -> StateMismatch | None:
-        """Put them back; return the error of one that could not be, though it runs no code of the user's."""
+        """Put all back; return the error of a part of torch's own that could not be put back."""
         lost = None
         self._restoring.undo()
         for put_back in self._groups:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-_ONLY_IN_STEPS = ("torch.optim.", "bitsandbytes.optim.")  # no method of theirs writes anywhere else
+_ONLY_IN_STEPS = ("torch.optim.", "bitsandbytes.optim.")  # their methods write to parameters only in step()
 
 untraced: Any = torch.compiler.disable
 """Keeps a hook out of what `torch.compile` makes of a step: there it would not wait, or crash the process."""
@@ -40,7 +40,7 @@ class Fence:
         return theirs[True] - theirs[False] - {0}
 
     def left_alone(self, places: set[int]) -> set[int]:
-        """Return those of the addresses that are of no optimizer's parameter, if none was written to."""
+        """Return the addresses that are of no optimizer's parameter; none after `distrust_frozen`."""
         if not places or not self._may_settle:
             return set()
         return places - {p.data_ptr() for p in self.parameters() if _has_place(p)}
@@ -51,7 +51,7 @@ class Fence:
             yield from gate.parameters()
 
     def steps(self) -> int:
-        """Return how many steps the hooks of an optimizer have seen since it was passed."""
+        """Return the largest number of steps that the hooks of one optimizer have seen."""
         return max((gate.steps for gate in self._gates), default=0)
 
     def catch_up(self) -> None:
@@ -76,7 +76,7 @@ class Fence:
             gate.is_blind = True
 
     def distrust_frozen(self) -> None:
-        """Take no tensor for one that nobody writes to from now on."""
+        """Guard no frozen tensor from now on: other code writes to them."""
         self._may_settle = False
 
     def _pass(self) -> None:

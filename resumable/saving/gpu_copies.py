@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import itertools
 import math
 import threading
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..files import tensor_file
+from .gpu_buffers import Buffers, side_stream
 from .host_memory import registered_apart
 
 _cuda: Any = torch.cuda
@@ -21,7 +22,6 @@ _STAGED = 8 << 20
 _SMALL = 1 << 20  # tensors of fewer bytes are packed on the device, and cross the bus together
 _TOGETHER = 64 << 20
 _SAMPLES = 64
-_MARGIN = 0.8  # memory that is free may be in pieces too small for a tensor
 _ALIGNMENT = 16  # what the widest dtype, complex128, needs
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
@@ -159,81 +159,6 @@ def _sample(tensor: Tensor) -> Tensor:
     return tensor.as_strided([last // step + 1], [step], tensor.storage_offset() + last % step)
 
 
-@functools.cache
-def side_stream(device: torch.device) -> Any:
-    """Return the stream on which the copies of all saves are made."""
-    # torch deals out the same 32 streams in turn: a new one for each save would soon be one of the user's.
-    return _cuda.Stream(device)
-
-
-class Buffers:
-    """Memory for the small copies of all saves from one device.
-
-    Allocated once: a save that allocates while the training is at its peak could fail.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._memory: Tensor | None = None
-        self._samples: Tensor | None = None
-        self._peak = self._most = 0
-        self._is_full = False
-
-    def memory(self, size: int) -> Tensor | None:
-        """Return at least `size` bytes on the device, or None if there is no room."""
-        if self._memory is None or self._memory.numel() < size:
-            self._memory = None
-            # Whatever a clone found: without this little memory, all would be copied at once.
-            self._memory = self._allocated([size], torch.uint8)
-        return self._memory
-
-    def samples(self, size: int) -> Tensor:
-        """Return `size` bytes of host memory."""
-        if self._samples is None or self._samples.numel() < size:
-            pinned = torch.cuda.is_available()
-            self._samples = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
-        return self._samples[:size]
-
-    def made(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-        """Return a new tensor on the device, or None if there is no room."""
-        made = None if self._is_full else self._allocated(shape, dtype)
-        # Try no further: each failure empties the allocator's cache, and the device waits for that.
-        self._is_full = made is None
-        return made
-
-    def _allocated(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-        try:
-            # In a pool of its own: a part of one of the training's free blocks could be what makes the next
-            # step's largest allocation fail.
-            with torch.cuda.stream(side_stream(self._device)):
-                return torch.empty(shape, dtype=dtype, device=self._device)
-        except torch.OutOfMemoryError:
-            return None
-
-    def room(self) -> int:
-        """Return how many bytes are free even when the training is at its peak."""
-        if self._is_full:
-            return 0
-        try:
-            free, _ = torch.cuda.mem_get_info(self._device)
-            reserved = torch.cuda.memory_reserved(self._device)
-            # The script may reset the statistics.
-            self._peak = max(self._peak, torch.cuda.max_memory_allocated(self._device))
-        except RuntimeError:
-            # An allocator other than torch's has no statistics.
-            return 0
-        return min(int(_MARGIN * (free + reserved - self._peak)), free + self._most)
-
-    def clone(self, copy: Copy) -> Tensor | None:
-        """Return a contiguous copy on the device, or None if there is no room."""
-        clone = self.made(copy.view.shape, copy.source.dtype)
-        return None if clone is None else clone.copy_(copy.source)
-
-    def note_clones(self, size: int) -> None:
-        """Note how many bytes of clones a save has made: the allocator keeps that memory for the next one."""
-        self._most = max(self._most, size)
-
-
 class Transfer:
     """The copies from one device.
 
@@ -275,6 +200,7 @@ class Transfer:
         self._copied = _cuda.Event(blocking=True)
         self._may_step = _cuda.Event() if self._settled else self._copied
         self._is_queued = threading.Event()
+        self._is_over = False
 
     def _pack(self, together: Sequence[Copy]) -> bool:
         """Copy small tensors, and samples of the guarded ones, side by side; False if there is no room."""
@@ -301,7 +227,7 @@ class Transfer:
         rest, size = [], 0
         for copy in copies:
             fits = size + copy.view.nbytes <= room
-            clone = self._buffers.clone(copy) if fits else None
+            clone = self._buffers.clone(copy.source, copy.view.shape) if fits else None
             if clone is None:
                 rest.append(copy)
             else:
@@ -356,14 +282,19 @@ class Transfer:
             torch.cuda.current_stream().wait_event(self._may_step)
 
     def end(self) -> None:
-        """Release those that wait for copies which will not be queued any more."""
+        """Release those that wait for copies which will not be queued; return when the others have ended."""
         self._is_queued.set()
+        if not self._is_over:
+            # After an error. A device that is gone copies nothing any more.
+            with contextlib.suppress(RuntimeError), torch.cuda.device(self._device):
+                side_stream(self._device).synchronize()
 
     def wait(self) -> None:
         """Wait until all is in host memory."""
         # A thread's device is the first one until it is set: waiting there would create a context on it.
         with torch.cuda.device(self._device):
             self._copied.synchronize()
+        self._is_over = True
         self._pairs.clear()
         self._settled.clear()
         at = 0

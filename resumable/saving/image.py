@@ -16,7 +16,7 @@ from ..files.tensor_file import Layout
 from ..files.threads import yield_to_training
 from ..processes.write_shares import Range
 from .fence import Fence
-from .gpu_copies import Buffers
+from .gpu_buffers import Buffers
 from .host_memory import HostMemory, gpu_of
 from .image_file import ImageFile
 from .snapshot import Snapshot
@@ -154,8 +154,8 @@ class Image:
         """
         self.settle()
         self._plan(groups, mine)
-        # A step needs the most memory when what the first one made is there: moments, gradients. Where no
-        # hook tells of steps there is at least one between two saves.
+        # The training's peak is known after its second step: the first one makes moments and gradients.
+        # Where no hook tells of steps, a save stands for one.
         may_clone = max(self._fence.steps(), self._taken) >= _STEPS_TO_PEAK
         snapshot = self._last = Snapshot(self._fence, self._buffers, may_clone)
         self._taken += 1

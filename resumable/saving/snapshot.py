@@ -15,7 +15,8 @@ from ..files.codec import Encoded
 from ..files.large_files import Content, Written
 from ..files.threads import allow_captures
 from .fence import Fence
-from .gpu_copies import Buffers, Copy, Transfer
+from .gpu_buffers import Buffers
+from .gpu_copies import Copy, Transfer
 from .image_file import ImageFile, Share
 
 _AT_A_TIME = 32 << 20

@@ -17,9 +17,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from resumable import Preempted, Run, RunState, StateMismatch
-from resumable.files import large_files
+from resumable.files import large_files, tensor_file
 from resumable.loaders.generators import rng, worker_rng
 from resumable.parts import devices
+from resumable.parts.gradients import Gradients
 from resumable.saving.fence import Fence
 from resumable.saving.host_memory import HostMemory
 from tests.support import accelerator
@@ -461,3 +462,68 @@ def test_small_tensors_are_loaded_onto_a_gpu_together(gpu: Accelerator, run_dir:
     assert [p.tolist() for p in model.parameters()] == expected
     moments = [one["exp_avg"] for one in optimizer.state.values()]
     assert len({one.untyped_storage().data_ptr() for one in moments}) == 80
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_small_tensors_of_any_dtype_are_loaded_onto_a_gpu(
+    gpu: Accelerator, run_dir: Path, monkeypatch: pytest.MonkeyPatch, has_room: bool
+) -> None:
+    def made(value: int) -> nn.Module:
+        model = nn.Linear(4, 4).cuda()
+        for kind in (torch.uint8, torch.uint16, torch.uint32, torch.float64):
+            model.register_buffer(str(kind)[6:], gpu.put(torch.full((5,), value).to(kind)))
+        return model
+
+    with RunState.load(run_dir, model=made(7)) as state:
+        state.save()
+    dtypes: set[torch.dtype] = set()
+    copy, from_row = torch._foreach_copy_, tensor_file.from_row
+
+    def spied(to: Any, of: Any) -> None:
+        dtypes.update(one.dtype for one in (*to, *of))
+        copy(to, of)
+
+    def in_a_row(raw: Any, slots: Any, device: Any = None) -> Any:
+        if device is not None and not has_room:
+            raise torch.OutOfMemoryError("no room")
+        return from_row(raw, slots, device)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", spied)
+    monkeypatch.setattr(tensor_file, "from_row", in_a_row)
+    model = made(1)
+    RunState.load(run_dir, model=model).close()
+
+    assert all((buffer.cpu() == 7).all() for buffer in model.buffers())
+    assert dtypes == {torch.uint8, torch.int16, torch.int32, torch.int64}, "which a GPU can copy together"
+
+
+def test_moments_of_another_layout_go_where_a_graph_has_them(gpu: Accelerator, run_dir: Path) -> None:
+    def made(layout: torch.memory_format) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Conv2d(3, 4, 2).cuda().to(memory_format=layout)
+        optimizer = torch.optim.AdamW(model.parameters(), capturable=True)
+        model(torch.ones(2, 3, 4, 4, device="cuda")).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    model, optimizer = made(torch.contiguous_format)
+    with RunState.load(run_dir, model=model, optimizer=optimizer) as state:
+        optimizer.step()
+        state.save()
+    expected = optimizer.state[model.weight]["exp_avg"].tolist()
+    model, optimizer = made(torch.channels_last)
+    before = optimizer.state[model.weight]["exp_avg"]
+    RunState.load(run_dir, model=model, optimizer=optimizer).close()
+
+    assert optimizer.state[model.weight]["exp_avg"] is before
+    assert before.tolist() == expected
+
+
+def test_gradients_of_a_window_go_where_a_graph_adds_to_them() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    watched = Gradients(torch.optim.SGD([parameter]))
+    parameter.grad = there = torch.zeros(3)
+    watched.is_captured = True
+    watched.put_in({parameter: torch.full((3,), 2.0)})
+
+    assert parameter.grad is there
+    assert there.tolist() == [2.0, 2.0, 2.0]

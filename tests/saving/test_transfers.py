@@ -15,7 +15,8 @@ from resumable import SaveFailed
 from resumable.files import tensor_file
 from resumable.files.codec import Encoded
 from resumable.saving import gpu_copies, snapshot
-from resumable.saving.gpu_copies import Buffers, Copy, Transfer
+from resumable.saving.gpu_buffers import Buffers
+from resumable.saving.gpu_copies import Copy, Transfer
 from resumable.saving.image import Image
 from resumable.saving.snapshot import Snapshot
 from tests.support import accelerator
@@ -567,3 +568,51 @@ def test_no_copy_is_to_two_parts_of_the_registered_memory(
     else:
         with pytest.raises(RuntimeError, match="invalid argument"):
             training.take()
+
+
+def test_a_clone_without_room_leaves_room_for_what_is_packed(gpus: Callable[[int], Accelerator]) -> None:
+    gpu = gpus(0)
+    gpu.memory.leave(100)
+    buffers = Buffers(gpu.training_device)
+    assert buffers.made([1000], torch.uint8) is None
+    assert buffers.made([10], torch.uint8) is None
+    assert buffers.memory(50) is not None
+
+
+def test_clones_begin_at_the_third_save_where_no_hook_tells_of_steps(
+    gpus: Callable[[int], Accelerator], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training(gpus(0))
+    cloned: list[int] = []
+    clone, taken = Buffers.clone, list[Snapshot]()
+    monkeypatch.setattr(
+        Buffers, "clone", lambda buffers, *given: cloned.append(len(taken)) or clone(buffers, *given)
+    )
+    for _ in range(4):
+        training.write(training.buffer)
+        taken.append(training.take())
+        held(taken[-1])
+
+    assert {*cloned} == {2, 3}
+
+
+def test_copies_of_one_gpu_have_ended_when_those_of_another_fail(
+    gpus: Callable[[int], Accelerator], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = accelerator.replace(0, count=3)
+    training = Training(gpu)
+    training.buffer = gpu.put(training.buffer.cpu(), 1)
+    queue = Transfer.queue
+
+    def failing(transfer: Transfer) -> None:
+        if transfer._device.index == 1:
+            raise RuntimeError("the device is gone")
+        queue(transfer)
+
+    monkeypatch.setattr(Transfer, "queue", failing)
+    taken = training.take()
+    with pytest.raises(SaveFailed, match="the device is gone"):
+        taken.tensors("file")
+
+    assert any("copy_ 64" in stream.done for stream in gpu.streams), "nothing was queued"
+    assert not any(item.name.startswith("copy_ ") for stream in gpu.streams for item in stream.work)

@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from resumable.files import file_reader, threads
-from resumable.parts import reading
+from resumable.parts import device_lanes, reading
 from resumable.position import to_device
-from resumable.saving import gpu_copies, host_memory
+from resumable.saving import gpu_buffers, gpu_copies, host_memory
 from tests.support.device_memory import HostMemory, Memory
 from tests.support.device_streams import Event, Graph, Item, Queues, Stream, become_present, present
 
@@ -289,7 +289,7 @@ def replace(seed: int, count: int = 2) -> Accelerator:
     """Put another one in place of the one that is there, as a start in a new process does."""
     gpu = Accelerator(seed, count)
     become_present(gpu)
-    for cache in (gpu_copies.side_stream, reading._side_stream, to_device._side_stream):
+    for cache in (gpu_buffers.side_stream, device_lanes._side_stream, to_device._side_stream):
         cache.cache_clear()
     torch.cuda.default_generators = tuple(gpu.generators)
     return gpu
@@ -396,7 +396,7 @@ def make_small(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(host_memory, "_REGISTERED", 4096)
     patch.setattr(file_reader, "_PIECE", 256)
     patch.setattr(reading, "_SMALL", 48)
-    patch.setattr(reading, "_ROOM", 256)
+    patch.setattr(device_lanes, "_ROOM", 256)
 
 
 def _memory(device: Any) -> Memory:

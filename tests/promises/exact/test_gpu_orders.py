@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from resumable import RunState, SaveFailed
+from resumable.files import tensor_file
 from resumable.parts import reading
+from resumable.parts.device_lanes import DeviceLane
 from resumable.position import to_device
 from resumable.saving.fence import Fence
 from resumable.saving.gpu_copies import Copy, Transfer
@@ -186,7 +188,9 @@ class Learning:
 
     def values(self) -> list[Any]:
         tensors = [*self.model.parameters(), *self.average.values()]
-        return [tensor.tolist() for tensor in (*tensors, torch.empty(2, device="cuda").uniform_())]
+        drawn = torch.empty(2, device="cuda").uniform_()
+        # Their bytes: as numbers 0.0 and -0.0 are equal.
+        return [bytes(tensor_file.as_bytes(tensor.cpu())) for tensor in (*tensors, drawn)]
 
 
 @functools.cache
@@ -280,17 +284,17 @@ def _copies_begin_at_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def _lanes_are_filled_at_once(patch: pytest.MonkeyPatch) -> None:
-    room = reading._DeviceLane.room
+    room = DeviceLane.room
 
-    def filled(lane: reading._DeviceLane) -> memoryview:
+    def filled(lane: DeviceLane) -> memoryview:
         lane._sent = [None, None]
         return room(lane)
 
-    patch.setattr(reading._DeviceLane, "room", filled)
+    patch.setattr(DeviceLane, "room", filled)
 
 
 def _loads_begin_at_once(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(reading, "_on_lanes", lambda devices, scan: scan(reading._DeviceLane))
+    patch.setattr(reading, "on_lanes", lambda devices, scan: scan(DeviceLane))
 
 
 BREAKS: dict[str, tuple[Scenario, Callable[[pytest.MonkeyPatch], None]]] = {
