@@ -111,13 +111,17 @@ def train():
                 model.module[0].weight.register_hook(die)
             loss.backward()
             optimizer.step()
-            if comes("save", state.step):
+            is_dying = comes("save", state.step)
+            if is_dying:
                 state.wait()
                 os.fsync = die
             if comes("told", state.step):
                 os.kill(os.getpid(), signal.SIGTERM)
             if state.step % 2 == 0:
                 state.save()
+            # The thread that writes may be slow: the next trouble is not to come in the same life.
+            while is_dying:
+                time.sleep(0.1)
             time.sleep(plan["pause"])
         state.save()
 
