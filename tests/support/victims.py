@@ -75,10 +75,14 @@ class Victim:
 
     def wait_for(self, word: str) -> float | None:
         """Return how long it took to say that; None if it has ended without."""
-        while not any(line.startswith(word) for line in self.said):
+        while not self.has_said(word):
             if not self._hear():
                 return None
         return time.monotonic() - self.born
+
+    def has_said(self, word: str) -> bool:
+        """Whether a line of it begins so."""
+        return any(line.startswith(word) for line in self.said)
 
     def _hear(self) -> bool:
         if not select.select([self._pipe], [], [], _PATIENCE)[0]:
@@ -114,6 +118,7 @@ def _live(body: Callable[[Tell], object], pipe: int) -> None:
 
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        tell("born")
         body(tell)
         tell("ended")
     except BaseException:
@@ -125,6 +130,23 @@ def _live(body: Callable[[Tell], object], pipe: int) -> None:
 def saved(lines: list[str], word: str = "saved") -> int:
     """Return the last number that was reported with a word, 0 if there is none."""
     return max((int(line.split()[1]) for line in lines if line.startswith(f"{word} ")), default=0)
+
+
+class Aim:
+    """When to end something whose length is not known, and changes: half of the ends come before its own."""
+
+    def __init__(self, since: str, until: str) -> None:
+        self._since, self._until = since, until
+        self._longest = 0.1
+
+    def wait(self, victim: Victim, dice: random.Random) -> None:
+        """Let it begin, and go on for a while."""
+        victim.wait_for(self._since)
+        time.sleep(dice.uniform(0, self._longest))
+
+    def hit(self, victim: Victim) -> None:
+        """Take in what it had said when it was ended."""
+        self._longest *= 0.85 if victim.has_said(self._until) else 1 / 0.85
 
 
 class Chain:
@@ -169,21 +191,6 @@ class Chain:
             left.add("not acknowledged")
         self.found.update(left or {"nothing"})
 
-    def seconds(self, saves: int) -> tuple[float, float]:
-        """Return how long a start takes here at best, and so many saves after it."""
-        # What else the machine does now must not let the kills come too late
-        begun, ended = zip(*(self._timed(saves) for _ in range(3)), strict=True)
-        return min(begun), min(ended)
-
-    def _timed(self, saves: int) -> tuple[float, float]:
-        victim = self.start()
-        begun, ended = victim.wait_for("found"), victim.wait_for(f"saved {self.durable + saves}")
-        victim.kill()
-        self.ended(victim)
-        assert begun, victim.said
-        assert ended, victim.said
-        return begun, ended - begun
-
     def is_over(self) -> bool:
         """Whether another run should be begun: more steps would not be known, or this one is spoilt."""
         return self._is_bad or self.durable >= LONGEST
@@ -193,11 +200,13 @@ class Chain:
         state._saving._way = self.way
         self.check(training, state)
         tell(f"found {state.step}")
+        found = state.step
         while state.step < LONGEST + 10:
             tiny.save_next(training, state, loss(state.step + 1))
             if not self._is_copied:
                 assert state.run.numbers() == self.kept(state.step)
             tell(f"saved {state.step}")
+            tell(f"save {state.step - found} done")
 
     def check(self, training: tiny.Training, state: RunState) -> None:
         """Look at what a start has found: the newest state, to the last bit, and all of it whole."""

@@ -16,7 +16,7 @@ import pytest
 import tiny
 import victims
 from counted import Tally
-from victims import Chain, Tell, Victim
+from victims import Aim, Chain, Tell, Victim
 
 from resumable import Run
 from resumable.files import large_files
@@ -62,18 +62,16 @@ def many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def _killed(chain: Chain, count: int, of_starts: float) -> Chain:
     """Kill trainings, a share of them while they start."""
     dice, folder = victims.dice(), chain.run_dir.parent
-    start, saves = chain.seconds(saves=2)
+    start, first, second = Aim("born", "found"), Aim("found", "save 1 "), Aim("save 1 ", "save 2 ")
     for number in range(count):
         if chain.is_over():
             chain = chain.another(folder / f"exp-{number}")
         chain.way = dice.choice(["paced", "direct", "plain"])
         victim = chain.start()
-        if dice.random() < of_starts:
-            time.sleep(dice.uniform(0, start))
-        else:
-            victim.wait_for("found")
-            time.sleep(dice.uniform(0, saves))
+        aim = start if dice.random() < of_starts else dice.choice([first, second])
+        aim.wait(victim, dice)
         victim.kill()
+        aim.hit(victim)
         chain.ended(victim)
         chain.found["in a start"] += not any(line.startswith("found") for line in victim.said)
     print(dict(chain.found))
@@ -168,15 +166,15 @@ def test_a_training_that_pushes_and_is_killed_loses_nothing_here_nor_there(
 ) -> None:
     count, dice = 1000 if nightly else 50, victims.dice()
     chain = Chain(tmp_path / "exp", keep=2, is_copied=True)
-    _, saves = chain.seconds(saves=4)
+    aims = [Aim("found", "save 2 "), Aim("save 2 ", "save 4 ")]
 
     for number in range(count):
         if chain.is_over():
             chain = chain.another(tmp_path / f"exp-{number}")
-        victim = chain.start()
-        victim.wait_for("found")
-        time.sleep(dice.uniform(0, saves))
+        aim, victim = dice.choice(aims), chain.start()
+        aim.wait(victim, dice)
         victim.kill()
+        aim.hit(victim)
         chain.ended(victim)
         listed = _whole(chain.copy)
         assert max(listed, default=0) <= chain.durable + 1

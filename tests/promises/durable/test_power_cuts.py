@@ -19,7 +19,7 @@ import pytest
 import tiny
 import victims
 from counted import Tally
-from victims import Chain, Tell
+from victims import Aim, Chain, Tell
 
 from resumable import ResumableError, ResumableWarning
 from resumable.files import large_files
@@ -137,16 +137,16 @@ class _OnDisk(Chain):
             tell(f"told {time.monotonic()} {type(exc).__name__}")
 
 
-def _cut_in_mid_save(chain: Chain, disk: Disk, dice: random.Random, seconds: float) -> None:
+def _cut_in_mid_save(chain: Chain, disk: Disk, dice: random.Random, aim: Aim) -> None:
     victim = chain.start()
-    victim.wait_for("found")
-    time.sleep(dice.uniform(0, seconds))
+    aim.wait(victim, dice)
     began = time.monotonic()
     disk.cut()
     if dice.random() < 0.3:
         # What the training says of a disk that is gone
         victim.wait_for("told")
     victim.kill()
+    aim.hit(victim)
     early = [line for line in victim.said if line.startswith("told") and float(line.split()[1]) < began]
     victim.said += [f"bad: {line}, before the cut" for line in early]
     chain.found["told"] += any(line.startswith("told") for line in victim.said)
@@ -175,12 +175,12 @@ def test_what_was_saved_before_a_power_cut_is_there_after_it(
     disk = disk_of(kind)
     count, dice = 700 if nightly else 34, victims.dice()
     chain: Chain = _OnDisk(disk.path / "exp", keep)
-    _, seconds = chain.seconds(saves=3)
+    aims = [Aim("found", "save 1 "), Aim("save 1 ", "save 2 ")]
     for number in range(count):
         if chain.is_over():
             chain = chain.another(disk.path / f"exp-{number}")
         chain.way = dice.choice(["paced", "direct", "plain"])
-        _cut_in_mid_save(chain, disk, dice, seconds)
+        _cut_in_mid_save(chain, disk, dice, dice.choice(aims))
     found = chain.found
     print(dict(found))
     tally("power cuts", count, chain.bad)
