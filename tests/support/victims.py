@@ -118,7 +118,6 @@ def _live(body: Callable[[Tell], object], pipe: int) -> None:
 
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        tell("born")
         body(tell)
         tell("ended")
     except BaseException:
@@ -135,13 +134,15 @@ def saved(lines: list[str], word: str = "saved") -> int:
 class Aim:
     """When to end something whose length is not known, and changes: half of the ends come before its own."""
 
-    def __init__(self, since: str, until: str) -> None:
+    def __init__(self, since: str | None, until: str) -> None:
+        """Both are what it says; without `since` it begins with its process."""
         self._since, self._until = since, until
         self._longest = 0.1
 
     def wait(self, victim: Victim, dice: random.Random) -> None:
         """Let it begin, and go on for a while."""
-        victim.wait_for(self._since)
+        if self._since:
+            victim.wait_for(self._since)
         time.sleep(dice.uniform(0, self._longest))
 
     def hit(self, victim: Victim) -> None:

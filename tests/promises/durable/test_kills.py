@@ -62,7 +62,7 @@ def many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def _killed(chain: Chain, count: int, of_starts: float) -> Chain:
     """Kill trainings, a share of them while they start."""
     dice, folder = victims.dice(), chain.run_dir.parent
-    start, first, second = Aim("born", "found"), Aim("found", "save 1 "), Aim("save 1 ", "save 2 ")
+    start, first, second = Aim(None, "found"), Aim("found", "save 1 "), Aim("save 1 ", "save 2 ")
     for number in range(count):
         if chain.is_over():
             chain = chain.another(folder / f"exp-{number}")
