@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from torch.utils.data import DistributedSampler
+
 from .errors import Once, UsageError
 from .files.strict_json import Json
 from .loaders.generators import rng
@@ -107,7 +109,29 @@ class Training:
         kinds = {f"the part {name}": kind for name, kind in self.parts.kinds().items()}
         outlines = {f"what {name} holds": outline for name, outline in self.parts.outlines().items()}
         self.crew.meet({**alike, **kinds, **outlines, **(facts or {})}, check, is_copied=is_copied)
-        self.parts.join(saves_all=self.crew.saves_all or self.checks_replicas)
+        saves_all = self.crew.saves_all or self.checks_replicas
+        self.parts.join(saves_all=saves_all, deal=self.crew.ranks.deal)
+        if self.parts.has_sharded:
+            self.crew.ranks.each("the samplers", self._refuse_other_shares)
+
+    def _refuse_other_shares(self) -> None:
+        """Raise UsageError for a sampler that deals out the data to others than the model is made for."""
+        known = self.parts.sharding.data_rank
+        for name, loader in self.position.loaders.items():
+            sampler = getattr(loader.source.loader, "sampler", None)
+            if (
+                known
+                and isinstance(sampler, DistributedSampler)
+                and known != (sampler.rank, sampler.num_replicas)
+            ):
+                rank, count = known
+                raise UsageError(
+                    f"the sampler of {name} has rank={sampler.rank} of num_replicas={sampler.num_replicas}, "
+                    f"and the model is sharded so that this process trains on share {rank} of {count} of the "
+                    "data: processes of one group of tensor parallelism must read the same batches.",
+                    fix=f"DistributedSampler(..., num_replicas={count}, rank={rank}): the size and the rank "
+                    "of the mesh's dimensions for data parallelism.",
+                )
 
 
 def _position(options: Options, progress: Progress) -> Position:

@@ -29,9 +29,12 @@ __all__ = [
     "encode",
     "from_files",
     "from_parts",
+    "has_one_writer",
     "is_frozen",
     "is_tensor_file",
     "rank_of",
+    "shard_of",
+    "shard_path",
     "stem_of",
     "tensor_facts",
     "tensor_names",
@@ -43,6 +46,7 @@ __all__ = [
 
 _OF_RANK = re.compile(r"ranks/([0-9]{5})\.(?:json|safetensors)")
 _FROZEN = "-frozen"
+_SHARD = re.compile(r"([a-z]{1,32})/shard-([0-9]{5})-model-0000([12])-of-0000([12])\.safetensors")
 
 
 def _rank_path(rank: int) -> str:
@@ -53,6 +57,28 @@ def rank_of(path: str) -> int | None:
     """Return the rank that a file belongs to; None if all ranks share it."""
     found = _OF_RANK.fullmatch(path)
     return int(found[1]) if found else None
+
+
+def shard_path(stem: str, rank: int, *, is_frozen: bool = False, has_frozen: bool = False) -> str:
+    """Return the file in which a rank writes its boxes of the sharded tensors of a tree.
+
+    Named as torch's distributed checkpoint and transformers look for them.
+
+    >>> shard_path("model", 0)
+    'model/shard-00001-model-00001-of-00001.safetensors'
+    """
+    return f"{stem}/shard-{rank + 1:05}-model-{1 + is_frozen:05}-of-{1 + has_frozen:05}.safetensors"
+
+
+def shard_of(path: str) -> int | None:
+    """Return the rank whose boxes of sharded tensors a file holds; None if it holds whole tensors."""
+    found = _SHARD.fullmatch(path)
+    return int(found[2]) - 1 if found else None
+
+
+def has_one_writer(path: str) -> bool:
+    """Whether a file is always written by the rank that it belongs to."""
+    return rank_of(path) is not None or shard_of(path) is not None
 
 
 def to_texts(trees: Mapping[str, Encoded], rank: int = 0) -> dict[str, bytes]:
@@ -105,7 +131,7 @@ def is_tensor_file(path: str) -> bool:
 
 def is_frozen(path: str) -> bool:
     """Return whether a file of a checkpoint holds frozen tensors."""
-    return path.endswith(f"{_FROZEN}.safetensors")
+    return path.endswith((f"{_FROZEN}.safetensors", "-00002-of-00002.safetensors"))
 
 
 def to_trees(texts: Mapping[str, bytes | memoryview], rank: int = 0) -> dict[str, dict[str, Json]]:
@@ -150,8 +176,12 @@ def from_parts(
 
 def stem_of(path: str) -> str:
     """Return the tree whose tensors a file holds."""
+    if "." not in path:
+        return path
     if rank_of(path) is not None:
         return "rank"
+    if found := _SHARD.fullmatch(path):
+        return found[1]
     stem = path.removesuffix(".safetensors").removesuffix(_FROZEN)
     return "" if stem == "rank" else stem
 

@@ -21,6 +21,7 @@ from .encoder import (
     is_storable,
     step_of,
 )
+from .sharded_tensor import is_sharded
 from .strict_json import Json, typed
 from .tensor_file import DTYPES, as_bytes, viewed
 
@@ -140,7 +141,8 @@ class _Decoder:
         if self._place is None:
             return stored
         device = self._place(path, about.get("device", "cpu"))
-        if name in self._kept and stored.device == device and "stride" not in about:
+        lies_well = stored.device == device and "stride" not in about
+        if name in self._kept and (lies_well or is_sharded(stored)):
             return stored
         # Tied tensors stay tied.
         key = (name, device)
@@ -213,7 +215,7 @@ def _checked_device(text: str) -> torch.device:
 
 
 def _as_described(stored: torch.Tensor, about: Mapping[str, Json]) -> torch.Tensor:
-    if unknown := about.keys() - {"dtype", "stride", "device"}:
+    if unknown := about.keys() - {"dtype", "stride", "device", "shape"}:
         raise ValueError(f"a tensor has no {', '.join(unknown)}")
     if "dtype" in about:
         stored = _as_dtype(stored, _DTYPES_BY_NAME[about["dtype"]])
@@ -222,6 +224,8 @@ def _as_described(stored: torch.Tensor, about: Mapping[str, Json]) -> torch.Tens
         # Strides decide how much memory is allocated.
         if not is_dense(stored.shape, stride):
             raise ValueError(f"a tensor of shape {list(stored.shape)} cannot have the strides {stride}")
+    if "shape" in about and [*stored.shape] != about["shape"]:
+        raise ValueError(f"a tensor of shape {list(stored.shape)} should have {about['shape']!r:.200}")
     _checked_device(about.get("device", "cpu"))
     return stored
 

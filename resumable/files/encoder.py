@@ -17,6 +17,8 @@ import torch
 
 from ..boundary import Boundary
 from ..errors import CannotStore
+from . import sharded_tensor
+from .sharded_tensor import is_sharded, is_sharded_kind
 from .strict_json import Json
 from .tensor_file import DTYPES
 
@@ -50,6 +52,8 @@ class Encoded:
     """The tensors that are not trained, which are in a file of their own."""
     kept: frozenset[str] = frozenset()
     """The tensors that may be used without a copy: live ones, or not referred to from elsewhere."""
+    begins: Mapping[str, Sequence[int]] | None = None
+    """Where each tensor begins in its whole, if they are boxes of sharded ones."""
     moved: Mapping[str, str] = field(default_factory=dict)
     """The device of this process for each device of the process that saved."""
 
@@ -100,7 +104,7 @@ def _facts(values: Mapping[str, torch.Tensor]) -> tuple[list[Any], ...] | None:
 
     Return None where it depends on more.
     """
-    tensors = values.values()
+    wholes, tensors = values.values(), [*map(sharded_tensor.local, values.values())]
     dtypes = [tensor.dtype for tensor in tensors]
     if not _COMPLEX.isdisjoint(dtypes) or any(map(torch.Tensor.is_neg, tensors)):
         return None
@@ -109,7 +113,8 @@ def _facts(values: Mapping[str, torch.Tensor]) -> tuple[list[Any], ...] | None:
         sizes, strides = [*map(torch.Tensor.size, tensors)], [*map(torch.Tensor.stride, tensors)]
         # A tensor without bytes has no address, which otherwise identifies the device.
         devices = [tensor.device for tensor in tensors] if 0 in places else []
-        return [*values], dtypes, places, sizes, strides, devices
+        placed = [_placing(one) for one in wholes if is_sharded(one)]
+        return [*values], dtypes, places, sizes, strides, devices, placed
     except RuntimeError:
         # Sparse and nested tensors have no address.
         return None
@@ -185,8 +190,7 @@ class _Encoder:
 
     def _dict(self, values: dict[Any, Any], path: Path) -> Json:
         group = self._memo.get(path) if self._memo else None
-        is_plain = self._memo is not None and values and {*map(type, values.values())} <= _PLAIN
-        facts = _facts(values) if is_plain else None
+        facts = _facts(values) if self._memo is not None and values and _are_known(values) else None
         if group and group.facts == facts:
             return self._same_group(values, group)
         # One look at all keys nearly always suffices.
@@ -251,6 +255,8 @@ class _Encoder:
         return {"$ndarray": [stored, dtype, list(value.shape), order]}
 
     def _tensor(self, value: torch.Tensor, path: Path) -> Json:
+        if is_sharded(value):
+            return self._sharded(value, path)
         if problem := _unstorable(value):
             raise _cannot(path, f"is {problem}, which cannot be stored", "store a dense tensor")
         # The tensor itself where possible: later reads fill it in place, and the training must see them.
@@ -266,21 +272,32 @@ class _Encoder:
         stored = self._store(live, path)
         return {"$tensor": [stored, about] if about else stored}
 
+    def _sharded(self, value: torch.Tensor, path: Path) -> Json:
+        live = sharded_tensor.local(value)
+        if (problem := _unstorable(live)) or live.dtype not in DTYPES or live.is_neg() or live.is_conj():
+            problem = problem or f"a sharded tensor of dtype {live.dtype}"
+            raise _cannot(path, f"is {problem}, which cannot be stored", "store a plain, dense tensor")
+        about: dict[str, Json] = {"shape": [*value.shape]}
+        about |= {} if live.device.type == "cpu" else {"device": str(live.device)}
+        return {"$tensor": [self._store(value, path), about]}
+
     def _store(self, tensor: torch.Tensor, path: Path) -> str:
+        live = sharded_tensor.local(tensor)
         # A surrogate cannot be encoded as UTF-8, which other tools use for names.
         name = self._name(path).encode(errors="replace").decode()
         while name in self.tensors or name in self.aliases or name == "__metadata__":
             name += "~"
-        if tensor.data_ptr() in self._places_in_groups:
+        if live.data_ptr() in self._places_in_groups:
             raise _MemoStale
-        self._places.add(tensor.data_ptr())
-        place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
-        if tensor.numel() and (first := self._seen.setdefault(place, name)) != name:
+        self._places.add(live.data_ptr())
+        place = (live.data_ptr(), live.dtype, live.shape, live.stride(), live.device)
+        if live.numel() and (first := self._seen.setdefault(place, name)) != name:
             self.aliases[name] = first
             self.key.append((name, first))
             return first
         self.tensors[name] = tensor
-        self.key.append((name, tensor.dtype, tensor.shape, tensor.device))
+        placing = _placing(tensor) if live is not tensor else ()
+        self.key.append((name, live.dtype, live.shape, live.device, *placing))
         return name
 
 
@@ -315,6 +332,14 @@ STORED_AS = {"b": torch.bool}
 
 Uninitialized memory holds any byte, and a safetensors file has only real booleans.
 """
+
+
+def _are_known(values: Mapping[Any, Any]) -> bool:
+    return all(kind in _PLAIN or is_sharded_kind(kind) for kind in {*map(type, values.values())})
+
+
+def _placing(tensor: Any) -> tuple[Any, ...]:
+    return tensor.shape, tensor.placements, tensor.device_mesh
 
 
 def _is_name(key: Any) -> bool:

@@ -11,13 +11,15 @@ import torch
 import xxhash
 from torch import Tensor
 
-from . import tensor_file
+from . import sharded_tensor, tensor_file
 
 _AT_A_TIME = 8 << 20
 
 
 def of(tensors: Sequence[Tensor]) -> list[Any]:
     """Return a fingerprint of each tensor, equal only for the same bits; None is equal to nothing.
+
+    That of a sharded tensor is of what is here.
 
     >>> weight = torch.zeros(3)
     >>> before = of([weight])
@@ -26,6 +28,7 @@ def of(tensors: Sequence[Tensor]) -> list[Any]:
     >>> is_same(before, of([weight.add_(1)]))
     False
     """
+    tensors = [*map(sharded_tensor.local, tensors)]
     on_host = [tensor for tensor in tensors if tensor.is_cpu]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         digests = pool.map(_digest, on_host)

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .strict_json import Json, parse, typed
 
@@ -73,7 +73,7 @@ def box_metadata(begins: Mapping[str, Sequence[int]]) -> dict[str, str]:
     return {_BOXES: json.dumps(places, separators=(",", ":"))}
 
 
-def begins_of(header: bytes | memoryview, entries: Iterable[Entry]) -> dict[str, tuple[int, ...]]:
+def begins_of(header: bytes | memoryview, entries: Iterable[Any]) -> dict[str, tuple[int, ...]]:
     """Return where each tensor of a file of boxes begins in its whole; ValueError if that is not said."""
     metadata = typed(dict, typed(dict, parse(header[8:])).get("__metadata__", {}))
     places = typed(dict, parse(typed(str, metadata.get(_BOXES)).encode()))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import CannotStore
-from . import safetensors_header
+from . import safetensors_header, sharded_tensor
 from .strict_json import MOST, Json, is_more_than
 
 DTYPES = {
@@ -197,5 +197,6 @@ def empty(slot: Slot, device: torch.device | None = None) -> torch.Tensor:
 
 
 def is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors have the same bits, on whatever device."""
+    """Return whether two tensors have the same bits, on whatever device; of sharded ones what is here."""
+    one, other = sharded_tensor.local(one), sharded_tensor.local(other)
     return one.shape == other.shape and as_bytes(one.cpu()) == as_bytes(other.cpu())

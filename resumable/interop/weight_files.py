@@ -26,6 +26,8 @@ from ..files.file_reader import Target
 from ..files.pin import Pin
 from ..files.strict_json import LONGEST, Json, parse, typed
 from ..files.tensor_file import Slot
+from ..parts import box_reading
+from ..parts.box_reading import Wanted
 from ..remote import url
 from ..run import manifest
 from ..run.checkpoint import Checkpoint, open_checkpoint
@@ -122,12 +124,19 @@ def state(found: Checkpoint, pinned: Pin | None = None) -> dict[str, Json]:
 
 def of_part(found: Checkpoint, stem: str, name: str, json: Json, pinned: Pin | None = None) -> Found:
     """Return the tensors of a part with this tree; to take some verifies all of the files that hold it."""
-    paths = [path for path in found.about.files if codec.is_tensor_file(path) and codec.stem_of(path) == stem]
+    of_stem = [
+        path for path in found.about.files if codec.is_tensor_file(path) and codec.stem_of(path) == stem
+    ]
+    shards = [path for path in of_stem if codec.shard_of(path) is not None]
+    paths = [path for path in of_stem if path not in shards]
     files = {file: found.read_header(file) for file in paths}
     slots = {
         file: tensor_file.read_header(head, found.about.files[file].size) for file, head in files.items()
     }
     empty = {slot.name: _without_content(slot) for of_file in slots.values() for slot in of_file}
+    sharded = _Sharded(found, shards, json) if shards else None
+    if sharded:
+        empty |= sharded.empty
 
     def decoded(tensors: Weights) -> Weights:
         weights = typed(dict, codec.decode(json, tensors))
@@ -140,9 +149,43 @@ def of_part(found: Checkpoint, stem: str, name: str, json: Json, pinned: Pin | N
         taken = dict(empty)
         for file, head in files.items():
             taken |= _verified(found, file, head, [s for s in slots[file] if s.name in wanted], pinned)
+        if sharded:
+            taken |= sharded.take(wanted, pinned)
         return decoded(taken)
 
     return Found(decoded(empty), take)
+
+
+class _Sharded:
+    """The tensors of a part that are in the files of several processes, each a box of them."""
+
+    def __init__(self, found: Checkpoint, paths: Sequence[str], json: Json) -> None:
+        self._found = found
+        facts = codec.tensor_facts(json)
+        known = frozenset(codec.tensor_names(json))
+        self._files = [box_reading.opened(found, path, known) for path in paths]
+        self.empty: Weights = {}
+        for stored in [one for file in self._files for one in file.stored if one.name in known]:
+            shape = tuple(facts.get(stored.name, {}).get("shape", stored.slot.shape))
+            self.empty[stored.name] = _without_content(stored.slot._replace(shape=shape))
+
+    def take(self, names: Collection[str], pinned: Pin | None) -> Weights:
+        """Return some of them as a whole, after what is read is verified."""
+        wanted = {
+            name: Wanted(name, torch.empty(one.shape, dtype=one.dtype, device="cpu"), is_live=False)
+            for name, one in self.empty.items()
+            if name in names
+        }
+        for file in self._files:
+            of_file = [(wanted[one.name], one) for one in file.stored if one.name in wanted]
+            pieces = [piece for one, stored in of_file for piece in one.pieces(stored)]
+            if pinned:
+                box_reading.take(self._found.read_file(file.path, pinned), pieces)
+            else:
+                box_reading.read(file, pieces, reads=lambda _: True)
+        for one in wanted.values():
+            one.refuse_gap()
+        return {name: one.tensor for name, one in wanted.items()}
 
 
 def _verified(
@@ -154,7 +197,8 @@ def _verified(
     targets = [Target(0, len(header), again)]
     targets += [Target(s.begin, s.end, place) for s, place in zip(slots, places, strict=True) if place.nbytes]
     also = pinned.file(file) if pinned else None
-    file_reader.scan(found.path, file, *found.about.files[file], targets, also=also)
+    size, digest, _ = found.about.files[file]
+    file_reader.scan(found.path, file, size, digest, targets, also=also)
     if again != header:
         raise ValueError(f"{file} has changed while it was read")
     return {s.name: tensor_file.from_row(place, [s])[0] for s, place in zip(slots, places, strict=True)}

@@ -12,6 +12,7 @@ from typing import Any, TypeGuard
 import numpy as np
 import torch
 
+from ..files import sharded_tensor
 from ..files.strict_json import typed
 from .part import Part
 
@@ -99,6 +100,9 @@ class _Place:
 
 
 def _place(path: Path, value: Any) -> _Place | None:
+    if sharded_tensor.is_sharded(value):
+        # Views of those are not known.
+        return None
     try:
         if isinstance(value, torch.Tensor):
             start, width = value.data_ptr(), value.element_size()
@@ -138,6 +142,7 @@ def _groups(named: Sequence[tuple[Path, Any]], count: int) -> Iterator[list[_Pla
 def _stretches(values: Sequence[Any]) -> tuple[Any, Any]:
     begins, ends = np.zeros((2, len(values)), dtype=np.int64)
     for number, value in enumerate(values):
+        value = sharded_tensor.local(value)
         if isinstance(value, torch.Tensor) and value.layout == torch.strided and value.is_contiguous():
             begins[number] = begin = value.data_ptr()
             ends[number] = begin + value.nbytes

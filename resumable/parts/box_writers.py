@@ -81,25 +81,27 @@ def _distinct(rows: Table, columns: int) -> tuple[Any, Any]:
 
 
 def _refuse_no_cover(name: str, shape: Sequence[int], boxes: Any) -> None:
-    begin, sizes = boxes[:, : len(shape)], boxes[:, len(shape) :]
-    end = begin + sizes
-    sides = [np.unique(np.concatenate([begin[:, dim], end[:, dim]])) for dim in range(len(shape))]
-    problem = ""
-    if (begin < 0).any() or (sizes <= 0).any() or (end > np.array(shape, dtype=np.int64)).any():
-        problem = "lie outside of it"
-    elif (volume := int(sizes.prod(axis=1).sum())) < math.prod(shape):
-        problem = "leave a gap"
-    elif math.prod(map(len, sides)) > _MOST_CELLS:
-        # Meshes cut all of a tensor at the same indices.
-        problem = "cut it in too many places"
-    elif volume > math.prod(shape) or not _are_apart(sides, begin, end):
-        problem = "overlap"
-    if problem:
+    if problem := cover_problem(shape, boxes):
         raise Unsupported(
             f"the parts of {name} ({list(shape)}) that the processes hold {problem}.",
             fix="shard it with torch's own fully_shard, parallelize_module or distribute_tensor, in the same "
             "way in every process.",
         )
+
+
+def cover_problem(shape: Sequence[int], boxes: Any) -> str:
+    """Return what is wrong with boxes that should hold each element of a tensor once; "" if nothing is."""
+    begin, sizes = boxes[:, : len(shape)], boxes[:, len(shape) :]
+    end = begin + sizes
+    if (begin < 0).any() or (sizes <= 0).any() or (end > np.array(shape, dtype=np.int64)).any():
+        return "lie outside of it"
+    if (volume := int(sizes.prod(axis=1).sum())) < math.prod(shape):
+        return "leave a gap"
+    sides = [np.unique(np.concatenate([begin[:, dim], end[:, dim]])) for dim in range(len(shape))]
+    if math.prod(map(len, sides)) > _MOST_CELLS:
+        # Meshes cut all of a tensor at the same indices.
+        return "cut it in too many places"
+    return "overlap" if volume > math.prod(shape) or not _are_apart(sides, begin, end) else ""
 
 
 def _are_apart(sides: Sequence[Any], begin: Any, end: Any) -> bool:

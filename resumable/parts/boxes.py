@@ -7,10 +7,10 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..errors import Unsupported
+from ..files import sharded_tensor
 
 Run = tuple[int, int]
 """Indices of one dimension that follow each other: the first one, and how many."""
@@ -30,7 +30,7 @@ class Box(NamedTuple):
 
     def of_local(self, local: Tensor) -> Tensor:
         """Return it as a view of the local tensor."""
-        return _range(local, self.at, self.shape)
+        return local if self.shape == local.shape else _range(local, self.at, self.shape)
 
     def common(self, other: Box) -> Box | None:
         """Return what another box of the same tensor has too, if anything.
@@ -63,20 +63,12 @@ def held(name: str, tensor: Any) -> list[Box]:
     [Box(begin=(0, 0), shape=(3, 2), at=(0, 0))]
     """
     shape = tuple(tensor.shape)
-    if not hasattr(tensor, "placements"):
+    if not sharded_tensor.is_sharded(tensor):
         return [Box((0,) * len(shape), shape, (0,) * len(shape))]
-    mesh = tensor.device_mesh
-    if (coordinate := mesh.get_coordinate()) is None:
+    if (coordinate := tensor.device_mesh.get_coordinate()) is None:
         return []
-    try:
-        runs = _runs(shape, tuple(mesh.mesh.shape), coordinate, tensor.placements)
-    except TypeError as exc:
-        raise Unsupported(
-            f"{name} is placed as {exc} over the processes, which cannot be saved.",
-            fix="redistribute it to Shard or Replicate placements before it is given to RunState.",
-        ) from exc
-    with torch.no_grad():
-        local = tuple(tensor.to_local().shape)
+    runs = _placed(name, tensor, coordinate)
+    local = tuple(sharded_tensor.local(tensor).shape)
     expected = tuple(sum(count for _, count in row) for row in runs)
     # Of nothing torch has many shapes.
     if expected != local and math.prod(expected) + math.prod(local):
@@ -86,6 +78,28 @@ def held(name: str, tensor: Any) -> list[Box]:
             fix="shard it with torch's own fully_shard, parallelize_module or distribute_tensor.",
         )
     return boxes(runs)
+
+
+def holders(name: str, tensor: Any) -> dict[tuple[tuple[int, ...], tuple[int, ...]], int]:
+    """Return the first rank of its mesh that holds each box of a sharded tensor, by begin and shape."""
+    mesh = tensor.device_mesh.mesh
+    found: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
+    for coordinate, rank in zip(
+        itertools.product(*map(range, mesh.shape)), mesh.flatten().tolist(), strict=True
+    ):
+        for box in boxes(_placed(name, tensor, coordinate)):
+            found.setdefault((box.begin, box.shape), rank)
+    return found
+
+
+def _placed(name: str, tensor: Any, coordinate: Sequence[int]) -> list[list[Run]]:
+    try:
+        return _runs(tuple(tensor.shape), tuple(tensor.device_mesh.mesh.shape), coordinate, tensor.placements)
+    except TypeError as exc:
+        raise Unsupported(
+            f"{name} is placed as {exc} over the processes, which cannot be saved.",
+            fix="redistribute it to Shard or Replicate placements before it is given to RunState.",
+        ) from exc
 
 
 def boxes(runs: Sequence[Sequence[Run]]) -> list[Box]:

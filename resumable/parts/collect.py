@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from ..files import codec
 from ..files.codec import Encoded
 from ..files.strict_json import Json
+from .models import ModulePart
 from .optimizers import OptimizerPart
 from .other_parts import PositionPart, StatefulPart
 from .part import NAMERS, Part, Trees
@@ -71,6 +72,29 @@ def merge(into: Encoded, more: Encoded) -> None:
     into.tensors.update(more.tensors)
     into.aliases.update(more.aliases)
     into.key += more.key
+
+
+def split(parts: Parts, trees: Trees) -> tuple[Trees, dict[str, Encoded]]:
+    """Return the trees without sharded tensors, and the files of those that this process writes."""
+    if not parts.has_sharded:
+        return trees, {}
+    owned = owners(parts, {stem: tree.json for stem, tree in trees.items()})
+    return parts.sharding.split(trees, owned, is_first=not parts.rank)
+
+
+def owners(parts: Parts, trees: Mapping[str, Json]) -> dict[str, dict[str, torch.Tensor]]:
+    """Return, by tree and name in the file, the parameter or buffer that a tensor belongs to."""
+    found: dict[str, dict[str, torch.Tensor]] = {stem: {} for stem in trees}
+    both: list[ModulePart | OptimizerPart] = [*parts.models, *parts.optimizers]
+    for part in both:
+        tree = trees.get(part.stem, {}).get(part.name)
+        by_kind = part.values_by_name(tree) if isinstance(tree, dict) else []
+        live = part.tensors()
+        for values in by_kind:
+            for name, item in values.items() if isinstance(values, dict) else ():
+                if name in live:
+                    found[part.stem].update(dict.fromkeys(codec.tensor_names(item), live[name]))
+    return found
 
 
 def _made_by_parts(parts: Parts, trees: Trees) -> dict[str, list[torch.Tensor]]:

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ..files import sharded_tensor
+
 _SHARE = 1 / 3  # the restore needs room too, for what it reads
 
 
@@ -28,7 +30,7 @@ def clones_nearby(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     sizes = Counter[torch.device]()
     for tensor in tensors.values():
         if tensor.is_cuda:
-            sizes[tensor.device] += tensor.nbytes
+            sizes[tensor.device] += sharded_tensor.size(tensor)
     roomy = {device for device, size in sizes.items() if size <= _room(device)}
     return {
         name: clone_nearby(tensor) if tensor.device in roomy else _on_host(tensor)

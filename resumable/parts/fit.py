@@ -102,7 +102,7 @@ def _differences(parts: Parts, reading: Reading) -> Iterator[Difference]:
             yield Difference(name, "", f"saved {there} in the checkpoint, {here} in the code (per_rank=)")
         else:
             yield from _differences_of(part, reading)
-            then, now = about.world_size, parts.position.processes
+            then, now = about.data_size, parts.position.processes
             if then != now:
                 yield from part.resized(reading.saved(name), then, now)
 

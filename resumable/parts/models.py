@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UsageError, warn
-from ..files import large_files, tensor_file
+from ..files import large_files, sharded_tensor, tensor_file
 from ..loaders import wrappers
 from . import ddp_buckets
 from .part import Difference, Part, Saved, same_device, shape
-from .sharded import refuse_split
+from .sharded import hooks_of_torch, refuse_split, reshard
 
 Modules = Sequence[tuple[str, nn.Module]]
 """Modules by name."""
@@ -107,7 +107,7 @@ class ModulePart(Part):
             if not _OWN.isdisjoint(vars(module)):
                 return False
             for hooks in _HOOKS:
-                if getattr(module, hooks, None):
+                if not hooks_of_torch(getattr(module, hooks, None) or {}):
                     return False
         return all(map(_is_torchs_kind, {*map(type, modules)}))
 
@@ -115,12 +115,12 @@ class ModulePart(Part):
         """Whether its state_dict contains the very tensors that it uses."""
         if not self.is_torchs_own():
             return False
-        tensors = self.live.state_dict(keep_vars=True).values()
+        tensors = [*map(sharded_tensor.local, self.live.state_dict(keep_vars=True).values())]
         return {*map(type, tensors)} <= {Tensor, nn.Parameter} and not any(map(Tensor.is_neg, tensors))
 
     def size(self) -> int:
         """Return the bytes of its parameters and buffers."""
-        return sum([tensor.nbytes for tensor in (*self.live.parameters(), *self.live.buffers())])
+        return sum([sharded_tensor.size(one) for one in (*self.live.parameters(), *self.live.buffers())])
 
     def collect(self) -> dict[str, Any]:
         """Return the weights, which any tool can read, and separately the rest of the state."""
@@ -143,13 +143,18 @@ class ModulePart(Part):
 
     def _walk(self) -> Modules:
         # A walk over a thousand modules takes longer than what is done with them: take one where possible.
-        return [*self.live.named_modules(remove_duplicate=False)]
+        walked = [*self.live.named_modules(remove_duplicate=False)]
+        reshard(walked)
+        return walked
 
     def _weights(self, walked: Modules | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return its state_dict by bare names: the tensors, and the other values."""
         bare = bare_name(self.live, walked)
         state = {bare(name): value for name, value in self._state().items()}
-        if {*map(type, state.values())} <= {Tensor, nn.Parameter} and _EXTRA not in "".join(state):
+        if {*map(type, map(sharded_tensor.local, state.values()))} <= {
+            Tensor,
+            nn.Parameter,
+        } and _EXTRA not in "".join(state):
             return state, {}
         values = {name: value for name, value in state.items() if not _is_weight(name, value)}
         return {name: value for name, value in state.items() if name not in values}, values
@@ -225,6 +230,10 @@ class ModulePart(Part):
         walked = self._walk()
         buffers = _buffers_of(self._modules(walked))
         return {**self.parameters(walked), **{name: one for name, one in buffers.items() if one is not None}}
+
+    def values_by_name(self, tree: Mapping[str, Any]) -> list[Any]:
+        """Return the parts of its tree that are ordered by the names of its tensors."""
+        return [tree if self.stem == "model" else tree.get("weights")]
 
     @property
     def prefix_in_optimizers(self) -> str:
@@ -426,6 +435,6 @@ def _ties(tensors: Mapping[str, Tensor]) -> set[frozenset[str]]:
     places: dict[Any, set[str]] = {}
     for name, tensor in tensors.items():
         if tensor.numel():
-            place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.device)
+            place = (sharded_tensor.place(tensor), tensor.shape, tensor.stride(), tensor.device)
             places.setdefault(place, set()).add(name)
     return {frozenset(names) for names in places.values() if len(names) > 1}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..files import large_files
+from ..files import large_files, sharded_tensor
 from ..files.codec import Path, Place
 from .gradients import Gradients
 from .models import ModulePart
@@ -68,7 +68,7 @@ class OptimizerPart(Part):
     def size(self) -> int:
         """Return the bytes of its state."""
         values = [value for state in self.live.state.values() for value in state.values()]
-        return sum([value.nbytes for value in values if isinstance(value, Tensor)])
+        return sum([sharded_tensor.size(value) for value in values if isinstance(value, Tensor)])
 
     def outline(self) -> str:
         """Return the number of its parameters, and a hash of their names by group."""
@@ -103,6 +103,12 @@ class OptimizerPart(Part):
     def tensors(self) -> dict[str, Tensor]:
         """Return the parameters by their names."""
         return self.parameters()
+
+    def values_by_name(self, tree: Mapping[str, Any]) -> list[Any]:
+        """Return the parts of its tree that are ordered by the names of its parameters."""
+        by_key = tree.get("state")
+        state = [*by_key.values()] if isinstance(by_key, dict) else []
+        return [*state, tree.get("gradients"), tree.get("loose")]
 
     def note_step(self) -> None:
         """Note that it has made a step, which torch checks when a scheduler steps."""

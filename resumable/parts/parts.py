@@ -12,16 +12,19 @@ import torch
 
 from ..errors import CannotStore, UsageError
 from ..files import codec
+from ..files.sharded_tensor import is_sharded
 from ..files.strict_json import Json
 from ..loaders import wrappers
 from ..loaders.generators import rng
 from ..position.position import Position
 from ..run import changes
+from . import sharded
 from .aliases import Aliases
 from .models import ModulePart
 from .optimizers import OptimizerPart
 from .other_parts import ContainerPart, GeneratorPart, LoaderPart, PositionPart, RandomPart, make
 from .part import Part
+from .sharding import Deal, Sharding
 
 SLOTS = ("model", "optimizer", "scheduler", "scaler", "extra")
 
@@ -60,6 +63,9 @@ class Parts:
             RandomPart("random", None, "rank"),  # last: any of the above may have drawn
         ]
         self.optimizers = [part for part in self.all if isinstance(part, OptimizerPart)]
+        self.has_sharded = any(map(is_sharded, self._tensors().values()))
+        """Whether parameters or buffers are sharded over the processes."""
+        self.sharding = Sharding(rank)
         self.in_collecting_order = sorted(self.all, key=has_no_generator)
         """The parts with random generators first, because collecting the others may draw."""
         position.train_on(self.devices_in_use)
@@ -79,9 +85,27 @@ class Parts:
         self.models += [part for part in made if isinstance(part, ModulePart)]
         return made
 
-    def join(self, *, saves_all: bool) -> None:
-        """Note the role of this process among the ranks."""
-        self.saves_all = saves_all
+    def join(self, *, saves_all: bool, deal: Deal) -> None:
+        """Note the role of this process among the ranks, and agree on who writes what is sharded."""
+        self.saves_all = saves_all or self.has_sharded
+        if self.has_sharded and self.rank is not None:
+            modules = [module for part in self.models for module in part.live.modules()]
+            self.sharding.meet(self._tensors(), sharded.data_rank(modules), deal)
+            if known := self.sharding.data_rank:
+                self.position.join(known[1])
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of the data this process trains on."""
+        known = self.sharding.data_rank
+        return known[0] if known else self.rank or 0
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return {
+            f"{part.name}/{name}": tensor
+            for part in (*self.models, *self.optimizers)
+            for name, tensor in part.tensors().items()
+        }
 
     def devices_in_use(self) -> set[str]:
         """Return the devices of the models' and optimizers' parameters."""

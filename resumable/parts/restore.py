@@ -129,7 +129,7 @@ def _set_last_lr(parts: Parts, plan: Plan) -> None:
 
 def _begin_own_streams(parts: Parts) -> None:
     """Seed the generators of a rank without state in the checkpoint: it must not draw rank 0's numbers."""
-    seed = f"{torch.initial_seed()}/{parts.rank}/{parts.position.step}"
+    seed = f"{torch.initial_seed()}/{parts.data_rank}/{parts.position.step}"
     rng.seed_all(rng.seed_of(seed))
     for part in parts.all:
         if isinstance(part, GeneratorPart):

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from ..files import codec, tensor_file
+from ..files import codec, sharded_tensor, tensor_file
 from ..files.codec import Encoded
 from ..files.threads import no_garbage_collection
 from . import collect
@@ -65,8 +65,14 @@ class LastSave:
         tensors, versions = self._live[stem]
         for name in () if is_untouched else codec.tensor_names(then):
             after = now[stem].tensors[name]
-            if tensors[name].data_ptr() == after.data_ptr() and versions[name] == _count(after) is not None:
+            if (
+                sharded_tensor.place(tensors[name]) == sharded_tensor.place(after)
+                and versions[name] == _count(after) is not None
+            ):
                 continue
+            if sharded_tensor.is_sharded(after):
+                # Of its boxes another process may have written some.
+                return True
             saved = self._copy(stem, name)
             if saved is not None and not tensor_file.is_equal(saved, after):
                 return True
@@ -96,8 +102,8 @@ def _is_untouched(before: Mapping[str, torch.Tensor], versions: Counts, now: Enc
     """Whether no tensor of a tree has been written to or replaced."""
     return (
         [*before] == [*now.tensors]
-        and [*map(torch.Tensor.data_ptr, before.values())]
-        == [*map(torch.Tensor.data_ptr, now.tensors.values())]
+        and [*map(sharded_tensor.place, before.values())]
+        == [*map(sharded_tensor.place, now.tensors.values())]
         and versions == _counts(now.tensors)
         and None not in versions.values()
     )

@@ -181,7 +181,7 @@ class Joint(Crew):
         tensors = {
             f"{path}: {name}": tensor
             for path, group in groups.items()
-            if codec.rank_of(path) is None
+            if not codec.has_one_writer(path)
             for name, tensor in group.tensors.items()
             if tensor.data_ptr() not in differing
         }
@@ -194,7 +194,7 @@ class Joint(Crew):
         if self.saves_all and (self._saves is None or not self._all_write):
             return None
         whole = sizes()
-        of_all = {path: size for path, size in whole.items() if codec.rank_of(path) is None}
+        of_all = {path: size for path, size in whole.items() if not codec.has_one_writer(path)}
         own = {path: (0, size) for path, size in whole.items() if path not in of_all}
         if not self.saves_all:
             return own

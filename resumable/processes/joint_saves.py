@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import RankLost, RanksDiffer, ResumableError
-from ..files import large_files
+from ..files import codec, large_files
 from ..files.large_files import Content, Way, Written
 from ..files.strict_json import Json
 from ..run import manifest
@@ -303,7 +303,9 @@ def _records(found: Iterable[Json]) -> dict[str, FileRecord]:
     records = {}
     for path, parts in sorted(pieces.items()):
         digests = [bytes.fromhex(digest) for _, _, of_part in sorted(parts) for digest in of_part]
-        records[path] = FileRecord(parts[0][1], large_files.fold(digests))
+        # Another number of processes reads only parts of such a file.
+        blocks = tuple(digest.hex() for digest in digests) if codec.shard_of(path) is not None else ()
+        records[path] = FileRecord(parts[0][1], large_files.fold(digests), blocks)
     return records
 
 

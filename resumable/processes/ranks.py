@@ -241,6 +241,31 @@ class Ranks:
             unpack(one, cause)
         return [one["ok"] for one in found]
 
+    def deal(self, what: str, own: Callable[[], Json], decide: Callable[[list[Json]], list[Json]]) -> Json:
+        """Let rank 0 decide from what each rank has, and return its answer for this rank.
+
+        No rank but 0 sees what all have, which would grow with the square of their number.
+        """
+        if self.is_alone:
+            return decide([own()])[0]
+        self.refuse_trouble()
+        self._turn += 1
+        key = f"turn/{self._turn}/{what}"
+        self.forget(self._turns.pop(self._turn - 2, []))
+        answers = {rank: f"{key}/for/{rank}" for rank in range(self.size)}
+        self._turns[self._turn] = [f"{key}/{self.rank}", *(answers.values() if self.is_first else ())]
+        cause, told_here = _attempt(self.rank, own)
+        self.post(f"{key}/{self.rank}", told_here)
+        if self.is_first:
+            found = self.wait({rank: f"{key}/{rank}" for rank in range(self.size)}, what)
+            _, decided = _attempt(0, lambda: decide([_result(one) for one in found]))
+            for rank, answer in answers.items():
+                self.post(answer, {"ok": decided["ok"][rank]} if "ok" in decided else decided)
+        (answered,) = self.wait({0: answers[self.rank]}, what)
+        if cause and not isinstance(cause, ResumableError):
+            raise cause
+        return _result(answered, cause)
+
     def first(self, what: str, do: Callable[[], T], *, is_due: bool = False) -> T:
         """Do something on rank 0; return its result on every rank, or raise its error everywhere."""
         if self.is_alone:
@@ -370,6 +395,11 @@ def unpack(found: Json, cause: BaseException | None = None) -> None:
     """Raise the error that another process posted, if it is one."""
     if isinstance(found, dict) and "error" in found:
         raise errors.from_json(found["error"]) from cause
+
+
+def _result(found: Json, cause: BaseException | None = None) -> Json:
+    unpack(found, cause)
+    return found["ok"]
 
 
 def told(rank: int, error: BaseException) -> ResumableError:

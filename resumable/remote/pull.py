@@ -84,7 +84,7 @@ def _bring(remote: Remote, name: str, stage: Path, file: str, record: FileRecord
     path.parent.mkdir(exist_ok=True)
     if path.exists():
         with contextlib.suppress(CheckpointDamaged):
-            file_reader.scan(stage, file, *record)
+            file_reader.scan(stage, file, record.size, record.xxh3_128)
             # The pull that fetched it may have been killed before the flush.
             with disk.joined(path):
                 moved(record.size)

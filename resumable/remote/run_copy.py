@@ -193,7 +193,8 @@ class Remote:
     def _remove(self, name: str, files: Iterable[str]) -> None:
         self.uncommit(name)
         self.remove_files(name, files)
-        self.store.remove_folder(f"{FOLDER}/{name}/{checkpoint.RANKS.rstrip('/')}")
+        for folder in checkpoint.FOLDERS:
+            self.store.remove_folder(f"{FOLDER}/{name}/{folder.rstrip('/')}")
         self.store.remove_folder(f"{FOLDER}/{name}")
 
     def remove_files(self, name: str, files: Iterable[str]) -> None:
@@ -241,5 +242,5 @@ def _facts(number: int, name: str) -> Facts:
 
 _SMALL = 1 << 20
 _LARGEST_MANIFEST = 64 << 20
-_PART = re.compile(r"(?:ranks/)?\.[a-z0-9.-]{1,50}\.part")
+_PART = re.compile(r"(?:(?:ranks|model|optimizer|extra)/)?\.[a-z0-9.-]{1,50}\.part")
 _PROBE = ".resumable-probe"

@@ -35,6 +35,9 @@ PULL = re.compile(r"\.pull-[0-9]{6,}-[0-9a-f]{8}")
 RANKS = "ranks/"
 """The folder in a checkpoint for the state that differs between processes."""
 
+FOLDERS = (RANKS, "model/", "optimizer/", "extra/")
+"""The folders in a checkpoint; in the others each process writes its boxes of sharded tensors."""
+
 _MOST_HEADERS = 64 << 10  # longer than those of most models
 
 
@@ -64,7 +67,7 @@ class Checkpoint:
     def read_file(self, file: str, pin: Pin | None = None) -> memoryview:
         """Return the content of one file, verified."""
         return file_reader.read(
-            self.path, file, *self.about.files[file], also=pin.file(file) if pin else None
+            self.path, file, *self.about.files[file][:2], also=pin.file(file) if pin else None
         )
 
     def read_header(self, file: str) -> memoryview:
@@ -84,7 +87,7 @@ class Checkpoint:
 
     def scan_file(self, file: str, pin: Pin | None = None, told: Told | None = None) -> None:
         """Raise CheckpointDamaged unless every byte of one file is as it was written."""
-        size, digest = self.about.files[file]
+        size, digest, _ = self.about.files[file]
         targets = [Target(0, size, None, partial(_tell, told))] if told else []
         also = pin.file(file) if pin else None
         file_reader.scan(self.path, file, size, digest, targets, also=also)
@@ -95,7 +98,7 @@ class Checkpoint:
         Nothing is read: only `verify` detects changed bytes.
         """
         found = {file: disk.look(self.path, file) for file in self.about.files}
-        for file, (size, _) in self.about.files.items():
+        for file, (size, *_) in self.about.files.items():
             if (there := found[file].st_size) != size:
                 raise disk.damaged(self.path, f"{file} has {there:,} bytes, its manifest says {size:,}")
         return found
@@ -222,8 +225,9 @@ class Stage:
 
     def flush(self) -> None:
         """Make the names in the folders of the stage durable."""
-        if (self.path / RANKS).is_dir():
-            disk.flush_folder(self.path / RANKS)
+        for folder in FOLDERS:
+            if (self.path / folder).is_dir():
+                disk.flush_folder(self.path / folder)
 
     def close(self, about: Manifest, records: Mapping[str, FileRecord]) -> Manifest:
         """Write the manifest, once all files are there and flushed."""
@@ -262,12 +266,13 @@ def remove(folder: Path) -> None:
 
 def unknown(folder: Path) -> list[str]:
     """Return the names in a checkpoint's folder that this library has not written."""
-    return [n for n in _entries(folder) if n != RANKS and not FILE_NAME.fullmatch(n)]
+    return [n for n in _entries(folder) if n not in FOLDERS and not FILE_NAME.fullmatch(n)]
 
 
 def _entries(folder: Path) -> list[str]:
     found = sorted(_names(folder))
-    return [*found, *(f"{RANKS}{name}" for name in _names(folder / RANKS))] if RANKS in found else found
+    there = [name for name in FOLDERS if name in found]
+    return [*found, *(f"{name}{file}" for name in there for file in _names(folder / name))]
 
 
 def _names(folder: Path) -> list[str]:

@@ -14,12 +14,18 @@ from ..files import strict_json
 from ..files.strict_json import Json, check_types, typed
 
 FORMAT = 1
-"""The version of the on-disk format that this library writes, and the newest it reads."""
+"""The version of the on-disk format in which this library writes what is not sharded."""
+
+NEWEST = 2
+"""The newest version that it reads; sharded checkpoints have it."""
 
 NAME = "manifest.json"
 """The name of the manifest, which is written last: a checkpoint without it is damaged."""
 
-FILE_NAME = re.compile(r"(?:[a-z]{1,32}(?:-frozen)?|ranks/[0-9]{5})\.(?:json|safetensors)")
+FILE_NAME = re.compile(
+    r"(?:[a-z]{1,32}(?:-frozen)?|ranks/[0-9]{5})\.(?:json|safetensors)"
+    r"|(?:model|optimizer|extra)/shard-[0-9]{5}-model-0000(?:1-of-0000[12]|2-of-00002)\.safetensors"
+)
 """The only names that files of a checkpoint can have; none leads out of its folder."""
 
 
@@ -28,6 +34,8 @@ class FileRecord(NamedTuple):
 
     size: int
     xxh3_128: str
+    blocks: tuple[str, ...] = ()
+    """The hashes of its blocks, for a file that may be read in part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +80,23 @@ class Manifest:
     built: Json
     environment: Mapping[str, Json]
     world_size: int = 1
+    data_ranks: tuple[int, ...] = ()
+    """The share of the data of each process; empty if each has its own."""
+
+    def rank_for(self, rank: int, count: int, data_rank: int) -> int | None:
+        """Return the rank whose own state one of `count` processes takes over; None if there is none.
+
+        On another mesh that is a rank with the same share of the data, `data_rank`.
+        """
+        there = self.data_ranks or tuple(range(self.world_size))
+        if count == self.world_size and rank < len(there) and there[rank] == data_rank:
+            return rank
+        return there.index(data_rank) if data_rank in there else None
+
+    @property
+    def data_size(self) -> int:
+        """The number of shares into which the data was dealt out."""
+        return max(self.data_ranks, default=self.world_size - 1) + 1
 
     @property
     def size(self) -> int:
@@ -94,17 +119,20 @@ def to_json(about: Manifest) -> bytes:
         "metrics": {name: _number_out(value) for name, value in about.metrics.items()},
         "best": about.best and _best_out(about.best),
         "world_size": about.world_size,
-        "files": {name: file._asdict() for name, file in about.files.items()},
+        **({"data_ranks": [*about.data_ranks]} if about.data_ranks else {}),
+        "files": {name: _file_out(file) for name, file in about.files.items()},
         "parts": dict(about.parts),
         "built": about.built,
         "environment": dict(about.environment),
     }
-    return seal(body)
+    is_sharded = any(file.blocks for file in about.files.values())
+    return seal(body, NEWEST if is_sharded else None)
 
 
 def from_json(data: bytes) -> Manifest:
     """Parse a manifest; ValueError says what is wrong with it."""
     body = unseal(data)
+    ranks = typed(list, body.pop("data_ranks", []))
     missing, unknown = _KEYS - body.keys(), body.keys() - _KEYS
     if missing or unknown:
         raise ValueError(f"it lacks {sorted(missing)} and has {sorted(unknown)} beyond the format")
@@ -124,6 +152,7 @@ def from_json(data: bytes) -> Manifest:
         metrics={k: _number_in(v) for k, v in body["metrics"].items()},
         best=None if best is None else _best_in(best),
         world_size=_whole(body["world_size"]),
+        data_ranks=tuple(map(_whole, ranks)),
         files={k: _file_in(k, v) for k, v in body["files"].items()},
         parts=body["parts"],
         built=body["built"],
@@ -131,17 +160,17 @@ def from_json(data: bytes) -> Manifest:
     )
 
 
-def seal(body: Mapping[str, Json]) -> bytes:
+def seal(body: Mapping[str, Json], version: int | None = None) -> bytes:
     """Return the text of one of our JSON files, with a checksum and the version of the format."""
-    return strict_json.seal({"format": FORMAT, **body})
+    return strict_json.seal({"format": version or FORMAT, **body})
 
 
 def unseal(data: bytes) -> dict[str, Json]:
     """Return what `seal` was given, if this version of the library can read it."""
     body = strict_json.unseal(data)
-    if (found := _whole(body.pop("format", None))) > FORMAT:
+    if (found := _whole(body.pop("format", None))) > NEWEST:
         raise FormatTooNew(
-            f"it was written in format {found}; this version of resumable reads up to {FORMAT}.",
+            f"it was written in format {found}; this version of resumable reads up to {NEWEST}.",
             fix="upgrade: pip install --upgrade torch-resumable",
         )
     if not found:
@@ -185,13 +214,20 @@ def _best_in(value: Json) -> Best:
     return Best(goal, found["value"], _whole(found["number"]), _whole(found["since"]))
 
 
+def _file_out(file: FileRecord) -> Json:
+    found: dict[str, Json] = {"size": file.size, "xxh3_128": file.xxh3_128}
+    return {**found, "blocks": [*file.blocks]} if file.blocks else found
+
+
 def _file_in(name: str, value: Json) -> FileRecord:
     if not FILE_NAME.fullmatch(name) or name == NAME:
         raise ValueError(f"{name!r} cannot be the name of a file in a checkpoint")
-    is_record = type(value) is dict and value.keys() == {"size", "xxh3_128"}
-    if not is_record or type(value["xxh3_128"]) is not str:
+    is_record = type(value) is dict and value.keys() - {"blocks"} == {"size", "xxh3_128"}
+    blocks = value.get("blocks", []) if is_record else []
+    is_text = type(blocks) is list and all(type(one) is str for one in blocks)
+    if not is_record or type(value["xxh3_128"]) is not str or not is_text:
         raise ValueError(f"{value!r:.200} does not describe a file")
-    return FileRecord(_whole(value["size"]), value["xxh3_128"])
+    return FileRecord(_whole(value["size"]), value["xxh3_128"], tuple(blocks))
 
 
 _KINDS = {

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from ..files import sharded_tensor
+
 _ONLY_IN_STEPS = ("torch.optim.", "bitsandbytes.optim.")  # their methods write to parameters only in step()
 
 untraced: Any = torch.compiler.disable
@@ -43,7 +45,7 @@ class Fence:
         """Return the addresses that are of no optimizer's parameter; none after `distrust_frozen`."""
         if not places or not self._may_settle:
             return set()
-        return places - {p.data_ptr() for p in self.parameters() if _has_place(p)}
+        return places - {sharded_tensor.place(p) for p in self.parameters() if _has_place(p)}
 
     def parameters(self) -> Iterator[torch.Tensor]:
         """Yield the parameters of all optimizers."""
@@ -138,7 +140,7 @@ class _Gate:
 
     def places(self) -> set[int]:
         values = [v for state in getattr(self._live, "state", {}).values() for v in _values(state)]
-        return {t.data_ptr() for t in (*self.parameters(), *values) if _has_place(t)}
+        return {sharded_tensor.place(t) for t in (*self.parameters(), *values) if _has_place(t)}
 
     def remove(self) -> None:
         for hook in self._hooks:

@@ -109,7 +109,7 @@ class Image:
         for path, group in groups.items():
             key, layout = before.get(path, (None, None))
             if layout is None or key != group.key:
-                layout = tensor_file.layout(group.tensors, group.aliases)
+                layout = tensor_file.layout(group.tensors, group.aliases, group.begins)
             self._layouts[path] = group.key, layout
         return {path: layout.size for path, (_, layout) in self._layouts.items()}
 

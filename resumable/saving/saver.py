@@ -17,7 +17,7 @@ from ..errors import CannotRead, RemoteError, ResumableError, SaveFailed, warn
 from ..files import codec, large_files
 from ..files.strict_json import Json
 from ..files.threads import no_garbage_collection
-from ..parts.collect import collect, notes
+from ..parts.collect import collect, notes, split
 from ..parts.part import Trees
 from ..parts.reading import Reading
 from ..position.position import Position
@@ -139,7 +139,8 @@ class Saving:
             trees, kinds = collect(self._parts)
             for text in notes(self._parts):
                 self.once.warn(text)
-            groups = codec.to_groups(trees, self._crew.ranks.rank)
+            whole, shards = split(self._parts, trees)
+            groups = {**codec.to_groups(whole, self._crew.ranks.rank), **shards}
             if self._checks_replicas:
                 self._crew.compare(groups, self._parts.differing())
             mine = self._crew.share(partial(self._image.sizes, groups), self._image.headers)
@@ -215,6 +216,7 @@ class Saving:
             built=self._built,
             environment=environment.describe(),
             world_size=self._crew.ranks.size,
+            data_ranks=self._parts.sharding.data_ranks,
             **counters,
         )
 

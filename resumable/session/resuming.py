@@ -102,8 +102,10 @@ class Resuming:
         try:
             trees = collect.in_place(self._parts)
             live, used = collect.live_tensors(self._parts, trees), self._parts.devices_in_use()
-            rank, show = self._crew.ranks.rank, self._progress.reading
-            reading = Reading(found, live, rank, show, expect, used, now=trees)
+            ranks, show = self._crew.ranks, self._progress.reading
+            rank = found.about.rank_for(ranks.rank, ranks.size, self._parts.data_rank)
+            owners = partial(collect.owners, self._parts)
+            reading = Reading(found, live, rank, show, expect, used, now=trees, owners=owners)
             reading.decode()
             position.check(_of_position(reading))
             aliases.check(_of_position(reading).get("aliases", {}))

@@ -14,7 +14,7 @@ from ..files.strict_json import Json
 from ..progress import Told
 from ..run import changes
 from ..run.checkpoint import RANKS, Checkpoint
-from .contents import Contents, Key, Tensor, scan
+from .contents import Contents, Key, Span, Tensor, scan, whole
 from .magnitudes import Distance, distance_of
 
 Row = dict[str, Any]
@@ -37,7 +37,7 @@ def compare(before: Contents, after: Contents, told: Told | None = None) -> Row:
     then, now = ({tensor.key: tensor for tensor in one.tensors} for one in (before, after))
     both = {key: (then.get(key), now.get(key)) for key in [*then, *(now.keys() - then.keys())]}
     fit = {key: pair[1] for key, pair in both.items() if pair[1] and _how(*pair) == "changed"}
-    distances = _distances(before, after, fit, shared, told)
+    distances = _distances(before, after, then, fit, shared, told)
     tensors = [
         _tensor_row(key[1], *pair, distances.get(key))
         for key, pair in both.items()
@@ -89,25 +89,39 @@ def _tensor_row(name: str, before: Tensor | None, after: Tensor | None, distance
 
 def _unchanged_files(before: Contents, after: Contents) -> set[str]:
     then, now = before.found.about.files, after.found.about.files
-    return {file for file in before.heads if then[file] == now.get(file)}
+    found = {file for file in before.heads if then[file] == now.get(file)}
+    several = [
+        {span.file for span in one.spans} for one in (*before.tensors, *after.tensors) if len(one.spans) > 1
+    ]
+    # What is in several files is read in all of them, or in none.
+    while partly := [files for files in several if files & found and not files <= found]:
+        found = found.difference(*partly)
+    return found
 
 
 def _distances(
-    before: Contents, after: Contents, fit: Mapping[Key, Tensor], shared: set[str], told: Told | None
+    before: Contents,
+    after: Contents,
+    then: Mapping[Key, Tensor],
+    fit: Mapping[Key, Tensor],
+    shared: set[str],
+    told: Told | None,
 ) -> dict[Key, Distance]:
     for file in {*after.heads} - shared:
         # Verified as a whole first. Below it is read again, piece by piece: a committed file stays as it is.
         after.found.scan_file(file, told=told)
     found: dict[Key, Distance] = {}
     guard = threading.Lock()
+    cut = {key for key, met in fit.items() if not _lie_alike(then[key], met)}
     with contextlib.ExitStack() as stack:
         opened = {file: stack.enter_context(_opened(after.found, file)) for file in {*after.heads} - shared}
 
-        def take(tensor: Tensor, at: int, piece: memoryview) -> None:
-            if (met := fit.get(tensor.key)) is None:
+        def take(tensor: Tensor, span: Span, at: int, piece: memoryview) -> None:
+            if (met := fit.get(tensor.key)) is None or tensor.key in cut:
                 return
-            begin = met.begin + at
-            other = file_reader.read_range(opened[met.file], begin, begin + piece.nbytes)
+            there = next(one for one in met.spans if (one.at, one.shape) == (span.at, span.shape))
+            begin = there.begin + at
+            other = file_reader.read_range(opened[there.file], begin, begin + piece.nbytes)
             distance = distance_of(piece, other, tensor.dtype, tensor.width)
             with guard:
                 found[tensor.key].add(distance)
@@ -115,7 +129,15 @@ def _distances(
         found |= {key: Distance() for key in fit}
         for file in {*before.heads} - shared:
             scan(before, file, take, told)
+    for key in cut:
+        one, other = (whole(held, tensor) for held, tensor in ((before, then[key]), (after, fit[key])))
+        found[key].add(distance_of(one, other, fit[key].dtype, fit[key].width))
     return found
+
+
+def _lie_alike(one: Tensor, other: Tensor) -> bool:
+    """Whether a tensor is stored in the same boxes in both checkpoints, or in one piece."""
+    return {(span.at, span.shape) for span in one.spans} == {(span.at, span.shape) for span in other.spans}
 
 
 @contextlib.contextmanager

@@ -9,12 +9,13 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import xxhash
 
 from ..errors import CheckpointDamaged
-from ..files import codec, disk, file_reader, tensor_file
+from ..files import codec, disk, file_reader, safetensors_header, tensor_file
 from ..files.file_reader import Lane, Target
 from ..files.strict_json import Json, parse, typed
 from ..files.tensor_file import Slot
@@ -36,22 +37,43 @@ RANDOM = ("random", "generator")
 """The kinds of parts that hold random generators."""
 
 
+class Span(NamedTuple):
+    """Bytes of a tensor in a file: all of it, or a box if it was sharded."""
+
+    file: str
+    begin: int
+    end: int
+    at: tuple[int, ...]
+    """Where the box begins in the tensor."""
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+        return self.end - self.begin
+
+
 class Tensor(NamedTuple):
     """A tensor of a checkpoint, and where it lies."""
 
-    file: str
+    stem: str
     name: str
     part: str
     """The part that it belongs to; empty if no tree names it."""
     dtype: str
     shape: tuple[int, ...]
-    begin: int
-    end: int
+    spans: tuple[Span, ...]
 
     @property
     def key(self) -> Key:
         """The same in two checkpoints, even if it was frozen in between and lies in another file."""
-        return stem_of(self.file), self.name
+        return self.stem, self.name
+
+    @property
+    def file(self) -> str:
+        """The file that it is in; the folder if it was sharded into several."""
+        files = {span.file for span in self.spans}
+        return self.spans[0].file if len(files) == 1 else f"{self.stem}/"
 
     @property
     def values(self) -> int:
@@ -61,7 +83,7 @@ class Tensor(NamedTuple):
     @property
     def size(self) -> int:
         """Its bytes."""
-        return self.end - self.begin
+        return sum([span.size for span in self.spans])
 
     @property
     def width(self) -> int:
@@ -113,7 +135,11 @@ def stem_of(file: str) -> str:
     >>> stem_of("model-frozen.safetensors"), stem_of("ranks/00000.json")
     ('model', 'ranks/00000')
     """
-    return file.rpartition(".")[0].removesuffix(_FROZEN)
+    return (
+        codec.stem_of(file)
+        if codec.shard_of(file) is not None
+        else file.rpartition(".")[0].removesuffix(_FROZEN)
+    )
 
 
 def read(found: Checkpoint) -> Contents:
@@ -130,14 +156,24 @@ def read(found: Checkpoint) -> Contents:
             whole = typed(dict, parse(found.read_file(file)))
             refuse_depth(whole)
             trees |= {stem_of(file): whole} if file.startswith(RANKS) else _by_stem(whole)
-    tensors: list[Tensor] = []
+    tensors: dict[Key, Tensor] = {}
     for file, head in heads.items():
         with reading(found, file):
             slots = tensor_file.read_header(head, found.about.files[file].size)
-            tensors += _tensors(file, slots, trees.get(stem_of(file), {}))
-            if twice := len(tensors) - len({tensor.key for tensor in tensors}):
-                raise ValueError(f"{twice} of its tensors are in another file, too")
-    return Contents(found, trees, tensors, heads)
+            begins = None if codec.shard_of(file) is None else safetensors_header.begins_of(head, slots)
+            for tensor in _tensors(file, slots, trees.get(stem_of(file), {}), begins):
+                there = tensors.get(tensor.key)
+                if there and (begins is None or (there.dtype, there.shape) != (tensor.dtype, tensor.shape)):
+                    raise ValueError(f"its {tensor.name} is in another file, too")
+                tensors[tensor.key] = _joined(there, tensor) if there else tensor
+    for tensor in tensors.values():
+        if sum(math.prod(span.shape) for span in tensor.spans) != tensor.values:
+            raise disk.damaged(found.path, f"its files hold not all of {tensor.name}, or some of it twice")
+    return Contents(found, trees, [*tensors.values()], heads)
+
+
+def _joined(one: Tensor, other: Tensor) -> Tensor:
+    return one._replace(spans=one.spans + other.spans)
 
 
 def _by_stem(whole: Tree) -> dict[str, Tree]:
@@ -155,51 +191,76 @@ def reading(found: Checkpoint, file: str) -> Iterator[None]:
         raise disk.damaged(found.path, f"{file}: {exc}") from exc
 
 
-def _tensors(file: str, slots: Sequence[Slot], tree: Tree) -> Iterator[Tensor]:
+def _tensors(
+    file: str, slots: Sequence[Slot], tree: Tree, begins: Mapping[str, tuple[int, ...]] | None
+) -> Iterator[Tensor]:
     named = {one.name: (part, one) for part, value in tree.items() for one in stored(value)}
     for slot in slots:
-        part, (_, dtype, shape) = named.get(slot.name, ("", Stored(slot.name)))
+        name = slot.name
+        if begins is not None and name not in named:
+            # Of several boxes of a tensor all but the first have a number behind their name.
+            name = name.rpartition("~")[0]
+        part, (_, dtype, shape, whole) = named.get(name, ("", Stored(name)))
         if dtype is None:
-            dtype, shape = str(slot.dtype).removeprefix("torch."), slot.shape
+            dtype, shape = (
+                str(slot.dtype).removeprefix("torch."),
+                slot.shape if begins is None else whole or slot.shape,
+            )
         else:
             # Stored as its bytes.
             shape = slot.shape[:-1] if shape is None else shape
             width = magnitudes.width(dtype)
             if width is not None and math.prod(shape) * width != slot.end - slot.begin:
                 raise ValueError(f"{slot.name} is no {dtype} of shape {list(shape)}")
-        yield Tensor(file, slot.name, part, dtype, shape, slot.begin, slot.end)
+        at = (0,) * len(shape) if begins is None else begins[slot.name]
+        span = Span(file, slot.begin, slot.end, at, shape if begins is None else slot.shape)
+        yield Tensor(stem_of(file), name, part, dtype, shape, (span,))
 
 
 def scan(
     contents: Contents,
     file: str,
-    take: Callable[[Tensor, int, memoryview], None],
+    take: Callable[[Tensor, Span, int, memoryview], None],
     told: Told | None = None,
     whole: Collection[Key] = (),
 ) -> None:
-    """Read a file with tensors, verified, and pass their bytes to `take`: which tensor, and from where on.
+    """Read a file with tensors, verified, and pass their bytes to `take`: of what, and from where on.
 
     Several threads call it, piece by piece but never with part of an element; those in `whole` come at once.
     """
     found, head = contents.found, contents.heads[file]
     again = memoryview(bytearray(len(head)))
-    apart: list[tuple[Tensor, memoryview]] = []
+    apart: list[tuple[Tensor, Span, memoryview]] = []
     targets = [Target(0, len(head), again, partial(_take, None, told))]
-    for tensor in contents.tensors:
-        if tensor.file != file or not tensor.size:
+    there = [(span, tensor) for tensor in contents.tensors for span in tensor.spans if span.file == file]
+    for span, tensor in sorted(there, key=lambda pair: pair[0].begin):
+        if not span.size:
             continue
         memory = None
-        if tensor.key in whole or not _comes_in_elements(tensor):
-            memory = memoryview(bytearray(tensor.size))
-            apart.append((tensor, memory))
-        pass_on = partial(_take, None if memory else partial(take, tensor), told)
-        targets.append(Target(tensor.begin, tensor.end, memory, pass_on))
+        if tensor.key in whole or not _comes_in_elements(tensor, span):
+            memory = memoryview(bytearray(span.size))
+            apart.append((tensor, span, memory))
+        pass_on = partial(_take, None if memory else partial(take, tensor, span), told)
+        targets.append(Target(span.begin, span.end, memory, pass_on))
+    size, digest, _ = found.about.files[file]
     with reading(found, file):
-        file_reader.scan(found.path, file, *found.about.files[file], targets)
+        file_reader.scan(found.path, file, size, digest, targets)
         if again != head:
             raise disk.damaged(found.path, f"{file} has changed while it was read")
-        for tensor, memory in apart:
-            take(tensor, 0, memory)
+        for tensor, span, memory in apart:
+            take(tensor, span, 0, memory)
+
+
+def whole(contents: Contents, tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor in row-major order; its files have been verified."""
+    found = np.empty((*tensor.shape, tensor.width), np.uint8)
+    for span in tensor.spans:
+        with disk.opened(contents.found.path, span.file) as opened:
+            piece = file_reader.read_range(opened.fileno(), span.begin, span.end)
+        place = tuple(slice(at, at + size) for at, size in zip(span.at, span.shape, strict=True))
+        found[place] = np.frombuffer(piece, np.uint8).reshape(*span.shape, tensor.width)
+    raw: Any = found.reshape(-1)
+    return memoryview(raw)
 
 
 def _take(
@@ -211,9 +272,9 @@ def _take(
         told(piece.nbytes)
 
 
-def _comes_in_elements(tensor: Tensor) -> bool:
+def _comes_in_elements(tensor: Tensor, span: Span) -> bool:
     # A file is read in pieces and blocks whose lengths are powers of two.
-    return tensor.width in (1, 2, 4, 8, 16) and tensor.begin % tensor.width == 0
+    return tensor.width in (1, 2, 4, 8, 16) and span.begin % tensor.width == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +291,7 @@ def measure(contents: Contents, told: Told | None = None) -> Measured:
     states: dict[Key, str] = {}
     guard = threading.Lock()
 
-    def take(tensor: Tensor, at: int, piece: memoryview) -> None:
+    def take(tensor: Tensor, span: Span, at: int, piece: memoryview) -> None:
         size = magnitudes.size_of(piece, tensor.dtype, tensor.width)
         with guard:
             sizes[tensor.key].add(size)

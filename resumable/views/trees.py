@@ -31,6 +31,8 @@ class Stored(NamedTuple):
     """None unless it is stored as its bytes."""
     shape: tuple[int, ...] | None = None
     """None unless it is a NumPy array."""
+    whole: tuple[int, ...] | None = None
+    """Its shape if it is stored in boxes."""
 
 
 def stored(tree: Json) -> Iterator[Stored]:
@@ -40,7 +42,10 @@ def stored(tree: Json) -> Iterator[Stored]:
             case {"$tensor": str(name)}:
                 yield Stored(name)
             case {"$tensor": [str(name), dict(about)]}:
-                yield Stored(name, typed(str, about["dtype"]) if "dtype" in about else None)
+                dtype = typed(str, about["dtype"]) if "dtype" in about else None
+                lengths = typed(list, about["shape"]) if "shape" in about else None
+                whole = None if lengths is None else tuple(typed(int, one) for one in lengths)
+                yield Stored(name, dtype, whole=whole)
             case {"$ndarray": [str(name), str(dtype), list(shape), _]}:
                 yield Stored(name, dtype, tuple(typed(int, length) for length in shape))
 

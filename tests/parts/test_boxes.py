@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from resumable import Unsupported
+from resumable.files import sharded_tensor
 from resumable.parts import boxes
 from resumable.parts.boxes import Box, held
 from tests.support.counted import Tally
@@ -147,9 +148,11 @@ class _Sharded:
         return torch.zeros(self._here)
 
 
-def test_what_cannot_be_described_is_refused() -> None:
+def test_what_cannot_be_described_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed.tensor import Partial, Shard
 
+    monkeypatch.setattr(sharded_tensor, "is_sharded", lambda one: isinstance(one, _Sharded))
+    monkeypatch.setattr(sharded_tensor, "local", lambda one: one.to_local())
     assert held("weight", _Sharded(Shard(0), 5)) == [Box((0,), (5,), (0,))]
     with pytest.raises(Unsupported, match=r"weight has \[6\] of \[10\] in this process.* says \[5\]"):
         held("weight", _Sharded(Shard(0), 6))

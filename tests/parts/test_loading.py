@@ -1479,7 +1479,7 @@ def test_every_byte_that_is_read_is_reported(run_dir: Path, saved: list[Any], is
     reading.fill(["model", "optimizer"])
     state.close()
 
-    sizes = [size for path, (size, _) in found.about.files.items() if path.endswith(".safetensors")]
+    sizes = [size for path, (size, *_) in found.about.files.items() if path.endswith(".safetensors")]
     first, second = told["reading checkpoint 2"], told["putting checkpoint 2 in its place"]
     assert first[0] == sum(first[1:]) == sum(sizes)
     assert second[0] == sum(second[1:])

@@ -20,6 +20,7 @@ from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel
 
 from resumable import ResumableWarning, RunState, StateMismatch, Unsupported, UsageError
+from resumable.files.sharded_tensor import local
 from resumable.parts import ddp_buckets
 from resumable.parts.models import ModulePart, bare_name, unwrap
 
@@ -632,6 +633,17 @@ def _distributed(name: str) -> nn.Module:
     return net
 
 
+def _partial(name: str) -> nn.Module:
+    from torch.distributed.tensor import DTensor, Partial
+
+    net = _distributed(name)
+    owner = net.body[1]
+    local = getattr(owner, name).to_local().detach()
+    tensor = DTensor.from_local(local, _mesh(), [Partial()])
+    setattr(owner, name, nn.Parameter(tensor) if name in owner._parameters else tensor)
+    return net
+
+
 def _in_shards() -> nn.Module:
     from torch.distributed._shard import shard_parameter
     from torch.distributed._shard.sharding_spec import ChunkShardingSpec
@@ -654,12 +666,11 @@ def _partitioned() -> nn.Module:
 
 
 SPLIT: Mapping[str, tuple[Callable[[], nn.Module], str, str]] = {
-    "FSDP": (_fully_sharded, r"model is split over the processes \(FSDP\)", "torch.distributed.checkpoint"),
-    "FSDP of it": (_sharded_inside, r"model is split over the processes \(FSDP\)", "checkpoint"),
-    "FSDP inside": (lambda: nn.Sequential(_fully_sharded()), r"model\.0 is split .* \(FSDP\)", "checkpoint"),
-    "FSDP2": (_sharded_in_place, r"model is split over the processes \(FSDP\)", "checkpoint"),
-    "a parameter": (lambda: _distributed("weight"), r"model\.body\.1\.weight is split .*DTensor", "torch"),
-    "a buffer": (lambda: _distributed("running_var"), r"model\.body\.1\.running_var is split", "checkpoint"),
+    "FSDP": (_fully_sharded, r"model is split over the processes \(FSDP1\)", "torch.distributed.checkpoint"),
+    "FSDP of it": (_sharded_inside, r"model is split over the processes \(FSDP1\)", "checkpoint"),
+    "FSDP inside": (lambda: nn.Sequential(_fully_sharded()), r"model\.0 is split .* \(FSDP1\)", "checkpoint"),
+    "a parameter": (lambda: _partial("weight"), r"model\.body\.1\.weight is placed as Partial", "Shard"),
+    "a buffer": (lambda: _partial("running_var"), r"model\.body\.1\.running_var is placed as", "Shard"),
     "shards": (_in_shards, r"model\.module\.weight is split .*ShardedTensor", "checkpoint"),
     "an engine": (_engine, r"model is split .* \(DeepSpeed\)", "the engine's own save_checkpoint"),
     "an engine inside": (lambda: nn.Sequential(_engine()), r"model\.0 is split", "save_checkpoint"),
@@ -680,6 +691,27 @@ def test_a_model_that_is_split_over_processes_is_refused(run_dir: Path, kind: st
     with pytest.raises(Unsupported, match=text.replace("model", r"extra\.it", 1)):
         RunState.load(run_dir, extra={"it": model})
     assert not run_dir.exists()
+
+
+@pytest.mark.parametrize("kind", ["FSDP2", "a parameter", "a buffer"])
+@gloo.alone
+@pytest.mark.quick(3)
+def test_a_model_sharded_over_one_process_is_saved_as_any_other(run_dir: Path, kind: str) -> None:
+    names = {"a parameter": "weight", "a buffer": "running_var"}
+
+    def build() -> nn.Module:
+        return _sharded_in_place() if kind == "FSDP2" else _distributed(names[kind])
+
+    first = build()
+    _save(run_dir, model=first)
+    second = build()
+    for parameter in second.parameters():
+        parameter.data.zero_()
+    _save(run_dir, model=second)
+
+    assert [path.name for path in run_dir.glob("checkpoints/000002*/model*")] == ["model.safetensors"]
+    for name, value in first.state_dict().items():
+        assert torch.equal(local(second.state_dict()[name]), local(value))
 
 
 def test_what_only_sounds_like_a_share_is_taken(run_dir: Path) -> None:

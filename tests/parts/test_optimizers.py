@@ -508,14 +508,14 @@ def test_an_optimizer_whose_state_is_split_over_the_processes_is_refused(run_dir
 
 
 @gloo.alone
-def test_an_optimizer_of_parameters_that_are_split_is_refused(run_dir: Path) -> None:
+def test_an_optimizer_of_partial_sums_is_refused(run_dir: Path) -> None:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor import DTensor, Partial
 
-    tensor = distribute_tensor(torch.ones(2), init_device_mesh("cpu", (1,)), [Shard(0)])
+    tensor = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (1,)), [Partial()])
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1)), nn.Parameter(tensor)], 0.1)
 
-    with pytest.raises(Unsupported, match=r"extra\.it: group0\.1 is split over the processes \(DTensor\)"):
+    with pytest.raises(Unsupported, match=r"extra\.it: group0\.1 is placed as Partial"):
         RunState.load(run_dir, extra={"it": optimizer})
 
 
@@ -525,5 +525,5 @@ def test_an_optimizer_of_flattened_parameters_is_refused(run_dir: Path) -> None:
 
     model = FullyShardedDataParallel(_net(), device_id=torch.device("cpu"))
 
-    with pytest.raises(Unsupported, match=r"optimizer: group0\.0 is split over the processes \(FSDP\)"):
+    with pytest.raises(Unsupported, match=r"optimizer: group0\.0 is split over the processes \(FSDP1\)"):
         RunState.load(run_dir, optimizer=torch.optim.Adam(model.parameters()))

@@ -18,7 +18,7 @@ from resumable.files import large_files
 from resumable.files.large_files import Content, Way, Written
 from resumable.run import checkpoint, manifest
 from resumable.run.checkpoint import Checkpoint
-from resumable.run.manifest import Manifest
+from resumable.run.manifest import FileRecord, Manifest
 
 FILES = {
     "state.json": b"{}",
@@ -157,7 +157,8 @@ def test_what_was_written_is_said_with_its_place_in_the_checkpoint(tmp_path: Pat
     found, written = checkpoint.commit(tmp_path, _about(), _contents(FILES))
 
     assert {name: w.path for name, w in written.items()} == {name: found.path / name for name in FILES}
-    assert {name: (w.size, w.digest) for name, w in written.items()} == found.about.files
+    records = {name: FileRecord(w.size, w.digest) for name, w in written.items()}
+    assert records == found.about.files
 
 
 @pytest.mark.usefixtures("links")

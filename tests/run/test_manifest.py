@@ -89,13 +89,13 @@ def test_no_truncated_manifest_is_accepted() -> None:
 
 
 def test_a_newer_format_is_named_with_what_to_do() -> None:
-    text = strict_json.seal({**BODY, "format": manifest.FORMAT + 1, "unheard of": 1})
-    with pytest.raises(FormatTooNew, match=r"in format 2; .* reads up to 1\.\nFix: upgrade"):
+    text = strict_json.seal({**BODY, "format": manifest.NEWEST + 1, "unheard of": 1})
+    with pytest.raises(FormatTooNew, match=r"in format 3; .* reads up to 2\.\nFix: upgrade"):
         manifest.from_json(text)
 
 
 def test_a_damaged_manifest_of_a_newer_format_is_damaged() -> None:
-    text = strict_json.seal({**BODY, "format": manifest.FORMAT + 1})
+    text = strict_json.seal({**BODY, "format": manifest.NEWEST + 1})
     with pytest.raises(ValueError, match="checksum") as caught:
         manifest.from_json(text.replace(b'"step"', b'"stop"'))
     assert not isinstance(caught.value, FormatTooNew)

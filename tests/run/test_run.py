@@ -520,7 +520,7 @@ def test_the_best_follows_what_is_saved_and_what_is_pruned(many: Run) -> None:
 def test_the_best_is_not_known_where_a_manifest_is_of_a_newer_format(
     many: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(manifest, "FORMAT", manifest.FORMAT + 1)
+    monkeypatch.setattr(manifest, "FORMAT", manifest.NEWEST + 1)
     _commit(many, 51)
     monkeypatch.undo()
 
@@ -728,7 +728,7 @@ def test_the_one_that_was_asked_for_is_not_replaced_by_another(run: Run, which: 
 def test_a_newer_format_is_an_error_and_not_skipped(
     run: Run, monkeypatch: pytest.MonkeyPatch, which: Any
 ) -> None:
-    monkeypatch.setattr(manifest, "FORMAT", manifest.FORMAT + 1)
+    monkeypatch.setattr(manifest, "FORMAT", manifest.NEWEST + 1)
     _commit(run, 4, best=4)
     monkeypatch.undo()
 
@@ -885,7 +885,7 @@ def test_a_pipe_in_place_of_the_id_does_not_hang(run: Run) -> None:
 def test_the_id_in_a_newer_format_is_an_error_and_stays_as_it_is(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(manifest, "FORMAT", manifest.FORMAT + 1)
+    monkeypatch.setattr(manifest, "FORMAT", manifest.NEWEST + 1)
     run.identity()
     monkeypatch.undo()
     before = (run.path / "run.json").read_bytes()

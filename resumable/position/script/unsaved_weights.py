@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
+from ...files import sharded_tensor
 from ...loaders.generators import code_names
 from ...processes.signals import is_of_a_handler
 from . import bytecode, loop_variables, loops
@@ -288,7 +289,8 @@ def _joined(name: Name, key: Any, is_item: bool) -> Name:
 
 def _memory(tensor: torch.Tensor) -> int:
     """Return what is the same for a tensor and its views, such as those in a state_dict."""
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)
+    live = sharded_tensor.local(tensor)
+    return live.untyped_storage().data_ptr() if live.layout is torch.strided else id(tensor)
 
 
 def _glance(tensor: torch.Tensor) -> tuple[int, int, str]:

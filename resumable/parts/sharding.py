@@ -1,0 +1,213 @@
+"""The boxes of sharded tensors that this process writes, in files of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..errors import CannotStore, Unsupported
+from ..files import codec, sharded_tensor
+from ..files.codec import Encoded
+from ..files.sharded_tensor import is_sharded
+from ..files.strict_json import Json
+from . import box_writers
+from .box_writers import Sharded
+from .boxes import Box, held, holders
+from .part import Trees
+
+Deal = Callable[[str, Callable[[], Json], Callable[[list[Json]], list[Json]]], Json]
+"""Lets rank 0 decide from what each process has, and returns its answer to this one."""
+
+Owners = Mapping[str, Mapping[str, Tensor]]
+"""By tree and name in the file: the parameter that a tensor belongs to."""
+
+
+class _Planned(NamedTuple):
+    boxes: list[Box]
+    is_mine: list[bool]
+
+
+class Sharding:
+    """Who writes what of the tensors that are sharded over the processes.
+
+    The processes agree once on the parameters. The state of an optimizer follows its parameter; any other
+    tensor is written by the first process of its mesh that holds a box of it.
+    """
+
+    def __init__(self, rank: int | None) -> None:
+        self._rank = rank
+        self._planned: dict[int, _Planned] = {}
+        self._led: dict[Any, bool] = {}
+        """By mesh: whether no other mesh holds the same tensors and comes before it."""
+        self._mine: dict[str, tuple[Any, dict[str, list[tuple[str, Box]]]]] = {}
+
+        self.data_rank: tuple[int, int] | None = None
+        """Which of how many shares of the data this process trains on; None if the model does not tell."""
+        self.data_ranks: tuple[int, ...] = ()
+        """The same of all processes, on rank 0; empty where each has a share of its own."""
+
+    def meet(self, named: Mapping[str, Tensor], data_rank: tuple[int, int] | None, deal: Deal) -> None:
+        """Agree with the other processes on who writes the boxes of these parameters and buffers.
+
+        `data_rank`: which of how many shares of the data this process trains on, if that is known.
+        """
+        sharded = {name: tensor for name, tensor in named.items() if is_sharded(tensor)}
+        boxes: dict[str, list[Box]] = {}
+
+        def own() -> Json:
+            boxes.update({name: held(name, tensor) for name, tensor in sharded.items()})
+            rows = [
+                [name, [*tensor.shape], tensor.element_size(), box_writers.table(boxes[name]), _ranks(tensor)]
+                for name, tensor in sharded.items()
+            ]
+            return [rows, data_rank and [*data_rank], _peers(sharded.values())]
+
+        answer, self.data_rank, self.data_ranks = deal("who writes what", own, _decided)
+        self.data_rank, self.data_ranks = self.data_rank and (*self.data_rank,), (*self.data_ranks,)
+        for (name, tensor), (is_mine, leads) in zip(sharded.items(), answer, strict=True):
+            self._planned[id(tensor)] = _Planned(boxes[name], is_mine)
+            self._led[_key(tensor)] = leads
+
+    def split(self, trees: Trees, owners: Owners, *, is_first: bool) -> tuple[Trees, dict[str, Encoded]]:
+        """Return the trees without sharded tensors, and the files of the boxes that this process writes.
+
+        If a model has some, all of its tensors are in that folder, which other tools read as a whole.
+        """
+        rest, groups = dict(trees), dict[str, Encoded]()
+        for stem, tree in trees.items():
+            names = [name for name, tensor in tree.tensors.items() if is_sharded(tensor)]
+            if not names:
+                continue
+            if stem == "rank":
+                raise CannotStore(
+                    f"{names[0]} is sharded over the processes, and in what each process saves for itself.",
+                    fix="pass it in extra={...}, not in state.vars or with per_rank=. Nothing was written.",
+                )
+            if self._rank is None:
+                tensors = {name: sharded_tensor.local(tensor) for name, tensor in tree.tensors.items()}
+                rest[stem] = replace(tree, tensors=tensors)
+                continue
+            plain = {name: tensor for name, tensor in tree.tensors.items() if not is_sharded(tensor)}
+            whole = plain if stem == "model" else {}
+            own = self._boxes(stem, tree, owners.get(stem, {}))
+            groups |= self._files(stem, tree, own, whole if is_first else {})
+            kept = {name: tensor for name, tensor in plain.items() if name not in whole}
+            aliases = {name: first for name, first in tree.aliases.items() if first in kept}
+            rest[stem] = replace(tree, tensors=kept, aliases=aliases, key=(*tree.key, "plain"))
+        return rest, groups
+
+    def _files(
+        self, stem: str, tree: Encoded, own: Mapping[str, list[tuple[str, Box]]], whole: Mapping[str, Tensor]
+    ) -> dict[str, Encoded]:
+        assert self._rank is not None
+        files = {}
+        for is_frozen in (False, True) if tree.frozen else (False,):
+            tensors: dict[str, Tensor] = {}
+            begins: dict[str, tuple[int, ...]] = {}
+            for name, tensor in whole.items():
+                if (name in tree.frozen) is is_frozen:
+                    tensors[name], begins[name] = tensor, (0,) * tensor.dim()
+            for name, boxes in own.items():
+                if (name in tree.frozen) is not is_frozen:
+                    continue
+                local = sharded_tensor.local(tree.tensors[name])
+                for stored, box in boxes:
+                    tensors[stored], begins[stored] = box.of_local(local), box.begin
+            if tensors:
+                path = codec.shard_path(stem, self._rank, is_frozen=is_frozen, has_frozen=bool(tree.frozen))
+                files[path] = Encoded({}, tensors, {}, (*tree.key, is_frozen), begins=begins)
+        return files
+
+    def _boxes(
+        self, stem: str, tree: Encoded, owners: Mapping[str, Tensor]
+    ) -> dict[str, list[tuple[str, Box]]]:
+        key, found = self._mine.get(stem, (None, {}))
+        # Where each box lies takes a while to find out, and stays the same.
+        if key != tree.key:
+            found = {}
+            for name, tensor in tree.tensors.items():
+                if is_sharded(tensor) and (mine := self._mine_of(name, tensor, owners.get(name))):
+                    found[name] = [*zip(_names(name, len(mine), tree), mine, strict=True)]
+            self._mine[stem] = tree.key, found
+        return found
+
+    def _mine_of(self, name: str, tensor: Any, owner: Tensor | None) -> list[Box]:
+        boxes = held(name, tensor)
+        planned = self._planned.get(id(owner)) if owner is not None else None
+        if planned and owner is tensor and planned.boxes != boxes:
+            raise Unsupported(
+                f"{name} is sharded in another way than at RunState.load.",
+                fix="shard the model before RunState.load. Nothing was written.",
+            )
+        if planned and planned.boxes == boxes and owner is not None and owner.shape == tensor.shape:
+            return [box for box, is_mine in zip(boxes, planned.is_mine, strict=True) if is_mine]
+        if not self._led.get(_key(tensor), True):
+            return []
+        first = holders(name, tensor)
+        return [box for box in boxes if first[box.begin, box.shape] == self._rank]
+
+
+def _names(name: str, count: int, tree: Encoded) -> Iterator[str]:
+    """Yield a name in the file for each of several boxes of one tensor: only strided shards have several."""
+    yield name
+    number = 0
+    for _ in range(1, count):
+        number += 1
+        while f"{name}~{number}" in tree.tensors:
+            number += 1
+        yield f"{name}~{number}"
+
+
+def _ranks(tensor: Any) -> list[int]:
+    found: list[int] = tensor.device_mesh.mesh.flatten().tolist()
+    return found
+
+
+def _key(tensor: Any) -> Any:
+    return tuple(_ranks(tensor))
+
+
+def _decided(told: list[Json]) -> list[Json]:
+    """Return, for each process and each of its tensors, which boxes it writes, and whether its mesh leads."""
+    shapes: dict[str, tuple[tuple[int, ...], int]] = {}
+    tables: dict[str, list[Any]] = {}
+    leading: dict[str, list[int]] = {}
+    for rank, (rows, _, _) in enumerate(told):
+        for name, shape, width, table, ranks in rows:
+            if shapes.setdefault(name, (tuple(shape), width)) != (tuple(shape), width):
+                raise Unsupported(
+                    f"{name} has the shape {shape} on rank {rank}, and {list(shapes[name][0])} on another.",
+                    fix="build the same model in every process before it is sharded.",
+                )
+            tables.setdefault(name, [[] for _ in told])[rank] = table
+            leading[name] = min(leading.get(name, ranks), ranks)
+    sharded = {name: Sharded(*shapes[name], tables[name]) for name in tables}
+    chosen = box_writers.choose(sharded, len(told))
+    data = _shares([(share, peers) for _, share, peers in told])
+    of_all = [] if None in data or [*range(len(told))] == [one[0] for one in data if one] else data
+    return [
+        [
+            [[chosen[name][rank], leading[name] == ranks] for name, _, _, _, ranks in rows],
+            data[rank],
+            [] if rank else [one[0] for one in of_all if one],
+        ]
+        for rank, (rows, _, _) in enumerate(told)
+    ]
+
+
+def _peers(sharded: Iterable[Any]) -> list[int]:
+    """Return the ranks that split the work on one share of the data, if tensors are sharded by themselves."""
+    split = [one for one in sharded if any(type(kind).__name__ != "Replicate" for kind in one.placements)]
+    return max(map(_ranks, split), key=len, default=[])
+
+
+def _shares(found: Sequence[tuple[Any, list[int]]]) -> list[tuple[int, int] | None]:
+    """Return the share of the data of each process; where it is not known, those of equal peers are equal."""
+    groups = sorted({tuple(peers) for share, peers in found if not share and peers})
+    return [
+        (share[0], share[1]) if share else (groups.index(tuple(peers)), len(groups)) if peers else None
+        for share, peers in found
+    ]
