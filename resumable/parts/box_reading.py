@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..errors import CheckpointDamaged
 from ..files import disk, file_reader, large_files, safetensors_header, sharded_tensor, tensor_file
 from ..files.file_reader import Target
 from ..files.tensor_file import Slot
@@ -49,6 +50,15 @@ class BoxFile:
 
 def opened(found: Checkpoint, path: str, known: Collection[str]) -> BoxFile:
     """Return a file of boxes of `known` tensors; ValueError if it is none. Its header is verified later."""
+    try:
+        return _opened(found, path, known)
+    except CheckpointDamaged:
+        raise
+    except ValueError as exc:
+        raise ValueError(f"{path}: {exc}") from exc
+
+
+def _opened(found: Checkpoint, path: str, known: Collection[str]) -> BoxFile:
     record = found.about.files[path]
     digests = [bytes.fromhex(one) for one in record.blocks]
     if len(digests) != max(1, -(-record.size // large_files.BLOCK)):

@@ -82,6 +82,19 @@ def split(parts: Parts, trees: Trees) -> tuple[Trees, dict[str, Encoded]]:
     return parts.sharding.split(trees, owned, is_first=not parts.rank)
 
 
+def alike(parts: Parts, trees: Mapping[str, Json]) -> dict[str, dict[str, torch.Tensor]]:
+    """Return, by tree and name in the file, a tensor of the script that is sharded as one should be."""
+    if not parts.has_sharded:
+        return {}
+    found = owners(parts, trees)
+    # A tensor in a container is sharded as the one that the script has there.
+    for stem, tree in encoded(
+        part for part in parts.all if part.is_container and part.stem != "rank"
+    ).items():
+        found.setdefault(stem, {}).update(tree.tensors)
+    return found
+
+
 def owners(parts: Parts, trees: Mapping[str, Json]) -> dict[str, dict[str, torch.Tensor]]:
     """Return, by tree and name in the file, the parameter or buffer that a tensor belongs to."""
     found: dict[str, dict[str, torch.Tensor]] = {stem: {} for stem in trees}

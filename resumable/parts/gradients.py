@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import warn
+from ..files import sharded_tensor
 
 _ENOUGH = 3
 """After this many zeroed gradients, the script is assumed to zero them always."""
@@ -177,7 +178,8 @@ class Gradients:
                 # Only its values show whether it was zeroed in place. Reading them would synchronize with
                 # the device, and end a capture.
                 return
-            is_there = bool(gradient.any())
+            # All processes must save the same.
+            is_there = sharded_tensor.is_sharded(gradient) or bool(gradient.any())
         if is_there:
             self._are_kept = True
             self._warn_of_left_out()
@@ -189,7 +191,9 @@ class Gradients:
 
 
 def _may_be_nonzero(gradient: Tensor) -> bool:
-    # Reading a gradient on a device would synchronize with it.
+    # Reading a gradient on a device would synchronize with it, and a sharded one with other processes.
+    if sharded_tensor.is_sharded(gradient):
+        return True
     is_plain = gradient.is_cpu and gradient.layout == torch.strided
     return not is_plain or (gradient.numel() > 0 and bool(gradient.any()))
 

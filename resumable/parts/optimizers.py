@@ -130,8 +130,9 @@ class OptimizerPart(Part):
                     if isinstance(value, Tensor) and value.is_cpu and not parameter.is_cpu:
                         on_host.add(key)
         rest = {k: v for k, v in state.items() if k not in ("state", "param_groups")}
-        of_rank = self._gradients(parameters)
-        gradients = of_rank if self.rank is None else {}
+        gradients = self._gradients(parameters)
+        of_rank = {} if self.rank is None else _of_rank(gradients)
+        gradients = {name: one for name, one in gradients.items() if name not in of_rank}
         return {
             **({"rank": {"gradients": of_rank}} if self.rank is not None and of_rank else {}),
             self.stem: {
@@ -151,7 +152,7 @@ class OptimizerPart(Part):
 
     def differing(self) -> dict[str, Any]:
         """Return the gradients of this rank, which DDP has not reduced yet."""
-        if self.rank is None or not (gradients := self._gradients(self.parameters())):
+        if self.rank is None or not (gradients := _of_rank(self._gradients(self.parameters()))):
             return {}
         return {"rank": {"gradients": gradients}}
 
@@ -217,7 +218,7 @@ class OptimizerPart(Part):
 
     def resized(self, saved: Saved, then: int, now: int) -> Iterator[Difference]:
         """Yield that the checkpoint has accumulated gradients, which each process has for itself."""
-        if self._saved_gradients(saved).keys() - {*saved.view(self.stem).get("used", ())}:
+        if _of_rank(self._saved_gradients(saved)).keys() - {*saved.view(self.stem).get("used", ())}:
             text = f"summed up by {then} processes, each for itself; there are {now} in the code"
             yield Difference(self.name, "gradients", text)
 
@@ -279,6 +280,11 @@ class OptimizerPart(Part):
             for key in then.keys() & now.keys():
                 if getattr(now[key], "device", None) == getattr(then[key], "device", None):
                     now[key] = then[key]
+
+
+def _of_rank(gradients: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the gradients that each process has for itself: those of sharded parameters are reduced."""
+    return {name: one for name, one in gradients.items() if not sharded_tensor.is_sharded(one)}
 
 
 def _grad_out(gradient: Tensor) -> Any:

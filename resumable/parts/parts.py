@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..errors import CannotStore, UsageError
+from ..errors import CannotStore, Unsupported, UsageError
 from ..files import codec
 from ..files.sharded_tensor import is_sharded
 from ..files.strict_json import Json
@@ -89,10 +89,26 @@ class Parts:
         """Note the role of this process among the ranks, and agree on who writes what is sharded."""
         self.saves_all = saves_all or self.has_sharded
         if self.has_sharded and self.rank is not None:
-            modules = [module for part in self.models for module in part.live.modules()]
-            self.sharding.meet(self._tensors(), sharded.data_rank(modules), deal)
+            self.sharding.meet(self._tensors(), sharded.data_rank(self._modules()), deal)
             if known := self.sharding.data_rank:
                 self.position.join(known[1])
+
+    def hides_gradients(self) -> bool:
+        """Whether gradients have been summed up that no save can read."""
+        return self.has_sharded and sharded.hides_gradients(self._modules())
+
+    def refuse_hidden_gradients(self) -> None:
+        """Raise Unsupported for gradients that no save can read."""
+        if self.hides_gradients():
+            raise Unsupported(
+                "gradients are being accumulated without being reduced (set_requires_gradient_sync(False)), "
+                "and torch keeps them where no save can read them.",
+                fix="call save() after the step, or accumulate with reduction. Nothing was written.",
+            )
+
+    def _modules(self) -> Iterator[torch.nn.Module]:
+        for part in self.models:
+            yield from part.live.modules()
 
     @property
     def data_rank(self) -> int:

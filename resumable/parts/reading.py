@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,9 +38,6 @@ class _Wanted(NamedTuple):
     device: torch.device
     live: Tensor | None = None
 
-
-Owners = Mapping[str, Mapping[str, Tensor]]
-"""By tree and name in the file: the tensor that one is sharded like, if that is sharded."""
 
 Take = Callable[[Lane, int, memoryview], None]
 Show = Callable[[str, int], contextlib.AbstractContextManager[Told | None]]
@@ -84,7 +82,7 @@ class Reading:
         expect: str | None = None,
         used: Collection[str] = (),
         now: Trees | None = None,
-        owners: Callable[[Mapping[str, Json]], Owners] = lambda _: {},
+        alike: Callable[[Mapping[str, Json]], Live] = lambda _: {},
     ) -> None:
         self.about = found.about
         self.now: Trees = now or {}
@@ -122,7 +120,7 @@ class Reading:
         devices = {tensor.device for tree in live.values() for tensor in tree.values()}
         self._used = {*used, *map(str, devices)}
         self._moved = moved_trees(trees, self._used, is_alone=found.about.world_size == 1)
-        self._owners = owners(trees)
+        self._alike = alike(trees)
         own = self._moved.get("rank", {})
         self.without_device = sorted(there for there, here in own.items() if here == "cpu")
         """The devices of the process that saved that have no counterpart in this process."""
@@ -213,7 +211,7 @@ class Reading:
 
     def _like(self, stem: str, name: str, shape: Sequence[int]) -> Tensor | None:
         """Return the tensor that one of the checkpoint is to be sharded like, if it is."""
-        for known in (self._live, self._owners):
+        for known in (self._live, self._alike):
             one = known.get(stem, {}).get(name)
             if one is not None and sharded_tensor.is_sharded(one) and tuple(one.shape) == tuple(shape):
                 return one
@@ -247,6 +245,8 @@ class Reading:
                     self._read_pieces(stem, file, pieces_of(file))
             for one in wanted.values():
                 one.refuse_gap()
+        except CheckpointDamaged:
+            raise
         except ValueError as exc:
             raise disk.damaged(self._folder, str(exc)) from exc
         self._kept.setdefault(stem, set()).update(wanted)
@@ -267,7 +267,10 @@ class Reading:
         if live is not None and _fits(whole, device, live) and not self._pin:
             return Wanted(name, live, is_live=True)
         place = device if str(device) in self._used else _HOST
-        return Wanted(name, tensor_file.empty(whole, place), is_live=False)
+        room = sum([file.size for path, file in self.about.files.items() if codec.stem_of(path) == stem])
+        if math.prod(shape) * slot.dtype.itemsize > room:
+            raise ValueError(f"{name} has the shape {list(shape)}, for which its files are too small")
+        return Wanted(name, _room_for(_Wanted(whole, place)), is_live=False)
 
     def _read_pieces(self, stem: str, file: BoxFile, pieces: list[Piece]) -> None:
         if self._pin:
@@ -514,6 +517,10 @@ class _Places:
                 yield [(want, tensor) for want, tensor, place in every if place == device]
 
 
+def _bytes_of(slot: Slot) -> int:
+    return math.prod(slot.shape) * slot.dtype.itemsize
+
+
 def _bits(tensor: Tensor) -> Tensor:
     return tensor.view(_BITS[tensor.element_size()])
 
@@ -524,8 +531,7 @@ def _room_for(want: _Wanted) -> Tensor:
     except RuntimeError as exc:
         # torch raises RuntimeError if it is out of memory, on the host and on a device.
         raise CannotRead(
-            f"there is no room on {want.device} for the {want.slot.end - want.slot.begin:,} bytes of "
-            f"{want.slot.name}.",
+            f"there is no room on {want.device} for the {_bytes_of(want.slot):,} bytes of {want.slot.name}.",
             fix="see what else uses that memory (a training that still runs?), and start again; nothing says "
             "that the checkpoint is damaged.",
         ) from exc

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -61,16 +61,30 @@ def data_rank(modules: Iterable[nn.Module]) -> tuple[int, int] | None:
 
     The processes of a group of tensor parallelism train on the same share.
     """
+    # Only torch's private state tells which dimensions of a parameter's mesh are for the data.
+    for info in [group.mesh_info for group in _groups(modules)]:
+        if not getattr(info, "is_spmd_mesh", False):
+            ranks = info.mesh.mesh.flatten().tolist()
+            return ranks.index(info.mesh.get_rank()), len(ranks)
+    return None
+
+
+def hides_gradients(modules: Iterable[nn.Module]) -> bool:
+    """Whether `fully_shard` keeps gradients that it has not reduced yet, where nothing can read them."""
+    return any(
+        getattr(parameter, "unsharded_accumulated_grad", None) is not None
+        or getattr(getattr(parameter, "_unsharded_param", None), "grad", None) is not None
+        for group in _groups(modules)
+        for parameter in group.fsdp_params
+    )
+
+
+def _groups(modules: Iterable[nn.Module]) -> Iterator[Any]:
     for module in modules:
         if is_fsdp2(type(module)):
             state: Any = module._get_fsdp_state()  # type: ignore[operator]
-            # Only torch's private state tells which dimensions of a parameter's mesh are for the data.
             groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-            for info in [group.mesh_info for group in groups if group is not None]:
-                if not getattr(info, "is_spmd_mesh", False):
-                    ranks = info.mesh.mesh.flatten().tolist()
-                    return ranks.index(info.mesh.get_rank()), len(ranks)
-    return None
+            yield from (group for group in groups if group is not None)
 
 
 def hooks_of_torch(hooks: Mapping[Any, Any] | Iterable[Any]) -> bool:

@@ -136,6 +136,7 @@ class Saving:
             # A kill before this save is durable leaves the last one, whose memory it takes.
             self.late.find()
             self._image.catch_up()
+            self._parts.refuse_hidden_gradients()
             trees, kinds = collect(self._parts)
             for text in notes(self._parts):
                 self.once.warn(text)

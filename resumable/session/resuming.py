@@ -104,8 +104,8 @@ class Resuming:
             live, used = collect.live_tensors(self._parts, trees), self._parts.devices_in_use()
             ranks, show = self._crew.ranks, self._progress.reading
             rank = found.about.rank_for(ranks.rank, ranks.size, self._parts.data_rank)
-            owners = partial(collect.owners, self._parts)
-            reading = Reading(found, live, rank, show, expect, used, now=trees, owners=owners)
+            alike = partial(collect.alike, self._parts)
+            reading = Reading(found, live, rank, show, expect, used, now=trees, alike=alike)
             reading.decode()
             position.check(_of_position(reading))
             aliases.check(_of_position(reading).get("aliases", {}))

@@ -87,6 +87,7 @@ class Training:
         env = {**os.environ, "PYTHONPATH": str(ROOT), "WANDB_SILENT": "true", "OMP_NUM_THREADS": "1"}
         # A kill comes before the checkpoint that was the best is pruned, or after it
         told = ["-W", "error", "-W", "ignore:checkpoint 3, the best, is not there any more"]
+        told += ["-W", "ignore:save() has waited"]
         command = [sys.executable, *told, "train.py", when, str(at), str(shift)]
         child = subprocess.run(command, cwd=self._folder, env=env, capture_output=True, text=True)
         expected = 0 if when == "never" else -signal.SIGKILL

@@ -1,23 +1,53 @@
-"""Sharded trainings: FSDP2, HSDP, tensor parallelism, and what is refused."""
+"""Sharded trainings: FSDP2, HSDP and tensor parallelism, resumed on the same mesh and on any other."""
 
 from __future__ import annotations
 
+import json
+import shutil
+import struct
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import forgery
+import gloo
+import numpy as np
 import pytest
+import sharded_training
 import torch
-from sharded_training import MESHES, differing, run, values
+from sharded_training import MESHES, Net, Tokens, differing, make, run, values
+from torch import Tensor
+
+from resumable import (
+    CannotStore,
+    CheckpointDamaged,
+    ResumableError,
+    Run,
+    RunState,
+    Unsupported,
+    UsageError,
+    load_weights,
+)
+from resumable.cli.app import main
+from resumable.files import large_files
+from resumable.files.sharded_tensor import local
+from resumable.run import manifest
+from resumable.run.checkpoint import Checkpoint
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without processes")
 SHARDED = [kind for kind in MESHES if kind not in ("plain", "ddp")]
+_QUICK = ("fsdp-2", "fsdp-tp")
+TWICE = [kind if kind in _QUICK else pytest.param(kind, marks=pytest.mark.heavy) for kind in SHARDED]
 
 
-@pytest.mark.parametrize("kind", SHARDED)
-def test_a_sharded_training_that_is_resumed_twice_ends_with_the_same_bits(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", TWICE)
+def test_a_sharded_training_that_is_killed_twice_ends_with_the_same_bits(tmp_path: Path, kind: str) -> None:
     whole = values(run(kind, tmp_path / "whole", 7, tmp_path))
 
     run(kind, tmp_path / "exp", 7, tmp_path, dies=2)
-    run(kind, tmp_path / "exp", 7, tmp_path, seed=1, dies=4)
+    run(kind, tmp_path / "exp", 7, tmp_path, seed=1, dies=5)
     ended = values(run(kind, tmp_path / "exp", 7, tmp_path, seed=2))
 
     for now, then in zip(ended, whole, strict=True):
@@ -29,12 +59,522 @@ def test_a_sharded_training_that_is_resumed_twice_ends_with_the_same_bits(tmp_pa
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("there", MESHES)
 @pytest.mark.parametrize("here", MESHES)
-def test_every_mesh_continues_from_every_other(tmp_path: Path, here: str, there: str) -> None:
+def test_every_mesh_continues_from_every_other(tmp_path: Path, here: str) -> None:
     saved = values(run(here, tmp_path / "exp", 3, tmp_path))
 
-    resumed = values(run(there, tmp_path / "exp", 4, tmp_path, seed=1))
+    for there in MESHES:
+        copy = shutil.copytree(tmp_path / "exp", tmp_path / there)
+        for one in values(run(there, copy, 3, tmp_path, seed=1)):
+            assert differing(one["begun"], saved[0]["ended"]) == [], there
 
-    for one in resumed:
-        assert differing(one["begun"], saved[0]["ended"]) == []
+
+@pytest.mark.heavy
+def test_another_number_of_shares_of_the_data_repeats_and_leaves_out_no_sample(tmp_path: Path) -> None:
+    seen: list[list[Any]] = []
+    for kind, until in (("fsdp-2", 2), ("fsdp-3", 3), ("fsdp-tp", 100)):
+        ended = values(run(kind, tmp_path / "exp", until, tmp_path, epochs=1, numbered=True))
+        shares = {one["share"]: one["seen"] for one in ended}
+        if kind == "fsdp-tp":
+            # Those of a group of tensor parallelism have read the same.
+            assert all(one["seen"] == shares[one["share"]] for one in ended)
+        seen += [batch for batches in shares.values() for batch in batches]
+
+    assert sorted(number for batch in seen for number in batch) == [*range(24)]
+
+
+def _draws(rank: int, run_dir: Path, kind: str) -> tuple[int, bytes]:
+    model, optimizer, share = make(kind, 3)
+    # Every process seeds for itself, and a resume gives it back the state of its share.
+    torch.manual_seed(rank)
+    drawn = b""
+    with RunState.load(run_dir, model=model, optimizer=optimizer, allow=["loader"]) as state:
+        for _ in state.steps(state.step + 1):
+            drawn = torch.rand(3).numpy().tobytes()
+    return share[0], drawn
+
+
+def test_generators_go_with_the_share_of_the_data(tmp_path: Path) -> None:
+    run("fsdp-2", tmp_path / "exp", 2, tmp_path, torch=True)
+
+    two = dict(values(gloo.run(2, _draws, tmp_path / "exp", "fsdp-2", folder=tmp_path)))
+    four = values(gloo.run(4, _draws, tmp_path / "exp", "fsdp-tp", folder=tmp_path))
+    wide = values(gloo.run(4, _draws, tmp_path / "exp", "hsdp", folder=tmp_path))
+
+    assert len({*two.values()}) == 2
+    assert {*four} == {*two.items()}
+    assert len({*wide}) == 4
+    assert {*two.items()} <= {*wide}
+
+
+def _averaged(rank: int, run_dir: Path, steps: int, seed: int) -> list[bytes]:
+    """Train with an average in a model of its own, and one in a dict."""
+    torch.set_num_threads(1)
+    model, optimizer, _ = make("fsdp-2", seed)
+    average, _, _ = make("fsdp-2", seed)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    kept = {name: p.detach().clone() for name, p in trained.items()}
+    state = RunState.load(run_dir, model=model, optimizer=optimizer, extra={"average": average, "kept": kept})
+    for _ in state.steps(steps):
+        optimizer.zero_grad()
+        model(torch.randint(13, (2, 5))).square().mean().backward()
+        optimizer.step()
+        with torch.no_grad():
+            for mean, parameter in zip(average.parameters(), model.parameters(), strict=True):
+                mean.lerp_(parameter, 0.2)
+            for name, mean in kept.items():
+                mean.lerp_(trained[name], 0.1)
+        state.save().wait()
+    state.close()
+    return [local(one).numpy().tobytes() for one in (*average.state_dict().values(), *kept.values())]
+
+
+def test_averages_are_resumed_in_shards(tmp_path: Path) -> None:
+    whole = values(gloo.run(2, _averaged, tmp_path / "whole", 5, 0, folder=tmp_path))
+
+    for seed, steps in enumerate((2, 3)):
+        values(gloo.run(2, _averaged, tmp_path / "exp", steps, seed, folder=tmp_path))
+    ended = values(gloo.run(2, _averaged, tmp_path / "exp", 5, 9, folder=tmp_path))
+
+    assert ended == whole
+
+
+def _in_windows(rank: int, run_dir: Path, kind: str, stop: int, seed: int, reduces: bool) -> Any:
+    """Step after every third batch; save and stop after `stop` batches."""
+    torch.set_num_threads(1)
+    model, optimizer, share = make(kind, seed)
+    sampler: Any = torch.utils.data.DistributedSampler(Tokens(), share[1], share[0])
+    loader = torch.utils.data.DataLoader(Tokens(), 1, sampler=sampler)
+    state = RunState.load(run_dir, model=model, optimizer=optimizer, loader=loader)
+    told = ""
+    for number, batch in enumerate(state.batches(), state.batch):
+        if not reduces:
+            model.set_requires_gradient_sync(number % 3 == 2)  # type: ignore[operator]
+        model(batch).square().mean().backward()
+        if number % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+        if number + 1 == stop:
+            try:
+                state.save().wait()
+            except Unsupported as exc:
+                told = str(exc)
+            break
+    found = sharded_training.local(model, optimizer)
+    state.close()
+    return told or found
+
+
+@pytest.mark.parametrize("kind", ["fsdp-2", "tp"])
+def test_a_window_of_accumulation_is_resumed_in_shards(tmp_path: Path, kind: str) -> None:
+    whole = values(gloo.run(2, _in_windows, tmp_path / "whole", kind, 9, 0, True, folder=tmp_path))
+
+    for seed, stop in enumerate((4, 8)):
+        values(gloo.run(2, _in_windows, tmp_path / "exp", kind, stop, seed, True, folder=tmp_path))
+    ended = values(gloo.run(2, _in_windows, tmp_path / "exp", kind, 9, 7, True, folder=tmp_path))
+
+    for now, then in zip(ended, whole, strict=True):
+        assert differing(now, then) == []
+
+
+def test_gradients_that_are_not_reduced_yet_are_refused(tmp_path: Path) -> None:
+    told = values(gloo.run(2, _in_windows, tmp_path / "exp", "fsdp-2", 4, 0, False, folder=tmp_path))
+    at_a_step = values(gloo.run(2, _in_windows, tmp_path / "exp", "fsdp-2", 6, 0, False, folder=tmp_path))
+
+    assert all("set_requires_gradient_sync" in one and "after the step" in one for one in told)
+    assert all(isinstance(one, dict) for one in at_a_step)
+
+
+def _refused(rank: int, run_dir: Path, what: str) -> str:
+    model, optimizer, share = make("fsdp-tp", 0)
+    sampler: Any = torch.utils.data.DistributedSampler(Tokens())
+    loader = torch.utils.data.DataLoader(Tokens(), 1, sampler=sampler)
+    given = {"loader": loader} if what == "sampler" else {}
+    try:
+        state = RunState.load(run_dir, model=model, optimizer=optimizer, **given)
+        state.vars["average"] = next(model.parameters()).detach().clone()
+        state.save()
+    except (UsageError, CannotStore) as exc:
+        return f"{exc.problem} {exc.fix}"
+    return ""
+
+
+def test_a_sampler_that_deals_to_every_process_is_refused_where_some_share_their_data(tmp_path: Path) -> None:
+    told = values(gloo.run(4, _refused, tmp_path / "exp", "sampler", folder=tmp_path))
+
+    for rank, text in enumerate(told):
+        assert "of num_replicas=4" in text, rank
+        assert "num_replicas=2, rank=" in text
+
+
+def test_a_sharded_tensor_among_the_variables_is_refused(tmp_path: Path) -> None:
+    told = values(gloo.run(4, _refused, tmp_path / "exp", "vars", folder=tmp_path))
+
+    assert all("vars.average is sharded" in text and "extra={...}" in text for text in told)
+
+
+# What the files hold, read by one process.
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A run of four processes that has saved after its second and third step."""
+    folder = tmp_path_factory.mktemp("saved")
+    ended = values(run("fsdp-tp", folder / "exp", 3, folder))
+    return folder / "exp", ended[0]["ended"]
+
+
+@pytest.fixture
+def exp(saved: tuple[Path, dict[str, Any]], tmp_path: Path) -> Path:
+    return shutil.copytree(saved[0], tmp_path / "exp")
+
+
+def _alone(run_dir: Path, **options: Any) -> tuple[Net, torch.optim.Optimizer]:
+    model, optimizer, _ = make("plain", 5)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"(?s).*has changed since checkpoint.*world_size")
+        RunState.load(run_dir, model=model, optimizer=optimizer, allow=["loader"], **options).close()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("is_pinned", [False, True])
+def test_one_process_reads_what_four_have_written(
+    exp: Path, saved: tuple[Path, dict[str, Any]], is_pinned: bool
+) -> None:
+    newest = Run(exp).checkpoints()[-1]
+    options = {"expect": newest.pin(), "resume": newest.path} if is_pinned else {}
+
+    model, optimizer = _alone(exp, **options)
+
+    assert differing(sharded_training.whole(model, optimizer), saved[1]) == []
+
+
+def test_what_is_written_has_each_element_once(exp: Path) -> None:
+    newest = Run(exp).checkpoints()[-1]
+
+    sizes = [record.size for file, record in newest.about.files.items() if file.startswith("model/")]
+    elements = sum(one.numel() for one in Net().state_dict().values()) - 13 * 10  # the head is tied
+    headers = [len(newest.read_header(file)) for file in newest.about.files if file.startswith("model/")]
+    assert sum(sizes) - sum(headers) == 4 * elements
+    # Of the frozen ones, which are replicated for tensor parallelism, two processes have nothing to write.
+    assert len(sizes) == 6
+    assert newest.about.data_ranks == (0, 0, 1, 1)
+
+
+def _flips(found: Checkpoint) -> Iterator[tuple[str, int]]:
+    for file, record in found.about.files.items():
+        if "shard-" in file:
+            yield from ((file, at) for at in {0, 9, record.size // 2, record.size - 1})
+
+
+@pytest.mark.proves("noticed")
+def test_every_flipped_bit_is_named_and_touches_nothing(exp: Path) -> None:
+    found = Run(exp).checkpoints()[-1]
+    for file, at in _flips(found):
+        content = (found.path / file).read_bytes()
+        damaged = bytearray(content)
+        damaged[at] ^= 4
+        (found.path / file).write_bytes(damaged)
+        model, optimizer, _ = make("plain", 5)
+        before = sharded_training.whole(model, optimizer)
+
+        with pytest.raises(CheckpointDamaged, match=file if at > 7 else "damaged"):
+            RunState.load(exp, model=model, optimizer=optimizer, allow=["loader"], resume=found.path)
+
+        assert differing(sharded_training.whole(model, optimizer), before) == []
+        (found.path / file).write_bytes(content)
+    _alone(exp)
+
+
+@pytest.mark.proves("noticed")
+@pytest.mark.parametrize("name", ["model/shard-00002-model-00001-of-00002", "optimizer/shard-00001"])
+def test_a_missing_or_shortened_file_is_named(exp: Path, name: str) -> None:
+    found = Run(exp).checkpoints()[-1]
+    (file,) = [file for file in found.about.files if file.startswith(name)]
+    content = (found.path / file).read_bytes()
+
+    (found.path / file).write_bytes(content[:-1])
+    with pytest.raises(CheckpointDamaged, match=file):
+        _alone(exp, resume=found.path)
+    (found.path / file).unlink()
+    with pytest.raises(CheckpointDamaged, match=file):
+        _alone(exp, resume=found.path)
+
+
+def _begins(change: Callable[[dict[str, Any]], None]) -> Callable[[bytes], bytes]:
+    """Change where the boxes of a file begin, without another length of its header."""
+
+    def changed(content: bytes) -> bytes:
+        (length,) = struct.unpack("<Q", content[:8])
+        header = json.loads(content[8 : 8 + length])
+        boxes = json.loads(header["__metadata__"]["DCP_SHARDING_INFO"])
+        change(boxes)
+        header["__metadata__"]["DCP_SHARDING_INFO"] = json.dumps(boxes, separators=(",", ":"))
+        text = json.dumps(header, separators=(",", ":")).encode()
+        return struct.pack("<Q", len(text)) + text + content[8 + length :]
+
+    return changed
+
+
+def _moved(by: int) -> Callable[[dict[str, Any]], None]:
+    def move(boxes: dict[str, Any]) -> None:
+        boxes["embed.weight"]["saved_offsets"][0] += by
+
+    return move
+
+
+FORGED: dict[str, Callable[[bytes], bytes]] = {
+    "overlap": _begins(_moved(-1)),
+    "hole": _begins(_moved(1)),
+    "outside": _begins(_moved(1 << 40)),
+    "negative": _begins(_moved(-(1 << 40))),
+    "no place": _begins(lambda boxes: boxes.pop("embed.weight")),
+    "more places": _begins(lambda boxes: boxes.update(more={"saved_offsets": [0]})),
+    "no number": _begins(lambda boxes: boxes["embed.weight"].update(saved_offsets=["0", 0])),
+}
+
+
+@pytest.mark.proves("safe")
+@pytest.mark.parametrize("kind", FORGED)
+def test_boxes_that_do_not_fit_are_damage(exp: Path, kind: str) -> None:
+    found = Run(exp).checkpoints()[-1]
+    file = "model/shard-00003-model-00001-of-00002.safetensors"
+    if kind == "overlap":
+        # One row less: the same number of elements, one row twice and the last one missing.
+        file = "model/shard-00004-model-00001-of-00002.safetensors"
+    holds = [
+        one
+        for one in found.about.files
+        if one.startswith("model/") and b"embed.weight" in (found.path / one).read_bytes()
+    ]
+    forgery.forge(found, FORGED[kind], holds[-1])
+
+    with pytest.raises(CheckpointDamaged):
+        _alone(exp, resume=found.path)
+    for command in ("verify", "show"):
+        main([command, f"{exp}@{found.about.number}"])
+
+
+@pytest.mark.proves("safe")
+@pytest.mark.parametrize("lengths", [[1 << 50, 10], [13], [-1, 10], ["13", 10], {"a": 1}, None])
+def test_a_shape_that_is_only_claimed_is_damage(exp: Path, lengths: Any) -> None:
+    found = Run(exp).checkpoints()[-1]
+
+    def claim(content: bytes) -> bytes:
+        state = json.loads(content)
+        state["model"]["model"]["embed.weight"]["$tensor"][1]["shape"] = lengths
+        return json.dumps(state).encode()
+
+    forgery.forge(found, claim, "state.json")
+
+    with pytest.raises(ResumableError):
+        _alone(exp, resume=found.path)
+
+
+@pytest.mark.parametrize("blocks", [(), ("00",), ("00" * 16,), ("00" * 16,) * 3, ("x",)])
+def test_blocks_that_do_not_fit_their_file_are_damage(exp: Path, blocks: tuple[str, ...]) -> None:
+    found = Run(exp).checkpoints()[-1]
+    file = "model/shard-00001-model-00001-of-00002.safetensors"
+    record = found.about.files[file]._replace(blocks=blocks)
+    about = replace(found.about, files={**found.about.files, file: record})
+    (found.path / manifest.NAME).write_bytes(manifest.to_json(about))
+
+    with pytest.raises(CheckpointDamaged):
+        _alone(exp, resume=found.path)
+
+
+def test_the_commands_read_a_sharded_run(
+    exp: Path, saved: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "whole.safetensors"
+    numbers = Run(exp).numbers()
+    for command in (
+        ["ls", f"{exp}"],
+        ["verify", f"{exp}", "--all"],
+        ["show", f"{exp}"],
+        ["diff", f"{exp}@{numbers[0]}", f"{exp}@{numbers[-1]}"],
+        ["report", f"{exp}", "-o", f"{tmp_path / 'report.html'}"],
+        ["export", f"{exp}", "-o", f"{out}"],
+        ["push", f"{exp}", f"file://{tmp_path / 'remote'}"],
+        ["pull", f"{tmp_path / 'pulled'}", f"file://{tmp_path / 'remote'}"],
+        ["verify", f"{tmp_path / 'pulled'}"],
+    ):
+        assert main(command) in (0, 1), command
+
+    from safetensors.torch import load_file
+
+    told = capsys.readouterr().out
+    assert "embed.weight" in told
+    assert "10 x 10" in told
+    exported, model = load_file(out), Net()
+    assert {*exported} == {*model.state_dict()} - {"head.weight"}
+    load_weights(model, exp)
+    for weights in (exported, model.state_dict()):
+        for name, value in weights.items():
+            assert value.numpy().tobytes() == saved[1][name].tobytes()
+
+
+def test_two_layouts_of_the_same_weights_do_not_differ(
+    exp: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values(run("fsdp-3", exp, 3, tmp_path, seed=1))
+    before, after = Run(exp).numbers()[-2:]
+
+    main(["diff", f"{exp}@{before}", f"{exp}@{after}", "--json"])
+
+    rows = json.loads(capsys.readouterr().out)["tensors"]
+    assert [row["name"] for row in rows if row["part"] in ("model", "optimizer") and row["changed"]] == []
+
+
+def _with_dcp(rank: int, folder: Path) -> dict[str, Any]:
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (3,))
+    wanted = {name: value for name, value in Net().state_dict().items() if name != "head.weight"}
+    state = {
+        name: distribute_tensor(torch.zeros_like(value), mesh, [Shard(0)]) for name, value in wanted.items()
+    }
+    reader = dcp.HuggingFaceStorageReader(str(folder))  # type: ignore[no-untyped-call]
+    dcp.load(state, storage_reader=reader)
+    return {name: sharded_training._gathered(value).numpy() for name, value in state.items()}
+
+
+@pytest.mark.heavy
+def test_torchs_own_reader_reads_it_on_another_mesh(
+    exp: Path, saved: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    folder = Run(exp).checkpoints()[-1].path / "model"
+
+    for found in values(gloo.run(3, _with_dcp, folder, folder=tmp_path)):
+        for name, value in found.items():
+            assert value.tobytes() == saved[1][name].tobytes()
+
+
+@pytest.mark.heavy
+def test_torch_makes_one_file_of_it(exp: Path, saved: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+    from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
+
+    folder = Run(exp).checkpoints()[-1].path / "model"
+    names = dict.fromkeys({*Net().state_dict()} - {"head.weight"}, 1)
+    (tmp_path / "one").mkdir()
+    consolidate_safetensors_files(str(folder), str(tmp_path / "one"), names)
+
+    whole: dict[str, Tensor] = {}
+    for path in (tmp_path / "one").glob("*.safetensors"):
+        whole |= load_file(path)
+    for name, value in whole.items():
+        assert value.numpy().tobytes() == saved[1][name].tobytes()
+    assert {*whole} == {*Net().state_dict()} - {"head.weight"}
+
+
+def _gpt(kind: str) -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=17, n_positions=8, n_embd=12, n_layer=2, n_head=2, tie_word_embeddings=False
+    )
+    model = GPT2LMHeadModel(config)
+    if kind == "fsdp":
+        from torch.distributed.fsdp import fully_shard
+
+        for block in model.transformer.h:
+            fully_shard(block)
+        fully_shard(model)
+    return model, config
+
+
+def _saves_gpt(rank: int, run_dir: Path) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model, _ = _gpt("fsdp")
+    with RunState.load(run_dir, model=model) as state:
+        state.save().wait()
+    return {name: sharded_training._gathered(one).numpy() for name, one in model.state_dict().items()}
+
+
+@pytest.mark.heavy
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_transformers_reads_the_folder_of_a_model(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from transformers import GPT2LMHeadModel
+
+    saved = values(gloo.run(2, _saves_gpt, tmp_path / "exp", folder=tmp_path))[0]
+    folder = shutil.copytree(Run(tmp_path / "exp").checkpoints()[-1].path / "model", tmp_path / "hub")
+    _, config = _gpt("plain")
+    config.save_pretrained(folder)
+
+    model = GPT2LMHeadModel.from_pretrained(folder)
+
+    for name, value in model.state_dict().items():
+        assert value.numpy().tobytes() == saved[name].tobytes(), name
+
+
+# How it goes wrong in the middle of a save.
+
+
+def _dies_in_a_save(rank: int, run_dir: Path, victim: int, call: int) -> str:
+    import os
+    import signal
+
+    model, optimizer, _ = make("fsdp-2", 0)
+    state = RunState.load(run_dir, model=model, optimizer=optimizer, timeout=8)
+    state.save().wait()
+    calls, real = [0], os.fsync
+
+    def fsync(fd: int) -> None:
+        calls[0] += 1
+        if calls[0] == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+        real(fd)
+
+    for parameter in model.parameters():
+        local(parameter.data).add_(1)
+    if rank == victim:
+        os.fsync = fsync
+    try:
+        state.save().wait()
+    except ResumableError as exc:
+        return str(exc)
+    return "saved"
+
+
+@pytest.mark.proves("durable")
+@pytest.mark.parametrize(("victim", "call"), [(0, 1), (1, 1), pytest.param(1, 3, marks=pytest.mark.heavy)])
+def test_a_process_that_is_killed_in_a_save_leaves_the_one_before(
+    tmp_path: Path, victim: int, call: int
+) -> None:
+    ended = gloo.run(2, _dies_in_a_save, tmp_path / "exp", victim, call, folder=tmp_path)
+
+    assert "rank" in ended[1 - victim].value
+    found = Run(tmp_path / "exp").checkpoints()
+    assert [one.about.number for one in found] == [1]
+    found[0].verify()
+    model, _ = _alone(tmp_path / "exp")
+    assert torch.equal(model.scale, torch.ones(1))
+
+
+def _larger(rank: int, run_dir: Path, size: int, seed: int) -> Any:
+    """Save, or load, a tensor that is longer than a block in each process."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (size,))
+    torch.manual_seed(seed)
+    model = torch.nn.Linear(700, 301, bias=False)
+    whole = model.weight.detach().clone()
+    model.weight = torch.nn.Parameter(distribute_tensor(whole, mesh, [Shard(seed % 2)]))
+    large_files.BLOCK = 4096
+    with RunState.load(run_dir, model=model) as state:
+        state.save().wait()
+    return sharded_training._gathered(model.weight.data).numpy().tobytes()
+
+
+def test_a_process_reads_and_verifies_the_blocks_that_it_needs(tmp_path: Path) -> None:
+    saved = values(gloo.run(3, _larger, tmp_path / "exp", 3, 0, folder=tmp_path))
+    for number, size in enumerate((2, 3, 4), 1):
+        again = values(gloo.run(size, _larger, tmp_path / "exp", size, number, folder=tmp_path))
+        assert {*again} == {*saved}
+    found = Run(tmp_path / "exp").checkpoints()[0]
+    assert all(len(record.blocks) > 9 for file, record in found.about.files.items() if "shard-" in file)

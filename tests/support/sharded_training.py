@@ -47,10 +47,15 @@ class Net(nn.Module):
 class Tokens(torch.utils.data.Dataset[Tensor]):
     """Rows of tokens, each with noise that is drawn when it is loaded."""
 
+    def __init__(self, is_numbered: bool = False) -> None:
+        self._is_numbered = is_numbered
+
     def __len__(self) -> int:
         return 24
 
     def __getitem__(self, number: int) -> Tensor:
+        if self._is_numbered:
+            return torch.full((5,), number)
         return (torch.arange(5) * (number + 1) + torch.randint(13, (5,))) % 13
 
 
@@ -95,17 +100,19 @@ def train(rank: int, kind: str, run_dir: Path, until: int, plan: Mapping[str, An
     torch.set_num_threads(1)
     model, optimizer, share = make(kind, plan.get("seed", 0), **plan.get("options", {}))
     sampler: Any = torch.utils.data.DistributedSampler(Tokens(), share[1], share[0])
-    loader = torch.utils.data.DataLoader(Tokens(), 2, sampler=sampler, num_workers=plan.get("workers", 0))
+    data = Tokens(is_numbered="numbered" in plan)
+    loader = torch.utils.data.DataLoader(data, 2, sampler=sampler, num_workers=plan.get("workers", 0))
     wrapped = nn.parallel.DistributedDataParallel(model) if kind == "ddp" else model
-    state = RunState.load(run_dir, model=wrapped, optimizer=optimizer, loader=loader, keep=3, timeout=20)
-    begun, seen = whole(model, optimizer), []
     if "torch" in plan:
         # Each share of the data draws for itself; the processes that share one draw the same.
         torch.manual_seed(100 + share[0])
-    for epoch in state.epochs(100):
+    state = RunState.load(run_dir, model=wrapped, optimizer=optimizer, loader=loader, keep=3, timeout=20)
+    begun, seen = whole(model, optimizer), []
+    for epoch in state.epochs(plan.get("epochs", 100)):
         sampler.set_epoch(epoch)
         for batch in state.batches():
-            seen.append(batch.tolist())
+            seen.append(batch[:, 0].tolist() if "numbered" in plan else batch.tolist())
+            batch = batch % 13
             optimizer.zero_grad()
             loss = wrapped(batch).float().square().mean()
             loss.backward()
@@ -126,6 +133,7 @@ def train(rank: int, kind: str, run_dir: Path, until: int, plan: Mapping[str, An
         "ended": whole(model, optimizer),
         "seen": seen,
         "samples": state.samples,
+        "share": share[0],
         "drawn": torch.rand(4).numpy(),
         "own": local(model, optimizer),
     }
