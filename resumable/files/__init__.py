@@ -10,6 +10,7 @@ __all__ = [
     "lock",
     "pin",
     "safetensors_header",
+    "sharded_tensor",
     "strict_json",
     "tensor_file",
     "threads",

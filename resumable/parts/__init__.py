@@ -2,6 +2,7 @@
 
 __all__ = [
     "aliases",
+    "box_reading",
     "collect",
     "fit",
     "gradients",

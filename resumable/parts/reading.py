@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CannotRead, CheckpointDamaged
-from ..files import codec, disk, file_reader, pin, sharded_tensor, tensor_file
+from ..files import codec, disk, file_reader, pin, tensor_file
 from ..files import large_files as blocks
 from ..files.codec import Encoded
 from ..files.file_reader import Lane, Target
@@ -24,13 +24,10 @@ from ..files.tensor_file import Slot
 from ..progress import Told
 from ..run.checkpoint import Checkpoint
 from . import box_reading
-from .box_reading import BoxFile, Piece, Stored, Wanted
 from .device_lanes import on_lanes, send
 from .devices import moved_trees
 from .part import Saved, Trees, same_device
-
-Live = Mapping[str, Mapping[str, Tensor]]
-"""By tree and name in the file: the live tensors that a checkpoint can be read into."""
+from .sharded_reading import Live, ShardedTensors
 
 
 class _Wanted(NamedTuple):
@@ -98,44 +95,25 @@ class Reading:
         self._live = live
         self._files: dict[str, _File] = {}
         self._kept: dict[str, set[str]] = {}
-        self._cut: dict[str, list[BoxFile]] = {}
-        self._pieces: list[tuple[str, BoxFile, list[Piece]]] = []
-        """By tree: the files of boxes, and what is to be read of them into live tensors."""
-        self._box_files: list[blocks.Written] = []
         self.is_heir = rank is None
         """Whether the checkpoint has no state of this rank; the state of rank 0 is used instead."""
         rank = rank or 0
         others, texts = [], {}
-        boxes: dict[str, list[str]] = {}
         for path in found.about.files:
             if codec.rank_of(path) not in (None, rank):
                 others.append(path)
-            elif codec.shard_of(path) is not None:
-                boxes.setdefault(codec.stem_of(path), []).append(path)
-            elif codec.is_tensor_file(path):
-                self._files[path] = _File(path, codec.stem_of(path), found.about.files[path].size)
-            else:
+            elif not codec.is_tensor_file(path):
                 texts[path] = self._text(found, path)
+            elif codec.shard_of(path) is None:
+                self._files[path] = _File(path, codec.stem_of(path), found.about.files[path].size)
         trees = codec.to_trees(texts, rank)
         devices = {tensor.device for tree in live.values() for tensor in tree.values()}
         self._used = {*used, *map(str, devices)}
         self._moved = moved_trees(trees, self._used, is_alone=found.about.world_size == 1)
-        self._alike = alike(trees)
-        own = self._moved.get("rank", {})
-        self.without_device = sorted(there for there, here in own.items() if here == "cpu")
+        self.without_device = _without_device(self._moved.get("rank", {}))
         """The devices of the process that saved that have no counterpart in this process."""
-        if len(self.without_device) == len(own):
-            # This process works on the CPU only, which is reported as a change of devices.
-            self.without_device = []
-        tensors = {}
-        size = sum([file.size for file in self._files.values()])
-        with self._show(f"reading checkpoint {self._number}", size) as told:
-            for path, file in self._files.items():
-                digest = found.about.files[path].xxh3_128
-                tensors[path] = self._read(file, digest, trees.get(file.stem), told)
-        for stem in {**boxes, **self._cut}:
-            own_first = sorted(boxes.get(stem, ()), key=lambda path: (codec.shard_of(path) != rank, path))
-            tensors.setdefault(stem, {}).update(self._read_boxes(stem, trees.get(stem, {}), own_first))
+        self._sharded = ShardedTensors(found, live, alike(trees), self._pin)
+        tensors = self._read_all(trees, rank)
         # Each rank verifies its own files; rank 0 also verifies those of ranks that no longer exist.
         for path in sorted(others) if rank == 0 or self._pin else ():
             found.scan_file(path, self._pin)
@@ -145,6 +123,30 @@ class Reading:
         for stem, tree in self.trees.items():
             tree.kept = frozenset(self._kept.get(stem, ()))
             tree.moved = self._moved.get(stem, {})
+
+    def _read_all(self, trees: Mapping[str, Json], rank: int) -> dict[str, dict[str, Tensor]]:
+        """Return the tensors of each file, and by their tree those that are sharded there or here."""
+        tensors = {}
+        size = sum([file.size for file in self._files.values()])
+        with self._show(f"reading checkpoint {self._number}", size) as told:
+            for path, file in self._files.items():
+                digest = self.about.files[path].xxh3_128
+                tensors[path] = self._read(file, digest, trees.get(file.stem), told)
+        for stem in self._sharded.stems():
+            whole = {name for file in self._files.values() if file.stem == stem for name in file.names}
+            tensors[stem] = self._sharded.read(stem, trees.get(stem, {}), whole, rank, self._place_of)
+            self._kept.setdefault(stem, set()).update(tensors[stem])
+        return tensors
+
+    def _place_of(
+        self, stem: str, slot: Slot, about: Mapping[str, Json], live: Tensor | None
+    ) -> tuple[Tensor, bool]:
+        """Return where to read a whole tensor, and whether that is the live one."""
+        there = str(about.get("device", "cpu"))
+        device = same_device((), self._moved.get(stem, {}).get(there, there))
+        if live is not None and _fits(slot, device, live) and not self._pin:
+            return live, True
+        return _room_for(_Wanted(slot, device if str(device) in self._used else _HOST)), False
 
     def _text(self, found: Checkpoint, path: str) -> memoryview:
         # Check the size first: parsed JSON is many times larger, and a sparse file can claim any size.
@@ -173,7 +175,7 @@ class Reading:
         shared = []
         for slot in slots:
             about = facts.get(slot.name, {})
-            if self._like(file.stem, slot.name, slot.shape) is not None:
+            if self._sharded.like(file.stem, slot.name, slot.shape) is not None:
                 shared.append(slot)
                 continue
             there = str(about.get("device", "cpu"))
@@ -199,8 +201,7 @@ class Reading:
         if again != header:
             raise disk.damaged(self._folder, f"{path} has changed while it was read")
         if shared:
-            cut = box_reading.cut(self._found, path, file.blocks, header, shared)
-            self._cut.setdefault(file.stem, []).append(cut)
+            self._sharded.cut(file.stem, box_reading.cut(self._found, path, file.blocks, header, shared))
         file.names = {slot.name for slot in slots} - {slot.name for slot in shared}
         self._kept.setdefault(file.stem, set()).update(places.large_names(), file.in_place)
         try:
@@ -209,94 +210,12 @@ class Reading:
             raise disk.damaged(self._folder, f"{path}: {exc}") from exc
         return made | {name: tensor for name, (_, tensor) in file.in_place.items()}
 
-    def _like(self, stem: str, name: str, shape: Sequence[int]) -> Tensor | None:
-        """Return the tensor that one of the checkpoint is to be sharded like, if it is."""
-        for known in (self._live, self._alike):
-            one = known.get(stem, {}).get(name)
-            if one is not None and sharded_tensor.is_sharded(one) and tuple(one.shape) == tuple(shape):
-                return one
-        return None
-
-    def _read_boxes(self, stem: str, tree: Json, paths: Sequence[str]) -> dict[str, Tensor]:
-        """Read what this process holds of the tensors in these files, whoever wrote them."""
-        facts = codec.tensor_facts(tree)
-        whole = {name for file in self._files.values() if file.stem == stem for name in file.names}
-        lacking, wanted = {*codec.tensor_names(tree)} - whole, dict[str, Wanted]()
-        known = frozenset(lacking)
-
-        def pieces_of(file: BoxFile) -> list[Piece]:
-            found: list[Piece] = []
-            for stored in file.stored:
-                if stored.name not in known:
-                    continue
-                if stored.name not in wanted:
-                    wanted[stored.name] = self._wanted(stem, stored, facts.get(stored.name, {}))
-                found += wanted[stored.name].pieces(stored)
-                if wanted[stored.name].is_covered():
-                    lacking.discard(stored.name)
-            return found
-
-        try:
-            for file in self._cut.get(stem, ()):
-                self._read_pieces(stem, file, pieces_of(file))
-            for path in paths:
-                if lacking or self._pin:
-                    file = box_reading.opened(self._found, path, known)
-                    self._read_pieces(stem, file, pieces_of(file))
-            for one in wanted.values():
-                one.refuse_gap()
-        except CheckpointDamaged:
-            raise
-        except ValueError as exc:
-            raise disk.damaged(self._folder, str(exc)) from exc
-        self._kept.setdefault(stem, set()).update(wanted)
-        return {name: one.tensor for name, one in wanted.items()}
-
-    def _wanted(self, stem: str, stored: Stored, about: Mapping[str, Json]) -> Wanted:
-        name, slot = stored.name, stored.slot
-        shape = tuple(about.get("shape", slot.shape))
-        live = self._live.get(stem, {}).get(name)
-        like = self._like(stem, name, shape)
-        if like is not None:
-            is_live = like is live and like.dtype == slot.dtype and not self._pin
-            tensor = like if is_live else box_reading.fresh_like(like, slot.dtype)
-            return Wanted(name, tensor, is_live=is_live)
-        there = str(about.get("device", "cpu"))
-        device = same_device((), self._moved.get(stem, {}).get(there, there))
-        whole = Slot(name, slot.dtype, shape, 0, 0)
-        if live is not None and _fits(whole, device, live) and not self._pin:
-            return Wanted(name, live, is_live=True)
-        place = device if str(device) in self._used else _HOST
-        room = sum([file.size for path, file in self.about.files.items() if codec.stem_of(path) == stem])
-        if math.prod(shape) * slot.dtype.itemsize > room:
-            raise ValueError(f"{name} has the shape {list(shape)}, for which its files are too small")
-        return Wanted(name, _room_for(_Wanted(whole, place)), is_live=False)
-
-    def _read_pieces(self, stem: str, file: BoxFile, pieces: list[Piece]) -> None:
-        if self._pin:
-            box_reading.take(self._found.read_file(file.path, self._pin), pieces)
-            return
-        if not pieces:
-            return
-        path = self._folder / file.path
-        with contextlib.suppress(OSError):
-            seen = blocks.identity(os.stat(path))
-            self._box_files.append(blocks.Written(path, file.size, [*file.digests], seen))
-        box_reading.read(file, pieces, reads=lambda piece: not piece.wanted.is_live)
-        self._pieces.append((stem, file, [piece for piece in pieces if piece.wanted.is_live]))
-
     def written(self) -> dict[str, blocks.Written]:
         """Return the hashes and identities of the checkpoint's tensor files."""
         return {
-            **{one.path.relative_to(self._folder).as_posix(): one for one in self._box_files},
-            **self._written_whole(),
-        }
-
-    def _written_whole(self) -> dict[str, blocks.Written]:
-        return {
             file.path: blocks.Written(self._folder / file.path, file.size, file.blocks, file.identity)
             for file in self._files.values()
-        }
+        } | self._sharded.written
 
     def decode(self) -> None:
         """Decode every tree and setting, once; ValueError for one that cannot be decoded."""
@@ -326,7 +245,7 @@ class Reading:
     def names_in_place(self, stem: str) -> set[str]:
         """Return the names of a tree's tensors that are to be filled in place."""
         whole = {name for file in self._files.values() if file.stem == stem for name in file.in_place}
-        return whole | {piece.wanted.name for there, _, of in self._pieces if there == stem for piece in of}
+        return whole | self._sharded.names_in_place(stem)
 
     def apart(self, part: str) -> None:
         """Read the tensors of a part into new memory instead of the live tensors."""
@@ -338,18 +257,8 @@ class Reading:
             tree.tensors.update(places.tensors())
             tree.kept -= {*names}
             self.forget_view(file.stem, part)
-        for stem, box_file, pieces in self._pieces_of([part]):
-            tree = self.trees[stem]
-            for piece in pieces:
-                live = piece.wanted
-                if tree.tensors[live.name] is live.tensor:
-                    tree.tensors[live.name] = _fresh(live.tensor)
-            own = {
-                name: Wanted(name, tree.tensors[name], is_live=False)
-                for name in {p.wanted.name for p in pieces}
-            }
-            again = [piece._replace(wanted=own[piece.wanted.name]) for piece in pieces]
-            box_reading.read(box_file, again, reads=lambda _: True)
+        self._sharded.apart(self.trees, part)
+        for stem in self._sharded.stems():
             self.forget_view(stem, part)
 
     def fill(self, parts: Collection[str]) -> None:
@@ -362,22 +271,7 @@ class Reading:
                 places = _Places([_Wanted(slot, live.device, live) for slot, live in pairs])
                 self._read_again(file, _telling(places.targets, told), places.devices)
                 places.move()
-        for _, box_file, pieces in self._pieces_of(parts):
-            for one in {id(piece.wanted): piece.wanted for piece in pieces}.values():
-                torch.autograd.graph.increment_version(one.tensor)
-                torch.autograd.graph.increment_version(one.local)
-            box_reading.read(box_file, pieces, reads=lambda _: True)
-
-    def _pieces_of(self, parts: Collection[str]) -> Iterator[tuple[str, BoxFile, list[Piece]]]:
-        """Yield what is to be read into live tensors of some parts, which is then no longer waiting."""
-        for number, (stem, file, pieces) in enumerate(self._pieces):
-            json = self.trees[stem].json
-            names = {name for part in parts if part in json for name in codec.tensor_names(json[part])}
-            chosen = [piece for piece in pieces if piece.wanted.name in names]
-            if chosen:
-                left = [piece for piece in pieces if piece.wanted.name not in names]
-                self._pieces[number] = stem, file, left
-                yield stem, file, chosen
+        self._sharded.fill(self.trees, parts)
 
     def _of_parts(self, parts: Collection[str]) -> Iterator[tuple[_File, list[str]]]:
         for file in self._files.values():
@@ -395,10 +289,10 @@ class Reading:
         )
 
 
-def _fresh(tensor: Tensor) -> Tensor:
-    if sharded_tensor.is_sharded(tensor):
-        return box_reading.fresh_like(tensor, tensor.dtype)
-    return torch.empty_like(tensor, requires_grad=False)
+def _without_device(moved: Mapping[str, str]) -> list[str]:
+    found = sorted(there for there, here in moved.items() if here == "cpu")
+    # A process that works on the CPU only is reported as a change of devices.
+    return [] if len(found) == len(moved) else found
 
 
 def _telling(targets: Sequence[Target], told: Told | None) -> Sequence[Target]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from ..errors import CannotStore, Unsupported
-from ..files import codec, sharded_tensor
+from ..files import codec, large_files, sharded_tensor
 from ..files.codec import Encoded
 from ..files.sharded_tensor import is_sharded
 from ..files.strict_json import Json
@@ -54,22 +56,22 @@ class Sharding:
 
         `data_rank`: which of how many shares of the data this process trains on, if that is known.
         """
-        sharded = {name: tensor for name, tensor in named.items() if is_sharded(tensor)}
+        sharded: dict[str, Any] = {name: one for name, one in named.items() if is_sharded(one)}
         boxes: dict[str, list[Box]] = {}
 
         def own() -> Json:
             boxes.update({name: held(name, tensor) for name, tensor in sharded.items()})
             rows = [
-                [name, [*tensor.shape], tensor.element_size(), box_writers.table(boxes[name]), _ranks(tensor)]
+                [name, [*tensor.shape], tensor.element_size(), box_writers.table(boxes[name]), _key(tensor)]
                 for name, tensor in sharded.items()
             ]
             return [rows, data_rank and [*data_rank], _peers(sharded.values())]
 
-        answer, self.data_rank, self.data_ranks = deal("who writes what", own, _decided)
+        answer, self.data_rank, self.data_ranks = deal("who writes what", own, decided)
         self.data_rank, self.data_ranks = self.data_rank and (*self.data_rank,), (*self.data_ranks,)
         for (name, tensor), (is_mine, leads) in zip(sharded.items(), answer, strict=True):
             self._planned[id(tensor)] = _Planned(boxes[name], is_mine)
-            self._led[_key(tensor)] = leads
+            self._led[tensor.device_mesh] = leads
 
     def split(self, trees: Trees, owners: Owners, *, is_first: bool) -> tuple[Trees, dict[str, Encoded]]:
         """Return the trees without sharded tensors, and the files of the boxes that this process writes.
@@ -144,7 +146,7 @@ class Sharding:
             )
         if planned and planned.boxes == boxes and owner is not None and owner.shape == tensor.shape:
             return [box for box, is_mine in zip(boxes, planned.is_mine, strict=True) if is_mine]
-        if not self._led.get(_key(tensor), True):
+        if not self._led.get(tensor.device_mesh, True):
             return []
         first = holders(name, tensor)
         return [box for box in boxes if first[box.begin, box.shape] == self._rank]
@@ -161,36 +163,41 @@ def _names(name: str, count: int, tree: Encoded) -> Iterator[str]:
         yield f"{name}~{number}"
 
 
-def _ranks(tensor: Any) -> list[int]:
-    found: list[int] = tensor.device_mesh.mesh.flatten().tolist()
-    return found
+def _key(tensor: Any) -> list[Any]:
+    """Return what tells the processes of a tensor's mesh from those of another: the first, and a digest."""
+    return _key_of(tensor.device_mesh)
 
 
-def _key(tensor: Any) -> Any:
-    return tuple(_ranks(tensor))
+@lru_cache(maxsize=64)
+def _key_of(mesh: Any) -> list[Any]:
+    ranks = mesh.mesh.flatten().tolist()
+    # Not all of them: of all processes together that would grow with the square of their number.
+    return [ranks[0], large_files.digest(repr(ranks).encode())[:16], len(ranks)]
 
 
-def _decided(told: list[Json]) -> list[Json]:
+def decided(told: list[Json]) -> list[Json]:
     """Return, for each process and each of its tensors, which boxes it writes, and whether its mesh leads."""
     shapes: dict[str, tuple[tuple[int, ...], int]] = {}
     tables: dict[str, list[Any]] = {}
-    leading: dict[str, list[int]] = {}
+    leading: dict[str, Json] = {}
     for rank, (rows, _, _) in enumerate(told):
-        for name, shape, width, table, ranks in rows:
+        for name, shape, width, table, mesh in rows:
             if shapes.setdefault(name, (tuple(shape), width)) != (tuple(shape), width):
                 raise Unsupported(
                     f"{name} has the shape {shape} on rank {rank}, and {list(shapes[name][0])} on another.",
                     fix="build the same model in every process before it is sharded.",
                 )
-            tables.setdefault(name, [[] for _ in told])[rank] = table
-            leading[name] = min(leading.get(name, ranks), ranks)
+            if name not in tables:
+                tables[name] = [[] for _ in told]
+            tables[name][rank] = table
+            leading[name] = min(leading.get(name, mesh), mesh)
     sharded = {name: Sharded(*shapes[name], tables[name]) for name in tables}
     chosen = box_writers.choose(sharded, len(told))
     data = _shares([(share, peers) for _, share, peers in told])
     of_all = [] if None in data or [*range(len(told))] == [one[0] for one in data if one] else data
     return [
         [
-            [[chosen[name][rank], leading[name] == ranks] for name, _, _, _, ranks in rows],
+            [[chosen[name][rank], leading[name] == mesh] for name, _, _, _, mesh in rows],
             data[rank],
             [] if rank else [one[0] for one in of_all if one],
         ]
@@ -198,13 +205,13 @@ def _decided(told: list[Json]) -> list[Json]:
     ]
 
 
-def _peers(sharded: Iterable[Any]) -> list[int]:
-    """Return the ranks that split the work on one share of the data, if tensors are sharded by themselves."""
+def _peers(sharded: Iterable[Any]) -> list[Any]:
+    """Return the mesh that splits the work on one share of the data, if tensors are sharded by themselves."""
     split = [one for one in sharded if any(type(kind).__name__ != "Replicate" for kind in one.placements)]
-    return max(map(_ranks, split), key=len, default=[])
+    return max(map(_key, split), key=itemgetter(2), default=[])
 
 
-def _shares(found: Sequence[tuple[Any, list[int]]]) -> list[tuple[int, int] | None]:
+def _shares(found: Sequence[tuple[Any, list[Any]]]) -> list[tuple[int, int] | None]:
     """Return the share of the data of each process; where it is not known, those of equal peers are equal."""
     groups = sorted({tuple(peers) for share, peers in found if not share and peers})
     return [

@@ -32,7 +32,8 @@ WITHOUT_TORCH = sorted(
     for module in MODULES
     if module.split(".")[0] in ("files", "run", "remote", "views", "cli", "errors", "boundary", "progress")
     and module not in ("files.codec", "files.encoder", "files.decoder")
-    and module not in ("files.fingerprint", "files.tensor_file", "run.environment", "cli.demo")
+    and module
+    not in ("files.fingerprint", "files.tensor_file", "files.sharded_tensor", "run.environment", "cli.demo")
     and module not in ("views.comparison", "views.contents", "views.details", "views.magnitudes")
 )
 """What `resumable ls` and its like need: they answer before torch could be imported."""
