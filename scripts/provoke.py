@@ -130,7 +130,7 @@ def _cannot_read() -> None:
 def _too_new() -> None:
     _saved()
     file = Path(EXP, "run.json")
-    file.write_bytes(strict_json.seal({**strict_json.unseal(file.read_bytes()), "format": 2}))
+    file.write_bytes(strict_json.seal({**strict_json.unseal(file.read_bytes()), "format": 3}))
     RunState.load(EXP, **_parts())
 
 

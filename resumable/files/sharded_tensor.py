@@ -40,6 +40,12 @@ def place(tensor: Tensor) -> int:
     return local(tensor).data_ptr()
 
 
+def identity(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what only tied tensors have in common: their memory, or if nothing is here, the object."""
+    here = local(tensor)
+    return (here.data_ptr() if here.numel() else id(tensor), tensor.shape, here.stride(), here.device)
+
+
 def size(tensor: Tensor) -> int:
     """Return the bytes of a tensor that are in this process."""
     return local(tensor).nbytes

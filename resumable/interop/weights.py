@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from ..errors import StateMismatch, UsageError
 from ..files import pin, tensor_file
-from ..parts import models
+from ..files.sharded_tensor import identity, is_sharded, local
+from ..parts import boxes, models
 from ..parts.models import ModulePart
 from ..parts.part import shape
 from . import weight_files
@@ -94,7 +95,8 @@ def load_weights(
 def _put_in(part: ModulePart, fitting: Weights) -> None:
     bare = models.bare_name(part.live)
     state = part.live.state_dict(keep_vars=True)
-    own = {name: fitting[bare(name)] for name in state if bare(name) in fitting}
+    found = {name: fitting[bare(name)] for name in state if bare(name) in fitting}
+    own = {name: value for name, value in found.items() if not is_sharded(state[name])}
     before = {}
     if not part.is_torchs_own():
         # A loader of its own may fail when part of it has been loaded.
@@ -106,6 +108,10 @@ def _put_in(part: ModulePart, fitting: Weights) -> None:
             for name, value in before.items():
                 state[name].copy_(value)
         raise
+    with torch.no_grad():
+        for name in found.keys() - own.keys():
+            for box in boxes.held(name, state[name]):
+                box.of_local(local(state[name])).copy_(box.of_whole(found[name]))
 
 
 class _Fitting(NamedTuple):
@@ -145,7 +151,7 @@ def _matched(found: Weights, live: Weights) -> tuple[dict[str, str], Misfit]:
 
 
 def _place(value: Tensor) -> Any:
-    return value.data_ptr(), value.shape, value.stride(), value.device
+    return identity(value)
 
 
 def _untied(fitting: Weights, live: Weights) -> dict[str, str]:

@@ -3,6 +3,7 @@
 __all__ = [
     "aliases",
     "box_reading",
+    "boxes",
     "collect",
     "fit",
     "gradients",

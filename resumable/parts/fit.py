@@ -143,7 +143,7 @@ def _changed_settings(
         if changes.is_named(path, override):
             return changes.OVERRIDES
         # A checkpoint cannot decide how data is loaded, whether a scaler is on, or about parts left out.
-        is_the_codes = path.startswith(("loader", *left_out)) or path.endswith(".enabled")
+        is_the_codes = path.startswith(("loader", *left_out)) or path.endswith((".enabled", ".sharding"))
         return changes.CODES if is_the_codes else changes.CHECKPOINTS
 
     changed = [

@@ -84,6 +84,8 @@ class ModulePart(Part):
         buffers = _buffers_of(modules)
         _refuse_lazy(name, {**parameters, **buffers})
         self.built = {"frozen": _frozen(parameters)}
+        if meshes := _meshes(parameters):
+            self.built["sharding"] = meshes
         self._buffers_of_the_script = buffers.keys()
         self._given = _shapes(parameters, modules)
 
@@ -358,6 +360,16 @@ def _replicas_of(modules: Modules) -> dict[str, nn.Module]:
     return {name: module for name, module in modules if isinstance(module, wrapper)}
 
 
+def _meshes(parameters: Mapping[str, Any]) -> list[str]:
+    """Return how parameters are sharded, each way once."""
+    found = set()
+    for one in parameters.values():
+        if sharded_tensor.is_sharded(one):
+            ways = [f"{type(p).__name__}({getattr(p, 'dim', '')})" for p in one.placements]
+            found.add(f"{', '.join(ways)} over {' x '.join(map(str, one.device_mesh.mesh.shape))}")
+    return sorted(found)
+
+
 def _frozen(parameters: Mapping[str, nn.Parameter]) -> list[str]:
     return [name for name, parameter in parameters.items() if not parameter.requires_grad]
 
@@ -435,6 +447,5 @@ def _ties(tensors: Mapping[str, Tensor]) -> set[frozenset[str]]:
     places: dict[Any, set[str]] = {}
     for name, tensor in tensors.items():
         if tensor.numel():
-            place = (sharded_tensor.place(tensor), tensor.shape, tensor.stride(), tensor.device)
-            places.setdefault(place, set()).add(name)
+            places.setdefault(sharded_tensor.identity(tensor), set()).add(name)
     return {frozenset(names) for names in places.values() if len(names) > 1}

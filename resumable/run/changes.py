@@ -70,6 +70,8 @@ _SETTINGS = {
     ("optimizer", "differentiable"): MAY,
     # It only prints.
     ("scheduler", "verbose"): HARMLESS,
+    # The same sums in another order.
+    ("model", "sharding"): MAY,
     # A loader of another class may still give the same batches: a wrapper, a subclass.
     ("loader", "kind"): MAY,
 }
@@ -224,15 +226,20 @@ def _padded(column: Sequence[str]) -> list[str]:
 _WIDEST = 40
 
 
-def resized(then: int, now: int) -> str:
-    """Return the addition to the resume line for another number of processes.
+def resized(then: int, now: int, shares_then: int, shares_now: int) -> str:
+    """Return the addition to the resume line for another number of processes, or of shares of the data.
 
-    >>> resized(2, 1)
+    >>> resized(2, 1, 2, 1)
     '; 1 process instead of 2: what is left of the epoch is divided again'
+    >>> resized(2, 4, 2, 2)
+    '; 4 processes instead of 2'
     """
-    if then == now:
-        return ""
-    new = ", ".join(map(str, range(then, now)))
-    streams = f"; rank {new} begins random streams of its own" if new else ""
     some = "1 process" if now == 1 else f"{now} processes"
-    return f"; {some} instead of {then}: what is left of the epoch is divided again{streams}"
+    what = f"; {some} instead of {then}" if then != now else ""
+    if shares_then == shares_now:
+        return what
+    what = what or f"; {shares_now} shares of the data instead of {shares_then}"
+    new = ", ".join(map(str, range(shares_then, shares_now)))
+    who = "rank" if shares_now == now else "share"
+    streams = f"; {who} {new} begins random streams of its own" if new else ""
+    return f"{what}: what is left of the epoch is divided again{streams}"

@@ -132,7 +132,9 @@ class Session:
         self.saving.prepare()
         self._begin_trace()
         line = self.resuming.line("resumed", found[0], started, "from")
-        training.print(line + changes.resized(found[1].about.world_size, ranks.size))
+        about = found[1].about
+        shares = about.data_size, position.processes
+        training.print(line + changes.resized(about.world_size, ranks.size, *shares))
 
     def _begin(self) -> None:
         self.own()

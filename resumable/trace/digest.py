@@ -21,7 +21,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from ..files import tensor_file
+from ..files import sharded_tensor, tensor_file
 from .pending import Late
 
 MOST = 1024
@@ -82,7 +82,8 @@ def of_tensors(text: str, tensors: Iterable[Tensor], most: int, whole: int) -> s
     Tensors with more than `whole` elements are sampled, with `most` of them. Shapes are not hashed.
     """
     with torch.no_grad():
-        picked = [tensor if tensor.numel() <= whole else sample(tensor, most) for tensor in tensors]
+        here = map(sharded_tensor.local, tensors)
+        picked = [tensor if tensor.numel() <= whole else sample(tensor, most) for tensor in here]
         found: list[Any] = [_content(tensor) if tensor.is_cpu else tensor for tensor in picked]
     return _finished([text.encode(errors="surrogatepass"), *found])
 
@@ -221,6 +222,7 @@ class _Pieces:
     def _add_tensor(self, value: Tensor) -> None:
         if type(value) is not Tensor:
             self.found.append(type(value).__qualname__.encode())
+        value = sharded_tensor.local(value)
         if _is_strange(value):
             self._add_strange(value.detach())
             return

@@ -24,6 +24,7 @@ SIZES = {
     "gan.py": Size(("--epochs=2",), 48),
     "finetune.py": Size(("--epochs=3",), 140),
     "distributed.py": Size(("--epochs=3",), 30),
+    "fsdp.py": Size(("--epochs=1",), 32),
     "with_fabric.py": Size(("--epochs=2",), 100),
     # After an epoch that has ended in the middle of an accumulation window, with a step
     "with_accelerate.py": Size(("--epochs=2",), 26, edge=14),
