@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import forgery
+import format_reader
 import gloo
 import pytest
 import sharded_training
@@ -346,6 +347,16 @@ def test_what_is_written_has_each_element_once(exp: Path) -> None:
     # Of the frozen ones, which are replicated for tensor parallelism, two processes have nothing to write.
     assert len(sizes) == 6
     assert newest.about.data_ranks == (0, 0, 1, 1)
+
+
+def test_the_page_on_the_format_is_enough_to_read_it(exp: Path, saved: tuple[Path, dict[str, Any]]) -> None:
+    folder, about = format_reader.newest(exp)
+    found = {**format_reader.sharded(folder, "model"), **format_reader.sharded(folder, "optimizer")}
+
+    assert about["data_ranks"] == [0, 0, 1, 1]
+    assert {name.rpartition(".")[0] for name in found} >= {"exp_avg.up", "embed", "frozen"}
+    for name, value in found.items():
+        assert value.tobytes() == saved[1][name].tobytes()
 
 
 def _flips(found: Checkpoint) -> Iterator[tuple[str, int]]:

@@ -19,6 +19,9 @@ import xxhash
 from safetensors import deserialize
 
 NAME = re.compile(r"[0-9]{6,15}-step-[0-9]{8,}")
+SHARD = re.compile(
+    r"(model|optimizer|extra)/shard-[0-9]{5}-model-0000(1-of-0000[12]|2-of-00002)\.safetensors"
+)
 BLOCK = 16 << 20
 DTYPES = {
     **{"F64": "<f8", "F32": "<f4", "F16": "<f2", "BOOL": "?", "C64": "<c8"},
@@ -86,14 +89,21 @@ def newest(run: Path) -> tuple[Path, dict[str, Any]]:
 def verified(folder: Path) -> dict[str, Any]:
     """Return the manifest of a checkpoint whose files are all as it says."""
     about = unsealed((folder / "manifest.json").read_bytes())
-    if about["format"] > 1:
+    if about["format"] > 2:
         raise NotImplementedError(f"format {about['format']}")
-    if {*about} - {"checksum"} != KEYS:
+    if {*about} - {"checksum", "data_ranks"} != KEYS:
         raise Damaged(f"the manifest has other keys: {sorted({*about} ^ KEYS)}")
     for name, record in about["files"].items():
-        if not re.fullmatch(r"([a-z]{1,32}(-frozen)?|ranks/[0-9]{5})\.(json|safetensors)", name):
+        is_shard = about["format"] == 2 and SHARD.fullmatch(name)
+        if not is_shard and not re.fullmatch(
+            r"([a-z]{1,32}(-frozen)?|ranks/[0-9]{5})\.(json|safetensors)", name
+        ):
             raise Damaged(f"{name} is no name of a file")
         data = (folder / name).read_bytes()
+        if is_shard and record["blocks"] != [
+            digest(data[at : at + BLOCK]) for at in range(0, len(data), BLOCK)
+        ]:
+            raise Damaged(f"the blocks of {name} are not as the manifest says")
         if len(data) != record["size"] or digest(data) != record["xxh3_128"]:
             raise Damaged(f"{name} is not as the manifest says")
     return about
@@ -109,6 +119,29 @@ def tensors(folder: Path, stem: str) -> dict[str, Any]:
             header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
             ties = header.get("__metadata__", {})
             found |= {other: found[first] for other, first in ties.items() if first in found}
+    return found
+
+
+def sharded(folder: Path, stem: str) -> dict[str, Any]:
+    """Return the tensors of a tree that are in files of shards, each as a whole."""
+    boxes: dict[str, list[tuple[list[int], Any]]] = {}
+    for path in sorted((folder / stem).glob("shard-*.safetensors")):
+        data = path.read_bytes()
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        places = json.loads(header["__metadata__"]["DCP_SHARDING_INFO"])
+        for name, about in deserialize(data):
+            boxes.setdefault(re.sub("~[0-9]+$", "", name), []).append(
+                (places[name]["saved_offsets"], _array(about))
+            )
+    found = {}
+    for name, parts in boxes.items():
+        ends = [[at + size for at, size in zip(begin, box.shape, strict=True)] for begin, box in parts]
+        whole = np.empty([max(sides) for sides in zip(*ends, strict=True)], parts[0][1].dtype)
+        for (begin, box), end in zip(parts, ends, strict=True):
+            whole[tuple(map(slice, begin, end))] = box
+        if whole.size != sum(box.size for _, box in parts):
+            raise Damaged(f"the boxes of {name} are not all of it")
+        found[name] = whole
     return found
 
 
