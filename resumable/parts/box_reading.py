@@ -98,6 +98,8 @@ class Wanted:
         """Whether it has its old values until everything is verified."""
         self.boxes = held(name, tensor)
         self.local = sharded_tensor.local(tensor).detach()
+        self.kept: list[tuple[Box, Tensor]] = []
+        """What was read already, and waits for its place in the local tensor."""
         self._found: list[list[Box]] = [[] for _ in self.boxes]
         self._lacks = sum(math.prod(box.shape) for box in self.boxes)
 
@@ -116,6 +118,13 @@ class Wanted:
             self._lacks -= math.prod(common.shape)
             at = tuple(p + f - m for p, f, m in zip(mine.at, common.begin, mine.begin, strict=True))
             yield Piece(self, stored.slot, common, at)
+
+    @torch.no_grad()
+    def put_in(self, local: Tensor) -> None:
+        """Copy what was kept into a local tensor of this one's layout."""
+        for box, content in self.kept:
+            box.of_local(local).copy_(content)
+        self.kept = []
 
     def refuse_gap(self) -> None:
         """Raise ValueError unless each element was found, once."""
@@ -139,9 +148,13 @@ class Piece(NamedTuple):
     at: tuple[int, ...]
     """Its place in the local tensor."""
 
+    def place(self) -> Box:
+        """Return its place in the local tensor."""
+        return self.common._replace(at=self.at)
+
     def target(self) -> Tensor:
         """Return its elements as a view of the local tensor."""
-        return self.common._replace(at=self.at).of_local(self.wanted.local)
+        return self.place().of_local(self.wanted.local)
 
     def span(self) -> tuple[int, int]:
         """Return its first element in the file's box, and the end of its last one."""
@@ -173,14 +186,16 @@ class _Row:
     end: int
     pieces: Sequence[Piece]
     memory: memoryview | None = None
+    keeps: bool = False
+    """Whether it must not be put in yet."""
     targets: list[Target] = field(default_factory=list)
 
-    def prepare(self, reads: bool) -> None:
-        if not reads:
+    def prepare(self, reads: bool, keeps: bool) -> None:
+        flat = None if keeps and not reads else _direct(self.pieces)
+        self.keeps = not reads and flat is None
+        if flat is not None and not reads:
             self.targets = [Target(self.begin, self.end, None)]
-            return
-        flat = _direct(self.pieces)
-        if flat is None:
+        elif flat is None:
             self.memory = memoryview(bytearray(self.end - self.begin))
             self.targets = [Target(self.begin, self.end, self.memory)]
         elif flat.is_cpu:
@@ -200,7 +215,11 @@ class _Row:
         for piece in self.pieces:
             first, _ = piece.span()
             view = row.as_strided(piece.common.shape, strides(shape), first - start)
-            piece.target().copy_(view)
+            if self.keeps:
+                is_all = view.numel() == row.numel()
+                piece.wanted.kept.append((piece.place(), view if is_all else view.clone()))
+            else:
+                piece.target().copy_(view)
 
 
 def _direct(pieces: Sequence[Piece]) -> Tensor | None:
@@ -227,25 +246,35 @@ def _rows(pieces: Sequence[Piece]) -> Iterator[_Row]:
             yield _Row(slot.begin + first * width, slot.begin + end * width, some)
 
 
-def read(file: BoxFile, pieces: Sequence[Piece], *, reads: Callable[[Piece], bool], told: Any = None) -> None:
-    """Verify the blocks of a file that some pieces are in, and read those that are to be read."""
+def read(
+    file: BoxFile, pieces: Sequence[Piece], *, reads: Callable[[Piece], bool], keeps: bool = False
+) -> list[Piece]:
+    """Verify the blocks of a file that some pieces are in, and read those that are to be read.
+
+    Of the others return those that can be read into their place later, unless all are to be kept. What
+    cannot is kept until then: to read all bytes around it again would take too long.
+    """
     again = memoryview(bytearray(len(file.header)))
     waiting, size = [Target(0, len(again), again)], 0
     some: list[_Row] = []
+    left: list[Piece] = []
     for row in sorted(_rows(pieces), key=attrgetter("begin")):
-        row.prepare(reads(row.pieces[0]))
+        is_read = reads(row.pieces[0])
+        row.prepare(is_read, keeps)
+        left += [] if is_read or row.keeps else row.pieces
         size += row.memory.nbytes if row.memory else 0
         some.append(row)
         waiting += row.targets
         if size > _AT_A_TIME:
-            _scan(file, some, waiting, told)
+            _scan(file, some, waiting)
             some, waiting, size = [], [], 0
-    _scan(file, some, waiting, told)
+    _scan(file, some, waiting)
     if again != file.header:
         raise disk.damaged(file.folder, f"{file.path} has changed while it was read")
+    return left
 
 
-def _scan(file: BoxFile, rows: Sequence[_Row], targets: Sequence[Target], told: Any) -> None:
+def _scan(file: BoxFile, rows: Sequence[_Row], targets: Sequence[Target]) -> None:
     if not targets:
         return
     devices = {p.wanted.local.device for row in rows for p in row.pieces if p.wanted.local.is_cuda}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -14,6 +15,9 @@ from ..files import sharded_tensor
 
 Run = tuple[int, int]
 """Indices of one dimension that follow each other: the first one, and how many."""
+
+Runs = tuple[tuple[Run, ...], ...]
+"""The runs of each dimension."""
 
 
 class Box(NamedTuple):
@@ -65,7 +69,8 @@ def held(name: str, tensor: Any) -> list[Box]:
     shape = tuple(tensor.shape)
     if not sharded_tensor.is_sharded(tensor):
         return [Box((0,) * len(shape), shape, (0,) * len(shape))]
-    if (coordinate := tensor.device_mesh.get_coordinate()) is None:
+    mesh = tensor.device_mesh
+    if (coordinate := _coordinate(mesh)) is None:
         return []
     runs = _placed(name, tensor, coordinate)
     local = tuple(sharded_tensor.local(tensor).shape)
@@ -77,7 +82,7 @@ def held(name: str, tensor: Any) -> list[Box]:
             f"{tensor.placements} says {list(expected)}.",
             fix="shard it with torch's own fully_shard, parallelize_module or distribute_tensor.",
         )
-    return boxes(runs)
+    return [*_boxes(runs)]
 
 
 def holders(name: str, tensor: Any) -> dict[tuple[tuple[int, ...], tuple[int, ...]], int]:
@@ -87,19 +92,43 @@ def holders(name: str, tensor: Any) -> dict[tuple[tuple[int, ...], tuple[int, ..
     for coordinate, rank in zip(
         itertools.product(*map(range, mesh.shape)), mesh.flatten().tolist(), strict=True
     ):
-        for box in boxes(_placed(name, tensor, coordinate)):
+        for box in _boxes(_placed(name, tensor, coordinate)):
             found.setdefault((box.begin, box.shape), rank)
     return found
 
 
-def _placed(name: str, tensor: Any, coordinate: Sequence[int]) -> list[list[Run]]:
+def _placed(name: str, tensor: Any, coordinate: tuple[int, ...]) -> Runs:
     try:
-        return _runs(tuple(tensor.shape), tuple(tensor.device_mesh.mesh.shape), coordinate, tensor.placements)
+        return _known_runs(tensor.shape, _sides(tensor.device_mesh), coordinate, tensor.placements)
     except TypeError as exc:
         raise Unsupported(
             f"{name} is placed as {exc} over the processes, which cannot be saved.",
             fix="redistribute it to Shard or Replicate placements before it is given to RunState.",
         ) from exc
+
+
+@lru_cache(maxsize=64)
+def _sides(mesh: Any) -> tuple[int, ...]:
+    return tuple(mesh.mesh.shape)
+
+
+@lru_cache(maxsize=64)
+def _coordinate(mesh: Any) -> tuple[int, ...] | None:
+    found = mesh.get_coordinate()
+    return None if found is None else tuple(found)
+
+
+# A model has many parameters of few shapes, and its optimizer more tensors of the same.
+@lru_cache(maxsize=1024)
+def _known_runs(
+    shape: tuple[int, ...], mesh: tuple[int, ...], coordinate: tuple[int, ...], placements: tuple[Any, ...]
+) -> Runs:
+    return tuple(map(tuple, _runs(shape, mesh, coordinate, placements)))
+
+
+@lru_cache(maxsize=1024)
+def _boxes(runs: Runs) -> tuple[Box, ...]:
+    return tuple(boxes(runs))
 
 
 def boxes(runs: Sequence[Sequence[Run]]) -> list[Box]:

@@ -122,7 +122,7 @@ class ModulePart(Part):
 
     def size(self) -> int:
         """Return the bytes of its parameters and buffers."""
-        return sum([sharded_tensor.size(one) for one in (*self.live.parameters(), *self.live.buffers())])
+        return sum([tensor.nbytes for tensor in (*self.live.parameters(), *self.live.buffers())])
 
     def collect(self) -> dict[str, Any]:
         """Return the weights, which any tool can read, and separately the rest of the state."""

@@ -68,7 +68,7 @@ class OptimizerPart(Part):
     def size(self) -> int:
         """Return the bytes of its state."""
         values = [value for state in self.live.state.values() for value in state.values()]
-        return sum([sharded_tensor.size(value) for value in values if isinstance(value, Tensor)])
+        return sum([value.nbytes for value in values if isinstance(value, Tensor)])
 
     def outline(self) -> str:
         """Return the number of its parameters, and a hash of their names by group."""

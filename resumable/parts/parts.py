@@ -140,6 +140,10 @@ class Parts:
         """Return the approximate size of a checkpoint's tensors in bytes, without calling any state_dict."""
         return sum(part.size() for part in self.models) + sum(part.size() for part in self.optimizers)
 
+    def size_here(self) -> int:
+        """Return the approximate bytes of them that this process writes, if it writes what is not sharded."""
+        return int(self.size() * self.sharding.share)
+
     def written_in_forward(self) -> set[int]:
         """Return the addresses of the parameters that a forward pass writes to."""
         modules = [module for part in self.models for module in part.live.modules()]

@@ -112,8 +112,8 @@ class Reading:
         self._moved = moved_trees(trees, self._used, is_alone=found.about.world_size == 1)
         self.without_device = _without_device(self._moved.get("rank", {}))
         """The devices of the process that saved that have no counterpart in this process."""
-        self._sharded = ShardedTensors(found, live, alike(trees), self._pin)
-        tensors = self._read_all(trees, rank)
+        self._sharded = ShardedTensors(found, live, alike(trees), self._pin, rank)
+        tensors = self._read_all(trees)
         # Each rank verifies its own files; rank 0 also verifies those of ranks that no longer exist.
         for path in sorted(others) if rank == 0 or self._pin else ():
             found.scan_file(path, self._pin)
@@ -124,7 +124,7 @@ class Reading:
             tree.kept = frozenset(self._kept.get(stem, ()))
             tree.moved = self._moved.get(stem, {})
 
-    def _read_all(self, trees: Mapping[str, Json], rank: int) -> dict[str, dict[str, Tensor]]:
+    def _read_all(self, trees: Mapping[str, Json]) -> dict[str, dict[str, Tensor]]:
         """Return the tensors of each file, and by their tree those that are sharded there or here."""
         tensors = {}
         size = sum([file.size for file in self._files.values()])
@@ -134,7 +134,7 @@ class Reading:
                 tensors[path] = self._read(file, digest, trees.get(file.stem), told)
         for stem in self._sharded.stems():
             whole = {name for file in self._files.values() if file.stem == stem for name in file.names}
-            tensors[stem] = self._sharded.read(stem, trees.get(stem, {}), whole, rank, self._place_of)
+            tensors[stem] = self._sharded.read(stem, trees.get(stem, {}), whole, self._place_of)
             self._kept.setdefault(stem, set()).update(tensors[stem])
         return tensors
 

@@ -34,14 +34,18 @@ class ShardedTensors:
     `alike`: tensors of the script that others are to be sharded like.
     """
 
-    def __init__(self, found: Checkpoint, live: Live, alike: Live, pin: Pin | None) -> None:
+    def __init__(self, found: Checkpoint, live: Live, alike: Live, pin: Pin | None, rank: int) -> None:
         self._found = found
         self._live = live
         self._alike = alike
         self._pin = pin
+        self._rank = rank
+        """The rank whose file comes first: on the same mesh it has all."""
         self._cut: dict[str, list[BoxFile]] = {}
         self._waiting: list[tuple[str, BoxFile, list[Piece]]] = []
         """By tree: files, and what is to be read of them into live tensors."""
+        self._kept: list[tuple[str, Wanted]] = []
+        """By tree: live tensors of which something was read already."""
         self.written: dict[str, large_files.Written] = {}
         """The hashes and identities of the files that were read."""
 
@@ -62,15 +66,12 @@ class ShardedTensors:
         paths = [path for path in self._found.about.files if codec.shard_of(path) is not None]
         return {*map(codec.stem_of, paths), *self._cut}
 
-    def read(self, stem: str, tree: Json, whole: Collection[str], rank: int, fill: Fill) -> dict[str, Tensor]:
-        """Read what this process wants of a tree's tensors, whoever wrote them, but for the `whole` ones.
-
-        The file of this rank comes first: on the same mesh it has all.
-        """
+    def read(self, stem: str, tree: Json, whole: Collection[str], fill: Fill) -> dict[str, Tensor]:
+        """Read what this process wants of a tree's tensors, whoever wrote them, but for the `whole` ones."""
         paths = [path for path in self._found.about.files if codec.shard_of(path) is not None]
         paths = sorted(
             (path for path in paths if codec.stem_of(path) == stem),
-            key=lambda path: (codec.shard_of(path) != rank, path),
+            key=lambda path: (codec.shard_of(path) != self._rank, path),
         )
         try:
             wanted = self._read(stem, tree, {*codec.tensor_names(tree)} - {*whole}, paths, fill)
@@ -105,6 +106,7 @@ class ShardedTensors:
                 self._take(stem, file, pieces_of(file))
         for one in wanted.values():
             one.refuse_gap()
+        self._kept += [(stem, one) for one in wanted.values() if one.kept]
         return wanted
 
     def _wanted(self, stem: str, stored: Stored, about: Mapping[str, Json], fill: Fill) -> Wanted:
@@ -132,21 +134,27 @@ class ShardedTensors:
                 seen = large_files.identity(os.stat(path))
                 digests = [*file.digests]
                 self.written[file.path] = large_files.Written(path, file.size, digests, seen)
-            box_reading.read(file, pieces, reads=lambda piece: not piece.wanted.is_live)
-            self._waiting.append((stem, file, [piece for piece in pieces if piece.wanted.is_live]))
+            # Of another mesh each process reads nearly all blocks of several files: not twice.
+            is_other = codec.shard_of(file.path) not in (None, self._rank)
+            left = box_reading.read(
+                file, pieces, reads=lambda piece: not piece.wanted.is_live, keeps=is_other
+            )
+            self._waiting.append((stem, file, left))
 
     def names_in_place(self, stem: str) -> set[str]:
         """Return the names of a tree's tensors that are to be filled in place."""
-        return {piece.wanted.name for there, _, of in self._waiting if there == stem for piece in of}
+        waiting = {piece.wanted.name for there, _, of in self._waiting if there == stem for piece in of}
+        return waiting | {one.name for there, one in self._kept if there == stem}
 
     def fill(self, trees: Mapping[str, Encoded], parts: Collection[str]) -> None:
         """Read the tensors of some parts into the live tensors."""
         for _, file, pieces in self._of_parts(trees, parts):
             for one in {id(piece.wanted): piece.wanted for piece in pieces}.values():
-                # Otherwise neither autograd nor a running save would notice the write.
-                torch.autograd.graph.increment_version(one.tensor)
-                torch.autograd.graph.increment_version(one.local)
+                _note_write(one)
             box_reading.read(file, pieces, reads=lambda _: True)
+        for _, one in self._kept_of(trees, parts):
+            _note_write(one)
+            one.put_in(one.local)
 
     def apart(self, trees: Mapping[str, Encoded], part: str) -> None:
         """Read the tensors of a part into new memory instead of the live tensors."""
@@ -157,6 +165,10 @@ class ShardedTensors:
                     fresh[stem, live.name] = Wanted(live.name, _fresh(live.tensor), is_live=False)
             again = [piece._replace(wanted=fresh[stem, piece.wanted.name]) for piece in pieces]
             box_reading.read(file, again, reads=lambda _: True)
+        for stem, live in self._kept_of(trees, [part]):
+            if (stem, live.name) not in fresh:
+                fresh[stem, live.name] = Wanted(live.name, _fresh(live.tensor), is_live=False)
+            live.put_in(fresh[stem, live.name].local)
         for (stem, name), one in fresh.items():
             trees[stem].tensors[name] = one.tensor
 
@@ -165,13 +177,28 @@ class ShardedTensors:
     ) -> Iterator[tuple[str, BoxFile, list[Piece]]]:
         """Yield what is to be read into live tensors of some parts, which then waits no longer."""
         for number, (stem, file, pieces) in enumerate(self._waiting):
-            json = trees[stem].json
-            names = {name for part in parts if part in json for name in codec.tensor_names(json[part])}
+            names = _names(trees[stem], parts)
             chosen = [piece for piece in pieces if piece.wanted.name in names]
             if chosen:
                 left = [piece for piece in pieces if piece.wanted.name not in names]
                 self._waiting[number] = stem, file, left
                 yield stem, file, chosen
+
+    def _kept_of(self, trees: Mapping[str, Encoded], parts: Collection[str]) -> list[tuple[str, Wanted]]:
+        names = {stem: _names(trees[stem], parts) for stem, _ in self._kept}
+        chosen = [(stem, one) for stem, one in self._kept if one.name in names[stem]]
+        self._kept = [(stem, one) for stem, one in self._kept if one.name not in names[stem]]
+        return chosen
+
+
+def _names(tree: Encoded, parts: Collection[str]) -> set[str]:
+    return {name for part in parts if part in tree.json for name in codec.tensor_names(tree.json[part])}
+
+
+def _note_write(one: Wanted) -> None:
+    # Otherwise neither autograd nor a running save would notice the write.
+    torch.autograd.graph.increment_version(one.tensor)
+    torch.autograd.graph.increment_version(one.local)
 
 
 def _fresh(tensor: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -48,6 +49,8 @@ class Sharding:
 
         self.data_rank: tuple[int, int] | None = None
         """Which of how many shares of the data this process trains on; None if the model does not tell."""
+        self.share = 1.0
+        """How much of the sharded parameters this process writes."""
         self.data_ranks: tuple[int, ...] = ()
         """The same of all processes, on rank 0; empty where each has a share of its own."""
 
@@ -69,9 +72,12 @@ class Sharding:
 
         answer, self.data_rank, self.data_ranks = deal("who writes what", own, decided)
         self.data_rank, self.data_ranks = self.data_rank and (*self.data_rank,), (*self.data_ranks,)
+        mine = 0
         for (name, tensor), (is_mine, leads) in zip(sharded.items(), answer, strict=True):
             self._planned[id(tensor)] = _Planned(boxes[name], is_mine)
+            mine += sum(math.prod(b.shape) for b, is_it in zip(boxes[name], is_mine, strict=True) if is_it)
             self._led[tensor.device_mesh] = leads
+        self.share = mine / max(1, sum(tensor.numel() for tensor in sharded.values()))
 
     def split(self, trees: Trees, owners: Owners, *, is_first: bool) -> tuple[Trees, dict[str, Encoded]]:
         """Return the trees without sharded tensors, and the files of the boxes that this process writes.

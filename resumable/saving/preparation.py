@@ -27,9 +27,9 @@ class Preparation:
     def prepare(self, image: Image, is_idle: Callable[[], bool]) -> None:
         """Get the memory for the first save and, as long as `is_idle`, try the disk."""
         parts, crew = self._training.parts, self._training.crew
-        size = parts.size() if parts.saves_all else 0
-        self.warn(size)
-        if crew.writers > 1:
+        self.warn(parts.size() if parts.saves_all else 0)
+        size = parts.size_here() if parts.saves_all else 0
+        if crew.writers > 1 and not parts.has_sharded:
             # A share is made of whole blocks.
             size = size // crew.writers + large_files.BLOCK
         if size >= _WORTH_PREPARING and is_idle():
