@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.utils.data import DistributedSampler
 
-from .errors import Once, UsageError
+from .errors import Once, Unsupported, UsageError
 from .files.strict_json import Json
 from .loaders.generators import rng
 from .options import Options
@@ -109,6 +109,12 @@ class Training:
         kinds = {f"the part {name}": kind for name, kind in self.parts.kinds().items()}
         outlines = {f"what {name} holds": outline for name, outline in self.parts.outlines().items()}
         self.crew.meet({**alike, **kinds, **outlines, **(facts or {})}, check, is_copied=is_copied)
+        if self.parts.has_sharded and self.crew.disks > 1:
+            raise Unsupported(
+                f"the model is sharded, and the processes have {self.crew.disks} run directories: each would "
+                "have only a part of every checkpoint.",
+                fix="put the run on a disk that all processes share.",
+            )
         saves_all = self.crew.saves_all or self.checks_replicas
         self.parts.join(saves_all=saves_all, deal=self.crew.ranks.deal)
         if self.parts.has_sharded:

@@ -32,6 +32,8 @@ class Crew(ABC):
     """Whether this process makes the checkpoints on its disk."""
     saves_all = True
     """Whether this process saves what all ranks share."""
+    disks = 1
+    """The number of disks, each with a copy of the run."""
     writers = 1
     """The number of processes that divide what all ranks share."""
     has_met = True

@@ -57,6 +57,7 @@ class Joint(Crew):
         group = Group(ranks.rank, groups)
         self._saves, self.has_met = JointSaves(ranks, group), True
         self.leads, self.saves_all = group.leads, group.leads or self._all_write
+        self.disks = len(groups)
         self.writers = len(group.members) if self._all_write else 1
         self._count_from_the_highest(is_copied)
 

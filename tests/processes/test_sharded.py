@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import struct
 import warnings
@@ -33,6 +34,7 @@ from resumable import (
 from resumable.cli.app import main
 from resumable.files import large_files
 from resumable.files.sharded_tensor import local
+from resumable.parts.models import ModulePart
 from resumable.run import manifest
 from resumable.run.checkpoint import Checkpoint
 
@@ -42,6 +44,7 @@ _QUICK = ("fsdp-2", "fsdp-tp")
 TWICE = [kind if kind in _QUICK else pytest.param(kind, marks=pytest.mark.heavy) for kind in SHARDED]
 
 
+@pytest.mark.proves("exact")
 @pytest.mark.parametrize("kind", TWICE)
 def test_a_sharded_training_that_is_killed_twice_ends_with_the_same_bits(tmp_path: Path, kind: str) -> None:
     whole = values(run(kind, tmp_path / "whole", 7, tmp_path))
@@ -53,7 +56,8 @@ def test_a_sharded_training_that_is_killed_twice_ends_with_the_same_bits(tmp_pat
     for now, then in zip(ended, whole, strict=True):
         assert differing(now["ended"], then["ended"]) == []
         assert differing(now["own"], then["own"]) == []
-        assert now["samples"] == then["samples"]
+        shares = 1 + max(one["share"] for one in ended)
+        assert now["samples"] == then["samples"] == 7 * 2 * shares
         assert now["seen"] == then["seen"][-len(now["seen"]) :]
         assert now["drawn"].tobytes() == then["drawn"].tobytes()
 
@@ -107,6 +111,21 @@ def test_generators_go_with_the_share_of_the_data(tmp_path: Path) -> None:
     assert {*two.items()} <= {*wide}
 
 
+def _names_after_an_evaluation(rank: int) -> tuple[bool, bool]:
+    model, optimizer, _ = make("fsdp-2", 0)
+    sharded_training.evaluate(model, torch.zeros(2, 5, dtype=torch.int64))
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    shown = {id(p) for module in model.modules() for p in module._parameters.values()}
+    known = {id(p) for p in ModulePart("model", model, "model").parameters().values()}
+    return trained <= shown, trained <= known
+
+
+def test_parameters_after_an_evaluation_are_those_of_the_optimizer(tmp_path: Path) -> None:
+    for is_so, is_known in values(gloo.run(2, _names_after_an_evaluation, folder=tmp_path)):
+        assert not is_so
+        assert is_known
+
+
 def _averaged(rank: int, run_dir: Path, steps: int, seed: int) -> list[bytes]:
     """Train with an average in a model of its own, and one in a dict."""
     torch.set_num_threads(1)
@@ -129,6 +148,7 @@ def _averaged(rank: int, run_dir: Path, steps: int, seed: int) -> list[bytes]:
     return [local(one).numpy().tobytes() for one in (*average.state_dict().values(), *kept.values())]
 
 
+@pytest.mark.proves("exact")
 def test_averages_are_resumed_in_shards(tmp_path: Path) -> None:
     whole = values(gloo.run(2, _averaged, tmp_path / "whole", 5, 0, folder=tmp_path))
 
@@ -165,6 +185,7 @@ def _in_windows(rank: int, run_dir: Path, kind: str, stop: int, seed: int, reduc
     return told or found
 
 
+@pytest.mark.proves("exact")
 @pytest.mark.parametrize("kind", ["fsdp-2", "tp"])
 def test_a_window_of_accumulation_is_resumed_in_shards(tmp_path: Path, kind: str) -> None:
     whole = values(gloo.run(2, _in_windows, tmp_path / "whole", kind, 9, 0, True, folder=tmp_path))
@@ -205,6 +226,22 @@ def test_a_sampler_that_deals_to_every_process_is_refused_where_some_share_their
     for rank, text in enumerate(told):
         assert "of num_replicas=4" in text, rank
         assert "num_replicas=2, rank=" in text
+
+
+def _on_disks_of_their_own(rank: int, run_dir: Path) -> str:
+    model, optimizer, _ = make("fsdp-2", 0)
+    try:
+        RunState.load(run_dir, model=model, optimizer=optimizer, shared=False)
+    except Unsupported as exc:
+        return str(exc)
+    return ""
+
+
+def test_nodes_with_disks_of_their_own_are_refused(tmp_path: Path) -> None:
+    env = [{"RESUMABLE_RUN_DIR": str(tmp_path / f"node{rank}")} for rank in range(2)]
+    for text in values(gloo.run(2, _on_disks_of_their_own, tmp_path / "exp", folder=tmp_path, env=env)):
+        assert "2 run directories" in text
+        assert "share" in text
 
 
 def test_a_sharded_tensor_among_the_variables_is_refused(tmp_path: Path) -> None:
@@ -475,6 +512,40 @@ def test_blocks_that_do_not_fit_their_file_are_damage(exp: Path, blocks: tuple[s
 
     with pytest.raises(CheckpointDamaged):
         _alone(exp, resume=found.path)
+
+
+def test_blocks_that_fit_their_file_have_to_fit_its_digest_too(exp: Path) -> None:
+    found = Run(exp).checkpoints()[-1]
+    file = "model/shard-00001-model-00001-of-00002.safetensors"
+    record = found.about.files[file]
+    forgery.forge(found, forgery.flip_last, file)
+    forged = Run(exp).open(found.about.number)
+    record = forged.about.files[file]._replace(xxh3_128=record.xxh3_128)
+    about = replace(forged.about, files={**forged.about.files, file: record})
+    (found.path / manifest.NAME).write_bytes(manifest.to_json(about))
+
+    with pytest.raises(CheckpointDamaged, match=file):
+        _alone(exp, resume=found.path)
+
+
+@pytest.mark.proves("noticed")
+def test_a_header_that_was_another_when_it_was_read_is_damage(
+    exp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Checkpoint.read_header
+
+    def exchanged(found: Checkpoint, file: str) -> memoryview:
+        header = bytes(real(found, file))
+        if file.startswith("optimizer/"):
+            one = re.search(rb'"exp_avg\.[^"]+":', header)
+            assert one
+            other = one[0].replace(b"exp_avg", b"exp_avg_sq")
+            header = header.replace(one[0], b"?").replace(other, one[0]).replace(b"?", other)
+        return memoryview(header)
+
+    monkeypatch.setattr(Checkpoint, "read_header", exchanged)
+    with pytest.raises(CheckpointDamaged, match="optimizer/shard"):
+        _alone(exp, resume=Run(exp).checkpoints()[-1].path)
 
 
 def test_the_commands_read_a_sharded_run(
