@@ -1,4 +1,4 @@
-"""Unwraps the parts of a training that Accelerate or Lightning Fabric has wrapped."""
+"""Unwraps the parts of a training that Accelerate, Lightning Fabric or torch itself has wrapped."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from functools import cache
 from typing import Any
 
 _FABRIC = ("lightning_fabric.wrappers", "lightning.fabric.wrappers")
+_TORCH = "torch.distributed.algorithms._checkpoint"
 _INSIDE = {
     **dict.fromkeys([f"{module}._FabricModule" for module in _FABRIC], "_forward_module"),
     **dict.fromkeys([f"{module}._FabricOptimizer" for module in _FABRIC], "_optimizer"),
+    f"{_TORCH}.checkpoint_wrapper.CheckpointWrapper": "_checkpoint_wrapped_module",
     "accelerate.optimizer.AcceleratedOptimizer": "optimizer",
     "accelerate.scheduler.AcceleratedScheduler": "scheduler",
 }

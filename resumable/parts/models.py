@@ -170,7 +170,7 @@ class ModulePart(Part):
         """Return the number of its tensors, and a hash of their names and shapes."""
         walked = self._walk()
         tensors = {**self.parameters(walked), **_buffers_of(self._modules(walked))}
-        texts = [f"{name} {value is not None and shape(value)}" for name, value in tensors.items()]
+        texts = [f"{name} {value is not None and _outlined(value)}" for name, value in tensors.items()]
         return f"{len(tensors)} tensors ({large_files.digest(' '.join(texts).encode())[:8]})"
 
     def differing(self) -> dict[str, Any]:
@@ -193,6 +193,7 @@ class ModulePart(Part):
             for name, module in self.live.named_modules()
             for leaf, buffer in module._buffers.items()
             if buffer is not None and (isinstance(module, kinds) or buffer.nbytes <= _SMALL)
+            if not sharded_tensor.is_sharded(buffer)
         }
 
     def _modules(self, walked: Modules | None = None) -> Modules:
@@ -358,6 +359,10 @@ def _buffers_of(modules: Modules) -> dict[str, Tensor | None]:
 def _replicas_of(modules: Modules) -> dict[str, nn.Module]:
     wrapper = nn.parallel.DistributedDataParallel
     return {name: module for name, module in modules if isinstance(module, wrapper)}
+
+
+def _outlined(tensor: Tensor) -> str:
+    return f"{shape(tensor)} in shards" if sharded_tensor.is_sharded(tensor) else shape(tensor)
 
 
 def _meshes(parameters: Mapping[str, Any]) -> list[str]:

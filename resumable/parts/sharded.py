@@ -97,14 +97,14 @@ def _is_torchs(hook: Any) -> bool:
     # load_state_dict keeps a hook in an object that calls it.
     hook = inspect.unwrap(getattr(hook, "hook", hook))
     scope = getattr(getattr(hook, "__func__", hook), "__globals__", {})
-    return str(scope.get("__name__", "")).startswith(_FSDP2)
+    return str(scope.get("__name__", "")).startswith(_MODULES_WITH_HOOKS)
 
 
 _splitter: Callable[[Any], str | None] = lru_cache(_found_splitter)
 is_fsdp2: Callable[[Any], bool] = lru_cache(_is_fsdp2)
 """Returns whether a class is one that `fully_shard` has made of a module's."""
 
-_FSDP2 = "torch.distributed.fsdp._fully_shard."
+_MODULES_WITH_HOOKS = ("torch.distributed.fsdp._fully_shard.", "torch.distributed.algorithms._checkpoint.")
 _SPLITTERS = {
     "torch.distributed.fsdp.": "FSDP1",
     "torch.distributed._shard.": "ShardedTensor",

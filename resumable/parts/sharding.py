@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -16,6 +17,7 @@ from ..files import codec, large_files, sharded_tensor
 from ..files.codec import Encoded
 from ..files.sharded_tensor import is_sharded
 from ..files.strict_json import Json
+from ..files.tensor_file import DTYPES
 from . import box_writers
 from .box_writers import Sharded
 from .boxes import Box, held, holders
@@ -29,6 +31,7 @@ Owners = Mapping[str, Mapping[str, Tensor]]
 
 
 class _Planned(NamedTuple):
+    of: weakref.ref[Tensor]
     boxes: list[Box]
     is_mine: list[bool]
 
@@ -46,13 +49,13 @@ class Sharding:
         self._led: dict[Any, bool] = {}
         """By mesh: whether no other mesh holds the same tensors and comes before it."""
         self._mine: dict[str, tuple[Any, dict[str, list[tuple[str, Box]]]]] = {}
-
+        """By tree: what its boxes depend on, and those that this process writes, with their names."""
         self.data_rank: tuple[int, int] | None = None
         """Which of how many shares of the data this process trains on; None if the model does not tell."""
+        self.data_ranks: tuple[int, ...] = ()
+        """The shares of all processes, on rank 0; empty where each has one of its own."""
         self.share = 1.0
         """How much of the sharded parameters this process writes."""
-        self.data_ranks: tuple[int, ...] = ()
-        """The same of all processes, on rank 0; empty where each has a share of its own."""
 
     def meet(self, named: Mapping[str, Tensor], data_rank: tuple[int, int] | None, deal: Deal) -> None:
         """Agree with the other processes on who writes the boxes of these parameters and buffers.
@@ -74,7 +77,7 @@ class Sharding:
         self.data_rank, self.data_ranks = self.data_rank and (*self.data_rank,), (*self.data_ranks,)
         mine = 0
         for (name, tensor), (is_mine, leads) in zip(sharded.items(), answer, strict=True):
-            self._planned[id(tensor)] = _Planned(boxes[name], is_mine)
+            self._planned[id(tensor)] = _Planned(weakref.ref(tensor), boxes[name], is_mine)
             mine += sum(math.prod(b.shape) for b, is_it in zip(boxes[name], is_mine, strict=True) if is_it)
             self._led[tensor.device_mesh] = leads
         self.share = mine / max(1, sum(tensor.numel() for tensor in sharded.values()))
@@ -117,7 +120,9 @@ class Sharding:
             begins: dict[str, tuple[int, ...]] = {}
             for name, tensor in whole.items():
                 if (name in tree.frozen) is is_frozen:
-                    tensors[name], begins[name] = tensor, (0,) * tensor.dim()
+                    # A dtype that the format lacks is stored as bytes, with one more dimension.
+                    dims = tensor.dim() + (tensor.dtype not in DTYPES)
+                    tensors[name], begins[name] = tensor, (0,) * dims
             for name, boxes in own.items():
                 if (name in tree.frozen) is not is_frozen:
                     continue
@@ -145,6 +150,9 @@ class Sharding:
     def _mine_of(self, name: str, tensor: Any, owner: Tensor | None) -> list[Box]:
         boxes = held(name, tensor)
         planned = self._planned.get(id(owner)) if owner is not None else None
+        if planned and planned.of() is not owner:
+            # Another object has the identity of one that is gone.
+            planned = None
         if planned and owner is tensor and planned.boxes != boxes:
             raise Unsupported(
                 f"{name} is sharded in another way than at RunState.load.",

@@ -153,9 +153,10 @@ class Loops:
         """Save, or save and leave, if it is time to."""
         session = self._session
         due = session.trace.boundary() if session.trace else None
-        # Gradients that cannot be read yet will be, after the step.
-        may_save = not self._training.parts.hides_gradients()
-        if due is None and may_save and session.autosave.may_be_due(end.step, end.epoch):
+        if due is None and session.autosave.may_be_due(end.step, end.epoch):
+            if self._training.parts.hides_gradients():
+                # After the step they can be read.
+                return
             is_saving, is_rest_next = self._saving.is_busy, end.is_rest_next
             due = session.autosave.due(end.step, end.epoch, is_rest_next=is_rest_next, is_saving=is_saving)
         if due is None:

@@ -32,7 +32,7 @@ from resumable import (
     load_weights,
 )
 from resumable.cli.app import main
-from resumable.files import large_files
+from resumable.files import large_files, tensor_file
 from resumable.files.sharded_tensor import local
 from resumable.parts.models import ModulePart
 from resumable.run import manifest
@@ -124,6 +124,103 @@ def test_parameters_after_an_evaluation_are_those_of_the_optimizer(tmp_path: Pat
     for is_so, is_known in values(gloo.run(2, _names_after_an_evaluation, folder=tmp_path)):
         assert not is_so
         assert is_known
+
+
+def _odd(size: int) -> torch.nn.Module:
+    model = torch.nn.Linear(10, 5)
+    model.register_buffer("waves", torch.randn(2, 3, dtype=torch.complex128))
+    model.register_buffer("mask", torch.rand(7) < 0.5)
+    model.register_buffer("nothing", torch.zeros(0, 4))
+    model.eighth = torch.nn.Parameter(torch.randn(16, 3).to(torch.float8_e5m2), requires_grad=False)
+    model.brain = torch.nn.Parameter(torch.randn(9, 2).to(torch.bfloat16))
+    if size > 1:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        mesh = init_device_mesh("cpu", (size,))
+        for name in ("weight", "brain"):
+            live = getattr(model, name)
+            sharded = distribute_tensor(live.detach(), mesh, [Shard(live.dim() - 1)])
+            setattr(model, name, torch.nn.Parameter(sharded))
+        model.mask = distribute_tensor(model.mask, mesh, [Shard(0)])
+    return model
+
+
+def _saves_odd(rank: int, run_dir: Path, size: int, seed: int) -> dict[str, bytes]:
+    torch.manual_seed(seed)
+    model = _odd(size)
+    with RunState.load(run_dir, model=model) as state:
+        state.save().wait()
+    wholes = {name: sharded_training._gathered(one) for name, one in model.state_dict().items()}
+    return {name: bytes(tensor_file.as_bytes(one)) for name, one in wholes.items()}
+
+
+def test_tensors_of_any_dtype_stand_beside_sharded_ones(tmp_path: Path) -> None:
+    saved = values(gloo.run(2, _saves_odd, tmp_path / "exp", 2, 0, folder=tmp_path))[0]
+
+    for seed, size in enumerate((2, 3, 1, 2), 1):
+        for found in values(gloo.run(size, _saves_odd, tmp_path / "exp", size, seed, folder=tmp_path)):
+            assert found == saved
+
+
+OPTIMIZERS: dict[str, Callable[[list[Any]], torch.optim.Optimizer]] = {
+    "fused": lambda params: torch.optim.AdamW(params, 1e-2, fused=True),
+    "amsgrad": lambda params: torch.optim.Adam(params, torch.tensor(1e-2), amsgrad=True),
+    "momentum": lambda params: torch.optim.SGD(params, 1e-2, momentum=0.9),
+    "Muon": lambda params: torch.optim.Muon(params, 1e-2),
+}
+WAYS = ["mixed precision", "offloaded", "activations made again", "compiled"]
+
+
+def _in_some_way(rank: int, run_dir: Path, way: str, steps: int, seed: int) -> list[bytes]:
+    """Train under `fully_shard` with one of its options, or with one of the optimizers."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    # Muon takes matrices only, and no dimension that cannot be halved.
+    has_bias = way != "Muon"
+    model: Any = torch.nn.Sequential(
+        torch.nn.Linear(8, 14, bias=has_bias), torch.nn.ReLU(), torch.nn.Linear(14, 6, bias=has_bias)
+    )
+    options: dict[str, Any] = {}
+    if way == "activations made again":
+        model[0] = checkpoint_wrapper(model[0])  # type: ignore[no-untyped-call]
+    if way == "mixed precision":
+        options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    if way == "offloaded":
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    mesh = init_device_mesh("cpu", (2,))
+    for module in (model[0], model):
+        fully_shard(module, mesh=mesh, **options)
+    model = torch.compile(model, backend="eager") if way == "compiled" else model
+    optimizer = OPTIMIZERS.get(way, OPTIMIZERS["momentum"])([*model.parameters()])
+    state = RunState.load(run_dir, model=model, optimizer=optimizer, timeout=20)
+    for _ in state.steps(steps):
+        optimizer.zero_grad()
+        model(torch.randn(4, 8)).float().square().mean().backward()
+        optimizer.step()
+        state.save().wait()
+    state.close()
+    moments = [value for of_one in optimizer.state.values() for value in of_one.values()]
+    return [bytes(tensor_file.as_bytes(local(one))) for one in (*model.state_dict().values(), *moments)]
+
+
+@pytest.mark.heavy
+@pytest.mark.proves("exact")
+@pytest.mark.parametrize("way", [*WAYS, *OPTIMIZERS])
+def test_every_way_to_shard_a_model_is_exact(tmp_path: Path, way: str) -> None:
+    if way == "Muon" and not hasattr(torch.optim, "Muon"):
+        pytest.skip("this torch has no Muon")
+    whole = values(gloo.run(2, _in_some_way, tmp_path / "whole", way, 4, 0, folder=tmp_path))
+
+    for seed, steps in enumerate((2, 3)):
+        values(gloo.run(2, _in_some_way, tmp_path / "exp", way, steps, seed, folder=tmp_path))
+    ended = values(gloo.run(2, _in_some_way, tmp_path / "exp", way, 4, 9, folder=tmp_path))
+
+    assert ended == whole
 
 
 def _averaged(rank: int, run_dir: Path, steps: int, seed: int) -> list[bytes]:
