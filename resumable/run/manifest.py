@@ -88,10 +88,11 @@ class Manifest:
 
         On another mesh that is a rank with the same share of the data, `data_rank`.
         """
-        there = self.data_ranks or tuple(range(self.world_size))
-        if count == self.world_size and rank < len(there) and there[rank] == data_rank:
+        if not self.data_ranks:
+            return data_rank if data_rank < self.world_size else None
+        if count == self.world_size and self.data_ranks[rank] == data_rank:
             return rank
-        return there.index(data_rank) if data_rank in there else None
+        return self.data_ranks.index(data_rank) if data_rank in self.data_ranks else None
 
     @property
     def data_size(self) -> int:
@@ -137,6 +138,8 @@ def from_json(data: bytes) -> Manifest:
     if missing or unknown:
         raise ValueError(f"it lacks {sorted(missing)} and has {sorted(unknown)} beyond the format")
     check_types(body, _KINDS)
+    if ranks and len(ranks) != body["world_size"]:
+        raise ValueError(f"it has {len(ranks)} data ranks of {body['world_size']!r:.50} processes")
     check_types(body["parts"], dict.fromkeys(body["parts"], dict))
     parent, best = body["parent"], body["best"]
     return Manifest(

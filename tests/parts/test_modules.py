@@ -667,7 +667,7 @@ def _partitioned() -> nn.Module:
 
 SPLIT: Mapping[str, tuple[Callable[[], nn.Module], str, str]] = {
     "FSDP": (_fully_sharded, r"model is split over the processes \(FSDP1\)", "torch.distributed.checkpoint"),
-    "FSDP of it": (_sharded_inside, r"model is split over the processes \(FSDP1\)", "checkpoint"),
+    "FSDP of it": (_sharded_inside, r"model\.body\.0\.weight is split .* \(FSDP1\)", "checkpoint"),
     "FSDP inside": (lambda: nn.Sequential(_fully_sharded()), r"model\.0 is split .* \(FSDP1\)", "checkpoint"),
     "a parameter": (lambda: _partial("weight"), r"model\.body\.1\.weight is placed as Partial", "Shard"),
     "a buffer": (lambda: _partial("running_var"), r"model\.body\.1\.running_var is placed as", "Shard"),

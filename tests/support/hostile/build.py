@@ -227,7 +227,9 @@ def fields() -> Iterator[tuple[str, Case]]:
                 f"manifest, {key} = {shown}",
                 Case(lambda prey, k=key, v=found: prey.says(**{k: v}), "manifest.json"),
             )
-    yield "manifest, format 2", Case(lambda prey: prey.says(format=2), "format 2")
+    yield "manifest, format 3", Case(lambda prey: prey.says(format=3), "format 3")
+    yield "manifest, data_ranks", Case(lambda prey: prey.says(data_ranks=[0] * 3), "data ranks")
+    yield "manifest, data_ranks of text", Case(lambda prey: prey.says(data_ranks=["0"]), "int")
     yield "manifest, format 10^18", Case(lambda prey: prey.says(format=10**18), "format 1000")
     for key in ("number", "step"):
         yield f"manifest, {key} of another", Case(lambda prey, k=key: prey.says(**{k: 7}), "manifest.json")
@@ -674,7 +676,7 @@ def runs() -> Iterator[tuple[str, Case]]:
         (
             b"",
             b'"format": 1}',
-            b'"format": 2, "run_id": "a"}',
+            b'"format": 3, "run_id": "a"}',
             b'"format": 1, "run_id": 5}',
             b'"format": 1, "run_id": []}',
             b'"format": 1, "run_id": "\\u001b[2J"}',
