@@ -180,3 +180,26 @@ def test_a_manifest_nested_without_a_bottom_is_refused() -> None:
     head = f'{{"checksum": "{xxhash.xxh3_128_hexdigest(rest)}",'.encode()
     with pytest.raises(ValueError, match="nested too deeply"):
         manifest.from_json(head + rest)
+
+
+def test_a_sharded_checkpoint_says_so_in_its_format() -> None:
+    file = FileRecord(40 << 20, "c" * 32, ("d" * 32, "e" * 32, "f" * 32))
+    files = {**ABOUT.files, "model/shard-00001-model-00001-of-00001.safetensors": file}
+    about = replace(ABOUT, files=files, world_size=4, data_ranks=(0, 0, 1, 1))
+    text = manifest.to_json(about)
+
+    assert manifest.from_json(text) == about
+    assert manifest.from_json(manifest.to_json(ABOUT)).data_ranks == ()
+    assert strict_json.unseal(text)["format"] == manifest.NEWEST
+    assert about.data_size == 2
+    assert [about.rank_for(rank, 4, rank // 2) for rank in range(4)] == [0, 1, 2, 3]
+    assert [about.rank_for(rank, 3, rank) for rank in range(3)] == [0, 2, None]
+    assert [ABOUT.rank_for(0, 1, 0), ABOUT.rank_for(1, 2, 1)] == [0, None]
+
+
+@pytest.mark.parametrize("ranks", [[0], [0, 1, 2], ["0", "1"], {"a": 1}, 5, None])
+def test_data_ranks_that_are_not_those_of_the_processes_are_refused(ranks: Any) -> None:
+    text = strict_json.seal({"format": 2, **BODY, "world_size": 2, "data_ranks": ranks})
+
+    with pytest.raises(ValueError, match=r"data ranks|stands where"):
+        manifest.from_json(text)
