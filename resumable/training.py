@@ -21,6 +21,7 @@ from .processes.alone import Alone
 from .processes.crew import Crew
 from .processes.joint import Joint
 from .processes.ranks import Ranks, of_this_training
+from .processes.stages import ranks_of
 from .progress import Progress
 from .remote import url
 from .remote.in_training import Copies
@@ -106,18 +107,19 @@ class Training:
             "elastic": options.is_elastic,
             "check_replicas": options.checks_replicas,
         }
-        kinds = {f"the part {name}": kind for name, kind in self.parts.kinds().items()}
-        outlines = {f"what {name} holds": outline for name, outline in self.parts.outlines().items()}
-        self.crew.meet({**alike, **kinds, **outlines, **(facts or {})}, check, is_copied=is_copied)
-        if self.parts.has_sharded and self.crew.disks > 1:
+        told = self.crew.meet({**alike, **(facts or {})}, self.parts.told(), check, is_copied=is_copied)
+        ranks = ranks_of(told)
+        stages = {name: there for name, there in ranks.items() if len(there) < len(told)}
+        self.parts.note_stages(stages, {name: told[there[0]][name][0] for name, there in stages.items()})
+        if self.parts.is_divided and self.crew.disks > 1:
             raise Unsupported(
-                f"the model is sharded, and the processes have {self.crew.disks} run directories: each would "
-                "have only a part of every checkpoint.",
+                f"each process holds only a part of the model, and there are {self.crew.disks} run "
+                "directories: none would have a whole checkpoint.",
                 fix="put the run on a disk that all processes share.",
             )
         saves_all = self.crew.saves_all or self.checks_replicas
         self.parts.join(saves_all=saves_all, deal=self.crew.ranks.deal)
-        if self.parts.has_sharded:
+        if self.parts.is_divided:
             self.crew.ranks.each("the samplers", self._refuse_other_shares)
 
     def _refuse_other_shares(self) -> None:

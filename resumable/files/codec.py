@@ -30,8 +30,10 @@ __all__ = [
     "from_files",
     "from_parts",
     "has_one_writer",
+    "has_trees",
     "is_frozen",
     "is_tensor_file",
+    "joined",
     "rank_of",
     "shard_of",
     "shard_path",
@@ -45,6 +47,7 @@ __all__ = [
 ]
 
 _OF_RANK = re.compile(r"ranks/([0-9]{5})\.(?:json|safetensors)")
+_STATE = re.compile(r"state(?:-[0-9]{5})?\.json")
 _FROZEN = "-frozen"
 _SHARD = re.compile(r"([a-z]{1,32})/shard-([0-9]{5})-model-0000([12])-of-0000([12])\.safetensors")
 
@@ -78,13 +81,34 @@ def shard_of(path: str) -> int | None:
 
 def has_one_writer(path: str) -> bool:
     """Whether a file is always written by the rank that it belongs to."""
-    return rank_of(path) is not None or shard_of(path) is not None
+    return rank_of(path) is not None or shard_of(path) is not None or path.startswith("state-")
 
 
-def to_texts(trees: Mapping[str, Encoded], rank: int = 0) -> dict[str, bytes]:
-    """Return the JSON files of a checkpoint. The tree "rank" differs between processes."""
+def has_trees(path: str) -> bool:
+    """Whether a file holds trees that several processes may share, by their tensors' files."""
+    return _STATE.fullmatch(path) is not None
+
+
+def to_texts(
+    trees: Mapping[str, Encoded], rank: int = 0, leads: Mapping[str, bool] | None = None
+) -> dict[str, bytes]:
+    """Return the JSON files of a checkpoint. The tree "rank" differs between processes.
+
+    `leads`: the parts that not all processes have, and whether this is the first that does.
+    """
+    leads = leads or {}
     shared = {stem: tree.json for stem, tree in trees.items() if stem != "rank"}
-    texts = {"state.json": _text(shared)}
+    of_all = {
+        stem: {part: json for part, json in tree.items() if part not in leads}
+        for stem, tree in shared.items()
+    }
+    texts = {"state.json": _text(of_all)}
+    if any(leads.values()):
+        own = {
+            stem: {part: json for part, json in tree.items() if leads.get(part)}
+            for stem, tree in shared.items()
+        }
+        texts[f"state-{rank:05}.json"] = _text(own)
     if "rank" in trees:
         texts[f"{_rank_path(rank)}.json"] = _text(trees["rank"].json)
     return texts
@@ -139,16 +163,27 @@ def to_trees(texts: Mapping[str, bytes | memoryview], rank: int = 0) -> dict[str
     path = f"{_rank_path(rank)}.json"
     if missing := {"state.json", path} - texts.keys():
         raise ValueError(f"there is no {' and no '.join(sorted(missing))}")
-    if unknown := texts.keys() - {"state.json", path}:
+    shared = {name: text for name, text in texts.items() if has_trees(name)}
+    if unknown := texts.keys() - shared.keys() - {path}:
         raise ValueError(f"nothing says what {', '.join(sorted(unknown))} is")
-    with _naming("state.json"):
-        trees = typed(dict, parse(texts["state.json"]))
+    trees = joined(shared)
     if "rank" in trees:
         raise ValueError("state.json holds what differs by rank")
-    with _naming("state.json"):
-        found = {stem: typed(dict, tree) for stem, tree in trees.items()}
     with _naming(path):
-        return {**found, "rank": typed(dict, parse(texts[path]))}
+        return {**trees, "rank": typed(dict, parse(texts[path]))}
+
+
+def joined(texts: Mapping[str, bytes | memoryview]) -> dict[str, dict[str, Json]]:
+    """Return the trees of the files that `has_trees`: with the stages of a pipeline there are several."""
+    found: dict[str, dict[str, Json]] = {}
+    for path, text in texts.items():
+        with _naming(path):
+            for stem, tree in typed(dict, parse(text)).items():
+                there = found.setdefault(stem, {})
+                if twice := there.keys() & typed(dict, tree).keys():
+                    raise ValueError(f"{', '.join(sorted(twice))} is in another file, too")
+                there |= tree
+    return found
 
 
 @contextlib.contextmanager

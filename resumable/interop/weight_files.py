@@ -40,7 +40,6 @@ Weights = Mapping[str, Tensor]
 
 _NAMES = ("state_dict", "model_state_dict", "model")
 _DEEPEST = 4
-_STATE = "state.json"
 
 
 class Found(NamedTuple):
@@ -87,7 +86,11 @@ def _of_checkpoint(found: Checkpoint, expect: str | None, use: Use[T]) -> T:
         used = use(_model_of(found, pinned))
     # The files of the model are verified by now.
     for file in found.about.files:
-        if pinned and file != _STATE and not (codec.is_tensor_file(file) and codec.stem_of(file) == "model"):
+        if (
+            pinned
+            and not codec.has_trees(file)
+            and not (codec.is_tensor_file(file) and codec.stem_of(file) == "model")
+        ):
             found.scan_file(file, pinned)
     pin.refuse_others(expect, str(pinned), found.path)
     return used
@@ -115,11 +118,12 @@ def _model_of(found: Checkpoint, pinned: Pin | None) -> Found:
     return of_part(found, "model", name, json, pinned)
 
 
-def state(found: Checkpoint, pinned: Pin | None = None) -> dict[str, Json]:
+def state(found: Checkpoint, pinned: Pin | None = None) -> dict[str, dict[str, Json]]:
     """Return the trees of a checkpoint's parts as JSON."""
-    if _STATE not in found.about.files or found.about.files[_STATE].size > LONGEST:
-        raise ValueError(f"there is no {_STATE}, or a much too long one")
-    return typed(dict, parse(found.read_file(_STATE, pinned)))
+    files = {file: about.size for file, about in found.about.files.items() if codec.has_trees(file)}
+    if "state.json" not in files or max(files.values()) > LONGEST:
+        raise ValueError("there is no state.json, or a much too long one")
+    return codec.joined({file: found.read_file(file, pinned) for file in files})
 
 
 def of_part(found: Checkpoint, stem: str, name: str, json: Json, pinned: Pin | None = None) -> Found:

@@ -24,7 +24,7 @@ def collect(parts: Parts) -> tuple[Trees, dict[str, Json]]:
     trees = _collected(parts, parts.in_collecting_order, is_all=parts.saves_all, has_aliases=True)
     if parts.saves_all:
         _mark_frozen(parts, trees)
-    return trees, {part.name: {"kind": part.kind} for part in parts.all}
+    return trees, {name: {"kind": kind} for name, kind in parts.kinds_of_all().items()}
 
 
 def look(parts: Parts) -> Trees:
@@ -75,16 +75,27 @@ def merge(into: Encoded, more: Encoded) -> None:
 
 
 def split(parts: Parts, trees: Trees) -> tuple[Trees, dict[str, Encoded]]:
-    """Return the trees without sharded tensors, and the files of those that this process writes."""
-    if not parts.has_sharded:
+    """Return the trees without what is divided among processes, and the files that this process writes."""
+    if not parts.is_divided:
         return trees, {}
     owned = owners(parts, {stem: tree.json for stem, tree in trees.items()})
-    return parts.sharding.split(trees, owned, is_first=not parts.rank)
+    return parts.sharding.split(trees, owned, _of_stages(parts, trees), is_first=not parts.rank)
+
+
+def _of_stages(parts: Parts, trees: Trees) -> dict[str, dict[str, bool]]:
+    """Return, by tree, the tensors of stages, and whether this is the first process that has them."""
+    shared, led = {stem: tree.json for stem, tree in trees.items() if stem != "rank"}, parts.led()
+    return {
+        stem: {
+            name: led[part] for part in json.keys() & led.keys() for name in codec.tensor_names(json[part])
+        }
+        for stem, json in shared.items()
+    }
 
 
 def alike(parts: Parts, trees: Mapping[str, Json]) -> dict[str, dict[str, torch.Tensor]]:
     """Return, by tree and name in the file, a tensor of the script that is sharded as one should be."""
-    if not parts.has_sharded:
+    if not parts.is_divided:
         return {}
     found = owners(parts, trees)
     # A tensor in a container is sharded as the one that the script has there.

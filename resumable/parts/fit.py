@@ -89,7 +89,7 @@ def _unfit(
 
 def _differences(parts: Parts, reading: Reading) -> Iterator[Difference]:
     about, live = reading.about, {part.name: part for part in parts.all}
-    for name in sorted(about.parts.keys() - live.keys()):
+    for name in sorted(about.parts.keys() - live.keys() - parts.elsewhere):
         yield Difference(name, "", "in the checkpoint, but not given to RunState")
     for name, part in live.items():
         kind = about.parts.get(name, {}).get("kind")

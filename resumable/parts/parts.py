@@ -24,7 +24,7 @@ from .models import ModulePart
 from .optimizers import OptimizerPart
 from .other_parts import ContainerPart, GeneratorPart, LoaderPart, PositionPart, RandomPart, make
 from .part import Part
-from .sharding import Deal, Sharding
+from .sharding import Deal, Sharding, Stage
 
 SLOTS = ("model", "optimizer", "scheduler", "scaler", "extra")
 
@@ -63,8 +63,10 @@ class Parts:
             RandomPart("random", None, "rank"),  # last: any of the above may have drawn
         ]
         self.optimizers = [part for part in self.all if isinstance(part, OptimizerPart)]
-        self.has_sharded = any(map(is_sharded, self._tensors().values()))
-        """Whether parameters or buffers are sharded over the processes."""
+        self._has_sharded = any(map(is_sharded, self._tensors().values()))
+        self.stages: Mapping[str, Sequence[int]] = {}
+        """The ranks of each part that only some of the processes have: the stages of a pipeline."""
+        self._kinds_of_stages: Mapping[str, str] = {}
         self.sharding = Sharding(rank)
         self.in_collecting_order = sorted(self.all, key=has_no_generator)
         """The parts with random generators first, because collecting the others may draw."""
@@ -85,17 +87,42 @@ class Parts:
         self.models += [part for part in made if isinstance(part, ModulePart)]
         return made
 
+    def note_stages(self, ranks: Mapping[str, Sequence[int]], kinds: Mapping[str, str]) -> None:
+        """Note which ranks have the parts that not all have, and the kinds of those parts."""
+        self.stages, self._kinds_of_stages = ranks, kinds
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether the processes hold parts of the model: shards or stages."""
+        return self._has_sharded or bool(self.stages)
+
+    @property
+    def elsewhere(self) -> AbstractSet[str]:
+        """The parts that only other processes have."""
+        return self.stages.keys() - self.kinds().keys()
+
     def join(self, *, saves_all: bool, deal: Deal) -> None:
-        """Note the role of this process among the ranks, and agree on who writes what is sharded."""
-        self.saves_all = saves_all or self.has_sharded
-        if self.has_sharded and self.rank is not None:
-            self.sharding.meet(self._tensors(), sharded.data_rank(self._modules()), deal)
+        """Note the role of this process among the ranks, and agree on who writes what is divided."""
+        self.saves_all = saves_all or self.is_divided
+        if self.is_divided and self.rank is not None:
+            self.sharding.meet(self._tensors(), self._stage(), sharded.data_rank(self._modules()), deal)
             if known := self.sharding.data_rank:
                 self.position.join(known[1])
 
+    def _stage(self) -> Stage:
+        models = [part.name for part in self.models if part.name in self.stages]
+        led = tuple(f"{name}." for name, leads in self.led().items() if leads)
+        built = {path: value for path, value in self.settings.items() if path.startswith(led)}
+        return Stage(" ".join(models), self.stages, built)
+
+    def led(self) -> dict[str, bool]:
+        """Return the parts of stages in this process, and whether it is the first that has them."""
+        own = [part.name for part in self.all if part.name in self.stages and part.stem != "rank"]
+        return {name: self.stages[name][0] == self.rank for name in own}
+
     def hides_gradients(self) -> bool:
         """Whether gradients have been summed up that no save can read."""
-        return self.has_sharded and sharded.hides_gradients(self._modules())
+        return self._has_sharded and sharded.hides_gradients(self._modules())
 
     def refuse_hidden_gradients(self) -> None:
         """Raise Unsupported for gradients that no save can read."""
@@ -154,13 +181,18 @@ class Parts:
         """Return the addresses of the buffers in shared models that each rank has for itself."""
         return {buffer.data_ptr() for part in self.models for buffer in part.own_buffers().values()}
 
-    def outlines(self) -> dict[str, str]:
-        """Return texts that are equal on two ranks only if their models and optimizers are alike."""
-        return {part.name: part.outline() for part in self.all if part.stem in ("model", "optimizer")}
+    def told(self) -> dict[str, tuple[str, str]]:
+        """Return, by part, its kind, and a text that is equal on two ranks only if its tensors are alike."""
+        files = ("model", "optimizer")
+        return {part.name: (part.kind, part.outline() if part.stem in files else "") for part in self.all}
 
     def kinds(self) -> dict[str, str]:
-        """Return the kind of each part."""
+        """Return the kind of each part of this process."""
         return {part.name: part.kind for part in self.all}
+
+    def kinds_of_all(self) -> dict[str, str]:
+        """Return the kind of each part of any process."""
+        return {**self._kinds_of_stages, **self.kinds()}
 
     def given(self) -> list[Any]:
         """Return the live objects of all parts."""
@@ -212,8 +244,11 @@ class Parts:
     def check_patterns(self, override: Sequence[str]) -> None:
         """Raise UsageError for an override that names no setting of any part."""
         known = [path for path in self.settings if not path.endswith(".frozen")]
+        others = tuple(f"{name}." for name in self.elsewhere)
         for pattern in override:
-            if pattern != "best" and not any(changes.is_named(path, [pattern]) for path in known):
+            if pattern == "best" or pattern.startswith(others):
+                continue
+            if not any(changes.is_named(path, [pattern]) for path in known):
                 raise UsageError(
                     f"override={pattern!r} names no setting.",
                     fix=f"the settings are: {', '.join(sorted(known))}.",

@@ -80,6 +80,7 @@ class Reading:
         used: Collection[str] = (),
         now: Trees | None = None,
         alike: Callable[[Mapping[str, Json]], Live] = lambda _: {},
+        elsewhere: Collection[str] = (),
     ) -> None:
         self.about = found.about
         self.now: Trees = now or {}
@@ -106,7 +107,10 @@ class Reading:
                 texts[path] = self._text(found, path)
             elif codec.shard_of(path) is None:
                 self._files[path] = _File(path, codec.stem_of(path), found.about.files[path].size)
-        trees = codec.to_trees(texts, rank)
+        trees = {
+            stem: {part: json for part, json in tree.items() if part not in elsewhere}
+            for stem, tree in codec.to_trees(texts, rank).items()
+        }
         devices = {tensor.device for tree in live.values() for tensor in tree.values()}
         self._used = {*used, *map(str, devices)}
         self._moved = moved_trees(trees, self._used, is_alone=found.about.world_size == 1)

@@ -30,6 +30,17 @@ Owners = Mapping[str, Mapping[str, Tensor]]
 """By tree and name in the file: the parameter that a tensor belongs to."""
 
 
+class Stage(NamedTuple):
+    """What this process has that not all have: its stage of a pipeline."""
+
+    name: str
+    """The same for the processes that have the same models; empty if all have."""
+    ranks: Mapping[str, Sequence[int]]
+    """By part: the processes that have it."""
+    built: Mapping[str, Json]
+    """The settings of the parts that no process before this one has."""
+
+
 class _Planned(NamedTuple):
     of: weakref.ref[Tensor]
     boxes: list[Box]
@@ -54,56 +65,70 @@ class Sharding:
         """Which of how many shares of the data this process trains on; None if the model does not tell."""
         self.data_ranks: tuple[int, ...] = ()
         """The shares of all processes, on rank 0; empty where each has one of its own."""
+        self.built: Mapping[str, Json] = {}
+        """The settings of the parts that only other processes have, on rank 0."""
         self.share = 1.0
         """How much of the sharded parameters this process writes."""
 
-    def meet(self, named: Mapping[str, Tensor], data_rank: tuple[int, int] | None, deal: Deal) -> None:
+    def meet(
+        self, named: Mapping[str, Tensor], stage: Stage, data_rank: tuple[int, int] | None, deal: Deal
+    ) -> None:
         """Agree with the other processes on who writes the boxes of these parameters and buffers.
 
         `data_rank`: which of how many shares of the data this process trains on, if that is known.
         """
-        sharded: dict[str, Any] = {name: one for name, one in named.items() if is_sharded(one)}
+        keys = {name: _key(tensor) for name, tensor in named.items() if is_sharded(tensor)}
+        for name in named.keys() - keys.keys():
+            if ranks := stage.ranks.get(name.partition("/")[0]):
+                keys[name] = _key_of_ranks(tuple(ranks))
+        divided: dict[str, Any] = {name: tensor for name, tensor in named.items() if name in keys}
         boxes: dict[str, list[Box]] = {}
 
         def own() -> Json:
-            boxes.update({name: held(name, tensor) for name, tensor in sharded.items()})
+            boxes.update({name: _some(held(name, tensor)) for name, tensor in divided.items()})
             rows = [
-                [name, [*tensor.shape], tensor.element_size(), box_writers.table(boxes[name]), _key(tensor)]
-                for name, tensor in sharded.items()
+                [name, [*tensor.shape], tensor.element_size(), box_writers.table(boxes[name]), keys[name]]
+                for name, tensor in divided.items()
             ]
-            return [rows, data_rank and [*data_rank], _peers(sharded.values())]
+            peers = _peers(one for one in divided.values() if is_sharded(one))
+            return [rows, data_rank and [*data_rank], peers, stage.name, dict(stage.built)]
 
-        answer, self.data_rank, self.data_ranks = deal("who writes what", own, decided)
-        self.data_rank, self.data_ranks = self.data_rank and (*self.data_rank,), (*self.data_ranks,)
+        answer, known, data_ranks, self.built = deal("who writes what", own, decided)
+        self.data_rank, self.data_ranks = known and (*known,), (*data_ranks,)
         mine = 0
-        for (name, tensor), (is_mine, leads) in zip(sharded.items(), answer, strict=True):
+        for (name, tensor), (is_mine, leads) in zip(divided.items(), answer, strict=True):
             self._planned[id(tensor)] = _Planned(weakref.ref(tensor), boxes[name], is_mine)
             mine += sum(math.prod(b.shape) for b, is_it in zip(boxes[name], is_mine, strict=True) if is_it)
-            self._led[tensor.device_mesh] = leads
-        self.share = mine / max(1, sum(tensor.numel() for tensor in sharded.values()))
+            if is_sharded(tensor):
+                self._led[tensor.device_mesh] = leads
+        self.share = mine / max(1, sum(tensor.numel() for tensor in divided.values()))
 
-    def split(self, trees: Trees, owners: Owners, *, is_first: bool) -> tuple[Trees, dict[str, Encoded]]:
-        """Return the trees without sharded tensors, and the files of the boxes that this process writes.
+    def split(
+        self, trees: Trees, owners: Owners, of_stages: Mapping[str, Mapping[str, bool]], *, is_first: bool
+    ) -> tuple[Trees, dict[str, Encoded]]:
+        """Return the trees without what is divided, and the files of the boxes that this process writes.
 
-        If a model has some, all of its tensors are in that folder, which other tools read as a whole.
+        If a model is divided, all of its tensors are in that folder, which other tools read as a whole.
+        `of_stages`: by tree, the tensors of stages, and whether this is the first process that has them.
         """
         rest, groups = dict(trees), dict[str, Encoded]()
         for stem, tree in trees.items():
-            names = [name for name, tensor in tree.tensors.items() if is_sharded(tensor)]
+            leads = of_stages.get(stem, {})
+            names = {name for name, tensor in tree.tensors.items() if name in leads or is_sharded(tensor)}
             if not names:
                 continue
             if stem == "rank":
                 raise CannotStore(
-                    f"{names[0]} is sharded over the processes, and in what each process saves for itself.",
+                    f"{min(names)} is sharded over the processes, and in what each process saves for itself.",
                     fix="pass it in extra={...}, not in state.vars or with per_rank=. Nothing was written.",
                 )
             if self._rank is None:
                 tensors = {name: sharded_tensor.local(tensor) for name, tensor in tree.tensors.items()}
                 rest[stem] = replace(tree, tensors=tensors)
                 continue
-            plain = {name: tensor for name, tensor in tree.tensors.items() if not is_sharded(tensor)}
+            plain = {name: tensor for name, tensor in tree.tensors.items() if name not in names}
             whole = plain if stem == "model" else {}
-            own = self._boxes(stem, tree, owners.get(stem, {}))
+            own = self._boxes(stem, tree, owners.get(stem, {}), leads)
             groups |= self._files(stem, tree, own, whole if is_first else {})
             kept = {name: tensor for name, tensor in plain.items() if name not in whole}
             aliases = {name: first for name, first in tree.aliases.items() if first in kept}
@@ -120,35 +145,37 @@ class Sharding:
             begins: dict[str, tuple[int, ...]] = {}
             for name, tensor in whole.items():
                 if (name in tree.frozen) is is_frozen:
-                    # A dtype that the format lacks is stored as bytes, with one more dimension.
-                    dims = tensor.dim() + (tensor.dtype not in DTYPES)
-                    tensors[name], begins[name] = tensor, (0,) * dims
+                    tensors[name], begins[name] = tensor, _stored_at((0,) * tensor.dim(), tensor)
             for name, boxes in own.items():
                 if (name in tree.frozen) is not is_frozen:
                     continue
                 local = sharded_tensor.local(tree.tensors[name])
                 for stored, box in boxes:
-                    tensors[stored], begins[stored] = box.of_local(local), box.begin
+                    tensors[stored], begins[stored] = box.of_local(local), _stored_at(box.begin, local)
             if tensors:
                 path = codec.shard_path(stem, self._rank, is_frozen=is_frozen, has_frozen=bool(tree.frozen))
                 files[path] = Encoded({}, tensors, {}, (*tree.key, is_frozen), begins=begins)
         return files
 
     def _boxes(
-        self, stem: str, tree: Encoded, owners: Mapping[str, Tensor]
+        self, stem: str, tree: Encoded, owners: Mapping[str, Tensor], leads: Mapping[str, bool]
     ) -> dict[str, list[tuple[str, Box]]]:
         key, found = self._mine.get(stem, (None, {}))
         # Where each box lies takes a while to find out, and stays the same.
         if key != tree.key:
             found = {}
             for name, tensor in tree.tensors.items():
-                if is_sharded(tensor) and (mine := self._mine_of(name, tensor, owners.get(name))):
+                if not is_sharded(tensor) and name not in leads:
+                    continue
+                if mine := self._mine_of(name, tensor, owners.get(name), leads.get(name, False)):
                     found[name] = [*zip(_names(name, len(mine), tree), mine, strict=True)]
             self._mine[stem] = tree.key, found
         return found
 
-    def _mine_of(self, name: str, tensor: Any, owner: Tensor | None) -> list[Box]:
+    def _mine_of(self, name: str, tensor: Any, owner: Tensor | None, leads: bool) -> list[Box]:
         boxes = held(name, tensor)
+        if not is_sharded(tensor) and not tensor.numel():
+            return boxes if leads else []
         planned = self._planned.get(id(owner)) if owner is not None else None
         if planned and planned.of() is not owner:
             # Another object has the identity of one that is gone.
@@ -160,10 +187,21 @@ class Sharding:
             )
         if planned and planned.boxes == boxes and owner is not None and owner.shape == tensor.shape:
             return [box for box, is_mine in zip(boxes, planned.is_mine, strict=True) if is_mine]
+        if not is_sharded(tensor):
+            return boxes if leads else []
         if not self._led.get(tensor.device_mesh, True):
             return []
         first = holders(name, tensor)
         return [box for box in boxes if first[box.begin, box.shape] == self._rank]
+
+
+def _stored_at(begin: tuple[int, ...], tensor: Tensor) -> tuple[int, ...]:
+    # A dtype that the format lacks is stored as bytes, with one more dimension.
+    return begin if tensor.dtype in DTYPES else (*begin, 0)
+
+
+def _some(boxes: Iterable[Box]) -> list[Box]:
+    return [box for box in boxes if math.prod(box.shape)]
 
 
 def _names(name: str, count: int, tree: Encoded) -> Iterator[str]:
@@ -184,9 +222,13 @@ def _key(tensor: Any) -> list[Any]:
 
 @lru_cache(maxsize=64)
 def _key_of(mesh: Any) -> list[Any]:
-    ranks = mesh.mesh.flatten().tolist()
+    return _key_of_ranks(tuple(mesh.mesh.flatten().tolist()))
+
+
+@lru_cache(maxsize=64)
+def _key_of_ranks(ranks: tuple[int, ...]) -> list[Any]:
     # Not all of them: of all processes together that would grow with the square of their number.
-    return [ranks[0], large_files.digest(repr(ranks).encode())[:16], len(ranks)]
+    return [ranks[0], large_files.digest(repr([*ranks]).encode())[:16], len(ranks)]
 
 
 def decided(told: list[Json]) -> list[Json]:
@@ -194,7 +236,7 @@ def decided(told: list[Json]) -> list[Json]:
     shapes: dict[str, tuple[tuple[int, ...], int]] = {}
     tables: dict[str, list[Any]] = {}
     leading: dict[str, Json] = {}
-    for rank, (rows, _, _) in enumerate(told):
+    for rank, (rows, *_) in enumerate(told):
         for name, shape, width, table, mesh in rows:
             if shapes.setdefault(name, (tuple(shape), width)) != (tuple(shape), width):
                 raise Unsupported(
@@ -207,15 +249,17 @@ def decided(told: list[Json]) -> list[Json]:
             leading[name] = min(leading.get(name, mesh), mesh)
     sharded = {name: Sharded(*shapes[name], tables[name]) for name in tables}
     chosen = box_writers.choose(sharded, len(told))
-    data = _shares([(share, peers) for _, share, peers in told])
+    data = _shares([(share, peers, stage) for _, share, peers, stage, _ in told])
+    built = {path: value for *_, settings in told for path, value in settings.items()}
     of_all = [] if None in data or [*range(len(told))] == [one[0] for one in data if one] else data
     return [
         [
             [[chosen[name][rank], leading[name] == mesh] for name, _, _, _, mesh in rows],
             data[rank],
             [] if rank else [one[0] for one in of_all if one],
+            {} if rank else built,
         ]
-        for rank, (rows, _, _) in enumerate(told)
+        for rank, (rows, *_) in enumerate(told)
     ]
 
 
@@ -225,10 +269,22 @@ def _peers(sharded: Iterable[Any]) -> list[Any]:
     return max(map(_key, split), key=itemgetter(2), default=[])
 
 
-def _shares(found: Sequence[tuple[Any, list[Any]]]) -> list[tuple[int, int] | None]:
-    """Return the share of the data of each process; where it is not known, those of equal peers are equal."""
-    groups = sorted({tuple(peers) for share, peers in found if not share and peers})
-    return [
-        (share[0], share[1]) if share else (groups.index(tuple(peers)), len(groups)) if peers else None
-        for share, peers in found
-    ]
+def _shares(found: Sequence[tuple[Any, list[Any], str]]) -> list[tuple[int, int] | None]:
+    """Return the share of the data of each process: what is known, or which of its stage it is.
+
+    The processes of one stage that are each other's peers have one share.
+    """
+    shares: list[tuple[int, int] | None] = [None for _ in found]
+    for stage in {stage for *_, stage in found}:
+        there = [rank for rank, one in enumerate(found) if one[2] == stage]
+        groups = sorted({tuple(found[rank][1]) for rank in there if not found[rank][0] and found[rank][1]})
+        for number, rank in enumerate(there):
+            share, peers, _ = found[rank]
+            if share:
+                shares[rank] = share[0], share[1]
+            elif peers:
+                shares[rank] = groups.index(tuple(peers)), len(groups)
+            elif stage:
+                shares[rank] = number, len(there)
+    has_stages, counts = any(stage for *_, stage in found), {share[1] for share in shares if share}
+    return [None for _ in found] if has_stages and len(counts) > 1 else shares

@@ -4,4 +4,4 @@
 library uses: `alone` is the crew of one process, `joint` that of several, whose saves are in `joint_saves`.
 """
 
-__all__ = ["alone", "crew", "joint", "ranks", "rendezvous", "signals", "write_shares"]
+__all__ = ["alone", "crew", "joint", "ranks", "rendezvous", "signals", "stages", "write_shares"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Mapping
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from typing import TypeVar
 
 from ..files.codec import Encoded
@@ -13,6 +13,7 @@ from ..run.checkpoint import Checkpoint
 from ..run.manifest import Manifest
 from ..run.resume_choice import Copies, Which
 from .crew import Crew
+from .stages import Told
 from .write_shares import Range
 
 T = TypeVar("T")
@@ -21,8 +22,11 @@ T = TypeVar("T")
 class Alone(Crew):
     """The only process: it decides and writes everything."""
 
-    def meet(self, facts: Mapping[str, Json], check: Callable[[], None], *, is_copied: bool) -> None:
-        """Do nothing: there are no others."""
+    def meet(
+        self, facts: Mapping[str, Json], parts: Told, check: Callable[[], None], *, is_copied: bool
+    ) -> Sequence[Told]:
+        """Return the parts of this process: there are no others."""
+        return [parts]
 
     def own(self, *, is_copied: bool = False) -> None:
         """Lock the run for this training."""

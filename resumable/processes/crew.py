@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Container, Mapping
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from typing import TypeVar
 
 from ..errors import SaveFailed, UsageError
@@ -16,6 +16,7 @@ from ..run.directory import Run
 from ..run.manifest import Manifest
 from ..run.resume_choice import Copies, Which
 from .ranks import Ranks
+from .stages import Told
 from .write_shares import Range
 
 T = TypeVar("T")
@@ -50,8 +51,10 @@ class Crew(ABC):
         self._highest_elsewhere = 0
 
     @abstractmethod
-    def meet(self, facts: Mapping[str, Json], check: Callable[[], None], *, is_copied: bool) -> None:
-        """Meet the others; RanksDiffer if the facts differ.
+    def meet(
+        self, facts: Mapping[str, Json], parts: Told, check: Callable[[], None], *, is_copied: bool
+    ) -> Sequence[Told]:
+        """Meet the others, and return the parts of each; RanksDiffer if facts or parts differ.
 
         An error that `check` raises comes before anything is written to a disk. `is_copied`: whether a disk
         can pull from a remote what it lacks.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Container, Mapping
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +22,7 @@ from . import write_shares
 from .crew import Crew
 from .joint_saves import Group, JointSaves, Said
 from .ranks import Ranks, by_disk, versions
+from .stages import Told
 from .write_shares import Range
 
 T = TypeVar("T")
@@ -44,12 +45,14 @@ class Joint(Crew):
         self._replicas: Mapping[str, Any] = {}
         self._layout = ""
 
-    def meet(self, facts: Mapping[str, Json], check: Callable[[], None], *, is_copied: bool) -> None:
-        """Meet the others; RanksDiffer if the facts differ."""
+    def meet(
+        self, facts: Mapping[str, Json], parts: Told, check: Callable[[], None], *, is_copied: bool
+    ) -> Sequence[Told]:
+        """Meet the others, and return the parts of each; RanksDiffer if facts or parts differ."""
         ranks = self.ranks
         where = {"the run directory": str(self._run)} if self._is_shared else {}
         how = {"write": "all" if self._all_write else "one", "shared": self._is_shared}
-        ranks.join({**versions(), **where, **how, **facts})
+        told = ranks.join({**versions(), **where, **how, **facts}, parts)
         groups = [[*range(ranks.size)]]
         if not self._is_shared:
             ranks.each("the run", check)
@@ -60,6 +63,7 @@ class Joint(Crew):
         self.disks = len(groups)
         self.writers = len(group.members) if self._all_write else 1
         self._count_from_the_highest(is_copied)
+        return told
 
     def _count_from_the_highest(self, is_copied: bool) -> None:
         ranks = self.ranks

@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +25,7 @@ from .. import errors
 from ..errors import RankLost, RanksDiffer, ResumableError
 from ..files import disk
 from ..files.strict_json import Json
+from . import stages
 from .store_thread import START_AGAIN, Line
 
 T = TypeVar("T")
@@ -77,10 +78,10 @@ class Ranks:
         self.saves_begun = 0
         """The number of the last save that this process began."""
 
-    def join(self, facts: Mapping[str, Json]) -> None:
-        """Meet the others; RanksDiffer if the facts are not the same on every rank."""
+    def join(self, facts: Mapping[str, Json], parts: stages.Told) -> Sequence[stages.Told]:
+        """Meet the others, and return the parts of each; RanksDiffer if facts or parts differ."""
         if self.is_alone or self._line:
-            return
+            return [parts]
         global _sessions
         _sessions += 1
         token = secrets.token_hex(8) if self.is_first else None
@@ -92,12 +93,15 @@ class Ranks:
             )
         _leave_at_exit(self)
         person = f"process {os.getpid()} on {socket.gethostname()}"
+        own: list[Any] = [person, dict(facts), dict(parts)]
         try:
-            found = self.agree("RunState", lambda: (person, dict(facts)), is_due=True)
+            found = self.agree("RunState", lambda: own, is_due=True)
         finally:
             self._line.shut_door()
-        self._people = [person for person, _ in found]
-        _refuse_differing([facts for _, facts in found])
+        self._people = [person for person, _, _ in found]
+        told: list[stages.Told] = [parts for _, _, parts in found]
+        _refuse_differing([facts for _, facts, _ in found], stages.differences(told))
+        return told
 
     def listen(self, listener: Callable[[Any], bool]) -> None:
         """Call a method at each look at the others; while it returns True, look again soon."""
@@ -422,18 +426,18 @@ def _attempt(rank: int, do: Callable[[], Any]) -> tuple[BaseException | None, Js
         return exc, answer if isinstance(exc, ResumableError) else {**answer, "ends": True}
 
 
-def _refuse_differing(facts: Sequence[Mapping[str, Json]]) -> None:
+def _refuse_differing(facts: Sequence[Mapping[str, Json]], of_parts: Iterable[str]) -> None:
     lines = [
         f"  {name} is {facts[0][name]!r} on rank 0 and {there[name]!r} on rank {rank}"
         for name in facts[0]
         for rank, there in enumerate(facts)
         if there.get(name) != facts[0][name]
     ]
-    if lines:
-        raise RanksDiffer(
-            "the processes of this training do not agree:\n" + "\n".join(lines),
-            fix="start all of them with the same versions and arguments.",
-        )
+    fix = "start all of them with the same versions and arguments."
+    if more := [f"  {line}" for line in of_parts]:
+        fix += " The stages of a pipeline need names of their own: model={'stage0': stage}."
+    if lines + more:
+        raise RanksDiffer("the processes of this training do not agree:\n" + "\n".join(lines + more), fix=fix)
 
 
 def _left_out(number: int, by: int, step: int, rank: int, now: int) -> RanksDiffer:

@@ -24,6 +24,7 @@ NAME = "manifest.json"
 
 FILE_NAME = re.compile(
     r"(?:[a-z]{1,32}(?:-frozen)?|ranks/[0-9]{5})\.(?:json|safetensors)"
+    r"|state-[0-9]{5}\.json"
     r"|(?:model|optimizer|extra)/shard-[0-9]{5}-model-0000(?:1-of-0000[12]|2-of-00002)\.safetensors"
 )
 """The only names that files of a checkpoint can have; none leads out of its folder."""

@@ -29,7 +29,7 @@ class Preparation:
         parts, crew = self._training.parts, self._training.crew
         self.warn(parts.size() if parts.saves_all else 0)
         size = parts.size_here() if parts.saves_all else 0
-        if crew.writers > 1 and not parts.has_sharded:
+        if crew.writers > 1 and not parts.is_divided:
             # A share is made of whole blocks.
             size = size // crew.writers + large_files.BLOCK
         if size >= _WORTH_PREPARING and is_idle():

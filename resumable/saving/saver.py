@@ -214,7 +214,7 @@ class Saving:
             best=policy.update_best(self.best, self._goal, metrics, number),
             files={},
             parts=parts,
-            built=self._built,
+            built={**self._parts.sharding.built, **self._built},
             environment=environment.describe(),
             world_size=self._crew.ranks.size,
             data_ranks=self._parts.sharding.data_ranks,
@@ -225,8 +225,8 @@ class Saving:
         about, rank = save.about, self._crew.ranks.rank
         before = self._written
         files = save.taken.contents(before)
-        for path, text in codec.to_texts(save.trees, rank).items():
-            if self._crew.leads or codec.rank_of(path) is not None:
+        for path, text in codec.to_texts(save.trees, rank, self._parts.led()).items():
+            if self._crew.leads or codec.has_one_writer(path):
                 files[path] = large_files.Content(text)
         try:
             with self._progress.saving(about.number), _failing(f"checkpoint {about.number}"):

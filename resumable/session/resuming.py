@@ -105,12 +105,13 @@ class Resuming:
             ranks, show = self._crew.ranks, self._progress.reading
             rank = found.about.rank_for(ranks.rank, ranks.size, self._parts.data_rank)
             alike = partial(collect.alike, self._parts)
-            reading = Reading(found, live, rank, show, expect, used, now=trees, alike=alike)
+            elsewhere = self._parts.elsewhere
+            reading = Reading(found, live, rank, show, expect, used, trees, alike, elsewhere)
             reading.decode()
             position.check(_of_position(reading))
             aliases.check(_of_position(reading).get("aliases", {}))
             held = {name for tree in reading.trees.values() for name in tree.json}
-            if lacking := found.about.parts.keys() - held:
+            if lacking := found.about.parts.keys() - held - elsewhere:
                 raise ValueError(f"it lacks {', '.join(sorted(lacking))}")
         except (ValueError, KeyError, TypeError) as exc:
             if isinstance(exc, ResumableError):
@@ -140,8 +141,8 @@ class Resuming:
         rows = ranks.agree("what has changed", lambda: [one.to_json() for one in found.differences])
         ranks.each("telling it", lambda: self._tell(rows, chosen))
         # What the run is built with from here on: where the checkpoint won, that is not the code's.
-        used = [one.name for one in found.plan.changed if one.used == changes.CHECKPOINTS]
-        self._saving.keep_settings({name: about.built[name] for name in used})
+        kept = [row["name"] for own in rows for row in own if row["used"] == changes.CHECKPOINTS]
+        self._saving.keep_settings({name: about.built[name] for name in kept if name in about.built})
         return found
 
     def _warn_of_devices(self, reading: Reading) -> None:

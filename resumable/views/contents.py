@@ -146,6 +146,7 @@ def read(found: Checkpoint) -> Contents:
     """Return what a checkpoint holds; of the files with tensors only the headers are read, unverified."""
     trees: dict[str, Tree] = {}
     heads: dict[str, memoryview] = {}
+    states: dict[str, memoryview] = {}
     with reading(found, manifest.NAME):
         refuse_depth([found.about.built, found.about.environment, found.about.parts])
     for file in found.about.files:
@@ -153,9 +154,16 @@ def read(found: Checkpoint) -> Contents:
             if codec.is_tensor_file(file):
                 heads[file] = found.read_header(file)
                 continue
-            whole = typed(dict, parse(found.read_file(file)))
-            refuse_depth(whole)
-            trees |= {stem_of(file): whole} if file.startswith(RANKS) else _by_stem(whole)
+            text = found.read_file(file)
+            if codec.has_trees(file):
+                states[file] = text
+            else:
+                trees[stem_of(file)] = typed(dict, parse(text))
+                refuse_depth(trees[stem_of(file)])
+    with reading(found, "the plain values"):
+        shared = codec.joined(states)
+        refuse_depth(shared)
+    trees |= shared
     tensors: dict[Key, Tensor] = {}
     for file, head in heads.items():
         with reading(found, file):
@@ -174,10 +182,6 @@ def read(found: Checkpoint) -> Contents:
 
 def _joined(one: Tensor, other: Tensor) -> Tensor:
     return one._replace(spans=one.spans + other.spans)
-
-
-def _by_stem(whole: Tree) -> dict[str, Tree]:
-    return {stem: typed(dict, tree) for stem, tree in whole.items()}
 
 
 @contextlib.contextmanager

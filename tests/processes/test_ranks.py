@@ -84,7 +84,7 @@ class Crowd:
             with lock:
                 # In one process they would count their sessions together
                 ranks._sessions = 0
-            one.join({name: value[one.rank] for name, value in facts.items()})
+            one.join({name: value[one.rank] for name, value in facts.items()}, {})
 
         return self.each(join, only)
 
@@ -286,7 +286,7 @@ def test_an_error_is_the_same_in_another_process() -> None:
 def test_a_single_process_asks_no_other() -> None:
     alone = Ranks(1, lambda: (0, 0, 0))
 
-    alone.join({})
+    alone.join({}, {})
 
     assert alone.is_alone
     assert alone.agree("a thing", lambda: 3) == [3]

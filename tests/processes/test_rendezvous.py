@@ -26,7 +26,7 @@ def hear(rank: int, size: int, asks: dict[int, int], pause: float, ahead: float)
     """Pass boundaries, each rank at its own speed; return where something was to be done."""
     ranks = Ranks(1.5, lambda: (0, 0, 0))
     calls = Rendezvous(ranks, lambda: ahead)
-    ranks.join({})
+    ranks.join({}, {})
     found = []
     for boundary in range(400):
         if asks.get(rank) == boundary:
@@ -147,7 +147,7 @@ def test_a_rank_that_does_not_come_to_the_place_is_named(tmp_path: Path) -> None
 def leave_alone(rank: int) -> NoReturn:
     ranks = Ranks(1.5, lambda: (0, 0, 0))
     calls = Rendezvous(ranks, lambda: 0.0)
-    ranks.join({})
+    ranks.join({}, {})
     if rank:
         gloo.stop_myself()
     calls.want("leave", "told")

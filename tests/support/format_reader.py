@@ -96,7 +96,7 @@ def verified(folder: Path) -> dict[str, Any]:
     for name, record in about["files"].items():
         is_shard = about["format"] == 2 and SHARD.fullmatch(name)
         if not is_shard and not re.fullmatch(
-            r"([a-z]{1,32}(-frozen)?|ranks/[0-9]{5})\.(json|safetensors)", name
+            r"([a-z]{1,32}(-frozen)?|ranks/[0-9]{5})\.(json|safetensors)|state-[0-9]{5}\.json", name
         ):
             raise Damaged(f"{name} is no name of a file")
         data = (folder / name).read_bytes()
@@ -153,8 +153,12 @@ def _array(about: dict[str, Any]) -> Any:
 
 def trees(folder: Path) -> dict[str, Any]:
     """Return every part of a checkpoint, by file and name, as plain data and arrays."""
-    state = parsed((folder / "state.json").read_bytes())
-    return {stem: decoded(parts, tensors(folder, stem)) for stem, parts in state.items()}
+    found: dict[str, Any] = {}
+    for path in folder.glob("state*.json"):
+        for stem, parts in parsed(path.read_bytes()).items():
+            there = tensors(folder, stem) | sharded(folder, stem)
+            found[stem] = found.get(stem, {}) | decoded(parts, there)
+    return found
 
 
 def rank(folder: Path, number: int = 0) -> Any:
