@@ -166,19 +166,23 @@ def to_trees(texts: Mapping[str, bytes | memoryview], rank: int = 0) -> dict[str
     shared = {name: text for name, text in texts.items() if has_trees(name)}
     if unknown := texts.keys() - shared.keys() - {path}:
         raise ValueError(f"nothing says what {', '.join(sorted(unknown))} is")
-    trees = joined(shared)
+    trees = joined({name: _parsed(name, text) for name, text in shared.items()})
     if "rank" in trees:
         raise ValueError("state.json holds what differs by rank")
+    return {**trees, "rank": _parsed(path, texts[path])}
+
+
+def _parsed(path: str, text: bytes | memoryview) -> dict[str, Json]:
     with _naming(path):
-        return {**trees, "rank": typed(dict, parse(texts[path]))}
+        return typed(dict, parse(text))
 
 
-def joined(texts: Mapping[str, bytes | memoryview]) -> dict[str, dict[str, Json]]:
+def joined(files: Mapping[str, Mapping[str, Json]]) -> dict[str, dict[str, Json]]:
     """Return the trees of the files that `has_trees`: with the stages of a pipeline there are several."""
     found: dict[str, dict[str, Json]] = {}
-    for path, text in texts.items():
+    for path, trees in files.items():
         with _naming(path):
-            for stem, tree in typed(dict, parse(text)).items():
+            for stem, tree in trees.items():
                 there = found.setdefault(stem, {})
                 if twice := there.keys() & typed(dict, tree).keys():
                     raise ValueError(f"{', '.join(sorted(twice))} is in another file, too")

@@ -123,7 +123,7 @@ def state(found: Checkpoint, pinned: Pin | None = None) -> dict[str, dict[str, J
     files = {file: about.size for file, about in found.about.files.items() if codec.has_trees(file)}
     if "state.json" not in files or max(files.values()) > LONGEST:
         raise ValueError("there is no state.json, or a much too long one")
-    return codec.joined({file: found.read_file(file, pinned) for file in files})
+    return codec.joined({file: typed(dict, parse(found.read_file(file, pinned))) for file in files})
 
 
 def of_part(found: Checkpoint, stem: str, name: str, json: Json, pinned: Pin | None = None) -> Found:

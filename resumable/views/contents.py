@@ -146,7 +146,7 @@ def read(found: Checkpoint) -> Contents:
     """Return what a checkpoint holds; of the files with tensors only the headers are read, unverified."""
     trees: dict[str, Tree] = {}
     heads: dict[str, memoryview] = {}
-    states: dict[str, memoryview] = {}
+    states: dict[str, Tree] = {}
     with reading(found, manifest.NAME):
         refuse_depth([found.about.built, found.about.environment, found.about.parts])
     for file in found.about.files:
@@ -154,16 +154,14 @@ def read(found: Checkpoint) -> Contents:
             if codec.is_tensor_file(file):
                 heads[file] = found.read_header(file)
                 continue
-            text = found.read_file(file)
+            whole = typed(dict, parse(found.read_file(file)))
+            refuse_depth(whole)
             if codec.has_trees(file):
-                states[file] = text
+                states[file] = whole
             else:
-                trees[stem_of(file)] = typed(dict, parse(text))
-                refuse_depth(trees[stem_of(file)])
+                trees[stem_of(file)] = whole
     with reading(found, "the plain values"):
-        shared = codec.joined(states)
-        refuse_depth(shared)
-    trees |= shared
+        trees |= codec.joined(states)
     tensors: dict[Key, Tensor] = {}
     for file, head in heads.items():
         with reading(found, file):
