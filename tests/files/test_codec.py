@@ -1173,3 +1173,22 @@ def test_a_frozen_file_that_nothing_speaks_of_is_a_value_error(name: str) -> Non
     empty = bytes(tensor_file.to_safetensors({}, {}))
     with pytest.raises(ValueError, match="nothing says what"):
         read({**FILES, name: empty})
+
+
+def test_parts_that_not_all_processes_have_are_in_files_of_their_own() -> None:
+    trees = {"model": codec.encode({"model": {"a": 1}, "model.first": {"b": 2}, "model.other": {"c": 3}})}
+    trees["rank"] = codec.encode({})
+
+    texts = codec.to_texts(trees, 3, {"model.first": True, "model.other": False})
+
+    found = {path: json.loads(text) for path, text in texts.items()}
+    assert found == {
+        "state.json": {"model": {"model": {"a": 1}}},
+        "state-00003.json": {"model": {"model.first": {"b": 2}}},
+        "ranks/00003.json": {},
+    }
+    assert codec.to_trees(texts, 3)["model"] == {"model": {"a": 1}, "model.first": {"b": 2}}
+    assert [path for path in texts if codec.has_trees(path)] == ["state.json", "state-00003.json"]
+    assert [path for path in texts if codec.has_one_writer(path)] == ["state-00003.json", "ranks/00003.json"]
+    with pytest.raises(ValueError, match=r"state-00001\.json: model\.first is in another file, too"):
+        codec.to_trees({**texts, "state-00001.json": texts["state-00003.json"]}, 3)
