@@ -211,7 +211,8 @@ class Resuming:
         ranks = self._crew.ranks
         told = f", expect={expect!r}" if expect else ""
         ranks.agree(f"restore({str(which)!r}{told})", lambda: None, is_due=True)
-        names = None if only is None else self._parts.names(only)
+        # Not all processes have the same stages: without this the others would wait for one that raises.
+        names = None if only is None else ranks.each("what to restore", lambda: self._parts.names(only))
         if skip:
             ranks.each("the batch in hand", self._position.refuse_to_go_back)
             names = self._parts.names_but_data()

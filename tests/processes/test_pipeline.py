@@ -20,7 +20,7 @@ import torch
 from sharded_training import differing, local, values, whole
 from torch import Tensor, nn
 
-from resumable import CheckpointDamaged, RanksDiffer, Run, RunState, StateMismatch, Unsupported
+from resumable import CheckpointDamaged, RanksDiffer, Run, RunState, StateMismatch, Unsupported, UsageError
 from resumable.cli.app import main
 from resumable.parts import sharding
 from resumable.processes import stages
@@ -300,6 +300,22 @@ def test_processes_that_do_not_agree_on_their_stages_are_refused(
     size = 3 if what == "a forgotten scheduler" else 2
     for text in values(_run_refused(tmp_path, what, size)):
         assert re.search(told, text), text
+
+
+def _restores_a_stage(rank: int, run_dir: Path) -> str:
+    name, model, optimizer, _, _ = _made(rank, 2)
+    state = RunState.load(run_dir, model={name: model}, optimizer={name: optimizer}, timeout=30)
+    state.save().wait()
+    with pytest.raises(UsageError, match=r"there is no part 'model\.stage1'") as caught:
+        state.restore("auto", only="model.stage1")
+    state.restore("auto", only="model")
+    state.close()
+    return str(caught.value)
+
+
+def test_a_stage_that_one_process_lacks_is_an_error_in_all_when_it_is_restored(tmp_path: Path) -> None:
+    for text in values(gloo.run(2, _restores_a_stage, tmp_path / "exp", folder=tmp_path, limit=20)):
+        assert "the parts are: model.stage0" in text
 
 
 def _run_refused(folder: Path, what: str, size: int) -> Any:
