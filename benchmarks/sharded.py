@@ -218,7 +218,7 @@ def _told(rank: int, ranks: int) -> Any:
         count = min(each, shape[0] - begin)
         mine = [boxes.Box((begin, *[0] * (len(shape) - 1)), (count, *shape[1:]), ())] if count else []
         rows.append([name, [*shape], 4, box_writers.table(mine), [0, "0123456789abcdef", ranks]])
-    return [rows, [rank, ranks], [0, "0123456789abcdef", ranks], "", {}]
+    return [rows, [rank, ranks], [0, "0123456789abcdef", ranks], "", {}, 0]
 
 
 def _llama() -> dict[str, tuple[int, ...]]:

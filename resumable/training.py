@@ -10,11 +10,12 @@ from typing import Any
 
 from torch.utils.data import DistributedSampler
 
-from .errors import Once, Unsupported, UsageError
+from .errors import Once, UsageError
 from .files.strict_json import Json
 from .loaders.generators import rng
 from .options import Options
 from .parts.parts import Parts, named
+from .parts.sharding import Disk
 from .parts.watch import Watch
 from .position.position import Position
 from .processes.alone import Alone
@@ -111,14 +112,11 @@ class Training:
         ranks = ranks_of(told)
         stages = {name: there for name, there in ranks.items() if len(there) < len(told)}
         self.parts.note_stages(stages, {name: told[there[0]][name][0] for name, there in stages.items()})
-        if self.parts.is_divided and self.crew.disks > 1:
-            raise Unsupported(
-                f"each process holds only a part of the model, and there are {self.crew.disks} run "
-                "directories: none would have a whole checkpoint.",
-                fix="put the run on a disk that all processes share.",
-            )
-        saves_all = self.crew.saves_all or self.checks_replicas
-        self.parts.join(saves_all=saves_all, deal=self.crew.ranks.deal)
+        crew = self.crew
+        disk = Disk(crew.disk, crew.on_disk) if crew.disks > 1 else None
+        saves_all = crew.saves_all or self.checks_replicas
+        self.parts.join(saves_all=saves_all, deal=crew.ranks.deal, disk=disk)
+        crew.note_set(self.parts.sharding.disks)
         if self.parts.is_divided:
             self.crew.ranks.each("the samplers", self._refuse_other_shares)
 

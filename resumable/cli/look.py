@@ -120,6 +120,7 @@ def _row(one: Kept) -> Row:
         "metrics": plain(about.metrics),
         "best": about.best and about.best.number,
         "own": one.own if one.files else about.size,
+        "elsewhere": len(about.elsewhere),
     }
 
 

@@ -115,6 +115,7 @@ def _verify(given: argparse.Namespace) -> int:
         if not given.json:
             state = "damaged" if row["problem"] else f"intact   {bytes_of(row['size'])}"
             state += f"  {row['pin']}" if row.get("pin") else ""
+            state += f"  a part: {row['elsewhere']} files on other disks" if row["elsewhere"] else ""
             print(f"checkpoint {row['number']:>6}  {painted(state)}", flush=True)
     if given.json:
         print_json(rows)
@@ -155,6 +156,7 @@ def _row(number: int, open_it: Callable[[], Checkpoint], pin: bool) -> Row:
         "number": number,
         "path": None,
         "size": None,
+        "elsewhere": 0,
         "problem": None,
         **({"pin": None} if pin else {}),
     }
@@ -167,4 +169,5 @@ def _row(number: int, open_it: Callable[[], Checkpoint], pin: bool) -> Row:
                 found.verify(told)
     except (CheckpointDamaged, CheckpointNotFound, FormatTooNew) as exc:
         return {**row, "problem": exc.problem}
-    return {**row, "path": str(found.path), "size": found.about.size}
+    about = found.about
+    return {**row, "path": str(found.path), "size": about.size, "elsewhere": len(about.elsewhere)}

@@ -215,7 +215,7 @@ def _checked_device(text: str) -> torch.device:
 
 
 def _as_described(stored: torch.Tensor, about: Mapping[str, Json]) -> torch.Tensor:
-    if unknown := about.keys() - {"dtype", "stride", "device", "shape"}:
+    if unknown := about.keys() - {"dtype", "stride", "device", "shape", "elements"}:
         raise ValueError(f"a tensor has no {', '.join(unknown)}")
     if "dtype" in about:
         stored = _as_dtype(stored, _DTYPES_BY_NAME[about["dtype"]])
@@ -226,6 +226,8 @@ def _as_described(stored: torch.Tensor, about: Mapping[str, Json]) -> torch.Tens
             raise ValueError(f"a tensor of shape {list(stored.shape)} cannot have the strides {stride}")
     if "shape" in about and [*stored.shape] != about["shape"]:
         raise ValueError(f"a tensor of shape {list(stored.shape)} should have {about['shape']!r:.200}")
+    if "elements" in about and str(stored.dtype) != f"torch.{about['elements']!s:.50}":
+        raise ValueError(f"a tensor of {stored.dtype} should be of {about['elements']!r:.50}")
     _checked_device(about.get("device", "cpu"))
     return stored
 

@@ -277,7 +277,7 @@ class _Encoder:
         if (problem := _unstorable(live)) or live.dtype not in DTYPES or live.is_neg() or live.is_conj():
             problem = problem or f"a sharded tensor of dtype {live.dtype}"
             raise _cannot(path, f"is {problem}, which cannot be stored", "store a plain, dense tensor")
-        about: dict[str, Json] = {"shape": [*value.shape]}
+        about: dict[str, Json] = {"shape": [*value.shape], "elements": str(live.dtype).removeprefix("torch.")}
         about |= {} if live.device.type == "cpu" else {"device": str(live.device)}
         return {"$tensor": [self._store(value, path), about]}
 

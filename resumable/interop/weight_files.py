@@ -128,6 +128,7 @@ def state(found: Checkpoint, pinned: Pin | None = None) -> dict[str, dict[str, J
 
 def of_part(found: Checkpoint, stem: str, name: str, json: Json, pinned: Pin | None = None) -> Found:
     """Return the tensors of a part with this tree; to take some verifies all of the files that hold it."""
+    found.refuse_part()
     of_stem = [
         path for path in found.about.files if codec.is_tensor_file(path) and codec.stem_of(path) == stem
     ]

@@ -101,6 +101,7 @@ class Wanted:
         self.kept: list[tuple[Box, Tensor]] = []
         """What was read already, and waits for its place in the local tensor."""
         self._found: list[list[Box]] = [[] for _ in self.boxes]
+        self._stored: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
         self._lacks = sum(math.prod(box.shape) for box in self.boxes)
 
     def is_covered(self) -> bool:
@@ -108,9 +109,13 @@ class Wanted:
         return self._lacks <= 0
 
     def pieces(self, stored: Stored) -> Iterator[Piece]:
-        """Yield what a box in a file has of it."""
+        """Yield what a box in a file has of it, unless another file has the same box."""
         if stored.slot.dtype != self.tensor.dtype or len(stored.slot.shape) != self.tensor.dim():
             raise ValueError(f"{self.name} is {stored.slot.dtype}[{list(stored.slot.shape)}] in its file")
+        if stored.box[:2] in self._stored:
+            # Each disk of the processes that saved has what they need.
+            return
+        self._stored.add(stored.box[:2])
         for mine, found in zip(self.boxes, self._found, strict=True):
             if (common := stored.box.common(mine)) is None:
                 continue

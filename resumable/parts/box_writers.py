@@ -37,16 +37,17 @@ class Sharded:
     tables: Sequence[Table]
 
 
-def choose(tensors: Mapping[str, Sharded], count: int) -> dict[str, list[list[bool]]]:
-    """Return, for each of `count` processes and each box in its table, whether it writes that box.
+def choose(tensors: Mapping[str, Sharded], disks: Sequence[int]) -> dict[str, list[list[bool]]]:
+    """Return, for each process and each box in its table, whether it writes that box.
 
-    Each element is written once, and all write about the same amount. Unsupported where the boxes leave a
-    gap, overlap or lie outside.
+    `disks` has the disk of each process. Each element is written once on each disk where a process holds it,
+    and all write about the same amount. Unsupported where the boxes leave a gap, overlap or lie outside.
 
     >>> halves = Sharded((4,), 8, [[[0, 2]], [[2, 2]], [[0, 2]]])
-    >>> choose({"weight": halves}, 3)
-    {'weight': [[True], [True], [False]]}
+    >>> choose({"weight": halves}, [0, 0, 0]), choose({"weight": halves}, [0, 0, 1])
+    ({'weight': [[True], [True], [False]]}, {'weight': [[True], [True], [True]]})
     """
+    count, disk_of = len(disks), np.array(disks, dtype=np.int64)
     loads = np.zeros(count, dtype=np.int64)
     chosen: dict[str, list[list[bool]]] = {}
     # The largest first: the small ones then even out what is left.
@@ -55,16 +56,61 @@ def choose(tensors: Mapping[str, Sharded], count: int) -> dict[str, list[list[bo
         holders = np.repeat(np.arange(count), [len(mine) for mine in one.tables])
         boxes, numbers = _distinct(rows, 2 * len(one.shape))
         _refuse_no_cover(name, one.shape, boxes)
-        # By box, then by load: the first of each box is the one that has the least to do.
-        order = np.lexsort((holders, loads[holders], numbers))
-        is_first = np.diff(numbers[order], prepend=-1) != 0
+        # By box and disk, then by load: the first of each is the one that has the least to do.
+        places = numbers * (disk_of.max(initial=0) + 1) + disk_of[holders]
+        order = np.lexsort((holders, loads[holders], places))
+        chosen_rows = order[np.diff(places[order], prepend=-1) != 0]
         writes = np.zeros(len(rows), dtype=bool)
-        writes[order[is_first]] = True
+        writes[chosen_rows] = True
         sizes = boxes[:, len(one.shape) :].prod(axis=1) * one.width
-        np.add.at(loads, holders[order[is_first]], sizes)
+        np.add.at(loads, holders[chosen_rows], sizes[numbers[chosen_rows]])
         taken = iter(writes.tolist())
         chosen[name] = [[*itertools.islice(taken, len(mine))] for mine in one.tables]
     return {name: chosen[name] for name in tensors}
+
+
+def sets(tensors: Mapping[str, Sharded], disks: Sequence[int]) -> list[list[int]]:
+    """Return the disks in sets, each of which holds all boxes, with as few disks as can be.
+
+    >>> halves = Sharded((4,), 8, [[[0, 2]], [[2, 2]], [[0, 2]], [[2, 2]]])
+    >>> sets({"weight": halves}, [0, 1, 2, 3]), sets({"weight": halves}, [0, 0, 1, 1])
+    ([[0, 1], [2, 3]], [[0], [1]])
+    """
+    left = sorted({*disks})
+    if len(left) == 1:
+        return [left]
+    there = _boxes_by_disk(tensors, disks)
+    count = 1 + max(int(boxes.max(initial=-1)) for boxes in there.values())
+    found: list[list[int]] = []
+    while left:
+        is_held = np.zeros(count, dtype=bool)
+        some: list[int] = []
+        rest: list[int] = []
+        for number in left:
+            takes = not is_held[there[number]].all()
+            is_held[there[number]] = True
+            (some if takes else rest).append(number)
+        if found and not is_held.all():
+            # What is left holds only a part: it is at home with those that have the rest.
+            found[-1] += left
+            break
+        found.append(some)
+        left = rest
+    return found
+
+
+def _boxes_by_disk(tensors: Mapping[str, Sharded], disks: Sequence[int]) -> dict[int, Any]:
+    """Return the numbers of the boxes on each disk, counted over all tensors."""
+    found: dict[int, list[Any]] = {number: [np.zeros(0, dtype=np.int64)] for number in disks}
+    before = 0
+    for one in tensors.values():
+        rows = [row for mine in one.tables for row in mine]
+        boxes, numbers = _distinct(rows, 2 * len(one.shape))
+        of_row = np.repeat(np.array(disks), [len(mine) for mine in one.tables])
+        for number in found:
+            found[number].append(before + numbers[of_row == number])
+        before += len(boxes)
+    return {number: np.concatenate(some) for number, some in found.items()}
 
 
 def _size(one: Sharded) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -85,13 +85,20 @@ def held(name: str, tensor: Any) -> list[Box]:
     return [*_boxes(runs)]
 
 
-def holders(name: str, tensor: Any) -> dict[tuple[tuple[int, ...], tuple[int, ...]], int]:
-    """Return the first rank of its mesh that holds each box of a sharded tensor, by begin and shape."""
+def holders(
+    name: str, tensor: Any, among: Collection[int] | None = None
+) -> dict[tuple[tuple[int, ...], tuple[int, ...]], int]:
+    """Return the first rank of its mesh, or `among` some, that holds each box of a sharded tensor.
+
+    The boxes go by where they begin and by their shape.
+    """
     mesh = tensor.device_mesh.mesh
     found: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
     for coordinate, rank in zip(
         itertools.product(*map(range, mesh.shape)), mesh.flatten().tolist(), strict=True
     ):
+        if among is not None and rank not in among:
+            continue
         for box in _boxes(_placed(name, tensor, coordinate)):
             found.setdefault((box.begin, box.shape), rank)
     return found

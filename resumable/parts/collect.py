@@ -79,12 +79,13 @@ def split(parts: Parts, trees: Trees) -> tuple[Trees, dict[str, Encoded]]:
     if not parts.is_divided:
         return trees, {}
     owned = owners(parts, {stem: tree.json for stem, tree in trees.items()})
-    return parts.sharding.split(trees, owned, _of_stages(parts, trees), is_first=not parts.rank)
+    return parts.sharding.split(trees, owned, _of_stages(parts, trees), leads=parts.leads())
 
 
 def _of_stages(parts: Parts, trees: Trees) -> dict[str, dict[str, bool]]:
-    """Return, by tree, the tensors of stages, and whether this is the first process that has them."""
-    shared, led = {stem: tree.json for stem, tree in trees.items() if stem != "rank"}, parts.led()
+    """Return, by tree, the tensors of stages, and whether this process is the first on its disk with them."""
+    led = parts.led_on_disk()
+    shared = {stem: tree.json for stem, tree in trees.items() if stem != "rank"}
     return {
         stem: {
             name: led[part] for part in json.keys() & led.keys() for name in codec.tensor_names(json[part])

@@ -24,7 +24,7 @@ from .models import ModulePart
 from .optimizers import OptimizerPart
 from .other_parts import ContainerPart, GeneratorPart, LoaderPart, PositionPart, RandomPart, make
 from .part import Part
-from .sharding import Deal, Sharding, Stage
+from .sharding import Deal, Disk, Sharding, Stage
 
 SLOTS = ("model", "optimizer", "scheduler", "scaler", "extra")
 
@@ -68,6 +68,7 @@ class Parts:
         """The ranks of each part that only some of the processes have: the stages of a pipeline."""
         self._kinds_of_stages: Mapping[str, str] = {}
         self.sharding = Sharding(rank)
+        self._disk: Disk | None = None
         self.in_collecting_order = sorted(self.all, key=has_no_generator)
         """The parts with random generators first, because collecting the others may draw."""
         position.train_on(self.devices_in_use)
@@ -101,11 +102,16 @@ class Parts:
         """The parts that only other processes have."""
         return self.stages.keys() - self.kinds().keys()
 
-    def join(self, *, saves_all: bool, deal: Deal) -> None:
-        """Note the role of this process among the ranks, and agree on who writes what is divided."""
+    def join(self, *, saves_all: bool, deal: Deal, disk: Disk | None = None) -> None:
+        """Note the role of this process among the ranks, and agree on who writes what is divided.
+
+        `disk`: None if all see the same one.
+        """
         self.saves_all = saves_all or self.is_divided
+        self._disk = disk
         if self.is_divided and self.rank is not None:
-            self.sharding.meet(self._tensors(), self._stage(), sharded.data_rank(self._modules()), deal)
+            data_rank = sharded.data_rank(self._modules())
+            self.sharding.meet(self._tensors(), self._stage(), data_rank, deal, disk)
             if known := self.sharding.data_rank:
                 self.position.join(known[1])
 
@@ -119,6 +125,19 @@ class Parts:
         """Return the parts of stages in this process, and whether it is the first that has them."""
         own = [part.name for part in self.all if part.name in self.stages and part.stem != "rank"]
         return {name: self.stages[name][0] == self.rank for name in own}
+
+    def led_on_disk(self) -> dict[str, bool]:
+        """Return the parts of stages in this process, and whether it is the first on its disk with them."""
+        there = self._disk.ranks if self._disk else None
+        first = {
+            name: next(rank for rank in self.stages[name] if there is None or rank in there)
+            for name in self.led()
+        }
+        return {name: rank == self.rank for name, rank in first.items()}
+
+    def leads(self) -> bool:
+        """Return whether this process is the first of those that see its disk."""
+        return self.rank == min(self._disk.ranks) if self._disk else not self.rank
 
     def hides_gradients(self) -> bool:
         """Whether gradients have been summed up that no save can read."""

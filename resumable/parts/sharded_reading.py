@@ -16,7 +16,7 @@ from ..files import codec, disk, large_files, sharded_tensor
 from ..files.codec import Encoded
 from ..files.pin import Pin
 from ..files.strict_json import Json
-from ..files.tensor_file import Slot
+from ..files.tensor_file import DTYPES, Slot
 from ..run.checkpoint import Checkpoint
 from . import box_reading
 from .box_reading import BoxFile, Piece, Stored, Wanted
@@ -104,10 +104,31 @@ class ShardedTensors:
             if lacking or self._pin:
                 file = box_reading.opened(self._found, path, known)
                 self._take(stem, file, pieces_of(file))
-        for one in wanted.values():
-            one.refuse_gap()
+        if lacking and self._found.about.elsewhere:
+            wanted |= self._without_elements(stem, lacking, facts)
+        try:
+            for one in wanted.values():
+                one.refuse_gap()
+        except ValueError:
+            self._found.refuse_part()
+            raise
         self._kept += [(stem, one) for one in wanted.values() if one.kept]
         return wanted
+
+    def _without_elements(
+        self, stem: str, names: Collection[str], facts: Mapping[str, Mapping[str, Json]]
+    ) -> dict[str, Wanted]:
+        """Return the tensors of which neither this process nor any file on this disk has an element."""
+        found = {}
+        for name in names:
+            about = facts.get(name, {})
+            like = self.like(stem, name, about.get("shape", ()))
+            dtype = next((one for one in DTYPES if str(one) == f"torch.{about.get('elements')}"), None)
+            if like is None or dtype is None or sharded_tensor.local(like).numel():
+                self._found.refuse_part()
+            else:
+                found[name] = Wanted(name, box_reading.fresh_like(like, dtype), is_live=False)
+        return found
 
     def _wanted(self, stem: str, stored: Stored, about: Mapping[str, Json], fill: Fill) -> Wanted:
         name, slot = stored.name, stored.slot

@@ -41,6 +41,14 @@ class Stage(NamedTuple):
     """The settings of the parts that no process before this one has."""
 
 
+class Disk(NamedTuple):
+    """The disk of this process, where not all see the same one."""
+
+    number: int
+    ranks: Sequence[int]
+    """The processes that see it."""
+
+
 class _Planned(NamedTuple):
     of: weakref.ref[Tensor]
     boxes: list[Box]
@@ -58,7 +66,10 @@ class Sharding:
         self._rank = rank
         self._planned: dict[int, _Planned] = {}
         self._led: dict[Any, bool] = {}
-        """By mesh: whether no other mesh holds the same tensors and comes before it."""
+        """By mesh: whether no other mesh on this disk holds the same tensors and comes before it."""
+        self._disk: Disk | None = None
+        self.disks: Sequence[int] = (0,)
+        """The disks that hold a whole checkpoint together; on the first process of one of them."""
         self._mine: dict[str, tuple[Any, dict[str, list[tuple[str, Box]]]]] = {}
         """By tree: what its boxes depend on, and those that this process writes, with their names."""
         self.data_rank: tuple[int, int] | None = None
@@ -71,12 +82,19 @@ class Sharding:
         """How much of the sharded parameters this process writes."""
 
     def meet(
-        self, named: Mapping[str, Tensor], stage: Stage, data_rank: tuple[int, int] | None, deal: Deal
+        self,
+        named: Mapping[str, Tensor],
+        stage: Stage,
+        data_rank: tuple[int, int] | None,
+        deal: Deal,
+        disk: Disk | None = None,
     ) -> None:
         """Agree with the other processes on who writes the boxes of these parameters and buffers.
 
         `data_rank`: which of how many shares of the data this process trains on, if that is known.
+        `disk`: None if all see the same one.
         """
+        self._disk = disk
         keys = {name: _key(tensor) for name, tensor in named.items() if is_sharded(tensor)}
         for name in named.keys() - keys.keys():
             if ranks := stage.ranks.get(name.partition("/")[0]):
@@ -91,9 +109,10 @@ class Sharding:
                 for name, tensor in divided.items()
             ]
             peers = _peers(one for one in divided.values() if is_sharded(one))
-            return [rows, data_rank and [*data_rank], peers, stage.name, dict(stage.built)]
+            number = disk.number if disk else 0
+            return [rows, data_rank and [*data_rank], peers, stage.name, dict(stage.built), number]
 
-        answer, known, data_ranks, self.built = deal("who writes what", own, decided)
+        answer, known, data_ranks, self.built, self.disks = deal("who writes what", own, decided)
         self.data_rank, self.data_ranks = known and (*known,), (*data_ranks,)
         mine = 0
         for (name, tensor), (is_mine, leads) in zip(divided.items(), answer, strict=True):
@@ -104,17 +123,18 @@ class Sharding:
         self.share = mine / max(1, sum(tensor.numel() for tensor in divided.values()))
 
     def split(
-        self, trees: Trees, owners: Owners, of_stages: Mapping[str, Mapping[str, bool]], *, is_first: bool
+        self, trees: Trees, owners: Owners, of_stages: Mapping[str, Mapping[str, bool]], *, leads: bool
     ) -> tuple[Trees, dict[str, Encoded]]:
         """Return the trees without what is divided, and the files of the boxes that this process writes.
 
         If a model is divided, all of its tensors are in that folder, which other tools read as a whole.
-        `of_stages`: by tree, the tensors of stages, and whether this is the first process that has them.
+        `of_stages`: by tree, the tensors of stages, and whether this is the first process on its disk that
+        has them. `leads`: whether it is the first of all on its disk.
         """
         rest, groups = dict(trees), dict[str, Encoded]()
         for stem, tree in trees.items():
-            leads = of_stages.get(stem, {})
-            names = {name for name, tensor in tree.tensors.items() if name in leads or is_sharded(tensor)}
+            staged = of_stages.get(stem, {})
+            names = {name for name, tensor in tree.tensors.items() if name in staged or is_sharded(tensor)}
             if not names:
                 continue
             if stem == "rank":
@@ -128,8 +148,8 @@ class Sharding:
                 continue
             plain = {name: tensor for name, tensor in tree.tensors.items() if name not in names}
             whole = plain if stem == "model" else {}
-            own = self._boxes(stem, tree, owners.get(stem, {}), leads)
-            groups |= self._files(stem, tree, own, whole if is_first else {})
+            own = self._boxes(stem, tree, owners.get(stem, {}), staged)
+            groups |= self._files(stem, tree, own, whole if leads else {})
             kept = {name: tensor for name, tensor in plain.items() if name not in whole}
             aliases = {name: first for name, first in tree.aliases.items() if first in kept}
             rest[stem] = replace(tree, tensors=kept, aliases=aliases, key=(*tree.key, "plain"))
@@ -191,7 +211,7 @@ class Sharding:
             return boxes if leads else []
         if not self._led.get(tensor.device_mesh, True):
             return []
-        first = holders(name, tensor)
+        first = holders(name, tensor, self._disk and self._disk.ranks)
         return [box for box in boxes if first[box.begin, box.shape] == self._rank]
 
 
@@ -235,7 +255,8 @@ def decided(told: list[Json]) -> list[Json]:
     """Return, for each process and each of its tensors, which boxes it writes, and whether its mesh leads."""
     shapes: dict[str, tuple[tuple[int, ...], int]] = {}
     tables: dict[str, list[Any]] = {}
-    leading: dict[str, Json] = {}
+    leading: dict[tuple[str, int], Json] = {}
+    disks = [disk for *_, disk in told]
     for rank, (rows, *_) in enumerate(told):
         for name, shape, width, table, mesh in rows:
             if shapes.setdefault(name, (tuple(shape), width)) != (tuple(shape), width):
@@ -246,18 +267,20 @@ def decided(told: list[Json]) -> list[Json]:
             if name not in tables:
                 tables[name] = [[] for _ in told]
             tables[name][rank] = table
-            leading[name] = min(leading.get(name, mesh), mesh)
+            leading[name, disks[rank]] = min(leading.get((name, disks[rank]), mesh), mesh)
     sharded = {name: Sharded(*shapes[name], tables[name]) for name in tables}
-    chosen = box_writers.choose(sharded, len(told))
-    data = _shares([(share, peers, stage) for _, share, peers, stage, _ in told])
-    built = {path: value for *_, settings in told for path, value in settings.items()}
+    chosen = box_writers.choose(sharded, disks)
+    sets = box_writers.sets(sharded, disks)
+    data = _shares([(share, peers, stage) for _, share, peers, stage, *_ in told])
+    built = {path: value for *_, settings, _ in told for path, value in settings.items()}
     of_all = [] if None in data or [*range(len(told))] == [one[0] for one in data if one] else data
     return [
         [
-            [[chosen[name][rank], leading[name] == mesh] for name, _, _, _, mesh in rows],
+            [[chosen[name][rank], leading[name, disks[rank]] == mesh] for name, _, _, _, mesh in rows],
             data[rank],
             [] if rank else [one[0] for one in of_all if one],
             {} if rank else built,
+            next(some for some in sets if disks[rank] in some) if rank == disks.index(disks[rank]) else [],
         ]
         for rank, (rows, *_) in enumerate(told)
     ]

@@ -28,6 +28,9 @@ class Alone(Crew):
         """Return the parts of this process: there are no others."""
         return [parts]
 
+    def note_set(self, disks: Sequence[int]) -> None:
+        """Do nothing: there is one disk."""
+
     def own(self, *, is_copied: bool = False) -> None:
         """Lock the run for this training."""
         # It may have been lost since.

@@ -34,7 +34,13 @@ class Crew(ABC):
     saves_all = True
     """Whether this process saves what all ranks share."""
     disks = 1
-    """The number of disks, each with a copy of the run."""
+    """The number of disks, each with a run directory."""
+    disk = 0
+    """Which of them this process sees."""
+    on_disk: Sequence[int] = (0,)
+    """The processes that see it, too."""
+    pushes = True
+    """Whether what this process's disk has of a checkpoint goes to the remote from here."""
     writers = 1
     """The number of processes that divide what all ranks share."""
     has_met = True
@@ -59,6 +65,10 @@ class Crew(ABC):
         An error that `check` raises comes before anything is written to a disk. `is_copied`: whether a disk
         can pull from a remote what it lacks.
         """
+
+    @abstractmethod
+    def note_set(self, disks: Sequence[int]) -> None:
+        """Note which disks hold a whole checkpoint together, this one among them."""
 
     def count_from(self, number: int) -> None:
         """Give the next save a number above this one, which is taken elsewhere."""

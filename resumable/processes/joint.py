@@ -14,7 +14,7 @@ from ..files.codec import Encoded
 from ..files.large_files import Content, Way, Written
 from ..files.strict_json import Json
 from ..run import checkpoint, manifest
-from ..run.checkpoint import Checkpoint
+from ..run.checkpoint import Checkpoint, IsElsewhere
 from ..run.directory import Run
 from ..run.manifest import Manifest
 from ..run.resume_choice import Copies, Which
@@ -60,10 +60,18 @@ class Joint(Crew):
         group = Group(ranks.rank, groups)
         self._saves, self.has_met = JointSaves(ranks, group), True
         self.leads, self.saves_all = group.leads, group.leads or self._all_write
-        self.disks = len(groups)
+        self.disks, self.disk, self.on_disk = len(groups), groups.index(group.members), group.members
+        self.pushes = self.is_first
         self.writers = len(group.members) if self._all_write else 1
         self._count_from_the_highest(is_copied)
         return told
+
+    def note_set(self, disks: Sequence[int]) -> None:
+        """Note which disks hold a whole checkpoint together, this one among them."""
+        if self._saves and self.leads:
+            group = self._saves.group
+            group.beside = [leader for n, leader in enumerate(group.leaders) if n in disks and n != self.disk]
+            self.pushes = 0 in disks
 
     def _count_from_the_highest(self, is_copied: bool) -> None:
         ranks = self.ranks
@@ -147,7 +155,7 @@ class Joint(Crew):
         self.ranks.first("the choice", lambda: path, is_due=True)
         try:
             return self.ranks.each("reading the checkpoint", lambda: read(found))
-        except CheckpointDamaged:
+        except (CheckpointDamaged, IsElsewhere):
             raise
         except BaseException:
             self._has_announced = True
@@ -155,8 +163,8 @@ class Joint(Crew):
 
     def _follow(self, read: Callable[[Checkpoint], T], copies: Copies | None) -> tuple[Checkpoint, T] | None:
         while (said := self._heard()) is not None:
-            # Rank 0 then proposes an older one.
-            with contextlib.suppress(CheckpointDamaged, RemoteError):
+            # Rank 0 then proposes an older one, has it pulled, or ends the search.
+            with contextlib.suppress(CheckpointDamaged, IsElsewhere, RemoteError):
                 if isinstance(said, Path):
                     return self.ranks.each("reading the checkpoint", partial(self._read, said, read))
                 assert copies is not None

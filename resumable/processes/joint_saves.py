@@ -7,6 +7,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from ..files import codec, large_files
 from ..files.large_files import Content, Way, Written
 from ..files.strict_json import Json
 from ..run import manifest
-from ..run.checkpoint import RANKS, Stage
+from ..run.checkpoint import Stage
 from ..run.manifest import FileRecord, Manifest
 from .ranks import Place, Ranks, told, unpack
 
@@ -35,6 +36,9 @@ class Said(NamedTuple):
 
 class Group:
     """The processes that see the same run directory; the lowest of them makes the checkpoints in it."""
+
+    beside: Sequence[int] = ()
+    """The leaders of the other disks without which this one has no whole checkpoint."""
 
     def __init__(self, rank: int, groups: Sequence[Sequence[int]]) -> None:
         self.leaders = [group[0] for group in groups]
@@ -182,9 +186,24 @@ class JointSaves:
         found = [_to_json(files, written), *self._fetch(number, stage)]
         others = [rank for rank in self.group.members if rank != self.group.leader]
         found += self._wait(number, "wrote", others)
-        about = stage.close(about, _records(found))
+        records = _records(found)
+        if self.group.beside:
+            about = self._with_others(number, about, records)
+        about = stage.close(about, records)
         self._publish(number, stage, about)
         return about, written
+
+    def _with_others(self, number: int, about: Manifest, records: Mapping[str, FileRecord]) -> Manifest:
+        """Add the files of the disks that hold the rest."""
+        own = {path: list(record) for path, record in records.items() if codec.shard_of(path) is not None}
+        self._post_own(number, "shards", own)
+        elsewhere = {
+            path: FileRecord(size, digest, tuple(blocks))
+            for of_one in self._wait(number, "shards", self.group.beside)
+            for path, (size, digest, blocks) in of_one.items()
+        }
+        is_first = self.group.leader < min(self.group.beside)
+        return replace(about, elsewhere=elsewhere, is_first_part=is_first)
 
     def _follow(self, number: int, stage: Stage, files: Mapping[str, Content]) -> dict[str, Written]:
         # The way that the leader writes: if each process tried the disk, they would all do so at once.
@@ -201,7 +220,11 @@ class JointSaves:
 
     def _send(self, number: int, files: Mapping[str, Content]) -> None:
         """Send this rank's own files to the processes that do not see this disk."""
-        own = {path: content for path, content in files.items() if path.startswith(RANKS)}
+        own = {
+            path: content
+            for path, content in files.items()
+            if codec.has_one_writer(path) and codec.shard_of(path) is None
+        }
         for path, content in own.items():
             self._posted[number] += self._ranks.post_bytes(_key(number, path), bytes(content.whole()))
         self._post_own(number, "sent", [*own])

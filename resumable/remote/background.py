@@ -24,7 +24,7 @@ from ..run.history import History
 from ..run.manifest import Best, Goal
 from ..run.policy import Keep, Push, duration
 from .backlog import Backlog
-from .push import LOCK, Sent, noted, push, summary
+from .push import LOCK, OthersDue, Sent, is_there, noted, push, summary
 from .run_copy import AnotherRun, Remote
 
 
@@ -47,7 +47,9 @@ class Pusher:
         progress: Progress,
         tell: Callable[[str, str], object],
         seen: Callable[[int], object],
+        commits: bool = True,
     ) -> None:
+        """`commits`: False on a disk with only shards of the checkpoints, which another one commits."""
         self._run = run
         self._remote = remote
         self._keep = keep
@@ -56,6 +58,9 @@ class Pusher:
         self._progress = progress
         self._tell = tell
         self._seen = seen
+        self._commits = commits
+        self._others_due: set[int] = set()
+        """Checkpoints that wait for what other disks have of them."""
         self._backlog = Backlog(run, push, keep)
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -66,6 +71,7 @@ class Pusher:
         self._is_abandoned = False
         self._is_hopeless = False
         self._error: Exception | None = None
+        self._waits_for: OthersDue | None = None
 
     def start(self, run_id: str, best: Best | None) -> None:
         """Check in the background whether the remote can be used, and push what it lacks."""
@@ -174,8 +180,8 @@ class Pusher:
     def _why_incomplete(self, patience: float) -> str:
         if self._backlog.has_only_damaged():
             return "damaged on the local disk"
-        if self._error:
-            return _text(self._error)
+        if error := self._error or self._waits_for:
+            return _text(error)
         why = "there was no time for it" if not patience else f"it was not done in {duration(patience)}"
         return f"{why}: {trouble}" if (trouble := self._remote.store.trouble) else why
 
@@ -219,7 +225,11 @@ class Pusher:
             self._look()
         with self._changed:
             missed = self._backlog.missed()
-            self._in_hand = next(iter(self._backlog.due()), None)
+            due = self._backlog.due()
+            if due and self._others_due.issuperset(due):
+                self._others_due.clear()
+                self._changed.wait(_FIRST_DELAY)
+            self._in_hand = next((number for number in due if number not in self._others_due), None)
         if missed is not None:
             self._tell(
                 f"checkpoint {missed} was pruned before it could be pushed to {self._remote}, which is "
@@ -237,7 +247,7 @@ class Pusher:
         assert self._run_id is not None
         if self._lock is None:
             self._lock = lock.Lock(self._run.path / LOCK)
-        names = self._remote.begin(self._run_id)
+        names = self._remote.begin(self._run_id, commits=self._commits)
         if names:
             self._seen(max(names))
         wanted = self._backlog.wanted()
@@ -255,7 +265,7 @@ class Pusher:
         except (CheckpointDamaged, CheckpointNotFound):
             return True
         try:
-            if here.path.name == name and self._remote.about(name)[0] == here.about:
+            if is_there(self._remote, here, name, commits=self._commits):
                 return True
         except CheckpointDamaged as exc:
             self._tell(f"{exc.problem} It is replaced.", "another")
@@ -269,6 +279,8 @@ class Pusher:
 
     def _note_known(self, numbers: set[int], names: Mapping[int, str]) -> None:
         """Note checkpoints in the history that a process has pushed and was killed before it noted them."""
+        if not self._commits:
+            return
         for number in sorted(numbers - noted(self._remote, self._run)):
             self._history.pushed(number, str(self._remote), sent=0, copied=0, seconds=0)
             self._remote.point_at(names[number], max(names), self._backlog.best)
@@ -278,15 +290,21 @@ class Pusher:
         try:
             found = self._run.open(number)
             with self._progress.moving(f"pushing checkpoint {number}", found.about.size) as moved:
-                sent = push(self._remote, found, moved)
+                sent = push(self._remote, found, moved, commits=self._commits)
         except CheckpointNotFound:
             # Pruned in the meantime.
+            return
+        except OthersDue as exc:
+            self._others_due.add(number)
+            self._waits_for = exc
             return
         except CheckpointDamaged as exc:
             self._backlog.damaged(number)
             self._tell(f"{exc.problem} It is not pushed to {self._remote}.", f"pushing {number}")
             return
         self._backlog.pushed(number)
+        if not self._commits:
+            return
         seconds = time.perf_counter() - started
         gone: list[int] = []
         try:
@@ -298,7 +316,7 @@ class Pusher:
     def _prune(self, name: str, number: int) -> list[int]:
         newest, best = self._backlog.newest(), self._backlog.best
         self._remote.point_at(name, newest, best)
-        gone = self._remote.prune(self._keep, self._goal, [number, newest, best])
+        gone = self._remote.prune(self._keep, self._goal, [number, newest, best], self._backlog.due())
         self._backlog.pruned(gone)
         return gone
 

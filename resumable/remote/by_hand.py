@@ -160,6 +160,9 @@ class Copying:
             with self._progress.moving(f"pushing checkpoint {number}", size) as moved:
                 sent = push(self._remote, found, moved)
             done = Transfer(number, "pushed", size, *sent, time.perf_counter() - started)
+        if not found.about.is_first_part:
+            # The disk with the first part commits it.
+            return done
         self._there[number] = found.path.name
         self._remote.point_at(found.path.name, max(self._there), self._best)
         # A process that was killed may have pushed it without a note.

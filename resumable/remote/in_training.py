@@ -108,8 +108,10 @@ class Copies:
         """Pull a checkpoint into the run."""
         with contextlib.suppress(CheckpointDamaged, CheckpointNotFound):
             # It may be intact on this node and lost on another.
-            self._run.open(number).verify()
-            return
+            found = self._run.open(number)
+            found.verify()
+            if not found.about.elsewhere:
+                return
         name, started = self.numbers[number], time.perf_counter()
         if self._store.is_abandoned():
             # The last pull was interrupted, in a notebook for example.
@@ -128,11 +130,11 @@ class Copies:
         return self._remote.best(self.numbers, above)
 
     def start(self, history: History, best: Best | None) -> None:
-        """Start pushing, in the first process, once the run is locked."""
+        """Start pushing, where this process's disk has something to push, once the run is locked."""
         for number, size, seconds in self._pulled:
             history.pulled(number, str(self), size=size, seconds=seconds)
         self._pulled.clear()
-        if self._pusher is None and self._crew.is_first and self._crew.run_id:
+        if self._pusher is None and self._crew.pushes and self._crew.run_id:
             # With a connection of its own: a pull must not wait for a push.
             self._pusher = Pusher(
                 self._run,
@@ -144,6 +146,7 @@ class Copies:
                 progress=self._progress,
                 tell=self._tell,
                 seen=self._seen,
+                commits=self._crew.is_first,
             )
             self._pusher.start(self._crew.run_id, best)
 

@@ -82,6 +82,9 @@ def _check_room(remote: Remote, name: str, about: Manifest, run: Run, stage: Pat
 def _bring(remote: Remote, name: str, stage: Path, file: str, record: FileRecord, moved: Moved) -> None:
     path = stage / file
     path.parent.mkdir(exist_ok=True)
+    with contextlib.suppress(OSError):
+        # A disk with only a part of the checkpoint needs only the rest.
+        os.link(stage.parent / name / file, path)
     if path.exists():
         with contextlib.suppress(CheckpointDamaged):
             file_reader.scan(stage, file, record.size, record.xxh3_128)

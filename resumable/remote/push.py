@@ -1,16 +1,22 @@
-"""Pushes a checkpoint to a remote: it is complete there, or it is not there."""
+"""Pushes a checkpoint to a remote: it is complete there, or it is not there.
+
+Of one that lies on several disks, each pushes what it has: the first all but the shards of the others, which
+push theirs once they see that it has begun. It commits when all has arrived.
+"""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from ..errors import CannotRead, RemoteError
-from ..files import disk
+from ..files import codec, disk
 from ..files.threads import in_daemons
 from ..run import history, manifest
 from ..run.checkpoint import Checkpoint
 from ..run.directory import Run
+from ..run.manifest import FileRecord, Manifest
 from ..run.policy import bytes_of, duration
 from .deadline import Moved
 from .run_copy import FOLDER, MARK, Remote
@@ -27,14 +33,42 @@ class Sent(NamedTuple):
     copied: int
 
 
-def push(remote: Remote, found: Checkpoint, moved: Moved) -> Sent:
-    """Copy a checkpoint to a remote, complete on return; files that have arrived are not sent again."""
-    return _Push(remote, found).push(moved)
+class OthersDue(RemoteError):
+    """A checkpoint lies on several disks, and the others have not pushed what they have of it."""
+
+
+def push(remote: Remote, found: Checkpoint, moved: Moved, *, commits: bool | None = None) -> Sent:
+    """Copy a checkpoint to a remote, complete on return; files that have arrived are not sent again.
+
+    Of one that lies on several disks only the first `commits`, and raises OthersDue if it cannot yet.
+    """
+    return _push_of(remote, found, commits).push(moved)
 
 
 def missing(remote: Remote, found: Checkpoint) -> int | None:
     """Return how many bytes of a checkpoint a push would have to send; None if it is complete there."""
-    return _Push(remote, found).missing()
+    return _push_of(remote, found, None).missing()
+
+
+def is_there(remote: Remote, found: Checkpoint, name: str, *, commits: bool) -> bool:
+    """Return whether a complete checkpoint there has what a push would send; CheckpointDamaged if it is."""
+    if found.path.name != name:
+        return False
+    there = remote.about(name)[0]
+    return there == found.about.whole() if commits else _holds_shards(there, found.about)
+
+
+def _push_of(remote: Remote, found: Checkpoint, commits: bool | None) -> _Push:
+    commits = found.about.is_first_part if commits is None else commits
+    return (_Push if commits else _PushShards)(remote, found)
+
+
+def _shards(about: Manifest) -> dict[str, FileRecord]:
+    return {file: record for file, record in about.files.items() if codec.shard_of(file) is not None}
+
+
+def _holds_shards(there: Manifest, here: Manifest) -> bool:
+    return there.run_id == here.run_id and _shards(here).items() <= there.files.items()
 
 
 def noted(remote: Remote, run: Run) -> set[int]:
@@ -59,11 +93,12 @@ class _Push:
         self._remote = remote
         self._store = remote.store
         self._found = found
-        self._files = found.about.files
+        self._files: Mapping[str, FileRecord] = found.about.files
         self._folder = f"{FOLDER}/{found.path.name}"
-        self._text = disk.read_small(found.path, manifest.NAME)
         self._there = self._store.sizes(self._folder)
         self._copied: list[int] = []
+        whole, text = found.about.whole(), disk.read_small(found.path, manifest.NAME)
+        self._text = text if manifest.from_json(text) == whole else manifest.to_json(whole)
 
     def missing(self) -> int | None:
         if self._is_complete():
@@ -82,14 +117,24 @@ class _Push:
         size = sum(self._files[file].size for file in due)
         moved(self._found.about.size - size)
         self._put(due, moved)
-        self._check_sizes()
-        self._remote.commit(self._found.path.name, self._text)
+        self._finish(self._store.sizes(self._folder))
         copied = sum(self._copied)
         return Sent(size - copied, copied)
 
     def _is_complete(self) -> bool:
-        sizes = {file: record.size for file, record in self._files.items()}
+        sizes = {file: record.size for file, record in self._found.about.whole().files.items()}
         return sizes.items() <= self._there.items() and self._holds(manifest.NAME)
+
+    def _finish(self, there: Mapping[str, int]) -> None:
+        self._check_sizes(there)
+        others = self._found.about.elsewhere
+        if lacking := [file for file, record in others.items() if there.get(file) != record.size]:
+            raise OthersDue(
+                f"{len(lacking)} files of checkpoint {self._found.about.number}, which lie on the disks of "
+                f"other nodes, are not in {self._remote} yet",
+                fix="they get there from these nodes: while they train, or with `resumable push` there.",
+            )
+        self._remote.commit(self._found.path.name, self._text)
 
     def _holds(self, file: str) -> bool:
         """Return whether a file there is the manifest of this checkpoint."""
@@ -130,8 +175,7 @@ class _Push:
         if tag and record.size >= _WORTH_A_COPY:
             self._remote.sources[record] = name, tag
 
-    def _check_sizes(self) -> None:
-        there = self._store.sizes(self._folder)
+    def _check_sizes(self, there: Mapping[str, int]) -> None:
         for file, record in self._files.items():
             if there.get(file) != record.size:
                 raise RemoteError(
@@ -139,6 +183,38 @@ class _Push:
                     f"sent; it should have {record.size:,}.",
                     fix="look whether something else writes or deletes there; the next push sends it again.",
                 )
+
+
+class _PushShards(_Push):
+    """Of a checkpoint on several disks, the shards on one that is not the first: that one commits."""
+
+    def __init__(self, remote: Remote, found: Checkpoint) -> None:
+        super().__init__(remote, found)
+        self._files = _shards(found.about)
+
+    def _is_complete(self) -> bool:
+        sizes = {file: record.size for file, record in self._files.items()}
+        return sizes.items() <= self._there.items() and self._holds(manifest.NAME)
+
+    def _holds(self, file: str) -> bool:
+        size = self._there.get(file)
+        text = None if size is None else self._store.read(f"{self._folder}/{file}", size)
+        with contextlib.suppress(ValueError):
+            return text is not None and _holds_shards(manifest.from_json(text), self._found.about)
+        return False
+
+    def _begin(self) -> None:
+        if not self._holds(MARK):
+            raise OthersDue(
+                f"the first of the nodes that have checkpoint {self._found.about.number} has not begun to "
+                f"push it to {self._remote}",
+                fix="it begins while it trains, or with `resumable push` there.",
+            )
+
+    def _finish(self, there: Mapping[str, int]) -> None:
+        # If all is there the first one may have committed, and pruned it, by now.
+        if manifest.NAME not in there and there:
+            self._check_sizes(there)
 
 
 _SMALL_AT_ONCE = 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 
 from ..errors import CheckpointDamaged, FormatTooNew, RemoteError, ResumableError
 from ..files.threads import in_daemons
@@ -93,12 +93,16 @@ class Remote:
             )
         return found is not None
 
-    def begin(self, run_id: str) -> dict[int, str]:
-        """Claim this folder for a run, and try to write there; return its checkpoints as `numbers` does."""
+    def begin(self, run_id: str, *, commits: bool = True) -> dict[int, str]:
+        """Claim this folder for a run, and try to write there; return its checkpoints as `numbers` does.
+
+        `commits`: False for a process that pushes only shards, and leaves the rest to another one.
+        """
         self.claim(run_id)
-        self.store.write(_PROBE, b"whether this can be written\n")
-        self.store.remove(_PROBE)
-        self.store.end_uploads(FOLDER)
+        if commits:
+            self.store.write(_PROBE, b"whether this can be written\n")
+            self.store.remove(_PROBE)
+            self.store.end_uploads(FOLDER)
         return self.numbers()
 
     def whose(self) -> tuple[str | None, dict[int, str]]:
@@ -164,8 +168,17 @@ class Remote:
         self.store.remove(f"{FOLDER}/{name}/{manifest.NAME}")
         self._manifests.pop(name, None)
 
-    def prune(self, keep: Keep | None, goal: Goal | None, protect: Iterable[int | None]) -> list[int]:
-        """Remove the checkpoints that `keep` does not keep, and incomplete ones; return the numbers."""
+    def prune(
+        self,
+        keep: Keep | None,
+        goal: Goal | None,
+        protect: Iterable[int | None],
+        due: Container[int] = (),
+    ) -> list[int]:
+        """Remove the checkpoints that `keep` does not keep, and incomplete ones; return the numbers.
+
+        Those that are `due` may be incomplete.
+        """
         found = self._list()
         names = _complete(found)
         going = []
@@ -180,7 +193,8 @@ class Remote:
             self._remove(names[number], found[names[number]])
         # An incomplete one that is newer than all may be on its way from elsewhere.
         for name, files in found.items():
-            if manifest.NAME not in files and _ours(files) and _number(name) < max(names, default=0):
+            is_old = _number(name) < max(names, default=0) and _number(name) not in due
+            if manifest.NAME not in files and _ours(files) and is_old:
                 self._remove(name, files)
         return going
 

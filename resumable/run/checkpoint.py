@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from ..errors import FormatTooNew, ResumableError, SaveFailed
+from ..errors import CannotRead, FormatTooNew, ResumableError, SaveFailed
 from ..files import disk, file_reader, large_files, safetensors_header
 from ..files.file_reader import Lane, Target
 from ..files.large_files import Content, Way, Written
@@ -48,6 +48,10 @@ def name(number: int, step: int) -> str:
     '000041-step-00012400'
     """
     return f"{number:06}-step-{step:08}"
+
+
+class IsElsewhere(CannotRead):
+    """A part of a checkpoint is needed that lies on another disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +96,18 @@ class Checkpoint:
         also = pin.file(file) if pin else None
         file_reader.scan(self.path, file, size, digest, targets, also=also)
 
+    def refuse_part(self) -> None:
+        """Raise IsElsewhere if some of its files lie on other disks."""
+        if self.about.elsewhere:
+            few = sorted(self.about.elsewhere)
+            more = f" and {len(few) - 1} more" if len(few) > 1 else ""
+            raise IsElsewhere(
+                f"of {self} only a part is on this disk: {few[0]}{more} of its files lie on those of other "
+                "nodes.",
+                fix=f"copy what other nodes have in {self.path.name} into {self.path}, or take all from the "
+                "remote: with remote= in the training, or `resumable pull`.",
+            )
+
     def look(self) -> dict[str, os.stat_result]:
         """Return the stat of each file; CheckpointDamaged if one is missing or has another size.
 
@@ -116,11 +132,13 @@ class Checkpoint:
 
     def begin_pin(self) -> Pin:
         """Return a pin that has been fed the manifest."""
+        self.refuse_part()
         pin = Pin()
         text = disk.read_small(self.path, manifest.NAME)
         pin.file(manifest.NAME).update(text)
         # The manifest may have been replaced since it was opened.
-        if manifest.to_json(_parsed(self.path, text)) != manifest.to_json(self.about):
+        there = _parsed(self.path, text)
+        if manifest.to_json(self.about) not in (manifest.to_json(there), manifest.to_json(there.whole())):
             raise disk.damaged(self.path, f"{manifest.NAME} has changed since it was opened")
         return pin
 
@@ -135,8 +153,14 @@ def _tell(told: Told, lane: Lane, at: int, piece: memoryview) -> None:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Return the checkpoint in a folder; only its manifest is verified."""
-    return Checkpoint(path, _parsed(path, disk.read_small(path, manifest.NAME)))
+    """Return the checkpoint in a folder; only its manifest is verified.
+
+    It is a whole one, too, if the files of other disks were copied into the folder.
+    """
+    about = _parsed(path, disk.read_small(path, manifest.NAME))
+    if about.elsewhere and all((path / file).exists() for file in about.elsewhere):
+        about = about.whole()
+    return Checkpoint(path, about)
 
 
 def _parsed(path: Path, text: bytes) -> Manifest:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ..boundary import Boundary
@@ -83,6 +83,14 @@ class Manifest:
     world_size: int = 1
     data_ranks: tuple[int, ...] = ()
     """The share of the data of each process; empty if each has its own."""
+    elsewhere: Mapping[str, FileRecord] = field(default_factory=dict)
+    """The files that lie on other disks, if this one has only a part of the checkpoint."""
+    is_first_part: bool = True
+    """Whether the files that all parts have count as those of this one."""
+
+    def whole(self) -> Manifest:
+        """Return the manifest that it has where all files are together."""
+        return replace(self, files={**self.files, **self.elsewhere}, elsewhere={}, is_first_part=True)
 
     def rank_for(self, rank: int, count: int, data_rank: int) -> int | None:
         """Return the rank whose own state one of `count` processes takes over; None if there is none.
@@ -123,11 +131,12 @@ def to_json(about: Manifest) -> bytes:
         "world_size": about.world_size,
         **({"data_ranks": [*about.data_ranks]} if about.data_ranks else {}),
         "files": {name: _file_out(file) for name, file in about.files.items()},
+        **(_elsewhere_out(about) if about.elsewhere else {}),
         "parts": dict(about.parts),
         "built": about.built,
         "environment": dict(about.environment),
     }
-    is_sharded = any(file.blocks for file in about.files.values())
+    is_sharded = any(file.blocks for file in (*about.files.values(), *about.elsewhere.values()))
     return seal(body, NEWEST if is_sharded else None)
 
 
@@ -135,6 +144,8 @@ def from_json(data: bytes) -> Manifest:
     """Parse a manifest; ValueError says what is wrong with it."""
     body = unseal(data)
     ranks = typed(list, body.pop("data_ranks", []))
+    elsewhere = typed(dict, body.pop("elsewhere", {}))
+    is_first_part = typed(bool, body.pop("is_first_part", True))
     missing, unknown = _KEYS - body.keys(), body.keys() - _KEYS
     if missing or unknown:
         raise ValueError(f"it lacks {sorted(missing)} and has {sorted(unknown)} beyond the format")
@@ -142,6 +153,8 @@ def from_json(data: bytes) -> Manifest:
     if ranks and len(ranks) != body["world_size"]:
         raise ValueError(f"it has {len(ranks)} data ranks of {body['world_size']!r:.50} processes")
     check_types(body["parts"], dict.fromkeys(body["parts"], dict))
+    if twice := elsewhere.keys() & body["files"].keys():
+        raise ValueError(f"it says of {min(twice)!r:.100} that it is here and elsewhere")
     parent, best = body["parent"], body["best"]
     return Manifest(
         number=_whole(body["number"]),
@@ -161,6 +174,8 @@ def from_json(data: bytes) -> Manifest:
         parts=body["parts"],
         built=body["built"],
         environment=body["environment"],
+        elsewhere={k: _file_in(k, v) for k, v in elsewhere.items()},
+        is_first_part=is_first_part,
     )
 
 
@@ -216,6 +231,11 @@ def _best_in(value: Json) -> Best:
     check_types(found, {"metric": str, "maximize": bool, "value": float})
     goal = Goal(found["metric"], found["maximize"])
     return Best(goal, found["value"], _whole(found["number"]), _whole(found["since"]))
+
+
+def _elsewhere_out(about: Manifest) -> dict[str, Json]:
+    files = {name: _file_out(file) for name, file in about.elsewhere.items()}
+    return {"elsewhere": files, "is_first_part": about.is_first_part}
 
 
 def _file_out(file: FileRecord) -> Json:

@@ -24,7 +24,7 @@ from ..errors import (
 )
 from . import checkpoint, manifest
 from .catalog import Catalog
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, IsElsewhere
 from .listing import number_of
 
 T = TypeVar("T")
@@ -150,10 +150,11 @@ class Choice(Generic[T]):
         try:
             found = self.catalog.open(number)
             return found, self.read(found)
-        except CheckpointDamaged as exc:
+        except (CheckpointDamaged, IsElsewhere) as exc:
             if not copies:
                 raise
-            warn(f"{exc.problem} It is taken from {copies}.")
+            if isinstance(exc, CheckpointDamaged):
+                warn(f"{exc.problem} It is taken from {copies}.")
         copies.pull(number)
         found = self.catalog.open(number)
         return found, self.read(found)

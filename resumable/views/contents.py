@@ -144,6 +144,7 @@ def stem_of(file: str) -> str:
 
 def read(found: Checkpoint) -> Contents:
     """Return what a checkpoint holds; of the files with tensors only the headers are read, unverified."""
+    found.refuse_part()
     trees: dict[str, Tree] = {}
     heads: dict[str, memoryview] = {}
     states: dict[str, Tree] = {}
@@ -179,7 +180,10 @@ def read(found: Checkpoint) -> Contents:
 
 
 def _joined(one: Tensor, other: Tensor) -> Tensor:
-    return one._replace(spans=one.spans + other.spans)
+    there = {(span.at, span.shape) for span in one.spans}
+    # Each disk of the processes that saved has what they need.
+    more = tuple(span for span in other.spans if (span.at, span.shape) not in there)
+    return one._replace(spans=one.spans + more)
 
 
 @contextlib.contextmanager

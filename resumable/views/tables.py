@@ -39,7 +39,10 @@ def _cells(row: Mapping[str, Any], some_share: bool) -> tuple[str, ...]:
         return (str(row["number"]), *[""] * (len(_HEAD) - 2), ", ".join(["damaged", *remote]))
     damaged = ["damaged"] if row["problem"] else []
     metrics = numbers(row["metrics"])
-    marks = ", ".join(damaged + [word for word in ("newest", "best", "abandoned") if row[word]] + remote)
+    part = ["a part"] if row["elsewhere"] else []
+    marks = ", ".join(
+        damaged + part + [word for word in ("newest", "best", "abandoned") if row[word]] + remote
+    )
     counts = (str(row[key]) for key in ("number", "epoch", "batch", "step"))
     own = bytes_of(row["own"]) if some_share else ""
     why = str(row["why"] or "")

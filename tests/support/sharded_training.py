@@ -106,7 +106,10 @@ def train(rank: int, kind: str, run_dir: Path, until: int, plan: Mapping[str, An
     if "torch" in plan:
         # Each share of the data draws for itself; the processes that share one draw the same.
         torch.manual_seed(100 + share[0])
-    state = RunState.load(run_dir, model=wrapped, optimizer=optimizer, loader=loader, keep=3, timeout=20)
+    given = {"keep": 3, "timeout": 20, **plan.get("load", {})}
+    if nodes := plan.get("nodes"):
+        run_dir, given["shared"] = of_node(run_dir, nodes[rank]), False
+    state = RunState.load(run_dir, model=wrapped, optimizer=optimizer, loader=loader, **given)
     begun, seen = whole(model, optimizer), []
     for epoch in state.epochs(plan.get("epochs", 100)):
         sampler.set_epoch(epoch)
@@ -139,6 +142,11 @@ def train(rank: int, kind: str, run_dir: Path, until: int, plan: Mapping[str, An
     }
     state.close()
     return found
+
+
+def of_node(run_dir: Path, node: int) -> Path:
+    """Return the run directory on the disk of a node."""
+    return run_dir.parent / f"node{node}" / run_dir.name
 
 
 @torch.no_grad()

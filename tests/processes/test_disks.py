@@ -1,0 +1,181 @@
+"""Sharded trainings on nodes that share no disk: each keeps what its processes need, the remote all."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sharded_training import Net, differing, of_node, run, values
+
+from resumable import CannotRead, Run, load_weights
+from resumable.cli.app import main
+from resumable.files import codec
+from resumable.remote.pull import pull
+from resumable.remote.run_copy import Remote
+from resumable.remote.storage import Store
+from resumable.run.checkpoint import Checkpoint
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without processes")
+_NODES = [
+    ("fsdp-2", [0, 1]),
+    ("hsdp", [0, 0, 1, 1]),
+    ("fsdp-3", [0, 1, 1]),
+    ("tp", [0, 1]),
+    ("fsdp-tp", [0, 0, 1, 1]),
+    ("hsdp", [0, 1, 2, 3]),
+    ("fsdp-tp", [0, 1, 1, 0]),
+    ("fsdp-tp-3", [0, 1, 2, 0, 1, 2]),
+]
+_CASES = [pytest.param(*one, marks=[] if one in _NODES[:2] else pytest.mark.heavy) for one in _NODES]
+
+
+def newest(run_dir: Path) -> Checkpoint:
+    """Return the newest checkpoint of a run."""
+    run = Run(str(run_dir))
+    return run.open(run.numbers()[-1])
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    """Return the weights of a run's newest checkpoint."""
+    model = Net()
+    load_weights(model, path)
+    return model.state_dict()
+
+
+def shards(folder: Path, node: int) -> set[str]:
+    """Return the names of the newest checkpoint's files of boxes on a node."""
+    about = newest(of_node(folder, node)).about
+    return {file for file in about.files if codec.shard_of(file) is not None}
+
+
+@pytest.mark.proves("exact")
+@pytest.mark.parametrize(("kind", "nodes"), _CASES)
+def test_each_node_resumes_from_its_own_disk(tmp_path: Path, kind: str, nodes: list[int]) -> None:
+    whole = values(run(kind, tmp_path / "whole", 7, tmp_path, nodes=nodes))
+
+    for seed, step in enumerate((2, 5, 6)):
+        run(kind, tmp_path / "exp", 7, tmp_path, nodes=nodes, seed=seed, dies=step)
+    ended = values(run(kind, tmp_path / "exp", 7, tmp_path, nodes=nodes, seed=4))
+
+    for now, then in zip(ended, whole, strict=True):
+        assert differing(now["ended"], then["ended"]) == []
+        assert differing(now["own"], then["own"]) == []
+        assert now["drawn"].tobytes() == then["drawn"].tobytes()
+
+
+def test_a_disk_has_what_its_processes_need_and_replicas_are_whole(tmp_path: Path) -> None:
+    run("fsdp-2", tmp_path / "exp", 2, tmp_path, nodes=[0, 1])
+    run("hsdp", tmp_path / "replicas", 2, tmp_path, nodes=[0, 0, 1, 1])
+    run("hsdp", tmp_path / "pairs", 2, tmp_path, nodes=[0, 1, 2, 3])
+
+    assert not shards(tmp_path / "exp", 0) & shards(tmp_path / "exp", 1)
+    one, other = (weights(of_node(tmp_path / "replicas", node)) for node in (0, 1))
+    assert all(torch.equal(other[name], tensor) for name, tensor in one.items())
+    # Nodes 0 and 1 have one replica, nodes 2 and 3 the other.
+    for node in range(4):
+        about = newest(of_node(tmp_path / "pairs", node)).about
+        assert {codec.shard_of(file) for file in about.elsewhere} == {node ^ 1}
+        assert about.is_first_part is (node % 2 == 0)
+
+
+def test_a_part_says_what_is_missing_and_is_whole_when_all_is_copied_together(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    saved = values(run("fsdp-2", tmp_path / "exp", 4, tmp_path, nodes=[0, 1]))
+    runs = [of_node(tmp_path / "exp", node) for node in (0, 1)]
+
+    for own in runs:
+        assert main(["verify", str(own)]) == 0
+        assert "3 files on other disks" in capfd.readouterr().out
+        assert main(["ls", str(own)]) == 0
+        assert "a part" in capfd.readouterr().out
+        for command in (["show"], ["export", "-o", str(tmp_path / "x.safetensors")]):
+            assert main([command[0], str(own), *command[1:]]) == 1
+            assert "2 more of its files lie on those of other nodes" in capfd.readouterr().err
+        with pytest.raises(CannotRead, match="only a part is on this disk"):
+            weights(own)
+        with pytest.raises(CannotRead, match="only a part is on this disk"):
+            newest(own).pin()
+    (alone,) = run("plain", runs[0], 6, tmp_path)
+    assert isinstance(alone.error, CannotRead)
+    assert "resumable pull" in str(alone.error)
+
+    there = newest(runs[1]).path
+    shutil.copytree(there, newest(runs[0]).path, dirs_exist_ok=True, ignore=lambda *_: ["manifest.json"])
+    assert main(["verify", str(runs[0])]) == 0
+    assert "other disks" not in capfd.readouterr().out
+    for one in values(run("fsdp-tp", runs[0], 4, tmp_path)):
+        assert differing(one["begun"], saved[0]["ended"]) == []
+
+
+def test_nodes_that_have_changed_their_places_are_told(tmp_path: Path) -> None:
+    values(run("fsdp-2", tmp_path / "exp", 2, tmp_path, nodes=[0, 1]))
+
+    for one in run("fsdp-2", tmp_path / "exp", 4, tmp_path, nodes=[1, 0]):
+        assert isinstance(one.error, CannotRead)
+        assert "only a part is on this disk" in str(one.error)
+    values(run("fsdp-2", tmp_path / "exp", 4, tmp_path, nodes=[0, 1]))
+
+
+def _with_remote(folder: Path, push: str) -> dict[str, Any]:
+    return {"load": {"remote": f"file://{folder / 'bucket'}", "push": push}}
+
+
+@pytest.mark.proves("local first")
+@pytest.mark.parametrize("push", ["newest", pytest.param("all", marks=pytest.mark.heavy)])
+def test_each_node_pushes_its_own_and_a_lost_node_is_replaced(tmp_path: Path, push: str) -> None:
+    plan = {"nodes": [0, 1], **_with_remote(tmp_path, push)}
+    whole = values(run("fsdp-2", tmp_path / "whole", 7, tmp_path))
+    saved = values(run("fsdp-2", tmp_path / "exp", 4, tmp_path, **plan))
+
+    there = tmp_path / "bucket" / "checkpoints"
+    if push == "all":
+        # One for each save, and one at the end.
+        assert len([*there.iterdir()]) == 3
+    assert main(["pull", str(tmp_path / "pulled"), f"file://{tmp_path / 'bucket'}"]) == 0
+    assert main(["verify", str(tmp_path / "pulled")]) == 0
+    for one in values(run("fsdp-tp", tmp_path / "pulled", 4, tmp_path)):
+        assert differing(one["begun"], saved[0]["ended"]) == []
+
+    shutil.rmtree(tmp_path / "node1")
+    ended = values(run("fsdp-2", tmp_path / "exp", 7, tmp_path, seed=1, **plan))
+    for now, then in zip(ended, whole, strict=True):
+        assert differing(now["own"], then["own"]) == []
+
+
+@pytest.mark.heavy
+def test_what_a_kill_has_left_in_the_remote_is_complete_or_not_to_be_seen(tmp_path: Path) -> None:
+    plan = {"nodes": [0, 1], "every": 1, **_with_remote(tmp_path, "all")}
+    whole = values(run("fsdp-2", tmp_path / "whole", 9, tmp_path))
+
+    for seed, step in enumerate((2, 4, 6, 8)):
+        run("fsdp-2", tmp_path / "exp", 9, tmp_path, seed=seed, dies=step, **plan)
+        there = Remote(Store(f"file://{tmp_path / 'bucket'}"))
+        for number, name in there.numbers().items():
+            pulled = Run(str(tmp_path / f"pulled{step}-{number}"))
+            pulled.acquire()
+            pull(there, name, pulled, lambda size: None).verify()
+            assert weights(pulled.path)
+            pulled.release()
+    ended = values(run("fsdp-2", tmp_path / "exp", 9, tmp_path, seed=9, **plan))
+
+    for now, then in zip(ended, whole, strict=True):
+        assert differing(now["own"], then["own"]) == []
+    assert max(there.numbers()) == newest(of_node(tmp_path / "exp", 0)).about.number
+
+
+def test_what_other_nodes_have_not_pushed_is_told_at_the_end(tmp_path: Path) -> None:
+    run("fsdp-2", tmp_path / "exp", 4, tmp_path, nodes=[0, 1])
+    url = f"file://{tmp_path / 'bucket'}"
+
+    assert main(["push", str(of_node(tmp_path / "exp", 1)), url]) == 6
+    assert main(["push", str(of_node(tmp_path / "exp", 0)), url]) == 6
+    assert Remote(Store(url)).numbers() == {}
+    assert main(["push", str(of_node(tmp_path / "exp", 1)), url]) == 0
+    assert Remote(Store(url)).numbers() == {}
+    assert not (tmp_path / "bucket" / "newest.json").exists()
+    assert main(["push", str(of_node(tmp_path / "exp", 0)), url]) == 0
+    assert Remote(Store(url)).numbers() == {3: "000003-step-00000004"}
