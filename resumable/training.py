@@ -116,9 +116,9 @@ class Training:
         disk = Disk(crew.disk, crew.on_disk) if crew.disks > 1 else None
         saves_all = crew.saves_all or self.checks_replicas
         self.parts.join(saves_all=saves_all, deal=crew.ranks.deal, disk=disk)
-        crew.note_set(self.parts.sharding.disks)
         if self.parts.is_divided:
-            self.crew.ranks.each("the samplers", self._refuse_other_shares)
+            crew.note_set(self.parts.sharding.disks)
+            crew.ranks.each("the samplers", self._refuse_other_shares)
 
     def _refuse_other_shares(self) -> None:
         """Raise UsageError for a sampler that deals out the data to others than the model is made for."""

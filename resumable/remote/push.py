@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ..errors import CannotRead, RemoteError
-from ..files import codec, disk
+from ..files import disk
 from ..files.threads import in_daemons
 from ..run import history, manifest
 from ..run.checkpoint import Checkpoint
@@ -64,7 +64,7 @@ def _push_of(remote: Remote, found: Checkpoint, commits: bool | None) -> _Push:
 
 
 def _shards(about: Manifest) -> dict[str, FileRecord]:
-    return {file: record for file, record in about.files.items() if codec.shard_of(file) is not None}
+    return {file: record for file, record in about.files.items() if record.blocks}
 
 
 def _holds_shards(there: Manifest, here: Manifest) -> bool:

@@ -38,7 +38,7 @@ def test_the_whole_shape_of_a_sharded_tensor_is_in_the_json() -> None:
     again = codec.encode({"model": tree}, memo=memo)
 
     assert first.json["model"] == {
-        "sharded": {"$tensor": ["model.sharded", {"shape": [4, 3]}]},
+        "sharded": {"$tensor": ["model.sharded", {"shape": [4, 3], "elements": "float32"}]},
         "plain": {"$tensor": "model.plain"},
     }
     assert first.json == again.json
@@ -57,6 +57,9 @@ def test_a_tensor_of_another_shape_than_the_whole_is_refused() -> None:
     tree = {"one": {"$tensor": ["one", {"shape": [4, 3]}]}}
 
     assert codec.decode(tree, {"one": torch.zeros(4, 3)})["one"].shape == (4, 3)
+    other = {"one": {"$tensor": ["one", {"shape": [4, 3], "elements": "int8"}]}}
+    with pytest.raises(ValueError, match="should be of 'int8'"):
+        codec.decode(other, {"one": torch.zeros(4, 3)})
     with pytest.raises(ValueError, match="should have"):
         codec.decode(tree, {"one": torch.zeros(2, 3)})
 

@@ -149,6 +149,41 @@ def test_a_pipeline_that_is_killed_three_times_ends_with_the_same_bits(tmp_path:
         assert now["rate"] == then["rate"]
 
 
+@pytest.mark.parametrize(
+    ("size", "nodes"),
+    [
+        (2, [0, 1]),
+        pytest.param(4, [0, 0, 1, 1], marks=pytest.mark.heavy),
+        pytest.param(4, [0, 1, 0, 1], marks=pytest.mark.heavy),
+    ],
+)
+def test_each_node_keeps_its_stages_on_its_own_disk(tmp_path: Path, size: int, nodes: list[int]) -> None:
+    def train(name: str, *args: Any) -> Any:
+        env = [{"RESUMABLE_RUN_DIR": str(tmp_path / f"{name}{node}")} for node in nodes]
+        return gloo.run(size, _train_apart, "", size, *args, folder=tmp_path, env=env)
+
+    never = values(_run(tmp_path, "whole", size, 8))
+    for seed, until in enumerate((2, 5)):
+        train("exp", until, seed, True)
+    ended = values(train("exp", 8, 3, False))
+
+    for now, then in zip(ended, never, strict=True):
+        assert differing(now["own"], then["own"]) == []
+        assert now["drawn"] == then["drawn"]
+        assert now["rate"] == then["rate"]
+    one, other = (Run(str(tmp_path / f"exp{node}")) for node in (0, 1))
+    assert all(one.open(number).about.elsewhere for number in one.numbers())
+    # All trees are on each disk, and the tensors where they are copied together.
+    shutil.copytree(other.folder, one.folder, dirs_exist_ok=True, ignore=lambda *_: ["manifest.json"])
+    first, last = _alone(one.path, First, Last)
+    for (stage, optimizer), then in zip((first, last), (ended[0], ended[-1]), strict=True):
+        assert differing(whole(stage, optimizer), then["ended"]) == []
+
+
+def _train_apart(rank: int, *args: Any) -> Any:
+    return _train(rank, *args, shared=False)
+
+
 @pytest.fixture(scope="module")
 def exp(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
     """A run of a pipeline of two processes, and what they held at its end."""
@@ -278,8 +313,6 @@ def _refused(rank: int, run_dir: Path, what: str) -> str:
         given["optimizer"] = optimizer
     elif what == "a forgotten scheduler" and rank < 2:
         given["scheduler"] = {name: torch.optim.lr_scheduler.StepLR(optimizer, 2)}
-    elif what == "disks":
-        run_dir, options["shared"] = run_dir / str(rank), False
     with pytest.raises((RanksDiffer, Unsupported)) as caught:
         RunState.load(run_dir, **given, **options)
     return str(caught.value)
@@ -291,7 +324,6 @@ def _refused(rank: int, run_dir: Path, what: str) -> str:
         ("one name", "what model holds is .* on rank 0 and .* on rank 1(.|\n)*names of their own"),
         ("one optimizer", "what optimizer holds is .* on rank 0 and .* on rank 1"),
         ("a forgotten scheduler", "the part scheduler.stage0 is 'StepLR' on rank 0 and None on rank 2"),
-        ("disks", "each process holds only a part of the model"),
     ],
 )
 def test_processes_that_do_not_agree_on_their_stages_are_refused(
@@ -344,8 +376,8 @@ def test_parts_differ_only_between_stages() -> None:
 
 def test_the_share_of_the_data_is_that_in_a_stage() -> None:
     def shares(*told: tuple[str, list[Any]]) -> tuple[list[Any], list[int]]:
-        answers = sharding.decided([[[], None, peers, stage, {}] for stage, peers in told])
-        return [share for _, share, _, _ in answers], answers[0][2]
+        answers = sharding.decided([[[], None, peers, stage, {}, 0] for stage, peers in told])
+        return [share for _, share, *_ in answers], answers[0][2]
 
     first, second = [0, "a", 2], [2, "b", 2]
     stages = [("one", []), ("one", []), ("two", []), ("two", [])]

@@ -345,11 +345,20 @@ def test_a_damaged_checkpoint_is_replaced(run: Run, remote: Remote) -> None:
 def test_a_damaged_checkpoint_stays_where_the_remote_has_nothing_better(run: Run, remote: Remote) -> None:
     here = commit(run, 1, CONTENTS)
     (here.path / "state.json").write_bytes(spoilt(b"state"))
-    remote.store.write(f"checkpoints/{NAME}/model.safetensors", spoilt(CONTENTS["model.safetensors"]))
+    remote.store.write(f"checkpoints/{NAME}/state.json", spoilt(CONTENTS["state.json"]))
     with pytest.raises(CheckpointDamaged, match="has the digest"):
         pull.pull(remote, NAME, run, nowhere)
     assert (here.path / "state.json").read_bytes() == spoilt(b"state")
     assert run.numbers() == [1]
+
+
+def test_what_is_intact_here_is_not_fetched(run: Run, remote: Remote) -> None:
+    here = commit(run, 1, CONTENTS)
+    (here.path / "state.json").write_bytes(spoilt(b"state"))
+    remote.store.write(f"checkpoints/{NAME}/model.safetensors", spoilt(CONTENTS["model.safetensors"]))
+
+    assert is_as_it_was(pull.pull(remote, NAME, run, nowhere))
+    run.open(1).verify()
 
 
 def test_a_run_is_the_one_of_the_remote_unless_it_is_that_already(run: Run) -> None:
