@@ -242,6 +242,16 @@ def test_the_generators_of_another_packages_devices_come_back(monkeypatch: pytes
         assert [torch.rand(2, generator=generator).tolist() for generator in generators] == expected
 
 
+def test_generators_are_read_where_torch_says_that_there_is_no_accelerator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def none() -> None:
+        raise RuntimeError("Cannot access accelerator device when none is available.")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", none)
+    assert rng.read_devices() == {}
+
+
 def test_a_device_that_is_not_used_yet_is_not_asked(
     devices: list[torch.Generator], monkeypatch: pytest.MonkeyPatch
 ) -> None:

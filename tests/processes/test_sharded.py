@@ -153,7 +153,7 @@ def _saves_odd(rank: int, run_dir: Path, size: int, seed: int) -> dict[str, byte
     model = _odd(size)
     with RunState.load(run_dir, model=model) as state:
         state.save().wait()
-    wholes = {name: sharded_training._gathered(one) for name, one in model.state_dict().items()}
+    wholes = {name: sharded_training.gathered(one) for name, one in model.state_dict().items()}
     return {name: bytes(tensor_file.as_bytes(one)) for name, one in wholes.items()}
 
 
@@ -686,7 +686,7 @@ def _with_dcp(rank: int, folder: Path) -> dict[str, Any]:
     }
     reader = dcp.HuggingFaceStorageReader(str(folder))  # type: ignore[no-untyped-call]
     dcp.load(state, storage_reader=reader)
-    return {name: sharded_training._gathered(value).numpy() for name, value in state.items()}
+    return {name: sharded_training.gathered(value).numpy() for name, value in state.items()}
 
 
 @pytest.mark.heavy
@@ -739,7 +739,7 @@ def _saves_gpt(rank: int, run_dir: Path) -> dict[str, Any]:
     model, _ = _gpt("fsdp")
     with RunState.load(run_dir, model=model) as state:
         state.save().wait()
-    return {name: sharded_training._gathered(one).numpy() for name, one in model.state_dict().items()}
+    return {name: sharded_training.gathered(one).numpy() for name, one in model.state_dict().items()}
 
 
 @pytest.mark.heavy
@@ -816,7 +816,7 @@ def _larger(rank: int, run_dir: Path, size: int, seed: int) -> Any:
     large_files.BLOCK = 4096
     with RunState.load(run_dir, model=model) as state:
         state.save().wait()
-    return sharded_training._gathered(model.weight.data).numpy().tobytes()
+    return sharded_training.gathered(model.weight.data).numpy().tobytes()
 
 
 def test_a_process_reads_and_verifies_the_blocks_that_it_needs(tmp_path: Path) -> None:

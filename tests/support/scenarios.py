@@ -246,7 +246,15 @@ def pulled_after_a_kill(script: Script) -> Iterator[None]:
 
 def by_two(script: Script) -> Iterator[None]:
     gloo.join(script.rank, 2, script.source.with_name("port"))
-    training, state = script.load()
+    yield from _saves_of_two(script, *script.load())
+
+
+def in_shards(script: Script) -> Iterator[None]:
+    gloo.join(script.rank, 2, script.source.with_name("port"))
+    yield from _saves_of_two(script, *script.load(sharded=True))
+
+
+def _saves_of_two(script: Script, training: Training, state: RunState) -> Iterator[None]:
     script.save(training, state, 3.0)
     yield
     with state:
@@ -328,10 +336,10 @@ SLOW = "pwrite64,pwritev,pwritev2,write,fsync:delay_enter=15ms"
 OPENS = "openat:delay_enter=5ms"
 
 
-def two(*delays: str, write: str) -> Scenario:
+def two(*delays: str, write: str = "one", program: Program = by_two) -> Scenario:
     """Return a save by two processes, one of which may be held up at each of some calls."""
-    small = {**LINKS, "BLOCK": 512}
-    return Scenario(by_two, {"write": write, "timeout": 30}, blocks=small, delays=delays, warns="has changed")
+    small, options = {**LINKS, "BLOCK": 512}, {"write": write, "timeout": 30}
+    return Scenario(program, options, blocks=small, delays=delays, warns="has changed")
 
 
 ALL: dict[str, Scenario] = {
@@ -357,4 +365,7 @@ ALL: dict[str, Scenario] = {
     "two-one-is-slow": two("", SLOW, write="all"),
     "two-first-is-slow": two(SLOW, "", write="all"),
     "two-late": two("", OPENS, write="one"),
+    "shards": two("", "", program=in_shards),
+    "shards-one-is-slow": two("", SLOW, program=in_shards),
+    "shards-first-is-slow": two(SLOW, "", program=in_shards),
 }

@@ -80,7 +80,8 @@ def shard(model: nn.Module, kind: str, **options: Any) -> tuple[int, int]:
             if kind == "hsdp"
             else mesh["dp"]
         )
-        fully_shard(model.up, mesh=over, **options)
+        if isinstance(model, Net):
+            fully_shard(model.up, mesh=over, **options)
         fully_shard(model, mesh=over, **options)
     found = mesh["dp"]
     return found.get_local_rank(), found.size()
@@ -159,7 +160,7 @@ def evaluate(model: nn.Module, batch: Tensor) -> None:
 
 def whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return all tensors as a whole."""
-    return _tensors(model, optimizer, _gathered)
+    return _tensors(model, optimizer, gathered)
 
 
 def local(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -167,7 +168,8 @@ def local(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return _tensors(model, optimizer, sharded_tensor.local)
 
 
-def _gathered(tensor: Any) -> Tensor:
+def gathered(tensor: Any) -> Tensor:
+    """Return the whole of a tensor that is sharded."""
     if not sharded_tensor.is_sharded(tensor):
         return tensor  # type: ignore[no-any-return]
     found = tensor.full_tensor()

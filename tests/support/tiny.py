@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import compare
 import torch
+from sharded_training import gathered, shard
 
 from resumable import Run, RunState
 
@@ -48,14 +49,16 @@ class Training(NamedTuple):
 
     def digest(self) -> bytes:
         momenta = [state["momentum_buffer"] for state in self.optimizer.state.values()]
-        tensors = [*self.model.state_dict().values(), *momenta, torch.get_rng_state()]
+        tensors = [*map(gathered, [*self.model.state_dict().values(), *momenta]), torch.get_rng_state()]
         return b"".join(t.numpy().tobytes() for t in tensors) + repr(self.seen).encode()
 
 
-def fresh() -> Training:
-    """Return the training as every start of its script makes it."""
+def fresh(*, sharded: bool = False) -> Training:
+    """Return the training as every start of its script makes it; all processes train on the same data."""
     torch.manual_seed(0)
     model = Model()
+    if sharded:
+        shard(model, f"fsdp-{torch.distributed.get_world_size()}")
     return Training(model, torch.optim.SGD(model.head.parameters(), lr=0.01, momentum=0.9), [])
 
 
@@ -72,9 +75,9 @@ def uninterrupted() -> list[bytes]:
     return digests
 
 
-def load(run_dir: Path | str, **options: Any) -> tuple[Training, RunState]:
+def load(run_dir: Path | str, *, sharded: bool = False, **options: Any) -> tuple[Training, RunState]:
     """Start the script: fresh, or from what is there, up to where its loop begins."""
-    training = fresh()
+    training = fresh(sharded=sharded)
     state = RunState.load(run_dir, **training.parts(), **{"minimize": "loss", "keep": 1, **options})
     state._position.streams.put_back()
     return training, state

@@ -186,7 +186,11 @@ def _python_in(state: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def _other_backend() -> str | None:
     """Return the kind of device that another package has registered with torch, such as "npu"."""
-    accelerator = torch.accelerator.current_accelerator()
+    try:
+        accelerator = torch.accelerator.current_accelerator()
+    except RuntimeError:
+        # In torch 2.6, where there is none.
+        return None
     is_other = accelerator is not None and accelerator.type not in _BACKENDS
     return accelerator.type if accelerator and is_other and hasattr(torch, accelerator.type) else None
 

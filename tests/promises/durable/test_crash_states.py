@@ -24,6 +24,8 @@ Look = Callable[[str, int, int], int]
 FEW = ("again", "back")
 """What there are hardly more than 300 states of; together there are more than 10,000."""
 
+NIGHTLY = ("two-first-is-slow", "two-late", "shards-first-is-slow")
+
 
 @pytest.fixture
 def look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tally: Tally) -> Iterator[Look]:
@@ -51,10 +53,7 @@ def look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tally: Tally) -> Itera
 @pytest.mark.heavy
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[pytest.mark.nightly] if name in ("two-first-is-slow", "two-late") else [])
-        for name in scenarios.ALL
-    ],
+    [pytest.param(name, marks=[pytest.mark.nightly] if name in NIGHTLY else []) for name in scenarios.ALL],
 )
 def test_no_power_cut_takes_back_what_was_promised(look: Look, nightly: bool, name: str) -> None:
     most, each = (20_000, 60) if nightly else (450, 15)
