@@ -125,7 +125,7 @@ class RunState:
             per_rank: Names in `extra` that differ by process.
             timeout: How many seconds a process waits for another.
             elastic: Whether the number of processes may change.
-            shared: Whether all processes see the same disk.
+            shared: Whether all processes see the same disk; if not, each node keeps a copy, or its shards.
             write: Whether "one" process or "all" write what all processes have.
             check_replicas: Whether each save compares the replicas.
             trace: A file that gets a line at each boundary, for `resumable diff --trace`.

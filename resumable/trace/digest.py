@@ -105,7 +105,7 @@ def _finished(pieces: Sequence[Any]) -> str | Late:
 
 def sample(tensor: Tensor, most: int | None) -> Tensor:
     """Return at most `most` elements of a tensor, evenly spread over it, or all of them."""
-    live = tensor.detach()
+    live = sharded_tensor.local(tensor).detach()
     if most is None or live.numel() <= most or _is_strange(live):
         return live
     # Not reshape: it would first copy the whole tensor, and an expanded one can be larger than the memory.

@@ -647,11 +647,12 @@ def test_a_script_that_does_not_leave_is_ended_and_reported_as_such(
 
 OF_TWO = """
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
 dist.init_process_group("gloo")
-model = DistributedDataParallel(model)
+model = {wrapped}
 noise = torch.Generator().manual_seed(dist.get_rank())
 sampler = DistributedSampler(loader.dataset, seed=3)
 loader = DataLoader(loader.dataset, batch_size=1, sampler=sampler)
@@ -670,13 +671,14 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("wrapped", ["DistributedDataParallel(model)", "fully_shard(model)"])
 @pytest.mark.parametrize(("extra", "is_exact"), [('{"noise": noise}', True), ("{}", False)])
 def test_a_training_of_two_ranks_is_audited_as_torchrun_starts_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extra: str, is_exact: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extra: str, is_exact: bool, wrapped: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     begin = SCRIPT.partition("\ndef main")[0]
-    (tmp_path / "train.py").write_text(begin + OF_TWO.replace("{extra}", extra))
+    (tmp_path / "train.py").write_text(begin + OF_TWO.replace("{extra}", extra).replace("{wrapped}", wrapped))
     found = audit.audit([*TORCHRUN, "--nproc-per-node=2", str(tmp_path / "train.py")], steps=6)
 
     assert found.is_exact is is_exact, verdicts.headline(found)

@@ -37,6 +37,7 @@ from resumable.files.sharded_tensor import local
 from resumable.parts.models import ModulePart
 from resumable.run import manifest
 from resumable.run.checkpoint import Checkpoint
+from resumable.trace import digest
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without processes")
 SHARDED = [kind for kind in MESHES if kind not in ("plain", "ddp")]
@@ -801,6 +802,19 @@ def test_a_process_that_is_killed_in_a_save_leaves_the_one_before(
     found[0].verify()
     model, _ = _alone(tmp_path / "exp")
     assert torch.equal(model.scale, torch.ones(1))
+
+
+def _sampled(rank: int) -> bool:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    whole = torch.arange(4096.0)
+    made = distribute_tensor(whole, init_device_mesh("cpu", (2,)), [Shard(0)])
+    return torch.equal(digest.sample(made, 16), digest.sample(whole.chunk(2)[rank], 16))
+
+
+def test_a_trace_and_an_audit_sample_what_is_here_of_a_sharded_tensor(tmp_path: Path) -> None:
+    assert values(gloo.run(2, _sampled, folder=tmp_path)) == [True, True]
 
 
 def _larger(rank: int, run_dir: Path, size: int, seed: int) -> Any:
