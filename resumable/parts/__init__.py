@@ -12,5 +12,6 @@ __all__ = [
     "parts",
     "reading",
     "restore",
+    "sharding",
     "watch",
 ]

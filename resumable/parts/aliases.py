@@ -7,6 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -188,8 +189,14 @@ def _has_other_owner(value: Any) -> bool:
     """Whether a tensor was written to and is a view of one that the script still holds."""
     if not isinstance(value, torch.Tensor) or value._base is None:
         return False
-    # The two references are the view and the argument of getrefcount.
-    return _is_written(value) and sys.getrefcount(value._base) > 2
+    return _is_written(value) and sys.getrefcount(value._base) > _references_of_a_view()
+
+
+@lru_cache
+def _references_of_a_view() -> int:
+    """Return how many references a tensor has that only a view keeps alive: versions of torch differ."""
+    view = torch.zeros(2)[:1]
+    return sys.getrefcount(view._base)
 
 
 class Aliases:

@@ -252,6 +252,16 @@ def test_generators_are_read_where_torch_says_that_there_is_no_accelerator(
     assert rng.read_devices() == {}
 
 
+def test_generators_are_read_where_torch_cannot_tell_its_default_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def unknown() -> None:
+        raise AttributeError("'NoneType' object has no attribute 'device'")
+
+    monkeypatch.setattr(torch, "get_default_device", unknown)
+    assert rng.collect(devices=False).keys() == {"python", "numpy", "torch"}
+
+
 def test_a_device_that_is_not_used_yet_is_not_asked(
     devices: list[torch.Generator], monkeypatch: pytest.MonkeyPatch
 ) -> None:

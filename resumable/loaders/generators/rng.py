@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +33,7 @@ def collect(devices: bool = True) -> dict[str, Any]:
         "numpy": np.random.get_state(legacy=False),
         "torch": torch.get_rng_state(),
     }
-    if devices or torch.get_default_device().type != "cpu":
+    if devices or _default_device() != "cpu":
         found |= read_devices()
     return found
 
@@ -182,6 +183,13 @@ def _python_out(state: tuple[Any, ...]) -> dict[str, Any]:
 
 def _python_in(state: Mapping[str, Any]) -> tuple[Any, ...]:
     return state["version"], tuple(state["words"].tolist()), state["gauss"]
+
+
+def _default_device() -> str:
+    # torch 2.6 cannot tell after set_default_device(None), with which it is the CPU again.
+    with contextlib.suppress(AttributeError):
+        return torch.get_default_device().type
+    return "cpu"
 
 
 def _other_backend() -> str | None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator
 from multiprocessing import resource_tracker, util
 from typing import Any, Protocol
 
+from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import (
     _BaseDataLoaderIter,
@@ -272,6 +273,8 @@ class Workers(_MultiProcessingDataLoaderIter):
         self._is_draining = self._has_ended = False
         self._process = os.getpid()
         self._given: defaultdict[int, deque[int]] = defaultdict(deque)
+        self._failed_by: dict[int, int] = {}
+        """The workers of errors that are to be handed out: older versions of torch do not tell."""
         super().__init__(view)
 
     def end(self) -> None:
@@ -330,6 +333,8 @@ class Workers(_MultiProcessingDataLoaderIter):
         number, data = super()._get_data()  # type: ignore[no-untyped-call]
         if self._is_draining:
             self._report_lost(data)
+        if isinstance(data, ExceptionWrapper) and number in self._task_info:
+            self._failed_by[id(data)] = self._task_info[number][0]
         return number, data
 
     def _try_put_index(self) -> None:
@@ -348,7 +353,7 @@ class Workers(_MultiProcessingDataLoaderIter):
     def _process_data(self, data: Any, *worker: int) -> Any:
         is_error = not isinstance(data, (tuple, list))
         stamp = None if is_error else data[1]
-        by = stamp[0] if stamp else worker[0] if worker else None
+        by = stamp[0] if stamp else self._failed_by.pop(id(data), None)
         number = self._given[by].popleft() if by is not None else None
         self._observer.came_out(stamp, number, by)
         return super()._process_data(data if is_error else data[0], *worker)  # type: ignore[no-untyped-call]
