@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
@@ -130,9 +131,10 @@ def _warn_of(optimizer: Any, what: str) -> None:
 
 def _schedulers(optimizer: Any) -> list[LRScheduler]:
     """Return the schedulers of an optimizer that have made a step."""
-    holders = gc.get_referrers(optimizer)
+    # Without frames: this one would be kept alive by what it is given, and the optimizer with it.
+    holders = [one for one in gc.get_referrers(optimizer) if type(one) is not FrameType]
     for attributes in [one for one in holders if type(one) is dict and "optimizer" in one]:
-        holders += gc.get_referrers(attributes)
+        holders += [one for one in gc.get_referrers(attributes) if type(one) is not FrameType]
     schedulers = [one for one in holders if isinstance(one, LRScheduler) and one.optimizer is optimizer]
     return [one for one in schedulers if one.last_epoch > 0]
 

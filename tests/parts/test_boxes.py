@@ -11,6 +11,7 @@ from typing import Any
 import gloo
 import pytest
 import torch
+from sharded_training import CAN_SHARD, WHY_NOT
 from torch import Tensor, nn
 
 from resumable import Unsupported
@@ -73,6 +74,7 @@ def _try_many(rank: int, size: int, seeds: range) -> tuple[list[str], Counter[st
     return bad, kinds
 
 
+@pytest.mark.skipif(not CAN_SHARD, reason=WHY_NOT)
 @pytest.mark.parametrize("size", MESHES)
 def test_random_placements_are_described_as_torch_makes_them(size: int, tmp_path: Path, tally: Tally) -> None:
     seeds = range(1000 * size, 1000 * size + 300)
@@ -102,6 +104,7 @@ def _fully_sharded(rank: int, rows: int) -> bool:
     return wrong
 
 
+@pytest.mark.skipif(not CAN_SHARD, reason=WHY_NOT)
 @pytest.mark.parametrize("rows", [1, 7, 10, 13, 16])
 def test_fsdp_over_tensor_parallelism_is_described_as_torch_makes_it(rows: int, tmp_path: Path) -> None:
     ended = gloo.run(4, _fully_sharded, rows, folder=tmp_path)

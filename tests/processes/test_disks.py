@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sharded_training
 import torch
 from sharded_training import Net, differing, of_node, run, values
 
@@ -18,7 +19,7 @@ from resumable.remote.run_copy import Remote
 from resumable.remote.storage import Store
 from resumable.run.checkpoint import Checkpoint
 
-pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without processes")
+pytestmark = pytest.mark.skipif(not sharded_training.CAN_SHARD, reason=sharded_training.WHY_NOT)
 _NODES = [
     ("fsdp-2", [0, 1]),
     ("hsdp", [0, 0, 1, 1]),

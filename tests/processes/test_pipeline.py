@@ -16,6 +16,7 @@ import format_reader
 import gloo
 import pytest
 import safetensors.torch
+import sharded_training
 import torch
 from sharded_training import differing, local, values, whole
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ from resumable.cli.app import main
 from resumable.parts import sharding
 from resumable.processes import stages
 
-pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without processes")
+pytestmark = pytest.mark.skipif(not sharded_training.CAN_SHARD, reason=sharded_training.WHY_NOT)
 
 
 class First(nn.Module):

@@ -39,7 +39,7 @@ from resumable.run import manifest
 from resumable.run.checkpoint import Checkpoint
 from resumable.trace import digest
 
-pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without processes")
+pytestmark = pytest.mark.skipif(not sharded_training.CAN_SHARD, reason=sharded_training.WHY_NOT)
 SHARDED = [kind for kind in MESHES if kind not in ("plain", "ddp")]
 _QUICK = ("fsdp-2", "fsdp-tp")
 TWICE = [kind if kind in _QUICK else pytest.param(kind, marks=pytest.mark.heavy) for kind in SHARDED]

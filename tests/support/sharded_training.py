@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from resumable import RunState
 from resumable.files import sharded_tensor
 
+CAN_SHARD = torch.distributed.is_available() and not torch.__version__.startswith("2.6.")
+WHY_NOT = "torch 2.6 cannot train with fully_shard on a CPU, nor shard unevenly in two ways; or no processes"
+
 MESHES = {"plain": 1, "ddp": 2, "fsdp-2": 2, "fsdp-3": 3, "hsdp": 4, "tp": 2, "fsdp-tp": 4, "fsdp-tp-3": 6}
 """The number of processes of each kind. Those of plain and ddp are not sharded."""
 

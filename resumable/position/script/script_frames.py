@@ -28,12 +28,17 @@ def holders(iterator: Iterator[Any]) -> set[type]:
     True
     """
     found: set[type] = set()
-    for holder in gc.get_referrers(iterator):
+    for holder in _referrers(iterator):
         if type(holder) in (cycle, islice):
             found.add(type(holder))
         elif type(holder) is tuple and any(type(item) in _COUNTERS for item in holder):
-            found |= {zip} & {type(outer) for outer in gc.get_referrers(holder)}
+            found |= {zip} & {type(outer) for outer in _referrers(holder)}
     return found
+
+
+def _referrers(value: Any) -> list[Any]:
+    # Without frames: the one that asks would be kept alive by what it is given, and the iterator with it.
+    return [one for one in gc.get_referrers(value) if type(one) is not FrameType]
 
 
 def numbers(iterator: Iterator[Any], frame: FrameType) -> Iterator[int]:
@@ -47,11 +52,11 @@ def numbers(iterator: Iterator[Any], frame: FrameType) -> Iterator[int]:
     >>> [*numbers(batches, sys._getframe())]
     [4]
     """
-    around = gc.get_referrers(iterator)
+    around = _referrers(iterator)
     if frame.f_code.co_flags & inspect.CO_GENERATOR:
         generators = [one for one in gc.get_objects() if type(one) is GeneratorType and one.gi_running]
         for generator in generators:
-            around += gc.get_referrers(generator) if generator.gi_frame is frame else []
+            around += _referrers(generator) if generator.gi_frame is frame else []
     for one in around:
         if type(one) is enumerate:
             yield int(one.__reduce__()[1][1])
