@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..errors import CannotStore, UsageError
 from ..files.strict_json import Json
 from ..loaders import loader_changes
-from ..loaders.generators import rng, search
+from ..loaders.generators import rng, search, sharded_rng
 from ..loaders.loader_source import LoaderSource
 from ..position.loader_position import LoaderPosition
 from ..position.script import kept_attributes
@@ -216,13 +216,21 @@ class RandomPart(Part):
 
     kind = "random"
 
+    def __init__(self, name: str, mesh: Callable[[], Any]) -> None:
+        """`mesh` returns the mesh of a sharded tensor of the training, or None."""
+        super().__init__(name, None, "rank")
+        self._mesh = mesh
+
     def collect(self) -> dict[str, Any]:
         """Return their states."""
         return {self.stem: rng.collect()}
 
     def restore(self, saved: Saved, unfit: AbstractSet[str], code_wins: AbstractSet[str]) -> None:
         """Restore their states, on the devices that this process uses."""
-        rng.restore(rng.moved(saved.view(self.stem), saved.moved(self.stem)))
+        states = rng.moved(saved.view(self.stem), saved.moved(self.stem))
+        if "sharded" in states and (mesh := self._mesh()) is not None:
+            sharded_rng.make(mesh)
+        rng.restore(states)
 
 
 class PositionPart(Part):

@@ -60,7 +60,7 @@ class Parts:
             *early,
             PositionPart("position", position, "rank"),  # before the generators: making an iterator draws
             *(LoaderPart(name, loader, self.aliases.holds) for name, loader in position.loaders.items()),
-            RandomPart("random", None, "rank"),  # last: any of the above may have drawn
+            RandomPart("random", self._mesh),  # last: any of the above may have drawn
         ]
         self.optimizers = [part for part in self.all if isinstance(part, OptimizerPart)]
         self._has_sharded = any(map(is_sharded, self._tensors().values()))
@@ -168,6 +168,11 @@ class Parts:
             for part in (*self.models, *self.optimizers)
             for name, tensor in part.tensors().items()
         }
+
+    def _mesh(self) -> Any:
+        """Return the mesh of a sharded tensor; None if there is none."""
+        sharded: Iterator[Any] = filter(is_sharded, self._tensors().values())
+        return next((one.device_mesh for one in sharded), None)
 
     def devices_in_use(self) -> set[str]:
         """Return the devices of the models' and optimizers' parameters."""

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import xxhash
 
-from . import code_names
+from . import code_names, sharded_rng
 
 Generator = code_names.Generator
 GENERATORS = code_names.GENERATORS
@@ -35,6 +35,8 @@ def collect(devices: bool = True) -> dict[str, Any]:
     }
     if devices or _default_device() != "cpu":
         found |= read_devices()
+        if (tracked := sharded_rng.read()) is not None:
+            found["sharded"] = tracked
     return found
 
 
@@ -46,6 +48,7 @@ def restore(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["torch"].clone())
     for name in _backends():
         _write_devices(name, state.get(name, []))
+    sharded_rng.write(state.get("sharded", {}))
 
 
 def is_same(one: Any, other: Any) -> bool:
