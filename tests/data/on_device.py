@@ -22,6 +22,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from resumable import RunState, seed_everything
+from resumable.files import sharded_tensor
 
 DEVICE, KIND, RUN = sys.argv[1:4]
 LAST, SIGNAL = map(int, sys.argv[4:6]) if len(sys.argv) > 4 else (-1, 0)
@@ -68,13 +69,15 @@ def main() -> None:
     model: nn.Module = (Recurrent() if KIND == "lstm" else Convolutions()).to(DEVICE)
     if KIND == "channels_last":
         model = model.to(memory_format=torch.channels_last)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    if KIND == "sharded":
+        shard(model, average.module)
     settings: dict[str, Any] = {"fused": {"fused": True}, "captured": {"capturable": True}}.get(KIND, {})
     if KIND == "capturable":
         settings = {"capturable": ON_GPU, "foreach": True}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **settings)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS)
     scaler = torch.amp.GradScaler(DEVICE, enabled=KIND == "fp16" and ON_GPU, init_scale=2.0**20)
-    average = torch.optim.swa_utils.AveragedModel(model)
     own = torch.Generator(DEVICE).manual_seed(3)
     data = TensorDataset(
         torch.randn(SAMPLES, 3, 8, 8, generator=drawn), torch.randint(0, 10, (SAMPLES,), generator=drawn)
@@ -100,6 +103,10 @@ def main() -> None:
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=KIND != "captured")
+        if KIND == "sharded":
+            # Torch draws the random numbers of sharded tensors by other means.
+            for parameter in model.parameters():
+                parameter.data.add_(torch.rand_like(parameter.data), alpha=1e-4)
 
     step = train
     if KIND == "captured":
@@ -138,6 +145,18 @@ def main() -> None:
         print("digest", digest(state.step, scheduler, scaler, model, optimizer, average, own))
 
 
+def shard(*models: nn.Module) -> None:
+    """Shard models over the only process there is."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    backend, store = "nccl" if ON_GPU else "gloo", torch.distributed.HashStore()
+    torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
+    mesh = init_device_mesh(torch.device(DEVICE).type, (1,))
+    for model in models:
+        fully_shard(model, mesh=mesh)
+
+
 def digest(steps: int, scheduler: Any, scaler: Any, *parts: Any) -> str:
     total = hashlib.sha256(json.dumps([steps, scheduler.get_last_lr(), scaler.state_dict()]).encode())
     tensors = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if ON_GPU else [])]
@@ -148,7 +167,7 @@ def digest(steps: int, scheduler: Any, scaler: Any, *parts: Any) -> str:
             tensors.append(part.get_state())
         else:
             tensors += [value for state in part.state.values() for value in state.values()]
-    for tensor in tensors:
+    for tensor in map(sharded_tensor.local, tensors):
         total.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return total.hexdigest()
 

@@ -11,8 +11,20 @@ from pathlib import Path
 
 import pytest
 from places import DATA, ROOT
+from sharded_training import CAN_SHARD
 
-KINDS = ["fp16", "bf16", "channels_last", "lstm", "compiled", "captured", "fused", "capturable", "prefetch"]
+KINDS = [
+    "fp16",
+    "bf16",
+    "channels_last",
+    "lstm",
+    "compiled",
+    "captured",
+    "fused",
+    "capturable",
+    "prefetch",
+    "sharded",
+]
 ENDS = [(7, signal.SIGKILL), (6, signal.SIGKILL), (5, signal.SIGTERM)]
 """After how many batches of a start its end comes, and how: in mid-epoch, at a last batch, in mid-epoch."""
 
