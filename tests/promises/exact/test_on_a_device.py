@@ -23,7 +23,7 @@ KINDS = [
     "fused",
     "capturable",
     "prefetch",
-    "sharded",
+    *(["sharded"] if CAN_SHARD else []),
 ]
 ENDS = [(7, signal.SIGKILL), (6, signal.SIGKILL), (5, signal.SIGTERM)]
 """After how many batches of a start its end comes, and how: in mid-epoch, at a last batch, in mid-epoch."""
