@@ -35,7 +35,9 @@ from .training import Gpt
 README = Path(__file__).with_name("README.md")
 MESHES = ("fsdp", "hsdp", "tp", "fsdp-tp")
 OURS, RAW = "resumable", "raw write"
-SAVERS = (RAW, "dcp.save", "dcp.async_save, thread", "dcp.async_save, process", "DCP, safetensors", OURS)
+TORCH_CHECKPOINTING = ("torch_checkpointing", "torch_checkpointing, sync")
+DCP = ("dcp.save", "dcp.async_save, thread", "dcp.async_save, process", "DCP, safetensors")
+SAVERS = (RAW, *DCP, *TORCH_CHECKPOINTING, OURS)
 SIMULATED = (8, 64, 256, 1024)
 _seconds = time.perf_counter
 _dist: Any = torch.distributed
@@ -83,6 +85,9 @@ def end(here: Any) -> None:
     """Let go of the training."""
     if getattr(here, "state", None):
         here.state.close()
+    for manager in getattr(here, "managers", {}).values():
+        manager.close()
+    here.managers = {}
     here.state = here.model = here.optimizer = None
 
 
@@ -134,6 +139,7 @@ def save(here: Any, name: str, folder: Path) -> tuple[float, float]:
     here.meet()
     started = _seconds()
     wait: Callable[[], object] = _nothing_more
+    found: Any = None
     if name == OURS:
         wait = here.state.save().wait
     elif name == RAW:
@@ -143,9 +149,14 @@ def save(here: Any, name: str, folder: Path) -> tuple[float, float]:
     elif name == "DCP, safetensors":
         writer: Any = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)  # type: ignore[no-untyped-call]
         dcp.save(_flat(here), storage_writer=writer)
+    elif name in TORCH_CHECKPOINTING:
+        if name not in here.managers:
+            here.managers[name] = _manager(is_sync=name.endswith("sync"))
+        found = here.managers[name].save(str(folder), {"state": _flat(here)})
+        wait = found.result if found is not None else _nothing_more
     else:
         kind = AsyncCheckpointerType.PROCESS if "process" in name else AsyncCheckpointerType.THREAD
-        found: Any = dcp.async_save(
+        found = dcp.async_save(
             _dcp_state(here),
             checkpoint_id=str(folder),
             process_group=here.background,
@@ -158,6 +169,26 @@ def save(here: Any, name: str, folder: Path) -> tuple[float, float]:
 
 
 def _nothing_more() -> None: ...
+
+
+def _manager(*, is_sync: bool) -> Any:
+    """Return the manager of torch_checkpointing, with what it needs on a CPU."""
+    from torch_checkpointing.checkpoint_manager import CheckpointManager
+    from torch_checkpointing.config import AsyncCheckpointSaverConfig, SyncCheckpointSaverConfig
+    from torch_checkpointing.schema import ItemSpec
+    from torch_checkpointing.staging import CheckpointStagerConfig
+    from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+    staging = CheckpointStagerConfig(use_pinned_memory=False, use_non_blocking_copy=False)
+    in_background = AsyncCheckpointSaverConfig(staging_config=staging)
+    return CheckpointManager(
+        CheckpointManager.Config(
+            # Direct writes fail on ext4 here.
+            storage_config=LocalFileSystemStorageConfig(use_direct_io=False),
+            items={"state": ItemSpec()},
+            save=SyncCheckpointSaverConfig() if is_sync else in_background,
+        )
+    )
 
 
 def _write_raw(path: Path, size: int) -> None:
