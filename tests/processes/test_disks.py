@@ -6,10 +6,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import gloo
 import pytest
 import sharded_training
 import torch
-from sharded_training import Net, differing, of_node, run, values
+from sharded_training import Net, differing, of_node, read_by_dcp, run, values
 
 from resumable import CannotRead, Run, load_weights
 from resumable.cli.app import main
@@ -145,6 +146,19 @@ def test_each_node_pushes_its_own_and_a_lost_node_is_replaced(tmp_path: Path, pu
     ended = values(run("fsdp-2", tmp_path / "exp", 7, tmp_path, seed=1, **plan))
     for now, then in zip(ended, whole, strict=True):
         assert differing(now["own"], then["own"]) == []
+
+
+@pytest.mark.heavy
+def test_torchs_own_reader_reads_what_was_pulled_from_two_nodes(tmp_path: Path) -> None:
+    saved = values(
+        run("fsdp-2", tmp_path / "exp", 2, tmp_path, nodes=[0, 1], **_with_remote(tmp_path, "all"))
+    )
+    assert main(["pull", str(tmp_path / "pulled"), f"file://{tmp_path / 'bucket'}"]) == 0
+
+    folder = newest(tmp_path / "pulled").path / "model"
+    for found in values(gloo.run(3, read_by_dcp, folder, folder=tmp_path)):
+        for name, value in found.items():
+            assert value.tobytes() == saved[0]["ended"][name].tobytes()
 
 
 @pytest.mark.heavy

@@ -18,7 +18,7 @@ import gloo
 import pytest
 import sharded_training
 import torch
-from sharded_training import MESHES, Net, Tokens, differing, make, run, values
+from sharded_training import MESHES, Net, Tokens, differing, make, read_by_dcp, run, values
 from torch import Tensor
 
 from resumable import (
@@ -675,28 +675,13 @@ def test_two_layouts_of_the_same_weights_do_not_differ(
     assert [row["name"] for row in rows if row["part"] in ("model", "optimizer") and row["changed"]] == []
 
 
-def _with_dcp(rank: int, folder: Path) -> dict[str, Any]:
-    from torch.distributed import checkpoint as dcp
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    mesh = init_device_mesh("cpu", (3,))
-    wanted = {name: value for name, value in Net().state_dict().items() if name != "head.weight"}
-    state = {
-        name: distribute_tensor(torch.zeros_like(value), mesh, [Shard(0)]) for name, value in wanted.items()
-    }
-    reader = dcp.HuggingFaceStorageReader(str(folder))  # type: ignore[no-untyped-call]
-    dcp.load(state, storage_reader=reader)
-    return {name: sharded_training.gathered(value).numpy() for name, value in state.items()}
-
-
 @pytest.mark.heavy
 def test_torchs_own_reader_reads_it_on_another_mesh(
     exp: Path, saved: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
     folder = Run(exp).checkpoints()[-1].path / "model"
 
-    for found in values(gloo.run(3, _with_dcp, folder, folder=tmp_path)):
+    for found in values(gloo.run(3, read_by_dcp, folder, folder=tmp_path)):
         for name, value in found.items():
             assert value.tobytes() == saved[1][name].tobytes()
 

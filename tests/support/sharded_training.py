@@ -196,6 +196,22 @@ def run(kind: str, run_dir: Path, until: int, folder: Path, **plan: Any) -> list
     return gloo.run(MESHES[kind], train, kind, run_dir, until, plan, folder=folder)
 
 
+def read_by_dcp(rank: int, folder: Path) -> dict[str, Any]:
+    """Return the tensors of a model that torch's own reader finds in a folder, on a mesh of three."""
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (3,))
+    wanted = {name: value for name, value in Net().state_dict().items() if name != "head.weight"}
+    state = {
+        name: distribute_tensor(torch.zeros_like(value), mesh, [Shard(0)]) for name, value in wanted.items()
+    }
+    reader = dcp.HuggingFaceStorageReader(str(folder))  # type: ignore[no-untyped-call]
+    dcp.load(state, storage_reader=reader)
+    return {name: gathered(value).numpy() for name, value in state.items()}
+
+
 def values(ended: list[gloo.Ended]) -> list[dict[str, Any]]:
     """Return what the processes have returned, if all of them ended well."""
     for one in ended:
