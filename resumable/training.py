@@ -113,7 +113,7 @@ class Training:
         stages = {name: there for name, there in ranks.items() if len(there) < len(told)}
         self.parts.note_stages(stages, {name: told[there[0]][name][0] for name, there in stages.items()})
         crew = self.crew
-        disk = Disk(crew.disk, crew.on_disk) if crew.disks > 1 else None
+        disk = Disk(crew.disk, crew.on_disks) if crew.disks > 1 else None
         saves_all = crew.saves_all or self.checks_replicas
         self.parts.join(saves_all=saves_all, deal=crew.ranks.deal, disk=disk)
         if self.parts.is_divided:

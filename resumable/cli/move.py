@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import CheckpointDamaged
+from ..errors import CheckpointDamaged, RemoteError
 from ..progress import Progress
 from ..run.directory import Run
 from ..run.policy import bytes_of
@@ -64,7 +64,9 @@ def _which(words: Collection[str], text: str) -> str | int:
 
 def _push(given: argparse.Namespace) -> int:
     done = _moved(given, run_at(given.run), lambda copying: copying.push(given.which))
-    return CODES[CheckpointDamaged] if any(one.problem for one in done) else 0
+    if any(one.result == "damaged" for one in done):
+        return CODES[CheckpointDamaged]
+    return CODES[RemoteError] if any(one.problem for one in done) else 0
 
 
 def _pull(given: argparse.Namespace) -> int:
@@ -94,7 +96,8 @@ def _moved(given: argparse.Namespace, run: Run, move: Callable[[Copying], list[T
 
 def _print_transfer(run: Run, remote: Remote, is_json: bool, one: Transfer) -> None:
     if one.problem:
-        print(f"resumable: {one.problem} It is left out.", file=sys.stderr)
+        left_out = " It is left out." if one.result == "damaged" else ""
+        print(f"resumable: {one.problem}{left_out}", file=sys.stderr)
         return
     if is_json:
         return
@@ -112,6 +115,8 @@ def _transfer_line(one: Transfer, run: Run, remote: Remote) -> str:
     what = f"checkpoint {one.number}"
     if one.result == "pushed":
         return summary(f"pushed {what} to {remote}", one.sent + one.copied, one.seconds)
+    if one.result == "in part":
+        return summary(f"pushed what is here of {what} to {remote}", one.sent + one.copied, one.seconds)
     if one.result == "pulled":
         return summary(f"pulled {what} from {remote}", one.size, one.seconds)
     if one.result == "to push":

@@ -70,17 +70,17 @@ def choose(tensors: Mapping[str, Sharded], disks: Sequence[int]) -> dict[str, li
 
 
 def sets(tensors: Mapping[str, Sharded], disks: Sequence[int]) -> list[list[int]]:
-    """Return the disks in sets, each of which holds all boxes, with as few disks as can be.
+    """Return the disks in sets, each of which holds all boxes; one that adds none to a set is in the next.
 
     >>> halves = Sharded((4,), 8, [[[0, 2]], [[2, 2]], [[0, 2]], [[2, 2]]])
     >>> sets({"weight": halves}, [0, 1, 2, 3]), sets({"weight": halves}, [0, 0, 1, 1])
     ([[0, 1], [2, 3]], [[0], [1]])
     """
     left = sorted({*disks})
-    if len(left) == 1:
+    there = _boxes_by_disk(tensors, disks) if len(left) > 1 else {}
+    count = 1 + max((int(boxes.max(initial=-1)) for boxes in there.values()), default=-1)
+    if not count:
         return [left]
-    there = _boxes_by_disk(tensors, disks)
-    count = 1 + max(int(boxes.max(initial=-1)) for boxes in there.values())
     found: list[list[int]] = []
     while left:
         is_held = np.zeros(count, dtype=bool)

@@ -63,7 +63,8 @@ class ShardedTensors:
 
     def stems(self) -> set[str]:
         """Return the trees of which there is something to read."""
-        paths = [path for path in self._found.about.files if codec.shard_of(path) is not None]
+        about = self._found.about
+        paths = [path for path in (*about.files, *about.elsewhere) if codec.shard_of(path) is not None]
         return {*map(codec.stem_of, paths), *self._cut}
 
     def read(self, stem: str, tree: Json, whole: Collection[str], fill: Fill) -> dict[str, Tensor]:

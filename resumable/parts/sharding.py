@@ -45,8 +45,13 @@ class Disk(NamedTuple):
     """The disk of this process, where not all see the same one."""
 
     number: int
-    ranks: Sequence[int]
-    """The processes that see it."""
+    ranks_of_all: Sequence[Sequence[int]]
+    """The processes that see each disk."""
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The processes that see this one."""
+        return self.ranks_of_all[self.number]
 
 
 class _Planned(NamedTuple):
@@ -212,7 +217,20 @@ class Sharding:
         if not self._led.get(tensor.device_mesh, True):
             return []
         first = holders(name, tensor, self._disk and self._disk.ranks)
+        if self._disk and self._rank == self._disk.ranks[0]:
+            self._refuse_others(name, tensor, self._disk)
         return [box for box in boxes if first[box.begin, box.shape] == self._rank]
+
+    def _refuse_others(self, name: str, tensor: Any, disk: Disk) -> None:
+        """Raise Unsupported for a tensor that is not whole on the disks that hold one checkpoint together."""
+        ranks = {rank for number in self.disks for rank in disk.ranks_of_all[number]}
+        if sum(math.prod(shape) for _, shape in holders(name, tensor, ranks)) < tensor.numel():
+            raise Unsupported(
+                f"{name} is sharded over more nodes than the model, and they share no disk: no copy of the "
+                "checkpoint would have all of it.",
+                fix="shard it over the mesh of the model, or put the run on a disk that all processes share. "
+                "Nothing was written.",
+            )
 
 
 def _stored_at(begin: tuple[int, ...], tensor: Tensor) -> tuple[int, ...]:

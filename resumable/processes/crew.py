@@ -37,8 +37,8 @@ class Crew(ABC):
     """The number of disks, each with a run directory."""
     disk = 0
     """Which of them this process sees."""
-    on_disk: Sequence[int] = (0,)
-    """The processes that see it, too."""
+    on_disks: Sequence[Sequence[int]] = ((0,),)
+    """The processes that see each disk."""
     pushes = True
     """Whether what this process's disk has of a checkpoint goes to the remote from here."""
     writers = 1

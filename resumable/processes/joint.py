@@ -60,7 +60,7 @@ class Joint(Crew):
         group = Group(ranks.rank, groups)
         self._saves, self.has_met = JointSaves(ranks, group), True
         self.leads, self.saves_all = group.leads, group.leads or self._all_write
-        self.disks, self.disk, self.on_disk = len(groups), groups.index(group.members), group.members
+        self.disks, self.disk, self.on_disks = len(groups), groups.index(group.members), groups
         self.pushes = self.is_first
         self.writers = len(group.members) if self._all_write else 1
         self._count_from_the_highest(is_copied)

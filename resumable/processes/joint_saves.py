@@ -202,8 +202,7 @@ class JointSaves:
             for of_one in self._wait(number, "shards", self.group.beside)
             for path, (size, digest, blocks) in of_one.items()
         }
-        is_first = self.group.leader < min(self.group.beside)
-        return replace(about, elsewhere=elsewhere, is_first_part=is_first)
+        return replace(about, elsewhere=elsewhere, is_first_part=self._ranks.is_first)
 
     def _follow(self, number: int, stage: Stage, files: Mapping[str, Content]) -> dict[str, Written]:
         # The way that the leader writes: if each process tried the disk, they would all do so at once.

@@ -59,8 +59,14 @@ class Pusher:
         self._tell = tell
         self._seen = seen
         self._commits = commits
-        self._others_due: set[int] = set()
-        """Checkpoints that wait for what other disks have of them."""
+        self._begun: int | None = None
+        """The checkpoint that waits for what other disks have of it."""
+        self._lacking: dict[int, int] = {}
+        """How many files of it are missing, at the last look."""
+        self._given_up: set[int] = set()
+        """Checkpoints of which other disks send nothing any more."""
+        self._heard_at = time.monotonic()
+        """When something came from another disk, or there was something new for it."""
         self._backlog = Backlog(run, push, keep)
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -83,6 +89,7 @@ class Pusher:
         with self._changed:
             self._backlog.best = best.number if best else None
             self._backlog.saved(number)
+            self._heard_at = time.monotonic()
         self._wake()
 
     def _wake(self) -> None:
@@ -99,7 +106,8 @@ class Pusher:
             if self._run_id is None:
                 return set()
             in_hand = set() if self._in_hand is None else {self._in_hand}
-            return in_hand | {*self._backlog.due()[:_MOST_PINNED]}
+            begun = set() if self._begun is None else {self._begun}
+            return in_hand | begun | {*self._backlog.due()[:_MOST_PINNED]}
 
     def close(self, patience: float) -> None:
         """Wait up to `patience` seconds for what is missing there; RemoteError says what still is."""
@@ -107,7 +115,7 @@ class Pusher:
             return
         try:
             with self._changed:
-                self._is_closing = True
+                self._is_closing, self._heard_at = True, time.monotonic()
                 self._changed.notify_all()
                 is_done = self._is_done_in(min(patience, _A_LONG_WAIT)) or self._wait_longer(patience)
         except BaseException:
@@ -202,7 +210,8 @@ class Pusher:
     def _has_work(self) -> bool:
         with self._changed:
             is_known = self._backlog.is_known or self._is_closing
-            if self._is_abandoned or self._is_hopeless or (is_known and not self._backlog.due()):
+            is_done = is_known and not self._backlog.due() and self._begun is None
+            if self._is_abandoned or self._is_hopeless or is_done:
                 self._thread = None
                 self._changed.notify_all()
                 return False
@@ -223,13 +232,10 @@ class Pusher:
     def _do_next(self) -> None:
         if not self._backlog.is_known:
             self._look()
+        begun = () if self._commits else self._remote.begun()
         with self._changed:
             missed = self._backlog.missed()
-            due = self._backlog.due()
-            if due and self._others_due.issuperset(due):
-                self._others_due.clear()
-                self._changed.wait(_FIRST_DELAY)
-            self._in_hand = next((number for number in due if number not in self._others_due), None)
+            self._in_hand = self._chosen(begun)
         if missed is not None:
             self._tell(
                 f"checkpoint {missed} was pruned before it could be pushed to {self._remote}, which is "
@@ -237,11 +243,57 @@ class Pusher:
                 "what was not pushed",
             )
         if self._in_hand is None:
+            self._wait_for_first()
             return
         try:
             self._push_one(self._in_hand)
         finally:
             self._in_hand = None
+
+    def _chosen(self, begun: Sequence[int]) -> int | None:
+        """Return the checkpoint to push next; of `begun` ones this disk has to push its shards."""
+        due = self._backlog.due()
+        if not self._commits:
+            here = {*self._run.numbers()}
+            return next((n for n in begun if n in here and not self._backlog.is_there(n)), None)
+        if self._begun is not None:
+            return self._begun
+        if self._given_up.issuperset(due):
+            self._given_up.clear()
+        return next((number for number in due if number not in self._given_up), None)
+
+    def _wait_for_first(self) -> None:
+        """Wait for the disk that commits to begin with a checkpoint."""
+        with self._changed:
+            if self._is_closing and time.monotonic() - self._heard_at > _GIVES_UP:
+                # That disk does not have them, or does not push them any more.
+                self._backlog.pruned(self._backlog.due())
+            elif self._backlog.due():
+                self._changed.wait(_FIRST_DELAY)
+
+    def _wait_for_others(self, number: int, error: OthersDue) -> None:
+        """Wait a while for what other disks have of a checkpoint; go on with another if nothing comes."""
+        self._begun, self._waits_for = number, error
+        with self._changed:
+            if error.lacking < self._lacking.get(number, error.lacking):
+                self._heard_at = time.monotonic()
+            self._lacking[number] = error.lacking
+            if time.monotonic() - self._heard_at <= _GIVES_UP:
+                self._changed.wait(_FIRST_DELAY)
+                return
+            self._begun = None
+            self._given_up.add(number)
+            if {*self._backlog.due()} - self._given_up:
+                return
+            if not self._is_closing:
+                self._changed.wait(_LONGEST_DELAY)
+                return
+            self._is_hopeless = bool(self._given_up & {*self._run.numbers()[-1:]})
+            if not self._is_hopeless:
+                # Of an earlier training, on nodes that are gone.
+                self._backlog.pruned(self._given_up)
+        if not self._is_hopeless:
+            self._tell(f"{error.problem} They are pushed no more: it is left out.", "other nodes")
 
     def _look(self) -> None:
         assert self._run_id is not None
@@ -293,16 +345,18 @@ class Pusher:
                 sent = push(self._remote, found, moved, commits=self._commits)
         except CheckpointNotFound:
             # Pruned in the meantime.
+            self._begun = None
             return
         except OthersDue as exc:
-            self._others_due.add(number)
-            self._waits_for = exc
+            self._wait_for_others(number, exc)
             return
         except CheckpointDamaged as exc:
             self._backlog.damaged(number)
+            self._begun = None
             self._tell(f"{exc.problem} It is not pushed to {self._remote}.", f"pushing {number}")
             return
         self._backlog.pushed(number)
+        self._begun = self._waits_for = None
         if not self._commits:
             return
         seconds = time.perf_counter() - started
@@ -351,6 +405,7 @@ _DICE = random.SystemRandom()
 _FIRST_DELAY = 1.0
 _LONGEST_DELAY = 120.0
 _CLOSING_DELAY = 2.0
+_GIVES_UP = 30.0
 _MOST_PINNED = 4
 _MOST_NAMED = 5
 _TO_LEAVE = 5.0

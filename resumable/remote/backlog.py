@@ -69,6 +69,10 @@ class Backlog:
         """Note that a checkpoint is complete there."""
         self._there.add(number)
 
+    def is_there(self, number: int) -> bool:
+        """Return whether a checkpoint is there, or what this disk has of it."""
+        return number in self._there
+
     def damaged(self, number: int) -> None:
         """Note that a checkpoint cannot be pushed, because it is damaged here."""
         self._damaged.add(number)

@@ -15,15 +15,14 @@ from ..errors import (
     SaveFailed,
     warn,
 )
-from ..files import disk, lock
+from ..files import lock
 from ..progress import Progress
-from ..run import manifest
 from ..run.checkpoint import Checkpoint
 from ..run.directory import Run
 from ..run.history import History
 from ..run.manifest import Manifest
 from .pull import adopt, look, pull
-from .push import LOCK, missing, noted, push
+from .push import LOCK, OthersDue, is_there, missing, noted, push
 from .run_copy import Remote
 
 
@@ -31,7 +30,7 @@ class Transfer(NamedTuple):
     """What was done with a checkpoint; "there" and "here": it was already; "to ...": in a dry run."""
 
     number: int
-    result: Literal["pushed", "pulled", "there", "here", "to push", "to pull", "damaged"]
+    result: Literal["pushed", "pulled", "there", "here", "to push", "to pull", "in part", "damaged"]
     size: int | None = None
     """The bytes of its files."""
     sent: int = 0
@@ -88,7 +87,7 @@ class Copying:
         self._best = about.best.number if about.best else None
         newest_first = [*reversed(self._run.numbers())]
         numbers = newest_first if which in ("newest", "all") else [self._number(which)]
-        with self._right_to_push(about.run_id):
+        with self._right_to_push(about.run_id, about.is_first_part):
             done = self._each(self._push, numbers, is_one_enough=which == "newest")
             if not done:
                 # Raises: the training in progress has pruned it in the meantime.
@@ -115,7 +114,7 @@ class Copying:
         return number
 
     @contextlib.contextmanager
-    def _right_to_push(self, run_id: str) -> Iterator[None]:
+    def _right_to_push(self, run_id: str, commits: bool) -> Iterator[None]:
         if self._dry:
             self._remote.is_of(run_id)
             yield
@@ -134,7 +133,7 @@ class Copying:
                 fix="push as the user who trains it: the file keeps two processes from pushing one run.",
             ) from exc
         try:
-            self._there = self._remote.begin(run_id)
+            self._there = self._remote.begin(run_id, commits=commits)
             yield
         finally:
             held.release()
@@ -142,6 +141,8 @@ class Copying:
     def _push(self, number: int) -> Transfer | None:
         try:
             return self._push_found(self._run.open(number))
+        except OthersDue as exc:
+            return Transfer(number, "in part", problem=exc.problem)
         except (CheckpointDamaged, FileNotFoundError, RemoteError) as exc:
             if self._run.path_of(number) is None:
                 # The training in progress has pruned it in the meantime.
@@ -162,7 +163,7 @@ class Copying:
             done = Transfer(number, "pushed", size, *sent, time.perf_counter() - started)
         if not found.about.is_first_part:
             # The disk with the first part commits it.
-            return done
+            return done._replace(result="in part")
         self._there[number] = found.path.name
         self._remote.point_at(found.path.name, max(self._there), self._best)
         # A process that was killed may have pushed it without a note.
@@ -287,7 +288,7 @@ class Copying:
                 warn(f"{exc.problem} It is taken from {self._remote}.")
                 return None
             if self._is_as_there(found):
-                return found
+                return None if found.about.elsewhere else found
         raise RemoteError(
             f"{self._remote} has another checkpoint {number} than {self._run}, from a training that "
             "continued elsewhere.",
@@ -296,11 +297,10 @@ class Copying:
 
     def _is_as_there(self, found: Checkpoint) -> bool:
         try:
-            text = self._remote.about(found.path.name)[1]
+            return is_there(self._remote, found, found.path.name, commits=not found.about.elsewhere)
         except CheckpointDamaged:
             # The one here is better.
             return True
-        return text == disk.read_small(found.path, manifest.NAME)
 
     def _point(self) -> None:
         newest = self._newest_about()

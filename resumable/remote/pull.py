@@ -71,12 +71,21 @@ def look(remote: Remote, name: str) -> tuple[Manifest, bytes]:
 
 def _check_room(remote: Remote, name: str, about: Manifest, run: Run, stage: Path) -> None:
     # Files that are here already take no more room.
-    here = sum((stage / file).stat().st_size for file in about.files if (stage / file).exists())
+    sizes = {file: record.size for file, record in about.files.items()}
+    here = sum(
+        size
+        for file, size in sizes.items()
+        if any(_size(folder / file) == size for folder in (stage, stage.parent / name))
+    )
     if (free := shutil.disk_usage(run.path).free) < about.size - here:
         raise SaveFailed(
             f"{remote}/{FOLDER}/{name} takes {bytes_of(about.size)}; {bytes_of(free)} are free for {run}.",
             fix="make room there, or give a run directory on a larger disk.",
         )
+
+
+def _size(path: Path) -> int | None:
+    return path.stat().st_size if path.exists() else None
 
 
 def _bring(remote: Remote, name: str, stage: Path, file: str, record: FileRecord, moved: Moved) -> None:

@@ -36,6 +36,9 @@ class Sent(NamedTuple):
 class OthersDue(RemoteError):
     """A checkpoint lies on several disks, and the others have not pushed what they have of it."""
 
+    lacking = 0
+    """How many files are missing."""
+
 
 def push(remote: Remote, found: Checkpoint, moved: Moved, *, commits: bool | None = None) -> Sent:
     """Copy a checkpoint to a remote, complete on return; files that have arrived are not sent again.
@@ -51,7 +54,7 @@ def missing(remote: Remote, found: Checkpoint) -> int | None:
 
 
 def is_there(remote: Remote, found: Checkpoint, name: str, *, commits: bool) -> bool:
-    """Return whether a complete checkpoint there has what a push would send; CheckpointDamaged if it is."""
+    """Return whether a complete checkpoint there has what a push would send."""
     if found.path.name != name:
         return False
     there = remote.about(name)[0]
@@ -110,9 +113,10 @@ class _Push:
         if self._is_complete():
             moved(self._found.about.size)
             return Sent(0, 0)
-        # A checkpoint that is damaged here must not be the only one left when this machine is gone.
-        self._found.verify()
-        self._begin()
+        if self._is_due():
+            # A checkpoint that is damaged here must not be the only one left when this machine is gone.
+            self._found.verify()
+            self._begin()
         due = [file for file, record in self._files.items() if self._there.get(file) != record.size]
         size = sum(self._files[file].size for file in due)
         moved(self._found.about.size - size)
@@ -120,6 +124,11 @@ class _Push:
         self._finish(self._store.sizes(self._folder))
         copied = sum(self._copied)
         return Sent(size - copied, copied)
+
+    def _is_due(self) -> bool:
+        """Return whether there is anything to send; while others are waited for there is not."""
+        is_sent = all(self._there.get(file) == record.size for file, record in self._files.items())
+        return not is_sent or not self._holds(MARK)
 
     def _is_complete(self) -> bool:
         sizes = {file: record.size for file, record in self._found.about.whole().files.items()}
@@ -129,11 +138,13 @@ class _Push:
         self._check_sizes(there)
         others = self._found.about.elsewhere
         if lacking := [file for file, record in others.items() if there.get(file) != record.size]:
-            raise OthersDue(
-                f"{len(lacking)} files of checkpoint {self._found.about.number}, which lie on the disks of "
-                f"other nodes, are not in {self._remote} yet",
-                fix="they get there from these nodes: while they train, or with `resumable push` there.",
+            error = OthersDue(
+                f"checkpoint {self._found.about.number} is not complete in {self._remote}: {len(lacking)} of "
+                "its files come from other nodes.",
+                fix="they are pushed by these nodes: while they train, or with `resumable push` there.",
             )
+            error.lacking = len(lacking)
+            raise error
         self._remote.commit(self._found.path.name, self._text)
 
     def _holds(self, file: str) -> bool:
@@ -203,17 +214,21 @@ class _PushShards(_Push):
             return text is not None and _holds_shards(manifest.from_json(text), self._found.about)
         return False
 
-    def _begin(self) -> None:
+    def _is_due(self) -> bool:
         if not self._holds(MARK):
             raise OthersDue(
-                f"the first of the nodes that have checkpoint {self._found.about.number} has not begun to "
-                f"push it to {self._remote}",
+                f"the first node that has checkpoint {self._found.about.number} has not begun to push it to "
+                f"{self._remote}.",
                 fix="it begins while it trains, or with `resumable push` there.",
             )
+        return any(self._there.get(file) != record.size for file, record in self._files.items())
+
+    def _begin(self) -> None:
+        pass
 
     def _finish(self, there: Mapping[str, int]) -> None:
-        # If all is there the first one may have committed, and pruned it, by now.
-        if manifest.NAME not in there and there:
+        # Otherwise it was committed by now, and perhaps pruned.
+        if MARK in there:
             self._check_sizes(there)
 
 

@@ -98,12 +98,20 @@ class Remote:
 
         `commits`: False for a process that pushes only shards, and leaves the rest to another one.
         """
+        if not commits:
+            self.is_of(run_id)
+            return self.numbers()
         self.claim(run_id)
-        if commits:
-            self.store.write(_PROBE, b"whether this can be written\n")
-            self.store.remove(_PROBE)
-            self.store.end_uploads(FOLDER)
+        self.store.write(_PROBE, b"whether this can be written\n")
+        self.store.remove(_PROBE)
+        self.store.end_uploads(FOLDER)
         return self.numbers()
+
+    def begun(self) -> list[int]:
+        """Return the checkpoints of which something is there and not all, newest first."""
+        found = self._list().items()
+        begun = [_number(name) for name, files in found if MARK in files and manifest.NAME not in files]
+        return sorted(begun, reverse=True)
 
     def whose(self) -> tuple[str | None, dict[int, str]]:
         """Return the id of the run in this folder, and its checkpoints as `numbers` does."""

@@ -99,11 +99,10 @@ class Checkpoint:
     def refuse_part(self) -> None:
         """Raise IsElsewhere if some of its files lie on other disks."""
         if self.about.elsewhere:
-            few = sorted(self.about.elsewhere)
-            more = f" and {len(few) - 1} more" if len(few) > 1 else ""
+            few, more = sorted(self.about.elsewhere)[:2], ", ..." if len(self.about.elsewhere) > 2 else ""
             raise IsElsewhere(
-                f"of {self} only a part is on this disk: {few[0]}{more} of its files lie on those of other "
-                "nodes.",
+                f"only a part of {self} is on this disk: {len(self.about.elsewhere)} of its files "
+                f"({', '.join(few)}{more}) are on other nodes.",
                 fix=f"copy what other nodes have in {self.path.name} into {self.path}, or take all from the "
                 "remote: with remote= in the training, or `resumable pull`.",
             )

@@ -118,8 +118,11 @@ class Choice(Generic[T]):
         for number in _those_last(skip, self._newest_first()):
             try:
                 return self._open(number)
-            except (CheckpointDamaged, RemoteError) as exc:
+            except (CheckpointDamaged, IsElsewhere, RemoteError) as exc:
                 if isinstance(exc, RemoteError) and self.catalog.highest() is None:
+                    raise
+                # Of an older one, too, only a part is here.
+                if isinstance(exc, IsElsewhere) and not self._is_copied_before(number):
                     raise
                 # Warn of each: every skipped checkpoint is lost training.
                 warn(f"{exc.problem} It is skipped; an older checkpoint is used.")
@@ -137,6 +140,9 @@ class Choice(Generic[T]):
             fix=f"look at them with `resumable verify {self.run} --all`; "
             f"to start fresh, give the run {other}.",
         ) from last
+
+    def _is_copied_before(self, number: int) -> bool:
+        return self.copies is not None and any(one < number for one in self.copies.numbers)
 
     def _newest_first(self) -> Iterable[int]:
         if self.copies and self.copies.numbers:

@@ -12,12 +12,13 @@ import sharded_training
 import torch
 from sharded_training import Net, differing, of_node, read_by_dcp, run, values
 
-from resumable import CannotRead, Run, load_weights
+from resumable import CannotRead, RankLost, Run, RunState, Unsupported, load_weights
 from resumable.cli.app import main
 from resumable.files import codec
 from resumable.remote.pull import pull
 from resumable.remote.run_copy import Remote
 from resumable.remote.storage import Store
+from resumable.run import history
 from resumable.run.checkpoint import Checkpoint
 
 pytestmark = pytest.mark.skipif(not sharded_training.CAN_SHARD, reason=sharded_training.WHY_NOT)
@@ -80,7 +81,7 @@ def test_a_disk_has_what_its_processes_need_and_replicas_are_whole(tmp_path: Pat
     for node in range(4):
         about = newest(of_node(tmp_path / "pairs", node)).about
         assert {codec.shard_of(file) for file in about.elsewhere} == {node ^ 1}
-        assert about.is_first_part is (node % 2 == 0)
+        assert about.is_first_part is (node == 0)
 
 
 def test_a_part_says_what_is_missing_and_is_whole_when_all_is_copied_together(
@@ -96,10 +97,10 @@ def test_a_part_says_what_is_missing_and_is_whole_when_all_is_copied_together(
         assert "a part" in capfd.readouterr().out
         for command in (["show"], ["export", "-o", str(tmp_path / "x.safetensors")]):
             assert main([command[0], str(own), *command[1:]]) == 1
-            assert "2 more of its files lie on those of other nodes" in capfd.readouterr().err
-        with pytest.raises(CannotRead, match="only a part is on this disk"):
+            assert "3 of its files (model/shard-000" in capfd.readouterr().err
+        with pytest.raises(CannotRead, match="only a part of checkpoint"):
             weights(own)
-        with pytest.raises(CannotRead, match="only a part is on this disk"):
+        with pytest.raises(CannotRead, match="only a part of checkpoint"):
             newest(own).pin()
     (alone,) = run("plain", runs[0], 6, tmp_path)
     assert isinstance(alone.error, CannotRead)
@@ -118,7 +119,7 @@ def test_nodes_that_have_changed_their_places_are_told(tmp_path: Path) -> None:
 
     for one in run("fsdp-2", tmp_path / "exp", 4, tmp_path, nodes=[1, 0]):
         assert isinstance(one.error, CannotRead)
-        assert "only a part is on this disk" in str(one.error)
+        assert "only a part of checkpoint" in str(one.error)
     values(run("fsdp-2", tmp_path / "exp", 4, tmp_path, nodes=[0, 1]))
 
 
@@ -194,3 +195,90 @@ def test_what_other_nodes_have_not_pushed_is_told_at_the_end(tmp_path: Path) -> 
     assert not (tmp_path / "bucket" / "newest.json").exists()
     assert main(["push", str(of_node(tmp_path / "exp", 0)), url]) == 0
     assert Remote(Store(url)).numbers() == {3: "000003-step-00000004"}
+
+
+def _with_extra(rank: int, run_dir: Path, nodes: list[int], what: str) -> str:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    model, optimizer, _ = sharded_training.make("hsdp" if len(nodes) == 4 else "fsdp-2", 0)
+    elements = torch.arange(1.0 if what == "small" else 64.0)
+    mesh = init_device_mesh("cpu", (len(nodes),))
+    table = {"t": distribute_tensor(torch.zeros_like(elements), mesh, [Shard(0)])}
+    where = of_node(run_dir, nodes[rank])
+    try:
+        with RunState.load(
+            where, model=model, optimizer=optimizer, extra={"table": table}, shared=False, timeout=10
+        ) as state:
+            if not state.resumed:
+                table["t"] += 7
+            for _ in state.steps(state.step + 1):
+                state.save().wait()
+    except (Unsupported, RankLost) as exc:
+        return str(exc)
+    return str(sharded_training.gathered(table["t"]).tolist())
+
+
+def test_a_tensor_of_which_a_node_has_nothing_is_resumed_there(tmp_path: Path) -> None:
+    for _ in range(2):
+        ended = values(gloo.run(2, _with_extra, tmp_path / "exp", [0, 1], "small", folder=tmp_path))
+        assert ended == ["[7.0]"] * 2
+
+
+def test_a_tensor_that_no_copy_would_have_as_a_whole_is_refused(tmp_path: Path) -> None:
+    ended = values(gloo.run(4, _with_extra, tmp_path / "exp", [0, 0, 1, 1], "wide", folder=tmp_path))
+    assert any("extra.table.t is sharded over more nodes than the model" in one for one in ended)
+    assert all(Run(str(of_node(tmp_path / "exp", node))).numbers() == [] for node in (0, 1))
+
+
+def test_the_commands_that_the_message_names_make_a_part_whole(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    plan = {"nodes": [0, 1], **_with_remote(tmp_path, "all")}
+    run("fsdp-2", tmp_path / "exp", 4, tmp_path, **plan)
+    own, url = of_node(tmp_path / "exp", 1), f"file://{tmp_path / 'bucket'}"
+
+    assert main(["pull", str(own), url]) == 0
+    assert main(["pull", str(own), url]) == 0
+    assert "intact" in capfd.readouterr().out
+    assert main(["verify", str(own)]) == 0
+    assert weights(own)
+
+
+def test_one_push_by_hand_from_each_node_and_one_more_are_enough(tmp_path: Path) -> None:
+    run("fsdp-2", tmp_path / "exp", 4, tmp_path, nodes=[0, 1])
+    url = f"file://{tmp_path / 'bucket'}"
+    first, second = (str(of_node(tmp_path / "exp", node)) for node in (0, 1))
+
+    assert main(["push", first, url, "--which", "all"]) == 6
+    assert main(["push", second, url, "--which", "all"]) == 0
+    assert main(["push", first, url, "--which", "all"]) == 0
+    assert [*Remote(Store(url)).numbers()] == [1, 2, 3]
+
+
+def test_nodes_of_another_replica_leave_what_is_in_the_remote_alone(tmp_path: Path) -> None:
+    plan = {"nodes": [0, 1, 2, 3], **_with_remote(tmp_path, "newest")}
+    run("hsdp", tmp_path / "exp", 2, tmp_path, **plan)
+    url = f"file://{tmp_path / 'bucket'}"
+    there = Remote(Store(url)).numbers()
+
+    assert main(["push", str(of_node(tmp_path / "exp", 2)), url]) == 6
+    assert Remote(Store(url)).numbers() == there != {}
+
+
+@pytest.mark.heavy
+def test_fewer_nodes_go_on_from_what_the_remote_has(tmp_path: Path) -> None:
+    plan = {"nodes": [0, 1], **_with_remote(tmp_path, "all")}
+    run("fsdp-2", tmp_path / "exp", 2, tmp_path, **plan)
+    run("fsdp-2", tmp_path / "exp", 4, tmp_path, nodes=[0, 1])
+
+    plain = _with_remote(tmp_path, "newest")
+    (alone,) = values(run("plain", of_node(tmp_path / "exp", 0), 3, tmp_path, **plain))
+    assert len(alone["seen"]) == 1, "it has not gone on behind step 2, which is what the remote has"
+
+
+def test_each_push_is_completed_though_saves_follow_each_other_fast(tmp_path: Path) -> None:
+    plan = {"nodes": [0, 1], "every": 1, **_with_remote(tmp_path, "newest"), "slow": 0.3}
+    run("fsdp-2", tmp_path / "exp", 9, tmp_path, **plan)
+    pushes = history.pushed(history.read(of_node(tmp_path / "exp", 0)))
+    assert len(pushes[f"file://{tmp_path / 'bucket'}"]) > 1

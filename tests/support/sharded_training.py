@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,7 @@ def train(rank: int, kind: str, run_dir: Path, until: int, plan: Mapping[str, An
             if state.step % plan.get("every", 2) == 0:
                 evaluate(model, batch)
                 state.save()
+            time.sleep(plan.get("slow", 0))
             if state.step == plan.get("dies"):
                 state.wait()
                 os.kill(os.getpid(), signal.SIGKILL)
