@@ -192,15 +192,14 @@ class Ranks:
         error posted under the key `unless` is raised instead.
         """
         names = [*keys.values()]
-        watch = _Watch(self, keys, what, is_due)
-        pause = _SHORTEST
+        watch, began = _Watch(self, keys, what, is_due), time.monotonic()
         while not self._ask(lambda store: store.check(names)):
             self.refuse_trouble()
             if unless and self.is_there(unless):
                 unpack(self._read(unless))
             watch.look()
-            time.sleep(pause)
-            pause = min(1.5 * pause, _LONGEST)
+            # Late by a tenth of the wait at most.
+            time.sleep(min(max((time.monotonic() - began) / 10, _SHORTEST), _LONGEST))
         return [self._read(name) for name in names]
 
     def _read(self, key: str) -> Json:
