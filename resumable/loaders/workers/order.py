@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import operator
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain, count, islice
 from typing import Any, NamedTuple
 
@@ -68,6 +69,43 @@ class Pulled(NamedTuple):
     indices: Any
 
 
+_Rest = tuple[Sequence[Pulled], Iterator[Any] | None]
+"""Batches that were pulled already, and the sampler's iterator after them, if it is not at its end."""
+
+
+class _Indices:
+    """The indices of each batch of an epoch, as they are sent.
+
+    No generator: in one, a function of NumPy's may leave the exception that is handled around it, which would
+    keep the script's frames alive, and the loop with its workers.
+    """
+
+    def __init__(self, order: Order, start: Callable[[], _Rest]) -> None:
+        self._order = order
+        self._start: Callable[[], _Rest] | None = start
+        self._ahead: deque[Pulled] = deque()
+        self._inner: Iterator[Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if (start := self._start) is not None:
+            self._start = None
+            ahead, self._inner = start()
+            self._ahead.extend(ahead)
+        if self._ahead:
+            return self._order.placed(self._ahead.popleft())
+        if self._inner is None:
+            self._order.kept = None
+            raise StopIteration
+        try:
+            return self._order.pull(self._inner)
+        except StopIteration:
+            self._inner = None
+            raise
+
+
 class Order:
     """Stands in for a loader's index sampler: records what was drawn, and what is on its way.
 
@@ -123,12 +161,12 @@ class Order:
     def __iter__(self) -> Iterator[Any]:
         again, self._again = self._again, None
         if again is not None:
-            return self._draw_again(iter(self._sampler), *again)
+            return _Indices(self, partial(self._draw_again, iter(self._sampler), *again))
         if not self._is_stream:
             self._drawn = self._generators.read()
             self._states = self.states()
         self.counters.begin()
-        return self._rest(iter(self._sampler), is_new=True)
+        return _Indices(self, partial(self._begin_order, iter(self._sampler)))
 
     def states(self) -> list[Any]:
         """Return the states of samplers that have one."""
@@ -192,28 +230,14 @@ class Order:
         path = next((path for path, generator in found.items() if generator is own), None)
         return "its sampler's generator was not found" if path is None else {**base, "generator": path}
 
-    def _rest(self, inner: Iterator[Any], *, is_new: bool = False) -> Iterator[Any]:
-        if is_new and not self._is_stream:
+    def _begin_order(self, inner: Iterator[Any]) -> _Rest:
+        if not self._is_stream:
             self._begun = self._generators.read()
             self._base = self._drawn_from()
-        while True:
-            # After the first two batches most samplers show nothing new.
-            is_plain = self.pulled > 1 and self._seeded_epoch is None
-            is_plain = is_plain and (self._is_stream or not self._may_draw_late)
-            indices = next(inner, _END) if is_plain else self._ask(inner)
-            if indices is _END:
-                break
-            pulled = self._numbered(indices)
-            self.on_its_way.append(pulled)
-            self.sent = pulled.number
-            yield pulled.indices if self._seeded_epoch is None else self._placed(pulled)
-        # A sampler may draw again as it ends.
-        self._has_ended = True
-        self.counters.epoch_ended()
+        return (), inner
 
-    def _draw_again(
-        self, inner: Iterator[Any], saved: Mapping[str, Any], live: Draws | None
-    ) -> Iterator[Any]:
+    def _draw_again(self, inner: Iterator[Any], saved: Mapping[str, Any], live: Draws | None) -> _Rest:
+        """Draw what was drawn up to the save; return what was on its way, and the sampler's iterator."""
         if not self._is_stream:
             live = live or self._generators.read()
             self._generators.write(self._begun or live)
@@ -225,10 +249,23 @@ class Order:
         if live:
             self._generators.write(live)
         self.on_its_way.extend(ahead)
-        yield from map(self._placed, ahead)
-        self.kept = None
-        if not self._has_ended and not saved["is_left"]:
-            yield from self._rest(inner)
+        return ahead, None if self._has_ended or saved["is_left"] else inner
+
+    def pull(self, inner: Iterator[Any]) -> Any:
+        """Return the indices of the next batch; StopIteration if there is none."""
+        # After the first two batches most samplers show nothing new.
+        is_plain = self.pulled > 1 and self._seeded_epoch is None
+        is_plain = is_plain and (self._is_stream or not self._may_draw_late)
+        indices = next(inner, _END) if is_plain else self._ask(inner)
+        if indices is _END:
+            # A sampler may draw again as it ends.
+            self._has_ended = True
+            self.counters.epoch_ended()
+            raise StopIteration
+        pulled = self._numbered(indices)
+        self.on_its_way.append(pulled)
+        self.sent = pulled.number
+        return pulled.indices if self._seeded_epoch is None else self.placed(pulled)
 
     def _ask(self, inner: Iterator[Any]) -> Any:
         """Ask the sampler for a batch, and look for counters that this changes in it."""
@@ -269,7 +306,7 @@ class Order:
         self.pulled, self._samples = self.pulled + 1, self._samples + samples * self.deal.shards
         return pulled
 
-    def _placed(self, pulled: Pulled) -> Any:
+    def placed(self, pulled: Pulled) -> Any:
         """Return the indices as they are sent: each with its place in the epoch, if that seeds it."""
         self.sent = pulled.number
         epoch, indices = self._seeded_epoch, pulled.indices

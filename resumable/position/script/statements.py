@@ -88,7 +88,8 @@ def statements_of(
         now = now or Statement(one.offset)
         now.events += events[one.offset]
         now.last = one.offset
-        if is_method(one):
+        # From Python 3.12 on, super().method is one instruction.
+        if is_method(one) or one.opname == "LOAD_SUPER_ATTR":
             now.methods.add(str(one.argval))
         now.is_return |= one.opname in ("RETURN_VALUE", "YIELD_VALUE")
         now.functions |= called.get(one.offset, set())
