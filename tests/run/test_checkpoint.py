@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from resumable import Boundary, CheckpointDamaged, FormatTooNew, SaveFailed
+from resumable import Boundary, CannotRead, CheckpointDamaged, FormatTooNew, SaveFailed
 from resumable.files import large_files
 from resumable.files.large_files import Content, Way, Written
 from resumable.run import checkpoint, manifest
@@ -457,3 +457,25 @@ def test_a_link_in_place_of_the_ranks_is_not_followed_to_remove(tmp_path: Path) 
         checkpoint.remove(tmp_path / "checkpoint")
 
     assert (tmp_path / "outside" / "00000.json").read_text() == "mine"
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_part_names_what_is_on_other_nodes_until_it_is_copied_here(tmp_path: Path, count: int) -> None:
+    names = [f"model/shard-0000{number}-model-00001-of-00001.safetensors" for number in range(1, count + 1)]
+    record = FileRecord(6, large_files.digest(b"shards"), (large_files.digest(b"shards"),))
+    about = replace(_about(), elsewhere=dict.fromkeys(names, record))
+    found, _ = checkpoint.commit(tmp_path, about, _contents(FILES))
+
+    part = checkpoint.open_checkpoint(found.path)
+    part.verify()
+    for refused in (part.refuse_part, part.pin):
+        with pytest.raises(CannotRead, match=rf"{count} of its files \({names[0]}.* are on other nodes"):
+            refused()
+
+    (found.path / "model").mkdir()
+    for name in names:
+        (found.path / name).write_bytes(b"shards")
+    whole = checkpoint.open_checkpoint(found.path)
+    whole.refuse_part()
+    whole.verify()
+    assert whole.pin()

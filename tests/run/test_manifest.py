@@ -203,3 +203,21 @@ def test_data_ranks_that_are_not_those_of_the_processes_are_refused(ranks: Any) 
 
     with pytest.raises(ValueError, match=r"data ranks|stands where"):
         manifest.from_json(text)
+
+
+SHARD = "model/shard-00002-model-00001-of-00001.safetensors"
+
+
+def test_a_part_says_what_is_elsewhere() -> None:
+    part = replace(ABOUT, elsewhere={SHARD: FileRecord(9, "c" * 32, ("c" * 32,))}, is_first_part=False)
+    assert manifest.from_json(manifest.to_json(part)) == part
+    whole = part.whole()
+    assert whole.files == {**part.files, **part.elsewhere}
+    assert (whole.elsewhere, whole.is_first_part) == ({}, True)
+    assert part.size == ABOUT.size
+
+
+def test_a_file_that_is_here_and_elsewhere_is_refused() -> None:
+    twice = replace(ABOUT, elsewhere={"state.json": FileRecord(7, "a" * 32)})
+    with pytest.raises(ValueError, match=r"says of 'state\.json' that it is here and elsewhere"):
+        manifest.from_json(manifest.to_json(twice))
