@@ -90,7 +90,8 @@ def _report(given: argparse.Namespace) -> int:
 
 def _ls(given: argparse.Namespace) -> int:
     run = run_at(given.run)
-    rows = [_row(one) for one in kept(run)]
+    here = kept(run)
+    rows = [_row(one) for one in here]
     intact = [row for row in rows if not row["problem"]]
     newest, best = (intact[-1]["number"], intact[-1]["best"]) if intact else (None, None)
     for row in rows:
@@ -98,7 +99,9 @@ def _ls(given: argparse.Namespace) -> int:
     lines = _history(run)
     _add_history(rows, lines, newest)
     attempts, remote = history.attempts(lines), history.remote(lines)
-    _add_remote(rows, lines, remote)
+    # Another node pushes the rest of a part, and notes it.
+    parts = {one.number for one in here if one.about and not one.about.is_first_part}
+    _add_remote([row for row in rows if row["number"] not in parts], lines, remote)
     if given.json:
         print_json({"checkpoints": rows, "attempts": attempts, "remote": remote})
     else:
@@ -111,6 +114,7 @@ def _ls(given: argparse.Namespace) -> int:
 def _row(one: Kept) -> Row:
     """Return the facts about a checkpoint on the disk; without an intact manifest, those outside it."""
     row: Row = {"number": one.number, "path": one.path, "problem": one.problem, "size": None, "own": None}
+    row["remote"] = None
     if (about := one.about) is None:
         return row
     same = ("epoch", "batch", "step", "samples", "size", "saved", "parent")

@@ -61,6 +61,8 @@ class Pusher:
         self._commits = commits
         self._begun: int | None = None
         """The checkpoint that waits for what other disks have of it."""
+        self._began_at, self._sent = 0.0, Sent(0, 0)
+        """Since when, and what was sent of it."""
         self._lacking: dict[int, int] = {}
         """How many files of it are missing, at the last look."""
         self._given_up: set[int] = set()
@@ -338,7 +340,8 @@ class Pusher:
             self._remote.point_at(names[number], max(names), self._backlog.best)
 
     def _push_one(self, number: int) -> None:
-        started = time.perf_counter()
+        if self._begun is None:
+            self._began_at, self._sent = time.perf_counter(), Sent(0, 0)
         try:
             found = self._run.open(number)
             with self._progress.moving(f"pushing checkpoint {number}", found.about.size) as moved:
@@ -348,6 +351,7 @@ class Pusher:
             self._begun = None
             return
         except OthersDue as exc:
+            self._sent = _sum(self._sent, exc.sent)
             self._wait_for_others(number, exc)
             return
         except CheckpointDamaged as exc:
@@ -359,13 +363,13 @@ class Pusher:
         self._begun = self._waits_for = None
         if not self._commits:
             return
-        seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - self._began_at
         gone: list[int] = []
         try:
             gone = self._prune(found.path.name, number)
         except ResumableError as exc:
             self._tell(f"{exc.problem} The checkpoints that are there are complete.", "tidying")
-        self._note(number, sent, seconds, gone)
+        self._note(number, _sum(self._sent, sent), seconds, gone)
 
     def _prune(self, name: str, number: int) -> list[int]:
         newest, best = self._backlog.newest(), self._backlog.best
@@ -380,6 +384,10 @@ class Pusher:
         )
         if not self._progress.is_shown():
             self._progress.print(summary(f"pushed checkpoint {number} to {self._remote}", sum(sent), seconds))
+
+
+def _sum(one: Sent, other: Sent) -> Sent:
+    return Sent(one.sent + other.sent, one.copied + other.copied)
 
 
 def _text(error: Exception) -> str:

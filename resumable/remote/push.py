@@ -38,6 +38,8 @@ class OthersDue(RemoteError):
 
     lacking = 0
     """How many files are missing."""
+    sent = Sent(0, 0)
+    """What was moved all the same."""
 
 
 def push(remote: Remote, found: Checkpoint, moved: Moved, *, commits: bool | None = None) -> Sent:
@@ -121,9 +123,14 @@ class _Push:
         size = sum(self._files[file].size for file in due)
         moved(self._found.about.size - size)
         self._put(due, moved)
-        self._finish(self._store.sizes(self._folder))
         copied = sum(self._copied)
-        return Sent(size - copied, copied)
+        sent = Sent(size - copied, copied)
+        try:
+            self._finish(self._store.sizes(self._folder))
+        except OthersDue as exc:
+            exc.sent = sent
+            raise
+        return sent
 
     def _is_due(self) -> bool:
         """Return whether there is anything to send; while others are waited for there is not."""

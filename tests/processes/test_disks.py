@@ -282,3 +282,16 @@ def test_each_push_is_completed_though_saves_follow_each_other_fast(tmp_path: Pa
     run("fsdp-2", tmp_path / "exp", 9, tmp_path, **plan)
     pushes = history.pushed(history.read(of_node(tmp_path / "exp", 0)))
     assert len(pushes[f"file://{tmp_path / 'bucket'}"]) > 1
+
+
+def test_the_lines_of_a_push_tell_what_was_sent_while_others_were_waited_for(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run("fsdp-2", tmp_path / "exp", 4, tmp_path, nodes=[0, 1], **_with_remote(tmp_path, "newest"))
+    sent = [line["sent"] for line in history.read(of_node(tmp_path / "exp", 0)) if line["event"] == "push"]
+    assert all(sent)
+    capfd.readouterr()
+    assert main(["ls", str(of_node(tmp_path / "exp", 0))]) == 0
+    assert "pushed" in capfd.readouterr().out
+    assert main(["ls", str(of_node(tmp_path / "exp", 1))]) == 0
+    assert "not pushed" not in capfd.readouterr().out
