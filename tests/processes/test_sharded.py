@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 import re
+import secrets
 import shutil
 import struct
 import warnings
@@ -18,6 +21,7 @@ import gloo
 import pytest
 import sharded_training
 import torch
+from counted import Tally
 from sharded_training import MESHES, Net, Tokens, differing, make, read_by_dcp, run, values
 from torch import Tensor
 
@@ -787,6 +791,41 @@ def test_a_process_that_is_killed_in_a_save_leaves_the_one_before(
     found[0].verify()
     model, _ = _alone(tmp_path / "exp")
     assert torch.equal(model.scale, torch.ones(1))
+
+
+@pytest.mark.heavy
+@pytest.mark.proves("durable")
+@pytest.mark.timeout(500)
+def test_kills_at_any_moment_leave_a_training_that_ends_with_the_same_bits(
+    tmp_path: Path, tally: Tally
+) -> None:
+    seed = int(os.environ.get("KILLS") or secrets.randbits(32))
+    print(f"the moments are those of KILLS={seed}")
+    dice, plan = random.Random(seed), {"every": 1, "slow": 0.05}
+    whole = values(run("fsdp-2", tmp_path / "whole", 120, tmp_path, **plan))
+
+    bad, newest, step, count = list[str](), 0, 0, 0
+    # One life makes 50 steps at most: none gets to the end.
+    while step < 60 and count < 40:
+        lives = {rank: dice.uniform(0.2, 2.5) for rank in dice.choice([[0], [1], [0, 1]])}
+        # Before the first save only the script says how a training begins.
+        run("fsdp-2", tmp_path / "exp", 120, tmp_path, seed=newest and count, lives=lives, **plan)
+        there, count = Run(str(tmp_path / "exp")), count + 1
+        try:
+            for number in there.numbers():
+                there.open(number).verify()
+                step = max(step, there.open(number).about.step)
+            assert max(there.numbers(), default=0) >= newest
+        except (AssertionError, ResumableError) as exc:
+            bad.append(f"{count}, {lives}: {exc}")
+        newest = max([newest, *there.numbers()])
+    tally("kills of sharded trainings", count, bad)
+    ended = values(run("fsdp-2", tmp_path / "exp", 120, tmp_path, seed=99, **plan))
+    for now, then in zip(ended, whole, strict=True):
+        assert differing(now["ended"], then["ended"]) == []
+        assert differing(now["own"], then["own"]) == []
+        assert now["drawn"].tobytes() == then["drawn"].tobytes()
+    assert newest > 20
 
 
 def _sampled(rank: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -103,6 +104,8 @@ def make(kind: str, seed: int, **options: Any) -> tuple[Net, torch.optim.Optimiz
 def train(rank: int, kind: str, run_dir: Path, until: int, plan: Mapping[str, Any]) -> dict[str, Any]:
     """Train up to a step; return what was there after the start and at the end, and the samples."""
     torch.set_num_threads(1)
+    if rank in plan.get("lives", ()):
+        threading.Timer(plan["lives"][rank], os.kill, (os.getpid(), signal.SIGKILL)).start()
     model, optimizer, share = make(kind, plan.get("seed", 0), **plan.get("options", {}))
     sampler: Any = torch.utils.data.DistributedSampler(Tokens(), share[1], share[0])
     data = Tokens(is_numbered="numbered" in plan)
