@@ -65,6 +65,8 @@ class Pusher:
         """Since when, and what was sent of it."""
         self._lacking: dict[int, int] = {}
         """How many files of it are missing, at the last look."""
+        self._made_now: set[int] = set()
+        """The checkpoints of this start of the training."""
         self._given_up: set[int] = set()
         """Checkpoints of which other disks send nothing any more."""
         self._heard_at = time.monotonic()
@@ -91,6 +93,7 @@ class Pusher:
         with self._changed:
             self._backlog.best = best.number if best else None
             self._backlog.saved(number)
+            self._made_now.add(number)
             self._heard_at = time.monotonic()
         self._wake()
 
@@ -235,6 +238,9 @@ class Pusher:
         if not self._backlog.is_known:
             self._look()
         begun = () if self._commits else self._remote.begun()
+        if begun:
+            # The disk that commits is still at work.
+            self._heard_at = time.monotonic()
         with self._changed:
             missed = self._backlog.missed()
             self._in_hand = self._chosen(begun)
@@ -280,7 +286,9 @@ class Pusher:
             if error.lacking < self._lacking.get(number, error.lacking):
                 self._heard_at = time.monotonic()
             self._lacking[number] = error.lacking
-            if time.monotonic() - self._heard_at <= _GIVES_UP:
+            # Nodes that have made it with this one may be sending a large file; others may be gone.
+            patience = _LONGEST_FILE if number in self._made_now else _GIVES_UP
+            if time.monotonic() - self._heard_at <= patience:
                 self._changed.wait(_FIRST_DELAY)
                 return
             self._begun = None
@@ -414,6 +422,7 @@ _FIRST_DELAY = 1.0
 _LONGEST_DELAY = 120.0
 _CLOSING_DELAY = 2.0
 _GIVES_UP = 30.0
+_LONGEST_FILE = 3600.0
 _MOST_PINNED = 4
 _MOST_NAMED = 5
 _TO_LEAVE = 5.0
