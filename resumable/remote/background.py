@@ -64,11 +64,11 @@ class Pusher:
         self._began_at, self._sent = 0.0, Sent(0, 0)
         """Since when, and what was sent of it."""
         self._lacking: dict[int, int] = {}
-        """How many files of it are missing, at the last look."""
+        """How many files of each checkpoint were missing, at the last look."""
         self._made_now: set[int] = set()
         """The checkpoints of this start of the training."""
         self._given_up: set[int] = set()
-        """Checkpoints of which other disks send nothing any more."""
+        """Checkpoints of which other disks have, or send, nothing."""
         self._heard_at = time.monotonic()
         """When something came from another disk, or there was something new for it."""
         self._backlog = Backlog(run, push, keep)
@@ -263,7 +263,9 @@ class Pusher:
         due = self._backlog.due()
         if not self._commits:
             here = {*self._run.numbers()}
-            return next((n for n in begun if n in here and not self._backlog.is_there(n)), None)
+            return next(
+                (n for n in begun if n in here - self._given_up and not self._backlog.is_there(n)), None
+            )
         if self._begun is not None:
             return self._begun
         if self._given_up.issuperset(due):
@@ -303,7 +305,9 @@ class Pusher:
                 # Of an earlier training, on nodes that are gone.
                 self._backlog.pruned(self._given_up)
         if not self._is_hopeless:
-            self._tell(f"{error.problem} They are pushed no more: it is left out.", "other nodes")
+            self._tell(
+                f"{error.problem} They send nothing any more: it is left out.", "other nodes"
+            )
 
     def _look(self) -> None:
         assert self._run_id is not None
@@ -359,6 +363,10 @@ class Pusher:
             self._begun = None
             return
         except OthersDue as exc:
+            if not self._commits:
+                # What was begun there under this number is another checkpoint than the one here.
+                self._given_up.add(number)
+                return
             self._sent = _sum(self._sent, exc.sent)
             self._wait_for_others(number, exc)
             return

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,12 @@ from sharded_training import Net, differing, of_node, read_by_dcp, run, values
 from resumable import CannotRead, RankLost, Run, RunState, Unsupported, load_weights
 from resumable.cli.app import main
 from resumable.files import codec
+from resumable.progress import Progress
+from resumable.remote.background import Pusher
 from resumable.remote.pull import pull
 from resumable.remote.run_copy import Remote
 from resumable.remote.storage import Store
-from resumable.run import history
+from resumable.run import history, manifest
 from resumable.run.checkpoint import Checkpoint
 
 pytestmark = pytest.mark.skipif(not sharded_training.CAN_SHARD, reason=sharded_training.WHY_NOT)
@@ -295,3 +299,35 @@ def test_the_lines_of_a_push_tell_what_was_sent_while_others_were_waited_for(
     assert "pushed" in capfd.readouterr().out
     assert main(["ls", str(of_node(tmp_path / "exp", 1))]) == 0
     assert "not pushed" not in capfd.readouterr().out
+
+
+def test_a_checkpoint_that_is_another_one_there_does_not_keep_a_node_from_ending(tmp_path: Path) -> None:
+    run("fsdp-2", tmp_path / "exp", 2, tmp_path, nodes=[0, 1])
+    one = newest(of_node(tmp_path / "exp", 1))
+    # Begun by hand, from a training that went on elsewhere.
+    other = replace(one.about, run_id=one.about.run_id, files={"state.json": one.about.files["state.json"]})
+    begun = tmp_path / "bucket" / "checkpoints" / one.path.name / "pushing.json"
+    begun.parent.mkdir(parents=True)
+    begun.write_bytes(manifest.to_json(replace(other, elsewhere={})))
+
+    started = Run(str(of_node(tmp_path / "exp", 1)))
+    pusher = Pusher(
+        started,
+        Remote(Store(f"file://{tmp_path / 'bucket'}")),
+        "newest",
+        None,
+        None,
+        history=history.History(started),
+        progress=Progress(False),
+        tell=lambda *_: None,
+        seen=lambda _: None,
+        commits=False,
+    )
+    pusher.start(one.about.run_id, None)
+    end = time.monotonic() + 20
+    while not pusher._given_up and time.monotonic() < end:
+        # The pusher has a thread of its own.
+        time.sleep(0.01)
+    pusher.hand_over()
+    assert pusher._given_up == {one.about.number}
+    assert [path.name for path in begun.parent.iterdir()] == ["pushing.json"]

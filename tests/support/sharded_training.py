@@ -131,6 +131,7 @@ def train(rank: int, kind: str, run_dir: Path, until: int, plan: Mapping[str, An
             if state.step % plan.get("every", 2) == 0:
                 evaluate(model, batch)
                 state.save()
+            # So that kills and pushes fall between saves, on a machine of any speed; nothing waits for it.
             time.sleep(plan.get("slow", 0))
             if state.step == plan.get("dies"):
                 state.wait()
