@@ -305,9 +305,7 @@ class Pusher:
                 # Of an earlier training, on nodes that are gone.
                 self._backlog.pruned(self._given_up)
         if not self._is_hopeless:
-            self._tell(
-                f"{error.problem} They send nothing any more: it is left out.", "other nodes"
-            )
+            self._tell(f"{error.problem} They send nothing any more: it is left out.", "other nodes")
 
     def _look(self) -> None:
         assert self._run_id is not None
