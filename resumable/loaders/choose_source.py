@@ -29,7 +29,11 @@ def make(
     """Return the source for what the user loops over; `shows`: whether it shows how far it has come."""
     if is_prepared(loader):
         prepared = Prepared(name, loader)
-        source = _source(name, prepared.inside, own, seeds, shows)
+        source = (
+            PlainSource(loader, name.removeprefix("loader."), own, shows)
+            if prepared.is_shared
+            else _source(name, prepared.inside, own, seeds, shows)
+        )
         source.prepared = prepared
         return source
     return _source(name, loader, own, seeds, shows)

@@ -26,15 +26,19 @@ class Prepared:
         """The epoch of the pass that is under way, as the loader counts them."""
 
     @property
+    def is_shared(self) -> bool:
+        """Whether rank 0 loads for all processes, so that they run an epoch again together."""
+        return self._way.is_shared(self.loader)
+
+    @property
     def inside(self) -> Any:
-        """The loader of torch; where this process does not iterate over that, the loader itself."""
-        is_shared = self._way.is_shared(self.loader)
-        return self.loader if is_shared else getattr(self.loader, self._way.inside)
+        """The loader of torch."""
+        return getattr(self.loader, self._way.inside)
 
     @property
     def looks_ahead(self) -> bool:
         """Whether it loads a batch before the training wants it."""
-        return self._way.looks_ahead and self.inside is not self.loader
+        return self._way.looks_ahead and not self.is_shared
 
     def begin(self, *, is_new_epoch: bool) -> None:
         """Let the samplers draw for the epoch that is to begin, or to continue."""
@@ -43,13 +47,13 @@ class Prepared:
 
     def through(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches as the loader's iterator does; its count moves on as it would."""
-        if self.inside is self.loader:
+        if self.is_shared:
             yield from batches
             return
         first = next(batches, _NO_BATCH)
         # Some fail where there is no batch, as after a resume behind the last one.
         iterator = iter(()) if first is _NO_BATCH else iter(self.loader)
-        stand = _Stand(getattr(self.loader, self._way.inside), chain([first], batches))
+        stand = _Stand(self.inside, chain([first], batches))
         has_ended = False
         try:
             while True:
@@ -138,7 +142,6 @@ class _Accelerate(_Fabric):
     uses = ("synchronize_rng_states",)
 
     def is_shared(self, loader: Any) -> bool:
-        # Only rank 0 iterates, and deals out what it loads: all run an epoch again together.
         return "slice_fn" in vars(loader) and loader.state.num_processes > 1
 
     def begin(self, loader: Any, epoch: int, is_new_epoch: bool) -> None:
@@ -184,9 +187,10 @@ def _way_of(name: str, loader: Any) -> _Fabric:
             f"{', '.join(missing)}.",
             fix="use a version that docs/tested.md names, or give RunState the DataLoader inside it.",
         )
-    if vars(loader).get("skip_batches"):
+    skipped = vars(loader).get("skip_batches") or getattr(loader.batch_sampler, "skip_batches", 0)
+    if skipped:
         raise UsageError(
-            f"{name} skips its first {loader.skip_batches} batches.",
+            f"{name} skips its first {skipped} batches.",
             fix="give RunState the prepared loader itself, not what skip_first_batches returned: "
             "state.batches() continues at the right batch.",
         )

@@ -32,3 +32,11 @@ def _attribute(kind: type) -> str | None:
 
 attribute_of: Callable[[Any], str | None] = cache(_attribute)
 """Returns the attribute in which objects of a class hold a wrapped one; None if it is no wrapper."""
+
+
+def scaler_of(optimizer: Any) -> Any:
+    """Return the gradient scaler that a wrapped optimizer steps with; None if it has none."""
+    attribute = attribute_of(type(optimizer))
+    if attribute == "_optimizer":
+        return getattr(getattr(optimizer._strategy, "precision", None), "scaler", None)
+    return getattr(optimizer, "scaler", None) if attribute else None

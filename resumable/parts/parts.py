@@ -45,6 +45,7 @@ class Parts:
         self.saves_all = True
         """Whether this process saves the state that all ranks share; it always saves its own."""
         self.models: list[ModulePart] = []
+        slots = {**slots, "scaler": slots["scaler"] or _scaler_of(slots["optimizer"])}
         made = {slot: self._made(slot, slots[slot], per_rank) for slot in SLOTS}
         # Each place in the order prevents a wrong restore.
         early: list[Part] = [
@@ -340,6 +341,12 @@ def named(slot: str, given: Any) -> dict[str, Any]:
 def _bare(slot: str, live: Any) -> Any:
     # A model stays in its wrappers, which have a state of their own.
     return wrappers.inside(live) if slot in ("optimizer", "scheduler") else live
+
+
+def _scaler_of(optimizer: Any) -> Any:
+    """Return the gradient scaler with which Accelerate or Fabric has wrapped an optimizer."""
+    wrapped = optimizer.values() if isinstance(optimizer, Mapping) else [optimizer]
+    return next((scaler for live in wrapped if (scaler := wrappers.scaler_of(live)) is not None), None)
 
 
 def _storable(settings: Mapping[str, Any]) -> dict[str, Json]:

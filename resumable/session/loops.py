@@ -107,11 +107,11 @@ class Loops:
         ]
         if len(found) == 1:
             return found[0]
-        is_given = isinstance(loader, (str, DataLoader, type(None))) or is_prepared(loader)
-        if not is_given:
+        is_loader = isinstance(loader, DataLoader) or is_prepared(loader)
+        if not is_loader and not isinstance(loader, (str, type(None))):
             return self._position.find(loader)
         there = ", ".join(name.removeprefix("loader.") for name in loaders) or "none"
-        if isinstance(loader, DataLoader):
+        if is_loader:
             raise UsageError(
                 f"this DataLoader was not given to RunState, which was given: {there}.",
                 fix="give it to RunState (loader=...), which then keeps its position; loop over a loader to "

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
-from resumable import Run, RunState, UsageError, load_weights
+from resumable import Run, RunState, load_weights
 
 Parts = dict[str, Any]
 
@@ -94,19 +93,34 @@ def test_weights_are_loaded_into_a_wrapped_model(make: Any, run_dir: Path) -> No
     assert all(map(torch.equal, model.state_dict().values(), there.state_dict().values()))
 
 
-def loaders() -> list[tuple[str, Any]]:
-    loader = DataLoader(TensorDataset(torch.randn(8, 4)), batch_size=2)
-    made: list[tuple[str, Any]] = []
-    fabric = pytest.importorskip("lightning_fabric").Fabric(accelerator="cpu", devices=1)
-    made.append(("fabric", fabric.setup_dataloaders(loader)))
-    accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
-    made.append(("accelerator", accelerator.prepare(loader)))
-    return made
+def scaled_by_fabric() -> tuple[Parts, torch.amp.GradScaler]:
+    fabrics = pytest.importorskip("lightning_fabric")
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    precision = fabrics.plugins.MixedPrecision("16-mixed", device="cpu", scaler=scaler)
+    fabric = fabrics.Fabric(accelerator="cpu", devices=1, plugins=precision)
+    parts = bare()
+    model, optimizer = fabric.setup(parts["model"], parts["optimizer"])
+    return {"model": model, "optimizer": optimizer}, scaler
 
 
-def test_a_loader_that_counts_its_epochs_again_is_refused_with_the_way_out(run_dir: Path) -> None:
-    for maker, loader in loaders():
-        with pytest.raises(
-            UsageError, match=rf"epochs from 0(?s:.*)state\.batches\(device={maker}\.device\)"
-        ):
-            RunState.load(run_dir, loader=loader)
+def scaled_by_accelerate() -> tuple[Parts, torch.amp.GradScaler]:
+    pytest.importorskip("accelerate").Accelerator(cpu=True)
+    from accelerate.optimizer import AcceleratedOptimizer
+
+    scaler, parts = torch.amp.GradScaler("cpu", init_scale=8.0), bare()
+    optimizer = AcceleratedOptimizer(parts["optimizer"], scaler=scaler)
+    return {"model": parts["model"], "optimizer": optimizer}, scaler
+
+
+@pytest.mark.parametrize("make", [scaled_by_fabric, scaled_by_accelerate])
+def test_the_scaler_that_a_wrapped_optimizer_steps_with_is_saved_without_a_line(
+    make: Any, run_dir: Path
+) -> None:
+    for scale in (8.0, 16.0, 32.0):
+        parts, scaler = make()
+        with RunState.load(run_dir, **parts) as state:
+            assert scaler.get_scale() == scale
+            # It makes its tensor as it first scales
+            scaler.scale(torch.ones(()))
+            scaler.update(2 * scale)
+            state.save()

@@ -16,7 +16,8 @@ ORDER = (
     "errors boundary progress version | files | run | options processes"
     " | loaders.generators | loaders.workers | loaders"
     " | position.script | position | parts | remote"
-    " | views | interop | trace | training | saving | determinism | session | state | audit integrations | cli"
+    " | views | interop | trace | training | saving | determinism | session | state"
+    " | audit integrations | cli"
 )
 PLACE = {room: place for place, rooms in enumerate(ORDER.split(" | ")) for room in rooms.split()}
 ROOMS = {name for name in PLACE if (PACKAGE / name.replace(".", "/")).is_dir()}

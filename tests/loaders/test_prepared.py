@@ -1,0 +1,133 @@
+"""Loaders as Accelerate and Fabric prepare them: the bits of the script without us, whatever stops it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from prepared_training import Stop, Training, plain, stopped
+from torch.utils.data import DataLoader, TensorDataset
+
+from resumable import RunState, UsageError
+from resumable.errors import Unsupported
+from resumable.loaders import prepared
+
+accelerate = pytest.importorskip("accelerate")
+fabric = pytest.importorskip("lightning_fabric")
+
+ACCELERATE: dict[str, dict[str, Any]] = {
+    "seedable": {},
+    "workers": {"num_workers": 2},
+    "persistent": {"num_workers": 2, "persistent_workers": True},
+    "shuffled by torch": {"use_seedable_sampler": False},
+    "shuffled by torch, workers": {"use_seedable_sampler": False, "num_workers": 2},
+    "dealt out": {"dispatch_batches": True},
+    "stream": {"is_stream": True},
+    "stream, worker": {"is_stream": True, "num_workers": 1},
+}
+FABRIC = {name: ACCELERATE[name] for name in ("workers", "persistent", "stream", "stream, worker")}
+SETUPS = [
+    pytest.param("accelerate" if kinds is ACCELERATE else "fabric", options, id=f"{name} {place}")
+    for place, kinds in enumerate((ACCELERATE, FABRIC))
+    for name, options in [*kinds.items(), *([] if kinds is ACCELERATE else [("in process", {})])]
+]
+STOPS: list[list[Stop]] = [[], [1, 5], [3, 8, 23], [9, 12], [8, 10, 18], ["epoch 0", 14, "epoch 1", 29]]
+
+
+@pytest.fixture(autouse=True)
+def _one_accelerator() -> Iterator[None]:
+    yield
+    accelerate.state.AcceleratorState._reset_state(True)
+    accelerate.state.GradientState._reset_state()
+
+
+@pytest.mark.parametrize("stops", STOPS, ids=str)
+@pytest.mark.parametrize(("maker", "options"), SETUPS)
+@pytest.mark.quick(4)
+def test_a_prepared_loader_resumes_with_the_bits_of_the_plain_script(
+    maker: str, options: Any, stops: list[Stop], run_dir: Path
+) -> None:
+    assert stopped(run_dir, stops, maker, **options) == plain(maker, **options)
+
+
+def test_the_order_is_restored_where_a_script_seeds_nothing(run_dir: Path) -> None:
+    orders = []
+    for seed in (1, 2, 3):
+        torch.manual_seed(seed)
+        loader = accelerate.Accelerator(cpu=True).prepare(
+            DataLoader(TensorDataset(torch.arange(12)), shuffle=True)
+        )
+        with RunState.load(run_dir, loader=loader) as state:
+            order: list[int] = []
+            for (number,) in state.batches():
+                order.append(int(number))
+                if state.batch in (3, 7):
+                    state.save().wait()
+                    break
+            orders.append(order)
+    assert sorted([*orders[0], *orders[1], *orders[2]]) == [*range(12)]
+
+
+@pytest.mark.parametrize("maker", ["accelerate", "fabric"])
+def test_an_epoch_is_counted_once_where_a_resume_finds_no_batch_left(maker: str, run_dir: Path) -> None:
+    counts = []
+    for stop in (10, None):
+        training = Training(maker)
+        with RunState.load(run_dir, **training.parts()) as state:
+            for _ in state.batches():
+                if state.batch + 1 == stop:
+                    state.save().wait()
+                    break
+        counts.append(prepared.Prepared("loader", training.loader).collect(is_under_way=False)["epoch"])
+    assert counts[1] == 1
+
+
+def test_state_batches_takes_the_prepared_loader_itself(run_dir: Path) -> None:
+    for maker in ("accelerate", "fabric"):
+        training = Training(maker)
+        with RunState.load(run_dir / maker, **training.parts()) as state:
+            assert len(list(state.batches(training.loader))) == 10
+
+
+@pytest.mark.parametrize("maker", ["accelerate", "fabric"])
+def test_a_prepared_loader_that_was_not_given_is_refused(maker: str, run_dir: Path) -> None:
+    training = Training(maker)
+    with (
+        RunState.load(run_dir, model=training.model) as state,
+        pytest.raises(UsageError, match="was not given to RunState"),
+    ):
+        state.batches(training.loader)
+
+
+def test_what_skip_first_batches_returns_is_refused(run_dir: Path) -> None:
+    loader = accelerate.skip_first_batches(Training("accelerate").loader, 3)
+    with pytest.raises(UsageError, match=r"skips its first 3 batches\.\n.*prepared loader itself"):
+        RunState.load(run_dir, loader=loader)
+
+
+@pytest.mark.parametrize(("maker", "name"), [("accelerate", "iteration"), ("fabric", "_num_iter_calls")])
+def test_a_release_that_has_renamed_what_is_private_is_named(maker: str, name: str, run_dir: Path) -> None:
+    loader = Training(maker).loader
+    del vars(loader)[name]
+    with pytest.raises(Unsupported, match=f"has no {name}"):
+        RunState.load(run_dir, loader=loader)
+
+
+@pytest.mark.parametrize("maker", ["accelerate", "fabric"])
+def test_the_functions_that_are_used_are_there(maker: str) -> None:
+    loader = Training(maker).loader
+    way = prepared.Prepared("loader", loader)._way
+    assert all(hasattr(sys.modules[prepared._kind(loader).__module__], name) for name in way.uses)
+    assert all(name in vars(loader) for name in way.needs)
+
+
+def test_a_loop_that_is_left_leaves_nothing_in_accelerates_list(run_dir: Path) -> None:
+    training = Training("accelerate")
+    with RunState.load(run_dir, **training.parts()) as state:
+        for _ in state.batches():
+            break
+    assert training.accelerator.gradient_state.dataloader_references == [None]
