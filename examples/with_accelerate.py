@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate: its model, optimizer and accumulation, our loops (pip install accelerate).
+"""Hugging Face Accelerate: all that it prepares, in our loops (pip install accelerate).
 
 python examples/with_accelerate.py runs/accelerate
 """
@@ -10,7 +10,7 @@ import math
 import torch
 from accelerate import Accelerator
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from resumable import RunState
 
@@ -24,16 +24,13 @@ accelerator = Accelerator(cpu=args.device == "cpu", mixed_precision="bf16", grad
 torch.manual_seed(0)
 images = torch.randn(1000, 64)
 labels = (images.mean(1) > 0).long()
-train_set = TensorDataset(images, labels)
-# The loader stays torch's own: what prepare makes of it counts its epochs again at every start.
-sampler = DistributedSampler(train_set, accelerator.num_processes, accelerator.process_index)
-loader = DataLoader(train_set, batch_size=20, sampler=sampler)
+loader = DataLoader(TensorDataset(images, labels), batch_size=20, shuffle=True)
 
 model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 2))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 # An epoch ends in the middle of a window of 4 batches, and with a step
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs * math.ceil(len(loader) / 4))
-model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 torch.manual_seed(1 + accelerator.process_index)
 
 state = RunState.load(
@@ -41,14 +38,12 @@ state = RunState.load(
     model=model,
     optimizer=optimizer,
     scheduler=scheduler,
-    scaler=accelerator.scaler,
     loader=loader,
     minimize="loss",
     every=3,
 )
 for epoch in state.epochs(args.epochs):
-    sampler.set_epoch(epoch)
-    for x, y in state.batches(device=accelerator.device):
+    for x, y in state.batches():
         with accelerator.accumulate(model):
             loss = nn.functional.cross_entropy(model(x), y)
             accelerator.backward(loss)

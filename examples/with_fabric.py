@@ -1,4 +1,4 @@
-"""Lightning Fabric: its model and its optimizer, our loops (pip install lightning-fabric).
+"""Lightning Fabric: all that it sets up, in our loops (pip install lightning-fabric).
 
 python examples/with_fabric.py runs/fabric
 """
@@ -9,7 +9,7 @@ import hashlib
 import torch
 from lightning_fabric import Fabric  # of the package lightning: from lightning.fabric import Fabric
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from resumable import RunState
 
@@ -25,10 +25,7 @@ fabric.launch()
 torch.manual_seed(0)
 images = torch.randn(1000, 64)
 labels = (images.mean(1) > 0).long()
-train_set = TensorDataset(images, labels)
-# The loader stays torch's own: what setup_dataloaders makes of it counts its epochs again at every start.
-sampler = DistributedSampler(train_set, fabric.world_size, fabric.global_rank)
-loader = DataLoader(train_set, batch_size=20, sampler=sampler)
+loader = fabric.setup_dataloaders(DataLoader(TensorDataset(images, labels), batch_size=20, shuffle=True))
 
 model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 2))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -40,8 +37,7 @@ state = RunState.load(
     args.run, model=model, optimizer=optimizer, scheduler=scheduler, loader=loader, minimize="loss", every=11
 )
 for epoch in state.epochs(args.epochs):
-    sampler.set_epoch(epoch)
-    for x, y in state.batches(device=fabric.device):
+    for x, y in state.batches():
         loss = nn.functional.cross_entropy(model(x), y)
         optimizer.zero_grad()
         fabric.backward(loss)

@@ -35,11 +35,12 @@ def differences(source: Source, saved: Mapping[str, Any]) -> Iterator[tuple[str,
             text = f"{text}: {why}" if why else text
             yield name, text if name else f"{key} {text}"
     root = source.root()
-    is_other_sampler = saved["settings"].get("sampler") != now.get("sampler")
+    names = ("sampler", "batch_sampler")
+    is_other_sampler = any(saved["settings"].get(name) != now.get(name) for name in names)
     found = search.find(root)
     generators = search.renamed(saved["generators"], found)
     for path in generators.keys() ^ found.keys():
-        if is_other_sampler and (path == "generator" or path.startswith("sampler.")):
+        if is_other_sampler and path.startswith(("generator", "sampler.", "batch_sampler.")):
             continue
         # Many datasets make theirs at the first sample. Old checkpoints have none that modules have.
         is_in_doubt = path in generators or not search.is_in_module(path)

@@ -237,8 +237,9 @@ class LoaderPosition(EpochPlace):
         self.habits.resumed(is_asked_by_hand=saved.get("is_asked_by_hand", False))
         self.draws.restore(saved.get("ahead_draws", []))
         self.phase = Phase.PASSED if saved["is_over"] else Phase.DUE
-        if self.prepared and "prepared" in saved:
-            self.prepared.restore(saved["prepared"])
+        if self.prepared:
+            # The checkpoint may be of a loader that was not prepared, or of an older version.
+            self.prepared.restore(saved.get("prepared", {"epoch": self.training.epoch, "seeds": []}))
         self.source.restore(saved["source"], unfit & saved["settings"].keys())
         self.generators.restore(saved["generators"])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from prepared_training import Stop, Training, plain, stopped
 from torch.utils.data import DataLoader, TensorDataset
 
-from resumable import RunState, UsageError
+from resumable import ResumableWarning, RunState, UsageError
 from resumable.errors import Unsupported
 from resumable.loaders import prepared
 
@@ -20,20 +21,22 @@ accelerate = pytest.importorskip("accelerate")
 fabric = pytest.importorskip("lightning_fabric")
 
 ACCELERATE: dict[str, dict[str, Any]] = {
-    "seedable": {},
+    "in process": {},
+    "seeded": {"use_seedable_sampler": True},
+    "seeded, workers": {"use_seedable_sampler": True, "num_workers": 2},
     "workers": {"num_workers": 2},
     "persistent": {"num_workers": 2, "persistent_workers": True},
-    "shuffled by torch": {"use_seedable_sampler": False},
-    "shuffled by torch, workers": {"use_seedable_sampler": False, "num_workers": 2},
     "dealt out": {"dispatch_batches": True},
     "stream": {"is_stream": True},
     "stream, worker": {"is_stream": True, "num_workers": 1},
 }
-FABRIC = {name: ACCELERATE[name] for name in ("workers", "persistent", "stream", "stream, worker")}
+FABRIC = {
+    name: ACCELERATE[name] for name in ("in process", "workers", "persistent", "stream", "stream, worker")
+}
 SETUPS = [
     pytest.param("accelerate" if kinds is ACCELERATE else "fabric", options, id=f"{name} {place}")
     for place, kinds in enumerate((ACCELERATE, FABRIC))
-    for name, options in [*kinds.items(), *([] if kinds is ACCELERATE else [("in process", {})])]
+    for name, options in kinds.items()
 ]
 STOPS: list[list[Stop]] = [[], [1, 5], [3, 8, 23], [9, 12], [8, 10, 18], ["epoch 0", 14, "epoch 1", 29]]
 
@@ -54,13 +57,18 @@ def test_a_prepared_loader_resumes_with_the_bits_of_the_plain_script(
     assert stopped(run_dir, stops, maker, **options) == plain(maker, **options)
 
 
-def test_the_order_is_restored_where_a_script_seeds_nothing(run_dir: Path) -> None:
+def shuffled(seed: int, *, is_seeded: bool) -> Any:
+    torch.manual_seed(seed)
+    loading = accelerate.utils.DataLoaderConfiguration(use_seedable_sampler=is_seeded)
+    accelerator = accelerate.Accelerator(cpu=True, dataloader_config=loading)
+    return accelerator.prepare(DataLoader(TensorDataset(torch.arange(12)), shuffle=True))
+
+
+@pytest.mark.parametrize("is_seeded", [False, True])
+def test_the_order_is_restored_where_a_script_seeds_nothing(is_seeded: bool, run_dir: Path) -> None:
     orders = []
     for seed in (1, 2, 3):
-        torch.manual_seed(seed)
-        loader = accelerate.Accelerator(cpu=True).prepare(
-            DataLoader(TensorDataset(torch.arange(12)), shuffle=True)
-        )
+        loader = shuffled(seed, is_seeded=is_seeded)
         with RunState.load(run_dir, loader=loader) as state:
             order: list[int] = []
             for (number,) in state.batches():
@@ -131,3 +139,23 @@ def test_a_loop_that_is_left_leaves_nothing_in_accelerates_list(run_dir: Path) -
         for _ in state.batches():
             break
     assert training.accelerator.gradient_state.dataloader_references == [None]
+
+
+def test_a_training_whose_loader_was_not_prepared_continues_with_one_that_is(run_dir: Path) -> None:
+    data = TensorDataset(torch.arange(12))
+    with RunState.load(run_dir, loader=DataLoader(data, shuffle=True)) as state:
+        for _ in state.epochs(2):
+            assert len(list(state.batches())) == 12
+            state.save()
+    orders = []
+    for epoch in (2, 3):
+        loader = shuffled(0, is_seeded=True)
+        # Of the first such resume: what batches is another object.
+        told = pytest.warns(ResumableWarning, match="BatchSampler|sampler") if epoch == 2 else nullcontext()
+        with told, RunState.load(run_dir, loader=loader) as state:
+            for _ in state.epochs(epoch + 1):
+                orders.append([int(number) for (number,) in state.batches()])
+                state.save()
+    fresh = shuffled(0, is_seeded=True)
+    own = [[int(number) for (number,) in fresh] for _ in range(4)]
+    assert orders == own[2:]

@@ -49,6 +49,10 @@ def count(loader: DataLoader[Any]) -> int:
     for sampler in (loader.sampler, loader.batch_sampler, inner):
         if isinstance(number := getattr(sampler, "num_replicas", None), int):
             return number
+    # Accelerate's shard batches, or a stream.
+    for shard in (loader.batch_sampler, loader.dataset):
+        if type(shard).__name__ in ("BatchSamplerShard", "IterableDatasetShard"):
+            return int(shard.num_processes)  # type: ignore[union-attr]
     return 1
 
 

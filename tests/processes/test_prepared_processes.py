@@ -10,13 +10,15 @@ import prepared_training
 import pytest
 from prepared_training import Stop
 
+from resumable import StateMismatch
+
 pytest.importorskip("accelerate")
 pytest.importorskip("lightning_fabric")
 
 SETUPS: dict[str, tuple[str, dict[str, Any]]] = {
     "a shard": ("accelerate", {}),
     "a shard, workers": ("accelerate", {"num_workers": 1}),
-    "a shard, shuffled by torch": ("accelerate", {"use_seedable_sampler": False, "num_workers": 1}),
+    "a shard, seeded": ("accelerate", {"use_seedable_sampler": True, "num_workers": 1}),
     "batches that are split": ("accelerate", {"split_batches": True}),
     "as many batches as there are": ("accelerate", {"even_batches": False, "samples": 20}),
     "a stream of each process": ("accelerate", {"is_stream": True, "dispatch_batches": False}),
@@ -49,3 +51,23 @@ def test_two_processes_end_with_the_bits_of_the_plain_script(
         assert one.value is not None
         plain, ours = one.value
         assert ours == plain
+
+
+def until(rank: int, run_dir: Path, stop: Stop, size: int) -> None:
+    prepared_training.ours(run_dir, stop, "accelerate", rank=rank, size=size)
+
+
+def succeeded(found: list[gloo.Ended]) -> None:
+    assert all(one.error is None for one in found), found[0].printed
+
+
+def test_another_number_of_processes_is_refused_in_mid_epoch_and_taken_between_epochs(tmp_path: Path) -> None:
+    succeeded(gloo.run(2, until, tmp_path / "run", 7, 2, folder=tmp_path))
+    (alone,) = gloo.run(1, until, tmp_path / "run", "epoch 1", 1, folder=tmp_path)
+    assert isinstance(alone.error, StateMismatch)
+    assert "its batches come from a BatchSamplerShard" in str(alone.error)
+
+    succeeded(gloo.run(2, until, tmp_path / "run", "epoch 1", 2, folder=tmp_path))
+    (alone,) = gloo.run(1, until, tmp_path / "run", "epoch 2", 1, folder=tmp_path)
+    succeeded([alone])
+    assert "resumed" in alone.printed
