@@ -100,6 +100,8 @@ class Held:
 
     def _hold_loader(self, at: LoaderPosition) -> None:
         self._keep(at.source.loader)
+        if at.prepared:
+            self._keep(at.prepared.loader)
         for generator in search.find(at.source.root()).values():
             self._keep(generator)
 
