@@ -8,9 +8,9 @@ from typing import Any
 import gloo
 import prepared_training
 import pytest
-from prepared_training import Stop
+from prepared_training import Stop, Training
 
-from resumable import StateMismatch
+from resumable import RunState, StateMismatch
 
 pytest.importorskip("accelerate")
 pytest.importorskip("lightning_fabric")
@@ -71,3 +71,23 @@ def test_another_number_of_processes_is_refused_in_mid_epoch_and_taken_between_e
     (alone,) = gloo.run(1, until, tmp_path / "run", "epoch 2", 1, folder=tmp_path)
     succeeded([alone])
     assert "resumed" in alone.printed
+
+
+def apart(rank: int, run_dir: Path) -> list[int]:
+    """Loop over batches of which rank 0 has one more, stopped after the second."""
+    found = []
+    for stop in (2, None):
+        loader = Training("accelerate", rank, 2, samples=10, even_batches=False).loader
+        with RunState.load(run_dir, loader=loader, timeout=20) as state:
+            for _ in state.batches():
+                if state.batch + 1 == stop:
+                    state.save().wait()
+                    break
+            found.append(state.batch)
+    return found
+
+
+def test_a_process_that_has_no_batch_left_is_not_waited_for(tmp_path: Path) -> None:
+    found = gloo.run(2, apart, tmp_path / "run", folder=tmp_path)
+    succeeded(found)
+    assert [one.value for one in found] == [[2, 3], [2, 2]]

@@ -58,10 +58,11 @@ class Training:
         optimizer = torch.optim.Adam(model.parameters(), 0.1)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
         made = (model, optimizer, loader, scheduler)
-        prepare = self._by_fabric if maker == "fabric" else self._by_accelerate
-        self.model, self.optimizer, self.loader, self.scheduler = prepare(made, rank, size, options)
+        # Processes draw differently: what all should have is synchronized by what prepares the loader.
         for seed in (torch.manual_seed, np.random.seed, random.seed):
             seed(1 + rank)
+        prepare = self._by_fabric if maker == "fabric" else self._by_accelerate
+        self.model, self.optimizer, self.loader, self.scheduler = prepare(made, rank, size, options)
         self.losses: list[float] = []
 
     def _by_fabric(self, made: Any, rank: int, size: int, options: Any) -> Any:
