@@ -131,6 +131,7 @@ class Saving:
             self.hear_first()
         else:
             self._position.note_metrics(metrics)
+            self._position.logged.note_metrics(metrics)
         # A model may be evaluated where save() is called.
         with no_garbage_collection(), torch.inference_mode(False):
             # A kill before this save is durable leaves the last one, whose memory it takes.

@@ -251,7 +251,10 @@ class Session:
         training.position.close()
         training.progress.close()
         reason = "it has closed its RunState" if how == "closed" else how
-        self.saving.close(partial(training.crew.leave, reason), how)
+        try:
+            self.saving.close(partial(training.crew.leave, reason), how)
+        finally:
+            training.position.logged.close()
         # What it keeps may lead to the variables of the script.
         self._dropped.detach()
         if error is None:
