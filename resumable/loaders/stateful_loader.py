@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -35,6 +36,14 @@ class StatefulSource(Source):
             else ()
         )
         return {name: getattr(self.loader, name) for name in names}
+
+    def open_at(
+        self, batch: int, drawing: AbstractContextManager[None], *, loads_ahead: bool
+    ) -> Iterator[Any]:
+        """Return what the loader gives from where it stands: the script has restored its own state."""
+        batches = self.open(loads_ahead=loads_ahead)
+        self._given = batch
+        return batches
 
     def _all(self) -> dict[str, Any]:
         return {"loader": self.root(), "extra": self._own}

@@ -178,6 +178,7 @@ class StepCounted(Protocol):
 class Counters(Protocol):
     """The counters of the training, as the place in a loader's epoch moves them."""
 
+    epoch: int
     updates: int
     counts_steps: bool
     once: Once

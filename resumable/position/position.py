@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..boundary import Boundary
+from ..errors import UsageError
 from ..files.strict_json import typed
 from ..loaders import choose_source
 from ..loaders.generators import rng, search
@@ -214,9 +215,22 @@ class Position(CountedLoops):
         self.logged.restore(saved.get("logged", {}))
         self.restores += 1
 
-    def begin_at(self, epoch: int, step: int) -> None:
-        """Continue the counters of a training that began without this library."""
-        self.epoch, self.step = epoch, step
+    def begin_at(self, epoch: int, batch: int, step: int, samples: int) -> None:
+        """Continue a training that began without this library."""
+        if batch:
+            self._only_loader().begin_at(batch)
+        self.epoch, self.batch, self.step, self.samples = epoch, batch, step, samples
+        self.streams.begin_elsewhere()
+        self.streams.forget_body()
+
+    def _only_loader(self) -> LoaderPosition:
+        if len(self.loaders) == 1:
+            return next(iter(self.loaders.values()))
+        there = ", ".join(name.removeprefix("loader.") for name in self.loaders) or "none"
+        raise UsageError(
+            f"begin_at(batch=...) needs one loader; RunState was given: {there}.",
+            fix="give RunState that one loader (loader=...), or begin at an epoch: begin_at(epoch=...).",
+        )
 
     def refuse_to_go_back(self) -> None:
         """Raise UsageError if it is unknown which batch is in hand."""

@@ -10,6 +10,7 @@ from ..boundary import Boundary
 from ..errors import warn
 from ..loaders.generators import rng
 from ..loaders.source import LoaderGenerators
+from . import drawing
 
 Hook = Callable[[], None]
 Hold = Callable[[], Hook]
@@ -39,6 +40,18 @@ class HeldGenerators:
         self._is_in_first_lines = False
         """Whether the body of a loop by hand has begun again, whose batches have not."""
         self._is_closed = False
+
+    def hold_now(self) -> None:
+        """Remember the generators, unless those of a checkpoint are held."""
+        if self._held is None:
+            self.hold()
+
+    def put_back_but(self, drawn: Mapping[drawing.Path, Any]) -> None:
+        """Restore the held states, except for the generators that an order was drawn from."""
+        if self._held is not None:
+            held, now = drawing.flat(self._held), drawing.flat(self.read())
+            self._held = drawing.nested({path: now[path] if path in drawn else held[path] for path in held})
+        self.put_back()
 
     def expect_steps(self) -> None:
         """Note that optimizers report their steps."""
@@ -155,6 +168,9 @@ class Streams(HeldGenerators):
         """Whether a batch was handed out, or a step made, in this process or before."""
         self.has_used_loops = False
         self._entry = "start"
+        self._has_begun_elsewhere = False
+        """Whether the script has loaded the checkpoint of another training, generators and all."""
+        self._before_elsewhere: States | None = None
         self._at_load: States | None = None
         """The generators as a run began, until its first loop does."""
         self._drawn_from: States | None = None
@@ -201,6 +217,8 @@ class Streams(HeldGenerators):
         """Return which of the `ENTRIES` a checkpoint taken now has."""
         if self._loops_begun:
             return "loop"
+        if not self.has_trained and self._has_begun_elsewhere:
+            return "loop"
         if not self.has_trained:
             return "start" if self.has_optimizer else "load"
         return "read" if self._is_read else "loop" if self.has_used_loops else "load"
@@ -208,6 +226,16 @@ class Streams(HeldGenerators):
     def forget(self) -> None:
         """Forget where bodies and the script began: that is another rank's."""
         self.body_start = self._drawn_from = None
+
+    def begin_elsewhere(self) -> None:
+        """Note that the generators are those of a training that began without this library."""
+        self._has_begun_elsewhere = True
+        self._before_elsewhere = self._at_load or self._drawn_from
+
+    def untouched(self, drawn: Mapping[drawing.Path, Any]) -> list[str]:
+        """Return which of these generators are still as they were in the load."""
+        then = drawing.flat(self._before_elsewhere) if self._before_elsewhere else {}
+        return [path[-1] for path, state in drawn.items() if path in then and rng.is_same(then[path], state)]
 
     def note_training(self, *, in_loop: bool) -> None:
         """Note that the training has begun: a batch was handed out in a loop, or a step was made."""

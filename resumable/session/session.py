@@ -183,6 +183,20 @@ class Session:
         except RemoteError as exc:
             warn(exc.problem)
 
+    def begin_at(self, epoch: int, batch: int, step: int, samples: int, best: float | None) -> None:
+        """Continue a training whose checkpoint the script has loaded into the parts by itself."""
+        self.refuse_closed()
+        if self.has_resumed or self.training.position.streams.has_trained:
+            raise UsageError(
+                f"this training has begun already: it stands at {', '.join(self.resuming.place())}.",
+                fix="call begin_at() at the first start only: if not state.resumed: ...",
+            )
+        if best is not None:
+            self.saving.begin_with(best)
+        self.training.position.begin_at(epoch, batch, step, samples)
+        self.training.parts.note_steps(step)
+        self._count_on()
+
     def refuse_closed(self) -> None:
         """Raise UsageError if this session has ended."""
         if self._is_closed:
