@@ -17,16 +17,15 @@ class Drawing:
     def __init__(self, read: Callable[[], States]) -> None:
         self._read = read
         self._before: Mapping[Path, Any] = {}
-        self.drawn: dict[Path, Any] = {}
-        """The states of those generators before it."""
+        self.drawn: set[Path] = set()
+        """The paths of those generators."""
 
     def __enter__(self) -> None:
         self._before = flat(self._read())
 
     def __exit__(self, *_: object) -> None:
         now = flat(self._read())
-        same = {path for path, state in self._before.items() if rng.is_same(state, now.get(path))}
-        self.drawn = {path: state for path, state in self._before.items() if path not in same}
+        self.drawn = {path for path, state in self._before.items() if not rng.is_same(state, now.get(path))}
 
 
 def flat(states: States) -> dict[Path, Any]:

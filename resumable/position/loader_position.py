@@ -173,19 +173,19 @@ class LoaderPosition(EpochPlace):
         streams = self.training.streams
         streams.hold_now()
         drawing = Drawing(streams.read)
+        untouched = streams.untouched() if self.training.epoch else set()
         try:
             batches = self.source.open_at(self.done, drawing, loads_ahead=loads_ahead)
         except EpochTooShort as exc:
             raise _behind_end(self.done, exc.batches) from exc
-        untouched = streams.untouched(drawing.drawn) if self.training.epoch else []
         streams.put_back_but(drawing.drawn)
         self.begins_here = self.is_awaited = self.is_claimed = False
         self.phase, self._left_under = Phase.DUE, None
         self._has_marks = self.source.has_cheap_marks or loads_ahead
         self._mark = self.source.mark() if self._has_marks else None
-        if untouched:
+        if names := sorted(path[-1] for path in untouched & drawing.drawn):
             warn(
-                f"the order of this epoch is drawn from generators ({', '.join(untouched)}) that are as they "
+                f"the order of this epoch is drawn from generators ({', '.join(names)}) that are as they "
                 "were in RunState.load, and not as at the beginning of this epoch: the rest of it has other "
                 "samples than in the training that is continued. Restore them first, or begin at an epoch: "
                 "begin_at(epoch=...)."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,7 +47,7 @@ class HeldGenerators:
         if self._held is None:
             self.hold()
 
-    def put_back_but(self, drawn: Mapping[drawing.Path, Any]) -> None:
+    def put_back_but(self, drawn: AbstractSet[drawing.Path]) -> None:
         """Restore the held states, except for the generators that an order was drawn from."""
         if self._held is not None:
             held, now = drawing.flat(self._held), drawing.flat(self.read())
@@ -232,10 +233,11 @@ class Streams(HeldGenerators):
         self._has_begun_elsewhere = True
         self._before_elsewhere = self._at_load or self._drawn_from
 
-    def untouched(self, drawn: Mapping[drawing.Path, Any]) -> list[str]:
-        """Return which of these generators are still as they were in the load."""
+    def untouched(self) -> set[drawing.Path]:
+        """Return the generators that are still as they were when the run began."""
         then = drawing.flat(self._before_elsewhere) if self._before_elsewhere else {}
-        return [path[-1] for path, state in drawn.items() if path in then and rng.is_same(then[path], state)]
+        now = drawing.flat(self.read())
+        return {path for path, state in then.items() if path in now and rng.is_same(state, now[path])}
 
     def note_training(self, *, in_loop: bool) -> None:
         """Note that the training has begun: a batch was handed out in a loop, or a step was made."""

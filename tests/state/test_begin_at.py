@@ -141,6 +141,7 @@ KINDS = ["sampler", "generator", "global", "seeded each epoch", "iterable", "str
 @pytest.mark.parametrize("stops", [(), (1, 2), (0, 4)], ids=str)
 @pytest.mark.parametrize("at", PLACES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.quick(5)
 def test_what_an_old_script_began_ends_with_its_bits(
     kind: str, at: tuple[int, int], stops: tuple[int, ...], run_dir: Path
 ) -> None:
@@ -156,3 +157,179 @@ def test_what_an_old_script_began_ends_with_its_bits(
 
     assert losses == whole.losses
     assert training.result()[1:] == whole.result()[1:]
+
+
+@pytest.mark.parametrize("kind", ["sampler", "generator", "global"])
+def test_a_save_before_the_loop_keeps_the_place_and_the_generators(kind: str, run_dir: Path) -> None:
+    whole, _ = old_script(kind)
+    begun, old = old_script(kind, 1, 2)
+    for is_first in (True, False):
+        training = Training(kind)
+        parts = {"model": training.model, "optimizer": training.optimizer, "loader": training.loader}
+        with RunState.load(run_dir, **parts) as state:
+            if is_first:
+                training.model.load_state_dict(old["model"])
+                training.optimizer.load_state_dict(old["optimizer"])
+                torch.set_rng_state(old["rng"])
+                if kind != "sampler":
+                    training.generator().set_state(old["order"])
+                state.begin_at(epoch=1, batch=2, step=6)
+            state.save().wait()
+            assert (state.epoch, state.batch, state.step) == (1, 2, 6)
+
+    training = new_script(Training(kind), run_dir, old, (1, 2))
+
+    assert begun.losses + training.losses == whole.losses
+    assert training.result()[1:] == whole.result()[1:]
+
+
+def test_what_the_first_lines_of_the_epoch_draw_does_not_count(run_dir: Path) -> None:
+    seen = []
+    with RunState.load(run_dir, loader=DataLoader(TensorDataset(X), 2)) as state:
+        state.begin_at(epoch=1, batch=3)
+        then = torch.get_rng_state()
+        for _ in state.epochs(2):
+            torch.rand(3)
+            for _ in state.batches():
+                seen.append(torch.get_rng_state())
+
+    assert len(seen) == 1
+    assert torch.equal(seen[0], then)
+
+
+class Counted(TensorDataset):
+    loaded = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.loaded += 1
+        return super().__getitem__(index)
+
+
+def test_no_sample_before_the_batch_is_loaded(run_dir: Path) -> None:
+    data = Counted(X)
+    with RunState.load(run_dir, loader=DataLoader(data, 2)) as state:
+        state.begin_at(batch=3, samples=6)
+        assert [batch[0].tolist() for batch in state.batches()] == [X[6:].tolist()]
+        assert state.samples == 8
+
+    assert data.loaded == 2
+
+
+class Stateful:
+    """A loader that keeps its own place."""
+
+    at = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while self.at < 4:
+            self.at += 1
+            yield X[self.at - 1]
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize("stops", [(None,), (1, None), (1, 1, None)], ids=str)
+def test_a_loader_with_a_state_continues_where_the_script_has_put_it(
+    stops: tuple[int | None, ...], run_dir: Path
+) -> None:
+    seen = []
+    for stop in stops:
+        loader = Stateful()
+        with suppress(Stop), RunState.load(run_dir, loader=loader, every=1) as state:
+            if not state.resumed:
+                loader.load_state_dict({"at": 1})
+                state.begin_at(batch=1)
+            for _ in state.epochs(2):
+                for batch in state.batches():
+                    if stop == 0:
+                        raise Stop
+                    stop = stop and stop - 1
+                    seen.append((state.epoch, state.batch, batch.tolist()))
+
+    places = [(0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2), (1, 3)]
+    assert seen == [(epoch, batch, X[batch].tolist()) for epoch, batch in places]
+
+
+def test_an_order_from_an_untouched_generator_is_warned_of(run_dir: Path) -> None:
+    loader = DataLoader(TensorDataset(X), 2, shuffle=True)
+    with RunState.load(run_dir, loader=loader) as state:
+        state.begin_at(epoch=1, batch=1)
+        with pytest.warns(UserWarning, match=r"order of this epoch is drawn from generators \(torch\)"):
+            assert len([*state.batches()]) == 3
+
+
+def test_a_batch_behind_the_end_is_refused(run_dir: Path) -> None:
+    with RunState.load(run_dir, loader=DataLoader(TensorDataset(X), 2)) as state:
+        with pytest.raises(UsageError, match=r"batch=5\) is behind the end .* has 4 batches"):
+            state.begin_at(batch=5)
+        assert (state.epoch, state.batch) == (0, 0)
+
+
+def test_a_batch_behind_an_end_that_only_the_loop_finds_is_refused(run_dir: Path) -> None:
+    with RunState.load(run_dir, loader=DataLoader(Stream(), 2)) as state:
+        state.begin_at(batch=5)
+        with pytest.raises(UsageError, match="has 4 batches"):
+            list(state.batches())
+
+
+@pytest.mark.parametrize("loaders", [None, {"a": [1, 2], "b": [3]}])
+def test_a_batch_of_no_one_loader_is_refused(loaders: Any, run_dir: Path) -> None:
+    with (
+        RunState.load(run_dir, loader=loaders) as state,
+        pytest.raises(UsageError, match=r"needs one loader; RunState was given: (none|a, b)"),
+    ):
+        state.begin_at(batch=1)
+
+
+def test_the_best_value_from_before_is_to_be_beaten(run_dir: Path) -> None:
+    for loss, best in [(0.5, 0.25), (0.3, 0.25), (0.1, 0.1)]:
+        with RunState.load(run_dir, minimize="loss", keep=1) as state:
+            if not state.resumed:
+                state.begin_at(step=7, best=0.25)
+            assert state.best == 0.25
+            state.save(loss=loss).wait()
+            assert state.best == best
+
+    assert (run_dir / "best").resolve().name == "000003-step-00000007"
+    Run(run_dir).open(3).verify()
+
+
+def test_a_best_value_from_before_has_no_checkpoint_to_go_back_to(run_dir: Path) -> None:
+    with RunState.load(run_dir, minimize="loss") as state:
+        state.begin_at(best=0.25)
+        state.save(loss=0.5).wait()
+        assert not (run_dir / "best").exists()
+        with pytest.raises(CheckpointNotFound, match=r"the best loss so far, 0.25, is from before .* began"):
+            state.restore("best")
+        state.save(loss=0.2).wait()
+        state.restore("best")
+
+    assert state.best == 0.2
+
+
+def test_patience_counts_from_the_best_value_from_before(run_dir: Path) -> None:
+    with RunState.load(run_dir, minimize="loss") as state:
+        state.begin_at(best=0.25)
+        state.save(loss=0.5).wait()
+        assert not state.patience(2)
+        state.save(loss=0.5).wait()
+        assert state.patience(2)
+
+
+def test_a_best_value_needs_a_metric(run_dir: Path) -> None:
+    with RunState.load(run_dir) as state, pytest.raises(UsageError, match="has no metric"):
+        state.begin_at(best=0.25)
+
+
+def test_automatic_saves_count_from_the_step_that_the_training_begins_at(run_dir: Path) -> None:
+    with RunState.load(run_dir, every=3) as state:
+        state.begin_at(step=7)
+        for _ in state.steps(11):
+            pass
+
+    assert [checkpoint.about.step for checkpoint in Run(run_dir).checkpoints()] == [10]
