@@ -26,19 +26,22 @@ class Curves:
         self._blocks = {int(block["block"]): block for block in map(_read, jsonl.read(path))}
         self._new: list[Row] = []
 
-    def first_difference(self, step: int) -> int:
-        """Return the first step, up to this one, at which the last process may have logged something else."""
-        here, last = (
-            {one["block"] for one in self._back(end)} for end in (self.end, max(self._blocks, default=0))
-        )
-        steps: list[int] = [self._blocks[number]["step"] for number in here ^ last]
-        return min([step, *steps])
-
     @property
-    def is_whole(self) -> bool:
-        """Whether no block is missing, as on another machine, where the run has come from a remote."""
-        blocks = [*self._back()]
-        return blocks[-1]["after"] == 0 if blocks else self.end == 0
+    def is_lost(self) -> bool:
+        """Whether the last block is missing, as on another machine, where the run has come from a remote."""
+        return self.end not in (0, *self._blocks)
+
+    def begin(self, step: int) -> int:
+        """Begin to log here; return the first step at which the last process may have logged other values."""
+        if self.is_lost:
+            return step + 1
+        newest = max(self._blocks, default=0)
+        here, last = ({one["block"] for one in self._back(end)} for end in (self.end, newest))
+        first: int = min([step, *(self._blocks[number]["step"] for number in here ^ last)])
+        if self.end != newest:
+            # A kill may come before the first save of this branch: the next start has to know of it.
+            self.branch(first)
+        return first
 
     @property
     def run(self) -> str | None:

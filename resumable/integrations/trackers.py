@@ -52,13 +52,13 @@ class Tracker:
         self._curves = Curves(training.run.path / f"{to}.jsonl", logged.end(to))
         self._restores = logged.restores
         self._newest: dict[str, tuple[int, float]] = {}
-        if not self._curves.is_whole:
+        if self._curves.is_lost:
             warn(
                 f"{training.run} has no {to}.jsonl, or not all of it, as after a resume from a remote: what "
                 f"was logged before step {self._position.step} is not logged again."
             )
         self._place = _PLACES[to](self._curves, str(state.run_id), training.run.path, init)
-        self._place.begin(self._position.step)
+        self._begin()
         logged.add(to, self)
 
     @property
@@ -101,9 +101,11 @@ class Tracker:
         self._place.end()
         self._curves.go_to(logged.end(self._name))
         self._newest.clear()
-        self._place.begin(self._position.step)
-        # A kill may come before the first save on the new branch: the next start has to know of it.
-        self._curves.branch(self._position.step)
+        self._begin()
+
+    def _begin(self) -> None:
+        assert self._place is not None
+        self._place.begin(self._curves.begin(self._position.step))
 
     # As a log of the training.
 
@@ -148,7 +150,7 @@ class _Place(ABC):
 
     @abstractmethod
     def begin(self, step: int) -> None:
-        """Open the tracker's run, and log what it lacks of the rows up to this step."""
+        """Open the tracker's run, which may have other values from this step on; log what it lacks."""
 
     def begin_branch(self, step: int) -> None:
         """Open another run for rows that are not those of the last one, and log all of them there."""
@@ -216,7 +218,7 @@ class _TensorBoard(_Place):
         # Readers take the files in the order of their names, which begin with the second.
         while times and int(time.time()) == max(times):
             time.sleep(0.01)
-        start = self._curves.first_difference(step) if times else 0
+        start = step if times else 0
         self.run = SummaryWriter(**{**self._init, "log_dir": folder, "purge_step": start})
         self._send([row for row in self._curves.rows() if row[0] >= start])
 

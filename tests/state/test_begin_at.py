@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -9,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from places import DOCS
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from resumable import CheckpointNotFound, Run, RunState, UsageError
+from resumable.run.manifest import Best, Goal
 
 EPOCHS = 3
 BATCHES = 4
@@ -333,3 +336,23 @@ def test_automatic_saves_count_from_the_step_that_the_training_begins_at(run_dir
             pass
 
     assert [checkpoint.about.step for checkpoint in Run(run_dir).checkpoints()] == [10]
+
+
+def test_the_lines_on_the_page_continue_an_old_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (DOCS / "migrating.md").read_text()
+    (lines,) = re.findall(r"^```py\n(.*?begin_at.*?)^```", page, re.S | re.M)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    old = {"state_dict": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 1, "batch": 3}
+    torch.save({**old, "step": 7, "best_acc": 0.5, "rng": torch.get_rng_state()}, "checkpoint.pth.tar")
+    scope: dict[str, Any] = {"torch": torch, "model": model, "optimizer": optimizer, "evaluate": lambda: 0.4}
+    scope["train"] = lambda *_: optimizer.step()
+
+    exec(lines, {**scope, "loader": DataLoader(TensorDataset(X, X), 2)})
+
+    last = Run("runs/exp").checkpoints()[-1].about
+    assert (last.epoch, last.step) == (3, 7 + 1 + BATCHES)
+    assert last.best == Best(Goal("acc", maximize=True), 0.5, 0, since=2)
