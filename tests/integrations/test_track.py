@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import gloo
 import pytest
 import torch
 from torch import nn
@@ -245,3 +246,22 @@ def test_a_kill_leaves_what_a_stop_leaves(straight: dict[str, Points], run_dir: 
     train(run_dir)
 
     assert curves(run_dir) == straight
+
+
+def _log_on_all(rank: int, run: Path) -> bool:
+    for stop in (3, None):
+        with suppress(Stop), RunState.load(run, every=2) as state:
+            tracker = track(state, "tensorboard")
+            for step in state.steps(4):
+                if step == stop:
+                    raise Stop
+                tracker.log(loss=step + 10 * rank)
+                state.save(metric=step) if step == 1 else None
+    return tracker.run is None
+
+
+def test_of_several_processes_the_first_one_logs(run_dir: Path) -> None:
+    ended = gloo.run(2, _log_on_all, run_dir, folder=run_dir.parent)
+
+    assert [one.value for one in ended] == [False, True]
+    assert curves(run_dir)["loss"] == [(1, 0.0), (2, 1.0), (3, 2.0), (4, 3.0)]
