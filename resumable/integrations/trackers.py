@@ -15,12 +15,14 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from .. import options
 from ..errors import UsageError, warn
+from ..loaders.generators import rng
 from ..state import RunState
 from .curves import Curves, Row
 
@@ -89,8 +91,9 @@ class Tracker:
         self._newest.update({name: (step, value) for name, value in values.items()})
         self._curves.add(step, values)
         if not self._place.log(step, values):
-            self._place.end()
-            self._place.begin_branch(step)
+            with _without_draws():
+                self._place.end()
+                self._place.begin_branch(step)
 
     def _follow(self) -> None:
         """Go back with the training, if it has gone back."""
@@ -105,7 +108,8 @@ class Tracker:
 
     def _begin(self) -> None:
         assert self._place is not None
-        self._place.begin(self._curves.begin(self._position.step))
+        with _without_draws():
+            self._place.begin(self._curves.begin(self._position.step))
 
     # As a log of the training.
 
@@ -128,6 +132,16 @@ class Tracker:
         """End the tracker's run, as the training closes."""
         if self._place is not None:
             self._place.end()
+
+
+@contextmanager
+def _without_draws() -> Iterator[None]:
+    # MLflow draws the name of a run from Python's generator, which the training may use.
+    kept = rng.collect(devices=False)
+    try:
+        yield
+    finally:
+        rng.restore(kept)
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:

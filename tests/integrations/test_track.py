@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -265,3 +266,13 @@ def test_of_several_processes_the_first_one_logs(run_dir: Path) -> None:
 
     assert [one.value for one in ended] == [False, True]
     assert curves(run_dir)["loss"] == [(1, 0.0), (2, 1.0), (3, 2.0), (4, 3.0)]
+
+
+def test_a_tracker_moves_no_random_generator(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    mlflow.set_tracking_uri(f"file:{run_dir.parent / 'mlruns'}")
+    with RunState.load(run_dir) as state:
+        then = random.getstate()
+        track(state, "mlflow")
+        assert random.getstate() == then
