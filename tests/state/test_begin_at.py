@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from contextlib import suppress
@@ -218,16 +219,37 @@ def test_no_sample_before_the_batch_is_loaded(run_dir: Path) -> None:
     assert data.loaded == 2
 
 
+def test_a_checkpoint_says_how_much_of_the_epoch_is_done(run_dir: Path) -> None:
+    with RunState.load(run_dir, loader=DataLoader(TensorDataset(X), 2, shuffle=True)) as state:
+        state.begin_at(batch=1)
+        for _ in state.batches():
+            if state.batch == 2:
+                state.save().wait()
+
+    (checkpoint,) = Run(run_dir).checkpoints()
+    at = json.loads(bytes(checkpoint.read()["ranks/00000.json"]))["loader"]
+    assert (checkpoint.about.batch, at["batch"], at["source"]["batches"], at["source"]["samples"]) == (
+        3,
+        3,
+        3,
+        6,
+    )
+
+
 class Stateful:
     """A loader that keeps its own place."""
 
     at = 0
 
     def __iter__(self) -> Iterator[torch.Tensor]:
+        # As some do, it begins again after its last batch.
+        self.at %= 4
         while self.at < 4:
             self.at += 1
             yield X[self.at - 1]
-        self.at = 0
+
+    def __len__(self) -> int:
+        return 4
 
     def state_dict(self) -> dict[str, int]:
         return {"at": self.at}
@@ -256,6 +278,19 @@ def test_a_loader_with_a_state_continues_where_the_script_has_put_it(
 
     places = [(0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2), (1, 3)]
     assert seen == [(epoch, batch, X[batch].tolist()) for epoch, batch in places]
+
+
+def test_a_loader_with_a_state_is_at_its_end_after_the_last_batch(run_dir: Path) -> None:
+    loader = Stateful()
+    with suppress(Stop), RunState.load(run_dir, loader=loader) as state:
+        loader.load_state_dict({"at": 3})
+        state.begin_at(batch=3)
+        for _ in state.batches():
+            state.save().wait()
+            raise Stop
+
+    with RunState.load(run_dir, loader=Stateful()) as state:
+        assert [len([*state.batches()]) for _ in state.epochs(2)] == [0, 4]
 
 
 def test_an_order_from_an_untouched_generator_is_warned_of(run_dir: Path) -> None:
