@@ -23,6 +23,8 @@ class Source(ABC):
     """The loader or iterable of the user."""
     has_cheap_marks = True
     """Whether a mark can be made with every batch."""
+    restores_generators = False
+    """Whether the loader's own state has its generators."""
 
     def replace(self, loader: Any) -> None:
         """Read from this loader, made like the one before, when it is opened next."""

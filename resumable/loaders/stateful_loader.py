@@ -19,6 +19,7 @@ class StatefulSource(Source):
     """The batches of anything that keeps its own position: it has `state_dict` and `load_state_dict`."""
 
     has_cheap_marks = False
+    restores_generators = True
 
     def __init__(self, loader: Any, own: Mapping[str, rng.Generator]) -> None:
         self.loader = loader

@@ -20,6 +20,10 @@ class Drawing:
         self.drawn: set[Path] = set()
         """The paths of those generators."""
 
+    def of_loaders(self) -> set[Path]:
+        """Return the paths of the generators that hang off loaders."""
+        return {path for path in flat(self._read()) if path[0] == "loaders"}
+
     def __enter__(self) -> None:
         self._before = flat(self._read())
 

@@ -178,7 +178,8 @@ class LoaderPosition(EpochPlace):
             batches = self.source.open_at(self.done, drawing, loads_ahead=loads_ahead)
         except EpochTooShort as exc:
             raise _behind_end(self.done, exc.batches) from exc
-        streams.put_back_but(drawing.drawn)
+        own = drawing.of_loaders() if self.source.restores_generators else set()
+        streams.put_back_but(drawing.drawn | own)
         self.begins_here = self.is_awaited = self.is_claimed = False
         self.phase, self._left_under = Phase.DUE, None
         self._has_marks = self.source.has_cheap_marks or loads_ahead

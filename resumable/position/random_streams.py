@@ -48,7 +48,7 @@ class HeldGenerators:
             self.hold()
 
     def put_back_but(self, drawn: AbstractSet[drawing.Path]) -> None:
-        """Restore the held states, except for the generators that an order was drawn from."""
+        """Restore the held states, except for these generators, from which an order was drawn."""
         if self._held is not None:
             held, now = drawing.flat(self._held), drawing.flat(self.read())
             self._held = drawing.nested({path: now[path] if path in drawn else held[path] for path in held})
