@@ -9,7 +9,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from inspect import getsource, signature
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import gloo
 import pytest
@@ -34,6 +37,7 @@ def train(
     run: Path,
     stop: int | None = None,
     *,
+    to: str = "tensorboard",
     shift: float = 0,
     first: Callable[[RunState], None] | None = None,
     is_killed: bool = False,
@@ -45,7 +49,7 @@ def train(
     loader = DataLoader(TensorDataset(torch.randn(8, 4)), 2, shuffle=True)
     parts = {"model": model, "optimizer": optimizer, "loader": loader}
     with RunState.load(run, **parts, every=2, keep=None, minimize="error") as state:
-        tracker = track(state, "tensorboard")
+        tracker = track(state, to)
         if first:
             first(state)
         for _ in state.epochs(3):
@@ -276,3 +280,67 @@ def test_a_tracker_moves_no_random_generator(run_dir: Path, monkeypatch: pytest.
         then = random.getstate()
         track(state, "mlflow")
         assert random.getstate() == then
+
+
+class Online:
+    """Stands in for W&B online: it ignores steps before its own, and knows its runs again by their id."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.runs: dict[str, dict[int, dict[str, float]]] = {}
+        module = ModuleType("wandb")
+        module.init = self.init  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "wandb", module)
+
+    def init(self, *, id: str, resume: str, dir: Path) -> Any:
+        rows = self.runs.setdefault(id, {})
+        first = max(rows, default=-1) + 1
+
+        def log(values: dict[str, float], step: int) -> None:
+            if step >= max(rows, default=0):
+                rows.setdefault(step, {}).update(values)
+
+        return SimpleNamespace(step=first, log=log, finish=lambda: None)
+
+    def curve(self, name: str) -> list[Points]:
+        """Return the values of each run."""
+        return [[(at, row[name]) for at, row in rows.items() if name in row] for rows in self.runs.values()]
+
+
+def test_a_run_of_wandb_online_continues_where_its_server_is(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    straight, online = Online(monkeypatch), Online(monkeypatch)
+    for stop in (1, 5, 7):
+        with pytest.raises(Stop):
+            train(run_dir, stop, to="wandb")
+    train(run_dir, to="wandb")
+    monkeypatch.setattr(sys.modules["wandb"], "init", straight.init)
+    train(tmp_path / "straight", to="wandb")
+
+    assert [len(points) for points in online.curve("train/loss")] == [12]
+    assert [*online.runs.values()] == [*straight.runs.values()]
+
+
+def test_going_back_begins_another_run_of_wandb_online(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    online = Online(monkeypatch)
+    with pytest.raises(Stop):
+        train(run_dir, 9, to="wandb")
+    with pytest.raises(Stop):
+        train(run_dir, 7, to="wandb", shift=1, first=lambda state: state.restore(2))
+    train(run_dir, to="wandb", shift=1)
+
+    old, new = online.curve("train/loss")
+    assert [step for step, _ in old] == [*range(1, 10)]
+    assert [step for step, _ in new] == [*range(1, 13)]
+    assert new[:4] == old[:4]
+    assert [value for _, value in new[4:9]] == [pytest.approx(value + 1) for _, value in old[4:9]]
+
+
+def test_trackio_has_the_private_names_that_are_used() -> None:
+    trackio = pytest.importorskip("trackio")
+    from trackio.sqlite_storage import SQLiteStorage
+
+    assert {"project", "run", "run_id"} <= signature(SQLiteStorage.get_logs).parameters.keys()
+    assert "self._is_local = " in getsource(trackio.Run)
