@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import gloo
 import pytest
 import torch
 from places import DOCS
@@ -428,3 +429,33 @@ def test_the_loader_of_torchdata_continues_its_epoch_and_draws_the_next_ones(
                     seen.append(batch.tolist())
 
     assert seen == whole[9:]
+
+
+def _on_all(rank: int, run: Path) -> tuple[list[Any], list[Any]]:
+    data = TensorDataset(torch.arange(24))
+    sampler = DistributedSampler(data, num_replicas=2, rank=rank, seed=3)
+    loader = DataLoader(data, 2, sampler=sampler)
+    whole: list[Any] = []
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        whole += [batch[0].tolist() for batch in loader]
+    seen: list[Any] = []
+    for stop in (1, 3, 100):
+        last = len(seen) + stop
+        with suppress(Stop), RunState.load(run, loader=loader, every=1) as state:
+            if not state.resumed:
+                state.begin_at(batch=4, samples=16)
+            for epoch in state.epochs(2):
+                sampler.set_epoch(epoch)
+                for (batch,) in state.batches():
+                    if len(seen) == last:
+                        raise Stop
+                    seen.append(batch.tolist())
+            assert state.samples == 48
+    return seen, whole[4:]
+
+
+def test_each_of_several_processes_skips_its_own_share(run_dir: Path) -> None:
+    for ended in gloo.run(2, _on_all, run_dir, folder=run_dir.parent):
+        assert ended.value is not None, ended
+        assert ended.value[0] == ended.value[1]
