@@ -231,25 +231,38 @@ class RunState:
         self._saving.hear_first()
         return self._saving.best.value if self._saving.best else None
 
-    def begin_at(self, *, epoch: int = 0, step: int = 0) -> None:
-        """Start the counters at those of a training that was saved without this library.
+    def begin_at(
+        self, *, epoch: int = 0, batch: int = 0, step: int = 0, samples: int = 0, best: float | None = None
+    ) -> None:
+        """Continue from the checkpoint of a training that was saved without this library.
 
         Call it at the first start, before the loop, once the old checkpoint is loaded into the parts.
+        `epoch`, `batch`: the epochs that are done, and the batches of the next one. The loop leaves out these
+        batches without loading them; an iterable that is no DataLoader is run again. `step`, `samples`: what
+        the counters begin with.
+        `best`: the best value so far of the metric to maximize or minimize.
 
-        >>> with RunState.load("runs/migrated") as state:
+        The order of an epoch that was stopped in the middle is drawn again, from a sampler's seed and epoch
+        or from its generator: put that generator where it was at the epoch's beginning. All other random
+        generators continue as they are.
+
+        >>> loader = torch.utils.data.DataLoader(torch.arange(8), 2)
+        >>> with RunState.load("runs/migrated", loader=loader, minimize="loss") as state:
         ...     if not state.resumed:
-        ...         state.begin_at(epoch=3, step=300)
+        ...         state.begin_at(epoch=3, batch=2, step=14, best=0.25)
         ...     for epoch in state.epochs(4):
-        ...         print(epoch, state.step)
+        ...         for batch in state.batches():
+        ...             print(epoch, state.batch, batch.tolist())
         runs/migrated is empty: starting fresh
-        3 300
+        3 2 [4, 5]
+        3 3 [6, 7]
+        >>> state.best
+        0.25
         """
-        if self._session.has_resumed or self._position.streams.has_trained:
-            raise UsageError(
-                f"this training has begun already: it stands at {', '.join(self._session.resuming.place())}.",
-                fix="call begin_at() at the first start only: if not state.resumed: ...",
-            )
-        self._position.begin_at(options.count("epoch", epoch), options.count("step", step))
+        counts = {"epoch": epoch, "batch": batch, "step": step, "samples": samples}
+        whole = {name: options.count(name, value) for name, value in counts.items()}
+        value = None if best is None else options.numbers({"best": best})["best"]
+        self._session.begin_at(**whole, best=value)
 
     def epochs(self, total: int) -> Iterator[int]:
         """Loop over the epochs that remain of `total`, which includes those done before a resume."""

@@ -6,6 +6,7 @@ import multiprocessing
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -80,6 +81,20 @@ class LoaderSource(EpochReader):
             batches = self._open_fresh()
         self._is_open = True
         return Batches(self, batches, ahead)
+
+    def open_at(
+        self, batch: int, drawing: AbstractContextManager[None], *, loads_ahead: bool
+    ) -> Iterator[Any]:
+        """Return the batches from this one on; only a stream loads those before it."""
+        if self._stream:
+            batches = self.open(loads_ahead=loads_ahead)
+            with drawing:
+                return self._without(batches, batch)
+        self._order.skip(batch, drawing)
+        batches = self.open(loads_ahead=loads_ahead)
+        self._order.start()
+        self._batches, self._samples = batch, self._order.skipped
+        return batches
 
     def load_ahead(self) -> None:
         self._loads_ahead = True

@@ -5,12 +5,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from .generators import rng, search
 from .prepared import Prepared
+from .workers.datasets import EpochTooShort
+
+_END = object()
 
 
 class Source(ABC):
@@ -22,6 +26,8 @@ class Source(ABC):
     """The loader of Accelerate or Fabric around it, if the user gave one."""
     has_cheap_marks = True
     """Whether a mark can be made with every batch."""
+    restores_generators = False
+    """Whether the loader's own state has its generators."""
 
     def is_of(self, loader: Any) -> bool:
         """Whether the user means this one by a loader."""
@@ -53,6 +59,22 @@ class Source(ABC):
 
         `loads_ahead`: whether batches are requested before the training wants them.
         """
+
+    def open_at(
+        self, batch: int, drawing: AbstractContextManager[None], *, loads_ahead: bool
+    ) -> Iterator[Any]:
+        """Return the batches of a new epoch from this one on.
+
+        `drawing`: the context in which the order is drawn. Those before it are loaded and thrown away.
+        """
+        with drawing:
+            return self._without(self.open(loads_ahead=loads_ahead), batch)
+
+    def _without(self, batches: Iterator[Any], count: int) -> Iterator[Any]:
+        for number in range(count):
+            if next(batches, _END) is _END:
+                raise EpochTooShort(number)
+        return batches
 
     def load_ahead(self) -> None:  # noqa: B027
         """Note that from now on batches are requested before the training wants them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -18,6 +19,7 @@ class StatefulSource(Source):
     """The batches of anything that keeps its own position: it has `state_dict` and `load_state_dict`."""
 
     has_cheap_marks = False
+    restores_generators = True
 
     def __init__(self, loader: Any, own: Mapping[str, rng.Generator]) -> None:
         self.loader = loader
@@ -35,6 +37,14 @@ class StatefulSource(Source):
             else ()
         )
         return {name: getattr(self.loader, name) for name in names}
+
+    def open_at(
+        self, batch: int, drawing: AbstractContextManager[None], *, loads_ahead: bool
+    ) -> Iterator[Any]:
+        """Return what the loader gives from where it stands: the script has restored its own state."""
+        batches = self.open(loads_ahead=loads_ahead)
+        self._given = batch
+        return batches
 
     def _all(self) -> dict[str, Any]:
         return {"loader": self.root(), "extra": self._own}

@@ -10,6 +10,7 @@ __all__ = [
     "counted_loops",
     "last_batch",
     "loader_position",
+    "logged",
     "means",
     "position",
     "prefetching",

@@ -44,6 +44,9 @@ class CountedLoops(TrainingCounters):
             has_run = True
             is_second_time = self._resumed_at in (Boundary.BATCH, Boundary.STEP)
             self.streams.begin_body(is_second_time=is_second_time)
+            if any(loader.begins_here for loader in self._known.all):
+                # What the first lines draw was drawn at the epoch's beginning.
+                self.streams.hold_now()
             restores, outer, self._body = self.restores, self._body, Boundary.EPOCH
             self._step_at_start, self._has_looped, self._is_in_epochs = self.step, False, True
             self._has_saved_end = False

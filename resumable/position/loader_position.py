@@ -2,163 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
-from collections import deque
 from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import nullcontext
 from typing import Any
 
-from ..errors import UsageError
+from ..errors import UsageError, warn
 from ..loaders.source import LoaderGenerators, Source
-from .loaded_batches import Counters, InHand, Loaded, OpenLoop, Phase, StepCounted, ThroughDraws
-from .script.habits import Habits
-
-_OVER = (Phase.OVER, Phase.PASSED)
-
-
-class EpochPlace:
-    """How far the training has come in one epoch of a loader."""
-
-    def __init__(self, training: Counters) -> None:
-        self.training = training
-        self.habits = Habits()
-        self.phase = Phase.DUE
-        self.done = 0
-        """Batches of this epoch that were trained."""
-        self.in_hand: InHand | None = None
-        self.ahead: deque[Loaded] = deque()
-        """The batches that were loaded and not handed to the training."""
-        self.ended_at: int | None = None
-        """The number of batches in the last epoch that came to its end."""
-        self.opened = 0
-        """The number of its loop, of all loaders, in the order of their first batches; 0 before that."""
-        self.is_awaited = False
-        """Whether the loop was open at the checkpoint, and has not been opened again yet."""
-        self.is_beside = False
-        """Whether the loop in which it was asked has ended, and it was not asked since."""
-        self.step_counted: StepCounted | None = None
-        """Counts the batches by steps, where another thread loops over them."""
-        self._mark: Any = None
-        """The source's mark after the batch that was handed out last."""
-        self._left_under: BaseException | None = None
-        """The exception that was being handled around the loop that was left."""
-        self._is_put_off = False
-        """Whether the batch that was in hand when the loop was left is the first that is ahead."""
-
-    @property
-    def is_over(self) -> bool:
-        """Whether this epoch has no more batches, or was left for good."""
-        return self.phase in _OVER
-
-    def is_under_way(self) -> bool:
-        """Whether the epoch's batches have begun and not ended."""
-        # A break shows only later, when no exception is being handled.
-        if self.phase is Phase.LEFT and not self.is_interrupted():
-            self.phase, self._left_under = Phase.OVER, None
-        return self.phase not in _OVER and (self.in_hand is not None or self.done > 0)
-
-    def is_through(self) -> bool:
-        """Whether looping over the batches again would be another epoch."""
-        return not self.is_under_way() and self.phase is Phase.OVER
-
-    def is_interrupted(self) -> bool:
-        """Whether an exception that left the loop is being handled right now."""
-        is_left = self.phase in (Phase.LEFT, Phase.KEPT)
-        return is_left and sys.exc_info()[1] not in (None, self._left_under)
-
-    def is_put_off(self) -> bool:
-        """Whether an exception has left the loop before the batch in hand was trained."""
-        return self._is_put_off and self.phase is Phase.KEPT
-
-    def reached(self) -> int:
-        """Return the batches of this epoch that are done; one in hand counts as done."""
-        return self.done + (self.in_hand is not None)
-
-    def pass_by(self) -> None:
-        """Make the next loop in this epoch empty if no batch is left."""
-        if self.is_over:
-            self.phase = Phase.PASSED
-        self.is_awaited = self.is_under_way()
-
-    def other_ended(self, opened: int) -> None:
-        """Note that another loop has ended; one that was asked in its bodies has ended with it."""
-        self.is_beside |= not 0 < self.opened <= opened
-
-    def hand_out(self) -> None:
-        """Note that the training has the oldest batch that was loaded."""
-        loaded = self.ahead.popleft()
-        hand = self.in_hand = InHand(loaded.size, self._mark, loaded.draws, self.training.updates)
-        self._mark = loaded.mark
-        # An iterator may be made long before the loop that asks it.
-        self.opened = self.opened or self.training.next_opened()
-        hand.is_step = self.training.handed_out(self, loaded.digest)
-
-    def take_back(self) -> None:
-        """Note that the training is through with the batch in hand."""
-        hand, self.in_hand = self.in_hand, None
-        assert hand
-        self.done += 1
-        self.training.count_batch(self.done, hand)
-
-    def expect_no_more(self) -> None:
-        """Note that the training has the last batch, and does not ask for another."""
-        if self.in_hand is not None:
-            self.in_hand.is_last = True
-
-    def finish(self) -> None:
-        """Note that no batches are left."""
-        self.phase = Phase.OVER
-
-    def stepped(self) -> None:
-        """Note that the optimizer has made a step."""
-        if self.in_hand is not None and self.in_hand.is_last:
-            self.take_back()
-            self.finish()
-        if self.step_counted is not None:
-            self.step_counted.stepped()
-
-    def count_as_step(self, *, is_step: bool) -> None:
-        """Count the batch in hand as a step, or not."""
-        if self.in_hand is not None:
-            self.in_hand.is_step = is_step
-
-    def leave(self, outer: BaseException | None) -> None:
-        """Note that the loop was left in the middle: for good by a break, or by an exception."""
-        if hand := self.in_hand:
-            is_trained = not self.training.counts_steps or self.training.updates > hand.updates
-            if is_trained or self._mark is None:
-                self.take_back()
-            else:
-                self.ahead.appendleft(Loaded(hand.size, self._mark, draws=hand.draws))
-                self._mark, self.in_hand, self._is_put_off = hand.before, None, True
-        self._left_under, self.phase = outer, Phase.LEFT
-
-    def refuse_to_leave_out(self) -> None:
-        """Raise UsageError where it is unknown which batch is in hand."""
-        if self.step_counted is not None:
-            self.step_counted.refuse_to_leave_out()
-        if self.is_put_off():
-            raise UsageError(
-                "the loops have been left, with a batch in hand that was not trained.",
-                fix="go back in the body of the loop over state.batches(), where the batch is in hand.",
-            )
-
-    def leave_out(self) -> None:
-        """Let the batch in hand count as done without having been trained."""
-        if self._is_put_off and self.ahead:
-            self._mark = self.ahead.popleft().mark
-            self.done += 1
-            self.training.count_batch(self.done, InHand(0, None, None, 0))
-        self._is_put_off = False
-        if self.in_hand is None:
-            return
-        self.in_hand.leave_out()
-        if self.in_hand.is_last:
-            self.take_back()
-            self.finish()
+from ..loaders.workers.datasets import EpochTooShort
+from .drawing import Drawing
+from .epoch_place import EpochPlace
+from .loaded_batches import Counters, Loaded, OpenLoop, Phase, StepCounted, ThroughDraws
 
 
 class LoaderPosition(EpochPlace):
@@ -172,6 +28,8 @@ class LoaderPosition(EpochPlace):
         self.draws = ThroughDraws(training.streams)
         self.lap = 0
         """Counts how often the loader was moved elsewhere: loops of earlier laps are dead."""
+        self.begins_here = False
+        """Whether the epoch begins after the batches that are done, which another training has loaded."""
         self.is_claimed = False
         """Whether `batches()` was called with this iterable, and the loop has not begun."""
         self.lock = threading.RLock()
@@ -214,6 +72,7 @@ class LoaderPosition(EpochPlace):
                 "is_asked_by_hand": self.habits.is_asked_by_hand,
                 "is_open": (self.is_open or self.is_awaited) and is_mid_epoch,
                 "is_over": self.is_over and is_mid_epoch,
+                "begins_here": self.begins_here and is_mid_epoch,
                 "generators": self.generators.collect(is_searched=is_searched),
                 "ahead_draws": [loaded.draws for loaded in self.ahead] if under_way else [],
                 "settings": self.source.settings(),
@@ -222,9 +81,9 @@ class LoaderPosition(EpochPlace):
             }
 
     def _collect_source(self, under_way: bool) -> dict[str, Any]:
-        if not under_way:
+        if not under_way or self.begins_here:
             # In a loop that was left for good, every batch that was loaded counts.
-            return self.source.collect(None, [], under_way)
+            return self.source.collect(None, [], False)
         if self._unread is not None:
             return dict(self._unread)
         return self.source.collect(self._mark, [loaded.mark for loaded in self.ahead], under_way)
@@ -234,6 +93,10 @@ class LoaderPosition(EpochPlace):
         self.rewind()
         self.done = saved["batch"]
         self.is_awaited = bool(saved.get("is_open", self.done))
+        # Checkpoints of older versions do not say it.
+        if saved.get("begins_here", False):
+            self.begins_here = True
+            self.training.streams.begin_elsewhere()
         self.habits.resumed(is_asked_by_hand=saved.get("is_asked_by_hand", False))
         self.draws.restore(saved.get("ahead_draws", []))
         self.phase = Phase.PASSED if saved["is_over"] else Phase.DUE
@@ -278,6 +141,8 @@ class LoaderPosition(EpochPlace):
     def open(self, *, loads_ahead: bool, step_counted: StepCounted | None = None) -> Iterator[Any]:
         """Return the rest of the batches, as the source yields them."""
         self.step_counted = step_counted
+        if self.begins_here:
+            return self._open_here(loads_ahead=loads_ahead)
         continues = bool(self.done) or self.is_awaited
         if loads_ahead or not continues:
             self.training.streams.put_back()
@@ -299,6 +164,40 @@ class LoaderPosition(EpochPlace):
         elif continues and self.habits.is_asked_by_hand:
             # Draws before next() is called are for the batch that is asked for.
             self.training.reopened()
+        return batches
+
+    def begin_at(self, batch: int) -> None:
+        """Begin the epoch at this batch: another training has had those before it."""
+        if (length := self.length()) is not None and batch > length:
+            raise _behind_end(batch, length)
+        self.done, self.begins_here = batch, True
+
+    def _open_here(self, *, loads_ahead: bool) -> Iterator[Any]:
+        """Return the batches after those that another training has had.
+
+        The order is drawn from generators as they are; all others stay as they were when the body began.
+        """
+        streams = self.training.streams
+        streams.hold_now()
+        drawing = Drawing(streams.read)
+        untouched = streams.untouched() if self.training.epoch else set()
+        try:
+            batches = self.source.open_at(self.done, drawing, loads_ahead=loads_ahead)
+        except EpochTooShort as exc:
+            raise _behind_end(self.done, exc.batches) from exc
+        own = drawing.of_loaders() if self.source.restores_generators else set()
+        streams.put_back_but(drawing.drawn | own)
+        self.begins_here = self.is_awaited = self.is_claimed = False
+        self.phase, self._left_under = Phase.DUE, None
+        self._has_marks = self.source.has_cheap_marks or loads_ahead
+        self._mark = self.source.mark() if self._has_marks else None
+        if names := sorted(path[-1] for path in untouched & drawing.drawn):
+            warn(
+                f"the order of this epoch is drawn from generators ({', '.join(names)}) that are as they "
+                "were in RunState.load, and not as at the beginning of this epoch: the rest of it has other "
+                "samples than in the training that is continued. Restore them first, or begin at an epoch: "
+                "begin_at(epoch=...)."
+            )
         return batches
 
     def began(self, loop: OpenLoop) -> None:
@@ -347,7 +246,7 @@ class LoaderPosition(EpochPlace):
         """Return to the beginning of an epoch."""
         self._go_elsewhere(Phase.DUE)
         self.done, self._left_under = 0, None
-        self._is_put_off = self.is_awaited = self.is_beside = False
+        self._is_put_off = self.is_awaited = self.is_beside = self.begins_here = False
         self.habits.epoch_begins()
         self.source.rewind()
 
@@ -402,3 +301,11 @@ class LoaderPosition(EpochPlace):
                     raise StopIteration
                 self.ahead.append(loaded)
             return batch
+
+
+def _behind_end(batch: int, length: int) -> UsageError:
+    return UsageError(
+        f"begin_at(batch={batch}) is behind the end of the epoch, which has {length} batches.",
+        fix="give the loader the dataset and batch size of the training that is continued, or begin at the "
+        "next epoch: begin_at(epoch=...).",
+    )

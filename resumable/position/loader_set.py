@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
 
-from .loader_position import EpochPlace, LoaderPosition
+from .epoch_place import EpochPlace
+from .loader_position import LoaderPosition
 
 
 class LoaderSet:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..boundary import Boundary
+from ..errors import UsageError
 from ..files.strict_json import typed
 from ..loaders import choose_source
 from ..loaders.generators import rng, search
@@ -18,6 +19,7 @@ from .accelerate import Accelerate
 from .counted_loops import CountedLoops
 from .loader_position import LoaderPosition
 from .loader_set import LoaderSet
+from .logged import Logged
 from .other_loaders import Outside
 from .random_streams import Hold, Streams
 from .script.first_lines import Look
@@ -42,6 +44,8 @@ def check(saved: Any) -> None:
             raise ValueError(f"{found[name]!r:.200} is no {name}")
     for value in found["metrics"].values():
         typed(float, value)
+    for value in found.get("logged", {}).values():
+        typed(int, value)
     # Checkpoints of earlier versions have none.
     if "means" in found:
         means.check(found["means"])
@@ -55,7 +59,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "stepped": (list, _NONE),
     "body_start": (dict, _NONE),
 }
-_NEWER: dict[str, type] = {"loop_ends": list, "entry": str, "loop_draws": str}
+_NEWER: dict[str, type] = {"loop_ends": list, "entry": str, "loop_draws": str, "logged": dict}
 """The entries that checkpoints of older versions lack."""
 
 
@@ -86,6 +90,7 @@ class Position(CountedLoops):
         """The loaders that the script loops over by itself."""
         self.accelerate = Accelerate()
         self.spikes = Spikes()
+        self.logged = Logged()
 
     def _stands(self, name: str, loader: Any) -> LoaderPosition:
         return LoaderPosition(
@@ -144,6 +149,7 @@ class Position(CountedLoops):
             "metrics": self.metrics,
             "means": self.means.collect(),
             "spikes": [self.spikes.count, self.spikes.newest],
+            "logged": self.logged.collect(),
             "iterables": {name: at.collect() for name, at in self._known.found.items()},
             "outside": self.outside.collect(),
             "accelerate": self.accelerate.collect(),
@@ -206,11 +212,25 @@ class Position(CountedLoops):
         # Checkpoints of older versions do not have it.
         self.outside.restore(saved.get("outside", []))
         self.accelerate.restore(saved.get("accelerate"))
+        self.logged.restore(saved.get("logged", {}))
         self.restores += 1
 
-    def begin_at(self, epoch: int, step: int) -> None:
-        """Continue the counters of a training that began without this library."""
-        self.epoch, self.step = epoch, step
+    def begin_at(self, epoch: int, batch: int, step: int, samples: int) -> None:
+        """Continue a training that began without this library."""
+        if batch:
+            self._only_loader().begin_at(batch)
+        self.epoch, self.batch, self.step, self.samples = epoch, batch, step, samples
+        self.streams.begin_elsewhere()
+        self.streams.forget_body()
+
+    def _only_loader(self) -> LoaderPosition:
+        if len(self.loaders) == 1:
+            return next(iter(self.loaders.values()))
+        there = ", ".join(name.removeprefix("loader.") for name in self.loaders) or "none"
+        raise UsageError(
+            f"begin_at(batch=...) needs one loader; RunState was given: {there}.",
+            fix="give RunState that one loader (loader=...), or begin at an epoch: begin_at(epoch=...).",
+        )
 
     def refuse_to_go_back(self) -> None:
         """Raise UsageError if it is unknown which batch is in hand."""
@@ -229,6 +249,7 @@ class Position(CountedLoops):
         self.step, self.samples = saved["step"], saved["samples"]
         self.metrics = dict(saved["metrics"])
         self.means.go_back(saved.get("means"))
+        self.logged.restore(saved.get("logged", {}))
         # The running body is no step: what it has trained is discarded.
         self._step_in_hand = self.step - 1
         self._stepped = None if saved["stepped"] is None else set(saved["stepped"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +11,7 @@ from ..boundary import Boundary
 from ..errors import warn
 from ..loaders.generators import rng
 from ..loaders.source import LoaderGenerators
+from . import drawing
 
 Hook = Callable[[], None]
 Hold = Callable[[], Hook]
@@ -39,6 +41,18 @@ class HeldGenerators:
         self._is_in_first_lines = False
         """Whether the body of a loop by hand has begun again, whose batches have not."""
         self._is_closed = False
+
+    def hold_now(self) -> None:
+        """Remember the generators, unless those of a checkpoint are held."""
+        if self._held is None:
+            self.hold()
+
+    def put_back_but(self, drawn: AbstractSet[drawing.Path]) -> None:
+        """Restore the held states, except for these generators, from which an order was drawn."""
+        if self._held is not None:
+            held, now = drawing.flat(self._held), drawing.flat(self.read())
+            self._held = drawing.nested({path: now[path] if path in drawn else held[path] for path in held})
+        self.put_back()
 
     def expect_steps(self) -> None:
         """Note that optimizers report their steps."""
@@ -155,6 +169,9 @@ class Streams(HeldGenerators):
         """Whether a batch was handed out, or a step made, in this process or before."""
         self.has_used_loops = False
         self._entry = "start"
+        self._has_begun_elsewhere = False
+        """Whether the script has loaded the checkpoint of another training, generators and all."""
+        self._before_elsewhere: States | None = None
         self._at_load: States | None = None
         """The generators as a run began, until its first loop does."""
         self._drawn_from: States | None = None
@@ -201,6 +218,8 @@ class Streams(HeldGenerators):
         """Return which of the `ENTRIES` a checkpoint taken now has."""
         if self._loops_begun:
             return "loop"
+        if not self.has_trained and self._has_begun_elsewhere:
+            return "loop"
         if not self.has_trained:
             return "start" if self.has_optimizer else "load"
         return "read" if self._is_read else "loop" if self.has_used_loops else "load"
@@ -208,6 +227,17 @@ class Streams(HeldGenerators):
     def forget(self) -> None:
         """Forget where bodies and the script began: that is another rank's."""
         self.body_start = self._drawn_from = None
+
+    def begin_elsewhere(self) -> None:
+        """Note that the generators are those of a training that began without this library."""
+        self._has_begun_elsewhere = True
+        self._before_elsewhere = self._at_load or self._drawn_from
+
+    def untouched(self) -> set[drawing.Path]:
+        """Return the generators that are still as they were when the run began."""
+        then = drawing.flat(self._before_elsewhere) if self._before_elsewhere else {}
+        now = drawing.flat(self.read())
+        return {path for path, state in then.items() if path in now and rng.is_same(state, now[path])}
 
     def note_training(self, *, in_loop: bool) -> None:
         """Note that the training has begun: a batch was handed out in a loop, or a step was made."""

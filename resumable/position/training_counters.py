@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 from ..boundary import Boundary
 from ..errors import Once, UsageError
+from .epoch_place import EpochPlace
 from .loaded_batches import BatchDigests, InHand
-from .loader_position import EpochPlace, LoaderPosition
+from .loader_position import LoaderPosition
 from .loader_set import LoaderSet
 from .means import Means
 from .random_streams import Streams

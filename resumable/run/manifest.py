@@ -50,6 +50,10 @@ class Goal:
         return f"{'maximize' if self.maximize else 'minimize'}={self.metric!r}"
 
 
+NO_CHECKPOINT = 0
+"""The number of the best if the value is that of a training that began without this library."""
+
+
 @dataclass(frozen=True, slots=True)
 class Best:
     """The best value so far and the save number that has it."""

@@ -170,6 +170,12 @@ class Choice(Generic[T]):
         # A newer one in the remote may know of a better one.
         if self.copies and (best := self.copies.best(above=here.number if here else 0)):
             return best
+        if here and here.best and here.best.number == manifest.NO_CHECKPOINT:
+            raise CheckpointNotFound(
+                f"the best {here.best.goal.metric} so far, {here.best.value:.4g}, is from before "
+                f"{self.catalog.folder.parent} began (begin_at): no checkpoint here is better.",
+                fix="load the old checkpoint as the script does at the first start, or name a save number.",
+            )
         if here and here.best:
             return here.best.number
         raise CheckpointNotFound(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .. import options
-from ..errors import CannotRead, RemoteError, ResumableError, SaveFailed, warn
+from ..errors import CannotRead, RemoteError, ResumableError, SaveFailed, UsageError, warn
 from ..files import codec, large_files
 from ..files.strict_json import Json
 from ..files.threads import no_garbage_collection
@@ -25,7 +25,7 @@ from ..run import checkpoint, environment, policy
 from ..run.checkpoint import Checkpoint
 from ..run.directory import Run
 from ..run.history import History
-from ..run.manifest import Best, Manifest
+from ..run.manifest import NO_CHECKPOINT, Best, Manifest
 from ..run.policy import Interval, moment
 from ..training import Training
 from .image import Image
@@ -131,6 +131,7 @@ class Saving:
             self.hear_first()
         else:
             self._position.note_metrics(metrics)
+            self._position.logged.note_metrics(metrics)
         # A model may be evaluated where save() is called.
         with no_garbage_collection(), torch.inference_mode(False):
             # A kill before this save is durable leaves the last one, whose memory it takes.
@@ -279,6 +280,15 @@ class Saving:
         self._written = reading.written() if is_ours else {}
         if is_ours and (saved := moment(chosen.about.saved)) is not None:
             self._progress.saved(chosen.about.number, saved)
+
+    def begin_with(self, best: float) -> None:
+        """Let only a better value than this one, which no checkpoint of the run has, be the best."""
+        if self._goal is None:
+            raise UsageError(
+                "begin_at(best=...) has no metric: nothing says which save is the best.",
+                fix="give RunState.load maximize= or minimize=.",
+            )
+        self.best = Best(self._goal, best, NO_CHECKPOINT)
 
     def keep_settings(self, kept: Mapping[str, Json]) -> None:
         """Record the checkpoint's values of these settings in later saves, not the script's."""

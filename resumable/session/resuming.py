@@ -29,7 +29,7 @@ from ..parts.restore import forget_gradients, restore
 from ..position import position, spikes
 from ..run import changes, environment, history
 from ..run.checkpoint import Checkpoint
-from ..run.manifest import Best
+from ..run.manifest import NO_CHECKPOINT, Best
 from ..run.resume_choice import Which
 from ..saving.saver import Saving
 from ..training import Training
@@ -173,7 +173,8 @@ class Resuming:
         # The save number of another run's best means nothing here.
         best = chosen.about.best if self._run.holds(chosen) else None
         elsewhere = self._copies.numbers if self._copies else ()
-        if best and best.number not in self._run.numbers() and best.number not in elsewhere:
+        is_ours = best is not None and best.number != NO_CHECKPOINT
+        if best and is_ours and best.number not in self._run.numbers() and best.number not in elsewhere:
             text = f"checkpoint {best.number}, the best, is not there any more; it is forgotten."
             self._saving.once.warn(text)
             best = None

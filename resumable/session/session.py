@@ -183,6 +183,20 @@ class Session:
         except RemoteError as exc:
             warn(exc.problem)
 
+    def begin_at(self, epoch: int, batch: int, step: int, samples: int, best: float | None) -> None:
+        """Continue a training whose checkpoint the script has loaded into the parts by itself."""
+        self.refuse_closed()
+        if self.has_resumed or self.training.position.streams.has_trained:
+            raise UsageError(
+                f"this training has begun already: it stands at {', '.join(self.resuming.place())}.",
+                fix="call begin_at() at the first start only: if not state.resumed: ...",
+            )
+        if best is not None:
+            self.saving.begin_with(best)
+        self.training.position.begin_at(epoch, batch, step, samples)
+        self.training.parts.note_steps(step)
+        self._count_on()
+
     def refuse_closed(self) -> None:
         """Raise UsageError if this session has ended."""
         if self._is_closed:
@@ -251,7 +265,10 @@ class Session:
         training.position.close()
         training.progress.close()
         reason = "it has closed its RunState" if how == "closed" else how
-        self.saving.close(partial(training.crew.leave, reason), how)
+        try:
+            self.saving.close(partial(training.crew.leave, reason), how)
+        finally:
+            training.position.logged.close()
         # What it keeps may lead to the variables of the script.
         self._dropped.detach()
         if error is None:

@@ -113,7 +113,8 @@ def _print_head(told: Row) -> None:
     best = told["best"]
     metrics = [numbers(told["metrics"])] if told["metrics"] else []
     if best:
-        metrics += [f"best {best['metric']} {best['value']:.4g} (checkpoint {best['number']})"]
+        holder = f"checkpoint {best['number']}" if best["number"] else "before this run"
+        metrics += [f"best {best['metric']} {best['value']:.4g} ({holder})"]
     where = {"batch": "in mid-epoch", "epoch": "at the end of an epoch", "step": "between two steps"}
     position = [
         f"epoch {told['epoch']}, batch {told['batch']}, step {told['step']}, {told['samples']:,} samples"

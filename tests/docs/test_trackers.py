@@ -1,6 +1,6 @@
 """Curves of trainings that were killed or went back: each step is there once, with its value.
 
-The scripts are the blocks on the page; those marked `py` run here, in processes of their own.
+The scripts are the blocks and the lines on the page, run in forks of a process that has the tracker.
 """
 
 from __future__ import annotations
@@ -12,14 +12,23 @@ import signal
 import struct
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from places import ROOT
+from places import DOCS, ROOT, SUPPORT
 
 from resumable import Run
 
 Curves = dict[str, list[tuple[int, float]]]
+
+PAGE = DOCS / "integrations/trackers.md"
+MODULES = {
+    "TensorBoard": "torch.utils.tensorboard",
+    "W&B": "wandb",
+    "MLflow": "mlflow",
+    "Trackio": "trackio",
+}
 
 BEFORE = """
 import os
@@ -27,10 +36,11 @@ import signal
 import sys
 
 import torch
+import MODULE
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-when, at, shift = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+when, at, shift, back_to = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])
 torch.set_num_threads(1)
 torch.manual_seed(0)
 data = TensorDataset(torch.randn(24, 4), torch.randn(24, 1))
@@ -45,6 +55,7 @@ def die(*_):
 
 def train(x, y):
     if (when, at) == ("batch", state.step):
+        state.wait()
         die()
     loss = nn.functional.mse_loss(model(x), y)
     optimizer.zero_grad()
@@ -63,17 +74,14 @@ def evaluate():
     model.train()
     return shift - error.item()
 """
+GO_BACK = "if back_to:\n    state.restore(back_to)"
 
 
 class Training:
-    """The three blocks under a heading of the page, as a script in a folder."""
+    """The blocks of the page with the line of one tracker, as a script in a folder."""
 
-    def __init__(self, heading: str, folder: Path) -> None:
-        page = (ROOT / "docs/recipes/trackers.md").read_text()
-        (text,) = (part for part in re.split(r"^## ", page, flags=re.M) if part.startswith(heading))
-        self._begins, self._loops, self._goes_back = re.findall(r"^```py\n(.*?)^```", text, re.S | re.M)
-        self.heading = heading
-        self._folder = folder
+    def __init__(self, tracker: str, folder: Path, starts: subprocess.Popen[str]) -> None:
+        self.tracker, self.folder, self._starts = tracker, folder, starts
 
     def start(
         self, when: str = "never", at: int = 0, *, back_to: int | None = None, shift: float = 0
@@ -82,42 +90,51 @@ class Training:
 
         `back_to`: go back to the checkpoint after that many steps first; `shift` is added to what is logged.
         """
-        goes_back = self._goes_back.replace('"best"', str(self._number(back_to))) if back_to else ""
-        (self._folder / "train.py").write_text("\n".join([BEFORE, self._begins, goes_back, self._loops]))
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "WANDB_SILENT": "true", "OMP_NUM_THREADS": "1"}
-        # A kill comes before the checkpoint that was the best is pruned, or after it
-        told = ["-W", "error", "-W", "ignore:checkpoint 3, the best, is not there any more"]
-        told += ["-W", "ignore:save() has waited"]
-        command = [sys.executable, *told, "train.py", when, str(at), str(shift)]
-        child = subprocess.run(command, cwd=self._folder, env=env, capture_output=True, text=True)
-        expected = 0 if when == "never" else -signal.SIGKILL
-        assert child.returncode == expected, child.stdout + child.stderr
+        arguments = [when, str(at), str(shift), str(self._number(back_to) if back_to else 0)]
+        environment = {"WANDB_SILENT": "true", "TRACKIO_DIR": str(self.folder / "trackio")}
+        environment["MLFLOW_TRACKING_URI"] = f"file:{self.folder / 'mlruns'}"
+        log, folder = self.folder / "log.txt", str(self.folder)
+        order = {"kill": None, "arguments": arguments, "environment": environment, "log": str(log)}
+        assert self._starts.stdin
+        assert self._starts.stdout
+        print(json.dumps({**order, "folder": folder}), file=self._starts.stdin, flush=True)
+        code = int(self._starts.stdout.readline())
+        assert code == (0 if when == "never" else -signal.SIGKILL), log.read_text()
 
     def checkpoints(self) -> list[tuple[int, int]]:
         """Return the numbers and the steps of the checkpoints, all of which are intact."""
-        found = Run(self._folder / "runs/exp").checkpoints()
+        found = Run(self.folder / "runs/exp").checkpoints()
         for checkpoint in found:
             checkpoint.verify()
         return [(checkpoint.about.number, checkpoint.about.step) for checkpoint in found]
 
     def _number(self, at: int) -> int:
-        (number,) = (number for number, step in self.checkpoints() if step == at)
-        return number
+        return next(number for number, step in self.checkpoints() if step == at)
 
     def curves(self) -> Curves:
-        """Return what a reader of the tracker's files finds."""
-        return READERS[self.heading](self._folder)
+        """Return what a reader of the tracker's files finds in the run that was ended last."""
+        return READERS[self.tracker](self.folder)
+
+
+def script(tracker: str) -> str:
+    """Return the script of the page for one tracker."""
+    page = PAGE.read_text()
+    begins, loops = re.findall(r"^```py\n(.*?)^```", page, re.S | re.M)
+    (line,) = re.findall(rf"^\| {re.escape(tracker)} \| `(tracker = .*?)` \|", page, re.M)
+    # Saves stay, for going back to any of them.
+    begins = begins.replace("every=3", "every=3, keep=None")
+    # Trackio reads its folder as it is imported, which a fork of a process that has imported it does not.
+    module = "torch" if tracker == "Trackio" else MODULES[tracker]
+    return "\n".join([BEFORE.replace("MODULE", module), begins, line, GO_BACK, loops])
 
 
 def tensorboard(folder: Path) -> Curves:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    curves: Curves = {}
-    for name in ("steps", "epochs"):
-        found = EventAccumulator(str(folder / "runs/exp/tensorboard" / name)).Reload()
-        for tag in found.Tags()["scalars"]:
-            curves[tag] = [(point.step, point.value) for point in found.Scalars(tag)]
-    return curves
+    found = EventAccumulator(str(folder / "runs/exp/tensorboard")).Reload()
+    return {
+        tag: [(point.step, point.value) for point in found.Scalars(tag)] for tag in found.Tags()["scalars"]
+    }
 
 
 def wandb(folder: Path) -> Curves:
@@ -149,28 +166,36 @@ def records(data: bytes, block: int = 32768) -> list[bytes]:
 
 
 def mlflow(folder: Path) -> Curves:
-    """Return the curves of the oldest run, each followed by the next one's from where that begins."""
-    whole: Curves = {}
-    for curves in mlflow_runs(folder):
-        for name, points in curves.items():
-            before = [point for point in whole.get(name, []) if point[0] < points[0][0]]
-            whole[name] = before + points
-    return whole
-
-
-def mlflow_runs(folder: Path) -> list[Curves]:
-    """Return the curves of all runs, the oldest first."""
     from mlflow import MlflowClient
 
     client = MlflowClient(f"file:{folder / 'mlruns'}")
-    (experiment,) = client.search_experiments(filter_string="name = 'exp'")
-    return [
-        {
-            name: [(point.step, point.value) for point in client.get_metric_history(run.info.run_id, name)]
-            for name in run.data.metrics
-        }
-        for run in client.search_runs([experiment.experiment_id], order_by=["attributes.start_time ASC"])
-    ]
+    run = max(client.search_runs(["0"]), key=lambda run: run.info.end_time or 0)
+    return {
+        name: [(point.step, point.value) for point in client.get_metric_history(run.info.run_id, name)]
+        for name in run.data.metrics
+    }
+
+
+def trackio(folder: Path) -> Curves:
+    program = """
+import json
+from trackio.sqlite_storage import SQLiteStorage
+runs = [SQLiteStorage.get_logs("exp", run["name"], run_id=run["id"]) for run in
+        SQLiteStorage.get_run_records("exp")]
+print(json.dumps(max(runs, key=lambda rows: max(row["timestamp"] for row in rows))))
+"""
+    env = {**os.environ, "TRACKIO_DIR": str(folder / "trackio")}
+    found = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True
+    )
+    curves: Curves = {}
+    for row in json.loads(found.stdout):
+        for name in row.keys() & {"loss", "accuracy"}:
+            curves.setdefault(name, []).append((row["step"], row[name]))
+    return curves
+
+
+READERS = {"TensorBoard": tensorboard, "W&B": wandb, "MLflow": mlflow, "Trackio": trackio}
 
 
 @pytest.fixture(autouse=True)
@@ -178,26 +203,26 @@ def _files_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
 
 
-READERS = {"TensorBoard": tensorboard, "Weights & Biases": wandb, "MLflow": mlflow}
-
-
 @pytest.fixture(
     scope="module",
-    params=[
-        pytest.param("TensorBoard", marks=pytest.mark.heavy),
-        pytest.param("Weights & Biases", marks=pytest.mark.nightly),
-        pytest.param("MLflow", marks=pytest.mark.nightly),
-    ],
+    params=[pytest.param(tracker, marks=pytest.mark.heavy) for tracker in READERS],
 )
-def straight(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Training:
+def straight(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Training]:
     """A training that nothing has happened to."""
-    training = Training(request.param, tmp_path_factory.mktemp("straight"))
-    training.start()
-    return training
+    pytest.importorskip(MODULES[request.param])
+    folder = tmp_path_factory.mktemp("straight")
+    (folder / "train.py").write_text(script(request.param))
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MLFLOW_ALLOW_FILE_STORE": "true"}
+    command = [sys.executable, str(SUPPORT / "forked_starts.py"), str(folder / "train.py")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": env}
+    with subprocess.Popen(command, **pipes) as starts:  # type: ignore[call-overload]
+        training = Training(request.param, folder, starts)
+        training.start()
+        yield training
 
 
 def killed(straight: Training, folder: Path, *kills: tuple[str, int]) -> Training:
-    training = Training(straight.heading, folder)
+    training = Training(straight.tracker, folder, straight._starts)
     for when, at in kills:
         training.start(when, at)
     return training
@@ -211,9 +236,9 @@ def test_a_curve_has_each_step_once_however_often_the_training_was_killed(
     training.start()
 
     assert [step for step, _ in training.curves()["loss"]] == [*range(1, 19)]
-    assert len(training.curves()["accuracy"]) == 3
+    assert [step for step, _ in training.curves()["accuracy"]] == [6, 12, 18]
     assert training.curves() == straight.curves()
-    assert training.checkpoints() == straight.checkpoints()
+    assert {step for _, step in training.checkpoints()} == {step for _, step in straight.checkpoints()}
 
 
 def test_a_curve_that_went_back_continues_with_the_new_values(straight: Training, tmp_path: Path) -> None:
@@ -227,22 +252,11 @@ def test_a_curve_that_went_back_continues_with_the_new_values(straight: Training
         assert new[at:] == [(step, pytest.approx(value + 1)) for step, value in old[at:]]
 
 
-def test_a_kill_before_the_first_save_on_the_new_way_leaves_no_trace_of_it(
+def test_a_kill_before_the_first_save_on_the_new_branch_leaves_no_trace_of_it(
     straight: Training, tmp_path: Path
 ) -> None:
     training = killed(straight, tmp_path, ("batch", 14))
     training.start("batch", 11, back_to=9, shift=1)
     training.start()
 
-    left = mlflow_runs(tmp_path)[0] if straight.heading == "MLflow" else training.curves()
-    assert left == straight.curves()
-
-
-@pytest.mark.heavy
-def test_a_training_that_is_killed_again_and_again_is_one_run_of_mlflow(tmp_path: Path) -> None:
-    training = Training("MLflow", tmp_path)
-    for when, at in [("batch", 2), ("batch", 4)]:
-        training.start(when, at)
-
-    (run,) = mlflow_runs(tmp_path)
-    assert [step for step, _ in run["loss"]] == [1, 2, 3, 4]
+    assert training.curves() == straight.curves()

@@ -66,6 +66,7 @@ def main(script: str) -> None:
     for line in sys.stdin:
         order = json.loads(line)
         if (child := os.fork()) == 0:
+            os.chdir(order.get("folder", "."))
             log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
             os.dup2(log, 1)
             os.dup2(log, 2)

@@ -172,6 +172,14 @@ class _OrAnew:
         return getattr(self._inner, name)
 
 
+class EpochTooShort(Exception):
+    """An epoch has come to its end before the batch at which it was to begin."""
+
+    def __init__(self, batches: int) -> None:
+        super().__init__(batches)
+        self.batches = batches
+
+
 class StreamEnded(Exception):
     """A stream that was run again had fewer batches than before."""
 

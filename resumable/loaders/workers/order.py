@@ -6,6 +6,7 @@ import copy
 import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import chain, count, islice
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from ...files import large_files
 from ..generators import draws_between, rng, search, worker_rng
 from ..generators.worker_rng import States
 from . import resharding
+from .datasets import EpochTooShort
 from .object_counters import Counters
 from .states import is_stateful
 
@@ -89,11 +91,15 @@ class _Indices:
     def __iter__(self) -> Iterator[Any]:
         return self
 
-    def __next__(self) -> Any:
+    def start(self) -> None:
+        """Draw the order, unless it is drawn."""
         if (start := self._start) is not None:
             self._start = None
             ahead, self._inner = start()
             self._ahead.extend(ahead)
+
+    def __next__(self) -> Any:
+        self.start()
         if self._ahead:
             return self._order.placed(self._ahead.popleft())
         if self._inner is None:
@@ -132,6 +138,11 @@ class Order:
         """The epoch, if each index is to carry its place in it."""
         self.kept: dict[str, Any] | None = None
         """The global generators before a batch's samples were seeded in the training's process."""
+        self._to_skip: tuple[int, AbstractContextManager[None]] | None = None
+        self._skipping: _Indices | None = None
+        """The indices of an epoch that begins in its middle."""
+        self.skipped = 0
+        """The samples, of all ranks, that such an epoch leaves out."""
         self.begin()
 
     def begin(self) -> None:
@@ -151,6 +162,16 @@ class Order:
         self.sent = -1
         self.on_its_way.clear()
 
+    def skip(self, batches: int, drawing: AbstractContextManager[None]) -> None:
+        """Leave out that many batches of the next order, which is drawn in this context."""
+        self._to_skip = batches, drawing
+
+    def start(self) -> None:
+        """Draw an order that begins in its middle, unless the workers have asked for it already."""
+        indices, self._skipping = self._skipping, None
+        if indices:
+            indices.start()
+
     def seed_samples(self, epoch: int | None) -> None:
         """Send each index with this epoch and its place in it, which seed the sample; None: send it alone."""
         self._seeded_epoch = epoch
@@ -166,7 +187,9 @@ class Order:
             self._drawn = self._generators.read()
             self._states = self.states()
         self.counters.begin()
-        return _Indices(self, partial(self._begin_order, iter(self._sampler)))
+        indices = _Indices(self, partial(self._begin_order, iter(self._sampler)))
+        self._skipping = indices if self._to_skip else None
+        return indices
 
     def states(self) -> list[Any]:
         """Return the states of samplers that have one."""
@@ -234,7 +257,18 @@ class Order:
         if not self._is_stream:
             self._begun = self._generators.read()
             self._base = self._drawn_from()
+        if self._to_skip:
+            (count, drawing), self._to_skip = self._to_skip, None
+            with drawing:
+                self._skip(inner, count)
         return (), inner
+
+    def _skip(self, inner: Iterator[Any], count: int) -> None:
+        while self.pulled < count:
+            if (indices := self._next_of(inner)) is _END:
+                raise EpochTooShort(self.pulled)
+            self._numbered(indices)
+        self.skipped = self._samples
 
     def _draw_again(self, inner: Iterator[Any], saved: Mapping[str, Any], live: Draws | None) -> _Rest:
         """Draw what was drawn up to the save; return what was on its way, and the sampler's iterator."""
@@ -253,10 +287,7 @@ class Order:
 
     def pull(self, inner: Iterator[Any]) -> Any:
         """Return the indices of the next batch; StopIteration if there is none."""
-        # After the first two batches most samplers show nothing new.
-        is_plain = self.pulled > 1 and self._seeded_epoch is None
-        is_plain = is_plain and (self._is_stream or not self._may_draw_late)
-        indices = next(inner, _END) if is_plain else self._ask(inner)
+        indices = self._next_of(inner)
         if indices is _END:
             # A sampler may draw again as it ends.
             self._has_ended = True
@@ -266,6 +297,12 @@ class Order:
         self.on_its_way.append(pulled)
         self.sent = pulled.number
         return pulled.indices if self._seeded_epoch is None else self.placed(pulled)
+
+    def _next_of(self, inner: Iterator[Any]) -> Any:
+        # After the first two batches most samplers show nothing new.
+        is_plain = self.pulled > 1 and self._seeded_epoch is None
+        is_plain = is_plain and (self._is_stream or not self._may_draw_late)
+        return next(inner, _END) if is_plain else self._ask(inner)
 
     def _ask(self, inner: Iterator[Any]) -> Any:
         """Ask the sampler for a batch, and look for counters that this changes in it."""
