@@ -17,6 +17,7 @@ from .source import Source
 from .stateful_loader import StatefulSource
 from .workers.states import is_stateful
 from .workers.torch_iterators import iterates_as_torch_does
+from .workers.torchdata import iterates_as_torchdata_does
 
 
 def make(
@@ -34,7 +35,7 @@ def make(
             fix="give RunState the DataLoader that it was made of (with a DistributedSampler where there are "
             f"several processes), and loop over state.batches(device={maker}.device).",
         )
-    is_plain = isinstance(loader, DataLoader) and iterates_as_torch_does(loader)
+    is_plain = isinstance(loader, DataLoader) and _iterates_as_known(loader)
     # Torch seeds and shards data pipes in ways of their own.
     if is_plain and not isinstance(loader.dataset, (IterDataPipe, MapDataPipe)):
         return LoaderSource(loader, own, seeds, shows)
@@ -48,6 +49,10 @@ def make(
         fix="pass a torch DataLoader, another iterable, a function that returns an iterator, or a dict of "
         "named ones.",
     )
+
+
+def _iterates_as_known(loader: DataLoader[Any]) -> bool:
+    return iterates_as_torch_does(loader) or iterates_as_torchdata_does(loader)
 
 
 def _refuse_kept_workers(name: str, loader: Any) -> None:

@@ -34,6 +34,16 @@ def differences(source: Source, saved: Mapping[str, Any]) -> Iterator[tuple[str,
             text = f"{then} in the checkpoint, {now.get(key)} in the code, in mid-epoch"
             text = f"{text}: {why}" if why else text
             yield name, text if name else f"{key} {text}"
+    if (
+        saved["batch"]
+        and not source.reads(saved["source"])
+        and saved["settings"].get("kind") == now.get("kind")
+    ):
+        yield (
+            "",
+            "in mid-epoch, its position was saved by an earlier version of resumable, by the loader's own "
+            "state_dict; if that is allowed, the epoch's data starts again",
+        )
     root = source.root()
     is_other_sampler = saved["settings"].get("sampler") != now.get("sampler")
     found = search.find(root)
@@ -86,6 +96,8 @@ def split_of(dataset: Any) -> str | None:
 
 def in_question(loader: DataLoader[Any], setting: str, saved: Saved) -> tuple[str, str] | None:
     """Return what a changed setting invalidates in mid-epoch: itself or everything (""), and why."""
+    if "workers" not in saved:
+        return "", ""
     is_stream = isinstance(loader.dataset, IterableDataset)
     if setting == "num_workers":
         # The share of a stream that a worker reads depends on the number of workers.
@@ -127,7 +139,7 @@ def effects(loader: DataLoader[Any], saved: Saved, *, has_seeds: bool) -> dict[s
 
     `has_seeds`: whether each sample has a seed of its own.
     """
-    if isinstance(loader.dataset, IterableDataset):
+    if "workers" not in saved or isinstance(loader.dataset, IterableDataset):
         return {}
     is_in_epoch = bool(saved["order"])
     draws = any(at and at["generators"] for at in saved["workers"])

@@ -23,12 +23,6 @@ def of(loader: Any) -> Iterator[str]:
             "in_order=False gives batches in the order in which workers finish them, so that no two runs are "
             "the same. Every sample comes exactly once after a resume too. For an exact one leave it out."
         )
-    if workers and _is_a(loader, "torchdata", "StatefulDataLoader"):
-        yield (
-            "StatefulDataLoader does not save the random generators of its workers: what they draw differs "
-            "after a resume. torch.utils.data.DataLoader is restored with them. If they draw nothing, "
-            "nothing is lost."
-        )
     dataset = getattr(loader, "dataset", None)
     if _is_a(dataset, "datasets", "IterableDataset") and getattr(dataset, "_shuffling", None) is not None:
         yield (

@@ -2,7 +2,17 @@
 
 `worker` runs in each worker process: it restores the worker's generators and dataset as it begins, and stamps
 each batch with what has changed. `order` draws the order of an epoch again, `resharding` divides the rest of
-it among another number of ranks, and `torch_iterators` has all that depends on torch's private names.
+it among another number of ranks, `torch_iterators` has all that depends on torch's private names, and
+`torchdata` all that depends on torchdata's.
 """
 
-__all__ = ["datasets", "object_counters", "order", "resharding", "states", "torch_iterators", "worker"]
+__all__ = [
+    "datasets",
+    "object_counters",
+    "order",
+    "resharding",
+    "states",
+    "torch_iterators",
+    "torchdata",
+    "worker",
+]

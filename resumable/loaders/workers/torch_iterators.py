@@ -130,7 +130,8 @@ _PATIENCE = 5
 
 def in_process(view: DataLoader[Any]) -> Iterator[Any]:
     """Return an iterator over stamped batches that are loaded in this process."""
-    return DataLoader.__iter__(view)
+    # The class of the view may make iterators of its own, as torchdata's does.
+    return DataLoader._get_iterator(view)
 
 
 def copied(loader: DataLoader[Any]) -> DataLoader[Any]:
