@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 from ..errors import StateMismatch, warn
 from ..files import large_files
 from ..run.changes import HARMLESS, MAY, WILL
-from .generators import search
+from .generators import search, stages
 from .source import Source
 from .workers import resharding
 from .workers.order import other_data, plain
@@ -50,6 +50,9 @@ def differences(source: Source, saved: Mapping[str, Any]) -> Iterator[tuple[str,
     generators = search.renamed(saved["generators"], found)
     for path in generators.keys() ^ found.keys():
         if is_other_sampler and (path == "generator" or path.startswith("sampler.")):
+            continue
+        if path not in generators and stages.is_stage(found[path]):
+            # Earlier versions did not save what it draws from.
             continue
         # Many datasets make theirs at the first sample. Old checkpoints have none that modules have.
         is_in_doubt = path in generators or not search.is_in_module(path)

@@ -285,7 +285,7 @@ _BEGUN = (
 
 def _put_elsewhere(loader: object) -> UsageError:
     return UsageError(
-        f"the script has called load_state_dict() of the {type(loader).__name__}, which RunState iterates over.",
+        f"the script has called load_state_dict() of the {type(loader).__name__} itself.",
         fix="leave that call out: the position comes from the newest checkpoint of the run. After another "
         "tool's checkpoint, begin with an epoch: state.begin_at(epoch=...).",
     )
