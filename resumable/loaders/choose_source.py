@@ -15,9 +15,9 @@ from .loader_source import LoaderSource
 from .plain_iterable import PlainSource
 from .source import Source
 from .stateful_loader import StatefulSource
+from .workers import hugging_face
 from .workers.states import is_stateful
-from .workers.torch_iterators import iterates_as_torch_does
-from .workers.torchdata import iterates_as_torchdata_does
+from .workers.torch_iterators import iterates_as_torch_does, iterates_as_torchdata_does
 
 
 def make(
@@ -39,7 +39,7 @@ def make(
     # Torch seeds and shards data pipes in ways of their own.
     if is_plain and not isinstance(loader.dataset, (IterDataPipe, MapDataPipe)):
         return LoaderSource(loader, own, seeds, shows)
-    if is_stateful(loader) and isinstance(loader, Iterable):
+    if is_stateful(loader) and isinstance(loader, Iterable) and not hugging_face.loads_in_chunks(loader):
         return StatefulSource(loader, own)
     if isinstance(loader, Iterable) or (callable(loader) and not isinstance(loader, torch.nn.Module)):
         _refuse_kept_workers(name, loader)

@@ -18,7 +18,7 @@ from .workers import torchdata
 from .workers.datasets import Seeded
 from .workers.order import Draws, draws_at_once
 from .workers.states import is_stateful, states_of
-from .workers.torch_iterators import Workers, in_process, sheltered, stand_in
+from .workers.torch_iterators import Workers, in_process, iterates_as_torchdata_does, sheltered, stand_in
 from .workers.worker import Worker
 
 
@@ -53,7 +53,7 @@ class LoaderSource(EpochReader):
 
     def settings(self) -> dict[str, Any]:
         found = {"split": self._split, "sample_seeds": self._seeds() is not None}
-        if torchdata.iterates_as_torchdata_does(self.loader):
+        if iterates_as_torchdata_does(self.loader):
             # The order of its sampler is another than that of torch's.
             found["kind"] = type(self.loader).__name__
         return {**loader_changes.settings(self.loader), **found}

@@ -24,11 +24,6 @@ def of(loader: Any) -> Iterator[str]:
             "the same. Every sample comes exactly once after a resume too. For an exact one leave it out."
         )
     dataset = getattr(loader, "dataset", None)
-    if _is_a(dataset, "datasets", "IterableDataset") and getattr(dataset, "_shuffling", None) is not None:
-        yield (
-            "a shuffled IterableDataset of Hugging Face fills its buffer again after a resume, with other "
-            "samples. For an exact resume use a Dataset, which is shuffled by its indices."
-        )
     if _is_a(dataset, "streaming", "StreamingDataset") and not _is_a(
         loader, "streaming", "StreamingDataLoader"
     ):

@@ -22,6 +22,7 @@ from torch.utils.data.dataloader import (
 
 from ...errors import Unsupported
 from ...processes import signals
+from . import torchdata
 from .order import Order
 from .states import Stamp
 from .worker import Worker
@@ -77,6 +78,12 @@ def iterates_as_torch_does(loader: DataLoader[Any]) -> bool:
     """Whether the loader's class leaves it to torch to make its iterators."""
     kind = type(loader)
     return kind.__iter__ is DataLoader.__iter__ and kind._get_iterator is DataLoader._get_iterator
+
+
+def iterates_as_torchdata_does(loader: DataLoader[Any]) -> bool:
+    """Whether the loader's class leaves it to torchdata's StatefulDataLoader to make its iterators."""
+    kind = type(loader)
+    return all(map(torchdata.is_of_its_loader, (kind.__iter__, kind._get_iterator)))
 
 
 def handed_out(value: object) -> int | None:
