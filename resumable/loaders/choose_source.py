@@ -15,8 +15,9 @@ from .plain_iterable import PlainSource
 from .prepared import Prepared, is_prepared
 from .source import Source
 from .stateful_loader import StatefulSource
+from .workers import hugging_face
 from .workers.states import is_stateful
-from .workers.torch_iterators import iterates_as_torch_does
+from .workers.torch_iterators import iterates_as_torch_does, iterates_as_torchdata_does
 
 
 def make(
@@ -46,11 +47,11 @@ def _source(
     seeds: Callable[[], tuple[int, int] | None],
     shows: Callable[[], bool],
 ) -> Source:
-    is_plain = isinstance(loader, DataLoader) and iterates_as_torch_does(loader)
+    is_plain = isinstance(loader, DataLoader) and _iterates_as_known(loader)
     # Torch seeds and shards data pipes in ways of their own.
     if is_plain and not isinstance(loader.dataset, (IterDataPipe, MapDataPipe)):
         return LoaderSource(loader, own, seeds, shows)
-    if is_stateful(loader) and isinstance(loader, Iterable):
+    if is_stateful(loader) and isinstance(loader, Iterable) and not hugging_face.loads_in_chunks(loader):
         return StatefulSource(loader, own)
     if isinstance(loader, Iterable) or (callable(loader) and not isinstance(loader, torch.nn.Module)):
         _refuse_kept_workers(name, loader)
@@ -60,6 +61,10 @@ def _source(
         fix="pass a torch DataLoader, another iterable, a function that returns an iterator, or a dict of "
         "named ones.",
     )
+
+
+def _iterates_as_known(loader: DataLoader[Any]) -> bool:
+    return iterates_as_torch_does(loader) or iterates_as_torchdata_does(loader)
 
 
 def _refuse_kept_workers(name: str, loader: Any) -> None:

@@ -112,7 +112,8 @@ class MidEpoch(Opening):
 
     def warn_of_shared_draws(self, stream: Stream) -> None:
         """Warn of a stream run again in this process that drew where the training draws too."""
-        if not self.starts or self.starts[0].standing.data:
+        at = self.starts[0].standing if self.starts else Standing()
+        if not self.starts or (at.data and stream.continues_exactly(at)):
             return
         began, now, live = self.began, worker_rng.read({}), self._draws_at_save
         if not began:

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 from ..errors import StateMismatch, warn
 from ..files import large_files
 from ..run.changes import HARMLESS, MAY, WILL
-from .generators import search
+from .generators import search, stages
 from .source import Source
 from .workers import resharding
 from .workers.order import other_data, plain
@@ -34,6 +34,16 @@ def differences(source: Source, saved: Mapping[str, Any]) -> Iterator[tuple[str,
             text = f"{then} in the checkpoint, {now.get(key)} in the code, in mid-epoch"
             text = f"{text}: {why}" if why else text
             yield name, text if name else f"{key} {text}"
+    if (
+        saved["batch"]
+        and not source.reads(saved["source"])
+        and saved["settings"].get("kind") == now.get("kind")
+    ):
+        yield (
+            "",
+            "in mid-epoch, its position was saved by an earlier version of resumable, by the loader's own "
+            "state_dict; if that is allowed, the epoch's data starts again",
+        )
     root = source.root()
     names = ("sampler", "batch_sampler")
     is_other_sampler = any(saved["settings"].get(name) != now.get(name) for name in names)
@@ -41,6 +51,9 @@ def differences(source: Source, saved: Mapping[str, Any]) -> Iterator[tuple[str,
     generators = search.renamed(saved["generators"], found)
     for path in generators.keys() ^ found.keys():
         if is_other_sampler and path.startswith(("generator", "sampler.", "batch_sampler.")):
+            continue
+        if path not in generators and stages.is_stage(found[path]):
+            # Earlier versions did not save what it draws from.
             continue
         # Many datasets make theirs at the first sample. Old checkpoints have none that modules have.
         is_in_doubt = path in generators or not search.is_in_module(path)
@@ -87,6 +100,8 @@ def split_of(dataset: Any) -> str | None:
 
 def in_question(loader: DataLoader[Any], setting: str, saved: Saved) -> tuple[str, str] | None:
     """Return what a changed setting invalidates in mid-epoch: itself or everything (""), and why."""
+    if "workers" not in saved:
+        return "", ""
     is_stream = isinstance(loader.dataset, IterableDataset)
     if setting == "num_workers":
         # The share of a stream that a worker reads depends on the number of workers.
@@ -128,7 +143,7 @@ def effects(loader: DataLoader[Any], saved: Saved, *, has_seeds: bool) -> dict[s
 
     `has_seeds`: whether each sample has a seed of its own.
     """
-    if isinstance(loader.dataset, IterableDataset):
+    if "workers" not in saved or isinstance(loader.dataset, IterableDataset):
         return {}
     is_in_epoch = bool(saved["order"])
     draws = any(at and at["generators"] for at in saved["workers"])

@@ -15,10 +15,11 @@ from ..errors import UsageError
 from . import loader_changes
 from .epoch_reader import Batches, EpochReader, Mark, MidEpoch, NextEpoch, Opening
 from .generators import rng
+from .workers import torchdata
 from .workers.datasets import Seeded
 from .workers.order import Draws, draws_at_once
 from .workers.states import is_stateful, states_of
-from .workers.torch_iterators import Workers, in_process, sheltered, stand_in
+from .workers.torch_iterators import Workers, in_process, iterates_as_torchdata_does, sheltered, stand_in
 from .workers.worker import Worker
 
 
@@ -52,8 +53,11 @@ class LoaderSource(EpochReader):
         self._length: int | None = None
 
     def settings(self) -> dict[str, Any]:
-        seeded = {"split": self._split, "sample_seeds": self._seeds() is not None}
-        return {**loader_changes.settings(self.loader), **seeded}
+        found = {"split": self._split, "sample_seeds": self._seeds() is not None}
+        if iterates_as_torchdata_does(self.loader):
+            # The order of its sampler is another than that of torch's.
+            found["kind"] = type(self.loader).__name__
+        return {**loader_changes.settings(self.loader), **found}
 
     def root(self) -> object:
         return self._generators.at_loader()
@@ -65,6 +69,8 @@ class LoaderSource(EpochReader):
 
     def open(self, *, loads_ahead: bool = False) -> Iterator[Any]:
         self._loads_ahead = loads_ahead
+        if torchdata.was_given_a_state(self.loader):
+            raise _put_elsewhere(self.loader)
         saved, self._saved = self._saved, None
         if saved and (lengths := saved.get("lengths")):
             is_drawn = bool(saved["order"]) and not saved["is_left"]
@@ -190,6 +196,8 @@ class LoaderSource(EpochReader):
         `keeps`: whether an object is saved with the training; `is_needed`: whether something may
         depend on an attribute of this name.
         """
+        if torchdata.was_asked_for_its_state(self.loader):
+            return _BEGUN.format(type(self.loader).__name__)
         outgrown = self._of_untrained()
         if self._saved is None and outgrown is None:
             outgrown = self._dataset_length.outgrown(keeps, is_under_way=is_under_way)
@@ -233,6 +241,10 @@ class LoaderSource(EpochReader):
 
     def restore(self, saved: Mapping[str, Any], other: AbstractSet[str]) -> None:
         self._forget()
+        if not self.reads(saved):
+            # Between two epochs a script may change to another kind of loader.
+            self._saved = None
+            return
         if "dataset_length" in other:
             saved = {**saved, "lengths": None}
         for name in ("dataset", "collate_fn"):
@@ -245,6 +257,9 @@ class LoaderSource(EpochReader):
         self._saved = saved if self._stream else loader_changes.adapted(self.loader, saved, other)
         if self._saved["order"] and not self._stream:
             self._length = loader_changes.length_from(self.loader, self._order.deal, self._saved["order"])
+
+    def reads(self, saved: Mapping[str, Any]) -> bool:
+        return "workers" in saved
 
     def in_question(self, setting: str, saved: Mapping[str, Any]) -> tuple[str, str] | None:
         return loader_changes.in_question(self.loader, setting, saved)
@@ -274,6 +289,21 @@ class LoaderSource(EpochReader):
         self._pool = None
         if now and (latest := self.workers()) is not None:
             latest.end()
+
+
+_BEGUN = (
+    "the script has called state_dict() of the {0}, which begins a pass of its own and draws a seed for it: "
+    "random numbers differ from those of a training without that call. Leave it out: the checkpoint has the "
+    "position."
+)
+
+
+def _put_elsewhere(loader: object) -> UsageError:
+    return UsageError(
+        f"the script has called load_state_dict() of the {type(loader).__name__} itself.",
+        fix="leave that call out: the position comes from the newest checkpoint of the run. After another "
+        "tool's checkpoint, begin with an epoch: state.begin_at(epoch=...).",
+    )
 
 
 def _unsendable(exc: Exception) -> UsageError:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from .generators import code_names, search
+from .generators import code_names, search, stages
 from .workers.order import ROOTS
 
 
@@ -23,18 +23,7 @@ def of(loader: Any) -> Iterator[str]:
             "in_order=False gives batches in the order in which workers finish them, so that no two runs are "
             "the same. Every sample comes exactly once after a resume too. For an exact one leave it out."
         )
-    if workers and _is_a(loader, "torchdata", "StatefulDataLoader"):
-        yield (
-            "StatefulDataLoader does not save the random generators of its workers: what they draw differs "
-            "after a resume. torch.utils.data.DataLoader is restored with them. If they draw nothing, "
-            "nothing is lost."
-        )
     dataset = getattr(loader, "dataset", None)
-    if _is_a(dataset, "datasets", "IterableDataset") and getattr(dataset, "_shuffling", None) is not None:
-        yield (
-            "a shuffled IterableDataset of Hugging Face fills its buffer again after a resume, with other "
-            "samples. For an exact resume use a Dataset, which is shuffled by its indices."
-        )
     if _is_a(dataset, "streaming", "StreamingDataset") and not _is_a(
         loader, "streaming", "StreamingDataLoader"
     ):
@@ -58,12 +47,23 @@ def _of_generators(root: object) -> Iterator[str]:
             f"more than {search.WIDEST} none are saved, and what they draw differs after a resume. Make one "
             "where a sample is made: np.random.default_rng([seed, epoch, index])."
         )
+    for path, stage, _ in reached:
+        if stages.is_unrepeatable(stage):
+            yield _UNREPEATABLE.format(path)
     for function in search.functions(reached):
         for name in sorted(code_names.cv2_draws(function)):
             yield (
                 f"{function.__qualname__} draws with cv2.{name}, and OpenCV's generator cannot be read: what "
                 "it draws differs after a resume. Draw with NumPy."
             )
+
+
+_UNREPEATABLE = (
+    "{0} of the WebDataset mixes its data by the clock or the system's entropy: no two runs are the same, "
+    "and a resume in mid-epoch has some samples twice and others not at all. Give shuffle() a seed= or an "
+    "rng=random.Random(...), or use wds.detshuffle(); in place of resampled=True begin a wds.DataPipeline "
+    "with wds.ResampledShards(urls, deterministic=True)."
+)
 
 
 def _is_a(value: Any, package: str, name: str) -> bool:

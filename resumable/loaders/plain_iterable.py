@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from ..errors import StateMismatch, warn
 from .generators import draws_between, rng
 from .source import Source, size_of
+from .workers import hugging_face
 
 
 class Count(NamedTuple):
@@ -69,7 +70,7 @@ class PlainSource(Source):
         with self._started:
             batch = next(batches)
         names, self._started = self._started.names, None
-        if names:
+        if names and not hugging_face.only_reads_in_threads(self.loader):
             warn(
                 f"{self._name} starts threads as it is looped over ({', '.join(names)}). Random numbers that "
                 "are drawn in them come at another moment after a resume: give what loads ahead to "
@@ -215,6 +216,9 @@ class PlainSource(Source):
     def in_question(self, setting: str, saved: Mapping[str, Any]) -> tuple[str, str] | None:
         # It invalidates everything only if the loader was none of this kind.
         return None if "before" in saved else ("", "")
+
+    def reads(self, saved: Mapping[str, Any]) -> bool:
+        return "before" in saved
 
     def restore(self, saved: Mapping[str, Any], other: AbstractSet[str]) -> None:
         self._saved = saved if "before" in saved else None

@@ -103,6 +103,10 @@ class Source(ABC):
         `ahead` are the marks of later batches that the training has not had yet.
         """
 
+    def reads(self, saved: Mapping[str, Any]) -> bool:
+        """Whether a state of a checkpoint is one of this kind of source."""
+        return True
+
     @abstractmethod
     def in_question(self, setting: str, saved: Mapping[str, Any]) -> tuple[str, str] | None:
         """Return what a changed setting invalidates in mid-epoch: itself or everything (""), and why."""

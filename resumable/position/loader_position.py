@@ -100,9 +100,11 @@ class LoaderPosition(EpochPlace):
         self.habits.resumed(is_asked_by_hand=saved.get("is_asked_by_hand", False))
         self.draws.restore(saved.get("ahead_draws", []))
         self.phase = Phase.PASSED if saved["is_over"] else Phase.DUE
-        if self.prepared:
+        if self.prepared and "prepared" in saved:
+            self.prepared.restore(saved["prepared"])
+        else:
             # The checkpoint may be of a loader that was not prepared, or of an older version.
-            self.prepared.restore(saved.get("prepared", {"epoch": self.training.epoch, "seeds": []}))
+            self.count_from(self.training.epoch)
         self.source.restore(saved["source"], unfit & saved["settings"].keys())
         self.generators.restore(saved["generators"])
 
@@ -172,6 +174,11 @@ class LoaderPosition(EpochPlace):
             raise _behind_end(batch, length)
         self.done, self.begins_here = batch, True
 
+    def count_from(self, epoch: int) -> None:
+        """Let a loader that counts its epochs by itself begin with this one."""
+        if self.prepared:
+            self.prepared.restore({"epoch": epoch, "seeds": []})
+
     def _open_here(self, *, loads_ahead: bool) -> Iterator[Any]:
         """Return the batches after those that another training has had.
 
@@ -182,6 +189,8 @@ class LoaderPosition(EpochPlace):
         drawing = Drawing(streams.read)
         untouched = streams.untouched() if self.training.epoch else set()
         try:
+            if self.prepared:
+                self.prepared.begin(is_new_epoch=True)
             batches = self.source.open_at(self.done, drawing, loads_ahead=loads_ahead)
         except EpochTooShort as exc:
             raise _behind_end(self.done, exc.batches) from exc

@@ -219,6 +219,8 @@ class Position(CountedLoops):
         """Continue a training that began without this library."""
         if batch:
             self._only_loader().begin_at(batch)
+        for loader in self.loaders.values():
+            loader.count_from(epoch)
         self.epoch, self.batch, self.step, self.samples = epoch, batch, step, samples
         self.streams.begin_elsewhere()
         self.streams.forget_body()

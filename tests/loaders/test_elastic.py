@@ -27,6 +27,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
     get_worker_info,
 )
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from resumable import ResumableWarning, Run, RunState, StateMismatch
 from resumable.loaders.workers.resharding import Deal, base, count, obstacle
@@ -34,6 +36,7 @@ from resumable.loaders.workers.resharding import Deal, base, count, obstacle
 pytestmark = [
     # What torch says of this machine, and Python of every worker that is forked while a save is on its way.
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork"),
     # The change itself, that is reported on every rank.
     pytest.mark.filterwarnings("ignore:.* has changed since checkpoint"),
@@ -156,6 +159,12 @@ def always(ranks: int, rank: int, dataset: Any = None, **how: Any) -> DataLoader
     """Return one that always has a DistributedSampler."""
     dataset = dataset or Images()
     return DataLoader(dataset, sampler=DistributedSampler(dataset, ranks, rank, seed=7), **how)
+
+
+def torchdatas(ranks: int, rank: int, **how: Any) -> DataLoader[Any]:
+    return StatefulDataLoader(
+        Images(), sampler=StatefulDistributedSampler(Images(), ranks, rank, seed=7), **how
+    )
 
 
 Batches = list[list[Any]]
@@ -298,11 +307,13 @@ KINDS: dict[str, Make] = {
     "global generator": global_generator,
     "in order": in_order,
     "always distributed": always,
+    "torchdata": torchdatas,
 }
 
 
 @pytest.mark.parametrize(
-    ("kind", "workers"), [*((kind, 0) for kind in KINDS), ("shuffled", 2), ("own generator", 2)]
+    ("kind", "workers"),
+    [*((kind, 0) for kind in KINDS), ("shuffled", 2), ("own generator", 2), ("torchdata", 2)],
 )
 @pytest.mark.sampled(3)
 def test_one_rank_continues_as_two_and_as_one_again(tmp_path: Path, kind: str, workers: int) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import xxhash
 
-from . import code_names, sharded_rng
+from . import code_names, sharded_rng, stages
 
 Generator = code_names.Generator
 GENERATORS = code_names.GENERATORS
@@ -104,6 +104,9 @@ def seed_all(number: int) -> None:
 
 def seed_one(generator: Generator, text: str) -> None:
     """Seed one generator with the number of a text."""
+    if stages.is_stage(generator):
+        # Its seed has to be the same on all ranks, which share the shards.
+        return
     number = seed_of(text)
     if isinstance(generator, random.Random):
         generator.seed(number)
@@ -132,7 +135,7 @@ def read(generator: Generator) -> Any:
         return generator.bit_generator.state
     if isinstance(generator, np.random.RandomState):
         return generator.get_state(legacy=False)
-    return generator.get_state()
+    return stages.read(generator) if stages.is_stage(generator) else generator.get_state()
 
 
 def write(generator: Generator, state: Any) -> None:
@@ -143,6 +146,8 @@ def write(generator: Generator, state: Any) -> None:
         generator.bit_generator.state = state
     elif isinstance(generator, np.random.RandomState):
         generator.set_state(state)
+    elif stages.is_stage(generator):
+        stages.write(generator, state)
     else:
         generator.set_state(torch.as_tensor(state, device="cpu").clone())
 

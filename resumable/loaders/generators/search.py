@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ...processes.signals import is_of_a_handler
-from . import code_names, rng
+from . import code_names, rng, stages
 from .code_names import GENERATORS, Generator, is_generator
 
 T = TypeVar("T")
@@ -141,8 +141,9 @@ def find(root: object) -> dict[str, Generator]:
 
 def _generators(root: object) -> list[tuple[str, Generator, Way]]:
     # A search meets a thousand other objects: a call for each of them takes longer than the rest.
-    found = [step for step in walk(root) if issubclass(type(step[1]), GENERATORS)]
-    return [(path, value, way) for path, value, way in found if is_generator(value)]
+    kinds = (*GENERATORS, *stages.kinds())
+    found: list[tuple[str, Any, Way]] = [step for step in walk(root) if issubclass(type(step[1]), kinds)]
+    return [(path, value, way) for path, value, way in found if is_generator(value) or stages.is_stage(value)]
 
 
 def inside(root: object, kind: type[T]) -> list[T]:

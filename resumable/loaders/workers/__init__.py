@@ -2,7 +2,18 @@
 
 `worker` runs in each worker process: it restores the worker's generators and dataset as it begins, and stamps
 each batch with what has changed. `order` draws the order of an epoch again, `resharding` divides the rest of
-it among another number of ranks, and `torch_iterators` has all that depends on torch's private names.
+it among another number of ranks, `torch_iterators` has all that depends on torch's private names, and
+`torchdata` and `hugging_face` all that depends on those of other loaders.
 """
 
-__all__ = ["datasets", "object_counters", "order", "resharding", "states", "torch_iterators", "worker"]
+__all__ = [
+    "datasets",
+    "hugging_face",
+    "object_counters",
+    "order",
+    "resharding",
+    "states",
+    "torch_iterators",
+    "torchdata",
+    "worker",
+]

@@ -8,6 +8,7 @@ import struct
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain, islice
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from ...errors import ResumableWarning
 from ..generators import search, worker_rng
 from ..generators.worker_rng import States, Watch
+from . import hugging_face
 from .states import Standing, Start, freeze, is_stateful, thaw
 
 
@@ -52,6 +54,16 @@ class Stream(IterableDataset[Any]):
         The generators hang off `root`, and `watch` knows them; `has_ended` is called after the last sample.
         """
         self._start, self._root, self._watch, self._has_ended = start, root, watch, has_ended
+        if start and not self.continues_exactly(start.standing):
+            self._start = replace(start, standing=replace(start.standing, data={}))
+
+    def continues_exactly(self, at: Standing) -> bool:
+        """Whether the dataset continues exactly from its state."""
+        if "dataset" in at.data and not is_stateful(self.dataset):
+            return False
+        # In this process the generators of the state are those of the training too.
+        may_have_drawn = bool(at.generators) or self._watch is None
+        return at.is_short or not (may_have_drawn and hugging_face.loads_in_chunks(self.dataset))
 
     def take_began(self) -> States | None:
         """Return the generators as it began; None from the second call on."""
@@ -113,7 +125,8 @@ class Stream(IterableDataset[Any]):
         return iterator
 
     def _next_epoch(self, at: Standing) -> Any:
-        if not at.data:
+        # Put where another epoch has ended, one of Hugging Face begins: set_epoch() has been called by now.
+        if not at.data or hugging_face.is_streamed(self.dataset):
             # The stamp of a short batch is made after the stream has ended, so it has all draws.
             draws_late = at.draws_late and not at.is_short
             if at.is_through and (draws_late or (self._drop_last and at.generators)):

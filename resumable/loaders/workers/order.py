@@ -29,6 +29,7 @@ from . import resharding
 from .datasets import EpochTooShort
 from .object_counters import Counters
 from .states import is_stateful
+from .torchdata import counts_its_samples
 
 Draws = dict[str, Any]
 """The states of all generators from which an order can be drawn."""
@@ -124,7 +125,9 @@ class Order:
         self._is_batched = loader.batch_sampler is not None
         self._sampler: Any = loader.batch_sampler if self._is_batched else loader.sampler
         self._is_stream = isinstance(loader.dataset, IterableDataset)
-        self._stateful: list[Any] = [s for s in (loader.sampler, loader.batch_sampler) if is_stateful(s)]
+        samplers = (loader.sampler, loader.batch_sampler)
+        # The count of one that counts is that of the whole pass as it ends: loaded, it would be empty.
+        self._stateful: list[Any] = [s for s in samplers if is_stateful(s) and not counts_its_samples(s)]
         self.counters = Counters("sampler", self._sampler, is_run_again=True)
         self._may_draw_late = not draws_at_once(self._sampler)
         self._generators = generators
@@ -434,10 +437,10 @@ _END = object()
 
 
 def draws_at_once(sampler: Any) -> bool:
-    """Whether a sampler, and the one inside it, are torch's: those draw nothing late."""
+    """Whether a sampler, and the one inside it, are torch's or torchdata's: those draw nothing late."""
     if sampler is None:
         return True
-    if not type(sampler).__module__.startswith("torch."):
+    if not type(sampler).__module__.startswith(("torch.", "torchdata.")):
         return False
     has_own = getattr(sampler, "generator", None) is not torch.default_generator
     return has_own and draws_at_once(getattr(sampler, "sampler", None))

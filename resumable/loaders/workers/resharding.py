@@ -8,6 +8,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
+from . import torchdata
+
 Base = Mapping[str, Any]
 """The source of an epoch's order before it is sharded: the sampler, its seed, the number of samples."""
 
@@ -59,7 +61,8 @@ def count(loader: DataLoader[Any]) -> int:
 def base(loader: DataLoader[Any]) -> Base | str:
     """Return what a loader draws its next epoch's order from; a text says why that is unknown."""
     sampler: Any = loader.sampler
-    kind = type(sampler)
+    # Torchdata's, whose order is the same, counts its samples too.
+    kind = DistributedSampler if torchdata.is_distributed(type(sampler)) else type(sampler)
     if loader.batch_sampler is not None and loader.batch_size is None:
         return f"its batches come from a {type(loader.batch_sampler).__name__} of the script's own"
     if kind is RandomSampler and sampler.replacement:

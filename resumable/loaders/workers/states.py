@@ -14,6 +14,7 @@ from ...errors import CannotStore
 from ...files import codec
 from ..generators import worker_rng
 from ..generators.worker_rng import States
+from . import hugging_face
 
 Stamp = tuple[int, int, bool, States, "States | None", dict[str, Any], "list[tuple[str, str, str]]"]
 """Worker, samples, whether the stream has ended, and what changed with the batch: generators, those when
@@ -110,8 +111,10 @@ def thaw(frozen: Any) -> Any:
 
 
 def is_stateful(value: object) -> bool:
-    """Whether it has `state_dict()` and `load_state_dict()`."""
+    """Whether it has `state_dict()` and `load_state_dict()`, and its state is its whole state."""
     if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+        return False
+    if hugging_face.loses_samples(value):
         return False
     # MosaicML's datasets need the number of trained samples as an argument: only their loader knows it.
     with contextlib.suppress(ValueError):

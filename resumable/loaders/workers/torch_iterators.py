@@ -22,6 +22,7 @@ from torch.utils.data.dataloader import (
 
 from ...errors import Unsupported
 from ...processes import signals
+from . import torchdata
 from .order import Order
 from .states import Stamp
 from .worker import Worker
@@ -79,6 +80,12 @@ def iterates_as_torch_does(loader: DataLoader[Any]) -> bool:
     return kind.__iter__ is DataLoader.__iter__ and kind._get_iterator is DataLoader._get_iterator
 
 
+def iterates_as_torchdata_does(loader: DataLoader[Any]) -> bool:
+    """Whether the loader's class leaves it to torchdata's StatefulDataLoader to make its iterators."""
+    kind = type(loader)
+    return all(map(torchdata.is_of_its_loader, (kind.__iter__, kind._get_iterator)))
+
+
 def handed_out(value: object) -> int | None:
     """Return the number of batches that an iterator of torch has handed out; None for other objects."""
     # Look at its type alone: isinstance() could call the object's code.
@@ -130,7 +137,8 @@ _PATIENCE = 5
 
 def in_process(view: DataLoader[Any]) -> Iterator[Any]:
     """Return an iterator over stamped batches that are loaded in this process."""
-    return DataLoader.__iter__(view)
+    # The class of the view may make iterators of its own, as torchdata's does.
+    return DataLoader._get_iterator(view)
 
 
 def copied(loader: DataLoader[Any]) -> DataLoader[Any]:
