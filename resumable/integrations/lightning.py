@@ -61,13 +61,8 @@ class Resumable(_Callback):  # type: ignore[misc]
             # There is nothing to train, and the Trainer says so.
             run()
             return
-        if inside.takes_iterator(trainer):
-            raise UsageError(
-                "training_step() takes dataloader_iter, so it is unknown which batch is trained.",
-                fix="let it take a batch: training_step(self, batch, batch_idx).",
-            )
-        has_goal = bool(self._options.get("maximize") or self._options.get("minimize"))
-        loops = Loops(trainer, length, has_goal=has_goal)
+        _refuse_late(trainer)
+        loops = Loops(trainer, length, self._options.get("maximize") or self._options.get("minimize"))
         self.state = self._load(trainer, loader, loops)
         with self.state:
             self._follow(trainer, run, loops)
@@ -87,13 +82,12 @@ class Resumable(_Callback):  # type: ignore[misc]
         if "SIGTERM" in self._options.get("save_on", options.SAVE_ON):
             inside.leave_signals(trainer)
         loops.begin(self.state)  # type: ignore[arg-type]
-        unwrap = inside.wrap(trainer, "on_advance_end", loops.epoch_ended)
         self._loops = loops
-        try:
+        with (
+            inside.wrapped(trainer, "on_advance_start", loops.epoch_begins),
+            inside.wrapped(trainer, "on_advance_end", loops.epoch_ended),
+        ):
             run()
-        finally:
-            self._loops = None
-            unwrap()
         loops.end()
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
@@ -141,13 +135,29 @@ def _refuse(trainer: Any) -> None:
             raise UsageError(problem, fix=fix)
 
 
+def _refuse_late(trainer: Any) -> None:
+    """Raise UsageError for what is known only after the set-up."""
+    if trainer.ckpt_path is not None:
+        raise UsageError(
+            f"fit() loads ckpt_path={str(trainer.ckpt_path)!r}, and Resumable loads its own run.",
+            fix="leave ckpt_path out; to begin with the weights of a checkpoint, load them into the model.",
+        )
+    if inside.takes_iterator(trainer):
+        raise UsageError(
+            "training_step() takes dataloader_iter, so it is unknown which batch is trained.",
+            fix="let it take a batch: training_step(self, batch, batch_idx).",
+        )
+
+
 _STRATEGIES = {"SingleDeviceStrategy", "DDPStrategy"}
 _TUNERS = {"LearningRateFinder", "BatchSizeFinder"}
+_REBUILDING = {"BaseFinetuning", "StochasticWeightAveraging", "ModelPruning"}
 
 
 def _refused(trainer: Any) -> list[tuple[bool, str, str]]:
     strategy = type(trainer.strategy).__name__
     launcher = type(trainer.strategy.launcher).__name__
+    kinds = {kind.__name__ for one in trainer.callbacks for kind in type(one).__mro__}
     return [
         (
             strategy not in _STRATEGIES,
@@ -160,11 +170,6 @@ def _refused(trainer: Any) -> list[tuple[bool, str, str]]:
             'use strategy="ddp", which starts the script once for each process.',
         ),
         (
-            trainer.ckpt_path is not None,
-            f"fit() was given ckpt_path={str(trainer.ckpt_path)!r}, and Resumable a run: each has a state.",
-            "leave ckpt_path out; to begin with the weights of a checkpoint, load them into the model.",
-        ),
-        (
             bool(trainer.reload_dataloaders_every_n_epochs),
             "reload_dataloaders_every_n_epochs makes a new loader in mid-training, whose place is unknown.",
             "make one loader, and change its dataset in on_train_epoch_start.",
@@ -175,9 +180,16 @@ def _refused(trainer: Any) -> list[tuple[bool, str, str]]:
             "give it a number of batches, or a fraction of an epoch.",
         ),
         (
-            any(kind.__name__ in _TUNERS for one in trainer.callbacks for kind in type(one).__mro__),
+            bool(kinds & _TUNERS),
             "a LearningRateFinder or BatchSizeFinder trains before the training begins, at every start.",
             "find the value in a script of its own, and write it down.",
+        ),
+        (
+            bool(kinds & _REBUILDING),
+            f"{', '.join(sorted(kinds & _REBUILDING))} changes the parameters or the schedules in "
+            "mid-training, and a resumed script begins with those of the start.",
+            "change them by hand between two runs, or freeze by requires_grad; for an average of the weights "
+            "use WeightAveraging.",
         ),
         (
             sum(isinstance(one, Resumable) for one in trainer.callbacks) > 1,

@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..position.script import unsaved_weights
+
+_PACKAGES = ("lightning", "pytorch_lightning")
+
 
 class Hooks:
     """The `state_dict` and `on_save_checkpoint` hooks of everything that a Trainer holds."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
+        module = trainer.lightning_module
+        if type(module).on_save_checkpoint.__module__.partition(".")[0] not in _PACKAGES:
+            unsaved_weights.saves_itself(module)
 
     def collect(self) -> dict[str, Any]:
         """Return what the hooks return, and what they add to a checkpoint of Lightning."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from ..errors import UsageError
 from ..state import RunState
 from . import lightning_trainer as inside
 from .lightning_hooks import Hooks
@@ -16,16 +17,18 @@ _END = object()
 class Loops:
     """The epochs and batches of a Trainer, and its counters and hooks as a part of the run."""
 
-    def __init__(self, trainer: Any, length: int | None, *, has_goal: bool) -> None:
+    def __init__(self, trainer: Any, length: int | None, goal: str | None) -> None:
         self.logged = Logged(trainer)
         self._trainer = trainer
         self._length = length
         """How many batches make an epoch, if that is known."""
-        self._has_goal = has_goal
+        self._goal = goal
+        """The metric that decides which checkpoint is the best."""
         self._hooks = Hooks(trainer)
         self._state: RunState
         self._epochs: Iterator[int]
         self._fetcher: Fetcher
+        self._is_resumed = self._is_entered = False
         self._resumed: Mapping[str, Any] | None = None
         """The counters of a resume in mid-epoch, until the first batch."""
         self._before: dict[str, Any] = {}
@@ -45,44 +48,65 @@ class Loops:
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         inside.write_progress(self._trainer, saved["progress"])
+        self._is_resumed = True
         self._resumed = saved["progress"] if inside.is_mid_epoch(saved["progress"]) else None
         self._hooks.restore(saved["hooks"])
         self._validated = set(saved["validated"])
 
     def begin(self, state: RunState) -> None:
-        """Enter the epoch at which the training stands."""
+        """Give the Trainer the batches of a run."""
         trainer, self._state = self._trainer, state
         limit = trainer.fit_loop.max_epochs
         self._epochs = state.epochs(_ENDLESS if limit is None or limit < 0 else limit)
-        has_epoch = next(self._epochs, _END) is not _END
         self._fetcher = Fetcher(state, self._length, self._before_batch)
         inside.fetch_from(trainer, self._fetcher)
         if self._resumed is not None:
             inside.enter_mid_epoch(trainer, is_entered=False)
-        # Lightning opens the loader here for its first epoch, and at the beginning of each later one.
-        if has_epoch and trainer.current_epoch == 0:
+        if not self._is_resumed:
+            # Where Lightning opens the loader, before the first hooks of the training.
+            self.enter_epoch()
+
+    def enter_epoch(self) -> None:
+        """Enter the epoch at which the training stands, unless it is entered.
+
+        In a resumed training that is after `on_train_start`: what this draws was drawn before.
+        """
+        if self._is_entered:
+            return
+        self._is_entered = True
+        has_epoch = next(self._epochs, _END) is not _END
+        # At the beginning of each later epoch Lightning opens the loader itself.
+        if has_epoch and self._trainer.current_epoch == 0:
             iter(self._fetcher)
 
     def _before_batch(self) -> None:
         if self._resumed is not None:
             # Not earlier: Lightning resets its counters where it enters an epoch.
             inside.write_progress(self._trainer, self._resumed)
+            self._trainer.accumulate_grad_batches = self._resumed["accumulate_grad_batches"]
             self.logged.write_again()
             inside.enter_mid_epoch(self._trainer, is_entered=True)
             self._fetcher.fetched = inside.batches_done(self._trainer)
             self._resumed = None
-        elif self._is_validated and self._has_goal:
+        elif self._is_validated and self._goal:
             self._save()
+
+    def epoch_begins(self, start: Callable[[], None]) -> None:
+        """Enter an epoch, whose first hooks `start` calls."""
+        self.enter_epoch()
+        start()
 
     def epoch_ended(self, finish: Callable[[], None]) -> None:
         """Save after an epoch, whose end `finish` runs."""
         finish()
         self._fetcher.close()
+        self._check_goal()
         self._save()
         next(self._epochs, _END)
 
     def end(self) -> None:
         """Leave the loops after the training."""
+        self.enter_epoch()
         self._fetcher.close()
         self._epochs.close()  # type: ignore[attr-defined]
 
@@ -92,7 +116,18 @@ class Loops:
             # They are of other weights.
             metrics = {name: value for name, value in metrics.items() if name not in self._validated}
         self._is_validated = False
-        self._state.save(**metrics)
+        self._state.save(**(metrics if self._goal is None or self._goal in metrics else {}))
+
+    def _check_goal(self) -> None:
+        """Raise UsageError if an epoch with all its hooks has not logged the metric of the best."""
+        trainer, goal = self._trainer, self._goal
+        is_due = self._validated or not trainer.enable_validation
+        if goal and is_due and goal not in trainer.callback_metrics:
+            there = ", ".join(sorted(trainer.callback_metrics)) or "none"
+            raise UsageError(
+                f"{goal!r} is to decide which checkpoint is the best, and the training logs {there}.",
+                fix=f"log it by self.log({goal!r}, ...), or give maximize= or minimize= another name.",
+            )
 
     def validation_begins(self) -> None:
         """Remember the metrics that there are before a validation."""
@@ -100,6 +135,7 @@ class Loops:
 
     def validation_ended(self) -> None:
         """Note which metrics the validation has set."""
+        inside.drop_validation_iterator(self._trainer)
         before, self._before = self._before, {}
         now = self._trainer.callback_metrics
         self._validated |= {name for name, value in now.items() if before.get(name) is not value}

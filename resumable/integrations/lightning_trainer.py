@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import builtins
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import reduce
 from importlib import import_module
 from typing import Any
@@ -34,11 +35,13 @@ PRIVATE = (
     "fit_loop.epoch_loop.manual_optimization.on_iteration_done",
     "fit_loop.epoch_loop.on_iteration_done",
     "fit_loop.epoch_loop.state_dict",
+    "fit_loop.epoch_loop.val_loop._combined_loader",
     "fit_loop.epoch_loop.val_loop.on_iteration_done",
     "fit_loop.epoch_progress.load_state_dict",
     "fit_loop.epoch_progress.state_dict",
     "fit_loop.max_batches",
     "fit_loop.on_advance_end",
+    "fit_loop.on_advance_start",
     "fit_loop.run",
     "fit_loop.setup_data",
 )
@@ -141,6 +144,16 @@ def wrap(trainer: Any, name: str, around: Callable[[Callable[[], None]], None]) 
     return lambda: delattr(loop, name)
 
 
+@contextmanager
+def wrapped(trainer: Any, name: str, around: Callable[[Callable[[], None]], None]) -> Iterator[None]:
+    """Do so for as long as the context lasts."""
+    unwrap = wrap(trainer, name, around)
+    try:
+        yield
+    finally:
+        unwrap()
+
+
 def leave_signals(trainer: Any) -> None:
     """Remove Lightning's signal handlers: on SIGTERM they would end the training before it is saved."""
     trainer._signal_connector.teardown()
@@ -149,6 +162,13 @@ def leave_signals(trainer: Any) -> None:
 def validates_by_time(trainer: Any) -> bool:
     """Whether the clock decides when to validate."""
     return trainer._val_check_time_interval is not None
+
+
+def drop_validation_iterator(trainer: Any) -> None:
+    """End the pass over the validation's data: Lightning stops asking before it comes to its end."""
+    iterator = trainer.fit_loop.epoch_loop.val_loop._combined_loader._iterator
+    if iterator is not None:
+        iterator.reset()
 
 
 # How far the loops are.
@@ -161,6 +181,8 @@ def read_progress(trainer: Any) -> dict[str, Any]:
         "epoch": fit.epoch_progress.state_dict(),
         "loops": fit.epoch_loop.state_dict(),
         "should_stop": trainer.should_stop,
+        # A callback sets it as an epoch begins, and in mid-epoch that hook is not called again.
+        "accumulate_grad_batches": trainer.accumulate_grad_batches,
     }
 
 
