@@ -28,7 +28,7 @@ class Loops:
         self._state: RunState
         self._epochs: Iterator[int]
         self._fetcher: Fetcher
-        self._is_resumed = self._is_entered = False
+        self._is_resumed = self._is_entered = self._has_batches = False
         self._resumed: Mapping[str, Any] | None = None
         """The counters of a resume in mid-epoch, until the first batch."""
         self._before: dict[str, Any] = {}
@@ -39,8 +39,9 @@ class Loops:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters of the loops, and what the hooks of callbacks and modules save."""
+        # Until the first batch the counters of a resume are not yet where Lightning will have them.
         return {
-            "progress": inside.read_progress(self._trainer),
+            "progress": self._resumed or inside.read_progress(self._trainer),
             "hooks": self._hooks.collect(),
             "validated": sorted(self._validated),
         }
@@ -49,7 +50,8 @@ class Loops:
         """Restore what `state_dict` returned."""
         inside.write_progress(self._trainer, saved["progress"])
         self._is_resumed = True
-        self._resumed = saved["progress"] if inside.is_mid_epoch(saved["progress"]) else None
+        if not self._has_batches and inside.is_mid_epoch(saved["progress"]):
+            self._resumed = saved["progress"]
         self._hooks.restore(saved["hooks"])
         self._validated = set(saved["validated"])
 
@@ -88,6 +90,9 @@ class Loops:
             inside.enter_mid_epoch(self._trainer, is_entered=True)
             self._fetcher.fetched = inside.batches_done(self._trainer)
             self._resumed = None
+        if not self._has_batches:
+            self._has_batches = True
+            self.logged.forget()
         elif self._is_validated and self._goal:
             self._save()
 
@@ -151,7 +156,7 @@ class Logged:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the accumulated values."""
-        return inside.read_logged(self._trainer)
+        return dict(self._saved or inside.read_logged(self._trainer))
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restore the accumulated values."""
@@ -159,10 +164,13 @@ class Logged:
         inside.write_logged(self._trainer, saved)
 
     def write_again(self) -> None:
-        """Restore the accumulated values again, as the first hooks may have logged."""
+        """Restore the accumulated values again: the first hooks may have logged."""
         if self._saved is not None:
             inside.write_logged(self._trainer, self._saved)
-            self._saved = None
+
+    def forget(self) -> None:
+        """Forget the restored values: the training goes on from them."""
+        self._saved = None
 
 
 def _do_nothing() -> None:

@@ -199,6 +199,7 @@ CASES = {
     "a schedule as long as the training": Case(OneCycle),
     "metrics of torchmetrics": Case(Measuring),
     "hooks that draw random numbers": Case(DrawingInHooks),
+    "hooks that draw random numbers, and workers": Case(DrawingInHooks, lambda: loader(num_workers=2)),
     "a module that saves by its own hooks": Case(Keeping),
     "a data module with state": Case(datamodule=Data),
     "a callback with state": Case(callbacks=lambda: [Noise()]),

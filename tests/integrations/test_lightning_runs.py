@@ -272,3 +272,15 @@ def test_what_is_in_extra_is_saved_too(run_dir: Path) -> None:
     case.resumed(run_dir, extra={"kept": kept})
 
     assert kept == {"batches": 3 * BATCHES}
+
+
+def test_hooks_of_an_epoch_that_has_begun_are_not_called_again(run_dir: Path) -> None:
+    begun: list[int] = []
+
+    class Beginning(pl.Callback):
+        def on_train_epoch_start(self, trainer: Any, *_: Any) -> None:
+            begun.append(trainer.current_epoch)
+
+    Case(callbacks=lambda: [Beginning()], stops=STOPS[:2]).resumed(run_dir)
+
+    assert begun == [0, 1, 2]
