@@ -43,7 +43,11 @@ class Hooks:
             data.load_state_dict(saved["datamodule"])
         for one in trainer.callbacks:
             one.on_load_checkpoint(trainer, trainer.lightning_module, checkpoint)
-        for one in trainer.callbacks:
+        self.restore_callbacks(saved)
+
+    def restore_callbacks(self, saved: Mapping[str, Any]) -> None:
+        """Give the callbacks their states."""
+        for one in self._trainer.callbacks:
             if one.state_key in saved["callbacks"]:
                 one.load_state_dict(saved["callbacks"][one.state_key])
 

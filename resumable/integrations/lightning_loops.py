@@ -28,7 +28,9 @@ class Loops:
         self._state: RunState
         self._epochs: Iterator[int]
         self._fetcher: Fetcher
-        self._is_resumed = self._is_entered = self._has_batches = False
+        self._is_entered = self._has_batches = False
+        self._restored: Mapping[str, Any] | None = None
+        """The state of a resume, until its first epoch is entered."""
         self._resumed: Mapping[str, Any] | None = None
         """The counters of a resume in mid-epoch, until the first batch."""
         self._before: dict[str, Any] = {}
@@ -49,7 +51,8 @@ class Loops:
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         inside.write_progress(self._trainer, saved["progress"])
-        self._is_resumed = True
+        if not self._is_entered:
+            self._restored = saved
         if not self._has_batches and inside.is_mid_epoch(saved["progress"]):
             self._resumed = saved["progress"]
         self._hooks.restore(saved["hooks"])
@@ -64,7 +67,7 @@ class Loops:
         inside.fetch_from(trainer, self._fetcher)
         if self._resumed is not None:
             inside.enter_mid_epoch(trainer, is_entered=False)
-        if not self._is_resumed:
+        if self._restored is None:
             # Where Lightning opens the loader, before the first hooks of the training.
             self.enter_epoch()
 
@@ -76,6 +79,11 @@ class Loops:
         if self._is_entered:
             return
         self._is_entered = True
+        if self._restored is not None:
+            # What `on_train_start` has logged and changed, it had at the first start.
+            self._hooks.restore_callbacks(self._restored["hooks"])
+            self.logged.write_again()
+            self._restored = None
         has_epoch = next(self._epochs, _END) is not _END
         # At the beginning of each later epoch Lightning opens the loader itself.
         if has_epoch and self._trainer.current_epoch == 0:
@@ -86,13 +94,11 @@ class Loops:
             # Not earlier: Lightning resets its counters where it enters an epoch.
             inside.write_progress(self._trainer, self._resumed)
             self._trainer.accumulate_grad_batches = self._resumed["accumulate_grad_batches"]
-            self.logged.write_again()
             inside.enter_mid_epoch(self._trainer, is_entered=True)
             self._fetcher.fetched = inside.batches_done(self._trainer)
             self._resumed = None
         if not self._has_batches:
             self._has_batches = True
-            self.logged.forget()
         elif self._is_validated and self._goal:
             self._save()
 
@@ -156,7 +162,7 @@ class Logged:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the accumulated values."""
-        return dict(self._saved or inside.read_logged(self._trainer))
+        return inside.read_logged(self._trainer)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restore the accumulated values."""
@@ -164,13 +170,10 @@ class Logged:
         inside.write_logged(self._trainer, saved)
 
     def write_again(self) -> None:
-        """Restore the accumulated values again: the first hooks may have logged."""
+        """Restore the accumulated values again, for the last time."""
         if self._saved is not None:
             inside.write_logged(self._trainer, self._saved)
-
-    def forget(self) -> None:
-        """Forget the restored values: the training goes on from them."""
-        self._saved = None
+            self._saved = None
 
 
 def _do_nothing() -> None:

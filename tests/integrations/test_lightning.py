@@ -97,13 +97,13 @@ class Measuring(Model):
 
 
 class DrawingInHooks(Model):
-    """Random numbers in every hook that runs at a resume too."""
+    """Random numbers, some of them logged, in every hook that runs at a resume too."""
 
     def on_fit_start(self) -> None:
         torch.rand(3)
 
     def on_train_start(self) -> None:
-        torch.rand(3)
+        self.log("begun", torch.rand(()))
 
     def on_train_epoch_start(self) -> None:
         torch.rand(3)
@@ -165,6 +165,9 @@ class Noise(pl.Callback):
     def __init__(self) -> None:
         self.scale = 1.0
 
+    def on_train_start(self, *_: Any) -> None:
+        self.scale = 2.0
+
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         self.scale *= 1.1
         with torch.no_grad():
@@ -200,6 +203,7 @@ CASES = {
     "metrics of torchmetrics": Case(Measuring),
     "hooks that draw random numbers": Case(DrawingInHooks),
     "hooks that draw random numbers, and workers": Case(DrawingInHooks, lambda: loader(num_workers=2)),
+    "hooks that draw random numbers, and a stream": Case(DrawingInHooks, lambda: loader_of(Stream())),
     "a module that saves by its own hooks": Case(Keeping),
     "a data module with state": Case(datamodule=Data),
     "a callback with state": Case(callbacks=lambda: [Noise()]),
