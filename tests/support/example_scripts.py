@@ -29,10 +29,13 @@ SIZES = {
     # After an epoch that has ended in the middle of an accumulation window, with a step
     "with_accelerate.py": Size(("--epochs=2",), 26, edge=14),
     "with_trainer.py": Size(("--epochs=2",), 38),
+    # After an epoch that has ended in the middle of an accumulation window, with a step
+    "with_lightning.py": Size(("--epochs=3",), 39, edge=13),
 }
 NEEDS = {
     "with_fabric.py": "lightning_fabric",
     "with_accelerate.py": "accelerate",
     "with_trainer.py": "transformers",
+    "with_lightning.py": "lightning.pytorch",
 }
 """What is no part of this library, and may not be there."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 from functools import cache
 from types import FunctionType, ModuleType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -245,9 +246,17 @@ def _variables(functions: Collection[Running]) -> deque[tuple[Name, Any, int]]:
     return found
 
 
+_SAVING: WeakSet[nn.Module] = WeakSet()
+
+
+def saves_itself(module: nn.Module) -> None:
+    """Note that a module saves its attributes in a way of its own, as by a hook of a framework."""
+    _SAVING.add(module)
+
+
 def has_extra_state(module: nn.Module) -> bool:
-    """Whether a module gives more than parameters and buffers to its state_dict."""
-    return type(module).get_extra_state is not nn.Module.get_extra_state
+    """Whether a module saves more than its parameters and buffers."""
+    return type(module).get_extra_state is not nn.Module.get_extra_state or module in _SAVING
 
 
 def modules_of(given: Collection[Any]) -> list[nn.Module]:

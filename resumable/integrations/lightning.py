@@ -1,0 +1,209 @@
+"""A callback with which Lightning's Trainer resumes bit for bit."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from .. import options
+from ..errors import UsageError
+from ..state import RunState
+from . import lightning_trainer as inside
+from .lightning_loops import Loops
+
+_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+_FOUND = [name for name in _PACKAGES if name in sys.modules]
+_FOUND += [name for name in _PACKAGES if find_spec(name.partition(".")[0])]
+_Callback: Any = import_module([*_FOUND, *_PACKAGES][0]).Callback
+
+
+class Resumable(_Callback):  # type: ignore[misc]
+    """Saves a training of Lightning's Trainer into a run directory, and resumes it from there exactly.
+
+    `Trainer(callbacks=[Resumable("runs/exp", every="10 min")])`; the options are those of `RunState.load`.
+    It saves at the end of each epoch, with `maximize=` or `minimize=` also after each validation, and as
+    `every=` says. The metrics of a save are `trainer.callback_metrics`.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | os.PathLike[str],
+        *,
+        extra: Mapping[str, Any] | None = None,
+        per_rank: Sequence[str] = (),
+        progress: bool = False,
+        **options_of_load: Any,
+    ) -> None:
+        _check_options(options_of_load)
+        self.state: RunState | None = None
+        """The run of this training, from `on_train_start` on."""
+        self._extra = dict(extra or {})
+        self._options = {"progress": progress, "per_rank": [*per_rank, "logged"], **options_of_load}
+        self._options["run_dir"] = run_dir
+        self._loops: Loops | None = None
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Take the place between the Trainer's loops and its data."""
+        if stage == "fit" and not trainer.fast_dev_run:
+            _refuse(trainer)
+            inside.hold_back_loader(trainer, _refuse_loaders)
+            unwrap = inside.wrap(trainer, "run", lambda run: self._run(trainer, run, unwrap))
+
+    def _run(self, trainer: Any, run: Callable[[], None], unwrap: Callable[[], None]) -> None:
+        unwrap()
+        loader, length = inside.prepared(trainer)
+        if loader is None:
+            # There is nothing to train, and the Trainer says so.
+            run()
+            return
+        _refuse_late(trainer)
+        loops = Loops(trainer, length, self._options.get("maximize") or self._options.get("minimize"))
+        self.state = self._load(trainer, loader, loops)
+        with self.state:
+            self._follow(trainer, run, loops)
+
+    def _load(self, trainer: Any, loader: Any, loops: Loops) -> RunState:
+        return RunState.load(
+            model=trainer.model,
+            optimizer=_named(trainer.optimizers),
+            scheduler=_named([config.scheduler for config in trainer.lr_scheduler_configs]),
+            scaler=getattr(trainer.precision_plugin, "scaler", None),
+            loader=loader,
+            extra={**self._extra, "lightning": loops, "logged": loops.logged},
+            **self._options,
+        )
+
+    def _follow(self, trainer: Any, run: Callable[[], None], loops: Loops) -> None:
+        if "SIGTERM" in self._options.get("save_on", options.SAVE_ON):
+            inside.leave_signals(trainer)
+        loops.begin(self.state)  # type: ignore[arg-type]
+        self._loops = loops
+        with (
+            inside.wrapped(trainer, "on_advance_start", loops.epoch_begins),
+            inside.wrapped(trainer, "on_advance_end", loops.epoch_ended),
+        ):
+            run()
+        loops.end()
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Remember the metrics that there are before a validation."""
+        if self._loops:
+            self._loops.validation_begins()
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Note the metrics of a validation, for the next save."""
+        if self._loops:
+            self._loops.validation_ended()
+
+
+def _named(parts: Sequence[Any]) -> Any:
+    """Return one part as it is, several by their numbers, and none as None."""
+    return {str(n): part for n, part in enumerate(parts)} if len(parts) > 1 else next(iter(parts), None)
+
+
+_OF_TRAINER = {"model", "optimizer", "scheduler", "scaler", "loader"}
+
+
+def _check_options(given: Mapping[str, Any]) -> None:
+    known = inspect.signature(RunState.load).parameters.keys()
+    if taken := sorted(given.keys() & _OF_TRAINER):
+        raise UsageError(
+            f"Resumable takes no {', '.join(taken)}: it gives RunState those of the Trainer.",
+            fix="leave them out; what else the training changes goes into extra={...}.",
+        )
+    if unknown := sorted(given.keys() - known):
+        raise UsageError(
+            f"Resumable has no option {', '.join(unknown)}.",
+            fix="give it options of RunState.load, such as every=, keep= or maximize=.",
+        )
+
+
+def _refuse(trainer: Any) -> None:
+    """Raise UsageError for what cannot be resumed exactly."""
+    if lacking := inside.missing(trainer):
+        raise UsageError(
+            f"this release of Lightning lacks what Resumable works with: {', '.join(lacking)}.",
+            fix="use a release that docs/tested.md names.",
+        )
+    for is_so, problem, fix in _refused(trainer):
+        if is_so:
+            raise UsageError(problem, fix=fix)
+
+
+def _refuse_late(trainer: Any) -> None:
+    """Raise UsageError for what is known only after the set-up."""
+    if trainer.ckpt_path is not None:
+        raise UsageError(
+            f"fit() loads ckpt_path={str(trainer.ckpt_path)!r}, and Resumable loads its own run.",
+            fix="leave ckpt_path out; to begin with the weights of a checkpoint, load them into the model.",
+        )
+    if inside.takes_iterator(trainer):
+        raise UsageError(
+            "training_step() takes dataloader_iter, so it is unknown which batch is trained.",
+            fix="let it take a batch: training_step(self, batch, batch_idx).",
+        )
+
+
+_STRATEGIES = {"SingleDeviceStrategy", "DDPStrategy"}
+_TUNERS = {"LearningRateFinder", "BatchSizeFinder"}
+_REBUILDING = {"BaseFinetuning", "StochasticWeightAveraging", "ModelPruning"}
+
+
+def _refused(trainer: Any) -> list[tuple[bool, str, str]]:
+    strategy = type(trainer.strategy).__name__
+    launcher = type(trainer.strategy.launcher).__name__
+    kinds = {kind.__name__ for one in trainer.callbacks for kind in type(one).__mro__}
+    return [
+        (
+            strategy not in _STRATEGIES,
+            f"Resumable does not know how {strategy} splits or moves the model.",
+            'use strategy="auto" on one device, or strategy="ddp".',
+        ),
+        (
+            launcher == "_MultiProcessingLauncher",
+            "the processes are forked or spawned, and Lightning ends them without a save.",
+            'use strategy="ddp", which starts the script once for each process.',
+        ),
+        (
+            bool(trainer.reload_dataloaders_every_n_epochs),
+            "reload_dataloaders_every_n_epochs makes a new loader in mid-training, whose place is unknown.",
+            "make one loader, and change its dataset in on_train_epoch_start.",
+        ),
+        (
+            inside.validates_by_time(trainer),
+            "val_check_interval is a time, so that the clock decides where a validation is.",
+            "give it a number of batches, or a fraction of an epoch.",
+        ),
+        (
+            bool(kinds & _TUNERS),
+            "a LearningRateFinder or BatchSizeFinder trains before the training begins, at every start.",
+            "find the value in a script of its own, and write it down.",
+        ),
+        (
+            bool(kinds & _REBUILDING),
+            f"{', '.join(sorted(kinds & _REBUILDING))} changes the parameters or the schedules in "
+            "mid-training, and a resumed script begins with those of the start.",
+            "change them by hand between two runs, or freeze by requires_grad; for an average of the weights "
+            "use WeightAveraging.",
+        ),
+        (
+            sum(isinstance(one, Resumable) for one in trainer.callbacks) > 1,
+            "the Trainer has two callbacks of the kind Resumable.",
+            "give it one; a copy in a second place is what remote= makes.",
+        ),
+    ]
+
+
+def _refuse_loaders(loader: Any) -> None:
+    """Raise UsageError unless the training has one loader."""
+    if isinstance(loader, (list, tuple, dict)) or type(loader).__name__ == "CombinedLoader":
+        raise UsageError(
+            f"the training loops over a {type(loader).__name__} of loaders: Lightning draws from all of them "
+            "for one batch, and Resumable keeps the place in one.",
+            fix="put the datasets into one loader (torch.utils.data.StackDataset, ConcatDataset).",
+        )

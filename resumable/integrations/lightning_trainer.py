@@ -1,0 +1,291 @@
+"""Reads and restores the state of Lightning's Trainer, and holds every private name of Lightning in use.
+
+`PRIVATE` lists the names. All other access to the Trainer is by its public attributes and hooks.
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import reduce
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from ..errors import UsageError
+
+PRIVATE = (
+    "_logger_connector._callback_metrics",
+    "_logger_connector._current_fx",
+    "_logger_connector._first_loop_iter",
+    "_logger_connector._logged_metrics",
+    "_logger_connector._progress_bar_metrics",
+    "_signal_connector.teardown",
+    "_val_check_time_interval",
+    "fit_loop._combined_loader",
+    "fit_loop._data_fetcher",
+    "fit_loop._data_source.dataloader",
+    "fit_loop._restarting",
+    "fit_loop.epoch_loop._results",
+    "fit_loop.epoch_loop.automatic_optimization.on_iteration_done",
+    "fit_loop.epoch_loop.batch_progress.current.ready",
+    "fit_loop.epoch_loop.load_state_dict",
+    "fit_loop.epoch_loop.manual_optimization.on_iteration_done",
+    "fit_loop.epoch_loop.on_iteration_done",
+    "fit_loop.epoch_loop.state_dict",
+    "fit_loop.epoch_loop.val_loop._combined_loader",
+    "fit_loop.epoch_loop.val_loop.on_iteration_done",
+    "fit_loop.epoch_progress.load_state_dict",
+    "fit_loop.epoch_progress.state_dict",
+    "fit_loop.max_batches",
+    "fit_loop.on_advance_end",
+    "fit_loop.on_advance_start",
+    "fit_loop.run",
+    "fit_loop.setup_data",
+)
+"""The private names, as paths from the Trainer."""
+
+_CONNECTOR = (
+    "_callback_metrics",
+    "_logged_metrics",
+    "_progress_bar_metrics",
+    "_first_loop_iter",
+    "_current_fx",
+)
+_METADATA = (
+    *("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph"),
+    *("add_dataloader_idx", "dataloader_idx", "metric_attribute"),
+)
+_ABSENT = object()
+
+
+def missing(trainer: Any) -> list[str]:
+    """Return the private names that this release of Lightning lacks."""
+    return [path for path in PRIVATE if _follow(trainer, path) is _ABSENT]
+
+
+def _follow(start: Any, path: str) -> Any:
+    return reduce(lambda at, name: getattr(at, name, _ABSENT), path.split("."), start)
+
+
+def module(trainer: Any, name: str) -> Any:
+    """Return a module of the package that the Trainer is of: `lightning.pytorch` or `pytorch_lightning`."""
+    return import_module(f"{type(trainer.fit_loop).__module__.partition('.loops')[0]}.{name}")
+
+
+# Between the Trainer's loops and its data.
+
+
+def hold_back_loader(trainer: Any, check: Callable[[Any], None]) -> None:
+    """Make the Trainer prepare its loader without opening it; `check` sees what the script gave."""
+    source, combined = trainer.fit_loop._data_source, module(trainer, "utilities.combined_loader")
+    original = source.dataloader
+
+    class Unopened(combined.CombinedLoader):  # type: ignore[misc, name-defined]
+        """A loader whose batches are not loaded here."""
+
+        def __iter__(self) -> Any:
+            return self
+
+        def __next__(self) -> Any:
+            raise StopIteration
+
+        def __len__(self) -> int:
+            found = len(self.flattened[0]) if _length(self.flattened[0]) is not None else float("inf")
+            length = min([found, *(self.limits or ())])
+            if length == float("inf"):
+                raise TypeError("the loader has no length")
+            return int(length)
+
+    def dataloader() -> Any:
+        check(loader := original())
+        return Unopened(loader, "max_size_cycle")
+
+    source.dataloader = dataloader
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def prepared(trainer: Any) -> tuple[Any, int | None]:
+    """Return the loader that the Trainer trains with, and how many batches of it make an epoch.
+
+    There is no loader if there is nothing to train.
+    """
+    trainer.fit_loop.setup_data()
+    combined = trainer.fit_loop._combined_loader
+    if combined is None or trainer.fit_loop.max_batches == 0:
+        return None, None
+    return combined.flattened[0], _length(combined)
+
+
+def takes_iterator(trainer: Any) -> bool:
+    """Whether `training_step` takes the iterator itself, and asks it for batches."""
+    fetchers = module(trainer, "loops.fetchers")
+    return isinstance(trainer.fit_loop._data_fetcher, fetchers._DataLoaderIterDataFetcher)
+
+
+def fetch_from(trainer: Any, fetcher: Any) -> None:
+    """Make the epoch loop ask this object for its batches."""
+    trainer.fit_loop._data_fetcher = fetcher
+
+
+def wrap(trainer: Any, name: str, around: Callable[[Callable[[], None]], None]) -> Callable[[], None]:
+    """Call `around` with a method of the fit loop instead of the method; return what ends that."""
+    loop = trainer.fit_loop
+    original = getattr(loop, name)
+    setattr(loop, name, lambda: around(original))
+    return lambda: delattr(loop, name)
+
+
+@contextmanager
+def wrapped(trainer: Any, name: str, around: Callable[[Callable[[], None]], None]) -> Iterator[None]:
+    """Do so for as long as the context lasts."""
+    unwrap = wrap(trainer, name, around)
+    try:
+        yield
+    finally:
+        unwrap()
+
+
+def leave_signals(trainer: Any) -> None:
+    """Remove Lightning's signal handlers: on SIGTERM they would end the training before it is saved."""
+    trainer._signal_connector.teardown()
+
+
+def validates_by_time(trainer: Any) -> bool:
+    """Whether the clock decides when to validate."""
+    return trainer._val_check_time_interval is not None
+
+
+def drop_validation_iterator(trainer: Any) -> None:
+    """End the pass over the validation's data: Lightning stops asking before it comes to its end."""
+    iterator = trainer.fit_loop.epoch_loop.val_loop._combined_loader._iterator
+    if iterator is not None:
+        iterator.reset()
+
+
+# How far the loops are.
+
+
+def read_progress(trainer: Any) -> dict[str, Any]:
+    """Return the counters of the loops."""
+    fit = trainer.fit_loop
+    return {
+        "epoch": fit.epoch_progress.state_dict(),
+        "loops": fit.epoch_loop.state_dict(),
+        "should_stop": trainer.should_stop,
+        # A callback sets it as an epoch begins, and in mid-epoch that hook is not called again.
+        "accumulate_grad_batches": trainer.accumulate_grad_batches,
+    }
+
+
+def write_progress(trainer: Any, saved: Mapping[str, Any]) -> None:
+    """Set the counters of the loops."""
+    fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    fit.epoch_progress.load_state_dict(saved["epoch"])
+    epoch.load_state_dict(saved["loops"])
+    # Without this they would restart: they would repeat a validation, and leave out a step of a scheduler.
+    for loop in (epoch, epoch.val_loop, epoch.automatic_optimization, epoch.manual_optimization):
+        loop.on_iteration_done()
+    trainer.should_stop = saved["should_stop"]
+
+
+def is_mid_epoch(progress: Mapping[str, Any]) -> bool:
+    """Whether these counters are of a place in the middle of an epoch."""
+    current = progress["epoch"]["current"]
+    return bool(current["started"] > current["processed"])
+
+
+def enter_mid_epoch(trainer: Any, *, is_entered: bool) -> None:
+    """Tell the fit loop that the epoch has begun, so that it calls no hooks for it; or that it is entered."""
+    trainer.fit_loop._restarting = not is_entered
+
+
+def batches_done(trainer: Any) -> int:
+    """Return how many batches of the epoch are done."""
+    return int(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+
+
+# What was logged.
+
+
+def read_logged(trainer: Any) -> dict[str, Any]:
+    """Return what `self.log` has accumulated in the epoch, and the state of the model's metrics."""
+    connector = {name: getattr(trainer._logger_connector, name) for name in _CONNECTOR}
+    results = trainer.fit_loop.epoch_loop._results
+    return {
+        "connector": {k: dict(v) if isinstance(v, dict) else v for k, v in connector.items()},
+        "results": {key: _read_result(result) for key, result in results.items()},
+        "metrics": {name: _read_metric(metric) for name, metric in _metrics(trainer)},
+    }
+
+
+def write_logged(trainer: Any, saved: Mapping[str, Any]) -> None:
+    """Restore what `read_logged` returned."""
+    for name, value in saved["connector"].items():
+        setattr(trainer._logger_connector, name, dict(value) if isinstance(value, Mapping) else value)
+    metrics = dict(_metrics(trainer))
+    for name in metrics.keys() & saved["metrics"].keys():
+        _write_metric(metrics[name], saved["metrics"][name])
+    results = trainer.fit_loop.epoch_loop._results
+    results.clear()
+    for key, one in saved["results"].items():
+        results[key] = _made_result(trainer, one)
+
+
+def _metrics(trainer: Any) -> list[tuple[str, Any]]:
+    kind = import_module("torchmetrics").Metric
+    return [(n, m) for n, m in trainer.lightning_module.named_modules() if isinstance(m, kind)]
+
+
+def _read_metric(metric: Any) -> dict[str, Any]:
+    state = {name: getattr(metric, name) for name in metric._defaults}
+    return {"state": state, "updates": metric._update_count, "last": metric._forward_cache}
+
+
+def _write_metric(metric: Any, saved: Mapping[str, Any]) -> None:
+    for name, value in saved["state"].items():
+        setattr(metric, name, [*value] if isinstance(value, list) else value)
+    metric._update_count, metric._forward_cache = saved["updates"], saved["last"]
+    metric._computed = None
+
+
+def _read_result(result: Any) -> dict[str, Any]:
+    meta = result.meta
+    if meta.sync.group is not None:
+        raise UsageError(
+            f"self.log({meta.name!r}) was given sync_dist_group=, and a process group cannot be saved.",
+            fix="log it without sync_dist_group.",
+        )
+    reduction = meta.reduce_fx
+    return {
+        "meta": {name: getattr(meta, name) for name in _METADATA},
+        "reduce": reduction.__name__,
+        "is_builtin": getattr(builtins, reduction.__name__, None) is reduction,
+        "sync": {"_should": meta.sync.should, "rank_zero_only": meta.sync.rank_zero_only},
+        "has_reset": result.has_reset,
+        "metric": _read_metric(result) if result.is_tensor else None,
+        "last": None if result.is_tensor else result._forward_cache,
+    }
+
+
+def _made_result(trainer: Any, saved: Mapping[str, Any]) -> Any:
+    kinds = module(trainer, "trainer.connectors.logger_connector.result")
+    reduction = getattr(builtins if saved["is_builtin"] else torch, saved["reduce"])
+    meta = kinds._Metadata(reduce_fx=reduction, **saved["meta"])
+    meta.sync = kinds._Sync(fn=trainer.strategy.reduce, **saved["sync"])
+    result = kinds._ResultMetric(meta, saved["metric"] is not None).to(trainer.strategy.root_device)
+    if saved["metric"] is not None:
+        _write_metric(result, saved["metric"])
+    else:
+        result.value = trainer.lightning_module.get_submodule(meta.metric_attribute)
+        result._forward_cache = saved["last"]
+    result.has_reset = saved["has_reset"]
+    return result
