@@ -9,6 +9,7 @@ from typing import Any
 
 import transformers
 from transformers import TrainerCallback
+from transformers.trainer_utils import has_length
 
 from ..errors import UsageError
 from ..state import RunState
@@ -85,6 +86,7 @@ class _Resumed:
         self.batches = Batches(self._prepared[1])
         self.state = self.batches.state = self._load()
         self._epochs: Iterator[int] | None = None
+        self._evaluated: dict[str, float] = {}
         self.progress.note_restored(self._prepared[0])
         self._trainer.callback_handler.train_dataloader = self.batches
         self._skips = not self.progress.is_finished(max_steps)
@@ -137,7 +139,7 @@ class _Resumed:
         rate = given.pop("learning_rate", None)
         # An epoch that is resumed behind its last batch ends with the values of that.
         norm, rate = self.progress.last_step(norm, rate)
-        self._evaluated: dict[str, float] = {}
+        self._evaluated = {}
         self._plain["_maybe_log_save_evaluate"](loss, norm, *args, learning_rate=rate, **given)
         if self._evaluated and self._goal():
             self.state.save(**self._evaluated)
@@ -225,7 +227,7 @@ class Batches:
         loop, self._loop = self._loop, None
         if loop is None:
             return
-        if self.state.batch + 1 >= len(self._loader):
+        if has_length(self._loader) and self.state.batch + 1 >= len(self._loader):
             next(loop, None)
         loop.close()
 

@@ -125,7 +125,7 @@ def digest(value: Any) -> str:
 
 def _leaves(value: Any) -> Any:
     if isinstance(value, dict):
-        value = [one for pair in value.items() for one in pair]
+        value = [one for pair in sorted(value.items(), key=lambda pair: str(pair[0])) for one in pair]
     if isinstance(value, (list, tuple)):
         for one in value:
             yield from _leaves(one)
