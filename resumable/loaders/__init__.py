@@ -11,6 +11,7 @@ __all__ = [
     "loader_source",
     "loader_warnings",
     "plain_iterable",
+    "prepared",
     "source",
     "wrappers",
 ]

@@ -9,10 +9,10 @@ import torch
 from torch.utils.data import DataLoader, IterDataPipe, MapDataPipe
 
 from ..errors import UsageError
-from . import wrappers
 from .generators import rng, search
 from .loader_source import LoaderSource
 from .plain_iterable import PlainSource
+from .prepared import Prepared, is_prepared
 from .source import Source
 from .stateful_loader import StatefulSource
 from .workers.states import is_stateful
@@ -27,13 +27,21 @@ def make(
     shows: Callable[[], bool],
 ) -> Source:
     """Return the source for what the user loops over; `shows`: whether it shows how far it has come."""
-    if maker := wrappers.maker_of(loader):
-        raise UsageError(
-            f"{name} is a {type(loader).__name__}, which counts its epochs from 0 in every process, so it "
-            "cannot continue in the middle of a training.",
-            fix="give RunState the DataLoader that it was made of (with a DistributedSampler where there are "
-            f"several processes), and loop over state.batches(device={maker}.device).",
-        )
+    if is_prepared(loader):
+        prepared = Prepared(name, loader)
+        source = _source(name, prepared.inside, own, seeds, shows)
+        source.prepared = prepared
+        return source
+    return _source(name, loader, own, seeds, shows)
+
+
+def _source(
+    name: str,
+    loader: Any,
+    own: Mapping[str, rng.Generator],
+    seeds: Callable[[], tuple[int, int] | None],
+    shows: Callable[[], bool],
+) -> Source:
     is_plain = isinstance(loader, DataLoader) and iterates_as_torch_does(loader)
     # Torch seeds and shards data pipes in ways of their own.
     if is_plain and not isinstance(loader.dataset, (IterDataPipe, MapDataPipe)):

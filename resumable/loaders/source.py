@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .generators import rng, search
+from .prepared import Prepared
 
 
 class Source(ABC):
@@ -17,8 +18,14 @@ class Source(ABC):
 
     loader: Any
     """The loader or iterable of the user."""
+    prepared: Prepared | None = None
+    """The loader of Accelerate or Fabric around it, if the user gave one."""
     has_cheap_marks = True
     """Whether a mark can be made with every batch."""
+
+    def is_of(self, loader: Any) -> bool:
+        """Whether the user means this one by a loader."""
+        return loader is self.loader or (self.prepared is not None and loader is self.prepared.loader)
 
     def replace(self, loader: Any) -> None:
         """Read from this loader, made like the one before, when it is opened next."""

@@ -16,11 +16,6 @@ _INSIDE = {
     "accelerate.scheduler.AcceleratedScheduler": "scheduler",
 }
 """The attribute that holds the wrapped object. By name: importing these packages takes seconds."""
-_MAKERS = {
-    **dict.fromkeys([f"{module}._FabricDataLoader" for module in _FABRIC], "fabric"),
-    "accelerate.data_loader.DataLoaderAdapter": "accelerator",
-}
-"""The makers of loaders that count their epochs from 0 in every process."""
 
 
 def inside(live: Any) -> Any:
@@ -31,19 +26,9 @@ def inside(live: Any) -> Any:
 
 
 def _attribute(kind: type) -> str | None:
-    return _found(_INSIDE, kind.__mro__)
+    names = [f"{one.__module__}.{one.__qualname__}" for one in kind.__mro__]
+    return next((_INSIDE[name] for name in names if name in _INSIDE), None)
 
 
 attribute_of: Callable[[Any], str | None] = cache(_attribute)
 """Returns the attribute in which objects of a class hold a wrapped one; None if it is no wrapper."""
-
-
-def maker_of(loader: Any) -> str | None:
-    """Return the usual name of the object that made the loader (fabric, accelerator); None for others."""
-    # Look at type(): by its __class__ it claims to be torch's.
-    return _found(_MAKERS, type(loader).__mro__)
-
-
-def _found(table: dict[str, str], kinds: tuple[type, ...]) -> str | None:
-    names = [f"{kind.__module__}.{kind.__qualname__}" for kind in kinds]
-    return next((table[name] for name in names if name in table), None)

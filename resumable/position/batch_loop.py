@@ -85,7 +85,8 @@ class Loop:
         self._through: Iterator[Any] | None = None
         at.began(self)
         # Most prefetchers fail where there is no batch.
-        if through is not None and not (at.done and at.done == at.length()):
+        is_empty = at.done and at.done == at.length()
+        if through is not None and (not is_empty or at.prepared):
             self._through = iter(through(Loading(at, batches)))
         self._is_watched = True
 

@@ -167,6 +167,7 @@ class LoaderPosition(EpochPlace):
     def __init__(self, source: Source, training: Counters) -> None:
         super().__init__(training)
         self.source = source
+        self.prepared = source.prepared
         self.generators = LoaderGenerators(source)
         self.draws = ThroughDraws(training.streams)
         self.lap = 0
@@ -217,6 +218,7 @@ class LoaderPosition(EpochPlace):
                 "ahead_draws": [loaded.draws for loaded in self.ahead] if under_way else [],
                 "settings": self.source.settings(),
                 "source": self._collect_source(under_way),
+                **({"prepared": self.prepared.collect(is_under_way=under_way)} if self.prepared else {}),
             }
 
     def _collect_source(self, under_way: bool) -> dict[str, Any]:
@@ -235,6 +237,8 @@ class LoaderPosition(EpochPlace):
         self.habits.resumed(is_asked_by_hand=saved.get("is_asked_by_hand", False))
         self.draws.restore(saved.get("ahead_draws", []))
         self.phase = Phase.PASSED if saved["is_over"] else Phase.DUE
+        if self.prepared and "prepared" in saved:
+            self.prepared.restore(saved["prepared"])
         self.source.restore(saved["source"], unfit & saved["settings"].keys())
         self.generators.restore(saved["generators"])
 
@@ -281,6 +285,8 @@ class LoaderPosition(EpochPlace):
         # Until a batch is loaded, its state is the restored one.
         self._unread = self.source.collect(None, [], True) if self.done else None
         with self.training.streams.as_held() if self.done else nullcontext():
+            if self.prepared:
+                self.prepared.begin(is_new_epoch=not continues)
             batches = self.source.open(loads_ahead=loads_ahead)
             self.generators.source_opened()
         self._has_marks = self.source.has_cheap_marks or loads_ahead

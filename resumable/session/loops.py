@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from .. import determinism, options
 from ..errors import UsageError
+from ..loaders.prepared import is_prepared
 from ..position.batch_loop import Hooks
 from ..position.counted_loops import Batches
 from ..position.loader_position import LoaderPosition
@@ -52,6 +53,9 @@ class Loops:
         name = self._loader_name(loader)
         at = self._position.at(name)
         loads_ahead = draws = through is not None
+        if at.prepared:
+            loads_ahead |= at.prepared.looks_ahead
+            through = _both(at.prepared.through, through)
         if device is not None:
             ahead = at.source.can_load_ahead()
             loads_ahead |= ahead
@@ -84,7 +88,8 @@ class Loops:
 
     def _begin_batches(self, name: str, at: LoaderPosition) -> None:
         self._begin("batches")
-        self._position.accelerate.begin(name, at, self._position.processes)
+        if not at.prepared:
+            self._position.accelerate.begin(name, at, self._position.processes)
         self._session.steps.find_unseen()
         self._progress.begin_batches(at, at.length(), at.done)
 
@@ -98,11 +103,12 @@ class Loops:
         found = [
             name
             for name, position in loaders.items()
-            if loader is None or loader is position.source.loader or name == f"loader.{loader}"
+            if loader is None or position.source.is_of(loader) or name == f"loader.{loader}"
         ]
         if len(found) == 1:
             return found[0]
-        if not isinstance(loader, (str, DataLoader, type(None))):
+        is_given = isinstance(loader, (str, DataLoader, type(None))) or is_prepared(loader)
+        if not is_given:
             return self._position.find(loader)
         there = ", ".join(name.removeprefix("loader.") for name in loaders) or "none"
         if isinstance(loader, DataLoader):
@@ -171,5 +177,7 @@ class Loops:
             session.leave(due, due.leaves)
 
 
-def _both(first: Through | None, second: Through) -> Through:
-    return second if first is None else lambda batches: second(iter(first(batches)))
+def _both(first: Through | None, second: Through | None) -> Through | None:
+    if first is None or second is None:
+        return first or second
+    return lambda batches: second(iter(first(batches)))
