@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import has_length
 
 from ..errors import UsageError
+from ..loaders.prepared import is_prepared
 from ..state import RunState
 from .trainer_progress import Counters, Progress
 
@@ -101,7 +102,7 @@ class _Resumed:
             # Trainer's arithmetic is that of this number of processes.
             options.setdefault("elastic", False)
         parts = {"optimizer": trainer.optimizer, "scheduler": trainer.lr_scheduler}
-        parts |= {"scaler": trainer.accelerator.scaler, "loader": self.batches.base}
+        parts |= {"scaler": trainer.accelerator.scaler, "loader": self._loader}
         state = RunState.load(self._run_dir, model=self._prepared[0], **parts, extra=extra, **options)
         return self._closing.enter_context(state)
 
@@ -201,7 +202,6 @@ class Batches:
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
-        self.base = getattr(loader, "base_dataloader", loader)
         self.state: Any = None
         self._loop: Any = None
 
@@ -212,15 +212,10 @@ class Batches:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        self._loop = iter(self.state.batches(through=self._read))
+        # Trainer asks for a whole window at once: that is no prefetcher for the loop to look for.
+        through = None if is_prepared(self._loader) else _as_they_are
+        self._loop = iter(self.state.batches(through=through))
         return self._loop
-
-    def _read(self, batches: Iterator[Any]) -> Iterator[Any]:
-        if self.base is self._loader:
-            return batches
-        # Accelerate looks one batch ahead, and copies the batches to the device.
-        self._loader.base_dataloader = _Once(self._loader, self.base, batches)
-        return iter(self._loader)
 
     def end(self) -> None:
         """End the loop of an epoch: Trainer does not ask for more than the batches that it counts."""
@@ -232,22 +227,8 @@ class Batches:
         loop.close()
 
 
-class _Once:
-    """Stands in for the loader inside that of Accelerate, until that begins an epoch."""
-
-    def __init__(self, outer: Any, base: Any, batches: Iterator[Any]) -> None:
-        self._outer, self._base, self._batches = outer, base, batches
-
-    @property
-    def __class__(self) -> type:
-        return type(self._base)
-
-    def __iter__(self) -> Iterator[Any]:
-        self._outer.base_dataloader = self._base
-        return self._batches
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._base, name)
+def _as_they_are(batches: Iterator[Any]) -> Iterator[Any]:
+    return batches
 
 
 @contextlib.contextmanager
