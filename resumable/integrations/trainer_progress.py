@@ -70,8 +70,8 @@ class Progress:
         """Whether no step is left, or the training was stopped before the last."""
         if self._saved is None:
             return False
-        done = self._saved["state"]["global_step"]
-        is_stopped = self._control()["should_training_stop"] and done < self._saved["max_steps"]
+        done: int = self._saved["state"]["global_step"]
+        is_stopped: bool = self._control()["should_training_stop"] and done < self._saved["max_steps"]
         return done >= max_steps or is_stopped
 
     def _control(self) -> dict[str, Any]:

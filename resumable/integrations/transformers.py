@@ -60,10 +60,10 @@ class _Resumed:
         """Train, and let go of the run in the end."""
         if resume_from_checkpoint:
             raise UsageError(
-                "train() was given resume_from_checkpoint, and this Trainer continues from its run of "
-                f"resumable ({os.fspath(self._run_dir)}) already: the one would undo what the other restores.",
-                fix="call trainer.train() without it. To begin with weights of Trainer's own checkpoint, load "
-                "them into the model before the Trainer is made.",
+                f"train() was given resume_from_checkpoint, and resume() restores {os.fspath(self._run_dir)}: "
+                "the one would undo what the other has restored.",
+                fix="call trainer.train() without it. To begin with the weights of a checkpoint of Trainer's "
+                "own, load the model from there.",
             )
         _refuse_unsupported(self._trainer)
         with contextlib.ExitStack() as self._closing:
@@ -89,6 +89,8 @@ class _Resumed:
         self._epochs: Iterator[int] | None = None
         self._evaluated: dict[str, float] = {}
         self.progress.note_restored(self._prepared[0])
+        # Kept in a cycle with the Trainer, the loop's workers would take seconds to end.
+        self._closing.callback(self.batches.forget)
         self._trainer.callback_handler.train_dataloader = self.batches
         self._skips = not self.progress.is_finished(max_steps)
         return (self.progress.epochs_done if self._skips else epochs), 0
@@ -193,8 +195,8 @@ class _Events(TrainerCallback):
         self._resumed.batches.end()
         self._resumed.progress.epochs_done += 1
 
-    def on_evaluate(self, *_: Any, metrics: dict[str, Any], **__: Any) -> None:
-        self._resumed.evaluated(metrics)
+    def on_evaluate(self, *_: Any, **given: Any) -> None:
+        self._resumed.evaluated(given["metrics"])
 
 
 class Batches:
@@ -214,8 +216,13 @@ class Batches:
     def __iter__(self) -> Iterator[Any]:
         # Trainer asks for a whole window at once: that is no prefetcher for the loop to look for.
         through = None if is_prepared(self._loader) else _as_they_are
-        self._loop = iter(self.state.batches(through=through))
-        return self._loop
+        loop: Iterator[Any] = iter(self.state.batches(through=through))
+        self._loop = loop
+        return loop
+
+    def forget(self) -> None:
+        """Let go of the loop."""
+        self._loop = None
 
     def end(self) -> None:
         """End the loop of an epoch: Trainer does not ask for more than the batches that it counts."""

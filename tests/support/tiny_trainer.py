@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.data import Dataset, IterableDataset
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 VOCABULARY, LENGTH = 17, 8
 
@@ -35,26 +35,36 @@ class Noisy(Dataset[Any]):
 
 
 class Streamed(IterableDataset[Any]):
-    """The same, without a length."""
+    """Token sequences without a length, some for each worker."""
 
     def __init__(self, size: int = 22) -> None:
-        self.data = Noisy(size)
+        self.tokens = Noisy(size).tokens
 
     def __iter__(self) -> Any:
-        yield from map(self.data.__getitem__, range(len(self.data)))
+        worker = get_worker_info()
+        first, step = (worker.id, worker.num_workers) if worker else (0, 1)
+        yield from ({"input_ids": one, "labels": one} for one in self.tokens[first::step])
 
 
 def model(**changed: Any) -> Any:
     """Return a GPT-2 with some hundred weights."""
     size = {"n_positions": LENGTH, "n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": VOCABULARY}
-    ends = {"bos_token_id": None, "eos_token_id": None, "loss_type": "ForCausalLM"}
+    ends = {"bos_token_id": None, "eos_token_id": None}
     return GPT2LMHeadModel(GPT2Config(**size, **ends, **changed))
 
 
 def make(folder: Path, dataset: Any = None, *, kind: Any = Trainer, **changed: Any) -> Any:
     """Return a Trainer; `changed` arguments of TrainingArguments, or of the Trainer itself."""
     torch.manual_seed(0)
-    own = ("eval_dataset", "callbacks", "compute_metrics", "model", "optimizers", "data_collator", "args_class")
+    own = (
+        "eval_dataset",
+        "callbacks",
+        "compute_metrics",
+        "model",
+        "optimizers",
+        "data_collator",
+        "args_class",
+    )
     given = {name: changed.pop(name) for name in own if name in changed}
     arguments = {
         "output_dir": str(folder / "trainer"),
@@ -70,18 +80,6 @@ def make(folder: Path, dataset: Any = None, *, kind: Any = Trainer, **changed: A
     }
     args = given.pop("args_class", TrainingArguments)(**{**arguments, **changed})
     return kind(given.pop("model", None) or model(), args, train_dataset=dataset or Noisy(), **given)
-
-
-class StopAfter(TrainerCallback):
-    """Stops a training after some steps, in the middle of the next event."""
-
-    def __init__(self, steps: int, event: str = "on_step_begin") -> None:
-        self.steps, self.done = steps, 0
-        setattr(self, event, self.look)
-
-    def look(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
-        if state.global_step >= self.steps:
-            raise Stopped
 
 
 def kill_after_steps(steps: int) -> Any:
@@ -111,7 +109,13 @@ def result(trainer: Any) -> dict[str, Any]:
         "scheduler": trainer.lr_scheduler.state_dict()["last_epoch"],
         "log": log,
         "torch": digest(torch.get_rng_state()),
-        "counted": [state.global_step, state.epoch, state.total_flos, state.best_metric, state.best_global_step],
+        "counted": [
+            state.global_step,
+            state.epoch,
+            state.total_flos,
+            state.best_metric,
+            state.best_global_step,
+        ],
     }
 
 
@@ -119,7 +123,11 @@ def digest(value: Any) -> str:
     """Return a digest of all tensors and numbers in a value."""
     hashed = hashlib.sha256()
     for leaf in _leaves(value):
-        hashed.update(leaf.cpu().contiguous().numpy().tobytes() if isinstance(leaf, torch.Tensor) else repr(leaf).encode())
+        hashed.update(
+            leaf.cpu().contiguous().numpy().tobytes()
+            if isinstance(leaf, torch.Tensor)
+            else repr(leaf).encode()
+        )
     return hashed.hexdigest()
 
 
