@@ -60,7 +60,7 @@ class _Resumed:
         """Train, and let go of the run in the end."""
         if resume_from_checkpoint:
             raise UsageError(
-                f"train() was given resume_from_checkpoint, and resume() restores {os.fspath(self._run_dir)}: "
+                f"train() was given resume_from_checkpoint, but {os.fspath(self._run_dir)} is restored: "
                 "the one would undo what the other has restored.",
                 fix="call trainer.train() without it. To begin with the weights of a checkpoint of Trainer's "
                 "own, load the model from there.",
