@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from resumable import Run, UsageError
+from resumable import Preempted, Run, UsageError
 from resumable.run.manifest import Goal
 
 pytest.importorskip("transformers")
@@ -158,9 +158,29 @@ def test_a_trainer_that_is_never_stopped_is_not_changed(tmp_path: Path) -> None:
 def test_a_complete_training_that_is_started_again_makes_no_step(tmp_path: Path) -> None:
     done = assert_same(lambda: tiny.make(tmp_path), tmp_path / "run", 2)
 
-    again = stopped(lambda: tiny.make(tmp_path), tmp_path / "run")
+    again = tiny.make(tmp_path)
+    ours.resume(again, tmp_path / "run")
+    again.training_step = None
+    again.train()
 
     assert tiny.result(again) == tiny.result(done)
+
+
+@pytest.mark.parametrize("step", [1, 3, 6])
+def test_a_signal_leaves_after_the_step_and_the_rest_follows(step: int, tmp_path: Path) -> None:
+    # 3 and 6 are the last steps of epochs: the end of the first is not known to be quick, so it is left out.
+    def make() -> Any:
+        return tiny.make(tmp_path, logging_strategy="epoch")
+
+    alone, trainer = left_alone(make), make()
+    ours.resume(trainer, tmp_path / "run", on_preempt="raise")
+    hook = tiny.signal_after_steps(step)
+    with pytest.raises(Preempted):
+        trainer.train()
+    hook.remove()
+
+    assert trainer.state.global_step == step
+    assert tiny.result(stopped(make, tmp_path / "run", 1)) == alone
 
 
 def test_more_epochs_continue_a_complete_training(tmp_path: Path) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -84,13 +87,26 @@ def make(folder: Path, dataset: Any = None, *, kind: Any = Trainer, **changed: A
 
 def kill_after_steps(steps: int) -> Any:
     """Return a handle; the optimizers of this process are stopped by an exception after so many steps."""
+
+    def stop() -> None:
+        raise Stopped
+
+    return _after_steps(steps, stop)
+
+
+def signal_after_steps(steps: int) -> Any:
+    """Return a handle; this process sends itself SIGTERM after so many steps of its optimizers."""
+    return _after_steps(steps, lambda: os.kill(os.getpid(), signal.SIGTERM))
+
+
+def _after_steps(steps: int, action: Callable[[], None]) -> Any:
     left = steps
 
     def count(*_: Any) -> None:
         nonlocal left
         left -= 1
         if left == 0:
-            raise Stopped
+            action()
 
     return register_optimizer_step_post_hook(count)
 
