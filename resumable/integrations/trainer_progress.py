@@ -29,7 +29,6 @@ class Progress:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._saved: Mapping[str, Any] | None = None
-        self._gradients: list[tuple[Any, Any]] = []
         self._counters: Mapping[str, Any] = {}
         self._at_begin: dict[str, Any] | None = None
         """The trainer's plain attributes as the training began, before anything was restored."""
@@ -61,11 +60,6 @@ class Progress:
         self.epochs_done = saved["epochs_done"]
         self._last = tuple(saved["last_step"])
 
-    def note_restored(self, model: Any) -> None:
-        """Note the gradients of a window that is not full: Trainer clears them before it begins."""
-        given = [(one, one.grad) for one in model.parameters() if one.grad is not None]
-        self._gradients = given if self.is_restored else []
-
     def is_finished(self, max_steps: int) -> bool:
         """Whether no step is left, or the training was stopped before the last."""
         if self._saved is None:
@@ -91,9 +85,6 @@ class Progress:
             self._trainer.control.should_training_stop = False
         for name, value in self._counters.items():
             setattr(self._trainer, name, _merged(getattr(self._trainer, name, None), value))
-        for parameter, gradient in self._gradients:
-            parameter.grad = gradient
-        self._gradients = []
 
     def last_step(self, norm: Any, rate: Any) -> tuple[Any, Any]:
         """Return the norm and the learning rate of the last step, which may be one before a resume."""

@@ -88,7 +88,6 @@ class _Resumed:
         self.state = self.batches.state = self._load()
         self._epochs: Iterator[int] | None = None
         self._evaluated: dict[str, float] = {}
-        self.progress.note_restored(self._prepared[0])
         # Kept in a cycle with the Trainer, the loop's workers would take seconds to end.
         self._closing.callback(self.batches.forget)
         self._trainer.callback_handler.train_dataloader = self.batches
