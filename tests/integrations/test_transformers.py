@@ -122,7 +122,8 @@ CASES: dict[str, tuple[Callable[[], dict[str, Any]], tuple[int, ...]]] = {
         lambda: evaluated("epoch", logging_strategy="epoch", eval_on_start=True),
         (2, 2, 3),
     ),
-    "stopped early": (stopping_early, (1, 1)),
+    # A stop after each step, and so in the middle of its patience.
+    "stopped early": (stopping_early, (2, 2, 2, 2, 2)),
     "plateau": (
         lambda: evaluated(lr_scheduler_type="reduce_lr_on_plateau", lr_scheduler_kwargs={"patience": 0}),
         (2, 2, 3),
