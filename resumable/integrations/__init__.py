@@ -1,3 +1,3 @@
 """Puts a `RunState` into the loops of other frameworks; each module is imported only when asked for."""
 
-__all__ = ["transformers"]
+__all__ = ["trainer_progress", "transformers"]

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import transformers
+from accelerate.data_loader import DataLoaderDispatcher
 from transformers import TrainerCallback
 from transformers.trainer_utils import has_length
 
-from ..errors import UsageError
+from ..errors import Unsupported, UsageError
 from ..loaders.prepared import is_prepared
 from ..state import RunState
 from .trainer_progress import Counters, Progress
@@ -70,14 +71,21 @@ class _Resumed:
             return self._plain["train"](None, trial, *args, **given)
 
     def set_initial_training_values(self, args: Any, loader: Any) -> Any:
-        """Note the loader and the number of epochs."""
+        """Note the loader."""
+        if args.world_size > 1 and type(loader) is DataLoaderDispatcher:
+            raise Unsupported(
+                "rank 0 loads the batches of all processes (dispatch_batches), so the others do not know "
+                "where they stand in the data.",
+                fix="let each load its own: "
+                "TrainingArguments(..., accelerator_config={'dispatch_batches': False}).",
+            )
         self._loader = loader
         return self._plain["set_initial_training_values"](args, loader)
 
     def _init_training_state(self, max_steps: int, steps: int, epochs: int, _: Any, trial: Any) -> Any:
         """Prepare the parts, restore them, and return where to begin."""
         if trial is not None:
-            raise UsageError(
+            raise Unsupported(
                 "hyperparameter_search() trains many times, and all trials would continue one run.",
                 fix="search without resume(), or make a Trainer and call resume() for each trial.",
             )
@@ -271,7 +279,7 @@ def _refuse_own_parts(options: dict[str, Any]) -> None:
 
 def _refuse_missing(trainer: Any) -> None:
     if missing := [name for name in (*_WRAPPED, "_load_rng_state") if not hasattr(trainer, name)]:
-        raise UsageError(
+        raise Unsupported(
             f"the Trainer of transformers {transformers.__version__} has no {', '.join(missing)}, by which "
             "resume() continues its loop.",
             fix="install a release that docs/tested.md lists, or open an issue that names yours.",
@@ -292,11 +300,9 @@ def _refuse_unsupported(trainer: Any) -> None:
         "tensor, context or sequence parallelism": trainer.accelerator.parallelism_config is not None
         or trainer.is_distributed_loading_by_transformers,
         "auto_find_batch_size=True": args.auto_find_batch_size,
-        "dispatch_batches=True in several processes": args.world_size > 1
-        and bool(trainer.accelerator.dispatch_batches),
     }
     if there := [name for name, is_there in found.items() if is_there]:
-        raise UsageError(
+        raise Unsupported(
             f"resume() does not continue a Trainer with {', '.join(there)}: bit for bit it has been tried in "
             "one process, and with DDP.",
             fix="train in one process or under torchrun with DDP, or use Trainer's own checkpoints.",
