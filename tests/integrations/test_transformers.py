@@ -304,11 +304,13 @@ def test_a_window_that_an_epoch_has_left_open_continues(tmp_path: Path) -> None:
     assert_same(make, tmp_path / "run", 3, 3, 3, every="1 epochs")
 
 
-def in_ddp(rank: int, folder: Path, stops: tuple[int | None, ...]) -> dict[str, Any]:
+def in_ddp(rank: int, folder: Path, stops: tuple[int | None, ...], data: str) -> dict[str, Any]:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "HF_HUB_OFFLINE")
     os.environ.update(zip(names, (str(rank), str(rank), "2", "127.0.0.1", "1", "1"), strict=True))
     for stop in stops:
-        trainer = tiny.make(folder, **evaluated(ddp_backend="gloo"))
+        streamed = {"dataset": tiny.Streamed(44), "accelerator_config": {"dispatch_batches": False}}
+        given = streamed | {"max_steps": 9} if data == "iterable" else evaluated()
+        trainer = tiny.make(folder, ddp_backend="gloo", **given)
         if stop != 0:
             ours.resume(trainer, folder / "run", every=1)
         trained(trainer, stop)
@@ -316,9 +318,12 @@ def in_ddp(rank: int, folder: Path, stops: tuple[int | None, ...]) -> dict[str, 
 
 
 @pytest.mark.heavy
-def test_two_processes_that_are_stopped_end_with_the_same_bits(tmp_path: Path) -> None:
-    alone = gloo.run(2, in_ddp, tmp_path / "alone", (0,), folder=tmp_path)
-    again = gloo.run(2, in_ddp, tmp_path / "again", (1, 2, 2, None), folder=tmp_path)
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("data", ["shuffled", "iterable"])
+def test_two_processes_that_are_stopped_end_with_the_same_bits(data: str, tmp_path: Path) -> None:
+    limits: dict[str, Any] = {"folder": tmp_path, "limit": 140}
+    alone = gloo.run(2, in_ddp, tmp_path / "alone", (0,), data, **limits)
+    again = gloo.run(2, in_ddp, tmp_path / "again", (2, 2, 3, None), data, **limits)
 
     assert [one.value for one in again] == [one.value for one in alone]
     assert alone[0].value
