@@ -39,8 +39,9 @@ def lost(straight: Trial, stopped: Trial, stops: Sequence[At], unsteady: set[str
                 continue
             for name, seen in _seen(reference).items():
                 is_other = name in _seen(record) and _digest(record, name) != seen["digest"]
-                has_changed = _has_changed(straight, rank, name)
-                if is_other and has_changed and name not in unsteady and name not in found:
+                is_new = is_other and name not in unsteady and name not in found
+                # Last: it looks through all boundaries, and a Trainer leads to thousands of names.
+                if is_new and _has_changed(straight, rank, name):
                     found[name] = _lost(name, seen, _seen(record)[name], record.at)
     return sorted(found.values(), key=_likely)
 
