@@ -8,6 +8,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from .generators import code_names, search, stages
+from .workers import hugging_face
 from .workers.order import ROOTS
 
 
@@ -24,6 +25,13 @@ def of(loader: Any) -> Iterator[str]:
             "the same. Every sample comes exactly once after a resume too. For an exact one leave it out."
         )
     dataset = getattr(loader, "dataset", None)
+    is_kept = workers and getattr(loader, "persistent_workers", False)
+    if is_kept and loader.drop_last and hugging_face.is_streamed(dataset):
+        yield (
+            "drop_last=True and persistent_workers=True over an IterableDataset of Hugging Face: what the "
+            "workers draw for a batch that is dropped is not restored at the end of an epoch, and the next "
+            "ones differ. Leave out one of the two. If nothing is drawn there, nothing is lost."
+        )
     if _is_a(dataset, "streaming", "StreamingDataset") and not _is_a(
         loader, "streaming", "StreamingDataLoader"
     ):

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from resumable import RunState
+from resumable.loaders import loader_warnings
 from resumable.loaders.workers import hugging_face
 
 datasets = pytest.importorskip("datasets")
@@ -166,6 +167,13 @@ def test_a_buffer_that_shares_generators_with_the_training_is_warned_of(run_dir:
 
     with pytest.warns(UserWarning, match="draw from the same generators"):
         leg(run_dir, "in chunks", "alone", (0, 3), 1)
+
+
+@pytest.mark.parametrize("drops", [True, False])
+def test_draws_for_a_dropped_batch_in_kept_workers_are_warned_of(drops: bool) -> None:
+    loader = DataLoader(streamed(), drop_last=drops, **WAYS["kept workers"])
+
+    assert ["drop_last=True" in text for text in loader_warnings.of(loader)] == [True] * drops
 
 
 def test_only_states_that_lack_nothing_are_used() -> None:
