@@ -156,15 +156,30 @@ def test_a_trainer_that_is_never_stopped_is_not_changed(tmp_path: Path) -> None:
     assert_same(lambda: tiny.make(tmp_path), tmp_path / "run", every=None)
 
 
-def test_a_complete_training_that_is_started_again_makes_no_step(tmp_path: Path) -> None:
-    done = assert_same(lambda: tiny.make(tmp_path), tmp_path / "run", every=None)
+@pytest.mark.parametrize("steps", [-1, 5])
+def test_a_complete_training_that_is_started_again_makes_no_step(steps: int, tmp_path: Path) -> None:
+    def make() -> Any:
+        return tiny.make(tmp_path, max_steps=steps)
 
-    again = tiny.make(tmp_path)
+    done = assert_same(make, tmp_path / "run", every=None)
+
+    again = make()
     ours.resume(again, tmp_path / "run")
     again.training_step = None
     again.train()
 
     assert tiny.result(again) == tiny.result(done)
+
+
+class Unprepared(Trainer):
+    """A Trainer with a loader of torch that Accelerate has not prepared."""
+
+    def get_train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(self.train_dataset, 2, shuffle=True)
+
+
+def test_a_loader_that_is_not_prepared_is_continued(tmp_path: Path) -> None:
+    assert_same(lambda: tiny.make(tmp_path, kind=Unprepared), tmp_path / "run", 2, 2, 3)
 
 
 @pytest.mark.parametrize("step", [1, 3, 6])
