@@ -22,7 +22,7 @@ _FOUND += [name for name in _PACKAGES if find_spec(name.partition(".")[0])]
 _Callback: Any = import_module([*_FOUND, *_PACKAGES][0]).Callback
 
 
-class Resumable(_Callback):  # type: ignore[misc]
+class Resumable(_Callback):
     """Saves a training of Lightning's Trainer into a run directory, and resumes it from there exactly.
 
     `Trainer(callbacks=[Resumable("runs/exp", every="10 min")])`; the options are those of `RunState.load`.

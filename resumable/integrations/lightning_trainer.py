@@ -83,7 +83,7 @@ def hold_back_loader(trainer: Any, check: Callable[[Any], None]) -> None:
     source, combined = trainer.fit_loop._data_source, module(trainer, "utilities.combined_loader")
     original = source.dataloader
 
-    class Unopened(combined.CombinedLoader):  # type: ignore[misc, name-defined]
+    class Unopened(combined.CombinedLoader):  # type: ignore[name-defined]
         """A loader whose batches are not loaded here."""
 
         def __iter__(self) -> Any:
