@@ -156,10 +156,10 @@ def test_a_trainer_that_is_never_stopped_is_not_changed(tmp_path: Path) -> None:
     assert_same(lambda: tiny.make(tmp_path), tmp_path / "run", every=None)
 
 
-@pytest.mark.parametrize("steps", [-1, 5])
-def test_a_complete_training_that_is_started_again_makes_no_step(steps: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", ["in order", "max_steps", "stopped early"])
+def test_a_complete_training_that_is_started_again_makes_no_step(case: str, tmp_path: Path) -> None:
     def make() -> Any:
-        return tiny.make(tmp_path, max_steps=steps)
+        return tiny.make(tmp_path, **CASES[case][0]())
 
     done = assert_same(make, tmp_path / "run", every=None)
 
