@@ -29,7 +29,7 @@ class Drawing:
 
     def __exit__(self, *_: object) -> None:
         now = flat(self._read())
-        self.drawn = {path for path, state in self._before.items() if not rng.is_same(state, now.get(path))}
+        self.drawn |= {path for path, state in self._before.items() if not rng.is_same(state, now.get(path))}
 
 
 def flat(states: States) -> dict[Path, Any]:

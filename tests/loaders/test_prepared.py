@@ -159,3 +159,23 @@ def test_a_training_whose_loader_was_not_prepared_continues_with_one_that_is(run
     fresh = shuffled(0, is_seeded=True)
     own = [[int(number) for (number,) in fresh] for _ in range(4)]
     assert orders == own[2:]
+
+
+@pytest.mark.parametrize("batch", [0, 4, 12])
+def test_begin_at_continues_a_prepared_loaders_epoch(batch: int, run_dir: Path) -> None:
+    own = shuffled(0, is_seeded=True)
+    whole = [[int(number) for (number,) in own] for _ in range(3)]
+    orders: list[int] = []
+    for stop in (2, 9, None):
+        with RunState.load(run_dir, loader=shuffled(0, is_seeded=True)) as state:
+            if not state.resumed:
+                state.begin_at(epoch=1, batch=batch)
+            for _ in state.epochs(3):
+                for (number,) in state.batches():
+                    orders.append(int(number))
+                    if len(orders) == stop:
+                        state.save().wait()
+                        break
+                if len(orders) == stop:
+                    break
+    assert orders == [*whole[1][batch:], *whole[2]]

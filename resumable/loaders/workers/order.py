@@ -6,7 +6,7 @@ import copy
 import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain, count, islice
 from typing import Any, NamedTuple
@@ -190,7 +190,10 @@ class Order:
             self._drawn = self._generators.read()
             self._states = self.states()
         self.counters.begin()
-        indices = _Indices(self, partial(self._begin_order, iter(self._sampler)))
+        # Some samplers draw as their iterator is made.
+        with self._to_skip[1] if self._to_skip else nullcontext():
+            inner = iter(self._sampler)
+        indices = _Indices(self, partial(self._begin_order, inner))
         self._skipping = indices if self._to_skip else None
         return indices
 
