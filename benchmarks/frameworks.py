@@ -1,7 +1,7 @@
 """What this library costs a training of each framework, and its saves next to the framework's own.
 
 python -m benchmarks.frameworks --quick             # one round of each, small
-python -m benchmarks.frameworks                     # seven rounds
+python -m benchmarks.frameworks                     # five rounds
 python -m benchmarks.frameworks --from FILE.json    # show a stored result again
 """
 
@@ -307,7 +307,7 @@ def _measured(quick: bool, only: list[str]) -> Result:
         f"{large[1] ** 2 * 24 / 1e6:.0f} MB of weights and moments": large,
     }
     result = Result(machine.describe(Path(), "cpu"))
-    measure(trainings, 1 if quick else 7, only, result)
+    measure(trainings, 1 if quick else 5, only, result)
     return result
 
 
