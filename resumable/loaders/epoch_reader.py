@@ -277,7 +277,7 @@ class EpochReader(Source):
         """Load a batch in this process, and count it."""
         if self._stream and not self._began:
             self._began = self._stream.began or worker_rng.read(search.find(self._generators.root()))
-        self._draws = self._generators.read() if self._loads_ahead else None
+        self._draws = self._generators.read_each_time() if self._loads_ahead else None
         # A thread that loads ahead does so while the script runs.
         number = self._batches
         is_look_due = number & (number + 1) == 0 and threading.current_thread() is threading.main_thread()

@@ -44,6 +44,7 @@ class Generators:
     def __init__(self, loader: DataLoader[Any], own: Mapping[str, rng.Generator]) -> None:
         self._loader = loader
         self.own = own
+        self._reader: search.Reader | None = None
 
     def at_loader(self) -> dict[str, Any]:
         """Return the loader's objects that may have generators of their own."""
@@ -56,6 +57,11 @@ class Generators:
     def read(self) -> Draws:
         """Return the states of all."""
         return draws_between.read(self.root())
+
+    def read_each_time(self) -> Draws:
+        """Return the states of all, seldom searched for, before each of many batches."""
+        self._reader = self._reader or search.Reader(self.root())
+        return {"random": rng.collect(devices=False), "generators": self._reader.read()}
 
     def write(self, draws: Mapping[str, Any]) -> None:
         """Put all into these states."""
@@ -440,13 +446,14 @@ _END = object()
 
 
 def draws_at_once(sampler: Any) -> bool:
-    """Whether a sampler, and the one inside it, are torch's or torchdata's: those draw nothing late."""
+    """Whether a sampler, and those inside it, are of libraries whose samplers draw nothing late."""
     if sampler is None:
         return True
-    if not type(sampler).__module__.startswith(("torch.", "torchdata.")):
+    if not type(sampler).__module__.startswith(("torch.", "torchdata.", "accelerate.")):
         return False
     has_own = getattr(sampler, "generator", None) is not torch.default_generator
-    return has_own and draws_at_once(getattr(sampler, "sampler", None))
+    inside = (getattr(sampler, name, None) for name in ("sampler", "batch_sampler"))
+    return has_own and all(map(draws_at_once, inside))
 
 
 def _fingerprint(batches: Sequence[Pulled]) -> str:
