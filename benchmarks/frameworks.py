@@ -157,6 +157,7 @@ def lightning(plan: Plan) -> None:
     """Train with Lightning's Trainer."""
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.callbacks import ModelCheckpoint
+
     from resumable.integrations.lightning import Resumable
 
     model, optimizer, loader = _made(plan)
@@ -185,8 +186,9 @@ def lightning(plan: Plan) -> None:
 
 def transformers(plan: Plan) -> None:
     """Train with the Trainer of transformers."""
-    from resumable.integrations.transformers import resume
     from transformers import Trainer, TrainingArguments
+
+    from resumable.integrations.transformers import resume
 
     model, optimizer, loader = _made(plan)
     arguments = TrainingArguments(

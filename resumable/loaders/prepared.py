@@ -42,7 +42,8 @@ class Prepared:
 
     def begin(self, *, is_new_epoch: bool) -> None:
         """Let the samplers draw for the epoch that is to begin, or to continue."""
-        self._epoch = self._way.count(self.loader)
+        if is_new_epoch:
+            self._epoch = self._way.count(self.loader)
         self._way.begin(self.loader, self._epoch, is_new_epoch)
 
     def through(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -51,9 +52,13 @@ class Prepared:
             yield from batches
             return
         first = next(batches, _NO_BATCH)
-        # Some fail where there is no batch, as after a resume behind the last one.
-        iterator = iter(()) if first is _NO_BATCH else iter(self.loader)
-        stand = _Stand(self.inside, chain([first], batches))
+        if first is _NO_BATCH:
+            # As after a resume behind the last one: some iterators fail there.
+            self._count_from(self._epoch + 1)
+            return
+        # The iterator counts on by itself. Nothing is counted as it is dropped, which may be much later.
+        self._count_from(self._epoch)
+        iterator, stand = iter(self.loader), _Stand(self.inside, chain([first], batches))
         has_ended = False
         try:
             while True:
@@ -64,7 +69,8 @@ class Prepared:
                 yield batch
             has_ended = True
         finally:
-            self._way.end(self.loader, self._epoch, has_ended)
+            if not has_ended:
+                self._way.leave(self.loader)
 
     @contextlib.contextmanager
     def _standing(self, stand: _Stand) -> Iterator[None]:
@@ -76,18 +82,24 @@ class Prepared:
         finally:
             own.update(held)
 
-    def collect(self, *, is_under_way: bool) -> dict[str, Any]:
-        """Return the epoch that a resume begins or continues, and the seed of its order."""
-        epoch = self._epoch if is_under_way else self._way.count(self.loader)
+    def collect(self) -> dict[str, Any]:
+        """Return the epoch that is under way, the loader's count, and the seeds of its order."""
         seeds = [sampler.initial_seed for sampler in _seeded(self.loader)]
-        return {"epoch": epoch, "seeds": seeds}
+        return {"epoch": self._epoch, "count": self._way.count(self.loader), "seeds": seeds}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Continue from what `collect` returned."""
         self._epoch = saved["epoch"]
-        vars(self.loader)[self._way.counter] = saved["epoch"]
+        self._count_from(saved["count"])
         for sampler, seed in zip(_seeded(self.loader), saved["seeds"], strict=False):
             sampler.initial_seed = seed
+
+    def restore_epoch(self, epoch: int) -> None:
+        """Continue with an epoch of a loader that had not been prepared."""
+        self.restore({"epoch": epoch, "count": epoch, "seeds": []})
+
+    def _count_from(self, epoch: int) -> None:
+        vars(self.loader)[self._way.counter] = epoch
 
 
 class _Stand:
@@ -110,36 +122,50 @@ class _Stand:
         return getattr(self._loader, name)
 
 
-class _Fabric:
-    """What Lightning Fabric's loaders are made of."""
+class _Way:
+    """What the loaders of one library are made of."""
 
-    inside, counter, looks_ahead = "_dataloader", "_num_iter_calls", False
+    inside: str
+    """The attribute with the loader of torch."""
+    counter: str
+    """The attribute that counts the epochs."""
+    needs: tuple[str, ...] = ()
+    """Other attributes that are used."""
+    uses: str
+    """A function of its module that is used."""
     off: tuple[str, ...] = ()
     """The attributes that are None while its iterator runs."""
-    needs: tuple[str, ...] = ("_dataloader", "_num_iter_calls")
-    uses: tuple[str, ...] = ("_set_sampler_epoch",)
+    looks_ahead = False
 
     def count(self, loader: Any) -> int:
+        """Return the number of the epoch that the next new pass has."""
         return int(vars(loader)[self.counter])
 
     def is_shared(self, loader: Any) -> bool:
+        """Whether rank 0 loads for all processes."""
         return False
+
+    def begin(self, loader: Any, epoch: int, is_new_epoch: bool) -> None:
+        """Do what comes before an order is drawn."""
+        raise NotImplementedError
+
+    def leave(self, loader: Any) -> None:
+        """Note that a pass was left before its end."""
+
+
+class _Fabric(_Way):
+    inside, counter, uses = "_dataloader", "_num_iter_calls", "_set_sampler_epoch"
 
     def begin(self, loader: Any, epoch: int, is_new_epoch: bool) -> None:
         _module(loader)._set_sampler_epoch(loader._dataloader, epoch)
 
-    def end(self, loader: Any, epoch: int, has_ended: bool) -> None:
-        loader._num_iter_calls = epoch + 1
 
-
-class _Accelerate(_Fabric):
-    """What Accelerate's loaders are made of: one of each process (a shard), or one that rank 0 deals out."""
-
-    inside, counter, looks_ahead = "base_dataloader", "iteration", True
+class _Accelerate(_Way):
+    inside, counter, uses = "base_dataloader", "iteration", "synchronize_rng_states"
+    needs = ("gradient_state", "skip_batches", "use_stateful_dataloader")
     # It synchronizes the generators as an epoch begins: `begin` has done that, before the order was drawn.
     off = ("rng_types",)
-    needs = ("base_dataloader", "iteration", "gradient_state", "skip_batches")
-    uses = ("synchronize_rng_states",)
+    looks_ahead = True
 
     def is_shared(self, loader: Any) -> bool:
         return "slice_fn" in vars(loader) and loader.state.num_processes > 1
@@ -149,11 +175,8 @@ class _Accelerate(_Fabric):
             _module(loader).synchronize_rng_states(loader.rng_types, loader.synchronized_generator)
         loader.set_epoch(epoch)
 
-    def end(self, loader: Any, epoch: int, has_ended: bool) -> None:
-        if has_ended:
-            loader.iteration = epoch + 1
-        else:
-            loader.end()
+    def leave(self, loader: Any) -> None:
+        loader.end()
 
 
 _WAYS = {
@@ -175,17 +198,26 @@ def _kind(loader: Any) -> type | None:
     return next((kind for kind in kinds if f"{kind.__module__}.{kind.__qualname__}" in _WAYS), None)
 
 
-def _way_of(name: str, loader: Any) -> _Fabric:
-    kind = _kind(loader)
-    assert kind
+def _module(loader: Any) -> Any:
+    return sys.modules[str(getattr(_kind(loader), "__module__", ""))]
+
+
+def _way_of(name: str, loader: Any) -> _Way:
+    kind: Any = _kind(loader)
     way = _WAYS[f"{kind.__module__}.{kind.__qualname__}"]
-    missing = [each for each in way.needs if each not in vars(loader)]
-    missing += [each for each in way.uses if not hasattr(_module(loader), each)]
+    missing = [each for each in (way.inside, way.counter, *way.needs) if each not in vars(loader)]
+    missing += [] if hasattr(_module(loader), way.uses) else [way.uses]
     if missing:
         raise Unsupported(
             f"{name} is a {kind.__name__} of a version of {kind.__module__.partition('.')[0]} that has no "
             f"{', '.join(missing)}.",
             fix="use a version that docs/tested.md names, or give RunState the DataLoader inside it.",
+        )
+    if vars(loader).get("use_stateful_dataloader"):
+        raise Unsupported(
+            f"{name} is prepared with use_stateful_dataloader=True: Accelerate asks such a loader for its "
+            "state before its first epoch, and with that draws its order.",
+            fix="leave use_stateful_dataloader out: RunState restores the position of the usual loader.",
         )
     skipped = vars(loader).get("skip_batches") or getattr(loader.batch_sampler, "skip_batches", 0)
     if skipped:
@@ -195,12 +227,6 @@ def _way_of(name: str, loader: Any) -> _Fabric:
             "state.batches() continues at the right batch.",
         )
     return way
-
-
-def _module(loader: Any) -> Any:
-    kind = _kind(loader)
-    assert kind
-    return sys.modules[kind.__module__]
 
 
 def _seeded(loader: Any) -> list[Any]:

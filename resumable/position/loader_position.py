@@ -77,7 +77,7 @@ class LoaderPosition(EpochPlace):
                 "ahead_draws": [loaded.draws for loaded in self.ahead] if under_way else [],
                 "settings": self.source.settings(),
                 "source": self._collect_source(under_way),
-                **({"prepared": self.prepared.collect(is_under_way=under_way)} if self.prepared else {}),
+                **({"prepared": self.prepared.collect()} if self.prepared else {}),
             }
 
     def _collect_source(self, under_way: bool) -> dict[str, Any]:
@@ -177,7 +177,7 @@ class LoaderPosition(EpochPlace):
     def count_from(self, epoch: int) -> None:
         """Let a loader that counts its epochs by itself begin with this one."""
         if self.prepared:
-            self.prepared.restore({"epoch": epoch, "seeds": []})
+            self.prepared.restore_epoch(epoch)
 
     def _open_here(self, *, loads_ahead: bool) -> Iterator[Any]:
         """Return the batches after those that another training has had.

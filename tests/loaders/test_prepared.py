@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from prepared_training import Stop, Training, plain, stopped
-from torch.utils.data import DataLoader, TensorDataset
+from prepared_training import Stop, Stopped, Training, plain, stopped
+from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 from resumable import ResumableWarning, RunState, UsageError
 from resumable.errors import Unsupported
@@ -90,7 +90,7 @@ def test_an_epoch_is_counted_once_where_a_resume_finds_no_batch_left(maker: str,
                 if state.batch + 1 == stop:
                     state.save().wait()
                     break
-        counts.append(prepared.Prepared("loader", training.loader).collect(is_under_way=False)["epoch"])
+        counts.append(prepared.Prepared("loader", training.loader).collect()["count"])
     assert counts[1] == 1
 
 
@@ -129,8 +129,8 @@ def test_a_release_that_has_renamed_what_is_private_is_named(maker: str, name: s
 def test_the_functions_that_are_used_are_there(maker: str) -> None:
     loader = Training(maker).loader
     way = prepared.Prepared("loader", loader)._way
-    assert all(hasattr(sys.modules[prepared._kind(loader).__module__], name) for name in way.uses)
-    assert all(name in vars(loader) for name in way.needs)
+    assert hasattr(sys.modules[prepared._kind(loader).__module__], way.uses)
+    assert all(name in vars(loader) for name in (way.inside, way.counter, *way.needs))
 
 
 def test_a_loop_that_is_left_leaves_nothing_in_accelerates_list(run_dir: Path) -> None:
@@ -179,3 +179,106 @@ def test_begin_at_continues_a_prepared_loaders_epoch(batch: int, run_dir: Path) 
                 if len(orders) == stop:
                     break
     assert orders == [*whole[1][batch:], *whole[2]]
+
+
+class ByEpoch(Sampler[int]):
+    """Draws its order from the epoch that it is told, as a DistributedSampler does."""
+
+    epoch = 0
+
+    def __len__(self) -> int:
+        return 12
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(12, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+
+
+def by_epoch(maker: str) -> Any:
+    loader = DataLoader(TensorDataset(torch.arange(12)), 2, sampler=ByEpoch())
+    if maker == "fabric":
+        return fabric.Fabric(accelerator="cpu", devices=1).setup_dataloaders(loader)
+    return accelerate.Accelerator(cpu=True).prepare(loader)
+
+
+def orders(epochs: int) -> list[list[int]]:
+    """Return the batches of these epochs, one after the other."""
+    sampler, found = ByEpoch(), []
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        order = [*sampler]
+        found += [order[place : place + 2] for place in range(0, 12, 2)]
+    return found
+
+
+@pytest.mark.parametrize("back_at", [8, 11, 14, 18])
+@pytest.mark.parametrize("maker", ["accelerate", "fabric"])
+def test_going_back_repeats_the_batches_since_the_checkpoint(maker: str, back_at: int, run_dir: Path) -> None:
+    seen: list[list[int]] = []
+    with RunState.load(run_dir, loader=by_epoch(maker)) as state:
+        for _ in state.epochs(4):
+            for (batch,) in state.batches():
+                seen.append(batch.tolist())
+                if len(seen) == 8:
+                    state.save()
+                if len(seen) == back_at:
+                    state.restore(1)
+    assert seen == [*orders(4)[:back_at], *orders(4)[8:]]
+
+
+@pytest.mark.parametrize("is_outside", [False, True])
+@pytest.mark.parametrize("maker", ["accelerate", "fabric"])
+def test_a_loop_that_an_exception_has_left_continues_where_it_was(
+    maker: str, is_outside: bool, run_dir: Path
+) -> None:
+    seen: list[list[int]] = []
+    weight = torch.nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.SGD([weight])
+    weight.grad = torch.zeros(())
+
+    def train(state: RunState, fails: bool) -> None:
+        for (batch,) in state.batches():
+            if fails and len(seen) == 9:
+                raise MemoryError
+            optimizer.step()
+            seen.append(batch.tolist())
+
+    with RunState.load(run_dir, loader=by_epoch(maker), optimizer=optimizer) as state:
+        for fails in (True, False):
+            with suppress(MemoryError):
+                for _ in state.epochs(3):
+                    try:
+                        train(state, fails)
+                    except MemoryError:
+                        if is_outside:
+                            raise
+                        train(state, False)
+    assert seen == orders(3)
+
+
+def test_a_loader_beside_another_that_ends_first_counts_its_epoch(run_dir: Path) -> None:
+    seen = []
+    for stop in (6, 9, None):
+        with (
+            RunState.load(run_dir, loader={"a": by_epoch("fabric"), "b": by_epoch("fabric")}) as state,
+            suppress(Stopped),
+        ):
+            for _ in state.epochs(3):
+                for (_,), (batch,) in zip(state.batches("a"), state.batches("b"), strict=False):
+                    seen.append(batch.tolist())
+                    if len(seen) == stop:
+                        state.save().wait()
+                        raise Stopped
+    assert seen == orders(3)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+def test_a_stateful_loader_of_accelerate_is_refused_by_name(run_dir: Path) -> None:
+    pytest.importorskip("torchdata.stateful_dataloader")
+    loading = accelerate.utils.DataLoaderConfiguration(use_stateful_dataloader=True)
+    accelerator = accelerate.Accelerator(cpu=True, dataloader_config=loading)
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(12))))
+    with pytest.raises(Unsupported, match="use_stateful_dataloader=True"):
+        RunState.load(run_dir, loader=loader)
