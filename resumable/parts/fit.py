@@ -67,7 +67,7 @@ def _unfit(
     found, refused = [], []
     for difference in _differences(parts, reading):
         if only is None or difference.part in only:
-            if any(difference.matches(pattern) for pattern in allow):
+            if any(difference.matches(pattern) for pattern in (*allow, *parts.found)):
                 found.append(difference)
             elif not difference.is_open:
                 refused.append(difference)

@@ -45,7 +45,10 @@ class Parts:
         self.saves_all = True
         """Whether this process saves the state that all ranks share; it always saves its own."""
         self.models: list[ModulePart] = []
-        slots = {**slots, "scaler": slots["scaler"] or _scaler_of(slots["optimizer"])}
+        found = None if slots["scaler"] is not None else _scaler_of(slots["optimizer"])
+        self.found: AbstractSet[str] = set() if found is None else {"scaler"}
+        """The parts that the user did not give: they may be missing from a checkpoint."""
+        slots = slots if found is None else {**slots, "scaler": found}
         made = {slot: self._made(slot, slots[slot], per_rank) for slot in SLOTS}
         # Each place in the order prevents a wrong restore.
         early: list[Part] = [

@@ -137,6 +137,7 @@ class Resuming:
 
         found = ranks.each("what does not fit", look)
         self._warn_of_devices(reading)
+        self._warn_of_missing(reading)
         # Before anything is touched: where warnings are errors, this ends the load.
         rows = ranks.agree("what has changed", lambda: [one.to_json() for one in found.differences])
         ranks.each("telling it", lambda: self._tell(rows, chosen))
@@ -144,6 +145,14 @@ class Resuming:
         kept = [row["name"] for own in rows for row in own if row["used"] == changes.CHECKPOINTS]
         self._saving.keep_settings({name: about.built[name] for name in kept if name in about.built})
         return found
+
+    def _warn_of_missing(self, reading: Reading) -> None:
+        for name in self._parts.found - reading.about.parts.keys():
+            self._saving.once.warn(
+                f"the optimizer steps with a gradient scaler, and the checkpoint has none, as it was saved "
+                f"without {name}=: the scale begins as the script makes it.",
+                about=f"missing {name}",
+            )
 
     def _warn_of_devices(self, reading: Reading) -> None:
         if reading.without_device:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from resumable import Run, RunState, load_weights
+from resumable import ResumableWarning, Run, RunState, load_weights
+from resumable.loaders import wrappers
 
 Parts = dict[str, Any]
 
@@ -124,3 +125,13 @@ def test_the_scaler_that_a_wrapped_optimizer_steps_with_is_saved_without_a_line(
             scaler.scale(torch.ones(()))
             scaler.update(2 * scale)
             state.save()
+
+
+@pytest.mark.parametrize("make", [scaled_by_fabric, scaled_by_accelerate])
+def test_a_checkpoint_without_the_scaler_is_continued_with_a_warning(make: Any, run_dir: Path) -> None:
+    parts, _ = make()
+    plain = {"model": parts["model"], "optimizer": wrappers.inside(parts["optimizer"])}
+    with RunState.load(run_dir, **plain) as state:
+        state.save()
+    with pytest.warns(ResumableWarning, match="the checkpoint has none"):
+        RunState.load(run_dir, **make()[0]).close()
