@@ -22,6 +22,15 @@ def read(path: Path) -> list[Line]:
     return [line for text in _content(path).split(b"\n") if (line := _parsed(text)) is not None]
 
 
+def each(path: Path) -> Iterator[Line]:
+    """Yield the lines of a file of any size, as `read` returns them."""
+    try:
+        with _opened(path, os.O_RDONLY) as fd, open(fd, "rb", closefd=False) as file:
+            yield from (line for text in file if (line := _parsed(text.rstrip(b"\n"))) is not None)
+    except FileNotFoundError:
+        return
+
+
 def append(path: Path, lines: Iterable[Line]) -> None:
     """Append lines, flushed; none of them if OSError is raised."""
     with _opened(path, os.O_RDWR | os.O_CREAT | os.O_APPEND) as fd:
@@ -103,9 +112,19 @@ def _tail(fd: int) -> tuple[int, bytes]:
     os.lseek(fd, max(0, size - 1), os.SEEK_SET)
     if os.read(fd, 1) in (b"", b"\n"):
         return size, b""
-    os.lseek(fd, 0, os.SEEK_SET)
-    last = _rest(fd).rpartition(b"\n")[2]
+    last = _last_line(fd, size)
     return (size - len(last), b"") if _parsed(last) is None else (size, b"\n")
+
+
+def _last_line(fd: int, size: int) -> bytes:
+    text = b""
+    with open(fd, "rb", closefd=False) as file:
+        while len(text) < size and b"\n" not in text:
+            # Twice as much each time: the lines before it may be very many.
+            begin = max(0, size - 2 * len(text) - 4096)
+            file.seek(begin)
+            text = file.read(size - begin)
+    return text.rpartition(b"\n")[2]
 
 
 def _put(fd: int, text: bytes) -> None:

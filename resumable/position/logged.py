@@ -9,8 +9,8 @@ from typing import Protocol
 class Log(Protocol):
     """A log that a training writes, which goes back with it."""
 
-    def take(self, metrics: Mapping[str, float]) -> None:
-        """Take the metrics that a save was given."""
+    def note_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Log the metrics that a save was given."""
 
     def write(self) -> int:
         """Make what was logged durable; return the number of its end, for the checkpoint."""
@@ -43,7 +43,7 @@ class Logged:
     def note_metrics(self, metrics: Mapping[str, float]) -> None:
         """Pass on the metrics that a save was given."""
         for log in self._logs.values():
-            log.take(metrics)
+            log.note_metrics(metrics)
 
     def collect(self) -> dict[str, int]:
         """Return the ends of all logs, for a checkpoint; those that are not written now keep theirs."""

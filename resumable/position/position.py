@@ -113,8 +113,9 @@ class Position(CountedLoops):
         self._devices = devices
 
     def note_metrics(self, metrics: dict[str, float]) -> None:
-        """Keep the metrics of the last save."""
+        """Keep the metrics that a save was given, and log them."""
         self.metrics = metrics
+        self.logged.note_metrics(metrics)
 
     def watch_optimizers(self, optimizers: Collection[Any], *, are_hooked: bool, counts_steps: bool) -> None:
         """Know the optimizers: whether hooks report steps, and whether those of the first are counted."""

@@ -131,7 +131,6 @@ class Saving:
             self.hear_first()
         else:
             self._position.note_metrics(metrics)
-            self._position.logged.note_metrics(metrics)
         # A model may be evaluated where save() is called.
         with no_garbage_collection(), torch.inference_mode(False):
             # A kill before this save is durable leaves the last one, whose memory it takes.
@@ -243,7 +242,7 @@ class Saving:
             if not self._is_there(about.number):
                 self._failed, self._unheard = about.number, None
                 self.best, self.parent, metrics = save.before
-                self._position.note_metrics(metrics)
+                self._position.metrics = metrics
             raise
         durable = save.durable_after()
         if committed:
@@ -268,13 +267,13 @@ class Saving:
                 about = self._crew.decided(number)
                 if about and self._failed != number:
                     self.best = about.best
-                    self._position.note_metrics(dict(about.metrics))
+                    self._position.metrics = dict(about.metrics)
 
     def go_on_from(self, chosen: Checkpoint, best: Best | None, reading: Reading) -> None:
         """Let the next save be one that follows this checkpoint."""
         self.best, self._unheard, self._place = best, None, {}
         ranks, position = self._crew.ranks, self._position
-        position.note_metrics(dict(ranks.first("the metrics", lambda: position.metrics)))
+        position.metrics = dict(ranks.first("the metrics", lambda: position.metrics))
         is_ours = self._run.holds(chosen)
         self.parent = chosen.about.number if is_ours else None
         self._written = reading.written() if is_ours else {}

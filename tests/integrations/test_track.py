@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
 import subprocess
 import sys
+import time
+import tracemalloc
 from collections.abc import Callable
 from contextlib import suppress
 from inspect import getsource, signature
@@ -21,6 +24,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from resumable import Run, RunState, UsageError
+from resumable.files import jsonl
 from resumable.integrations.curves import Curves
 from resumable.integrations.trackers import track
 
@@ -272,10 +276,17 @@ def test_of_several_processes_the_first_one_logs(run_dir: Path) -> None:
     assert curves(run_dir)["loss"] == [(1, 0.0), (2, 1.0), (3, 2.0), (4, 3.0)]
 
 
-def test_a_tracker_moves_no_random_generator(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def mlruns(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A client of MLflow's local files."""
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     mlflow.set_tracking_uri(f"file:{run_dir.parent / 'mlruns'}")
+    return mlflow.MlflowClient()
+
+
+@pytest.mark.usefixtures("mlruns")
+def test_a_tracker_moves_no_random_generator(run_dir: Path) -> None:
     with RunState.load(run_dir) as state:
         then = random.getstate()
         track(state, "mlflow")
@@ -344,3 +355,162 @@ def test_trackio_has_the_private_names_that_are_used() -> None:
 
     assert {"project", "run", "run_id"} <= signature(SQLiteStorage.get_logs).parameters.keys()
     assert "self._is_local = " in getsource(trackio.Run)
+
+
+def test_a_timing_that_differs_is_logged_once_and_begins_no_other_run(run_dir: Path, mlruns: Any) -> None:
+    for stop in (3, 5, None):
+        with suppress(Stop), RunState.load(run_dir, every=2) as state:
+            tracker = track(state, "mlflow")
+            for step in state.steps(6):
+                if step == stop:
+                    state.wait()
+                    raise Stop
+                tracker.log(seconds=time.perf_counter(), loss=step)
+
+    (only,) = mlruns.search_runs(["0"])
+    for name in ("seconds", "loss"):
+        points = mlruns.get_metric_history(only.info.run_id, name)
+        assert [point.step for point in points] == [*range(1, 7)]
+
+
+def test_a_resume_from_an_older_checkpoint_begins_another_run_for_other_values(
+    run_dir: Path, mlruns: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for shift, resume in ((0, "auto"), (1, "1"), (1, "auto")):
+        monkeypatch.setenv("RESUMABLE_RESUME", resume)
+        with RunState.load(run_dir, every=2, keep=None) as state:
+            tracker = track(state, "mlflow")
+            for step in state.steps(8 if (shift, resume) == (1, "auto") else 6):
+                tracker.log(loss=step + shift)
+
+    new, old = mlruns.search_runs(["0"])
+    found = [mlruns.get_metric_history(one.info.run_id, "loss") for one in (old, new)]
+    assert [point.value for point in found[0]] == [*range(6)]
+    assert [point.value for point in found[1]] == [0, 1, *range(3, 9)]
+
+
+def test_what_trackio_has_of_texts_and_histograms_does_not_stop_a_resume(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trackio = pytest.importorskip("trackio")
+    from trackio.sqlite_storage import SQLiteStorage
+
+    for name in [name for name in sys.modules if name.startswith("trackio.")]:
+        # It reads TRACKIO_DIR as it is imported, which another test may have done.
+        if hasattr(sys.modules[name], "TRACKIO_DIR"):
+            monkeypatch.setattr(sys.modules[name], "TRACKIO_DIR", run_dir.parent / "trackio")
+    for stop in (3, None):
+        with suppress(Stop), RunState.load(run_dir, every=2) as state:
+            tracker = track(state, "trackio", project="exp")
+            for step in state.steps(4):
+                if step == stop:
+                    raise Stop
+                tracker.log(loss=step, nan=float("nan"))
+                tracker.run.log({"note": "text", "all": trackio.Histogram([1, 2, 3])}, step=state.step)
+
+    run = tracker.run
+    rows = SQLiteStorage.get_logs(run.project, run.name, run_id=run.id)
+    assert [(row["step"], row["loss"]) for row in rows if "loss" in row] == [(n + 1, n) for n in range(4)]
+    assert list(run_dir.parent.glob("trackio/*.db"))
+
+
+def test_a_log_that_cannot_be_written_is_warned_of_once_and_written_later(run_dir: Path) -> None:
+    blocker = run_dir / "tensorboard.jsonl"
+    with RunState.load(run_dir) as state:
+        tracker = track(state, "tensorboard")
+        for step in state.steps(3):
+            tracker.log(loss=step)
+            if step == 0:
+                blocker.mkdir(parents=True)
+                with pytest.warns(UserWarning, match="cannot be written, and each save tries it again"):
+                    state.save()
+            elif step == 2:
+                blocker.rmdir()
+            state.save()
+
+    assert Curves(blocker, 3).rows() == [(1, {"loss": 0}), (2, {"loss": 1}), (3, {"loss": 2})]
+
+
+@pytest.mark.filterwarnings("ignore:.*(tensorboard.jsonl cannot be|has no tensorboard.jsonl)")
+def test_a_log_that_was_never_written_does_not_stop_a_resume(run_dir: Path) -> None:
+    for stop in (3, None):
+        with suppress(Stop), RunState.load(run_dir, every=2) as state:
+            (run_dir / "tensorboard.jsonl").mkdir(parents=True, exist_ok=True)
+            tracker = track(state, "tensorboard")
+            for step in state.steps(5):
+                if step == stop:
+                    raise Stop
+                tracker.log(loss=step)
+
+    assert curves(run_dir)["loss"] == [(step + 1, step) for step in range(5)]
+
+
+def test_a_log_may_be_longer_than_other_files_of_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "log.jsonl"
+    monkeypatch.setattr(jsonl, "_MOST", 100)
+    for end in range(20):
+        log = Curves(path, end)
+        log.add(end, {"loss": end})
+        log.write()
+        with path.open("ab") as file:
+            # What a kill tears off
+            file.write(b'{"block": 9, "aft')
+
+    assert path.stat().st_size > 1000
+    assert Curves(path, 20).rows() == [(step, {"loss": step}) for step in range(20)]
+
+
+def test_a_value_that_was_logged_takes_no_memory_after_its_save(run_dir: Path) -> None:
+    with RunState.load(run_dir) as state:
+        tracker = track(state, "tensorboard")
+        for step in state.steps(3):
+            tracker.log({f"{number}": number for number in range(1000)})
+            if step == 1:
+                gc.collect()
+                tracemalloc.start()
+            state.save()
+        gc.collect()
+        more, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+
+    assert more < 200_000
+
+
+@pytest.mark.parametrize(
+    ("to", "argument"),
+    [
+        ("tensorboard", "purge_step"),
+        ("wandb", "id"),
+        ("wandb", "resume"),
+        ("mlflow", "run_id"),
+        ("trackio", "name"),
+        ("trackio", "resume"),
+    ],
+)
+def test_an_argument_that_track_chooses_is_refused(to: str, argument: str, run_dir: Path) -> None:
+    with RunState.load(run_dir) as state, pytest.raises(UsageError, match=f"chooses {argument} of {to}"):
+        track(state, to, **{argument: "mine"})
+
+
+def test_nothing_is_logged_after_the_training_has_closed(run_dir: Path) -> None:
+    with RunState.load(run_dir) as state:
+        tracker = track(state, "tensorboard")
+
+    with pytest.raises(UsageError, match="has been closed"):
+        tracker.log(loss=1)
+    with pytest.raises(UsageError, match="has been closed"):
+        track(state, "wandb")
+    del state
+    with pytest.raises(UsageError, match="RunState of this tracker is gone"):
+        tracker.log(loss=1)
+
+
+def test_a_file_of_tensorboard_from_the_future_is_warned_of(run_dir: Path) -> None:
+    folder = run_dir / "tensorboard"
+    folder.mkdir(parents=True)
+    (folder / f"events.out.tfevents.{int(time.time()) + 1000}.host.1.0").touch()
+
+    with RunState.load(run_dir) as state, pytest.warns(UserWarning, match=r"begun \d+ s in the future"):
+        track(state, "tensorboard")
