@@ -302,7 +302,7 @@ def _put_elsewhere(loader: object) -> UsageError:
     return UsageError(
         f"the script has called load_state_dict() of the {type(loader).__name__} itself.",
         fix="leave that call out: the position comes from the newest checkpoint of the run. After another "
-        "tool's checkpoint, begin with an epoch: state.begin_at(epoch=...).",
+        "tool's checkpoint, call state.begin_at(epoch=..., batch=...): docs/migrating.md shows how.",
     )
 
 
