@@ -40,8 +40,8 @@ _UNTOUCHED = (
 _UNSET = (
     "that all code draws from: if they are as at the checkpoint, the rest of this epoch has other samples "
     "than in the training that is continued; if they are as at the beginning of this epoch, other random "
-    "numbers follow. Let the loader draw from a generator= of its own or use a sampler with a seed, set the seed in "
-    "the body of the loop over the epochs, or begin at an epoch: begin_at(epoch=...)."
+    "numbers follow. Let the loader draw from a generator= of its own or use a sampler with a seed, set the "
+    "seed in the body of the loop over the epochs, or begin at an epoch: begin_at(epoch=...)."
 )
 
 
