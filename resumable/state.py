@@ -240,11 +240,11 @@ class RunState:
         `epoch`, `batch`: the epochs that are done, and the batches of the next one. The loop leaves out these
         batches without loading them; an iterable that is no DataLoader is run again. `step`, `samples`: what
         the counters begin with.
-        `best`: the best value so far of the metric to maximize or minimize.
+        `best`: the best value so far of the metric to maximize or minimize; none yet if it is not finite.
 
         The order of an epoch that was stopped in the middle is drawn again, from a sampler's seed and epoch
         or from its generator: put that generator where it was at the epoch's beginning. All other random
-        generators continue as they are.
+        generators continue as they are. An order from the global generator is warned of.
 
         >>> loader = torch.utils.data.DataLoader(torch.arange(8), 2)
         >>> with RunState.load("runs/migrated", loader=loader, minimize="loss") as state:

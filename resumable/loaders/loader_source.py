@@ -45,6 +45,8 @@ class LoaderSource(EpochReader):
 
     def _forget(self) -> None:
         super()._forget()
+        self._ended: Mapping[str, Any] | None = None
+        """The loader's own state, in a checkpoint of an earlier version, after an epoch's last batch."""
         self._pool: Workers | None = None
         """The workers that stay from epoch to epoch."""
         self._view: DataLoader[Any] = self.loader
@@ -69,6 +71,9 @@ class LoaderSource(EpochReader):
 
     def open(self, *, loads_ahead: bool = False) -> Iterator[Any]:
         self._loads_ahead = loads_ahead
+        ended, self._ended = self._ended, None
+        if ended is not None:
+            return iter(())
         if torchdata.was_given_a_state(self.loader):
             raise _put_elsewhere(self.loader)
         saved, self._saved = self._saved, None
@@ -206,8 +211,8 @@ class LoaderSource(EpochReader):
     # The state in a checkpoint.
 
     def collect(self, mark: Mark | None, ahead: Sequence[Mark], is_under_way: bool) -> dict[str, Any]:
-        if self._saved is not None:
-            return dict(self._saved)
+        if (saved := self._ended or self._saved) is not None:
+            return dict(saved)
         if mark is not None or not is_under_way:
             self._is_untrained = mark is not None and is_under_way and self._leaves_out_draws(mark)
         mark = mark or self.mark()
@@ -241,9 +246,9 @@ class LoaderSource(EpochReader):
 
     def restore(self, saved: Mapping[str, Any], other: AbstractSet[str]) -> None:
         self._forget()
-        if not self.reads(saved):
+        if "workers" not in saved:
             # Between two epochs a script may change to another kind of loader.
-            self._saved = None
+            self._saved, self._ended = None, saved if self._has_ended(saved) else None
             return
         if "dataset_length" in other:
             saved = {**saved, "lengths": None}
@@ -259,7 +264,12 @@ class LoaderSource(EpochReader):
             self._length = loader_changes.length_from(self.loader, self._order.deal, self._saved["order"])
 
     def reads(self, saved: Mapping[str, Any]) -> bool:
-        return "workers" in saved
+        return "workers" in saved or self._has_ended(saved)
+
+    def _has_ended(self, saved: Mapping[str, Any]) -> bool:
+        """Whether a state of the loader's own has no batches left in its epoch."""
+        length = loader_changes.length_of(self.loader)
+        return bool(saved.get("is_under_way")) and length is not None and saved["given"] == length
 
     def in_question(self, setting: str, saved: Mapping[str, Any]) -> tuple[str, str] | None:
         return loader_changes.in_question(self.loader, setting, saved)
@@ -272,7 +282,7 @@ class LoaderSource(EpochReader):
             self._saved = {**self._saved, "workers": [], "made": None}
 
     def rewind(self) -> None:
-        self._length = None
+        self._length = self._ended = None
         if self._saved is not None and self._saved["order"]:
             # The saved epoch was never continued: only its persistent workers are left of it.
             self._saved = {**self._saved, "is_left": True} if self.loader.persistent_workers else None
@@ -302,7 +312,7 @@ def _put_elsewhere(loader: object) -> UsageError:
     return UsageError(
         f"the script has called load_state_dict() of the {type(loader).__name__} itself.",
         fix="leave that call out: the position comes from the newest checkpoint of the run. After another "
-        "tool's checkpoint, begin with an epoch: state.begin_at(epoch=...).",
+        "tool's checkpoint, call state.begin_at(epoch=..., batch=...): docs/migrating.md shows how.",
     )
 
 

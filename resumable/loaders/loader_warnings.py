@@ -32,6 +32,9 @@ def of(loader: Any) -> Iterator[str]:
             "workers draw for a batch that is dropped is not restored at the end of an epoch, and the next "
             "ones differ. Leave out one of the two. If nothing is drawn there, nothing is lost."
         )
+    for data in dataset, loader:
+        if hugging_face.is_streamed(data) and not hugging_face.only_reads_in_threads(data):
+            yield _IN_THREADS
     if _is_a(dataset, "streaming", "StreamingDataset") and not _is_a(
         loader, "streaming", "StreamingDataLoader"
     ):
@@ -66,6 +69,11 @@ def _of_generators(root: object) -> Iterator[str]:
             )
 
 
+_IN_THREADS = (
+    "an IterableDataset of Hugging Face calls the functions of map() or filter() that come before shuffle() "
+    "or interleave_datasets() in several threads: what they draw at random is not restored by a resume in "
+    "mid-epoch. Put the map() that draws after it. If nothing is drawn there, nothing is lost."
+)
 _UNREPEATABLE = (
     "{0} of the WebDataset mixes its data by the clock or the system's entropy: no two runs are the same, "
     "and a resume in mid-epoch has some samples twice and others not at all. Give shuffle() a seed= or an "

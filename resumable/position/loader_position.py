@@ -187,7 +187,7 @@ class LoaderPosition(EpochPlace):
         streams = self.training.streams
         streams.hold_now()
         drawing = Drawing(streams.read)
-        untouched = streams.untouched() if self.training.epoch else set()
+        left = streams.of_elsewhere(is_first_epoch=not self.training.epoch)
         try:
             if self.prepared:
                 self.prepared.begin(is_new_epoch=True)
@@ -200,13 +200,9 @@ class LoaderPosition(EpochPlace):
         self.phase, self._left_under = Phase.DUE, None
         self._has_marks = self.source.has_cheap_marks or loads_ahead
         self._mark = self.source.mark() if self._has_marks else None
-        if names := sorted(path[-1] for path in untouched & drawing.drawn):
-            warn(
-                f"the order of this epoch is drawn from generators ({', '.join(names)}) that are as they "
-                "were in RunState.load, and not as at the beginning of this epoch: the rest of it has other "
-                "samples than in the training that is continued. Restore them first, or begin at an epoch: "
-                "begin_at(epoch=...)."
-            )
+        for text, paths in left.items():
+            if names := sorted(path[-1] for path in paths & drawing.drawn):
+                warn(f"the order of this epoch is drawn from generators ({', '.join(names)}) {text}")
         return batches
 
     def began(self, loop: OpenLoop) -> None:

@@ -169,9 +169,8 @@ class Streams(HeldGenerators):
         """Whether a batch was handed out, or a step made, in this process or before."""
         self.has_used_loops = False
         self._entry = "start"
-        self._has_begun_elsewhere = False
-        """Whether the script has loaded the checkpoint of another training, generators and all."""
-        self._before_elsewhere: States | None = None
+        self.elsewhere: drawing.Elsewhere | None = None
+        """The generators as the script has loaded them from the checkpoint of another training."""
         self._at_load: States | None = None
         """The generators as a run began, until its first loop does."""
         self._drawn_from: States | None = None
@@ -218,7 +217,7 @@ class Streams(HeldGenerators):
         """Return which of the `ENTRIES` a checkpoint taken now has."""
         if self._loops_begun:
             return "loop"
-        if not self.has_trained and self._has_begun_elsewhere:
+        if not self.has_trained and self.elsewhere:
             return "loop"
         if not self.has_trained:
             return "start" if self.has_optimizer else "load"
@@ -230,14 +229,11 @@ class Streams(HeldGenerators):
 
     def begin_elsewhere(self) -> None:
         """Note that the generators are those of a training that began without this library."""
-        self._has_begun_elsewhere = True
-        self._before_elsewhere = self._at_load or self._drawn_from
+        self.elsewhere = drawing.Elsewhere(self._at_load or self._drawn_from, self.read())
 
-    def untouched(self) -> set[drawing.Path]:
-        """Return the generators that are still as they were when the run began."""
-        then = drawing.flat(self._before_elsewhere) if self._before_elsewhere else {}
-        now = drawing.flat(self.read())
-        return {path for path, state in then.items() if path in now and rng.is_same(state, now[path])}
+    def of_elsewhere(self, *, is_first_epoch: bool) -> dict[str, set[drawing.Path]]:
+        """Return what is wrong with drawing an order from generators as they are now."""
+        return self.elsewhere.faults(self.body_start, self.read(), is_first_epoch) if self.elsewhere else {}
 
     def note_training(self, *, in_loop: bool) -> None:
         """Note that the training has begun: a batch was handed out in a loop, or a step was made."""

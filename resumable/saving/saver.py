@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -287,7 +288,8 @@ class Saving:
                 "begin_at(best=...) has no metric: nothing says which save is the best.",
                 fix="give RunState.load maximize= or minimize=.",
             )
-        self.best = Best(self._goal, best, NO_CHECKPOINT)
+        # Scripts begin with infinity where they have no best value yet.
+        self.best = Best(self._goal, best, NO_CHECKPOINT) if math.isfinite(best) else None
 
     def keep_settings(self, kept: Mapping[str, Json]) -> None:
         """Record the checkpoint's values of these settings in later saves, not the script's."""

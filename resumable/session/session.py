@@ -186,10 +186,11 @@ class Session:
     def begin_at(self, epoch: int, batch: int, step: int, samples: int, best: float | None) -> None:
         """Continue a training whose checkpoint the script has loaded into the parts by itself."""
         self.refuse_closed()
-        if self.has_resumed or self.training.position.streams.has_trained:
+        streams = self.training.position.streams
+        if self.has_resumed or streams.has_trained or streams.elsewhere:
             raise UsageError(
                 f"this training has begun already: it stands at {', '.join(self.resuming.place())}.",
-                fix="call begin_at() at the first start only: if not state.resumed: ...",
+                fix="call begin_at() once, at the first start only: if not state.resumed: ...",
             )
         if best is not None:
             self.saving.begin_with(best)

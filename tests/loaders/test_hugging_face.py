@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from resumable import RunState
+from resumable import ResumableWarning, RunState
 from resumable.loaders import loader_warnings
 from resumable.loaders.workers import hugging_face
 
@@ -194,10 +194,39 @@ def test_the_threads_of_a_shuffle_are_told_from_those_that_call_functions() -> N
     assert not hugging_face.only_reads_in_threads(streamed().map(noisy).shuffle(seed=5, buffer_size=6))
 
 
+def interleaved(first: Any, **how: Any) -> Any:
+    return datasets.interleave_datasets([first, streamed()], **how)
+
+
+@pytest.mark.parametrize(
+    ("data", "is_warned_of"),
+    [
+        (lambda: streamed().map(noisy).shuffle(seed=5, buffer_size=6), True),
+        (lambda: interleaved(streamed().map(noisy)), True),
+        (lambda: interleaved(streamed().map(noisy), probabilities=[0.6, 0.4], seed=3), True),
+        (lambda: interleaved(streamed().filter(bool), probabilities=[0.6, 0.4]).with_format("torch"), True),
+        (lambda: interleaved(streamed()).map(noisy), False),
+        (lambda: mixed().map(noisy), False),
+        (lambda: indexed().map(noisy, keep_in_memory=True), False),
+    ],
+)
+def test_functions_that_are_called_in_threads_are_warned_of(data: Any, is_warned_of: bool) -> None:
+    for loader in data(), DataLoader(data()), DataLoader(data(), num_workers=2):
+        found = [text for text in loader_warnings.of(loader) if "in several threads" in text]
+
+        assert len(found) == is_warned_of
+
+
+def test_functions_that_are_called_in_threads_are_warned_of_at_the_load(run_dir: Path) -> None:
+    with pytest.warns(ResumableWarning, match="Put the map.. that draws after it"):
+        RunState.load(run_dir, loader=DataLoader(interleaved(streamed().map(noisy)))).close()
+
+
 def test_the_names_of_datasets_that_are_used_are_there() -> None:
     kinds = vars(datasets.iterable_dataset)
 
-    assert not [name for name in hugging_face.EXACT | hugging_face.EXACT_ALONE if name not in kinds]
+    names = hugging_face.EXACT | hugging_face.EXACT_ALONE | hugging_face.MIXERS
+    assert not [name for name in names if name not in kinds]
     assert hugging_face.is_streamed(streamed())
     assert not hugging_face.is_streamed(indexed())
     assert hugging_face.loads_in_chunks(DATA["in chunks"]())

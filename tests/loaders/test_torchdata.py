@@ -66,6 +66,35 @@ def test_the_epochs_data_starts_again_after_such_a_checkpoint_if_that_is_allowed
         assert [int(batch) for batch in state.batches()] == [*DATA]
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_nothing_is_left_after_the_last_batch_in_the_loaders_own_state(run_dir: Path, workers: int) -> None:
+    earlier = type("StatefulDataLoader", (OwnState,), {})
+    with RunState.load(run_dir, loader=earlier(), every=1) as state:
+        for _ in state.batches():
+            if state.batch == 2:
+                state.save()
+                break
+
+    seen = []
+    for stop in (0, 0, 2, 6, 99):
+        loader = StatefulDataLoader(DATA, 4, num_workers=workers)
+        with RunState.load(run_dir, loader=loader) as state:
+            if not stop:
+                state.save()
+                continue
+            for epoch in state.epochs(3):
+                for batch in state.batches():
+                    seen.append((epoch, batch.tolist()))
+                    if len(seen) == stop:
+                        state.save()
+                        break
+                else:
+                    continue
+                break
+
+    assert seen == [(epoch, [*range(at, at + 4)]) for epoch in (1, 2) for at in (0, 4, 8)]
+
+
 def test_an_epoch_begins_after_a_checkpoint_with_the_loaders_own_state(run_dir: Path) -> None:
     saved_by_its_own_state(run_dir, in_mid_epoch=False)
 

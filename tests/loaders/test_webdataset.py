@@ -193,6 +193,28 @@ def test_shards_that_are_chosen_by_the_systems_entropy_are_warned_of(urls: list[
     assert not [*loader_warnings.of(DataLoader(resampled(urls)))]
 
 
+class Unnamed:
+    """A filter that has no name."""
+
+    def __call__(self, samples: Iterator[Any]) -> Iterator[Any]:
+        return samples
+
+
+@pytest.mark.parametrize("stage", [Unnamed(), partial(map, int)])
+def test_a_filter_without_a_name_is_read(run_dir: Path, stage: Any) -> None:
+    loader = DataLoader(wds.DataPipeline(lambda: iter(range(4)), wds.filters.FilterFunction(stage)))
+    seen = []
+    for stop in 2, 3, 9:
+        with RunState.load(run_dir, loader=loader) as state:
+            for batch in state.batches():
+                seen.append(int(batch))
+                if len(seen) == stop:
+                    state.save()
+                    break
+
+    assert seen == [0, 1, 2, 3]
+
+
 def test_the_names_of_webdataset_that_are_used_are_there(urls: list[str]) -> None:
     by_seed, by_count, chosen = wds.shuffle(5, seed=1), wds.detshuffle(5, seed=2), resampled(urls).pipeline[0]
 

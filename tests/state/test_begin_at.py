@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -143,6 +144,7 @@ KINDS = ["sampler", "generator", "global", "seeded each epoch", "iterable", "str
 
 
 @pytest.mark.filterwarnings("ignore:.*keeps no position, so:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*generators .torch. that all code draws from:UserWarning")
 @pytest.mark.parametrize("stops", [(), (1, 2), (0, 4)], ids=str)
 @pytest.mark.parametrize("at", PLACES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
@@ -164,6 +166,7 @@ def test_what_an_old_script_began_ends_with_its_bits(
     assert training.result()[1:] == whole.result()[1:]
 
 
+@pytest.mark.filterwarnings("ignore:.*generators .torch. that all code draws from:UserWarning")
 @pytest.mark.parametrize("kind", ["sampler", "generator", "global"])
 def test_a_save_before_the_loop_keeps_the_place_and_the_generators(kind: str, run_dir: Path) -> None:
     whole, _ = old_script(kind)
@@ -302,6 +305,40 @@ def test_an_order_from_an_untouched_generator_is_warned_of(run_dir: Path) -> Non
             assert len([*state.batches()]) == 3
 
 
+@pytest.mark.parametrize("is_seeded", [False, True])
+def test_an_order_from_the_global_generator_is_warned_of_unless_the_body_sets_it(
+    is_seeded: bool, run_dir: Path
+) -> None:
+    loader = DataLoader(TensorDataset(X), 2, shuffle=True)
+    _, old = old_script("global", 1, 1)
+    with RunState.load(run_dir, loader=loader) as state, warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.set_rng_state(old["rng"])
+        state.begin_at(epoch=1, batch=1)
+        torch.rand(1)
+        for epoch in state.epochs(2):
+            if is_seeded:
+                torch.manual_seed(epoch)
+            assert len([*state.batches()]) == 3
+
+    assert ["that all code draws from" in str(one.message) for one in seen] == [True] * (not is_seeded)
+
+
+def test_an_order_from_the_seed_of_the_first_epoch_is_not_warned_of(run_dir: Path) -> None:
+    torch.manual_seed(1)
+    with RunState.load(run_dir, loader=DataLoader(TensorDataset(X), 2, shuffle=True)) as state:
+        state.begin_at(batch=1)
+        assert len([*state.batches()]) == 3
+
+
+def test_a_second_begin_at_is_refused(run_dir: Path) -> None:
+    with RunState.load(run_dir, loader=DataLoader(TensorDataset(X), 2)) as state:
+        state.begin_at(epoch=1, batch=3)
+        with pytest.raises(UsageError, match=r"(?s)begun already: it stands at epoch 1.*once"):
+            state.begin_at(epoch=2)
+        assert (state.epoch, state.batch) == (1, 3)
+
+
 def test_a_batch_behind_the_end_is_refused(run_dir: Path) -> None:
     with RunState.load(run_dir, loader=DataLoader(TensorDataset(X), 2)) as state:
         with pytest.raises(UsageError, match=r"batch=5\) is behind the end .* has 4 batches"):
@@ -360,6 +397,18 @@ def test_patience_counts_from_the_best_value_from_before(run_dir: Path) -> None:
         assert state.patience(2)
 
 
+@pytest.mark.parametrize("best", [float("inf"), float("nan")])
+def test_a_best_value_that_is_not_finite_is_none_yet(best: float, run_dir: Path) -> None:
+    with RunState.load(run_dir, minimize="loss") as state:
+        state.begin_at(step=1, best=best)
+        assert state.best is None
+        state.save().wait()
+        state.save(loss=0.5).wait()
+
+    assert state.best == 0.5
+    Run(run_dir).open(2).verify()
+
+
 def test_a_best_value_needs_a_metric(run_dir: Path) -> None:
     with RunState.load(run_dir) as state, pytest.raises(UsageError, match="has no metric"):
         state.begin_at(best=0.25)
@@ -387,7 +436,7 @@ def test_the_lines_on_the_page_continue_an_old_training(
     scope: dict[str, Any] = {"torch": torch, "model": model, "optimizer": optimizer, "evaluate": lambda: 0.4}
     scope["train"] = lambda *_: optimizer.step()
 
-    exec(lines, {**scope, "loader": DataLoader(TensorDataset(X, X), 2)})
+    exec(lines, {**scope, "data": TensorDataset(X, X)})
 
     last = Run("runs/exp").checkpoints()[-1].about
     assert (last.epoch, last.step) == (3, 7 + 1 + BATCHES)

@@ -31,12 +31,17 @@ def is_stage(value: object) -> bool:
 def _numbers(stage: Any) -> dict[str, Any]:
     held = vars(stage)
     if _is_filter(stage):
-        held = stage.kw if stage.f.__name__ == "_shuffle" else {}
+        held = stage.kw if _is_shuffle(stage) else {}
     return {name: held[name] for name in _NUMBERS if type(held.get(name)) in (int, float, str)}
 
 
 def _is_filter(stage: object) -> bool:
-    return type(stage).__name__ == "FilterFunction"
+    return isinstance(stage, kinds()[:1])
+
+
+def _is_shuffle(stage: Any) -> bool:
+    # A filter may be any object that can be called.
+    return getattr(stage.f, "__name__", "") == "_shuffle"
 
 
 def read(stage: Any) -> dict[str, Any]:
@@ -57,5 +62,5 @@ def is_unrepeatable(stage: Any) -> bool:
     if _is_filter(stage):
         size = stage.args[0] if stage.args else stage.kw.get("bufsize", 1)
         is_seeded = stage.kw.get("seed") is not None or stage.kw.get("rng") is not None or len(stage.args) > 2
-        return stage.f.__name__ == "_shuffle" and bool(size) and not is_seeded
+        return _is_shuffle(stage) and bool(size) and not is_seeded
     return getattr(stage, "deterministic", True) is False

@@ -24,6 +24,13 @@ EXACT = {
 EXACT_ALONE = {"VerticallyConcatenatedMultiSourcesExamplesIterable"}
 """Those whose state is exact outside workers."""
 
+MIXERS = {
+    "CyclingMultiSourcesExamplesIterable",
+    "InterleavedShardsExamplesIterable",
+    "RandomlyCyclingMultiSourcesExamplesIterable",
+}
+"""Those that read from several others at once, each in a thread of its own."""
+
 
 def loses_samples(dataset: object) -> bool:
     """Whether the state of a dataset lacks samples that it has read and not yielded."""
@@ -40,10 +47,10 @@ def loads_in_chunks(dataset: object) -> bool:
 
 
 def only_reads_in_threads(dataset: object) -> bool:
-    """Whether the threads that it starts to mix its shards call no function of the script."""
+    """Whether the threads that it starts to mix its shards or sources call no function of the script."""
     if not is_streamed(dataset):
         return False
-    mixers = [step for step in _steps(dataset) if type(step).__name__ == "InterleavedShardsExamplesIterable"]
+    mixers = [step for step in _steps(dataset) if type(step).__name__ in MIXERS]
     return not any(hasattr(inner, "function") for step in mixers for inner in _below(step))
 
 
