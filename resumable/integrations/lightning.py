@@ -6,6 +6,8 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -46,17 +48,27 @@ class Resumable(_Callback):
         self._options = {"progress": progress, "per_rank": [*per_rank, "logged"], **options_of_load}
         self._options["run_dir"] = run_dir
         self._loops: Loops | None = None
+        self._replaced = ExitStack()
+        """Puts back what `setup` has replaced in the Trainer."""
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Take the place between the Trainer's loops and its data."""
+        """Replace the Trainer's loop and loader for one `fit`, which then loads the run before it trains."""
+        self._replaced.close()
         if stage == "fit" and not trainer.fast_dev_run:
             _refuse(trainer)
-            inside.hold_back_loader(trainer, _refuse_loaders)
-            unwrap = inside.wrap(trainer, "run", lambda run: self._run(trainer, run, unwrap))
+            self._replaced.enter_context(inside.unopened_loader(trainer, _refuse_loaders))
+            self._replaced.enter_context(inside.wrapped(trainer, "run", partial(self._run, trainer)))
 
-    def _run(self, trainer: Any, run: Callable[[], None], unwrap: Callable[[], None]) -> None:
-        unwrap()
-        loader, length = inside.prepared(trainer)
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Put the Trainer's own loop and loader back."""
+        self._replaced.close()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Put the Trainer's own loop and loader back after an error."""
+        self._replaced.close()
+
+    def _run(self, trainer: Any, run: Callable[[], None]) -> None:
+        loader, length = inside.prepare_loader(trainer)
         if loader is None:
             # There is nothing to train, and the Trainer says so.
             run()
@@ -65,6 +77,7 @@ class Resumable(_Callback):
         loops = Loops(trainer, length, self._options.get("maximize") or self._options.get("minimize"))
         self.state = self._load(trainer, loader, loops)
         with self.state:
+            _refuse_used(trainer, self.state)
             self._follow(trainer, run, loops)
 
     def _load(self, trainer: Any, loader: Any, loops: Loops) -> RunState:
@@ -83,11 +96,15 @@ class Resumable(_Callback):
             inside.leave_signals(trainer)
         loops.begin(self.state)  # type: ignore[arg-type]
         self._loops = loops
-        with (
-            inside.wrapped(trainer, "on_advance_start", loops.epoch_begins),
-            inside.wrapped(trainer, "on_advance_end", loops.epoch_ended),
-        ):
-            run()
+        try:
+            with (
+                inside.wrapped(trainer, "on_advance_start", loops.epoch_begins),
+                inside.wrapped(trainer, "on_advance_end", loops.epoch_ended),
+            ):
+                run()
+        finally:
+            # A `validate` after the training is none of it.
+            self._loops = None
         loops.end()
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
@@ -146,6 +163,16 @@ def _refuse_late(trainer: Any) -> None:
         raise UsageError(
             "training_step() takes dataloader_iter, so it is unknown which batch is trained.",
             fix="let it take a batch: training_step(self, batch, batch_idx).",
+        )
+
+
+def _refuse_used(trainer: Any, state: RunState) -> None:
+    """Raise UsageError if the Trainer has trained batches that the run does not have."""
+    if not state.resumed and trainer.fit_loop.total_batch_idx >= 0:
+        raise UsageError(
+            f"the Trainer has trained {trainer.fit_loop.total_batch_idx + 1} batches already, and {state.run} "
+            "has none of them.",
+            fix="make the model and the Trainer again, as the script does at its start.",
         )
 
 

@@ -78,8 +78,12 @@ def module(trainer: Any, name: str) -> Any:
 # Between the Trainer's loops and its data.
 
 
-def hold_back_loader(trainer: Any, check: Callable[[Any], None]) -> None:
-    """Make the Trainer prepare its loader without opening it; `check` sees what the script gave."""
+@contextmanager
+def unopened_loader(trainer: Any, check: Callable[[Any], None]) -> Iterator[None]:
+    """Let the Trainer prepare its training loader without iterating it, until the context ends.
+
+    `check` is called with the loader that the script gave.
+    """
     source, combined = trainer.fit_loop._data_source, module(trainer, "utilities.combined_loader")
     original = source.dataloader
 
@@ -91,6 +95,10 @@ def hold_back_loader(trainer: Any, check: Callable[[Any], None]) -> None:
 
         def __next__(self) -> Any:
             raise StopIteration
+
+        def _state_dicts(self) -> list[Any]:
+            # The run has the place in the data, and some loaders draw when they are asked for theirs.
+            return []
 
         def __len__(self) -> int:
             found = len(self.flattened[0]) if _length(self.flattened[0]) is not None else float("inf")
@@ -104,6 +112,10 @@ def hold_back_loader(trainer: Any, check: Callable[[Any], None]) -> None:
         return Unopened(loader, "max_size_cycle")
 
     source.dataloader = dataloader
+    try:
+        yield
+    finally:
+        source.dataloader = original
 
 
 def _length(loader: Any) -> int | None:
@@ -113,8 +125,8 @@ def _length(loader: Any) -> int | None:
         return None
 
 
-def prepared(trainer: Any) -> tuple[Any, int | None]:
-    """Return the loader that the Trainer trains with, and how many batches of it make an epoch.
+def prepare_loader(trainer: Any) -> tuple[Any, int | None]:
+    """Let the Trainer prepare its loader; return that, and how many batches of it make an epoch.
 
     There is no loader if there is nothing to train.
     """
@@ -136,22 +148,16 @@ def fetch_from(trainer: Any, fetcher: Any) -> None:
     trainer.fit_loop._data_fetcher = fetcher
 
 
-def wrap(trainer: Any, name: str, around: Callable[[Callable[[], None]], None]) -> Callable[[], None]:
-    """Call `around` with a method of the fit loop instead of the method; return what ends that."""
+@contextmanager
+def wrapped(trainer: Any, name: str, around: Callable[[Callable[[], None]], None]) -> Iterator[None]:
+    """Replace a method of the fit loop until the context ends: `around` is called with the method."""
     loop = trainer.fit_loop
     original = getattr(loop, name)
     setattr(loop, name, lambda: around(original))
-    return lambda: delattr(loop, name)
-
-
-@contextmanager
-def wrapped(trainer: Any, name: str, around: Callable[[Callable[[], None]], None]) -> Iterator[None]:
-    """Do so for as long as the context lasts."""
-    unwrap = wrap(trainer, name, around)
     try:
         yield
     finally:
-        unwrap()
+        delattr(loop, name)
 
 
 def leave_signals(trainer: Any) -> None:
