@@ -24,6 +24,10 @@ _FOUND += [name for name in _PACKAGES if find_spec(name.partition(".")[0])]
 _Callback: Any = import_module([*_FOUND, *_PACKAGES][0]).Callback
 
 
+_OF_EACH_RANK = ("lightning", "logged")
+"""Lightning calls the hooks that save on every rank, and they may wait there for the other ranks."""
+
+
 class Resumable(_Callback):
     """Saves a training of Lightning's Trainer into a run directory, and resumes it from there exactly.
 
@@ -45,7 +49,7 @@ class Resumable(_Callback):
         self.state: RunState | None = None
         """The run of this training, from `on_train_start` on."""
         self._extra = dict(extra or {})
-        self._options = {"progress": progress, "per_rank": [*per_rank, "logged"], **options_of_load}
+        self._options = {"progress": progress, "per_rank": [*per_rank, *_OF_EACH_RANK], **options_of_load}
         self._options["run_dir"] = run_dir
         self._loops: Loops | None = None
         self._replaced = ExitStack()
@@ -170,8 +174,8 @@ def _refuse_used(trainer: Any, state: RunState) -> None:
     """Raise UsageError if the Trainer has trained batches that the run does not have."""
     if not state.resumed and trainer.fit_loop.total_batch_idx >= 0:
         raise UsageError(
-            f"the Trainer has trained {trainer.fit_loop.total_batch_idx + 1} batches already, and {state.run} "
-            "has none of them.",
+            f"the Trainer has trained {trainer.fit_loop.total_batch_idx + 1} batches already, and "
+            f"{state.run} has none of them.",
             fix="make the model and the Trainer again, as the script does at its start.",
         )
 

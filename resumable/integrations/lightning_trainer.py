@@ -219,6 +219,34 @@ def batches_done(trainer: Any) -> int:
     return int(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
 
 
+# What Lightning's checkpoints hold.
+
+
+def version(trainer: Any) -> str:
+    """Return the version of the package that the Trainer is of."""
+    return str(import_module(type(trainer.fit_loop).__module__.partition(".loops")[0]).__version__)
+
+
+def loops(trainer: Any) -> dict[str, Any]:
+    """Return the states of the loops, as a checkpoint of Lightning has them."""
+    names = ("fit_loop", "validate_loop", "test_loop", "predict_loop")
+    return {name: getattr(trainer, name).state_dict() for name in names}
+
+
+def hyper_parameters(holder: Any) -> dict[str, Any]:
+    """Return the hyperparameters of a module or data module, as a checkpoint of Lightning has them."""
+    if not holder.hparams:
+        return {}
+    hparams = holder.hparams
+    is_plain = type(hparams).__module__.partition(".")[0] != "omegaconf"
+    found = {holder.CHECKPOINT_HYPER_PARAMS_KEY: dict(hparams) if is_plain else hparams}
+    if hasattr(holder, "_hparams_name"):
+        found[holder.CHECKPOINT_HYPER_PARAMS_NAME] = holder._hparams_name
+    if not is_plain:
+        found[holder.CHECKPOINT_HYPER_PARAMS_TYPE] = type(hparams)
+    return found
+
+
 # What was logged.
 
 
