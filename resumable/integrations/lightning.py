@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from .. import options
-from ..errors import UsageError
+from ..errors import Unsupported, UsageError
 from ..state import RunState
 from . import lightning_trainer as inside
 from .lightning_loops import Loops
@@ -87,7 +87,7 @@ class Resumable(_Callback):
     def _load(self, trainer: Any, loader: Any, loops: Loops) -> RunState:
         return RunState.load(
             model=trainer.model,
-            optimizer=_named(trainer.optimizers),
+            optimizer=_named(inside.optimizers(trainer)),
             scheduler=_named([config.scheduler for config in trainer.lr_scheduler_configs]),
             scaler=getattr(trainer.precision_plugin, "scaler", None),
             loader=loader,
@@ -145,26 +145,31 @@ def _check_options(given: Mapping[str, Any]) -> None:
 
 
 def _refuse(trainer: Any) -> None:
-    """Raise UsageError for what cannot be resumed exactly."""
-    if lacking := inside.missing(trainer):
+    """Raise Unsupported for what cannot be resumed exactly."""
+    if sum(isinstance(one, Resumable) for one in trainer.callbacks) > 1:
         raise UsageError(
+            "the Trainer has two callbacks of the kind Resumable.",
+            fix="give it one; a copy in a second place is what remote= makes.",
+        )
+    if lacking := inside.missing(trainer):
+        raise Unsupported(
             f"this release of Lightning lacks what Resumable works with: {', '.join(lacking)}.",
             fix="use a release that docs/tested.md names.",
         )
     for is_so, problem, fix in _refused(trainer):
         if is_so:
-            raise UsageError(problem, fix=fix)
+            raise Unsupported(problem, fix=fix)
 
 
 def _refuse_late(trainer: Any) -> None:
-    """Raise UsageError for what is known only after the set-up."""
+    """Raise an error for what is known only after the set-up."""
     if trainer.ckpt_path is not None:
         raise UsageError(
             f"fit() loads ckpt_path={str(trainer.ckpt_path)!r}, and Resumable loads its own run.",
             fix="leave ckpt_path out; to begin with the weights of a checkpoint, load them into the model.",
         )
     if inside.takes_iterator(trainer):
-        raise UsageError(
+        raise Unsupported(
             "training_step() takes dataloader_iter, so it is unknown which batch is trained.",
             fix="let it take a batch: training_step(self, batch, batch_idx).",
         )
@@ -222,18 +227,13 @@ def _refused(trainer: Any) -> list[tuple[bool, str, str]]:
             "change them by hand between two runs, or freeze by requires_grad; for an average of the weights "
             "use WeightAveraging.",
         ),
-        (
-            sum(isinstance(one, Resumable) for one in trainer.callbacks) > 1,
-            "the Trainer has two callbacks of the kind Resumable.",
-            "give it one; a copy in a second place is what remote= makes.",
-        ),
     ]
 
 
 def _refuse_loaders(loader: Any) -> None:
-    """Raise UsageError unless the training has one loader."""
+    """Raise Unsupported unless the training has one loader."""
     if isinstance(loader, (list, tuple, dict)) or type(loader).__name__ == "CombinedLoader":
-        raise UsageError(
+        raise Unsupported(
             f"the training loops over a {type(loader).__name__} of loaders: Lightning draws from all of them "
             "for one batch, and Resumable keeps the place in one.",
             fix="put the datasets into one loader (torch.utils.data.StackDataset, ConcatDataset).",

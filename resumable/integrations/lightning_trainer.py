@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..errors import UsageError
+from ..errors import Unsupported
 
 PRIVATE = (
     "_logger_connector._callback_metrics",
@@ -46,6 +46,21 @@ PRIVATE = (
     "fit_loop.setup_data",
 )
 """The private names, as paths from the Trainer."""
+PRIVATE_OF_MODULES = (
+    "core.optimizer._MockOptimizer",
+    "loops.fetchers._DataLoaderIterDataFetcher",
+    "trainer.connectors.logger_connector.result._Metadata",
+    "trainer.connectors.logger_connector.result._ResultMetric",
+    "trainer.connectors.logger_connector.result._Sync",
+)
+"""The private names in modules of Lightning."""
+PRIVATE_OF_OBJECTS = {
+    "CombinedLoader": ("_iterator", "_state_dicts"),
+    "DataFetcher": ("_start_profiler", "_stop_profiler"),
+    "Metric": ("_computed", "_defaults", "_forward_cache", "_update_count"),
+    "Running": ("_num_vals_seen",),
+}
+"""The private names of other objects; `Metric` and `Running` are of torchmetrics."""
 
 _CONNECTOR = (
     "_callback_metrics",
@@ -62,8 +77,25 @@ _ABSENT = object()
 
 
 def missing(trainer: Any) -> list[str]:
-    """Return the private names that this release of Lightning lacks."""
-    return [path for path in PRIVATE if _follow(trainer, path) is _ABSENT]
+    """Return the private names that these releases of Lightning and torchmetrics lack."""
+    lacking = [path for path in PRIVATE if _follow(trainer, path) is _ABSENT]
+    for path in PRIVATE_OF_MODULES:
+        name, _, attribute = path.rpartition(".")
+        lacking += [] if hasattr(module(trainer, name), attribute) else [path]
+    objects = _objects(trainer)
+    for kind, names in PRIVATE_OF_OBJECTS.items():
+        lacking += [f"{kind}.{name}" for name in names if not hasattr(objects[kind], name)]
+    return lacking
+
+
+def _objects(trainer: Any) -> dict[str, Any]:
+    metrics = import_module("torchmetrics")
+    return {
+        "CombinedLoader": module(trainer, "utilities.combined_loader").CombinedLoader([]),
+        "DataFetcher": module(trainer, "loops.fetchers")._DataFetcher(),
+        "Metric": metrics.MeanMetric(),
+        "Running": metrics.wrappers.Running(metrics.MeanMetric(), 1),
+    }
 
 
 def _follow(start: Any, path: str) -> Any:
@@ -137,6 +169,12 @@ def prepare_loader(trainer: Any) -> tuple[Any, int | None]:
     return combined.flattened[0], _length(combined)
 
 
+def optimizers(trainer: Any) -> list[Any]:
+    """Return the optimizers of the training, without the mock of a module that has none."""
+    mock = module(trainer, "core.optimizer")._MockOptimizer
+    return [one for one in trainer.optimizers if not isinstance(one, mock)]
+
+
 def takes_iterator(trainer: Any) -> bool:
     """Whether `training_step` takes the iterator itself, and asks it for batches."""
     fetchers = module(trainer, "loops.fetchers")
@@ -158,6 +196,27 @@ def wrapped(trainer: Any, name: str, around: Callable[[Callable[[], None]], None
         yield
     finally:
         delattr(loop, name)
+
+
+class Profiled:
+    """A data fetcher's functions that measure how long a batch takes to load; the epoch loop sets them."""
+
+    def __init__(self) -> None:
+        self._start_profiler: Callable[[], None] = _do_nothing
+        self._stop_profiler: Callable[[], None] = _do_nothing
+
+    @contextmanager
+    def profiled(self) -> Iterator[None]:
+        """Measure what is done in the context."""
+        self._start_profiler()
+        try:
+            yield
+        finally:
+            self._stop_profiler()
+
+
+def _do_nothing() -> None:
+    """Measure nothing, where the Trainer has no profiler."""
 
 
 def leave_signals(trainer: Any) -> None:
@@ -186,7 +245,7 @@ def read_progress(trainer: Any) -> dict[str, Any]:
     return {
         "epoch": fit.epoch_progress.state_dict(),
         "loops": fit.epoch_loop.state_dict(),
-        "should_stop": trainer.should_stop,
+        "should_stop": has_stopped_early(trainer),
         # A callback sets it as an epoch begins, and in mid-epoch that hook is not called again.
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
     }
@@ -201,6 +260,13 @@ def write_progress(trainer: Any, saved: Mapping[str, Any]) -> None:
     for loop in (epoch, epoch.val_loop, epoch.automatic_optimization, epoch.manual_optimization):
         loop.on_iteration_done()
     trainer.should_stop = saved["should_stop"]
+
+
+def has_stopped_early(trainer: Any) -> bool:
+    """Whether an EarlyStopping has stopped the training, which remembers that; other callbacks need not."""
+    kind = module(trainer, "callbacks").EarlyStopping
+    callbacks = [one for one in trainer.callbacks if isinstance(one, kind)]
+    return trainer.should_stop and any(one.stopped_epoch or one.stopping_reason.value for one in callbacks)
 
 
 def is_mid_epoch(progress: Mapping[str, Any]) -> bool:
@@ -281,7 +347,14 @@ def _metrics(trainer: Any) -> list[tuple[str, Any]]:
 
 def _read_metric(metric: Any) -> dict[str, Any]:
     state = {name: getattr(metric, name) for name in metric._defaults}
+    state |= {name: value for name, value in vars(metric).items() if _is_accumulated(name, value)}
     return {"state": state, "updates": metric._update_count, "last": metric._forward_cache}
+
+
+def _is_accumulated(name: str, value: Any) -> bool:
+    # Wrappers such as MinMaxMetric and Running keep these beside their declared state.
+    is_tensor = isinstance(value, torch.Tensor) and not name.startswith("_")
+    return is_tensor or name == "_num_vals_seen"
 
 
 def _write_metric(metric: Any, saved: Mapping[str, Any]) -> None:
@@ -294,7 +367,7 @@ def _write_metric(metric: Any, saved: Mapping[str, Any]) -> None:
 def _read_result(result: Any) -> dict[str, Any]:
     meta = result.meta
     if meta.sync.group is not None:
-        raise UsageError(
+        raise Unsupported(
             f"self.log({meta.name!r}) was given sync_dist_group=, and a process group cannot be saved.",
             fix="log it without sync_dist_group.",
         )
