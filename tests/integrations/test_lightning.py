@@ -23,6 +23,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:.*num_workers"),
+    pytest.mark.filterwarnings("ignore:.*configure_optimizers` returned `None`"),
     pytest.mark.filterwarnings("ignore:.*smaller than the logging interval"),
 ]
 
