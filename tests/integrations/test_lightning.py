@@ -24,6 +24,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:.*num_workers"),
     pytest.mark.filterwarnings("ignore:.*configure_optimizers` returned `None`"),
+    pytest.mark.filterwarnings("ignore:.*training_step` returned `None`"),
     pytest.mark.filterwarnings("ignore:.*smaller than the logging interval"),
 ]
 
