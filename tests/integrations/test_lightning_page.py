@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The dirpath has changed"),
 ]
 PAGE = (DOCS / "integrations" / "lightning.md").read_text()
-CHANGE, BEST = (re.findall(rf"^```{kind}\n(.*?)^```", PAGE, re.S | re.M)[0] for kind in ("diff", "python"))
+CHANGE, BEST = (re.findall(rf"^```{kind}\n(.*?)^```", PAGE, re.S | re.M)[0] for kind in ("diff", "py"))
 
 
 def side(sign: str) -> str:
