@@ -6,12 +6,14 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 from .. import options
-from ..errors import UsageError
+from ..errors import Unsupported, UsageError
 from ..state import RunState
 from . import lightning_trainer as inside
 from .lightning_loops import Loops
@@ -20,6 +22,10 @@ _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 _FOUND = [name for name in _PACKAGES if name in sys.modules]
 _FOUND += [name for name in _PACKAGES if find_spec(name.partition(".")[0])]
 _Callback: Any = import_module([*_FOUND, *_PACKAGES][0]).Callback
+
+
+_OF_EACH_RANK = ("lightning", "logged")
+"""Lightning calls the hooks that save on every rank, and they may wait there for the other ranks."""
 
 
 class Resumable(_Callback):
@@ -43,20 +49,30 @@ class Resumable(_Callback):
         self.state: RunState | None = None
         """The run of this training, from `on_train_start` on."""
         self._extra = dict(extra or {})
-        self._options = {"progress": progress, "per_rank": [*per_rank, "logged"], **options_of_load}
+        self._options = {"progress": progress, "per_rank": [*per_rank, *_OF_EACH_RANK], **options_of_load}
         self._options["run_dir"] = run_dir
         self._loops: Loops | None = None
+        self._replaced = ExitStack()
+        """Puts back what `setup` has replaced in the Trainer."""
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Take the place between the Trainer's loops and its data."""
+        """Replace the Trainer's loop and loader for one `fit`, which then loads the run before it trains."""
+        self._replaced.close()
         if stage == "fit" and not trainer.fast_dev_run:
             _refuse(trainer)
-            inside.hold_back_loader(trainer, _refuse_loaders)
-            unwrap = inside.wrap(trainer, "run", lambda run: self._run(trainer, run, unwrap))
+            self._replaced.enter_context(inside.unopened_loader(trainer, _refuse_loaders))
+            self._replaced.enter_context(inside.wrapped(trainer, "run", partial(self._run, trainer)))
 
-    def _run(self, trainer: Any, run: Callable[[], None], unwrap: Callable[[], None]) -> None:
-        unwrap()
-        loader, length = inside.prepared(trainer)
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Put the Trainer's own loop and loader back."""
+        self._replaced.close()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Put the Trainer's own loop and loader back after an error."""
+        self._replaced.close()
+
+    def _run(self, trainer: Any, run: Callable[[], None]) -> None:
+        loader, length = inside.prepare_loader(trainer)
         if loader is None:
             # There is nothing to train, and the Trainer says so.
             run()
@@ -65,12 +81,13 @@ class Resumable(_Callback):
         loops = Loops(trainer, length, self._options.get("maximize") or self._options.get("minimize"))
         self.state = self._load(trainer, loader, loops)
         with self.state:
+            _refuse_used(trainer, self.state)
             self._follow(trainer, run, loops)
 
     def _load(self, trainer: Any, loader: Any, loops: Loops) -> RunState:
         return RunState.load(
             model=trainer.model,
-            optimizer=_named(trainer.optimizers),
+            optimizer=_named(inside.optimizers(trainer)),
             scheduler=_named([config.scheduler for config in trainer.lr_scheduler_configs]),
             scaler=getattr(trainer.precision_plugin, "scaler", None),
             loader=loader,
@@ -83,11 +100,15 @@ class Resumable(_Callback):
             inside.leave_signals(trainer)
         loops.begin(self.state)  # type: ignore[arg-type]
         self._loops = loops
-        with (
-            inside.wrapped(trainer, "on_advance_start", loops.epoch_begins),
-            inside.wrapped(trainer, "on_advance_end", loops.epoch_ended),
-        ):
-            run()
+        try:
+            with (
+                inside.wrapped(trainer, "on_advance_start", loops.epoch_begins),
+                inside.wrapped(trainer, "on_advance_end", loops.epoch_ended),
+            ):
+                run()
+        finally:
+            # A `validate` after the training is none of it.
+            self._loops = None
         loops.end()
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
@@ -124,28 +145,43 @@ def _check_options(given: Mapping[str, Any]) -> None:
 
 
 def _refuse(trainer: Any) -> None:
-    """Raise UsageError for what cannot be resumed exactly."""
-    if lacking := inside.missing(trainer):
+    """Raise Unsupported for what cannot be resumed exactly."""
+    if sum(isinstance(one, Resumable) for one in trainer.callbacks) > 1:
         raise UsageError(
+            "the Trainer has two callbacks of the kind Resumable.",
+            fix="give it one; a copy in a second place is what remote= makes.",
+        )
+    if lacking := inside.missing(trainer):
+        raise Unsupported(
             f"this release of Lightning lacks what Resumable works with: {', '.join(lacking)}.",
             fix="use a release that docs/tested.md names.",
         )
     for is_so, problem, fix in _refused(trainer):
         if is_so:
-            raise UsageError(problem, fix=fix)
+            raise Unsupported(problem, fix=fix)
 
 
 def _refuse_late(trainer: Any) -> None:
-    """Raise UsageError for what is known only after the set-up."""
+    """Raise an error for what is known only after the set-up."""
     if trainer.ckpt_path is not None:
         raise UsageError(
             f"fit() loads ckpt_path={str(trainer.ckpt_path)!r}, and Resumable loads its own run.",
             fix="leave ckpt_path out; to begin with the weights of a checkpoint, load them into the model.",
         )
     if inside.takes_iterator(trainer):
-        raise UsageError(
+        raise Unsupported(
             "training_step() takes dataloader_iter, so it is unknown which batch is trained.",
             fix="let it take a batch: training_step(self, batch, batch_idx).",
+        )
+
+
+def _refuse_used(trainer: Any, state: RunState) -> None:
+    """Raise UsageError if the Trainer has trained batches that the run does not have."""
+    if not state.resumed and trainer.fit_loop.total_batch_idx >= 0:
+        raise UsageError(
+            f"the Trainer has trained {trainer.fit_loop.total_batch_idx + 1} batches already, and "
+            f"{state.run} has none of them.",
+            fix="make the model and the Trainer again, as the script does at its start.",
         )
 
 
@@ -191,18 +227,13 @@ def _refused(trainer: Any) -> list[tuple[bool, str, str]]:
             "change them by hand between two runs, or freeze by requires_grad; for an average of the weights "
             "use WeightAveraging.",
         ),
-        (
-            sum(isinstance(one, Resumable) for one in trainer.callbacks) > 1,
-            "the Trainer has two callbacks of the kind Resumable.",
-            "give it one; a copy in a second place is what remote= makes.",
-        ),
     ]
 
 
 def _refuse_loaders(loader: Any) -> None:
-    """Raise UsageError unless the training has one loader."""
+    """Raise Unsupported unless the training has one loader."""
     if isinstance(loader, (list, tuple, dict)) or type(loader).__name__ == "CombinedLoader":
-        raise UsageError(
+        raise Unsupported(
             f"the training loops over a {type(loader).__name__} of loaders: Lightning draws from all of them "
             "for one batch, and Resumable keeps the place in one.",
             fix="put the datasets into one loader (torch.utils.data.StackDataset, ConcatDataset).",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from ..errors import UsageError
+from ..errors import UsageError, warn
 from ..state import RunState
 from . import lightning_trainer as inside
 from .lightning_hooks import Hooks
@@ -25,6 +25,8 @@ class Loops:
         self._goal = goal
         """The metric that decides which checkpoint is the best."""
         self._hooks = Hooks(trainer)
+        self._window = trainer.accumulate_grad_batches
+        """`accumulate_grad_batches` of the script; a callback may change it from epoch to epoch."""
         self._state: RunState
         self._epochs: Iterator[int]
         self._fetcher: Fetcher
@@ -43,7 +45,7 @@ class Loops:
         """Return the counters of the loops, and what the hooks of callbacks and modules save."""
         # Until the first batch the counters of a resume are not yet where Lightning will have them.
         return {
-            "progress": self._resumed or inside.read_progress(self._trainer),
+            "progress": self._resumed or {**inside.read_progress(self._trainer), "window": self._window},
             "hooks": self._hooks.collect(),
             "validated": sorted(self._validated),
         }
@@ -93,7 +95,7 @@ class Loops:
         if self._resumed is not None:
             # Not earlier: Lightning resets its counters where it enters an epoch.
             inside.write_progress(self._trainer, self._resumed)
-            self._trainer.accumulate_grad_batches = self._resumed["accumulate_grad_batches"]
+            self._restore_window(self._resumed)
             inside.enter_mid_epoch(self._trainer, is_entered=True)
             self._fetcher.fetched = inside.batches_done(self._trainer)
             self._resumed = None
@@ -102,6 +104,15 @@ class Loops:
         elif self._is_validated and self._goal:
             self._save()
 
+    def _restore_window(self, saved: Mapping[str, Any]) -> None:
+        if self._window == saved["window"]:
+            self._trainer.accumulate_grad_batches = saved["accumulate_grad_batches"]
+            return
+        warn(
+            f"the checkpoint in mid-epoch is of accumulate_grad_batches={saved['window']}, and the script "
+            f"now has {self._window}: the windows of this epoch are not those of an uninterrupted training."
+        )
+
     def epoch_begins(self, start: Callable[[], None]) -> None:
         """Enter an epoch, whose first hooks `start` calls."""
         self.enter_epoch()
@@ -109,11 +120,21 @@ class Loops:
 
     def epoch_ended(self, finish: Callable[[], None]) -> None:
         """Save after an epoch, whose end `finish` runs."""
+        if self._is_broken_off():
+            # The next start continues in this epoch, which `finish` counts as done.
+            self._save()
+            finish()
+            return
         finish()
         self._fetcher.close()
         self._check_goal()
         self._save()
         next(self._epochs, _END)
+
+    def _is_broken_off(self) -> bool:
+        """Whether a callback other than EarlyStopping has stopped the training in mid-epoch."""
+        trainer = self._trainer
+        return trainer.should_stop and not inside.has_stopped_early(trainer) and not self._fetcher.done
 
     def end(self) -> None:
         """Leave the loops after the training."""
@@ -176,22 +197,17 @@ class Logged:
             self._saved = None
 
 
-def _do_nothing() -> None:
-    """Measure nothing, where the Trainer has no profiler."""
-
-
-class Fetcher:
+class Fetcher(inside.Profiled):
     """What the epoch loop asks for its batches, in place of Lightning's own data fetcher."""
 
     def __init__(self, state: RunState, length: int | None, before_batch: Callable[[], None]) -> None:
+        super().__init__()
         self.fetched = 0
         self.length = length
         self._state = state
         self._before_batch = before_batch
         self._batches: Any = None
         self._ahead: _OneAhead | None = None
-        self._start_profiler: Callable[[], None] = _do_nothing
-        self._stop_profiler: Callable[[], None] = _do_nothing
 
     @property
     def done(self) -> bool:
@@ -210,11 +226,8 @@ class Fetcher:
 
     def __next__(self) -> tuple[Any, int, int]:
         self._before_batch()
-        self._start_profiler()
-        try:
+        with self.profiled():
             batch = next(self._batches)
-        finally:
-            self._stop_profiler()
         self.fetched += 1
         return batch, self.fetched - 1, 0
 

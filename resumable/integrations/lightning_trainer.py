@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..errors import UsageError
+from ..errors import Unsupported
 
 PRIVATE = (
     "_logger_connector._callback_metrics",
@@ -46,6 +46,21 @@ PRIVATE = (
     "fit_loop.setup_data",
 )
 """The private names, as paths from the Trainer."""
+PRIVATE_OF_MODULES = (
+    "core.optimizer._MockOptimizer",
+    "loops.fetchers._DataLoaderIterDataFetcher",
+    "trainer.connectors.logger_connector.result._Metadata",
+    "trainer.connectors.logger_connector.result._ResultMetric",
+    "trainer.connectors.logger_connector.result._Sync",
+)
+"""The private names in modules of Lightning."""
+PRIVATE_OF_OBJECTS = {
+    "CombinedLoader": ("_iterator", "_state_dicts"),
+    "DataFetcher": ("_start_profiler", "_stop_profiler"),
+    "Metric": ("_computed", "_defaults", "_forward_cache", "_update_count"),
+    "Running": ("_num_vals_seen",),
+}
+"""The private names of other objects; `Metric` and `Running` are of torchmetrics."""
 
 _CONNECTOR = (
     "_callback_metrics",
@@ -62,8 +77,25 @@ _ABSENT = object()
 
 
 def missing(trainer: Any) -> list[str]:
-    """Return the private names that this release of Lightning lacks."""
-    return [path for path in PRIVATE if _follow(trainer, path) is _ABSENT]
+    """Return the private names that these releases of Lightning and torchmetrics lack."""
+    lacking = [path for path in PRIVATE if _follow(trainer, path) is _ABSENT]
+    for path in PRIVATE_OF_MODULES:
+        name, _, attribute = path.rpartition(".")
+        lacking += [] if hasattr(module(trainer, name), attribute) else [path]
+    objects = _objects(trainer)
+    for kind, names in PRIVATE_OF_OBJECTS.items():
+        lacking += [f"{kind}.{name}" for name in names if not hasattr(objects[kind], name)]
+    return lacking
+
+
+def _objects(trainer: Any) -> dict[str, Any]:
+    metrics = import_module("torchmetrics")
+    return {
+        "CombinedLoader": module(trainer, "utilities.combined_loader").CombinedLoader([]),
+        "DataFetcher": module(trainer, "loops.fetchers")._DataFetcher(),
+        "Metric": metrics.MeanMetric(),
+        "Running": metrics.wrappers.Running(metrics.MeanMetric(), 1),
+    }
 
 
 def _follow(start: Any, path: str) -> Any:
@@ -78,8 +110,12 @@ def module(trainer: Any, name: str) -> Any:
 # Between the Trainer's loops and its data.
 
 
-def hold_back_loader(trainer: Any, check: Callable[[Any], None]) -> None:
-    """Make the Trainer prepare its loader without opening it; `check` sees what the script gave."""
+@contextmanager
+def unopened_loader(trainer: Any, check: Callable[[Any], None]) -> Iterator[None]:
+    """Let the Trainer prepare its training loader without iterating it, until the context ends.
+
+    `check` is called with the loader that the script gave.
+    """
     source, combined = trainer.fit_loop._data_source, module(trainer, "utilities.combined_loader")
     original = source.dataloader
 
@@ -91,6 +127,10 @@ def hold_back_loader(trainer: Any, check: Callable[[Any], None]) -> None:
 
         def __next__(self) -> Any:
             raise StopIteration
+
+        def _state_dicts(self) -> list[Any]:
+            # The run has the place in the data, and some loaders draw when they are asked for theirs.
+            return []
 
         def __len__(self) -> int:
             found = len(self.flattened[0]) if _length(self.flattened[0]) is not None else float("inf")
@@ -104,6 +144,10 @@ def hold_back_loader(trainer: Any, check: Callable[[Any], None]) -> None:
         return Unopened(loader, "max_size_cycle")
 
     source.dataloader = dataloader
+    try:
+        yield
+    finally:
+        source.dataloader = original
 
 
 def _length(loader: Any) -> int | None:
@@ -113,8 +157,8 @@ def _length(loader: Any) -> int | None:
         return None
 
 
-def prepared(trainer: Any) -> tuple[Any, int | None]:
-    """Return the loader that the Trainer trains with, and how many batches of it make an epoch.
+def prepare_loader(trainer: Any) -> tuple[Any, int | None]:
+    """Let the Trainer prepare its loader; return that, and how many batches of it make an epoch.
 
     There is no loader if there is nothing to train.
     """
@@ -123,6 +167,12 @@ def prepared(trainer: Any) -> tuple[Any, int | None]:
     if combined is None or trainer.fit_loop.max_batches == 0:
         return None, None
     return combined.flattened[0], _length(combined)
+
+
+def optimizers(trainer: Any) -> list[Any]:
+    """Return the optimizers of the training, without the mock of a module that has none."""
+    mock = module(trainer, "core.optimizer")._MockOptimizer
+    return [one for one in trainer.optimizers if not isinstance(one, mock)]
 
 
 def takes_iterator(trainer: Any) -> bool:
@@ -136,22 +186,37 @@ def fetch_from(trainer: Any, fetcher: Any) -> None:
     trainer.fit_loop._data_fetcher = fetcher
 
 
-def wrap(trainer: Any, name: str, around: Callable[[Callable[[], None]], None]) -> Callable[[], None]:
-    """Call `around` with a method of the fit loop instead of the method; return what ends that."""
+@contextmanager
+def wrapped(trainer: Any, name: str, around: Callable[[Callable[[], None]], None]) -> Iterator[None]:
+    """Replace a method of the fit loop until the context ends: `around` is called with the method."""
     loop = trainer.fit_loop
     original = getattr(loop, name)
     setattr(loop, name, lambda: around(original))
-    return lambda: delattr(loop, name)
-
-
-@contextmanager
-def wrapped(trainer: Any, name: str, around: Callable[[Callable[[], None]], None]) -> Iterator[None]:
-    """Do so for as long as the context lasts."""
-    unwrap = wrap(trainer, name, around)
     try:
         yield
     finally:
-        unwrap()
+        delattr(loop, name)
+
+
+class Profiled:
+    """A data fetcher's functions that measure how long a batch takes to load; the epoch loop sets them."""
+
+    def __init__(self) -> None:
+        self._start_profiler: Callable[[], None] = _do_nothing
+        self._stop_profiler: Callable[[], None] = _do_nothing
+
+    @contextmanager
+    def profiled(self) -> Iterator[None]:
+        """Measure what is done in the context."""
+        self._start_profiler()
+        try:
+            yield
+        finally:
+            self._stop_profiler()
+
+
+def _do_nothing() -> None:
+    """Measure nothing, where the Trainer has no profiler."""
 
 
 def leave_signals(trainer: Any) -> None:
@@ -180,7 +245,7 @@ def read_progress(trainer: Any) -> dict[str, Any]:
     return {
         "epoch": fit.epoch_progress.state_dict(),
         "loops": fit.epoch_loop.state_dict(),
-        "should_stop": trainer.should_stop,
+        "should_stop": has_stopped_early(trainer),
         # A callback sets it as an epoch begins, and in mid-epoch that hook is not called again.
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
     }
@@ -197,6 +262,13 @@ def write_progress(trainer: Any, saved: Mapping[str, Any]) -> None:
     trainer.should_stop = saved["should_stop"]
 
 
+def has_stopped_early(trainer: Any) -> bool:
+    """Whether an EarlyStopping has stopped the training, which remembers that; other callbacks need not."""
+    kind = module(trainer, "callbacks").EarlyStopping
+    callbacks = [one for one in trainer.callbacks if isinstance(one, kind)]
+    return trainer.should_stop and any(one.stopped_epoch or one.stopping_reason.value for one in callbacks)
+
+
 def is_mid_epoch(progress: Mapping[str, Any]) -> bool:
     """Whether these counters are of a place in the middle of an epoch."""
     current = progress["epoch"]["current"]
@@ -211,6 +283,34 @@ def enter_mid_epoch(trainer: Any, *, is_entered: bool) -> None:
 def batches_done(trainer: Any) -> int:
     """Return how many batches of the epoch are done."""
     return int(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+
+
+# What Lightning's checkpoints hold.
+
+
+def version(trainer: Any) -> str:
+    """Return the version of the package that the Trainer is of."""
+    return str(import_module(type(trainer.fit_loop).__module__.partition(".loops")[0]).__version__)
+
+
+def loops(trainer: Any) -> dict[str, Any]:
+    """Return the states of the loops, as a checkpoint of Lightning has them."""
+    names = ("fit_loop", "validate_loop", "test_loop", "predict_loop")
+    return {name: getattr(trainer, name).state_dict() for name in names}
+
+
+def hyper_parameters(holder: Any) -> dict[str, Any]:
+    """Return the hyperparameters of a module or data module, as a checkpoint of Lightning has them."""
+    if not holder.hparams:
+        return {}
+    hparams = holder.hparams
+    is_plain = type(hparams).__module__.partition(".")[0] != "omegaconf"
+    found = {holder.CHECKPOINT_HYPER_PARAMS_KEY: dict(hparams) if is_plain else hparams}
+    if hasattr(holder, "_hparams_name"):
+        found[holder.CHECKPOINT_HYPER_PARAMS_NAME] = holder._hparams_name
+    if not is_plain:
+        found[holder.CHECKPOINT_HYPER_PARAMS_TYPE] = type(hparams)
+    return found
 
 
 # What was logged.
@@ -247,7 +347,14 @@ def _metrics(trainer: Any) -> list[tuple[str, Any]]:
 
 def _read_metric(metric: Any) -> dict[str, Any]:
     state = {name: getattr(metric, name) for name in metric._defaults}
+    state |= {name: value for name, value in vars(metric).items() if _is_accumulated(name, value)}
     return {"state": state, "updates": metric._update_count, "last": metric._forward_cache}
+
+
+def _is_accumulated(name: str, value: Any) -> bool:
+    # Wrappers such as MinMaxMetric and Running keep these beside their declared state.
+    is_tensor = isinstance(value, torch.Tensor) and not name.startswith("_")
+    return is_tensor or name == "_num_vals_seen"
 
 
 def _write_metric(metric: Any, saved: Mapping[str, Any]) -> None:
@@ -260,7 +367,7 @@ def _write_metric(metric: Any, saved: Mapping[str, Any]) -> None:
 def _read_result(result: Any) -> dict[str, Any]:
     meta = result.meta
     if meta.sync.group is not None:
-        raise UsageError(
+        raise Unsupported(
             f"self.log({meta.name!r}) was given sync_dist_group=, and a process group cannot be saved.",
             fix="log it without sync_dist_group.",
         )

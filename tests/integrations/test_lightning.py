@@ -17,12 +17,14 @@ from lightning.pytorch.callbacks import (  # noqa: E402
     LearningRateMonitor,
 )
 from lightning_training import STOPS, Case, Model, Stream, assert_same, loader  # noqa: E402
-from torchmetrics import MeanSquaredError  # noqa: E402
+from torchmetrics import MeanSquaredError, MinMaxMetric, RunningMean  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:.*num_workers"),
+    pytest.mark.filterwarnings("ignore:.*configure_optimizers` returned `None`"),
+    pytest.mark.filterwarnings("ignore:.*training_step` returned `None`"),
     pytest.mark.filterwarnings("ignore:.*smaller than the logging interval"),
 ]
 
@@ -96,6 +98,23 @@ class Measuring(Model):
         super().validation_step(batch, batch_idx)
 
 
+class Wrapping(Model):
+    """Metrics that wrap others, and keep values beside their declared state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.range, self.running = MinMaxMetric(MeanSquaredError()), RunningMean(4)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.range.update(self.net(batch.float())[:, 0].detach(), batch[:, 0].float())
+        found = self.range.compute()
+        self.log("least", found["min"])
+        self.log("most", found["max"])
+        self.log("running", self.running(loss.detach()))
+        return loss
+
+
 class DrawingInHooks(Model):
     """Random numbers, some of them logged, in every hook that runs at a resume too."""
 
@@ -117,6 +136,16 @@ class DrawingInHooks(Model):
     def on_validation_epoch_end(self) -> None:
         torch.rand(3)
         self.log("drawn", torch.rand(()))
+
+
+class WithoutOptimizer(Model):
+    """Batch norm alone is trained."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> None:
+        return None
 
 
 class Keeping(Model):
@@ -201,9 +230,11 @@ CASES = {
     "a schedule that looks at the metric in mid-epoch": Case(PlateauOfSteps),
     "a schedule as long as the training": Case(OneCycle),
     "metrics of torchmetrics": Case(Measuring),
+    "metrics of torchmetrics that wrap others": Case(Wrapping),
     "hooks that draw random numbers": Case(DrawingInHooks),
     "hooks that draw random numbers, and workers": Case(DrawingInHooks, lambda: loader(num_workers=2)),
     "hooks that draw random numbers, and a stream": Case(DrawingInHooks, lambda: loader_of(Stream())),
+    "a module without optimizers": Case(WithoutOptimizer),
     "a module that saves by its own hooks": Case(Keeping),
     "a data module with state": Case(datamodule=Data),
     "a callback with state": Case(callbacks=lambda: [Noise()]),

@@ -15,6 +15,8 @@ pl = pytest.importorskip("lightning.pytorch")
 
 from lightning_training import Stopped, assert_same  # noqa: E402
 
+from resumable import Run  # noqa: E402
+
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -23,9 +25,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists"),
     pytest.mark.filterwarnings("ignore:The dirpath has changed"),
 ]
-CHANGE = re.findall(
-    r"^```diff\n(.*?)^```", (DOCS / "integrations" / "lightning.md").read_text(), re.S | re.M
-)[0]
+PAGE = (DOCS / "integrations" / "lightning.md").read_text()
+CHANGE, BEST = (re.findall(rf"^```{kind}\n(.*?)^```", PAGE, re.S | re.M)[0] for kind in ("diff", "py"))
 
 
 def side(sign: str) -> str:
@@ -68,3 +69,20 @@ def test_the_script_of_the_page_is_stopped_twice_and_ends_with_the_same_bits(
             trained(ours, stop)
 
     assert_same(trained(ours), plain)
+
+
+def test_the_page_loads_the_best_weights_after_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ours = side("-").replace('every="10 min"', 'every=3, maximize="train_loss", keep=None')
+
+    weights = trained(f"{ours}\n{BEST}")
+    checkpoints = [one.about for one in Run("runs/exp").checkpoints()]
+    values = {one.number: one.metrics["train_loss"] for one in checkpoints if one.metrics}
+    best = max(values, key=lambda number: (values[number], -number))
+
+    assert best != checkpoints[-1].number
+    by_number = BEST.replace("runs/exp/best", str(Run("runs/exp").open(best).path))
+    assert_same(weights, trained(f"{ours}\n{by_number}"))
+    assert not torch.equal(weights["encoder.0.weight"], trained(ours)["encoder.0.weight"])

@@ -34,7 +34,7 @@ from lightning_training import (  # noqa: E402
     loader,
 )
 
-from resumable import Preempted, ResumableWarning, Run, UsageError  # noqa: E402
+from resumable import Preempted, ResumableWarning, Run, Unsupported, UsageError  # noqa: E402
 from resumable.integrations import lightning_trainer  # noqa: E402
 from resumable.integrations.lightning import Resumable  # noqa: E402
 
@@ -94,6 +94,64 @@ def test_a_training_that_was_stopped_early_stays_stopped(run_dir: Path) -> None:
     assert_same(case.resumed(run_dir), plain)
     assert_same(case.fit(Resumable(run_dir))["weights"], plain["weights"])
     assert not case.model.seen
+
+
+class Wall(pl.Callback):  # type: ignore[misc]
+    """Asks the Trainer to stop after so many batches, as a callback does that looks at the time."""
+
+    def __init__(self, batches: int) -> None:
+        self._left = batches
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self._left -= 1
+        trainer.should_stop = trainer.should_stop or self._left == 0
+
+
+@pytest.mark.parametrize("stops", [(3, 2, 4), (6, 1, 5), (2, 12)])
+def test_a_training_that_a_callback_has_stopped_continues_at_the_next_start(
+    stops: tuple[int, ...], run_dir: Path
+) -> None:
+    case = Case(limit_val_batches=0)
+    plain = case.plain()
+
+    for batches in stops:
+        case.fit(Resumable(run_dir), Wall(batches))
+        assert len(case.model.seen) == batches
+
+    assert_same({**case.fit(Resumable(run_dir)), "lines": 0, "seen": 0}, {**plain, "lines": 0, "seen": 0})
+
+
+def test_a_validation_at_such_a_stop_leaves_the_place_in_the_epoch(run_dir: Path) -> None:
+    case = Case(val_check_interval=1.0, max_epochs=2)
+
+    case.fit(Resumable(run_dir, minimize="val"), Wall(4))
+
+    assert [one.step for one in saved(run_dir)] == [4]
+    case.fit(Resumable(run_dir, minimize="val"))
+    assert sorted(case.model.seen)[0] == (0, 4)
+    assert saved(run_dir)[-1].step == 2 * BATCHES
+
+
+def test_a_training_stopped_early_in_mid_epoch_stays_stopped(run_dir: Path) -> None:
+    def stopping() -> list[Any]:
+        return [EarlyStopping("val", patience=0, min_delta=9)]
+
+    case = Case(callbacks=stopping, max_epochs=9, val_check_interval=2, stops=())
+    case.resumed(run_dir)
+    case.fit(Resumable(run_dir))
+
+    assert not case.model.seen
+
+
+def test_another_window_of_gradients_in_mid_epoch_is_named(run_dir: Path) -> None:
+    with pytest.raises(Stopped):
+        Case(accumulate_grad_batches=4).fit(Resumable(run_dir, every=1), StopIn("on_train_batch_end", 5))
+    case = Case(accumulate_grad_batches=3)
+
+    with pytest.warns(ResumableWarning, match="of accumulate_grad_batches=4, and the script now has 3"):
+        case.fit(Resumable(run_dir))
+
+    assert case.trainer.accumulate_grad_batches == 3
 
 
 def test_model_checkpoint_keeps_the_same_files_beside_it(run_dir: Path, tmp_path: Path) -> None:
@@ -190,14 +248,20 @@ REFUSED = {
     "LearningRateFinder": Case(callbacks=lambda: [LearningRateFinder()]),
     "BaseFinetuning": Case(Pretrained, callbacks=lambda: [BackboneFinetuning()]),
     "StochasticWeightAveraging": Case(callbacks=lambda: [StochasticWeightAveraging(0.1)]),
-    "two callbacks": Case(callbacks=lambda: [Resumable("elsewhere")]),
 }
 
 
 @pytest.mark.parametrize("why", REFUSED)
 def test_what_is_not_exact_is_refused_by_name(why: str, run_dir: Path) -> None:
-    with pytest.raises(UsageError, match=why):
+    with pytest.raises(Unsupported, match=why):
         REFUSED[why].fit(Resumable(run_dir))
+
+    assert not run_dir.exists()
+
+
+def test_two_of_these_callbacks_are_refused(run_dir: Path) -> None:
+    with pytest.raises(UsageError, match="two callbacks"):
+        Case(callbacks=lambda: [Resumable("elsewhere")]).fit(Resumable(run_dir))
 
     assert not run_dir.exists()
 
@@ -211,7 +275,7 @@ def test_a_strategy_that_splits_the_model_is_refused_by_name(run_dir: Path) -> N
     class FSDPStrategy(pl.strategies.SingleDeviceStrategy):
         pass
 
-    with pytest.raises(UsageError, match="FSDPStrategy"):
+    with pytest.raises(Unsupported, match="FSDPStrategy"):
         Case(strategy=FSDPStrategy("cpu")).fit(Resumable(run_dir))
 
 
@@ -242,10 +306,20 @@ def test_this_release_has_the_private_names_in_use() -> None:
     assert not lightning_trainer.missing(pl.Trainer(logger=False, enable_checkpointing=False))
 
 
-def test_a_private_name_that_a_release_lacks_is_named(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lightning_trainer, "PRIVATE", ("fit_loop._gone",))
+@pytest.mark.parametrize(
+    ("where", "names", "gone"),
+    [
+        ("PRIVATE", ("fit_loop._gone",), r"fit_loop\._gone"),
+        ("PRIVATE_OF_MODULES", ("loops.fetchers._Gone",), r"loops\.fetchers\._Gone"),
+        ("PRIVATE_OF_OBJECTS", {"Metric": ("_gone",)}, r"Metric\._gone"),
+    ],
+)
+def test_a_private_name_that_a_release_lacks_is_named(
+    where: str, names: Any, gone: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lightning_trainer, where, names)
 
-    with pytest.raises(UsageError, match=r"lacks .*fit_loop\._gone"):
+    with pytest.raises(Unsupported, match=f"lacks .*{gone}"):
         Case().fit(Resumable(run_dir))
 
 

@@ -36,11 +36,23 @@ class SignalAfter(pl.Callback):
             os.kill(os.getpid(), self._number)
 
 
+class Reducing(pl.Callback):
+    """Waits for the other ranks where it saves, as Lightning lets it: it calls the hook on each rank."""
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Add the sum over the ranks."""
+        checkpoint["ranks"] = trainer.strategy.reduce(torch.ones(()), reduce_op="sum")
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Check the sum."""
+        assert checkpoint["ranks"] == trainer.world_size
+
+
 def main(run: str, batch: str, name: str) -> None:
     """Train, and print what each rank ends with."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    callbacks: list[Any] = [SignalAfter(int(batch), signal.Signals[name])]
+    callbacks: list[Any] = [SignalAfter(int(batch), signal.Signals[name]), Reducing()]
     if run != "none":
         callbacks.append(Resumable(run, every=1, minimize="val", timeout=20))
     case = Case(
