@@ -91,7 +91,9 @@ class Progress:
     def begin(self) -> None:
         """Restore the progress, as the training begins."""
         attributes = vars(self._trainer).items()
-        self._at_begin = {name: _Begun(value) for name, value in attributes if _is_plain(value)}
+        self._at_begin = {
+            name: _Begun(value) for name, value in attributes if _is_large(value) or _is_plain(value)
+        }
         if self._saved is None:
             return
         state = self._trainer.state
@@ -161,7 +163,7 @@ class _Begun:
     """An attribute as the training began."""
 
     def __init__(self, value: Any) -> None:
-        self._is_large = _count(value, _LARGE) >= _LARGE
+        self._is_large = _is_large(value)
         # To copy and compare a data set would stop the training at each save.
         self._value = value if self._is_large else copy.deepcopy(value)
         self._length = len(value) if self._is_large else 0
@@ -171,6 +173,10 @@ class _Begun:
         if self._is_large:
             return value is self._value and len(value) == self._length
         return _is_same(self._value, value)
+
+
+def _is_large(value: Any) -> bool:
+    return _count(value, _LARGE) >= _LARGE
 
 
 def _count(value: Any, limit: int) -> int:

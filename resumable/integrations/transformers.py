@@ -213,6 +213,9 @@ class _Resumed:
         """Save the end of the training, and let Trainer finish."""
         if self._epochs is not None:
             self._save_end()
+        else:
+            # No step is left: the loop ends at once, with the generators as the training left them.
+            next(self.state.steps(self.state.step), None)
         state = self._trainer.state
         is_ours = self.state.best is not None and state.best_model_checkpoint is None
         if self._trainer.args.load_best_model_at_end and is_ours:

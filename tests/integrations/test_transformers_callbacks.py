@@ -21,7 +21,7 @@ import resumed_trainer as resumed
 import tiny_trainer as tiny
 from resumed_trainer import assert_same, stopped, trained
 from tiny_trainer import Noisy
-from transformers import Trainer, TrainerCallback
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
 from resumable.integrations import trainer_refusals, transformers
 from resumable.integrations.transformers import resume
@@ -138,6 +138,19 @@ def test_more_steps_continue_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     assert [longer[name] for name in ("weights", "optimizer", "torch")] == [
         alone[name] for name in ("weights", "optimizer", "torch")
     ]
+
+
+def test_more_patience_continues_a_training_that_was_stopped_early(tmp_path: Path) -> None:
+    def make(patience: int) -> Any:
+        goal = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss"}
+        given = {"eval_dataset": Noisy(6), "callbacks": [EarlyStoppingCallback(patience)], **goal}
+        return tiny.make(tmp_path, learning_rate=0.5, num_train_epochs=9, **given)
+
+    alone = trained(make(9))
+    early = stopped(lambda: make(2), tmp_path / "run", 2)
+    assert early.state.global_step < alone.state.global_step
+
+    assert tiny.result(stopped(lambda: make(9), tmp_path / "run", 2)) == tiny.result(alone)
 
 
 def test_another_window_is_refused_in_mid_epoch(tmp_path: Path) -> None:
