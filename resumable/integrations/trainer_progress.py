@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from transformers import EarlyStoppingCallback
 from transformers.trainer_callback import ExportableState
 
 _STATE = (
@@ -21,6 +23,8 @@ _STATE = (
     "best_model_checkpoint",
 )
 """What a TrainerState counts; its other fields follow from the arguments."""
+_LARGE = 10_000
+"""How many values make an attribute data: it has changed if it is another object, or of another length."""
 
 
 class Progress:
@@ -30,7 +34,7 @@ class Progress:
         self._trainer = trainer
         self._saved: Mapping[str, Any] | None = None
         self._counters: Mapping[str, Any] = {}
-        self._at_begin: dict[str, Any] | None = None
+        self._at_begin: dict[str, _Begun] | None = None
         """The trainer's plain attributes as the training began, before anything was restored."""
         self.epochs_done = 0
         self.has_trained = False
@@ -49,6 +53,7 @@ class Progress:
         return {
             "epochs_done": self.epochs_done,
             "max_steps": state.max_steps,
+            "window": self._trainer.args.gradient_accumulation_steps,
             "last_step": [_number(value) for value in self._last],
             "state": {name: _stored(getattr(state, name)) for name in _STATE},
             "callbacks": [[type(one).__name__, one.state()] for one in self._stateful()],
@@ -60,26 +65,41 @@ class Progress:
         self.epochs_done = saved["epochs_done"]
         self._last = tuple(saved["last_step"])
 
+    @property
+    def saved_window(self) -> int | None:
+        """The number of batches of a step, as the checkpoint was made."""
+        return None if self._saved is None else self._saved["window"]
+
     def is_finished(self, max_steps: int) -> bool:
-        """Whether no step is left, or the training was stopped before the last."""
+        """Whether no step is left, or an EarlyStoppingCallback has stopped the training before the last."""
         if self._saved is None:
             return False
         done: int = self._saved["state"]["global_step"]
-        is_stopped: bool = self._control()["should_training_stop"] and done < self._saved["max_steps"]
-        return done >= max_steps or is_stopped
+        return done >= max_steps or (self._is_stopped_early() and done < self._saved["max_steps"])
 
-    def _control(self) -> dict[str, Any]:
+    def _is_stopped_early(self) -> bool:
+        """Whether an EarlyStoppingCallback has no patience left; what else stops a training may pass."""
         assert self._saved
-        states = dict(map(tuple, self._saved["callbacks"]))
-        found: dict[str, Any] = states[type(self._trainer.control).__name__]["args"]
-        return found
+        saved = dict(map(tuple, self._saved["callbacks"]))
+        if not saved[type(self._trainer.control).__name__]["args"]["should_training_stop"]:
+            return False
+        early = [one for one in self._stateful() if isinstance(one, EarlyStoppingCallback)]
+        states = [(one, saved[type(one).__name__]) for one in early if type(one).__name__ in saved]
+        counter = "early_stopping_patience_counter"
+        return any(state["attributes"][counter] >= one.early_stopping_patience for one, state in states)
 
     def begin(self) -> None:
         """Restore the progress, as the training begins."""
-        self._at_begin = {name: copy.deepcopy(value) for name, value in _plain(self._trainer).items()}
+        attributes = vars(self._trainer).items()
+        self._at_begin = {
+            name: _Begun(value) for name, value in attributes if _is_large(value) or _is_plain(value)
+        }
         if self._saved is None:
             return
-        vars(self._trainer.state).update(copy.deepcopy(dict(self._saved["state"])))
+        state = self._trainer.state
+        vars(state).update(copy.deepcopy(dict(self._saved["state"])))
+        if state.best_model_checkpoint and not os.path.isdir(state.best_model_checkpoint):
+            state.best_model_checkpoint = None
         _restore_callbacks(self._stateful(), self._saved["callbacks"])
         if not self.is_finished(self._trainer.state.max_steps):
             self._trainer.control.should_training_stop = False
@@ -98,8 +118,8 @@ class Progress:
         begun = self._at_begin
         return {
             name: _stored(value)
-            for name, value in _plain(self._trainer).items()
-            if name not in begun or not _is_same(begun[name], value)
+            for name, value in vars(self._trainer).items()
+            if not (name in begun and begun[name].is_same(value)) and _is_plain(value)
         }
 
     def load_counters(self, saved: Mapping[str, Any]) -> None:
@@ -139,8 +159,36 @@ def _restore_callbacks(live: list[Any], saved: list[Any]) -> None:
             vars(one).update(copy.deepcopy(dict(given)))
 
 
-def _plain(trainer: Any) -> dict[str, Any]:
-    return {name: value for name, value in vars(trainer).items() if _is_plain(value)}
+class _Begun:
+    """An attribute as the training began."""
+
+    def __init__(self, value: Any) -> None:
+        self._is_large = _is_large(value)
+        # To copy and compare a data set would stop the training at each save.
+        self._value = value if self._is_large else copy.deepcopy(value)
+        self._length = len(value) if self._is_large else 0
+
+    def is_same(self, value: Any) -> bool:
+        """Whether the attribute has not changed."""
+        if self._is_large:
+            return value is self._value and len(value) == self._length
+        return _is_same(self._value, value)
+
+
+def _is_large(value: Any) -> bool:
+    return _count(value, _LARGE) >= _LARGE
+
+
+def _count(value: Any, limit: int) -> int:
+    """Return how many values it is made of, or the limit if that is less."""
+    if not isinstance(value, (dict, list, tuple)):
+        return 1
+    found = len(value)
+    for one in value.values() if isinstance(value, dict) else value:
+        if found >= limit:
+            return limit
+        found += _count(one, limit - found) - 1
+    return found
 
 
 def _is_plain(value: Any) -> bool:
@@ -163,11 +211,11 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _stored(value: Any) -> Any:
-    """Return a copy without the classes of dicts."""
+    """Return a copy of plain dicts, lists and tuples."""
     if isinstance(value, dict):
         return {key: _stored(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(map(_stored, value))
+        return (tuple if isinstance(value, tuple) else list)(map(_stored, value))
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
@@ -178,6 +226,8 @@ def _merged(live: Any, saved: Any) -> Any:
         live.clear()
         live.update(merged)
         return live
+    if isinstance(live, tuple) and hasattr(live, "_fields") and len(live) == len(saved):
+        return type(live)(*map(_merged, live, saved))
     if isinstance(live, torch.Tensor) and isinstance(saved, torch.Tensor):
         return saved.to(live.device).clone()
     return copy.deepcopy(saved)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,63 +16,23 @@ from resumable.run.manifest import Goal
 
 pytest.importorskip("transformers")
 
-import accelerate
 import gloo
+import resumed_trainer as resumed
 import tiny_trainer as tiny
-from tiny_trainer import Noisy, Stopped
+from resumed_trainer import assert_same, stopped, trained
+from tiny_trainer import Noisy
 from transformers import EarlyStoppingCallback, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 
+from resumable.integrations import trainer_refusals
 from resumable.integrations import transformers as ours
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-]
+pytestmark = resumed.MARKS
+offline = resumed.offline
 BATCHES, WINDOW = 11, 4
-
-
-@pytest.fixture(autouse=True)
-def _offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    yield
-    accelerate.state.AcceleratorState._reset_state(True)
-    accelerate.state.GradientState._reset_state()
-
-
-def trained(trainer: Any, stop: int | None = None) -> Any:
-    """Train, until an exception stops the process after some steps if that is wanted."""
-    hook = tiny.kill_after_steps(stop) if stop else None
-    try:
-        trainer.train()
-    except Stopped:
-        assert stop
-    finally:
-        if hook:
-            hook.remove()
-    return trainer
 
 
 def left_alone(make: Callable[[], Any]) -> dict[str, Any]:
     return tiny.result(trained(make()))
-
-
-def stopped(make: Callable[[], Any], run: Path, *stops: int, **options: Any) -> Any:
-    """Return the Trainer that has trained to the end, after others that were stopped after some steps."""
-    for stop in (*stops, None):
-        trainer = make()
-        ours.resume(trainer, run, **{"every": 1, **options})
-        trained(trainer, stop)
-    return trainer
-
-
-def assert_same(make: Callable[[], Any], run: Path, *stops: int, **options: Any) -> Any:
-    alone = left_alone(make)
-    trainer = stopped(make, run, *stops, **options)
-    assert tiny.result(trainer) == alone
-    for checkpoint in Run(run).checkpoints():
-        checkpoint.verify()
-    return trainer
 
 
 class Lengths(Noisy):
@@ -145,9 +106,8 @@ def test_a_trainer_that_is_stopped_ends_with_the_same_bits(case: str, tmp_path: 
     assert_same(lambda: tiny.make(tmp_path, **changed()), tmp_path / "run", *stops)
 
 
-@pytest.mark.parametrize("kind", [Seq2SeqTrainer])
-def test_a_trainer_that_derives_from_it_is_continued(kind: Any, tmp_path: Path) -> None:
-    given = {"kind": kind, "args_class": Seq2SeqTrainingArguments}
+def test_a_trainer_that_derives_from_it_is_continued(tmp_path: Path) -> None:
+    given = {"kind": Seq2SeqTrainer, "args_class": Seq2SeqTrainingArguments}
 
     assert_same(lambda: tiny.make(tmp_path, **given), tmp_path / "run", 2, 3)
 
@@ -161,14 +121,14 @@ def test_a_complete_training_that_is_started_again_makes_no_step(case: str, tmp_
     def make() -> Any:
         return tiny.make(tmp_path, **CASES[case][0]())
 
-    done = assert_same(make, tmp_path / "run", every=None)
+    done = tiny.result(assert_same(make, tmp_path / "run", every=None))
 
     again = make()
     ours.resume(again, tmp_path / "run")
     again.training_step = None
     again.train()
 
-    assert tiny.result(again) == tiny.result(done)
+    assert tiny.result(again) == done
 
 
 class Unprepared(Trainer):
@@ -305,6 +265,8 @@ def test_trainer_has_all_that_is_private_and_used() -> None:
     needed = [*ours._WRAPPED, "_load_rng_state"]
     assert [name for name in needed if not hasattr(Trainer, name)] == []
     assert hasattr(trainer, ours._SKIPS)
+    taken = inspect.signature(Trainer._run_epoch).parameters
+    assert [name for name in trainer_refusals.EPOCH_ARGUMENTS if name not in taken] == []
     assert hasattr(trainer_callback, "ExportableState")
     # These are set to zero before on_train_begin, and are plain attributes.
     sums = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step")

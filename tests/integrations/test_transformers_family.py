@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,10 @@ import torch
 
 pytest.importorskip("transformers")
 
-import accelerate
+import resumed_trainer as resumed
 import tiny_trainer as tiny
-from tiny_trainer import Noisy, Stopped
-
-from resumable.integrations.transformers import resume
+from resumed_trainer import LETTERS, assert_same
+from tiny_trainer import Noisy
 
 # What these packages say of themselves, and of each other.
 pytestmark = [
@@ -25,31 +23,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
     pytest.mark.filterwarnings("error::resumable.ResumableWarning"),
 ]
-LETTERS = "abcdefghijklmn"
-
-
-@pytest.fixture(autouse=True)
-def _offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    yield
-    accelerate.state.AcceleratorState._reset_state(True)
-    accelerate.state.GradientState._reset_state()
-
-
-def assert_same(make: Callable[[], Any], run: Path, *stops: int) -> None:
-    alone = make()
-    alone.train()
-    expected = tiny.result(alone)
-    for stop in (*stops, 0):
-        trainer = make()
-        resume(trainer, run, every=1)
-        hook = tiny.kill_after_steps(stop)
-        try:
-            trainer.train()
-        except Stopped:
-            assert stop
-        hook.remove()
-    assert tiny.result(trainer) == expected
+offline = resumed.offline
 
 
 def test_adapters_are_continued_and_the_best_loaded(tmp_path: Path) -> None:
@@ -64,17 +38,6 @@ def test_adapters_are_continued_and_the_best_loaded(tmp_path: Path) -> None:
         return tiny.make(tmp_path, **given, **best)
 
     assert_same(make, tmp_path / "run", 2, 2, 3)
-
-
-def tokenizer() -> Any:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = {word: number for number, word in enumerate(["<pad>", "<eos>", "<unk>", *LETTERS])}
-    made = Tokenizer(models.WordLevel(words, "<unk>"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    names = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
-    return PreTrainedTokenizerFast(tokenizer_object=made, **names)
 
 
 def test_trls_sft_trainer_is_continued_with_its_own_counters(tmp_path: Path) -> None:
@@ -101,6 +64,6 @@ def test_trls_sft_trainer_is_continued_with_its_own_counters(tmp_path: Path) -> 
         )
         torch.manual_seed(0)
         given = {"train_dataset": dataset, "eval_dataset": dataset.select(range(4))}
-        return trl.SFTTrainer(tiny.model(), args, processing_class=tokenizer(), **given)
+        return trl.SFTTrainer(tiny.model(), args, processing_class=resumed.tokenizer(), **given)
 
     assert_same(make, tmp_path / "run", 2, 2, 3)
