@@ -106,7 +106,8 @@ class _Indices:
             self._ahead.extend(ahead)
 
     def __next__(self) -> Any:
-        self.start()
+        if self._start is not None:
+            self.start()
         if self._ahead:
             return self._order.placed(self._ahead.popleft())
         if self._inner is None:
@@ -277,7 +278,7 @@ class Order:
 
     def _skip(self, inner: Iterator[Any], count: int) -> None:
         while self.pulled < count:
-            if (indices := self._next_of(inner)) is _END:
+            if (indices := self._ask(inner)) is _END:
                 raise EpochTooShort(self.pulled)
             self._numbered(indices)
         self.skipped = self._samples
@@ -299,7 +300,10 @@ class Order:
 
     def pull(self, inner: Iterator[Any]) -> Any:
         """Return the indices of the next batch; StopIteration if there is none."""
-        indices = self._next_of(inner)
+        # After the first two batches most samplers show nothing new.
+        is_plain = self.pulled > 1 and self._seeded_epoch is None
+        is_plain = is_plain and (self._is_stream or not self._may_draw_late)
+        indices = next(inner, _END) if is_plain else self._ask(inner)
         if indices is _END:
             # A sampler may draw again as it ends.
             self._has_ended = True
@@ -309,12 +313,6 @@ class Order:
         self.on_its_way.append(pulled)
         self.sent = pulled.number
         return pulled.indices if self._seeded_epoch is None else self.placed(pulled)
-
-    def _next_of(self, inner: Iterator[Any]) -> Any:
-        # After the first two batches most samplers show nothing new.
-        is_plain = self.pulled > 1 and self._seeded_epoch is None
-        is_plain = is_plain and (self._is_stream or not self._may_draw_late)
-        return next(inner, _END) if is_plain else self._ask(inner)
 
     def _ask(self, inner: Iterator[Any]) -> Any:
         """Ask the sampler for a batch, and look for counters that this changes in it."""
