@@ -40,7 +40,8 @@ def both(rank: int, folder: Path, stops: list[Stop], maker: str, options: Any) -
 
 @pytest.mark.parametrize("stops", [[2, 4], [], [5, 7, 11], ["epoch 0", 13]], ids=str)
 @pytest.mark.parametrize("setup", SETUPS)
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
+@pytest.mark.sampled(3)
 def test_two_processes_end_with_the_bits_of_the_plain_script(
     setup: str, stops: list[Stop], tmp_path: Path
 ) -> None:
