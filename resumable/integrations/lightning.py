@@ -79,10 +79,9 @@ class Resumable(_Callback):
             return
         _refuse_late(trainer)
         loops = Loops(trainer, length, self._options.get("maximize") or self._options.get("minimize"))
-        self.state = self._load(trainer, loader, loops)
-        with self.state:
+        with self._load(trainer, loader, loops) as self.state:
             _refuse_used(trainer, self.state)
-            self._follow(trainer, run, loops)
+            self._follow(trainer, self.state, run, loops)
 
     def _load(self, trainer: Any, loader: Any, loops: Loops) -> RunState:
         return RunState.load(
@@ -95,10 +94,10 @@ class Resumable(_Callback):
             **self._options,
         )
 
-    def _follow(self, trainer: Any, run: Callable[[], None], loops: Loops) -> None:
+    def _follow(self, trainer: Any, state: RunState, run: Callable[[], None], loops: Loops) -> None:
         if "SIGTERM" in self._options.get("save_on", options.SAVE_ON):
             inside.leave_signals(trainer)
-        loops.begin(self.state)  # type: ignore[arg-type]
+        loops.begin(state)
         self._loops = loops
         try:
             with (

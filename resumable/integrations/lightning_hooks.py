@@ -111,7 +111,7 @@ def _is_same(now: Any, then: Any) -> bool:
 def _merged(tree: Mapping[Any, Any], added: Mapping[Any, Any]) -> dict[Any, Any]:
     merged = dict(tree)
     for key, value in added.items():
-        there = merged.get(key)
+        there: Any = merged.get(key)
         is_inner = isinstance(value, Mapping) and isinstance(there, Mapping)
-        merged[key] = _merged(there, value) if is_inner else value  # type: ignore[arg-type]
+        merged[key] = _merged(there, value) if is_inner else value
     return merged

@@ -28,7 +28,7 @@ class Loops:
         self._window = trainer.accumulate_grad_batches
         """`accumulate_grad_batches` of the script; a callback may change it from epoch to epoch."""
         self._state: RunState
-        self._epochs: Iterator[int]
+        self._epochs: Any
         self._fetcher: Fetcher
         self._is_entered = self._has_batches = False
         self._restored: Mapping[str, Any] | None = None
@@ -140,7 +140,7 @@ class Loops:
         """Leave the loops after the training."""
         self.enter_epoch()
         self._fetcher.close()
-        self._epochs.close()  # type: ignore[attr-defined]
+        self._epochs.close()
 
     def _save(self) -> None:
         metrics = dict(self._trainer.callback_metrics)

@@ -116,10 +116,11 @@ def unopened_loader(trainer: Any, check: Callable[[Any], None]) -> Iterator[None
 
     `check` is called with the loader that the script gave.
     """
-    source, combined = trainer.fit_loop._data_source, module(trainer, "utilities.combined_loader")
+    source = trainer.fit_loop._data_source
+    combined: Any = module(trainer, "utilities.combined_loader").CombinedLoader
     original = source.dataloader
 
-    class Unopened(combined.CombinedLoader):  # type: ignore[name-defined]
+    class Unopened(combined):
         """A loader whose batches are not loaded here."""
 
         def __iter__(self) -> Any:

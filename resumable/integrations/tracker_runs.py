@@ -75,14 +75,6 @@ class Place(ABC):
     def end(self) -> None:
         """Close the tracker's run."""
 
-    def _name(self) -> str:
-        return self._curves.run or self._run_id
-
-    def _new_name(self, step: int) -> str:
-        name = f"{self._run_id}-{self._curves.next_number()}"
-        self._curves.branch(step, name)
-        return name
-
 
 def _is_same(known: float, value: float) -> bool:
     return known == value or (math.isnan(known) and math.isnan(value))
@@ -129,16 +121,33 @@ def _wait_to_follow(files: Iterable[Path], patience: int = 5) -> None:
         time.sleep(0.01)
 
 
-class _Wandb(Place):
+class _Named(Place):
+    """A run whose name is chosen here."""
+
+    def begin(self, step: int) -> None:
+        self._begin(self._curves.run or self._run_id)
+
+    def begin_branch(self, step: int) -> None:
+        name = f"{self._run_id}-{self._curves.next_number()}"
+        self._curves.branch(step, name)
+        self._begin(name)
+
+    @abstractmethod
+    def _begin(self, name: str) -> None:
+        """Open the run of this name, and log what it lacks."""
+
+    def _send(self, rows: list[Row]) -> None:
+        for step, values in rows:
+            self.run.log(values, step=step)
+
+    def end(self) -> None:
+        self.run.finish()
+
+
+class _Wandb(_Named):
     """A run of W&B: offline, each start makes a folder of its own, which gets the whole curve."""
 
     ours = frozenset({"id", "resume"})
-
-    def begin(self, step: int) -> None:
-        self._begin(self._name())
-
-    def begin_branch(self, step: int) -> None:
-        self._begin(self._new_name(step))
 
     def _begin(self, name: str) -> None:
         import wandb
@@ -149,13 +158,6 @@ class _Wandb(Place):
         sent = self._curves.all_of(name, unnamed=self._run_id)
         self._know((key, at, value) for at, row in sent if at < first for key, value in row.items())
         self._log_again()
-
-    def _send(self, rows: list[Row]) -> None:
-        for step, values in rows:
-            self.run.log(values, step=step)
-
-    def end(self) -> None:
-        self.run.finish()
 
 
 class _Mlflow(Place):
@@ -203,16 +205,10 @@ class _Mlflow(Place):
             self._client.set_terminated(self._id)
 
 
-class _Trackio(Place):
+class _Trackio(_Named):
     """A run in Trackio's local database, which can forget nothing: it gets what it lacks."""
 
     ours = frozenset({"name", "resume"})
-
-    def begin(self, step: int) -> None:
-        self._begin(self._name())
-
-    def begin_branch(self, step: int) -> None:
-        self._begin(self._new_name(step))
 
     def _begin(self, name: str) -> None:
         import trackio
@@ -221,13 +217,6 @@ class _Trackio(Place):
         self.run = trackio.init(**given)
         self._know(_logged_in_trackio(self.run))
         self._log_again()
-
-    def _send(self, rows: list[Row]) -> None:
-        for step, values in rows:
-            self.run.log(values, step=step)
-
-    def end(self) -> None:
-        self.run.finish()
 
 
 def _logged_in_trackio(run: Any) -> list[tuple[str, int, float]]:

@@ -52,9 +52,10 @@ def count(loader: DataLoader[Any]) -> int:
         if isinstance(number := getattr(sampler, "num_replicas", None), int):
             return number
     # Accelerate's shard batches, or a stream.
-    for shard in (loader.batch_sampler, loader.dataset):
+    shards: tuple[Any, ...] = (loader.batch_sampler, loader.dataset)
+    for shard in shards:
         if type(shard).__name__ in ("BatchSamplerShard", "IterableDatasetShard"):
-            return int(shard.num_processes)  # type: ignore[union-attr]
+            return int(shard.num_processes)
     return 1
 
 
