@@ -6,11 +6,12 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Generic, Protocol, overload
 
 import torch
+from typing_extensions import TypeVar
 
 from . import options
 from .errors import Preempted, RemoteError, UsageError, warn
@@ -28,8 +29,22 @@ from .session.session import Session, told
 from .views import report
 from .views.report import Report
 
+B = TypeVar("B", default=Any)
+"""What a batch is."""
+C = TypeVar("C")
 
-class RunState:
+
+class Stateful(Protocol):
+    """What has `state_dict` and `load_state_dict`."""
+
+    def state_dict(self) -> Any:
+        """Return the state."""
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Take over a state."""
+
+
+class RunState(Generic[B]):
     """A whole training as one object. `RunState.load(...)` makes it.
 
     >>> model = torch.nn.Linear(2, 1)
@@ -59,12 +74,12 @@ class RunState:
         cls,
         run_dir: str | os.PathLike[str],
         *,
-        model: Any = None,
-        optimizer: Any = None,
-        scheduler: Any = None,
-        scaler: Any = None,
-        loader: Any = None,
-        extra: dict[str, Any] | None = None,
+        model: torch.nn.Module | Mapping[str, torch.nn.Module] | None = None,
+        optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None = None,
+        scheduler: Stateful | Mapping[str, Stateful] | None = None,
+        scaler: Stateful | Mapping[str, Stateful] | None = None,
+        loader: Iterable[B] | Mapping[str, Iterable[Any]] | None = None,
+        extra: Mapping[str, Any] | None = None,
         maximize: str | None = None,
         minimize: str | None = None,
         keep: Keep = 3,
@@ -79,7 +94,7 @@ class RunState:
         trace: str | os.PathLike[str] | Trace | None = None,
         sample_seeds: bool = False,
         progress: bool | None = None,
-    ) -> RunState:
+    ) -> RunState[B]:
         """Resume from the newest intact checkpoint, or start fresh; print one line that says which.
 
         The environment variables RESUMABLE_RUN_DIR, RESUMABLE_RESUME, RESUMABLE_REMOTE and RESUMABLE_TRACE
@@ -243,13 +258,40 @@ class RunState:
         """Loop over the epochs that remain of `total`, which includes those done before a resume."""
         return self._loops.epochs(total)
 
+    @overload
+    def batches(
+        self,
+        loader: None = None,
+        *,
+        device: str | int | torch.device | None = None,
+        through: Through | None = None,
+    ) -> Batches[B]: ...
+
+    @overload
+    def batches(
+        self,
+        loader: str,
+        *,
+        device: str | int | torch.device | None = None,
+        through: Through | None = None,
+    ) -> Batches[Any]: ...
+
+    @overload
+    def batches(
+        self,
+        loader: Iterable[C] | Callable[[], Iterator[C]],
+        *,
+        device: str | int | torch.device | None = None,
+        through: Through | None = None,
+    ) -> Batches[C]: ...
+
     def batches(
         self,
         loader: Any = None,
         *,
         device: str | int | torch.device | None = None,
         through: Through | None = None,
-    ) -> Batches:
+    ) -> Batches[Any]:
         """Loop over the batches that remain of this epoch.
 
         `loader`: one of several loaders, or its name; also an iterable, or a function that returns an
@@ -268,7 +310,7 @@ class RunState:
         device: str | int | torch.device | None = None,
         through: Through | None = None,
         start: int = 0,
-    ) -> Enumerated:
+    ) -> Enumerated[Any]:
         """Loop over the batches that remain of this epoch, each with its index in the epoch.
 
         Unlike that of `enumerate(state.batches())`, the index is right after a resume in mid-epoch too.
@@ -446,7 +488,7 @@ the batches since are left out (1 of 3 times)
         """
         self._session.close()
 
-    def __enter__(self) -> RunState:
+    def __enter__(self) -> RunState[B]:
         return self
 
     def __exit__(
