@@ -25,6 +25,8 @@ from resumable import ResumableError
 from resumable.cli import app
 
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+GUIDE = "docs/guide/README.md"
+"""Its code makes the parts that the other pages of the guide use."""
 RECORDED = "docs/quickstart.md"
 """Its script takes its time, so that it can be killed; a test of its own does."""
 MODULES = sorted(
@@ -35,7 +37,10 @@ MODULES = sorted(
 
 
 def blocks(page: str) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+    """Return the code of a page; one of the guide begins with the parts, if it says so."""
+    text = (ROOT / page).read_text()
+    own = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    return [*blocks(GUIDE), *own] if "](README.md#the-parts-in-the-examples)" in text else own
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, images: torch.Tensor) -> torch.Tensor:
@@ -82,7 +87,7 @@ def _a_bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.usefixtures("_a_bucket", "as_in_a_script")
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page) and page != RECORDED])
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page) and page not in (GUIDE, RECORDED)])
 def test_the_code_on_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RESUMABLE_CACHE", str(tmp_path / "cache"))
