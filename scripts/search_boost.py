@@ -1,6 +1,6 @@
 """A hook of mkdocs: which pages the search of the site shows first.
 
-The records and the changelog name every option too, and a reader who searches wants the page that explains it.
+The records and the changelog name every option too; a reader who searches wants the page that explains it.
 """
 
 from __future__ import annotations
