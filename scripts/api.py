@@ -129,47 +129,48 @@ def _class(module: str, name: str, shown: list[str] | None, level: int = 2) -> L
     text, arguments, example = _doc(node)
     begins = [one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == "__init__"]
     yield f"{text}\n"
-    fields = [*_fields(node, shown)]
-    if arguments and begins:
+    if begins and arguments:
         yield from _signature(name, begins[0])
         yield from _arguments(name, begins[0], arguments)
-    elif _is_dataclass(node) and arguments:
-        yield from _table("argument", [(_default(*field), arguments.get(field[0])) for field in fields], name)
-        fields = []
+    elif arguments:
+        yield from _group(name, node, arguments)
     yield from _example(example)
-    properties = [*_properties(node, shown)]
-    if fields or properties:
-        rows = [(_default(*field) if _is_made(name) else field[0], field[2]) for field in fields]
-        yield from _table("attribute", [*rows, *properties], name)
+    fields = [(field, text) for field, _, text in _fields(node) if text and (shown is None or field in shown)]
+    yield from _table("attribute", [*fields, *_properties(node, shown)], name)
     for one in _methods(node, shown):
         yield from _function(one, f"{name}.{one.name}", level + 1)
 
 
-def _is_made(name: str) -> bool:
-    """Whether scripts make objects of this class, so that its fields are arguments."""
-    return name in ("Preempt", "Remote", "Ranks", "Trace")
+def _group(name: str, node: ast.ClassDef, told: dict[str, str]) -> Lines:
+    """Yield the call of a dataclass, and its arguments."""
+    taken = [(field, value or "") for field, value, _ in _fields(node)]
+    words = [f"{field}={_made(value)}" for field, value in taken]
+    yield f"```py\n{name}({', '.join(words)})\n```\n"
+    yield from _table(
+        "argument", [(word, told.get(field)) for word, (field, _) in zip(words, taken, strict=True)], name
+    )
 
 
-def _is_dataclass(node: ast.ClassDef) -> bool:
-    return any("dataclass" in ast.unparse(one) for one in node.decorator_list)
+def _made(value: str) -> str:
+    """Return a default as a reader would write it."""
+    known = {
+        "field(default_factory=dict)": "{}",
+        "ON_SIGNALS": '("SIGTERM", "SIGUSR1", "SIGINT")',
+        "TRACE_EVERY": "100",
+    }
+    return known.get(value, value)
 
 
-def _default(name: str, value: str | None, _: str | None) -> str:
-    return name if value is None else f"{name}={value}"
-
-
-def _fields(node: ast.ClassDef, shown: list[str] | None) -> Iterator[tuple[str, str | None, str | None]]:
+def _fields(node: ast.ClassDef) -> Iterator[tuple[str, str | None, str | None]]:
     """Yield the attributes that are assigned in the class or in `__init__`: name, value, docstring."""
     begins = [one.body for one in node.body if isinstance(one, ast.FunctionDef) and one.name == "__init__"]
     for body in [node.body, *begins]:
         for one, after in zip(body, [*body[1:], None], strict=True):
-            if not isinstance(one, ast.AnnAssign | ast.Assign):
-                continue
-            target = one.target if isinstance(one, ast.AnnAssign) else one.targets[0]
-            name = ast.unparse(target).removeprefix("self.")
-            doc = _text_of(after)
-            if not name.startswith("_") and "." not in name and (doc if shown is None else name in shown):
-                yield name, one.value and _code(one.value), doc
+            if isinstance(one, ast.AnnAssign | ast.Assign):
+                target = one.target if isinstance(one, ast.AnnAssign) else one.targets[0]
+                name = ast.unparse(target).removeprefix("self.")
+                if not name.startswith("_") and "." not in name:
+                    yield name, one.value and _code(one.value), _text_of(after)
 
 
 def _code(node: ast.expr) -> str:

@@ -39,7 +39,7 @@ class Resumable(_Callback):
     Args:
         run_dir: The run directory, or a remote address.
         extra: As in `RunState.load`: what the training needs besides the Trainer's own parts.
-        per_rank: The names in `extra` that differ by process.
+        ranks, preempt: As in `RunState.load`.
         progress: Whether to show a bar of this library beside the Trainer's.
         **options_of_load: Other options of `RunState.load`, such as `every=` or `keep=`.
     """
