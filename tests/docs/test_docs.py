@@ -128,9 +128,33 @@ def test_the_readme_has_exactly_two_set_up_commands_and_ci_runs_the_second() -> 
     commands = re.findall(r"^```bash\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
 
     assert [command.count("\n") for command in commands] == [1, 1]
-    assert all(command.startswith("python3.11 -m venv .venv && ") for command in commands)
+    assert all(command.startswith("python3 -m venv .venv && ") for command in commands)
     assert commands[0].rstrip().endswith("&& .venv/bin/resumable demo")
     assert commands[1].rstrip().endswith("&& scripts/test")
+
+
+def readers_training(sign: str) -> dict[str, torch.Tensor]:
+    """Run the README's loop, with the lines that its diff adds (+) or removes (-); return the weights."""
+    (diff,) = re.findall(r"^```diff\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    lines = [line[1:] for line in diff.splitlines() if line[0] in (" ", sign)]
+    torch.manual_seed(0)
+    names = readers_parts()
+    names["criterion"] = lambda found, labels: (found.flatten() - labels).square().mean()
+    names["evaluate"] = lambda model: model(torch.ones(2)).item()
+    exec(compile("\n".join(lines).replace("90", "3"), "README.md", "exec"), {"torch": torch, **names})
+    model = names["model"]
+    assert isinstance(model, nn.Module)
+    return model.state_dict()
+
+
+@pytest.mark.usefixtures("as_in_a_script")
+def test_the_change_in_the_readme_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    before, after = readers_training("-"), readers_training("+")
+
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert (tmp_path / "runs/exp/newest/model.safetensors").exists()
 
 
 def test_the_readme_is_short() -> None:
