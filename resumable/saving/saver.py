@@ -196,7 +196,7 @@ class Saving:
 
     def _note_goal(self, metrics: Mapping[str, float]) -> None:
         self._has_goal_metric |= self._goal is not None and self._goal.metric in metrics
-        if metrics and self._goal and not self._has_goal_metric:
+        if metrics and self._goal and not self._has_goal_metric and self.best is None:
             self.once.warn(
                 f"save() was given {', '.join(metrics)}, but {self._goal} says which checkpoint is the best."
             )

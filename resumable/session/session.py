@@ -15,7 +15,7 @@ from typing import Any
 
 from .. import determinism
 from ..boundary import Boundary, Due
-from ..errors import Preempted, RemoteError, UsageError, warn
+from ..errors import Preempted, RankLost, RemoteError, UsageError, warn
 from ..files import pin
 from ..files.strict_json import Json
 from ..loaders import loader_warnings
@@ -225,8 +225,25 @@ class Session:
 
     def save_rest(self, why: str) -> None:
         """Save what was trained since the last save, unless the script wants no saves but its own."""
-        if self.training.options.saves_at_end and self.training.position.trained() > self._safe:
-            self.save(why)
+        if not self.training.options.saves_at_end:
+            return
+        position = self.training.position
+        has_trained = position.trained() > self._safe
+        try:
+            found = self.training.crew.ranks.agree(why, lambda: [has_trained, *position.stands_at()])
+        except RankLost:
+            if has_trained:
+                raise
+            return
+        if not any(has_trained for has_trained, *_ in found):
+            return
+        if any(place != found[0][1:] for _, *place in found):
+            warn(
+                "the processes have trained different numbers of batches, so that what was trained since the "
+                "last save is in no checkpoint."
+            )
+            return
+        self.save(why)
 
     def _note_safe(self) -> None:
         self._safe = self.training.position.trained()
