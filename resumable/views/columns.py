@@ -21,6 +21,8 @@ class Column(NamedTuple):
     """Whether it is aligned left, as words are."""
     has_marks: bool = False
     """Whether its words have colours."""
+    least: int = 0
+    """The width to which it may be cut; 0: it is never cut."""
 
 
 def terminal_width() -> int | None:
@@ -37,23 +39,45 @@ def terminal_width() -> int | None:
 def fitted(columns: Sequence[Column], width: int | None) -> tuple[list[list[str]], list[Column], list[str]]:
     """Return the cells of the columns that fit a width, padded and with their heads; the columns; what went.
 
-    >>> fitted([Column("step", ["1", "20"]), Column("note", ["a", "b"], need=1)], 8)
-    ([['step', '   1', '  20']], [Column(head='step', cells=['1', '20'], need=0, ...)], ['note'])
+    >>> fitted([Column("step", ["1", "20"]), Column("note", ["a", "b"], need=1)], 8)[::2]
+    ([['step', '   1', '  20']], ['note'])
     """
-    kept = [(one, _printable([one.head, *one.cells])) for one in columns if any(one.cells)]
-    widths = {id(one): max(map(len, texts)) for one, texts in kept}
-    gone: list[str] = []
-    while width and sum(widths[id(one)] + 2 for one, _ in kept) - 2 > width:
-        least = min((one for one, _ in kept if one.need), key=lambda one: one.need, default=None)
-        if least is None:
+    texts = [_printable([one.head, *one.cells]) if any(one.cells) else [] for one in columns]
+    widths = [max(map(len, cells), default=0) for cells in texts]
+    kept = [at for at, cells in enumerate(texts) if cells]
+    gone: list[int] = []
+    while width and _total(least := [_least(columns[at], widths[at]) for at in kept]) > width:
+        at = min((at for at in kept if columns[at].need), key=lambda at: columns[at].need, default=None)
+        if at is None:
             break
-        gone.append(least.head)
-        kept = [pair for pair in kept if pair[0] is not least]
+        kept.remove(at)
+        gone.append(at)
     padded = []
-    for one, texts in kept:
-        pad, size = str.ljust if one.is_left else str.rjust, widths[id(one)]
-        padded.append([pad(text, size) for text in texts])
-    return padded, [one for one, _ in kept], gone
+    for at in kept:
+        size = widths[at]
+        if width and columns[at].least:
+            size = min(size, max(columns[at].least, width - _total(least) + _least(columns[at], size)))
+        pad = str.ljust if columns[at].is_left else str.rjust
+        cells = [cut(text, size) for text in texts[at]] if size < widths[at] else texts[at]
+        padded.append([pad(text, size) for text in cells])
+    return padded, [columns[at] for at in kept], [columns[at].head for at in sorted(gone) if columns[at].head]
+
+
+def _least(column: Column, size: int) -> int:
+    return min(column.least, size) if column.least else size
+
+
+def _total(widths: Sequence[int]) -> int:
+    return sum(widths) + 2 * len(widths) - 2
+
+
+def cut(line: str, width: int | None) -> str:
+    """Return a text that is no longer than a width.
+
+    >>> cut("a long one", 6), cut("short", 6)
+    ('a lon…', 'short')
+    """
+    return line if not width or len(line) <= width else f"{line[: max(0, width - 1)]}…"
 
 
 def _printable(texts: list[str]) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 from .. import progress
 from ..run import address
 from ..run.policy import bytes_of, moment
-from .columns import Column
+from .columns import Column, cut
 from .listing import Listed
 from .tables import print_columns
 
@@ -90,7 +90,7 @@ def print_runs(rows: Sequence[Row]) -> None:
         Column("kept", [_text(row["checkpoints"]) for row in rows], 20),
         Column("size", [bytes_of(row["size"]) if row["size"] else "" for row in rows], 50),
         Column("age", [_age(row["saved"], now) for row in rows], 70),
-        Column("", [_detail(row) for row in rows], 40, is_left=True, has_marks=True),
+        Column("", [_detail(row) for row in rows], 65, is_left=True, has_marks=True, least=12),
     ]
     print_columns(columns)
 
@@ -112,5 +112,4 @@ def _detail(row: Row) -> str:
     line = (row["detail"] or "").partition("\n")[0]
     words = [line if row["state"] in ("running", "stopped", "crashed") else ""]
     words += [f"{row['damaged']} damaged"] if row["damaged"] else []
-    text = ", ".join(word for word in words if word)
-    return text if len(text) <= _LONGEST_DETAIL else f"{text[: _LONGEST_DETAIL - 1]}…"
+    return cut(", ".join(word for word in words if word), _LONGEST_DETAIL)

@@ -12,8 +12,9 @@ from typing import Any, TextIO
 from .. import progress
 from ..errors import printable
 from ..run.policy import bytes_of, moment
-from .columns import Column, fitted, terminal_width
+from .columns import Column, cut, fitted, terminal_width
 
+_LEAST_ENDED = 44
 _COUNTS = {"epoch": 90, "batch": 40, "step": 0}
 _UNKNOWN = {
     **dict.fromkeys(("epoch", "batch", "step", "saved", "why", "remote")),
@@ -29,20 +30,21 @@ def print_checkpoints(rows: Sequence[Mapping[str, Any]], goal: str | None = None
 
 def print_columns(columns: Sequence[Column]) -> None:
     """Print a table below its heads, as wide as the terminal at most, and name what has no room."""
-    padded, kept, gone = fitted(columns, terminal_width())
-    heads = [bold(column[0]) for column in padded]
+    padded, kept, gone = fitted(columns, width := terminal_width())
+    is_coloured = _is_coloured()
     shown = [
-        [*map(painted, cells)] if one.has_marks else cells for one, cells in zip(kept, padded, strict=True)
+        [*map(painted, cells)] if one.has_marks and is_coloured else cells
+        for one, cells in zip(kept, padded, strict=True)
     ]
-    lines = ["  ".join(row).rstrip() for row in zip(*shown, strict=True)]
-    lines[:1] = ["  ".join(heads).rstrip()] if lines else []
-    print("\n".join(lines))
+    rows = zip(*shown, strict=True)
+    print("  ".join(map(bold, next(rows, ()))).rstrip())
+    print("\n".join(["  ".join(row).rstrip() for row in rows]))
     if gone:
-        print(dim(f"no room for: {', '.join(sorted(gone, key=[one.head for one in columns].index))}"))
+        print(dim(cut(f"no room for: {', '.join(gone)}", width)))
 
 
 def _columns(rows: Sequence[Mapping[str, Any]], goal: str | None) -> list[Column]:
-    whole = [row if "metrics" in row else {**_UNKNOWN, **row} for row in rows]
+    whole = [row if "metrics" in row else {**_UNKNOWN, **row, "why": None} for row in rows]
     names = dict.fromkeys([goal] * (goal is not None) + [name for row in whole for name in row["metrics"]])
     some_share = any(row["own"] != row["size"] for row in whole)
     now = time.time()
@@ -97,16 +99,12 @@ def print_rest(
         cells = [_attempt_cells(attempt, state if attempt is attempts[-1] else None) for attempt in attempts]
         needs = (0, 1, 2, 4, 3, 0)
         columns = [
-            Column("", one, need, is_left=True)
-            for one, need in zip(zip(*cells, strict=True), needs, strict=True)
+            Column("", one, need, is_left=True, least=0 if need else _LEAST_ENDED * (at > 0))
+            for at, (one, need) in enumerate(zip(zip(*cells, strict=True), needs, strict=True))
         ]
-        padded, _, _ = fitted(columns, width := terminal_width())
-        for row in [*zip(*padded, strict=True)][1:]:
-            print(painted(_cut("  ".join(row).rstrip(), width)))
-
-
-def _cut(line: str, width: int | None) -> str:
-    return line if not width or len(line) <= width else f"{line[: max(0, width - 1)]}…"
+        padded, _, _ = fitted(columns, terminal_width())
+        for *words, ended in [*zip(*padded, strict=True)][1:]:
+            print("  ".join([*words, painted(ended) if ended.strip() == "running" else ended]).rstrip())
 
 
 def numbers(metrics: Mapping[str, float | str]) -> str:
@@ -163,7 +161,7 @@ def painted(text: str) -> str:
 
 def bold(text: str) -> str:
     """Return a text in bold, if a person looks at it on a terminal."""
-    return f"\x1b[1m{text}\x1b[0m" if _is_coloured() else text
+    return f"\x1b[1m{text}\x1b[0m" if text.strip() and _is_coloured() else text
 
 
 def dim(text: str) -> str:
