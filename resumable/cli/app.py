@@ -34,7 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not words or (words[0] == "help" and words[1:2] not in (["-h"], ["--help"])):
         words = [*words[1:2], "--help"]
     if words[:1] == [completion.WORD]:
-        print("\n".join(completion.candidates(words[1:], parser(next(iter(words[2:3]), None)), _names())))
+        for found in completion.candidates(words[1:], parser(next(iter(words[2:3]), None)), _names()):
+            print(found)
         return 0
     if problem := _unknown(words):
         print(tables.error_text(f"resumable: {problem}"), file=sys.stderr)
