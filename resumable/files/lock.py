@@ -130,16 +130,6 @@ def _sign(fd: int, text: bytes) -> None:
         os.write(fd, text)
 
 
-def _take(fd: int) -> None:
-    if sys.platform == "win32":
-        # Windows locks are mandatory: lock a byte far behind the text that others read.
-        os.lseek(fd, 1 << 20, os.SEEK_SET)
-        msvcrt.locking(fd, msvcrt.LK_NBLCK, 1)
-        os.lseek(fd, 0, os.SEEK_SET)
-    else:
-        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
 # struct flock, and where in it the kind of the lock stands.
 _FLOCK = {"linux": ("hhqqi0q", 0), "darwin": ("qqihh", 3)}
 
@@ -155,3 +145,13 @@ def _is_locked(fd: int) -> bool:
         found = fcntl.fcntl(fd, fcntl.F_GETLK, struct.pack(layout, *asked))
         return bool(struct.unpack(layout, found)[at] != fcntl.F_UNLCK)
     return False
+
+
+def _take(fd: int) -> None:
+    if sys.platform == "win32":
+        # Windows locks are mandatory: lock a byte far behind the text that others read.
+        os.lseek(fd, 1 << 20, os.SEEK_SET)
+        msvcrt.locking(fd, msvcrt.LK_NBLCK, 1)
+        os.lseek(fd, 0, os.SEEK_SET)
+    else:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
