@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import pty
 import re
+import subprocess
 from collections.abc import Sequence
 
 
@@ -12,20 +12,22 @@ def in_a_terminal(
     command: Sequence[str], width: int, *, answer: str = "", after: str = "", plain: bool = True
 ) -> str:
     """Return what a command prints in a terminal; it gets the answer when it has printed `after`."""
-    child, fd = pty.fork()
-    if child == 0:
-        settings = {key: value for key, value in os.environ.items() if key != "NO_COLOR"}
-        os.execvpe(command[0], command, {**settings, "COLUMNS": str(width), "TERM": "xterm-256color"})
+    settings = {key: value for key, value in os.environ.items() if key != "NO_COLOR"}
+    settings |= {"COLUMNS": str(width), "TERM": "xterm-256color"}
+    ours, its = os.openpty()
+    # Not pty.fork(): this process has threads.
+    child = subprocess.Popen(command, stdin=its, stdout=its, stderr=its, env=settings, start_new_session=True)
+    os.close(its)
     text, is_due = b"", bool(answer)
     try:
-        while piece := _read(fd):
+        while piece := _read(ours):
             text += piece
             if is_due and after.encode() in text:
-                os.write(fd, answer.encode())
+                os.write(ours, answer.encode())
                 is_due = False
     finally:
-        os.close(fd)
-        os.waitpid(child, 0)
+        os.close(ours)
+        child.wait()
     shown = text.decode().replace("\r\n", "\n")
     return re.sub(r"\x1b\[[0-9;]*m", "", shown) if plain else shown
 
@@ -34,5 +36,5 @@ def _read(fd: int) -> bytes:
     try:
         return os.read(fd, 65536)
     except OSError:
-        # The terminal has no process any more.
+        # No process has the terminal any more.
         return b""
