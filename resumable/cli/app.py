@@ -15,7 +15,6 @@ from typing import Any
 from ..errors import ResumableError, ResumableWarning, UsageError
 from ..version import __version__
 from ..views import tables
-from . import completion
 from .command import CODES, EXIT_CODES
 
 _GROUPS = {
@@ -33,7 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else [*arguments]
     if not words or (words[0] == "help" and words[1:2] not in (["-h"], ["--help"])):
         words = [*words[1:2], "--help"]
-    if words[:1] == [completion.WORD]:
+    if words[:1] == ["__complete"]:
+        from . import completion
+
         for found in completion.candidates(words[1:], parser(next(iter(words[2:3]), None)), _names()):
             print(found)
         return 0

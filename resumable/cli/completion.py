@@ -10,9 +10,6 @@ from ..errors import ResumableError
 from ..run import address
 from ..run.directory import Run
 
-WORD = "__complete"
-"""The hidden command with which a shell asks: its words are those of the line up to the cursor."""
-
 _BASH = """_resumable() {
     local line word prefix=
     local -a words

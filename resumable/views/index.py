@@ -7,7 +7,7 @@ again. Nothing is ever written into a run.
 
 from __future__ import annotations
 
-import base64
+import binascii
 import contextlib
 import hashlib
 import itertools
@@ -29,7 +29,7 @@ from ..run import history, manifest
 from ..run.directory import Run
 from ..run.manifest import Manifest
 
-LONG = 50
+LONG = 25
 """How many of the newest checkpoints are always opened; a shorter run has no index."""
 
 
@@ -283,11 +283,11 @@ def _saves(found: _History) -> Saves:
 
 
 def _packed(kind: str, values: Iterable[Any]) -> str:
-    return base64.b64encode(array(kind, values).tobytes()).decode()
+    return binascii.b2a_base64(array(kind, values).tobytes(), newline=False).decode()
 
 
 def _unpacked(kind: str, packed: str, count: int | None = None) -> list[Any]:
-    found = array(kind, base64.b64decode(packed))
+    found = array(kind, binascii.a2b_base64(packed))
     if count is not None and len(found) != count:
         raise ValueError(f"{len(found)} values stand where {count} belong")
     return found.tolist()

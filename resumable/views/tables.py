@@ -52,8 +52,8 @@ def _columns(rows: Sequence[Mapping[str, Any]], goal: str | None) -> list[Column
         Column("number", [str(row["number"]) for row in whole]),
         *(Column(name, [_text(row[name]) for row in whole], need) for name, need in _COUNTS.items()),
         *(_metric(whole, name, at) for at, name in enumerate(names)),
-        Column("size", [_size(row["size"]) for row in whole], 60),
-        Column("own", [_size(row["own"]) if some_share else "" for row in whole], 20),
+        Column("size", _sizes([row["size"] for row in whole]), 60),
+        Column("own", _sizes([row["own"] if some_share else None for row in whole]), 20),
         Column("age", [_age(row["saved"], now) for row in whole], 80),
         Column("why", [row["why"] or "" for row in whole], 30, is_left=True),
         Column("", [*map(_marks, whole)], is_left=True, has_marks=True),
@@ -78,8 +78,10 @@ def _text(value: object) -> str:
     return "" if value is None else str(value)
 
 
-def _size(size: int | None) -> str:
-    return "" if size is None else bytes_of(size)
+def _sizes(sizes: Sequence[int | None]) -> list[str]:
+    # Most checkpoints of a run have the same size.
+    texts = {size: "" if size is None else bytes_of(size) for size in {*sizes}}
+    return [texts[size] for size in sizes]
 
 
 def _age(saved: str | None, now: float) -> str:

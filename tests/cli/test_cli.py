@@ -413,7 +413,9 @@ def test_sizes_and_ages_are_as_people_write_them() -> None:
 def test_a_checkpoint_that_is_pruned_meanwhile_is_left_out(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("resumable.run.directory.Run.numbers", lambda _: [1, 2, 3, 9])
+    names = {**Run(run).names(), 9: "000009-step-00000000"}
+    monkeypatch.setattr("resumable.run.directory.Run.numbers", lambda _: [*names])
+    monkeypatch.setattr("resumable.run.directory.Run.names", lambda _: names)
 
     assert main(["verify", str(run), "--all"]) == 0
     assert main(["ls", str(run)]) == 0

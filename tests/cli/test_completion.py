@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from resumable.cli import completion
 from resumable.cli.app import main
 
 
@@ -59,7 +58,7 @@ zpty -d shell
 
 def asked(words: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
     """Return what a shell is told."""
-    assert main([completion.WORD, "resumable", *words]) == 0
+    assert main(["__complete", "resumable", *words]) == 0
     return capsys.readouterr().out.split()
 
 
