@@ -211,7 +211,7 @@ def _row(verdict: Verdict, path: str, seen: _Seen | None, problem: str | None) -
 
 def _print_rows(rows: Sequence[Mapping[str, Any]], dry: bool) -> None:
     head = ["number", "step", "size", "", ""]
-    print_table([head, *(_cells(row, dry) for row in rows)], (3, 4), marks=4)
+    print_table([head, *(_cells(row, dry) for row in rows)], (3, 4), marks=4, has_head=True)
 
 
 def _print(rows: Sequence[Mapping[str, Any]], room: int, dry: bool) -> None:

@@ -136,18 +136,22 @@ def print_table(
     to_the_left: Collection[int] = (),
     indent: str = "",
     marks: int | None = None,
+    *,
+    has_head: bool = False,
 ) -> None:
-    """Print rows of cells in columns; the words in the column `marks` are coloured."""
+    """Print rows of cells in columns; the words in the column `marks` are coloured, and a head stands out."""
     shown = [[printable(cell, but="") for cell in row] for row in rows]
     # A column that is empty below its head is left out.
     used = [i for i, column in enumerate(zip(*shown, strict=True)) if any(column[1:] or column)]
     widths = {i: max(len(row[i]) for row in shown) for i in used}
-    for row in shown:
+    # Below a bold title a head is grey.
+    style = dim if indent else bold
+    for at, row in enumerate(shown):
         # Numbers are aligned right, words left.
         cells = [row[i].ljust(widths[i]) if i in to_the_left else row[i].rjust(widths[i]) for i in used]
         if marks in used:
             cells[used.index(marks)] = painted(cells[used.index(marks)])
-        print(indent + "  ".join(cells).rstrip())
+        print(indent + "  ".join(map(style, cells) if has_head and not at else cells).rstrip())
 
 
 def painted(text: str) -> str:
