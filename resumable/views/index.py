@@ -298,11 +298,12 @@ def _counts(packed: str, count: int | None = None) -> list[int]:
 
 
 def _joined(texts: Iterable[str]) -> str:
-    return "\n".join(texts)
+    # No escapes, which take JSON ten times as long to read.
+    return " ".join(texts)
 
 
 def _texts(joined: str) -> list[str]:
-    return joined.split("\n") if joined else []
+    return joined.split(" ") if joined else []
 
 
 # So many checkpoints, or kilobytes of a history, take longer to read than the index to write.

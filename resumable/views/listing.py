@@ -103,9 +103,13 @@ def _read(run: Run, data: bytes) -> tuple[list[_Here], Best | None, Saves]:
 
 def _rows(here: Sequence[_Here]) -> tuple[list[Row], int]:
     """Return the facts about the checkpoints, and the bytes of all of them together."""
-    links = Counter(inode for one in here if one.facts for inode in one.facts.inodes)
-    shared = {inode for inode, count in links.items() if count > 1}
-    sizes = {inode: size for one in here if one.facts for inode, size in _files(one.facts) if inode in shared}
+    inodes = [inode for one in here if one.facts for inode in one.facts.inodes]
+    shared, sizes = set[int](), dict[int, int]()
+    # In most runs no file has two names: counting them all takes longer than to see that.
+    if len({*inodes}) < len(inodes):
+        shared = {inode for inode, count in Counter(inodes).items() if count > 1}
+        files = (pair for one in here if one.facts for pair in _files(one.facts))
+        sizes = {inode: size for inode, size in files if inode in shared}
     rows = [_row(one, shared) for one in here]
     return rows, sum(row["own"] or 0 for row in rows) + sum(sizes.values())
 
