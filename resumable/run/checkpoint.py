@@ -108,6 +108,8 @@ class Checkpoint:
                 f"({', '.join(few)}{more}) are on other nodes.",
                 fix=f"copy what other nodes have in {self.path.name} into {self.path}, or take all from the "
                 "remote: with remote= in the training, or `resumable pull`.",
+                command=f"copy what other nodes have in {self.path.name} into {self.path}, or take all from "
+                "the remote: resumable pull RUN REMOTE.",
             )
 
     def look(self) -> dict[str, os.stat_result]:

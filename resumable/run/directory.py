@@ -76,6 +76,10 @@ class Run:
         """Return the save numbers, oldest first, without opening a checkpoint."""
         return self._catalog.numbers()
 
+    def names(self) -> dict[int, str]:
+        """Return the names of the checkpoints' folders by save number, oldest first."""
+        return self._catalog.names()
+
     def highest(self) -> int | None:
         """Return the highest save number, None without a checkpoint."""
         return self._catalog.highest()
