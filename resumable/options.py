@@ -35,6 +35,7 @@ class Options:
     raises: bool
     """Whether a preempted training raises Preempted."""
     progress: bool | None
+    quiet: bool
     remote: str | None
     push: Push
     remote_keep: Keep | None
@@ -77,6 +78,7 @@ def check(given: Mapping[str, Any]) -> Options:
         save_on=save_on(given["save_on"]),
         raises=on_preempt(given["on_preempt"]),
         progress=given["progress"],
+        quiet=given["quiet"],
         remote=given["remote"],
         # Check without a remote too: RESUMABLE_REMOTE may name one only where the job runs.
         push=_push(given["push"], decides),

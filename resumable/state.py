@@ -74,6 +74,7 @@ class RunState:
         on_preempt: str = "exit",
         max_time: Any = None,
         progress: bool | None = None,
+        quiet: bool = False,
         remote: str | None = None,
         push: str = "newest",
         remote_keep: int | Mapping[str, Any] | None = 3,
@@ -114,7 +115,8 @@ class RunState:
             save_on: The signals at which the loops save and exit.
             on_preempt: "exit" with 128 + the signal's number, or "raise" Preempted.
             max_time: Save and exit after this time ("3h50m").
-            progress: Whether to show bars (None: at a terminal and in a notebook).
+            progress: Whether to show the progress: bars at a terminal or in a notebook, else lines.
+            quiet: Whether to leave out the messages, such as which checkpoint the training continues from.
             remote: An address such as "s3://bucket/exp". Checkpoints are copied there in the background, and
                 fetched from there where the run directory has none.
             push: Which checkpoints to copy: "best", "newest" (and the best) or "all".
@@ -400,6 +402,29 @@ the batches since are left out (1 of 3 times)
         if not values:
             raise UsageError("mean() was given no values.", fix="name them: mean(loss=loss, weight=len(x)).")
         self._position.means.add(values, weight)
+
+    def show(self, **values: Any) -> None:
+        """Show values, such as the loss, in the bars until the next call.
+
+        A value is a number, a text or a tensor with one element, which is read only when the bars are drawn.
+
+        >>> with RunState.load("runs/showing") as state:
+        ...     for step in state.steps(2):
+        ...         state.show(loss=torch.tensor(0.5), lr=0.1)
+        runs/showing is empty: starting fresh
+        """
+        self._training.progress.show(values)
+
+    def print(self, *values: Any) -> None:
+        """Print values above the bars; with several processes only rank 0 prints.
+
+        >>> with RunState.load("runs/printing") as state:
+        ...     state.print("step", state.step)
+        runs/printing is empty: starting fresh
+        step 0
+        """
+        if self._training.crew.is_first:
+            print(*values, flush=True)
 
     def patience(self, saves: int) -> bool:
         """Whether the last `saves` with the metric to maximize or minimize brought no new best.

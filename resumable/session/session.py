@@ -31,6 +31,7 @@ from ..run.resume_choice import Which
 from ..saving.autosave import Autosave
 from ..saving.saver import Saving, end
 from ..saving.writer import PendingSave
+from ..terminal import is_notebook
 from ..training import Training
 from .observer import observer
 from .resuming import Resuming
@@ -50,7 +51,7 @@ class Session:
         self.training = training = Training.of(options)
         self.saving = Saving(training)
         self.resuming = Resuming(training, self.saving)
-        self.signals = Signals(options.save_on, shows_hint=training.crew.is_first)
+        self.signals = Signals(options.save_on, shows_hint=training.crew.is_first and not options.quiet)
         ranks, pace = training.crew.ranks, self.saving.save_cost
         self.autosave = Autosave(ranks, self.signals, pace, options.rules, options.limit)
         self.steps = StepCounter(training, self.saving, self.autosave)
@@ -234,9 +235,11 @@ class Session:
         if self.training.options.raises:
             raise Preempted(f"{what}.", fix="leave; the same command continues from there.", signal=number)
         self.training.progress.close()
+        is_cell = is_notebook()
         # Ctrl-C may have ended the reader of a pipe, such as tee, too.
         with contextlib.suppress(OSError):
-            self.training.print(f"{what}; the same command continues from there")
+            if not is_cell:
+                self.training.print(f"{what}; the same command continues from there")
         # A notebook keeps the loop, with its workers, for as long as it keeps the traceback.
         self.training.position.close(now=True)
         try:
@@ -244,6 +247,9 @@ class Session:
         except RemoteError as exc:
             # The exit code tells the queue to start again: then what is missing is pushed.
             warn(exc.problem)
+        if is_cell:
+            # SystemExit ends no kernel; IPython would tell its user how to leave.
+            raise KeyboardInterrupt(f"{what}; run the cell again to go on")
         raise SystemExit(128 + number)
 
     def close(self, how: str = "closed") -> None:

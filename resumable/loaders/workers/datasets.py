@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ...errors import ResumableWarning
+from ...progress import counted
 from ..generators import search, worker_rng
 from ..generators.worker_rng import States, Watch
 from . import hugging_face
@@ -151,7 +152,8 @@ class Stream(IterableDataset[Any]):
         at = start.standing
         put_back(at.began, self._root)
         iterator = iter(self.dataset)
-        for number in _with_progress(start, type(self.dataset).__name__):
+        what = f"running {type(self.dataset).__name__} again up to where it was; a state_dict would save this"
+        for number in counted(range(at.batches), what, at.batches, start.shows_progress):
             samples = list(islice(iterator, self._batch_size or 1))
             if not samples or (self._drop_last and len(samples) < (self._batch_size or 1)):
                 raise StreamEnded(f"{number} batches now, {at.batches} before")
@@ -195,17 +197,6 @@ class EpochTooShort(Exception):
 
 class StreamEnded(Exception):
     """A stream that was run again had fewer batches than before."""
-
-
-def _with_progress(start: Start, name: str) -> Any:
-    from tqdm import tqdm
-
-    return tqdm(
-        range(start.standing.batches),
-        desc=f"running {name} again up to where it was; a state_dict would save this",
-        unit=" batches",
-        disable=not start.shows_progress,
-    )
 
 
 def put_back(generators: States, root: object) -> None:
