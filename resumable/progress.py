@@ -7,7 +7,7 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -78,6 +78,11 @@ class Progress:
     def is_shown(self) -> bool:
         """Whether progress is shown."""
         return where(self._wanted, self._is_first) is not None
+
+    def recover(self) -> None:
+        """Remove the bars that a killed process has left on the terminal."""
+        if where(self._wanted, self._is_first) == "terminal":
+            TERMINAL.recover()
 
     def _begin(self) -> bool:
         """Look where to show what begins; return whether it is shown."""
@@ -294,13 +299,13 @@ class Progress:
             print(f"{count.head()}, {count.percent()}", file=sys.stderr, flush=True)
 
 
-def counted(numbers: Iterable[int], what: str, total: int, is_shown: bool) -> Iterator[int]:
-    """Yield the numbers; now and then a line on stderr says how far they are.
+def counted(total: int, what: str, is_shown: bool) -> Iterator[int]:
+    """Yield the numbers from 1 to a total; now and then a line on stderr says how far they are.
 
     For work that a loader's worker may do, which must not draw bars.
     """
     due = time.monotonic() + _LONG
-    for number in numbers:
+    for number in range(1, total + 1):
         if is_shown and time.monotonic() >= due:
             print(f"{what}: {number}/{total} batches", file=sys.stderr, flush=True)
             due = time.monotonic() + 10 * _LONG

@@ -71,7 +71,7 @@ class Count:
         """Return what is done, since when and until when, and these cells."""
         left, elapsed = self.left(), clock(time.time() - self._began)
         share = min(1.0, self.done / self._total) if self._total else None
-        times = f"{elapsed}<{clock(left)}" if left is not None else elapsed
+        times = elapsed if left is None or self.is_complete() else f"{elapsed}<{clock(left)}"
         return Row(self.head(), self.percent(), share, times, [*others])
 
     def _rate(self) -> float:
@@ -86,7 +86,7 @@ class Count:
         if unit == "B":
             return [f"{_size(rate)}/s"]
         many = "batches" if unit == "batch" else f"{unit}s"
-        return [f"{rate:.3g} {many}/s" if rate >= 1 else f"{1 / rate:.3g} s/{unit}"]
+        return [f"{_number(rate)} {many}/s" if rate >= 1 else f"{_number(1 / rate)} s/{unit}"]
 
 
 def texts(rows: Sequence[Row], width: int) -> list[str]:
@@ -124,7 +124,7 @@ def _bar(share: float | None, width: int) -> str:
 
 
 def _has_lines() -> bool:
-    encoding = getattr(sys.stderr, "encoding", None) or "ascii"
+    encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
     return encoding.lower().replace("-", "").startswith("utf")
 
 
@@ -137,6 +137,10 @@ def clock(seconds: float) -> str:
     minutes, rest = divmod(max(0, int(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes:02}:{rest:02}"
+
+
+def _number(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _size(count: float) -> str:

@@ -23,12 +23,11 @@ _NO_REGION = "\x1b7\x1b[r\x1b8"
 
 
 def _cleared_below(rows: int) -> str:
-    """Return what makes room below the cursor, saves the cursor and clears all rows below it.
+    """Return what clears all that is below the cursor, makes room there and saves the cursor.
 
-    It moves relative to the cursor only: after a resize, or a kill of the process before this one, old rows
-    may be anywhere below it.
+    After a resize, or a kill of the process before this one, old rows may be anywhere below the cursor.
     """
-    return "\x1bD" * rows + f"\x1b[{rows}A\x1b7\x1b[B\r\x1b[J"
+    return "\x1b[J" + "\x1bD" * rows + f"\x1b[{rows}A\x1b7"
 
 
 def is_terminal() -> bool:
@@ -62,6 +61,7 @@ class Terminal:
         # Reentrant: SIGTSTP may come while its own thread draws.
         self._lock = threading.RLock()
         self._claim: _Claim | None = None
+        self._rows: Rows | None = None
         self._process = 0
 
     def paint(self, rows: Rows) -> None:
@@ -74,8 +74,8 @@ class Terminal:
             if size.lines < _LEAST_HEIGHT:
                 self.clear()
             elif _is_in_foreground():
-                lines = rows(size.columns - 1)
-                _write(self._drawn(lines, size))
+                self._rows = rows
+                _write(self._drawn(rows(size.columns - 1), size))
 
     def _drawn(self, lines: list[str], size: os.terminal_size) -> str:
         count = max(len(lines), self._claim.rows if self._claim else 0)
@@ -99,32 +99,45 @@ class Terminal:
             kept = "".join(f"{line}\x1b[K\r\n" for line in last(columns - 1)) if last else ""
             kept = kept and f"\x1b[m{' ' * (columns - 1)}\r{kept}"
             _write(f"{_NO_REGION}{_cleared_below(1)}\x1b8{kept}")
-            self._hold_stop(self._stop, signal.SIG_DFL)
+            self._handle(signal.SIGTSTP, self._stop, signal.SIG_DFL)
+            self._handle(signal.SIGWINCH, self._resized, signal.SIG_DFL)
+
+    def recover(self) -> None:
+        """Remove the rows that a process has left which was killed with SIGKILL."""
+        if self._claim is None and is_terminal() and _is_in_foreground():
+            with contextlib.suppress(OSError, ValueError):
+                _write(f"{_NO_REGION}\x1b[J")
 
     def _is_of_a_parent(self) -> bool:
         """Whether the rows belong to the process that forked this one, such as a loader's worker."""
         return self._claim is not None and self._process != os.getpid()
 
     def _watch(self) -> None:
-        """Clear the rows when the process ends or is stopped by Ctrl-Z."""
-        self._hold_stop(signal.SIG_DFL, self._stop)
+        """Clear the rows when the process ends or stops (Ctrl-Z), and draw them again after a resize."""
+        self._handle(signal.SIGTSTP, signal.SIG_DFL, self._stop)
+        self._handle(signal.SIGWINCH, signal.SIG_DFL, self._resized)
         if self._process != os.getpid():
             self._process = os.getpid()
             # Unlike atexit, it also runs in processes that multiprocessing forks.
             importlib.import_module("multiprocessing.util").Finalize(None, self.clear, exitpriority=0)
 
-    def _hold_stop(self, before: Any, after: Any) -> None:
-        if (
-            threading.current_thread() is threading.main_thread()
-            and signal.getsignal(signal.SIGTSTP) == before
-        ):
-            signal.signal(signal.SIGTSTP, after)
+    def _handle(self, number: int, before: Any, after: Any) -> None:
+        # A handler of the script stays.
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(number) == before:
+            signal.signal(number, after)
+            # Otherwise a resize would interrupt what a C library is waiting for.
+            signal.siginterrupt(number, False)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         self.clear()
         signal.signal(number, signal.SIG_DFL)
         # The process stops here; the next look of the bars draws them again.
         os.kill(os.getpid(), number)
+
+    def _resized(self, number: int, frame: FrameType | None) -> None:
+        # The terminal has forgotten the region: what is printed now would overwrite the rows.
+        if self._claim is not None and self._rows is not None:
+            self.paint(self._rows)
 
 
 def _is_in_foreground() -> bool:

@@ -140,7 +140,7 @@ class PlainSource(Source):
         replay = draws_between.Replay(self._all(), saved, last)
         self._kept.clear()
         what = f"skipping what {self._name} gave before"
-        for number in counted(range(1, last + 1), what, last, self._shows()):
+        for number in counted(last, what, self._shows()):
             replay.before(number)
             is_kept = number >= trained and not isinstance(self.loader, _NEVER_DRAW)
             draws = draws_between.read(self._all(), devices=True) if is_kept else None

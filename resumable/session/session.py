@@ -89,6 +89,7 @@ class Session:
     def _load(self) -> None:
         started, options, training = time.perf_counter(), self.training.options, self.training
         run, crew, copies = training.run, training.crew, training.copies
+        training.progress.recover()
         expect = pin.checked(options.expect)
         resume = pin.due(options.resume, expect)
         facts: dict[str, Json] = {

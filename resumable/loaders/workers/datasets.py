@@ -153,10 +153,10 @@ class Stream(IterableDataset[Any]):
         put_back(at.began, self._root)
         iterator = iter(self.dataset)
         what = f"running {type(self.dataset).__name__} again up to where it was; a state_dict would save this"
-        for number in counted(range(at.batches), what, at.batches, start.shows_progress):
+        for number in counted(at.batches, what, start.shows_progress):
             samples = list(islice(iterator, self._batch_size or 1))
             if not samples or (self._drop_last and len(samples) < (self._batch_size or 1)):
-                raise StreamEnded(f"{number} batches now, {at.batches} before")
+                raise StreamEnded(f"{number - 1} batches now, {at.batches} before")
             self._collate(samples if self._batch_size else samples[0])
         put_back(at.generators, self._root)
         return iterator
