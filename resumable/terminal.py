@@ -27,7 +27,11 @@ def _cleared_below(rows: int) -> str:
 
     After a resize, or a kill of the process before this one, old rows may be anywhere below the cursor.
     """
-    return "\x1b[J" + "\x1bD" * rows + f"\x1b[{rows}A\x1b7"
+    return "\x1b[J" + "\x1bD" * rows + _up(rows) + "\x1b7"
+
+
+def _up(rows: int) -> str:
+    return f"\x1b[{rows}A" if rows else ""
 
 
 def is_terminal() -> bool:
@@ -62,6 +66,7 @@ class Terminal:
         self._lock = threading.RLock()
         self._claim: _Claim | None = None
         self._rows: Rows | None = None
+        self._is_drawing = False
         self._process = 0
 
     def paint(self, rows: Rows) -> None:
@@ -74,20 +79,23 @@ class Terminal:
             if size.lines < _LEAST_HEIGHT:
                 self.clear()
             elif _is_in_foreground():
-                self._rows = rows
-                _write(self._drawn(rows(size.columns - 1), size))
+                self._rows, self._is_drawing = rows, True
+                try:
+                    _write(self._drawn(rows(size.columns - 1), size))
+                finally:
+                    self._is_drawing = False
 
     def _drawn(self, lines: list[str], size: os.terminal_size) -> str:
         count = max(len(lines), self._claim.rows if self._claim else 0)
-        first = size.lines - count + 1
         begin, claim = "\x1b7", _Claim(count, size)
         if claim != self._claim:
-            begin = f"{_NO_REGION}{_cleared_below(count)}\x1b[1;{first - 1}r"
+            begin = f"{_NO_REGION}{_cleared_below(count)}\x1b[1;{size.lines - count}r"
             self._claim = claim
             self._watch()
-        lines = [*lines, *[""] * (count - len(lines))]
-        drawn = "".join(f"\x1b[{row};1H\x1b[m{line}\x1b[K" for row, line in enumerate(lines, first))
-        return f"{begin}{drawn}\x1b8"
+        lines = [*[""] * (count - len(lines)), *lines]
+        # Count rows from the bottom, and let none wrap: the terminal may have another size by now.
+        drawn = "\x1b[B".join(f"\r\x1b[m{line}\x1b[K" for line in lines)
+        return f"{begin}\x1b[?7l\x1b[9999;1H{_up(count - 1)}{drawn}\x1b[?7h\x1b8"
 
     def clear(self, last: Rows | None = None) -> None:
         """Give the rows back to the terminal; `last` stays as lines of their own."""
@@ -136,7 +144,8 @@ class Terminal:
 
     def _resized(self, number: int, frame: FrameType | None) -> None:
         # The terminal has forgotten the region: what is printed now would overwrite the rows.
-        if self._claim is not None and self._rows is not None:
+        # In the midst of drawing, the next look does it.
+        if self._claim is not None and self._rows is not None and not self._is_drawing:
             self.paint(self._rows)
 
 

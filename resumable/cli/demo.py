@@ -141,7 +141,7 @@ def show(folder: Path | None = None) -> Digests:
     if straight != killed:
         print("NOT equal: please report this, with the output of `python -m torch.utils.collect_env`.")
     else:
-        print("Equal, bit for bit: weights, optimizer, schedule, scaler, and the next random numbers.")
+        print("Equal, bit for bit: weights, optimizer, schedule, scaler, and random numbers.")
     if folder:
         print(f"Look at it: resumable ls {where / 'killed'}")
     return Digests(straight, killed)

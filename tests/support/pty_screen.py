@@ -12,7 +12,8 @@ import threading
 from collections.abc import Iterator
 from typing import TextIO
 
-_ROW = re.compile(r"\x1b\[(\d+);1H\x1b\[m(.*?)\x1b\[K")
+_DRAWN = re.compile(r"\x1b\[9999;1H(.*?)\x1b\[\?7h")
+_ROW = re.compile(r"\r\x1b\[m(.*?)\x1b\[K")
 _CLEARED = "\x1b7\x1b[r\x1b8\x1b[J\x1bD\x1b[1A\x1b7\x1b8"
 
 
@@ -50,8 +51,8 @@ class Pty:
     @property
     def rows(self) -> list[str]:
         """The rows that are at the bottom now."""
-        drawn = dict(_ROW.findall(self.text.rpartition(_CLEARED)[2]))
-        return [text for _, text in sorted(drawn.items(), key=lambda one: int(one[0])) if text]
+        drawn = _DRAWN.findall(self.text.rpartition(_CLEARED)[2])
+        return [*filter(None, _ROW.findall(drawn[-1]))] if drawn else []
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
