@@ -297,11 +297,12 @@ def test_what_a_sigkill_has_left_the_next_start_removes(
 
 
 @pytest.mark.heavy
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("columns", [80, 140])
 def test_the_demo_is_whole(open_pane: Callable[..., Pane], columns: int) -> None:
     terminal = open_pane(columns, 40)
     terminal.type(python("-m", "resumable", "demo"))
-    terminal.until_prompt()
+    terminal.until_prompt(280)
     text = re.sub(r"\n {5,}", " ", "\n".join(terminal.written[1:]))
 
     fresh, digest = r"   \S+/{} is empty: starting fresh\n", r"   digest \w{{32}}\n"

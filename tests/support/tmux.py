@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -62,17 +62,17 @@ class Pane:
         lines = self._call("capture-pane", "-p", "-J", "-S", "-").splitlines()
         return [line.rstrip() for line in lines if line.strip()]
 
-    def until(self, is_there: Callable[[list[str]], object]) -> list[str]:
+    def until(self, is_there: Callable[[list[str]], object], seconds: float = 100) -> list[str]:
         """Wait until the screen is so, and return it."""
-        end = time.monotonic() + 60
+        end = time.monotonic() + seconds
         while not is_there(screen := self.screen):
             assert time.monotonic() < end, "\n".join(screen)
             time.sleep(0.05)
         return screen
 
-    def until_prompt(self) -> list[str]:
+    def until_prompt(self, seconds: float = 100) -> list[str]:
         """Wait until the shell asks for the next command."""
-        return self.until(lambda screen: screen and screen[-1] == "$")
+        return self.until(lambda screen: screen and screen[-1] == "$", seconds)
 
     def close(self) -> None:
         with contextlib.suppress(AssertionError):
@@ -91,6 +91,6 @@ def pane(folder: Path, columns: int = 80, lines: int = 24) -> Iterator[Pane]:
         found.close()
 
 
-def python(*arguments: str | Path, script: Sequence[str] = ()) -> str:
+def python(*arguments: str | Path) -> str:
     """Return the command of a Python program, for a shell."""
-    return shlex.join([sys.executable, *map(str, arguments), *script])
+    return shlex.join([sys.executable, *map(str, arguments)])
