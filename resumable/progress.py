@@ -160,7 +160,7 @@ class Progress:
         self.end_batches(self.batches_of)
         if outer := self._outer:
             self._outer = None
-            self._clear([outer.row(self._state())] if outer.is_complete() else [])
+            self._clear([outer.row(self._last_save())] if outer.is_complete() else [])
 
     def _clear(self, last: Sequence[Row] = ()) -> None:
         self._rows = []
@@ -217,14 +217,18 @@ class Progress:
 
     def _state(self) -> list[str]:
         """Return what is known of the checkpoints. The writer's thread changes it."""
-        saving, saved, moving, pushed = self._saving, self._saved, [*self._moving], self._pushed
+        saving, moving, pushed = self._saving, [*self._moving], self._pushed
         found = [f"{count.what} {count.percent()}" for count in moving]
         if saving is not None:
             return [f"saving {saving}", *found]
-        if saved:
-            number, when, metrics = saved
-            found += [f"saved {number} ({age(time.time() - when)} ago)", *filter(None, [metrics])]
+        found += self._last_save()
         return found if pushed is None or moving else [*found, f"pushed {pushed}"]
+
+    def _last_save(self) -> list[str]:
+        if self._saved is None:
+            return []
+        number, when, metrics = self._saved
+        return [f"saved {number} ({age(time.time() - when)} ago)", *filter(None, [metrics])]
 
     @contextlib.contextmanager
     def saving(self, number: int, metrics: Mapping[str, Any] | None = None) -> Iterator[None]:
