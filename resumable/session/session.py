@@ -10,7 +10,6 @@ import time
 import weakref
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from .. import determinism
@@ -38,8 +37,9 @@ from .resuming import Resuming
 from .save_warnings import SaveWarnings
 from .step_counter import StepCounter
 
-_open: weakref.WeakValueDictionary[Path, Session] = weakref.WeakValueDictionary()
-_written: weakref.WeakValueDictionary[Path, Run] = weakref.WeakValueDictionary()
+# By text: a Path compares itself by a module that is gone when the interpreter removes the last entries.
+_open: weakref.WeakValueDictionary[str, Session] = weakref.WeakValueDictionary()
+_written: weakref.WeakValueDictionary[str, Run] = weakref.WeakValueDictionary()
 _PATIENCE = 30.0
 """The seconds that another thread may take to release a run whose state it has dropped."""
 
@@ -170,7 +170,7 @@ class Session:
         """Become the only session that writes the run."""
         # In a notebook a cell runs again: the new session takes over from the one that it replaces.
         run, copies = self.training.run, self.training.copies
-        path = run.path.resolve()
+        path = os.path.realpath(run.path)
         if (older := _open.get(path)) and older is not self:
             older._give_way(pushes=copies is None)
         elif older is None and (last := _written.get(path)):

@@ -50,7 +50,7 @@ NAMES = [
 PARTS = ["model", "optimizer", "scheduler", "scaler", "loader", "extra"]
 OPTIONS = [
     *("maximize", "minimize", "keep", "every", "resume", "allow", "override", "expect"),
-    *("preempt", "remote", "ranks", "trace", "sample_seeds", "progress"),
+    *("preempt", "remote", "ranks", "trace", "sample_seeds", "progress", "quiet"),
 ]
 
 
