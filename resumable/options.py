@@ -40,6 +40,7 @@ class Options:
     raises: bool
     """Whether a preempted training raises Preempted."""
     progress: bool | None
+    quiet: bool
     remote: str | None
     push: Push
     remote_keep: Keep | None
@@ -87,6 +88,7 @@ def check(given: Mapping[str, Any]) -> Options:
         save_on=signals(preempt.signals),
         raises=on_preempt(preempt.on_preempt),
         progress=given["progress"],
+        quiet=given["quiet"],
         remote=remote.url,
         # Check without a remote too: RESUMABLE_REMOTE may name one only where the job runs.
         push=_push(remote.push, decides),

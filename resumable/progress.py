@@ -1,52 +1,46 @@
-"""Progress bars of a training, and of reading a checkpoint."""
+"""Progress of a training and of reading a checkpoint: bars, or a line a minute where nobody looks."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
+import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
+
+from .errors import UsageError, printable
+from .messages import say
+from .rows import Count, Row, age, texts
+from .terminal import TERMINAL, Notebook, is_notebook, is_terminal
 
 Told = Callable[[int], object]
 """Callback with the number of bytes read; any thread may call it."""
 
 _EVERY = 0.5  # seconds between two updates of the bars: a terminal is slow, and a training may be fast
+_EVERY_LINE = 60.0  # seconds between two lines of a log file
 _LONG = 1.0  # seconds after which reading a checkpoint shows a bar
-_UNITS = {"epochs": "epoch", "steps": "step", "batches": "batch"}
-_WHOLE = "{l_bar}{bar}| {whole}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
+
+Where = Literal["terminal", "notebook", "log"]
 
 
-def is_shown(wanted: bool | None, is_first: bool = True) -> bool:
-    """Return whether to show bars: as wanted, by default on a terminal or in a notebook; only on rank 0.
+def where(wanted: bool | None, is_first: bool = True) -> Where | None:
+    """Return where progress is shown: only on rank 0, in lines where there is no terminal; None if nowhere.
 
-    >>> is_shown(True), is_shown(True, is_first=False), is_shown(False)
-    (True, False, False)
+    >>> where(False), where(True, is_first=False)
+    (None, None)
     """
     if not is_first or wanted is False:
-        return False
-    return bool(wanted) or _is_terminal() or _is_notebook()
-
-
-def _is_terminal() -> bool:
-    # stderr may be missing or closed.
-    with contextlib.suppress(AttributeError, ValueError):
-        return sys.stderr.isatty()
-    return False
-
-
-def _is_notebook() -> bool:
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    return "IPKernelApp" in getattr(shell, "config", ())
+        return None
+    if is_terminal():
+        return "terminal"
+    return "notebook" if is_notebook() else "log"
 
 
 class Progress:
-    """The bars of one training: one for epochs and one for batches below it, or one for steps.
-
-    The bars are visible only while batches (or steps) are trained, so a script can print in the rest of
-    an epoch's body.
+    """The progress of one training: a loop over epochs and one over batches, or one over steps.
 
     >>> progress = Progress(False)
     >>> with progress.loop("epochs", total=90, done=12):
@@ -58,36 +52,55 @@ class Progress:
     resumed runs/exp
     """
 
-    def __init__(self, wanted: bool | None = None, *, is_first: bool = True) -> None:
-        self._wanted = wanted
-        self._is_first = is_first
-        self._outer: _Count | None = None
-        self._batches: _Count | None = None
+    def __init__(self, wanted: bool | None = None, *, is_first: bool = True, is_quiet: bool = False) -> None:
+        self._wanted, self._is_first, self._is_quiet = wanted, is_first, is_quiet
+        self._outer: Count | None = None
+        self._batches: Count | None = None
         self.batches_of: object = None
-        """The only loop over batches that has a bar."""
+        """The only loop over batches whose progress is shown."""
         self._epoch = 0.0
-        self._has_batches = False
         self._next = 0.0
-        self._saved: tuple[int, float] | None = None
+        self._where: Where | None = None
+        self._screen: Any = TERMINAL
+        self._rows: list[Row] = []
+        """The rows of the loops, as the training has drawn them last: other threads draw them again."""
+        self._moving: list[Count] = []
+        self._lock = threading.Lock()
+        self._saved: tuple[int, float, str] | None = None
         self._saving: int | None = None
+        self._pushed: int | None = None
+        self._values: Mapping[str, Any] = {}
         self.means: Callable[[], str] = str
         """Returns the running means as text."""
+        self.step: Callable[[], int] | None = None
+        """Returns the number of steps."""
 
     def is_shown(self) -> bool:
-        """Whether bars are shown."""
-        return is_shown(self._wanted, self._is_first)
+        """Whether progress is shown."""
+        return where(self._wanted, self._is_first) is not None
+
+    def recover(self) -> None:
+        """Remove the bars that a killed process has left on the terminal."""
+        if where(self._wanted, self._is_first) == "terminal":
+            TERMINAL.recover()
+
+    def _begin(self) -> bool:
+        """Look where to show what begins; return whether it is shown."""
+        if self._outer is None and self._batches is None and not self._moving:
+            self._where = where(self._wanted, self._is_first)
+            self._screen = Notebook() if self._where == "notebook" else TERMINAL
+            self._next = time.monotonic() + _EVERY_LINE if self._where == "log" else 0.0
+        return self._where is not None
 
     @contextlib.contextmanager
     def loop(self, what: str, total: int, done: int) -> Iterator[None]:
         """Show the progress of a loop over "epochs" or "steps" while it runs; one at a time."""
-        if self._outer or done >= total or not self.is_shown():
+        if self._outer or done >= total or not self._begin():
             yield
             return
         self.end_batches(self.batches_of)
-        self._outer = _Count(what, total, done, self._tail_of_loop)
-        self._epoch, self._has_batches = done, False
-        if what == "steps":
-            self._draw()
+        self._outer, self._epoch = Count(what, total, done), done
+        self._draw_if_due()
         try:
             yield
         finally:
@@ -100,104 +113,150 @@ class Progress:
             return
         self.end_batches(self.batches_of)
         outer.done = self._epoch = done
-        if not self._has_batches and time.monotonic() >= self._next:
-            self._draw()
+        self._draw_if_due()
 
     def begin_batches(self, loop: object, total: int | None, done: int) -> None:
-        """Start the bar of a loop over batches, some of which are done; `total` is None if unknown."""
-        if (
-            self.batches_of is not None
-            or (self._outer and self._outer.what == "steps")
-            or not self.is_shown()
-        ):
+        """Begin to show a loop over batches, some of which are done; `total` is None if unknown."""
+        is_below_steps = self._outer is not None and self._outer.what == "steps"
+        if self.batches_of is not None or is_below_steps or not self._begin():
             return
         self.batches_of = loop
-        self._batches = _Count("batches", total, done, self._tail_of_batches, leave=False)
-        self._has_batches = True
+        self._batches = Count("batches", total, done)
         if self._outer:
             # Another process trained these batches: they must not count in this one's rate.
             self._outer.move(self._epoch + self._batches.share())
-        if time.monotonic() >= self._next:
-            self._draw()
+        self._draw_if_due()
 
     def count_batches(self, loop: object, done: int) -> None:
         """Set the number of finished batches of the epoch."""
         if loop == self.batches_of and self._batches:
             self._batches.done = done
+            # A call would cost each batch more than the look at the clock.
             if time.monotonic() >= self._next:
                 self._draw()
 
     def end_batches(self, loop: object) -> None:
-        """End the bar of a loop over batches; a second call changes nothing."""
+        """End a loop over batches; a second call changes nothing."""
         if loop != self.batches_of or self._batches is None:
             return
         if self._outer:
             self._outer.done = self._epoch + self._batches.share()
-        self._batches.close()
+            if self._where != "log" and time.monotonic() >= self._next - _EVERY / 2:
+                # A validation may follow, in which nothing is drawn.
+                self._draw()
         self._batches = self.batches_of = None
-        if self._outer:
-            self._outer.hide()
+        if not self._outer:
+            self._clear()
 
     def go_to(self, *, epochs: int, steps: int) -> None:
-        """Move to another position in the training, and end the bars of running loops over batches."""
+        """Move to another position in the training, and end running loops over batches."""
         self.end_batches(self.batches_of)
         if self._outer:
             self._epoch = {"epochs": epochs, "steps": steps}[self._outer.what]
             self._outer.move(self._epoch)
 
     def close(self) -> None:
-        """Remove the bars, so that the next output starts on a new line."""
+        """Remove the bars; that of a finished loop stays as a line."""
         self.end_batches(self.batches_of)
-        if self._outer:
-            self._outer.close()
+        if outer := self._outer:
             self._outer = None
+            self._clear([outer.row(self._last_save())] if outer.is_complete() else [])
+
+    def _clear(self, last: Sequence[Row] = ()) -> None:
+        self._rows = []
+        self._screen.clear(partial(texts, last) if last else None)
+
+    def _draw_if_due(self) -> None:
+        if time.monotonic() >= self._next:
+            self._draw()
 
     def _draw(self) -> None:
-        if self._outer:
-            if self._batches:
-                self._outer.done = self._epoch + self._batches.share()
-            self._outer.draw()
-        if self._batches:
-            self._batches.draw()
+        if self._outer and self._batches:
+            self._outer.done = self._epoch + self._batches.share()
+        if self._where == "log":
+            self._print_line()
+        else:
+            self._rows = self._loops()
+            self._paint()
+
+    def _print_line(self) -> None:
+        # A closed stderr must not end the training.
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            print(", ".join(self._line()), file=sys.stderr, flush=True)
+        self._next = time.monotonic() + _EVERY_LINE
+
+    def _paint(self) -> None:
+        """Draw the rows of the loops, or without a loop those of what is read or sent."""
+        rows = self._rows or [count.row(count.pace()) for count in [*self._moving]]
+        self._screen.paint(partial(texts, rows))
         self._next = time.monotonic() + _EVERY
 
+    def _loops(self) -> list[Row]:
+        counts = [count for count in (self._outer, self._batches) if count]
+        shown = [*self._shown(), *counts[-1].pace()]
+        if len(counts) == 1:
+            return [counts[0].row([*self._state(), *shown])]
+        return [counts[0].row(self._state()), counts[1].row(shown)]
+
+    def _line(self) -> list[str]:
+        counts = [count for count in (self._outer, self._batches) if count]
+        left = counts[0].left()
+        loops = [count.head() for count in counts]
+        steps = [] if self.step is None or "step" in loops[0] else [f"step {self.step()}"]
+        return [
+            *loops,
+            *steps,
+            *self._shown(),
+            *([] if left is None else [f"{age(left)} left"]),
+            *self._state(),
+        ]
+
+    def _shown(self) -> list[str]:
+        """Return what the script shows: its means, and the values of `state.show`."""
+        return [*filter(None, [self.means()]), *(_text(name, value) for name, value in self._values.items())]
+
+    def _state(self) -> list[str]:
+        """Return what is known of the checkpoints. The writer's thread changes it."""
+        saving, moving, pushed = self._saving, [*self._moving], self._pushed
+        found = [f"{count.what} {count.percent()}" for count in moving]
+        if saving is not None:
+            return [f"saving {saving}", *found]
+        found += self._last_save()
+        return found if pushed is None or moving else [*found, f"pushed {pushed}"]
+
+    def _last_save(self) -> list[str]:
+        if self._saved is None:
+            return []
+        number, when, metrics = self._saved
+        return [f"saved {number} ({age(time.time() - when)} ago)", *filter(None, [metrics])]
+
     @contextlib.contextmanager
-    def saving(self, number: int) -> Iterator[None]:
+    def saving(self, number: int, metrics: Mapping[str, Any] | None = None) -> Iterator[None]:
         """Say that a checkpoint is on its way, and then how old it is. Any thread may save."""
         self._saving = number
         try:
             yield
         finally:
             self._saving = None
-        self.saved(number, time.time())
+        self.saved(number, time.time(), metrics)
 
-    def saved(self, number: int, when: float) -> None:
+    def saved(self, number: int, when: float, metrics: Mapping[str, Any] | None = None) -> None:
         """Note that a checkpoint has been durable since `when` (seconds since 1970)."""
-        self._saved = number, when
+        self._saved = number, when, ", ".join(_text(name, value) for name, value in (metrics or {}).items())
 
-    def _tail_of_loop(self) -> str:
-        return self._tail() if self._has_batches else _joined(self.means(), self._tail())
+    def pushed(self, number: int) -> None:
+        """Note that a remote has a checkpoint."""
+        self._pushed = number
 
-    def _tail_of_batches(self) -> str:
-        return _joined(self.means(), "" if self._outer else self._tail())
-
-    def _tail(self) -> str:
-        # The writer thread changes both.
-        saving, saved = self._saving, self._saved
-        if saving is not None:
-            return f"saving {saving}"
-        return f"saved {saved[0]}, {age(time.time() - saved[1])} ago" if saved else ""
+    def show(self, values: Mapping[str, Any]) -> None:
+        """Show values until the next call. A tensor is read only when it is drawn."""
+        # The graph of a loss would keep the activations of its batch.
+        self._values = {name: _shown(name, value) for name, value in values.items()}
 
     def print(self, line: str) -> None:
-        """Print a line, above the bars if there are any."""
-        counts = [count for count in (self._outer, self._batches) if count and count.bar]
-        is_drawn = any(count.is_drawn for count in counts)
-        if is_drawn:
-            with counts[0].outliving_the_terminal():
-                counts[0].bar.write(line)
-        if not is_drawn or counts[0].is_lost:
-            print(line)
-        sys.stdout.flush()
+        """Print a message of the library, above the bars if there are any."""
+        if not self._is_quiet:
+            say(line)
 
     @contextlib.contextmanager
     def moving(self, what: str, total: int) -> Iterator[Told]:
@@ -209,171 +268,71 @@ class Progress:
     def reading(self, what: str, total: int) -> Iterator[Told | None]:
         """Yield a callback for the number of bytes read, of `total`; a slow read shows a bar.
 
-        Yield None if no bars are shown.
+        Yield None if nothing is shown.
         """
-        if not self.is_shown():
+        if not self._begin():
             yield None
             return
-        count = _Count(what, total, 0, leave=False, unit="B", unit_scale=True)
-        lock, due = threading.Lock(), time.monotonic() + _LONG
+        count = Count(what, total, 0, unit="B")
+        self._moving.append(count)
+        due = time.monotonic() + (_EVERY_LINE if self._where == "log" else _LONG)
 
         def told(size: int) -> None:
             nonlocal due
-            with lock:
+            with self._lock:
                 count.done += size
                 if time.monotonic() >= due:
-                    count.draw()
-                    due = time.monotonic() + _EVERY
+                    due = time.monotonic() + (_EVERY_LINE if self._where == "log" else _EVERY)
+                    self._draw_moving(count)
 
         try:
             yield told
         finally:
-            count.close()
+            self._moving.remove(count)
+            if not (self._outer or self._batches or self._moving):
+                self._clear()
+
+    def _draw_moving(self, count: Count) -> None:
+        # While a loop runs, its next look shows this too.
+        if self._outer or self._batches:
+            return
+        if self._where != "log":
+            self._paint()
+            return
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            print(f"{count.head()}, {count.percent()}", file=sys.stderr, flush=True)
 
 
-def _joined(*texts: str) -> str:
-    return ", ".join(filter(None, texts))
+def counted(total: int, what: str, is_shown: bool) -> Iterator[int]:
+    """Yield the numbers from 1 to a total; now and then a line on stderr says how far they are.
+
+    For work that a loader's worker may do, which must not draw bars.
+    """
+    due = time.monotonic() + _LONG
+    for number in range(1, total + 1):
+        if is_shown and time.monotonic() >= due:
+            print(f"{what}: {number}/{total} batches", file=sys.stderr, flush=True)
+            due = time.monotonic() + 10 * _LONG
+        yield number
+
+
+def _shown(name: str, value: Any) -> Any:
+    if not hasattr(value, "item"):
+        return value
+    if math.prod(value.shape) != 1:
+        raise UsageError(
+            f"show({name}=...) was given {math.prod(value.shape)} elements.",
+            fix=f"give one: show({name}=value.mean()).",
+        )
+    return value.detach() if hasattr(value, "detach") else value
+
+
+def _text(name: str, value: Any) -> str:
+    # A value may be a tensor.
+    if hasattr(value, "item"):
+        value = value.item()
+    return printable(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}", but="")
 
 
 def _unheard(size: int) -> None:
-    """Ignore the progress if no bars are shown."""
-
-
-class _Count:
-    """Progress of one loop or transfer, and its bar once it is drawn."""
-
-    def __init__(
-        self,
-        what: str,
-        total: int | None,
-        done: int,
-        tail: Callable[[], str] | None = None,
-        **looks: Any,
-    ) -> None:
-        self.what = what
-        self._total = total
-        self._start: float = done
-        self.done: float = done
-        self.is_drawn = False
-        self.bar: Any = None
-        self._began = time.time()
-        self._tail = tail
-        # Average the rate over all of this process's work: a recent rate would leave out evaluations.
-        known = {"bar_format": _WHOLE} if total and "unit" not in looks else {}
-        self.is_lost = False
-        self._looks: dict[str, Any] = {
-            "unit": _UNITS.get(what),
-            "leave": True,
-            "smoothing": 0,
-            **known,
-            **looks,
-        }
-
-    def share(self) -> float:
-        """Return the finished share; the work after the last item counts as one more."""
-        return self.done / (self._total + 1) if self._total else 0.0
-
-    def move(self, done: float) -> None:
-        """Move to another position without counting it as work."""
-        self._start += done - self.done
-        self.done = done
-        if self.bar:
-            # Otherwise the rate would include work of another process, or be negative.
-            self.bar.initial = self._start
-
-    def draw(self) -> None:
-        """Draw the current progress."""
-        if self.is_lost:
-            return
-        with self.outliving_the_terminal():
-            if self.bar is None:
-                self.bar = self._make()
-            self.is_drawn = True
-            self.bar.update(self.done - self.bar.n)
-
-    @contextlib.contextmanager
-    def outliving_the_terminal(self) -> Iterator[None]:
-        """Stop drawing if the terminal is gone or closed: that must not end a training."""
-        try:
-            yield
-        except (OSError, ValueError):
-            _let_go_of_the_lock()
-            self.is_lost, self.is_drawn = True, False
-            if self.bar is not None:
-                # Otherwise tqdm would try to draw again when it is garbage-collected.
-                self.bar.disable, self.bar = True, None
-
-    def _make(self) -> Any:
-        # A minimal delay: otherwise tqdm draws before `start_t` is set.
-        bar = _kind()(
-            desc=self.what,
-            total=self._total,
-            initial=self._start,
-            mininterval=0,
-            miniters=0,
-            delay=1e-9,
-            dynamic_ncols=True,
-            **self._looks,
-        )
-        bar.start_t = bar.last_print_t = self._began
-        if self._tail:
-            bar.tail = self._tail
-        return bar
-
-    def hide(self) -> None:
-        """Clear the bar from the terminal until it is drawn again."""
-        if self.is_drawn:
-            with self.outliving_the_terminal():
-                self.bar.clear()
-            self.is_drawn = False
-
-    def close(self) -> None:
-        """Draw the final progress, or remove the bar."""
-        if self.bar is None:
-            return
-        self.bar.n = self.done
-        if not self._looks["leave"]:
-            # A notebook would keep a bar that ends early, in red; but a break is no error.
-            self.bar.total = None
-        with self.outliving_the_terminal():
-            self.bar.close()
-        self.is_drawn = False
-
-
-def _let_go_of_the_lock() -> None:
-    # tqdm keeps its lock if drawing fails: every other thread that draws or reads would block forever.
-    with contextlib.suppress(RuntimeError):
-        while True:
-            _kind().get_lock().release()
-
-
-def age(seconds: float) -> str:
-    """Return a duration as text.
-
-    >>> [age(seconds) for seconds in (12.3, 500, 40_000, 500_000)]
-    ['12 s', '8 min', '11 h', '5 days']
-    """
-    for size, unit, most in ((1, "s", 100), (60, "min", 100), (3600, "h", 48)):
-        if seconds < size * most:
-            return f"{max(0, int(seconds / size))} {unit}"
-    return f"{int(seconds / 86400)} days"
-
-
-@functools.cache
-def _kind() -> Any:
-    from tqdm.auto import tqdm  # type: ignore[import-untyped, unused-ignore]
-
-    class Bar(tqdm):  # type: ignore[misc, type-arg, unused-ignore]
-        # tqdm's monitor thread would make each later fork() of a DataLoader a fork with two threads.
-        monitor_interval = 0
-        # tqdm's own lock is a multiprocessing semaphore: a script could not call set_start_method() after it,
-        # and a worker killed while holding it would block the training.
-        _lock = threading.RLock()
-        tail: Callable[[], str] = staticmethod(str)
-
-        @property
-        def format_dict(self) -> dict[str, Any]:
-            # Read only when the bar is drawn: nothing is formatted in between.
-            return {**super().format_dict, "whole": int(self.n), "postfix": self.tail()}
-
-    return Bar
+    """Ignore the progress if nothing is shown."""

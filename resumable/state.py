@@ -94,6 +94,7 @@ class RunState(Generic[B]):
         trace: str | os.PathLike[str] | Trace | None = None,
         sample_seeds: bool = False,
         progress: bool | None = None,
+        quiet: bool = False,
     ) -> RunState[B]:
         """Resume from the newest intact checkpoint, or start fresh; print one line that says which.
 
@@ -126,7 +127,8 @@ class RunState(Generic[B]):
             ranks: How several processes save together.
             trace: A file that gets a line at each boundary, for `resumable diff --trace`; or a `Trace`.
             sample_seeds: Whether each sample gets a seed of its own, whatever worker loads it.
-            progress: Whether to show bars (None: at a terminal and in a notebook).
+            progress: Whether to show the progress: bars at a terminal or in a notebook, else lines.
+            quiet: Whether to leave out the messages, such as which checkpoint the training continues from.
         """
         # All arguments, by name: they are listed once, in the signature above.
         given = {name: value for name, value in locals().items() if name != "cls"}
@@ -450,6 +452,33 @@ the batches since are left out (1 of 3 times)
         if not values:
             raise UsageError("mean() was given no values.", fix="name them: mean(loss=loss, weight=len(x)).")
         self._position.means.add(values, weight)
+
+    def show(self, **values: Any) -> None:
+        """Show values, such as the loss, in the bars until the next call.
+
+        Args:
+            **values: Numbers, texts, or tensors with one element, which are read only when the bars are drawn.
+
+        >>> with RunState.load("runs/showing") as state:
+        ...     for step in state.steps(2):
+        ...         state.show(loss=torch.tensor(0.5), lr=0.1)
+        runs/showing is empty: starting fresh
+        """
+        self._training.progress.show(values)
+
+    def print(self, *values: Any) -> None:
+        """Print values above the bars; with several processes only rank 0 prints.
+
+        Args:
+            *values: What to print, as for Python's `print`.
+
+        >>> with RunState.load("runs/printing") as state:
+        ...     state.print("step", state.step)
+        runs/printing is empty: starting fresh
+        step 0
+        """
+        if self._training.crew.is_first:
+            print(*values, flush=True)
 
     def patience(self, saves: int) -> bool:
         """Whether the last saves with the metric to maximize or minimize brought no new best.

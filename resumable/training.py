@@ -50,13 +50,13 @@ class Training:
         """Bind everything together; nothing is read or written yet."""
         folder, remote = _places(options)
         run, variables = Run(folder), dict[str, Any]()
-        progress = Progress(options.progress, is_first=of_this_training()[0] == 0)
+        progress = Progress(options.progress, is_first=of_this_training()[0] == 0, is_quiet=options.quiet)
         position = _position(options, progress)
         crew = _crew(options, run, position)
         parts = Parts(options.parts, variables, position, options.per_rank, crew.rank)
         position.join(crew.ranks.size)
         position.means.gather_with(partial(_gather, crew))
-        progress.means = position.means.glance
+        progress.means, progress.step = position.means.glance, lambda: position.stands_at()[2]
         watch = Watch(parts)
         position.watch_parts(
             watch.gradients,

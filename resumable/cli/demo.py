@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ..files import codec, tensor_file
 from ..state import RunState
+from ..terminal import TERMINAL
 
 EPOCHS = 4
 KILL_AT = (29, 44)
@@ -99,13 +102,20 @@ def _start(run_dir: Path, kill_at: int | None = None) -> str | None:
                 return value
             if word == "step" and int(value) == kill_at:
                 child.kill()
+                child.wait()
+                TERMINAL.recover()
                 print(f"   killed (SIGKILL) at step {value}", flush=True)
                 return None
             if word == "step":
                 print(file=child.stdin, flush=True)
             else:
-                print(f"   {line}", end="", flush=True)
+                _print(line)
     raise RuntimeError(f"{' '.join(command)} ended with exit code {child.returncode}")
+
+
+def _print(line: str) -> None:
+    width = shutil.get_terminal_size().columns
+    print(textwrap.fill(line, width, initial_indent="   ", subsequent_indent="     "), flush=True)
 
 
 class Digests(NamedTuple):
@@ -131,7 +141,7 @@ def show(folder: Path | None = None) -> Digests:
     if straight != killed:
         print("NOT equal: please report this, with the output of `python -m torch.utils.collect_env`.")
     else:
-        print("Equal, bit for bit: weights, optimizer, schedule, scaler and the next random numbers.")
+        print("Equal, bit for bit: weights, optimizer, schedule, scaler, and random numbers.")
     if folder:
         print(f"Look at it: resumable ls {where / 'killed'}")
     return Digests(straight, killed)

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..errors import StateMismatch, warn
+from ..progress import counted
 from .generators import draws_between, rng
 from .source import Source, size_of
 from .workers import hugging_face
@@ -128,8 +129,6 @@ class PlainSource(Source):
         self._count = self._count._replace(batches=batches, before=before)
 
     def _skip(self, batches: Iterator[Any], saved: Mapping[str, Any]) -> None:
-        from tqdm import tqdm
-
         trained = saved["batches"] + saved["before"]
         last = trained + saved.get("ahead", 0)
         # Lists and ranges have their items: there is nothing to load.
@@ -141,7 +140,7 @@ class PlainSource(Source):
         replay = draws_between.Replay(self._all(), saved, last)
         self._kept.clear()
         what = f"skipping what {self._name} gave before"
-        for number in tqdm(range(1, last + 1), desc=what, unit=" batches", disable=not self._shows()):
+        for number in counted(last, what, self._shows()):
             replay.before(number)
             is_kept = number >= trained and not isinstance(self.loader, _NEVER_DRAW)
             draws = draws_between.read(self._all(), devices=True) if is_kept else None

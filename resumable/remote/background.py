@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import random
 import threading
 import time
@@ -18,6 +19,7 @@ from ..errors import (
 )
 from ..files import lock
 from ..files.threads import yield_to_training
+from ..messages import say
 from ..progress import Progress
 from ..run.directory import Run
 from ..run.history import History
@@ -396,8 +398,8 @@ class Pusher:
         self._history.pushed(
             number, str(self._remote), sent=sent.sent, copied=sent.copied, seconds=seconds, removed=gone
         )
-        if not self._progress.is_shown():
-            self._progress.print(summary(f"pushed checkpoint {number} to {self._remote}", sum(sent), seconds))
+        self._progress.pushed(number)
+        say(summary(f"pushed checkpoint {number} to {self._remote}", sum(sent), seconds), logging.DEBUG)
 
 
 def _sum(one: Sent, other: Sent) -> Sent:

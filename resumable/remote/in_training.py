@@ -122,7 +122,7 @@ class Copies:
             self._store.interruptible(lambda: pull.pull(self._remote, name, self._run, moved))
         seconds = time.perf_counter() - started
         self._pulled.append((number, about.size, seconds))
-        if self._crew.is_first and not self._progress.is_shown():
+        if self._crew.is_first:
             self._progress.print(summary(f"pulled checkpoint {number} from {self}", about.size, seconds))
 
     def best(self, above: int) -> int | None:

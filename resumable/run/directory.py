@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ..errors import (
+    CannotRead,
     CheckpointDamaged,
     CheckpointNotFound,
     FormatTooNew,
@@ -56,6 +57,13 @@ class Run:
 
     def __str__(self) -> str:
         return str(self._given)
+
+    def __repr__(self) -> str:
+        try:
+            there = self.numbers()
+        except CannotRead:
+            return f"<Run {self}>"
+        return f"<Run {self}: {counted(len(there), 'checkpoint')}{f', newest {there[-1]}' if there else ''}>"
 
     def _repr_html_(self) -> str:
         """Return the table that a notebook shows: the newest checkpoints."""

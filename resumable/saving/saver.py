@@ -244,7 +244,7 @@ class Saving:
             if self._crew.leads or codec.has_one_writer(path):
                 files[path] = large_files.Content(text)
         try:
-            with self._progress.saving(about.number), _failing(f"checkpoint {about.number}"):
+            with self._progress.saving(about.number, about.metrics), _failing(f"checkpoint {about.number}"):
                 if self._crew.leads:
                     about = self._crew.decided(about.number) or about
                 adding = self._run.adding(about) if self._crew.leads else contextlib.nullcontext()
@@ -293,7 +293,7 @@ class Saving:
         self.parent = chosen.about.number if is_ours else None
         self._written = reading.written() if is_ours else {}
         if is_ours and (saved := moment(chosen.about.saved)) is not None:
-            self._progress.saved(chosen.about.number, saved)
+            self._progress.saved(chosen.about.number, saved, position.metrics)
 
     def begin_with(self, best: float) -> None:
         """Let only a better value than this one, which no checkpoint of the run has, be the best."""

@@ -10,7 +10,6 @@ import time
 import weakref
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from .. import determinism
@@ -31,14 +30,16 @@ from ..run.resume_choice import Which
 from ..saving.autosave import Autosave
 from ..saving.saver import Saving, end
 from ..saving.writer import PendingSave
+from ..terminal import is_notebook
 from ..training import Training
 from .observer import observer
 from .resuming import Resuming
 from .save_warnings import SaveWarnings
 from .step_counter import StepCounter
 
-_open: weakref.WeakValueDictionary[Path, Session] = weakref.WeakValueDictionary()
-_written: weakref.WeakValueDictionary[Path, Run] = weakref.WeakValueDictionary()
+# By text: a Path compares itself by a module that is gone when the interpreter removes the last entries.
+_open: weakref.WeakValueDictionary[str, Session] = weakref.WeakValueDictionary()
+_written: weakref.WeakValueDictionary[str, Run] = weakref.WeakValueDictionary()
 _PATIENCE = 30.0
 """The seconds that another thread may take to release a run whose state it has dropped."""
 
@@ -50,7 +51,7 @@ class Session:
         self.training = training = Training.of(options)
         self.saving = Saving(training)
         self.resuming = Resuming(training, self.saving)
-        self.signals = Signals(options.save_on, shows_hint=training.crew.is_first)
+        self.signals = Signals(options.save_on, shows_hint=training.crew.is_first and not options.quiet)
         ranks, pace = training.crew.ranks, self.saving.save_cost
         self.autosave = Autosave(ranks, self.signals, pace, options.rules, options.limit)
         self.steps = StepCounter(training, self.saving, self.autosave)
@@ -91,6 +92,7 @@ class Session:
     def _load(self) -> None:
         started, options, training = time.perf_counter(), self.training.options, self.training
         run, crew, copies = training.run, training.crew, training.copies
+        training.progress.recover()
         expect = pin.checked(options.expect)
         resume = pin.due(options.resume, expect)
         facts: dict[str, Json] = {
@@ -168,7 +170,7 @@ class Session:
         """Become the only session that writes the run."""
         # In a notebook a cell runs again: the new session takes over from the one that it replaces.
         run, copies = self.training.run, self.training.copies
-        path = run.path.resolve()
+        path = os.path.realpath(run.path)
         if (older := _open.get(path)) and older is not self:
             older._give_way(pushes=copies is None)
         elif older is None and (last := _written.get(path)):
@@ -265,9 +267,11 @@ class Session:
         if self.training.options.raises:
             raise Preempted(f"{what}.", fix="leave; the same command continues from there.", signal=number)
         self.training.progress.close()
+        is_cell = is_notebook()
         # Ctrl-C may have ended the reader of a pipe, such as tee, too.
         with contextlib.suppress(OSError):
-            self.training.print(f"{what}; the same command continues from there")
+            if not is_cell:
+                self.training.print(f"{what}; the same command continues from there")
         # A notebook keeps the loop, with its workers, for as long as it keeps the traceback.
         self.training.position.close(now=True)
         try:
@@ -275,6 +279,9 @@ class Session:
         except RemoteError as exc:
             # The exit code tells the queue to start again: then what is missing is pushed.
             warn(exc.problem)
+        if is_cell:
+            # SystemExit ends no kernel; IPython would tell its user how to leave.
+            raise KeyboardInterrupt(f"{what}; run the cell again to go on")
         raise SystemExit(128 + number)
 
     def close(self, how: str = "closed") -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
-from .. import progress
+from .. import rows as progress_rows
 from ..errors import printable
 from ..run.policy import bytes_of, moment
 from .columns import Column, cut, fitted, terminal_width
@@ -219,4 +219,4 @@ def age(saved: str) -> str:
     """
     if (then := moment(saved)) is None:
         return "?"
-    return f"{progress.age(time.time() - then)} ago"
+    return f"{progress_rows.age(time.time() - then)} ago"

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, _DatasetKind, get_worker_info
 
-from resumable import CannotStore, ResumableWarning, RunState
+from resumable import CannotStore, ResumableWarning, RunState, progress
 from resumable.loaders.generators import rng, worker_rng
 from resumable.loaders.workers.datasets import Seeded, Stream, StreamEnded, put_back
 from resumable.loaders.workers.states import Standing, Start, freeze, thaw
@@ -563,8 +563,9 @@ def test_a_stream_that_is_shorter_than_it_was_is_refused(in_worker: Any, how: di
 
 @pytest.mark.parametrize("shows", [True, False])
 def test_a_stream_that_is_run_again_shows_its_progress_if_it_is_to(
-    in_worker: Any, capsys: pytest.CaptureFixture[str], shows: bool
+    in_worker: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, shows: bool
 ) -> None:
+    monkeypatch.setattr(progress, "_LONG", 0.0)
     whole = Streaming(in_worker, Plain())
     whole.load(3)
     Streaming(in_worker, Plain(), Start(whole.saved(), shows_progress=shows))

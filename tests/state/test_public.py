@@ -50,7 +50,7 @@ NAMES = [
 PARTS = ["model", "optimizer", "scheduler", "scaler", "loader", "extra"]
 OPTIONS = [
     *("maximize", "minimize", "keep", "every", "resume", "allow", "override", "expect"),
-    *("preempt", "remote", "ranks", "trace", "sample_seeds", "progress"),
+    *("preempt", "remote", "ranks", "trace", "sample_seeds", "progress", "quiet"),
 ]
 
 
@@ -74,7 +74,7 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
 def test_the_members_of_the_public_classes_are_just_these() -> None:
     assert members(RunState) == {
         *("load", "save", "restore", "wait", "close", "epochs", "batches", "enumerate", "steps"),
-        *("spiked", "patience", "report", "note", "check", "mean", "begin_at"),
+        *("spiked", "patience", "report", "note", "check", "mean", "begin_at", "print", "show"),
         *(
             "run",
             "epoch",

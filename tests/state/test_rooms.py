@@ -13,7 +13,7 @@ from places import ROOT
 PACKAGE = ROOT / "resumable"
 
 ORDER = (
-    "errors boundary progress version | files | run | groups | options processes"
+    "errors messages rows terminal | boundary progress version | files | run | groups | options processes"
     " | loaders.generators | loaders.workers | loaders"
     " | position.script | position | parts | remote"
     " | views | interop | trace | training | saving | determinism | session | state"
@@ -31,7 +31,20 @@ MODULES = sorted(
 WITHOUT_TORCH = sorted(
     module
     for module in MODULES
-    if module.split(".")[0] in ("files", "run", "remote", "views", "cli", "errors", "boundary", "progress")
+    if module.split(".")[0]
+    in (
+        "files",
+        "run",
+        "remote",
+        "views",
+        "cli",
+        "errors",
+        "boundary",
+        "progress",
+        "messages",
+        "rows",
+        "terminal",
+    )
     and module not in ("files.codec", "files.encoder", "files.decoder")
     and module
     not in ("files.fingerprint", "files.tensor_file", "files.sharded_tensor", "run.environment", "cli.demo")

@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ...errors import ResumableWarning
+from ...progress import counted
 from ..generators import search, worker_rng
 from ..generators.worker_rng import States, Watch
 from . import hugging_face
@@ -151,10 +152,11 @@ class Stream(IterableDataset[Any]):
         at = start.standing
         put_back(at.began, self._root)
         iterator = iter(self.dataset)
-        for number in _with_progress(start, type(self.dataset).__name__):
+        what = f"running {type(self.dataset).__name__} again up to where it was; a state_dict would save this"
+        for number in counted(at.batches, what, start.shows_progress):
             samples = list(islice(iterator, self._batch_size or 1))
             if not samples or (self._drop_last and len(samples) < (self._batch_size or 1)):
-                raise StreamEnded(f"{number} batches now, {at.batches} before")
+                raise StreamEnded(f"{number - 1} batches now, {at.batches} before")
             self._collate(samples if self._batch_size else samples[0])
         put_back(at.generators, self._root)
         return iterator
@@ -195,17 +197,6 @@ class EpochTooShort(Exception):
 
 class StreamEnded(Exception):
     """A stream that was run again had fewer batches than before."""
-
-
-def _with_progress(start: Start, name: str) -> Any:
-    from tqdm import tqdm
-
-    return tqdm(
-        range(start.standing.batches),
-        desc=f"running {name} again up to where it was; a state_dict would save this",
-        unit=" batches",
-        disable=not start.shows_progress,
-    )
 
 
 def put_back(generators: States, root: object) -> None:
