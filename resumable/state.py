@@ -457,7 +457,7 @@ the batches since are left out (1 of 3 times)
         """Show values, such as the loss, in the bars until the next call.
 
         Args:
-            **values: Numbers, texts, or tensors with one element, which are read only when the bars are drawn.
+            **values: Numbers, texts, or tensors with one element, read only when the bars are drawn.
 
         >>> with RunState.load("runs/showing") as state:
         ...     for step in state.steps(2):

@@ -86,7 +86,7 @@ def _sizes(sizes: Sequence[int | None]) -> list[str]:
 
 def _age(saved: str | None, now: float) -> str:
     then = moment(saved) if saved else None
-    return "" if then is None else progress.age(now - then)
+    return "" if then is None else progress_rows.age(now - then)
 
 
 def print_rest(
