@@ -9,8 +9,9 @@ import json
 import os
 import runpy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
+from importlib.machinery import SourceFileLoader
 from types import ModuleType
 from typing import Any
 
@@ -29,10 +30,25 @@ def main(fd: int, arguments: list[str]) -> None:
         sys.path[0], sys.argv = os.getcwd(), ["-m", *arguments[2:]]
     else:
         sys.path[0], sys.argv = os.path.dirname(os.path.realpath(arguments[0])), arguments
+    script = "" if is_module else os.path.abspath(arguments[0])
+    _put_aside(script)
     _import()
     for order in _forked(fd):
         _become(order)
-        _run(arguments[1] if is_module else "", os.path.abspath(arguments[0]))
+        _run(script, arguments)
+
+
+def _put_aside(script: str) -> None:
+    """Make room for the script's `__main__`, before a library takes this one for it."""
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    own = {name: value for name, value in globals().items() if name.startswith("__")}
+    vars(main).update(own, __doc__=None, **({"__annotations__": {}} if "__annotations__" in own else {}))
+    if script:
+        main.__file__, main.__loader__ = script, SourceFileLoader("__main__", script)
+    else:
+        del main.__file__, main.__cached__
+    # By this name the audit takes the frames of this file for the library's and not for the script's.
+    globals()["__name__"] = "resumable.audit.fork_server"
 
 
 def _import() -> None:
@@ -113,21 +129,15 @@ def _restart_if_set(order: dict[str, Any]) -> None:
     os.putenv, os.unsetenv = guarded(os.putenv), guarded(os.unsetenv)
 
 
-def _run(module: str, path: str) -> None:
-    main = sys.modules["__main__"] = ModuleType("__main__")
-    own = {name: value for name, value in globals().items() if name.startswith("__")}
-    vars(main).update(own, __doc__=None, **({"__annotations__": {}} if "__annotations__" in own else {}))
-    # Under this name the audit takes the frames of this file for the library's and not for the script's.
-    globals()["__name__"] = "resumable.audit.fork_server"
+def _run(script: str, arguments: Sequence[str]) -> None:
     try:
-        if module:
-            del main.__file__, main.__cached__
-            runpy._run_module_as_main(module)  # type: ignore[attr-defined]
+        if script:
+            with open(script, "rb") as file:
+                code = compile(file.read(), script, "exec", dont_inherit=True)
+            exec(code, vars(sys.modules["__main__"]))
         else:
-            main.__file__, main.__loader__ = path, type(__loader__)("__main__", path)
-            with open(path, "rb") as file:
-                code = compile(file.read(), path, "exec", dont_inherit=True)
-            exec(code, vars(main))
+            run_module: Callable[[str], None] = vars(runpy)["_run_module_as_main"]
+            run_module(arguments[1])
     except Exception as exc:
         trace = exc.__traceback__ and exc.__traceback__.tb_next
         sys.excepthook(type(exc), exc.with_traceback(trace), trace)
