@@ -50,7 +50,7 @@ class Interpreters:
         if one and one.is_ready() and one.serves(environment):
             return one.run(command, environment, log)
         if self._starts == 1:
-            self._told("(with imports: cannot be forked) ")
+            self._told("(each start imports torch again) ")
         return trials.start(command, environment, log)
 
     def _next(self, environment: Mapping[str, str]) -> _Interpreter:
@@ -108,9 +108,10 @@ class _Interpreter:
     def run(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> int:
         """Run the script in a fork, and return its exit code; Ctrl-C ends it too."""
         order = {"command": [*command], "environment": dict(environment), "log": str(log)}
-        self._socket.sendall(json.dumps(order).encode() + b"\n")
-        child = int(self._said.readline())
+        child = 0
         try:
+            self._socket.sendall(json.dumps(order).encode() + b"\n")
+            child = int(self._said.readline())
             return int(self._said.readline())
         except BaseException:
             self._end(child, environment.get("RESUMABLE_AUDIT"))
@@ -119,13 +120,16 @@ class _Interpreter:
     def _end(self, child: int, plan: str | None) -> None:
         trials.say_interrupted()
         try:
-            with contextlib.suppress(ProcessLookupError, TimeoutError):
-                os.kill(child, signal.SIGTERM)
-                self._socket.settimeout(trials.PATIENCE)
-                self._said.readline()
+            if child:
+                with contextlib.suppress(ProcessLookupError, TimeoutError):
+                    os.kill(child, signal.SIGTERM)
+                    self._socket.settimeout(trials.PATIENCE)
+                    self._said.readline()
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child, signal.SIGKILL)
+            if child:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child, signal.SIGKILL)
+            # Also a fork whose number was not yet told.
             trials.kill_all_with(self._plan, *([plan] if plan else []))
 
     def close(self) -> None:
