@@ -15,7 +15,7 @@ from typing import Any
 
 from .. import determinism
 from ..boundary import Boundary, Due
-from ..errors import Preempted, RemoteError, UsageError, warn
+from ..errors import Preempted, RankLost, RemoteError, UsageError, warn
 from ..files import pin
 from ..files.strict_json import Json
 from ..loaders import loader_warnings
@@ -66,6 +66,8 @@ class Session:
         )
         self.has_resumed = False
         """Whether this training continues from a checkpoint."""
+        self._safe = 0, 0, 0
+        """What was trained at the last save, or at the checkpoint that the training continues from."""
         self._is_closed, self._process = False, os.getpid()
         # One that is dropped without close() must not lock its run for the rest of the process.
         what = self.saving.history, training.run, training.position, training.copies
@@ -77,6 +79,7 @@ class Session:
         session = cls(options)
         try:
             session._load()
+            session._note_safe()
             position = session.training.position
             position.outside.look()
             position.before_loop.begin(is_resumed=session.has_resumed)
@@ -179,7 +182,7 @@ class Session:
         if not pushes and self.training.copies:
             self.training.copies.hand_over()
         try:
-            self.close()
+            self._close("closed")
         except RemoteError as exc:
             warn(exc.problem)
 
@@ -197,6 +200,7 @@ class Session:
         self.training.position.begin_at(epoch, batch, step, samples)
         self.training.parts.note_steps(step)
         self._count_on()
+        self._note_safe()
 
     def refuse_closed(self) -> None:
         """Raise UsageError if this session has ended."""
@@ -216,11 +220,38 @@ class Session:
         with self.training.parts.where_a_body_ended(has_ended):
             handle = self.saving.save(why, metrics, self.own, self.autosave.chosen)
         self.autosave.saved(*self.saving.stood_at)
+        self._note_safe()
         return handle
+
+    def save_rest(self, why: str) -> None:
+        """Save what was trained since the last save, unless the script wants no saves but its own."""
+        if not self.training.options.saves_at_end:
+            return
+        position = self.training.position
+        has_trained = position.trained() > self._safe
+        try:
+            found = self.training.crew.ranks.agree(why, lambda: [has_trained, *position.stands_at()])
+        except RankLost:
+            if has_trained:
+                raise
+            return
+        if not any(has_trained for has_trained, *_ in found):
+            return
+        if any(place != found[0][1:] for _, *place in found):
+            warn(
+                "the processes have trained different numbers of batches, so that what was trained since the "
+                "last save is in no checkpoint."
+            )
+            return
+        self.save(why)
+
+    def _note_safe(self) -> None:
+        self._safe = self.training.position.trained()
 
     def went_back(self) -> None:
         """Count from where a checkpoint has put the training back."""
         self._count_on()
+        self._note_safe()
         self.training.position.before_loop.forget()
         if self.trace:
             self.trace.went_back()
@@ -247,8 +278,29 @@ class Session:
         raise SystemExit(128 + number)
 
     def close(self, how: str = "closed") -> None:
-        """Wait for the last save, and let go of the run; `how` is the reason that the history tells."""
+        """Save the rest, wait for it, and let go of the run; `how` is the reason that the history tells."""
         if self._is_closed or os.getpid() != self._process:
+            return
+        try:
+            if how == "closed" and sys.exc_info()[1] is None:
+                self._save_at_end()
+        finally:
+            self._close(how)
+
+    def _save_at_end(self) -> None:
+        position, options = self.training.position, self.training.options
+        is_at_boundary = position.is_outside() and not position.is_left_early()
+        if is_at_boundary or position.has_trained_in_hand():
+            self.save_rest("close()")
+        elif options.saves_at_end and position.updates > self._safe[0]:
+            warn(
+                "the loop was left before its end, and what was trained since the last save is in no "
+                "checkpoint. Call save() before the loop is left."
+            )
+        self.saving.warn_of_missing_metric()
+
+    def _close(self, how: str) -> None:
+        if self._is_closed:
             return
         self._is_closed = True
         error, training = sys.exc_info()[1], self.training

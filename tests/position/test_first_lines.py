@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from grouped import grouped
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 from torch.utils.data import DataLoader
@@ -188,7 +189,7 @@ def test_an_optimizer_that_is_not_given_is_reported_at_its_first_step(run_dir: P
 
 
 def test_an_optimizer_without_state_and_one_of_another_model_are_not_reported(run_dir: Path) -> None:
-    script = Script(run_dir)
+    script = Script(run_dir, every=None)
     other = nn.Linear(1, 1)
     without, elsewhere = torch.optim.SGD(script.model.parameters()), torch.optim.Adam(other.parameters())
 
@@ -313,7 +314,7 @@ def test_every_in_a_loop_that_cannot_save_by_itself_is_warned_of(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        with RunState.load(run_dir, model=model, optimizer=optimizer, **more) as state:
+        with RunState.load(run_dir, model=model, optimizer=optimizer, **grouped(**more)) as state:
             for _ in range(state.step, 3):
                 optimizer.zero_grad()
                 model(torch.ones(1)).backward()
