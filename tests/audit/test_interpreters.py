@@ -208,15 +208,15 @@ def test_a_training_in_a_fork_equals_that_of_a_process_of_its_own_bit_for_bit(he
 @pytest.mark.heavy
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("script", "kind", "forked"),
+    ("script", "kind", "forks"),
     [
-        ("correct/classifier.py", None, {"True"}),
-        ("broken/ema_forgotten.py", "state", {"True"}),
-        ("broken/torch_unseeded.py", "repeat", {"True", "False"}),
+        ("correct/classifier.py", None, 9),
+        ("broken/ema_forgotten.py", "state", 13),
+        ("broken/torch_unseeded.py", "repeat", 2),
     ],
 )
 def test_only_why_a_script_does_not_repeat_itself_takes_processes_of_their_own(
-    here: Path, script: str, kind: str | None, forked: set[str]
+    here: Path, script: str, kind: str | None, forks: int
 ) -> None:
     noted = "import sys; print('torch' in sys.modules, file=open('starts', 'a'))\n"
     (here / "train.py").write_text(noted + (DATA / "zoo" / script).read_text())
@@ -225,4 +225,5 @@ def test_only_why_a_script_does_not_repeat_itself_takes_processes_of_their_own(
 
     assert [one.kind for one in found.findings] == ([kind] if kind else [])
     starts = (here / "starts").read_text().split()
-    assert (len(starts), {*starts}) == (len(found.attempts), forked)
+    assert len(starts) == len(found.attempts)
+    assert starts[:forks].count("True") == starts.count("True") == forks
