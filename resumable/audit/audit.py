@@ -13,6 +13,7 @@ from ..errors import UsageError
 from ..trace.trace_file import At
 from . import causes, diagnosis, losses, naming, proof, trials
 from .diagnosis import Finding, Lost, Unlike
+from .interpreters import Interpreters
 from .trials import Attempt, Start, Trial, Trials
 
 
@@ -62,13 +63,14 @@ def audit(
     steps: int = 20,
     at: Sequence[int] = (),
     deterministic: bool = False,
-    start: Start = trials.start,
+    start: Start | None = None,
     told: Callable[[str], None] = lambda _: None,
 ) -> Verdict:
     """Run a training command up to `steps` boundaries, with and without stops, and compare the runs.
 
     `at` are the boundaries to stop at, counted from 1; by default one in mid-epoch, the last batch of an
     epoch, and an epoch's end. `deterministic` turns on deterministic operations wherever torch has them.
+    `start` is what starts the command: by default forks of interpreters that have imported torch.
     """
     if any(not 0 < number < steps for number in at):
         raise UsageError(
@@ -76,8 +78,19 @@ def audit(
             fix="stop at one from 1 to the last but one, or go further with --steps.",
         )
     verdict = Verdict(command)
-    with tempfile.TemporaryDirectory(prefix="resumable-audit-") as folder:
-        made = Trials(command, Path(folder), steps, start=start, told=told, deterministic=deterministic)
+    with (
+        tempfile.TemporaryDirectory(prefix="resumable-audit-") as folder,
+        Interpreters(command, Path(folder), told) as forks,
+    ):
+        made = Trials(
+            command,
+            Path(folder),
+            steps,
+            start=start or forks,
+            told=told,
+            deterministic=deterministic,
+            start_apart=start or trials.start,
+        )
         try:
             _examine(made, verdict, at)
         finally:
@@ -171,6 +184,7 @@ def _of_chance(made: Trials, straight: Trial, found: Finding) -> Finding | None:
     """Return why the script is not repeatable, if the first runs were equal only by chance."""
     if found.kind != diagnosis.NUMBERS or found.names:
         return None
+    made.start_apart()
     for _ in range(_MORE):
         if unlike := diagnosis.first_unlike(straight, made.straight("once more")):
             return causes.why(made, straight, unlike)

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from ..files.strict_json import Json
 from ..trace import trace_file
 from ..trace.trace_file import At, Difference, Record
-from ..views.magnitudes import distance_of, width
 from . import naming
 from .trials import Trial
 
@@ -370,6 +369,9 @@ def _is_layout(found: Difference) -> bool:
 
 
 def _by(one: Trial, other: Trial, before: Mapping[str, Any], after: Mapping[str, Any], rank: int) -> str:
+    # It imports torch, which takes a second: no exact training needs it.
+    from ..views.magnitudes import distance_of, width
+
     pieces = [
         memoryview(trial.sample(rank, *about["sample"])) for trial, about in ((one, before), (other, after))
     ]

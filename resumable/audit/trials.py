@@ -102,14 +102,20 @@ class Trials:
         start: Start,
         told: Callable[[str], None],
         deterministic: bool,
+        start_apart: Start | None = None,
     ) -> None:
         self._command = command
         self._folder = folder
         self._steps = steps
         self._start = start
+        self._start_apart = start_apart or start
         self._told = told
         self._deterministic = deterministic
         self.made: list[Trial] = []
+
+    def start_apart(self) -> None:
+        """Start processes that share nothing from now on, so that chance decides in each by itself."""
+        self._start = self._start_apart
 
     def straight(
         self,
@@ -296,28 +302,34 @@ def start(command: Sequence[str], environment: Mapping[str, str], log: Path) -> 
             raise
 
 
-def _end(child: subprocess.Popen[bytes], plan: str | None) -> None:
-    told = f"interrupted: the training is asked to end, and killed after {_PATIENCE:.0f} s"
+def say_interrupted() -> None:
+    """Say what happens to the training that is running."""
+    told = f"interrupted: the training is asked to end, and killed after {PATIENCE:.0f} s"
     print(f"\n{told}", file=sys.stderr, flush=True)
+
+
+def _end(child: subprocess.Popen[bytes], plan: str | None) -> None:
+    say_interrupted()
     try:
         child.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             # torchrun ends the processes that it has started.
-            child.wait(_PATIENCE)
+            child.wait(PATIENCE)
     finally:
         # Also after a second Ctrl-C.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         if plan:
-            _kill_all_with(plan)
+            kill_all_with(plan)
         child.wait()
 
 
-def _kill_all_with(plan: str) -> None:
+def kill_all_with(*plans: str) -> None:
     """Kill the processes that follow a plan: torchrun's are in other groups. Only Linux lists them."""
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
-            if plan.encode() in path.read_bytes():
+            begun_with = path.read_bytes()
+            if any(os.fsencode(plan) in begun_with for plan in plans):
                 os.kill(int(path.parent.name), signal.SIGKILL)
 
 
@@ -329,5 +341,6 @@ _READ = 1 << 20
 _RANK = re.compile(r"^\[rank\d+\]: ?")
 _FRAME = re.compile(r'\s+File ".*", line \d+(, in .*)?')
 _HUNG = re.compile(r"Timeout \([\d:.]+\)!")
-_PATIENCE = 10.0
+PATIENCE = 10.0
+"""The seconds that a training may take to end when it is interrupted."""
 _LIMIT = 120.0

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .. import rows
+from .. import rows as progress_rows
 from ..run import address
 from ..run.policy import bytes_of, moment
 from .columns import Column, cut
@@ -105,7 +105,7 @@ def _best(best: Mapping[str, Any] | None) -> str:
 
 def _age(saved: str | None, now: float) -> str:
     then = moment(saved) if saved else None
-    return "" if then is None else rows.age(now - then)
+    return "" if then is None else progress_rows.age(now - then)
 
 
 def _detail(row: Row) -> str:

@@ -115,6 +115,17 @@ def test_the_error_is_that_of_the_script_and_not_of_what_has_started_it(lines: l
     assert trials.error_in(lines) == error
 
 
+def test_starts_that_share_nothing_replace_the_others_once_they_are_asked_for(tmp_path: Path) -> None:
+    usual, apart = Script(faked.boundaries(3, 4)), Script(faked.boundaries(3, 4))
+    trial = Trials([], tmp_path, 2, start=usual, start_apart=apart, told=lambda _: None, deterministic=False)
+
+    trial.straight("one")
+    trial.start_apart()
+    trial.straight("other")
+
+    assert (len(usual.starts), len(apart.starts)) == (1, 1)
+
+
 def test_ranks_are_read_as_long_as_the_next_one_has_written(tmp_path: Path) -> None:
     script = Script(faked.boundaries(1, 4))
 
@@ -203,7 +214,7 @@ def test_an_audit_that_is_asked_to_leave_ends_what_it_has_started(
     tmp_path: Path, sent: signal.Signals, how: str, code: int
 ) -> None:
     (tmp_path / "waits.py").write_text(WAITS)
-    environment = {**os.environ, "PYTHONPATH": str(Path(trials.__file__).parents[1])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(trials.__file__).parents[2])}
     command = [sys.executable, "-m", "resumable", "audit", "--", sys.executable, "waits.py", how]
     # A shell gives the whole group Ctrl-C; here only the parent gets it
     audit = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL)

@@ -175,7 +175,7 @@ def test_the_command_tells_each_start_as_it_comes(capsys: pytest.CaptureFixture[
     told = capsys.readouterr()
     assert told.out.startswith("FAILED: the script came to no boundary: it ended with exit code 0, and made")
     assert told.out.endswith("It printed last:\n  nothing\n")
-    assert re.fullmatch(r"straight \.\.\. \d+\.\d s\n", told.err)
+    assert re.fullmatch(r"straight \.\.\. \(each start imports torch again\) \d+\.\d s\n", told.err)
 
 
 def test_json_has_just_the_documented_fields(capsys: pytest.CaptureFixture[str]) -> None:
