@@ -12,7 +12,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, get_args
 
-from .errors import UsageError
+from .errors import UsageError, did_you_mean
 from .run.manifest import Goal
 from .run.policy import Every, Keep, Push
 
@@ -326,15 +326,16 @@ def _one_of(known: Sequence[str], value: Any, problem: str, fix: str) -> str:
     # Not `in`: an array would be compared item by item.
     if isinstance(value, str) and value in known:
         return value
-    raise UsageError(problem, fix=fix)
+    raise UsageError(problem + did_you_mean(value, known), fix=fix)
 
 
 def per_rank(given: Any, names: Iterable[str]) -> set[str]:
     """Return the full names of the extra parts that differ by process."""
-    found = {f"extra.{name}" for name in patterns("per_rank", given, "name")}
+    found, names = {f"extra.{name}" for name in patterns("per_rank", given, "name")}, [*names]
     if unknown := found - {*names}:
         raise UsageError(
-            f"per_rank names {', '.join(sorted(unknown))}, which was not given to RunState.",
+            f"per_rank names {', '.join(sorted(unknown))}, which was not given to RunState."
+            + "".join(did_you_mean(name, names) for name in sorted(unknown)[:1]),
             fix="name parts of extra={...}: per_rank=['name'].",
         )
     return found
@@ -353,9 +354,10 @@ def save_on(given: Any) -> list[signal.Signals]:
 def _signal(name: str) -> signal.Signals:
     found = signal.Signals.__members__.get(name)
     if found is None or name in ("SIGKILL", "SIGSTOP"):
-        what = "is no signal here" if found is None else "cannot be noted by any process"
+        what = "is no signal here" if found is None else "no process can catch"
+        likely = did_you_mean(name, signal.Signals.__members__) if found is None else ""
         raise UsageError(
-            f"save_on names {name!r}, which {what}.",
+            f"save_on names {name!r}, which {what}.{likely}",
             fix=f"give names such as save_on={SAVE_ON!r}, or () for none.",
         )
     return found

@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader, IterDataPipe, MapDataPipe
 
 from ..errors import UsageError
+from . import kinds
 from .generators import rng, search
 from .loader_source import LoaderSource
 from .plain_iterable import PlainSource
@@ -53,14 +54,37 @@ def _source(
         return LoaderSource(loader, own, seeds, shows)
     if is_stateful(loader) and isinstance(loader, Iterable) and not hugging_face.loads_in_chunks(loader):
         return StatefulSource(loader, own)
-    if isinstance(loader, Iterable) or (callable(loader) and not isinstance(loader, torch.nn.Module)):
-        _refuse_kept_workers(name, loader)
-        return PlainSource(loader, name.removeprefix("loader."), own, shows)
-    raise UsageError(
-        f"{name} is a {type(loader).__name__}, which cannot be looped over.",
-        fix="pass a torch DataLoader, another iterable, a function that returns an iterator, or a dict of "
-        "named ones.",
-    )
+    refuse_others(name, loader)
+    _refuse_kept_workers(name, loader)
+    return PlainSource(loader, name.removeprefix("loader."), own, shows)
+
+
+def _can_be_looped_over(loader: object) -> bool:
+    is_function = callable(loader) and not isinstance(loader, torch.nn.Module)
+    return isinstance(loader, Iterable) or is_function
+
+
+def refuse_others(name: str, loader: Any) -> None:
+    """Raise UsageError for what is no loader, and for a list of them."""
+    what, slot = kinds.described(loader), "loader" if name.startswith("loader") else "batches"
+    if kinds.is_dataset(loader) and not isinstance(loader, Iterable):
+        problem = f"{name} is {what}, and should be a loader, which makes batches of it."
+        fix = f"wrap it: {slot}=torch.utils.data.DataLoader(dataset, batch_size=..., shuffle=True)."
+    elif kinds.is_iterator_of_loader(loader):
+        problem = f"{name} is {what}, which ends with the epoch and cannot begin again."
+        fix = f"give the DataLoader itself: {slot}=loader, not iter(loader)."
+    elif count := len([*kinds.loaders_in(loader)]):
+        problem = (
+            f"{name} is a {type(loader).__name__} of {count} DataLoaders, whose batches would be loaders."
+        )
+        fix = f"name them: {slot}={{'train': ..., 'val': ...}}; then loop over state.batches('train')."
+    elif not _can_be_looped_over(loader):
+        problem = f"{name} is {what}, which cannot be looped over."
+        fix = "give a DataLoader, another iterable, a function that returns an iterator, or a dict of "
+        fix += "named ones."
+    else:
+        return
+    raise UsageError(problem, fix=fix)
 
 
 def _iterates_as_known(loader: DataLoader[Any]) -> bool:

@@ -13,5 +13,6 @@ __all__ = [
     "reading",
     "restore",
     "sharding",
+    "slots",
     "watch",
 ]

@@ -44,7 +44,7 @@ class Run:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._given = os.fspath(path)
         # Absolute, because a script may change its working directory.
-        self.path = Path(path).absolute()
+        self.path = Path(os.path.expanduser(path)).absolute()
         self.folder = self.path / "checkpoints"
         self._catalog = Catalog(self.folder)
         self._lock: lock.Lock | None = None
@@ -68,6 +68,12 @@ class Run:
         What is not here may be in a remote copy, if there is one.
         """
         resume_choice.check(self._catalog, resume, is_copied)
+
+    def is_empty(self) -> bool:
+        """Return whether its folder does not exist, or has nothing in it."""
+        with contextlib.suppress(OSError), os.scandir(self.path) as entries:
+            return next(entries, None) is None
+        return True
 
     def numbers(self) -> list[int]:
         """Return the save numbers, oldest first, without opening a checkpoint."""

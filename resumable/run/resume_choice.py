@@ -20,6 +20,7 @@ from ..errors import (
     ResumableError,
     RunExists,
     UsageError,
+    did_you_mean,
     warn,
 )
 from . import checkpoint, manifest
@@ -33,6 +34,7 @@ Which = str | int | os.PathLike[str]
 
 _NEWEST = ("must", "newest", "latest", "last")
 _WORDS = ("auto", "never", "best", *_NEWEST)
+_CHOICES = "'auto', 'must', 'never', 'best', 'newest', a save number, or a checkpoint's path"
 
 
 class Copies(Protocol):
@@ -196,20 +198,17 @@ def _those_last(last: Container[int], numbers: Iterable[int]) -> Iterator[int]:
 
 def _open_named(catalog: Catalog, which: Which) -> Checkpoint:
     if isinstance(which, bool) or not isinstance(which, (int, str, os.PathLike)):
-        raise UsageError(
-            f"resume={which!r} does not say where to continue from.",
-            fix="say 'auto', 'must', 'never', 'best', a save number, or a checkpoint's path.",
-        )
+        raise UsageError(f"resume={which!r} does not say where to continue from.", fix=f"say {_CHOICES}.")
     if is_number(which):
         return catalog.open(int(which))
     assert not isinstance(which, int)
-    path = Path(which).resolve()
+    path = Path(os.path.expanduser(which)).resolve()
     if os.path.lexists(path / manifest.NAME):
         return checkpoint.open_checkpoint(path)
+    meant = did_you_mean(which, _WORDS)
     raise CheckpointNotFound(
-        f"resume={os.fspath(which)!r} is neither a word that is known nor a checkpoint's folder.",
-        fix="say 'auto', 'must', 'never', 'best', a save number, or the path of a folder with a "
-        f"{manifest.NAME}.",
+        f"resume={os.fspath(which)!r} is neither a known word nor the folder of a checkpoint.{meant}",
+        fix=f"say {_CHOICES} (a folder with a {manifest.NAME}).",
     )
 
 

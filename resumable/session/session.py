@@ -108,6 +108,7 @@ class Session:
             if copies.are_cached():
                 training.print(f"{copies} is kept in {run}")
             copies.look(resume)
+        is_empty = run.is_empty()
         if ranks.first("the run", lambda: os.path.exists(run.path)):
             self.own()
         found, skipped = self.resuming.choose_first(resume, expect)
@@ -115,7 +116,8 @@ class Session:
             training.print(f"{run}: {skipped}")
         if found is None:
             self._begin()
-            training.print(f"{run}: starting fresh" if skipped else f"{run} is empty: starting fresh")
+            what = ":" if skipped else " is empty:" if is_empty else " has no checkpoint yet:"
+            training.print(f"{run}{what} starting fresh")
             self._begin_trace()
             return
         fit = self.resuming.fit(*found, options.allow, options.override)
