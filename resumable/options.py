@@ -52,6 +52,7 @@ class Options:
     resume: str | int | os.PathLike[str]
     allow: Sequence[str]
     override: Sequence[str]
+    rename: Mapping[str, str]
     expect: str | None
 
     def copied(self, remote: str | None) -> Copied | None:
@@ -95,6 +96,7 @@ def check(given: Mapping[str, Any]) -> Options:
         resume=os.environ.get("RESUMABLE_RESUME") or given["resume"],
         allow=patterns("allow", given["allow"]),
         override=patterns("override", given["override"]),
+        rename=rename(given.get("rename", {})),
         expect=given["expect"],
     )
 
@@ -132,6 +134,22 @@ def patterns(name: str, given: Any, example: str = "model.head.*") -> tuple[str,
             return found
     meant = given if isinstance(given, str) else example
     raise UsageError(f"{name}={given!r} is not a list of names.", fix=f"write {name}=[{meant!r}].")
+
+
+def rename(given: Any) -> Mapping[str, str]:
+    """Return the names of the checkpoint and those of the script."""
+    if not isinstance(given, Mapping) or {*map(type, (*given, *given.values()))} - {str}:
+        raise UsageError(
+            f"rename={given!r:.200} does not map names to names.",
+            fix="give the checkpoint's name and the script's: rename={'fc': 'head'}.",
+        )
+    if both := [name for name in given.values() if name and name in given]:
+        raise UsageError(
+            f"rename= has {both[0]!r} as an old name and as a new one: at the next start nothing would tell "
+            "which of them the checkpoint has.",
+            fix="rename to a name that the old model does not have.",
+        )
+    return dict(given)
 
 
 def goal(maximize: str | None, minimize: str | None) -> Goal | None:

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 import torch
@@ -91,6 +91,7 @@ class RunState:
         resume: str | int | os.PathLike[str] = "auto",
         allow: Sequence[str] = (),
         override: Sequence[str] = (),
+        rename: Mapping[str, str] = MappingProxyType({}),
         expect: str | None = None,
     ) -> RunState:
         """Resume from the newest intact checkpoint, or start fresh; print one line that says which.

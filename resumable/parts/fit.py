@@ -32,6 +32,8 @@ class Plan:
     """The settings that differ from those that the run was built with."""
     foreign: frozenset[str]
     """The parts whose restore runs code of the script or of other libraries."""
+    kept: Sequence[Difference]
+    """What `allow=` has left as the script made it."""
     is_whole: bool
     """Whether no part was left out by name."""
 
@@ -48,7 +50,9 @@ def fit(
 
     Without `override` the settings are not compared.
     """
-    unfit = _unfit(parts, reading, allow, only)
+    found = _allowed(parts, reading, allow, only)
+    unfit = _unfit(parts, found, allow)
+    kept = [one for one in found if any(map(one.matches, allow))]
     changed = [] if override is None else _changed_settings(parts, reading, unfit, override)
     overridden = [one.name for one in changed if one.used == changes.OVERRIDES]
     chosen = [
@@ -58,12 +62,13 @@ def fit(
     ]
     foreign = frozenset(part.name for part in chosen if not part.is_torchs_own())
     code_wins = _code_wins(parts, overridden)
-    return Plan(reading, chosen, unfit, code_wins, changed, foreign, is_whole=only is None)
+    return Plan(reading, chosen, unfit, code_wins, changed, foreign, kept, is_whole=only is None)
 
 
-def _unfit(
+def _allowed(
     parts: Parts, reading: Reading, allow: Sequence[str], only: Collection[str] | None
-) -> dict[str, set[str]]:
+) -> list[Difference]:
+    """Return the differences, all of them allowed; StateMismatch for the others."""
     found, refused = [], []
     for difference in _differences(parts, reading):
         if only is None or difference.part in only:
@@ -73,6 +78,10 @@ def _unfit(
                 refused.append(difference)
     if refused:
         raise _mismatch(refused)
+    return found
+
+
+def _unfit(parts: Parts, found: Sequence[Difference], allow: Sequence[str]) -> dict[str, set[str]]:
     unfit: dict[str, set[str]] = {}
     loaders = {part.name for part in parts.all if isinstance(part, LoaderPart)}
     for difference in found:

@@ -280,7 +280,7 @@ class Parts:
                 continue
             if not any(changes.is_named(path, [pattern]) for path in known):
                 raise UsageError(
-                    f"override={pattern!r} names no setting.",
+                    f"override={pattern!r} names no setting.{did_you_mean(pattern, known)}",
                     fix=f"the settings are: {', '.join(sorted(known))}.",
                 )
 
