@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from . import options
-from .errors import Preempted, RemoteError, UsageError, warn
+from .errors import Preempted, RemoteError, UsageError, short_methods, warn
 from .position.counted_loops import Batches, Enumerated
 from .position.means import Means
 from .position.prefetching import Through
@@ -29,6 +29,7 @@ from .views import report
 from .views.report import Report
 
 
+@short_methods
 class RunState:
     """A whole training as one object. `RunState.load(...)` makes it.
 
@@ -442,7 +443,8 @@ the batches since are left out (1 of 3 times)
         ...     print(one.name, "in", one.fix)
         seen in state.vars["seen"]
         """
-        look = audit("survey").take(self._training.parts, sys._getframe(1))
+        # The frame around the one of short_methods is the script's.
+        look = audit("survey").take(self._training.parts, sys._getframe(2))
         self._first_look = look if self._first_look is None else self._first_look
         lost: list[Unregistered] = audit("survey").changed(self._first_look, look)
         return lost

@@ -14,12 +14,13 @@ from accelerate.data_loader import DataLoaderDispatcher
 from transformers import TrainerCallback
 from transformers.trainer_utils import has_length
 
-from ..errors import StateMismatch, Unsupported, UsageError
+from ..errors import StateMismatch, Unsupported, UsageError, short
 from ..state import RunState
 from . import trainer_refusals as refusals
 from .trainer_progress import Counters, Progress
 
 
+@short
 def resume(trainer: Any, run_dir: str | os.PathLike[str], **options: Any) -> None:
     """Let `trainer.train()` continue from the newest intact checkpoint in `run_dir`, and save there.
 

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..errors import StateMismatch, UsageError
+from ..errors import StateMismatch, UsageError, short
 from ..files import pin, tensor_file
 from ..files.sharded_tensor import identity, is_sharded, local
+from ..loaders import kinds
 from ..parts import boxes, models
 from ..parts.models import ModulePart
 from ..parts.part import shape
@@ -43,6 +44,7 @@ class Misfit:
         return "\n".join([*rows, *(f"  {name}: {text}" for name, text in self.reshaped.items())])
 
 
+@short
 def load_weights(
     model: nn.Module,
     path: str | os.PathLike[str],
@@ -68,7 +70,10 @@ def load_weights(
     """
     expect = pin.checked(expect)
     if not isinstance(model, nn.Module):
-        raise UsageError(f"{model!r:.100} is no model.", fix="give it the torch.nn.Module to load into.")
+        raise UsageError(
+            f"load_weights() was given {kinds.described(model)}, and takes a torch.nn.Module.",
+            fix="write load_weights(model, path).",
+        )
     part = ModulePart("model", model, "model")
     live = part.collect()["model"]
     # torch copies into it without an error, and nothing is there.

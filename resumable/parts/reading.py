@@ -93,8 +93,7 @@ class Reading:
         self.built: dict[str, Any] = {}
         """The settings that the run was built with, once `decode` has decoded them."""
         self._views: dict[str, dict[str, Any]] = {}
-        self._found = found
-        self._folder = found.path
+        self._found, self._folder = found, found.path
         self._pin = found.begin_pin() if expect else None
         self._number = found.about.number
         self._show = show

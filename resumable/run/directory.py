@@ -19,6 +19,7 @@ from ..errors import (
     NotARun,
     ResumableError,
     SaveFailed,
+    short_methods,
     warn,
 )
 from ..files import disk, lock
@@ -34,6 +35,7 @@ _AT_A_GLANCE = 5
 _LINK_DEBRIS = re.compile(r"\.(?:newest|best|run\.json|history\.jsonl|probe)-[0-9a-f]{8}")
 
 
+@short_methods
 class Run:
     """A run directory, to inspect and to prune; nothing is read before a method is called.
 

@@ -9,10 +9,12 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+from ..errors import short_methods
 from ..files.threads import yield_to_training
 from ..processes.crew import SaveSkipped
 
 
+@short_methods
 class PendingSave:
     """A save on its way to the disk.
 

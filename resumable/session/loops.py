@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from .. import determinism, options
-from ..errors import UsageError, did_you_mean
+from ..errors import ResumableError, UsageError, did_you_mean, shortened
 from ..loaders import choose_source
 from ..loaders.prepared import is_prepared
 from ..position.batch_loop import Hooks
@@ -32,19 +32,25 @@ class Loops:
 
     def epochs(self, total: int) -> Iterator[int]:
         """Loop over the epochs that are left of `total`."""
-        self._session.refuse_closed()
-        done = self._position.epoch
-        self._print_if_complete(done, options.count("total", total), "epochs")
-        with self._progress.loop("epochs", total, done):
-            yield from self._watched(self._position.epochs(total, self._epoch_ended))
+        try:
+            self._session.refuse_closed()
+            done = self._position.epoch
+            self._print_if_complete(done, options.count("total", total), "epochs")
+            with self._progress.loop("epochs", total, done):
+                yield from self._watched(self._position.epochs(total, self._epoch_ended))
+        except ResumableError as error:
+            raise shortened(error)  # RESUMABLE_FULL_TRACEBACK=1 shows where  # noqa: B904
 
     def steps(self, total: int) -> Iterator[int]:
         """Loop over the steps that are left of `total`."""
-        self._session.refuse_closed()
-        done = self._position.step
-        self._print_if_complete(done, options.count("total", total), "steps")
-        with self._progress.loop("steps", total, done):
-            yield from self._watched(self._position.steps(total, self._step_ended))
+        try:
+            self._session.refuse_closed()
+            done = self._position.step
+            self._print_if_complete(done, options.count("total", total), "steps")
+            with self._progress.loop("steps", total, done):
+                yield from self._watched(self._position.steps(total, self._step_ended))
+        except ResumableError as error:
+            raise shortened(error)  # RESUMABLE_FULL_TRACEBACK=1 shows where  # noqa: B904
 
     def batches(
         self, loader: Any, device: str | int | torch.device | None, through: Through | None
