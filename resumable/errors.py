@@ -26,17 +26,12 @@ ResumableWarning          (UserWarning)         issued at most once a run
 from __future__ import annotations
 
 import difflib
-import os
 import sys
-import traceback
 import warnings
 from collections.abc import Callable, Iterable
-from functools import partial, update_wrapper
-from types import FrameType, FunctionType, TracebackType
-from typing import Any, TypeVar, cast
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-_Class = TypeVar("_Class")
+from functools import partial
+from types import FrameType
+from typing import Any
 
 
 class ResumableError(Exception):
@@ -275,57 +270,6 @@ def _kinds(kind: type[ResumableError]) -> dict[str, type[ResumableError]]:
     for narrower in kind.__subclasses__():
         found |= _kinds(narrower)
     return found
-
-
-def shortened(error: BaseException) -> BaseException:
-    """Return an error of this library without the lines of code that raised it, for the user's traceback.
-
-    All lines are kept with RESUMABLE_FULL_TRACEBACK=1, and where code of the user is among them.
-    """
-    if isinstance(error, ResumableError) and not os.environ.get("RESUMABLE_FULL_TRACEBACK"):
-        cause = error.__cause__
-        if cause is not None and _is_all_ours(cause.__traceback__):
-            cause.__traceback__ = None
-        if _is_all_ours(error.__traceback__):
-            return error.with_traceback(None)
-    return error
-
-
-def _is_all_ours(lines: TracebackType | None) -> bool:
-    frames = [frame for frame, _ in traceback.walk_tb(lines)]
-    return all(_top(frame) in (__package__, "torch", *sys.stdlib_module_names) for frame in frames)
-
-
-def short(function: _Function) -> _Function:
-    """Let a public function raise errors of this library at the line that calls it."""
-    kind, shorten = ResumableError, shortened
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return function(*args, **kwargs)
-        except kind as error:
-            raise shorten(error)  # RESUMABLE_FULL_TRACEBACK=1 shows where  # noqa: B904
-
-    # With the globals of its module: doctest and the warnings ask them where a function is from.
-    code = call.__code__.replace(co_name=function.__name__)
-    made = FunctionType(code, function.__globals__, function.__name__, None, call.__closure__)
-    return cast("_Function", update_wrapper(made, function))
-
-
-def short_methods(kind: type[_Class]) -> type[_Class]:
-    """Let the public methods and properties of a class raise errors at the line that calls them."""
-    for name, method in [*vars(kind).items()]:
-        if name.startswith("_") and name not in ("__init__", "__enter__", "__exit__"):
-            continue
-        if isinstance(method, FunctionType):
-            setattr(kind, name, short(method))
-        elif isinstance(method, classmethod):
-            setattr(kind, name, classmethod(short(method.__func__)))
-        elif isinstance(method, property):
-            reads, writes = method.fget, method.fset
-            made = property(reads and short(reads), writes and short(writes), method.fdel, method.__doc__)
-            setattr(kind, name, made)
-    return kind
 
 
 class ResumableWarning(UserWarning):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from . import options
-from .errors import Preempted, RemoteError, UsageError, short_methods, warn
+from .errors import Preempted, RemoteError, UsageError, warn
 from .position.counted_loops import Batches, Enumerated
 from .position.means import Means
 from .position.prefetching import Through
@@ -25,6 +25,7 @@ from .session.loops import Loops
 from .session.observer import Unregistered, audit
 from .session.session import Session, told
 from .trace import tracer
+from .tracebacks import short_methods
 from .views import report
 from .views.report import Report
 

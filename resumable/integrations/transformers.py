@@ -14,8 +14,9 @@ from accelerate.data_loader import DataLoaderDispatcher
 from transformers import TrainerCallback
 from transformers.trainer_utils import has_length
 
-from ..errors import StateMismatch, Unsupported, UsageError, short
+from ..errors import StateMismatch, Unsupported, UsageError
 from ..state import RunState
+from ..tracebacks import short
 from . import trainer_refusals as refusals
 from .trainer_progress import Counters, Progress
 

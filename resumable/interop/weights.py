@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..errors import StateMismatch, UsageError, short
+from ..errors import StateMismatch, UsageError
 from ..files import pin, tensor_file
 from ..files.sharded_tensor import identity, is_sharded, local
 from ..loaders import kinds
 from ..parts import boxes, models
 from ..parts.models import ModulePart
 from ..parts.part import shape
+from ..tracebacks import short
 from . import weight_files
 from .weight_files import Found, Weights
 

@@ -9,7 +9,8 @@ from enum import Enum
 from types import FrameType
 from typing import Any
 
-from ..errors import ResumableError, UsageError, shortened
+from ..errors import ResumableError, UsageError
+from ..tracebacks import shortened
 from .loader_position import LoaderPosition
 from .prefetching import CountedBySteps, Loading, ThreadLoop, Through, Way
 from .random_streams import Hook

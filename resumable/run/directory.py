@@ -19,10 +19,10 @@ from ..errors import (
     NotARun,
     ResumableError,
     SaveFailed,
-    short_methods,
     warn,
 )
 from ..files import disk, lock
+from ..tracebacks import short_methods
 from . import checkpoint, manifest, markup, resume_choice
 from .catalog import Catalog
 from .checkpoint import Checkpoint, Stage
@@ -70,12 +70,6 @@ class Run:
         What is not here may be in a remote copy, if there is one.
         """
         resume_choice.check(self._catalog, resume, is_copied)
-
-    def is_empty(self) -> bool:
-        """Return whether its folder does not exist, or has nothing in it."""
-        with contextlib.suppress(OSError), os.scandir(self.path) as entries:
-            return next(entries, None) is None
-        return True
 
     def numbers(self) -> list[int]:
         """Return the save numbers, oldest first, without opening a checkpoint."""
@@ -271,3 +265,10 @@ def _remove_debris(left: list[Path]) -> None:
                 os.unlink(path)
         except OSError as exc:
             warn(f"what a killed save left in {path} could not be removed: {exc}")
+
+
+def is_empty(folder: Path) -> bool:
+    """Return whether a folder does not exist, or has nothing in it."""
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        return next(entries, None) is None
+    return True

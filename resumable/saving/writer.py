@@ -9,9 +9,9 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from ..errors import short_methods
 from ..files.threads import yield_to_training
 from ..processes.crew import SaveSkipped
+from ..tracebacks import short_methods
 
 
 @short_methods

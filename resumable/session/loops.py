@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from .. import determinism, options
-from ..errors import ResumableError, UsageError, did_you_mean, shortened
+from ..errors import ResumableError, UsageError, did_you_mean
 from ..loaders import choose_source
 from ..loaders.prepared import is_prepared
 from ..position.batch_loop import Hooks
@@ -19,6 +19,7 @@ from ..position.loader_position import LoaderPosition
 from ..position.prefetching import Through, Way
 from ..position.to_device import ToDevice
 from ..position.training_counters import End
+from ..tracebacks import shortened
 from .session import Session
 
 

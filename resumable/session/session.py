@@ -25,7 +25,7 @@ from ..position import last_batch
 from ..position.position import Position
 from ..processes.signals import Signals
 from ..remote.in_training import Copies
-from ..run import changes
+from ..run import changes, directory
 from ..run.directory import Run
 from ..run.history import History
 from ..run.resume_choice import Which
@@ -109,7 +109,7 @@ class Session:
             if copies.are_cached():
                 training.print(f"{copies} is kept in {run}")
             copies.look(resume)
-        is_empty = run.is_empty()
+        is_empty = directory.is_empty(run.path)
         if ranks.first("the run", lambda: os.path.exists(run.path)):
             self.own()
         found, skipped = self.resuming.choose_first(resume, expect)

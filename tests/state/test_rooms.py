@@ -13,7 +13,7 @@ from places import ROOT
 PACKAGE = ROOT / "resumable"
 
 ORDER = (
-    "errors boundary progress version | files | run | options processes"
+    "errors boundary progress version | tracebacks files | run | options processes"
     " | loaders.generators | loaders.workers | loaders"
     " | position.script | position | parts | remote"
     " | views | interop | trace | training | saving | determinism | session | state"
@@ -31,7 +31,8 @@ MODULES = sorted(
 WITHOUT_TORCH = sorted(
     module
     for module in MODULES
-    if module.split(".")[0] in ("files", "run", "remote", "views", "cli", "errors", "boundary", "progress")
+    if module.split(".")[0]
+    in ("files", "run", "remote", "views", "cli", "errors", "boundary", "progress", "tracebacks")
     and module not in ("files.codec", "files.encoder", "files.decoder")
     and module
     not in ("files.fingerprint", "files.tensor_file", "files.sharded_tensor", "run.environment", "cli.demo")
