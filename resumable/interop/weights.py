@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .. import options
 from ..errors import StateMismatch, UsageError
 from ..files import pin, tensor_file
 from ..files.sharded_tensor import identity, is_sharded, local
 from ..loaders import kinds
-from ..parts import boxes, models
+from ..parts import boxes, models, renaming
 from ..parts.models import ModulePart
 from ..parts.part import shape
 from ..tracebacks import short
@@ -51,6 +52,7 @@ def load_weights(
     path: str | os.PathLike[str],
     strict: bool = True,
     *,
+    rename: Mapping[str, str] | None = None,
     expect: str | None = None,
 ) -> Misfit:
     """Load a model's weights from a checkpoint, a run (its newest intact one), a .safetensors or a .pt file.
@@ -58,7 +60,8 @@ def load_weights(
     Names fit whatever wraps the model, here or there: "module.", "_orig_mod." and "model." in front of them
     do not count. Everything is read and checked before the model is touched. What does not fit is an error
     that names all of it; with `strict=False` it is returned instead, and the rest is loaded. Another dtype
-    is converted to the model's. `expect`: load only this content ("sha256:..."), as `Checkpoint.pin()` or,
+    is converted to the model's. `rename`: the file's names, and the model's, of tensors or modules, such as
+    {"fc": "head"}. `expect`: load only this content ("sha256:..."), as `Checkpoint.pin()` or,
     for a file, sha256sum prints it.
 
     >>> there = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
@@ -83,7 +86,9 @@ def load_weights(
             f"{nowhere[0]} is on the meta device, where nothing has a content.",
             fix="give the model memory first: model.to_empty(device=...).",
         )
-    fitting, misfit = weight_files.read(path, expect, partial(_fitting, live=live))
+    fitting, misfit = weight_files.read(
+        path, expect, partial(_fitting, live=live, rename=options.rename(rename))
+    )
     if misfit and strict:
         raise StateMismatch(
             f"{os.fspath(path)} does not fit the model:\n{misfit}",
@@ -125,9 +130,13 @@ class _Fitting(NamedTuple):
     misfit: Misfit
 
 
-def _fitting(found: Found, live: Weights) -> _Fitting:
+def _fitting(found: Found, live: Weights, rename: Mapping[str, str]) -> _Fitting:
     """Return what fits, read, by the names in the model."""
-    known, misfit = _matched(found.shapes, live)
+    names = renaming.Names(rename, found.shapes)
+    renaming.refuse_unknown(rename, {"": names})
+    old = {names.new.get(name, name): name for name in found.shapes}
+    matched, misfit = _matched({name: found.shapes[there] for name, there in old.items()}, live)
+    known = {name: old[there] for name, there in matched.items()}
     taken = found.take({*known.values()})
     tensors = {name: taken[there] for name, there in known.items()}
     untied = _untied(tensors, live)
