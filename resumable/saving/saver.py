@@ -63,7 +63,7 @@ class Saving:
         self._place: Mapping[str, Any] = {}
         """The counters of that save."""
         self._has_goal_metric = False
-        """Whether a save was given the metric that decides the best checkpoint, or a warning said that none was."""
+        """Whether a save was given the metric that decides the best one, or a warning said that none was."""
         self._unheard: int | None = None
         """The save whose metrics, as rank 0 gave them, this process does not have yet."""
         self._failed = 0
