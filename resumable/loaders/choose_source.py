@@ -65,21 +65,21 @@ def _can_be_looped_over(loader: object) -> bool:
 
 
 def refuse_others(name: str, loader: Any) -> None:
-    """Raise UsageError for what is no loader, and for a list of them."""
-    what, slot = kinds.described(loader), "loader" if name.startswith("loader") else "batches"
+    """Raise UsageError for what is no loader, and for a list of them; the name may be "batches()"."""
+    what = f"{name} {'was given' if name == 'batches()' else 'is'} {kinds.described(loader)}"
     if kinds.is_dataset(loader) and not isinstance(loader, Iterable):
-        problem = f"{name} is {what}, and should be a loader, which makes batches of it."
-        fix = f"wrap it: {slot}=torch.utils.data.DataLoader(dataset, batch_size=..., shuffle=True)."
+        problem = f"{what}, and should be a loader, which makes batches of it."
+        problem = problem.replace("should be", "takes") if name == "batches()" else problem
+        fix = "wrap it: RunState.load(..., loader=torch.utils.data.DataLoader(dataset, batch_size=...)), and "
+        fix += "loop over state.batches()."
     elif kinds.is_iterator_of_loader(loader):
-        problem = f"{name} is {what}, which ends with the epoch and cannot begin again."
-        fix = f"give the DataLoader itself: {slot}=loader, not iter(loader)."
-    elif count := len([*kinds.loaders_in(loader)]):
-        problem = (
-            f"{name} is a {type(loader).__name__} of {count} DataLoaders, whose batches would be loaders."
-        )
-        fix = f"name them: {slot}={{'train': ..., 'val': ...}}; then loop over state.batches('train')."
+        problem = f"{what}, which ends with the epoch and cannot begin again."
+        fix = "give the DataLoader itself: loader=loader, not iter(loader)."
+    elif [*kinds.loaders_in(loader)]:
+        problem = f"{what}: its batches would be loaders."
+        fix = "name them: loader={'train': ..., 'val': ...}; then loop over state.batches('train')."
     elif not _can_be_looped_over(loader):
-        problem = f"{name} is {what}, which cannot be looped over."
+        problem = f"{what}, which cannot be looped over."
         fix = "give a DataLoader, another iterable, a function that returns an iterator, or a dict of "
         fix += "named ones."
     else:

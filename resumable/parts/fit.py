@@ -136,11 +136,28 @@ def _mismatch(refused: Sequence[Difference]) -> StateMismatch:
         # After add_param_group in mid-training, leaving the optimizer out would lose its moments.
         first = "make all groups before RunState.load (at a learning rate of 0, or frozen, until they are "
         first += "needed), or "
+    if names := _likely_names(refused):
+        first += f"say that it was renamed: rename={names}; or "
     return StateMismatch(
         "the checkpoint does not fit the objects in the script:\n" + "\n".join(lines),
         fix=f"{first}undo the change in the script, or continue without what does not fit (it then stays as "
         f"the script made it): allow={allow}. Patterns such as 'model.head.*' work too. Nothing was changed.",
     )
+
+
+def _likely_names(refused: Sequence[Difference]) -> dict[str, str]:
+    """Return the modules of a model that most likely have another name in the code, and nothing else."""
+    old, new = (
+        {(one.name.rpartition(".")[2], one.text.partition(", ")[2]): one.name for one in there}
+        for there in (
+            [one for one in refused if one.part.startswith("model") and one.text.startswith(start)]
+            for start in ("missing in the code", "new in the code")
+        )
+    )
+    both = [(old[key].rpartition(".")[0], new[key].rpartition(".")[0]) for key in old.keys() & new.keys()]
+    names = dict(both)
+    is_clear = old.keys() == new.keys() and len({*both}) == len(names) == len({*names.values()})
+    return names if is_clear and "" not in {*names, *names.values()} else {}
 
 
 def _changed_settings(

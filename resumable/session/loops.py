@@ -137,7 +137,7 @@ class Loops:
                 fix=f"loop over state.steps({loader}) for a number of steps, or over state.batches() for the "
                 "loader that RunState.load was given.",
             )
-        choose_source.refuse_others("batches(...)", loader)
+        choose_source.refuse_others("batches()", loader)
         return self._position.find(loader)
 
     def _batch_ended(self, at: LoaderPosition) -> None:

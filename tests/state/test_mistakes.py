@@ -1,6 +1,6 @@
-"""Some sixty mistakes, each with all that a user sees of it: tests/data/mistakes.txt.
+"""Some eighty mistakes, each with all that a user sees of it: tests/data/mistakes.txt.
 
-`python tests/state/test_mistakes.py` writes that file; read the difference as the person who made the mistake.
+`python tests/state/test_mistakes.py` writes that file: read the difference as one who made the mistake.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def _seen(code: str, folder: str) -> str:
     try:
         with warnings.catch_warnings(record=True) as caught, contextlib.redirect_stdout(output):
             warnings.simplefilter("always")
-            exec(compile(f"{BEGIN}\n{code}", "train.py", "exec"), scope)  # noqa: S102
+            exec(compile(f"{BEGIN}\n{code}", "train.py", "exec"), scope)
     except Exception as exc:
         output.write(f"{type(exc).__name__}: {exc}\n")
     finally:
