@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from typing import TypeGuard
 
 from ..errors import UsageError, did_you_mean
 from .models import ModulePart
 from .optimizers import OptimizerPart
-from .part import Difference
+from .part import Difference, Part
 from .parts import SLOTS, Parts
 from .reading import Reading
 
@@ -25,7 +26,9 @@ def refuse_unknown(
     """
     names = [*_names(parts, reading)]
     for pattern in allow:
-        is_elsewhere = pattern.startswith(tuple(f"{name}." for name in parts.elsewhere))
+        # What is inside of these is not known by name: other processes have it, or code of the script does.
+        opaque = {*parts.elsewhere, *(part.name for part in parts.all if not _has_tensors(part))}
+        is_elsewhere = pattern.startswith(tuple(f"{name}." for name in opaque))
         if pattern in earlier or is_elsewhere or " = " in pattern:
             continue
         if any(Difference(*name, "").matches(pattern) for name in names):
@@ -40,12 +43,16 @@ def refuse_unknown(
             )
 
 
+def _has_tensors(part: Part) -> TypeGuard[ModulePart | OptimizerPart]:
+    return isinstance(part, (ModulePart, OptimizerPart))
+
+
 def _names(parts: Parts, reading: Reading | None) -> Iterable[tuple[str, str]]:
     """Return the names of what may differ, each with its part."""
     yield from ((slot, "") for slot in (*SLOTS, "loader"))
     for part in parts.all:
         yield part.name, ""
-        own = part.tensors() if isinstance(part, (ModulePart, OptimizerPart)) else part.built
+        own = part.tensors() if _has_tensors(part) else part.built
         for name in own:
             yield part.name, name
             yield part.name, f"{name}.requires_grad"
