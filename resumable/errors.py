@@ -25,8 +25,10 @@ ResumableWarning          (UserWarning)         issued at most once a run
 
 from __future__ import annotations
 
+import difflib
 import sys
 import warnings
+from collections.abc import Callable, Iterable
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -224,6 +226,31 @@ def printable(text: str, but: str = "\n") -> str:
     if text.isprintable():
         return text
     return "".join(one if one.isprintable() or one in but else ascii(one)[1:-1] for one in text)
+
+
+def did_you_mean(word: object, known: Iterable[str], shown: Callable[[str], str] = repr) -> str:
+    """Return the end of a message that names the known word most like this one; "" if none is like it.
+
+    >>> did_you_mean("bset", ["auto", "best"]), did_you_mean("latest", ["best", "newest"])
+    (" Did you mean 'best'?", " Did you mean 'newest'?")
+    >>> did_you_mean("loss", ["val_acc"])
+    ''
+    """
+    by_letters = {_letters(one): one for one in known}
+    if not isinstance(word, str) or not by_letters:
+        return ""
+    wanted = _letters(word)
+    same = by_letters.get(_SYNONYMS.get(wanted, wanted))
+    near = difflib.get_close_matches(wanted, by_letters, n=1, cutoff=0.7)
+    meant = same or (by_letters[near[0]] if near else None)
+    return f" Did you mean {shown(meant)}?" if meant else ""
+
+
+def _letters(word: str) -> str:
+    return "".join(filter(str.isalnum, word)).casefold()
+
+
+_SYNONYMS = {"latest": "newest", "last": "newest"}
 
 
 def to_json(error: ResumableError) -> dict[str, str]:

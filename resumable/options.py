@@ -12,7 +12,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, get_args
 
-from .errors import UsageError
+from .errors import UsageError, did_you_mean
 from .groups import ON_SIGNALS, Preempt, Ranks, Remote, Trace
 from .run.manifest import Goal
 from .run.policy import Every, Keep, Push
@@ -58,6 +58,7 @@ class Options:
     resume: str | int | os.PathLike[str]
     allow: Sequence[str]
     override: Sequence[str]
+    rename: Mapping[str, str]
     expect: str | None
 
     def copied(self, remote: str | None) -> Copied | None:
@@ -107,6 +108,7 @@ def check(given: Mapping[str, Any]) -> Options:
         resume=os.environ.get("RESUMABLE_RESUME") or given["resume"],
         allow=patterns("allow", given["allow"]),
         override=patterns("override", given["override"]),
+        rename=rename(given["rename"]),
         expect=given["expect"],
     )
 
@@ -166,6 +168,23 @@ def patterns(name: str, given: Any, example: str = "model.head.*") -> tuple[str,
             return found
     meant = given if isinstance(given, str) else example
     raise UsageError(f"{name}={given!r} is not a list of names.", fix=f"write {name}=[{meant!r}].")
+
+
+def rename(given: Any) -> Mapping[str, str]:
+    """Return the names of the checkpoint, with those of the script."""
+    given = {} if given is None else given
+    if not isinstance(given, Mapping) or {*map(type, (*given, *given.values()))} - {str}:
+        raise UsageError(
+            f"rename={given!r:.200} does not map names to names.",
+            fix="give the checkpoint's name and the script's: rename={'fc': 'head'}.",
+        )
+    if both := [name for name in given.values() if name and name in given]:
+        raise UsageError(
+            f"rename= has {both[0]!r} as an old name and as a new one: at the next start nothing would tell "
+            "which of them the checkpoint has.",
+            fix="rename to a name that the old model does not have.",
+        )
+    return dict(given)
 
 
 def goal(maximize: str | None, minimize: str | None) -> Goal | None:
@@ -369,15 +388,16 @@ def _one_of(known: Sequence[str], value: Any, problem: str, fix: str) -> str:
     # Not `in`: an array would be compared item by item.
     if isinstance(value, str) and value in known:
         return value
-    raise UsageError(problem, fix=fix)
+    raise UsageError(problem + did_you_mean(value, known), fix=fix)
 
 
 def per_rank(given: Any, names: Iterable[str]) -> set[str]:
     """Return the full names of the extra parts that differ by process."""
-    found = {f"extra.{name}" for name in patterns("per_rank", given, "name")}
+    found, names = {f"extra.{name}" for name in patterns("per_rank", given, "name")}, [*names]
     if unknown := found - {*names}:
         raise UsageError(
-            f"per_rank names {', '.join(sorted(unknown))}, which was not given to RunState.",
+            f"per_rank names {', '.join(sorted(unknown))}, which was not given to RunState."
+            + "".join(did_you_mean(name, names) for name in sorted(unknown)[:1]),
             fix="name parts of extra={...}: Ranks(per_rank=['name']).",
         )
     return found
@@ -396,9 +416,10 @@ def signals(given: Any) -> list[signal.Signals]:
 def _signal(name: str) -> signal.Signals:
     found = signal.Signals.__members__.get(name)
     if found is None or name in ("SIGKILL", "SIGSTOP"):
-        what = "is no signal here" if found is None else "cannot be noted by any process"
+        what = "is no signal here" if found is None else "no process can catch"
+        likely = did_you_mean(name, signal.Signals.__members__) if found is None else ""
         raise UsageError(
-            f"signals= names {name!r}, which {what}.",
+            f"signals= names {name!r}, which {what}.{likely}",
             fix=f"give names such as signals={ON_SIGNALS!r}, or () for none.",
         )
     return found

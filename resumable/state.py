@@ -26,6 +26,7 @@ from .session.going_back import GoingBack
 from .session.loops import Loops
 from .session.observer import Unregistered, audit
 from .session.session import Session, told
+from .tracebacks import short_methods
 from .views import report
 from .views.report import Report
 
@@ -44,6 +45,7 @@ class Stateful(Protocol):
         """Take over a state."""
 
 
+@short_methods
 class RunState(Generic[B]):
     """A whole training as one object. `RunState.load(...)` makes it.
 
@@ -87,6 +89,7 @@ class RunState(Generic[B]):
         resume: ResumeWord | int | str | os.PathLike[str] = "auto",
         allow: Sequence[str] = (),
         override: Sequence[str] = (),
+        rename: Mapping[str, str] | None = None,
         expect: str | None = None,
         preempt: Preempt | None = None,
         remote: str | Remote | None = None,
@@ -119,6 +122,7 @@ class RunState(Generic[B]):
             allow: Names that may be missing, new or of another shape, such as "model.head.*".
             override: Settings for which the script's value wins, such as "optimizer.lr". With a scheduler
                 that remembers its start, this scales the whole schedule.
+            rename: The checkpoint's names and the script's, of tensors or modules: {"fc": "head"}.
             expect: The only content to load, as "sha256:..." from `resumable verify --pin`: for a checkpoint
                 that others may have written to.
             preempt: When and how to end early: the signals, what follows, the limit of time.
@@ -523,7 +527,8 @@ the batches since are left out (1 of 3 times)
         ...     print(one.name, "in", one.fix)
         seen in state.vars["seen"]
         """
-        look = audit("survey").take(self._training.parts, sys._getframe(1))
+        # The frame around the one of short_methods is the script's.
+        look = audit("survey").take(self._training.parts, sys._getframe(2))
         self._first_look = look if self._first_look is None else self._first_look
         lost: list[Unregistered] = audit("survey").changed(self._first_look, look)
         return lost

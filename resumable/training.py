@@ -14,8 +14,9 @@ from .errors import Once, UsageError
 from .files.strict_json import Json
 from .loaders.generators import rng
 from .options import Options
-from .parts.parts import Parts, named
+from .parts.parts import Parts
 from .parts.sharding import Disk
+from .parts.slots import named
 from .parts.watch import Watch
 from .position.position import Position
 from .processes.alone import Alone
@@ -165,6 +166,7 @@ def _places(options: Options) -> tuple[str | os.PathLike[str], str | None]:
     given = os.environ.get("RESUMABLE_RUN_DIR") or options.run_dir
     remote = os.environ.get("RESUMABLE_REMOTE", options.remote) or None
     if not url.is_url(given):
+        url.refuse_nearly(given)
         return given, remote
     if remote is not None:
         raise UsageError(

@@ -18,10 +18,12 @@ from transformers.trainer_utils import has_length
 from ..errors import StateMismatch, Unsupported, UsageError
 from ..groups import Ranks
 from ..state import RunState
+from ..tracebacks import short
 from . import trainer_refusals as refusals
 from .trainer_progress import Counters, Progress
 
 
+@short
 def resume(trainer: Any, run_dir: str | os.PathLike[str], **options: Any) -> None:
     """Let `trainer.train()` continue from the newest intact checkpoint in `run_dir`, and save there.
 

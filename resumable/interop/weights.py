@@ -13,12 +13,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .. import options
 from ..errors import StateMismatch, UsageError
 from ..files import pin, tensor_file
 from ..files.sharded_tensor import identity, is_sharded, local
-from ..parts import boxes, models
+from ..loaders import kinds
+from ..parts import boxes, models, renaming
 from ..parts.models import ModulePart
 from ..parts.part import shape
+from ..tracebacks import short
 from . import weight_files
 from .weight_files import Found, Weights
 
@@ -43,11 +46,13 @@ class Misfit:
         return "\n".join([*rows, *(f"  {name}: {text}" for name, text in self.reshaped.items())])
 
 
+@short
 def load_weights(
     model: nn.Module,
     path: str | os.PathLike[str],
     strict: bool = True,
     *,
+    rename: Mapping[str, str] | None = None,
     expect: str | None = None,
 ) -> Misfit:
     """Load a model's weights from a checkpoint, a run (its newest intact one), a .safetensors or a .pt file.
@@ -61,6 +66,7 @@ def load_weights(
         path: A checkpoint's folder, a run directory, a .safetensors file, or a file of `torch.save`.
         strict: Whether what does not fit is an error, which names all of it. With False it is returned, and
             the rest is loaded.
+        rename: The model's names by those in the file, of tensors or modules, such as {"fc": "head"}.
         expect: Load only this content ("sha256:..."), as `Checkpoint.pin()` or, for a file, sha256sum prints
             it.
 
@@ -74,7 +80,10 @@ def load_weights(
     """
     expect = pin.checked(expect)
     if not isinstance(model, nn.Module):
-        raise UsageError(f"{model!r:.100} is no model.", fix="give it the torch.nn.Module to load into.")
+        raise UsageError(
+            f"load_weights() was given {kinds.described(model)}, and takes a torch.nn.Module.",
+            fix="write load_weights(model, path).",
+        )
     part = ModulePart("model", model, "model")
     live = part.collect()["model"]
     # torch copies into it without an error, and nothing is there.
@@ -83,7 +92,9 @@ def load_weights(
             f"{nowhere[0]} is on the meta device, where nothing has a content.",
             fix="give the model memory first: model.to_empty(device=...).",
         )
-    fitting, misfit = weight_files.read(path, expect, partial(_fitting, live=live))
+    fitting, misfit = weight_files.read(
+        path, expect, partial(_fitting, live=live, rename=options.rename(rename))
+    )
     if misfit and strict:
         raise StateMismatch(
             f"{os.fspath(path)} does not fit the model:\n{misfit}",
@@ -125,9 +136,13 @@ class _Fitting(NamedTuple):
     misfit: Misfit
 
 
-def _fitting(found: Found, live: Weights) -> _Fitting:
+def _fitting(found: Found, live: Weights, rename: Mapping[str, str]) -> _Fitting:
     """Return what fits, read, by the names in the model."""
-    known, misfit = _matched(found.shapes, live)
+    names = renaming.Names(rename, found.shapes)
+    renaming.refuse_unknown(rename, {"": names})
+    old = {names.new.get(name, name): name for name in found.shapes}
+    matched, misfit = _matched({name: found.shapes[there] for name, there in old.items()}, live)
+    known = {name: old[there] for name, there in matched.items()}
     taken = found.take({*known.values()})
     tensors = {name: taken[there] for name, there in known.items()}
     untied = _untied(tensors, live)

@@ -7,6 +7,7 @@ restores random generators, those of a worker in `worker_rng`; `workers` has wha
 
 __all__ = [
     "choose_source",
+    "kinds",
     "loader_changes",
     "loader_source",
     "loader_warnings",

@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader, IterDataPipe, MapDataPipe
 
 from ..errors import UsageError
+from . import kinds
 from .generators import rng, search
 from .loader_source import LoaderSource
 from .plain_iterable import PlainSource
@@ -53,14 +54,37 @@ def _source(
         return LoaderSource(loader, own, seeds, shows)
     if is_stateful(loader) and isinstance(loader, Iterable) and not hugging_face.loads_in_chunks(loader):
         return StatefulSource(loader, own)
-    if isinstance(loader, Iterable) or (callable(loader) and not isinstance(loader, torch.nn.Module)):
-        _refuse_kept_workers(name, loader)
-        return PlainSource(loader, name.removeprefix("loader."), own, shows)
-    raise UsageError(
-        f"{name} is a {type(loader).__name__}, which cannot be looped over.",
-        fix="pass a torch DataLoader, another iterable, a function that returns an iterator, or a dict of "
-        "named ones.",
-    )
+    refuse_others(name, loader)
+    _refuse_kept_workers(name, loader)
+    return PlainSource(loader, name.removeprefix("loader."), own, shows)
+
+
+def _can_be_looped_over(loader: object) -> bool:
+    is_function = callable(loader) and not isinstance(loader, torch.nn.Module)
+    return isinstance(loader, Iterable) or is_function
+
+
+def refuse_others(name: str, loader: Any) -> None:
+    """Raise UsageError for what is no loader, and for a list of them; the name may be "batches()"."""
+    what = f"{name} {'was given' if name == 'batches()' else 'is'} {kinds.described(loader)}"
+    if kinds.is_dataset(loader) and not isinstance(loader, Iterable):
+        problem = f"{what}, and should be a loader, which makes batches of it."
+        problem = problem.replace("should be", "takes") if name == "batches()" else problem
+        fix = "wrap it: RunState.load(..., loader=torch.utils.data.DataLoader(dataset, batch_size=...)), and "
+        fix += "loop over state.batches()."
+    elif kinds.is_iterator_of_loader(loader):
+        problem = f"{what}, which ends with the epoch and cannot begin again."
+        fix = "give the DataLoader itself: loader=loader, not iter(loader)."
+    elif [*kinds.loaders_in(loader)]:
+        problem = f"{what}: its batches would be loaders."
+        fix = "name them: loader={'train': ..., 'val': ...}; then loop over state.batches('train')."
+    elif not _can_be_looped_over(loader):
+        problem = f"{what}, which cannot be looped over."
+        fix = "give a DataLoader, another iterable, a function that returns an iterator, or a dict of "
+        fix += "named ones."
+    else:
+        return
+    raise UsageError(problem, fix=fix)
 
 
 def _iterates_as_known(loader: DataLoader[Any]) -> bool:

@@ -2,6 +2,7 @@
 
 __all__ = [
     "aliases",
+    "allowed",
     "box_reading",
     "boxes",
     "collect",
@@ -11,7 +12,9 @@ __all__ = [
     "part",
     "parts",
     "reading",
+    "renaming",
     "restore",
     "sharding",
+    "slots",
     "watch",
 ]

@@ -32,6 +32,8 @@ class Plan:
     """The settings that differ from those that the run was built with."""
     foreign: frozenset[str]
     """The parts whose restore runs code of the script or of other libraries."""
+    kept: Sequence[Difference]
+    """What `allow=` has left as the script made it."""
     is_whole: bool
     """Whether no part was left out by name."""
 
@@ -48,7 +50,9 @@ def fit(
 
     Without `override` the settings are not compared.
     """
-    unfit = _unfit(parts, reading, allow, only)
+    found = _allowed(parts, reading, allow, only)
+    unfit = _unfit(parts, found, allow)
+    kept = [one for one in found if any(map(one.matches, allow))]
     changed = [] if override is None else _changed_settings(parts, reading, unfit, override)
     overridden = [one.name for one in changed if one.used == changes.OVERRIDES]
     chosen = [
@@ -58,12 +62,13 @@ def fit(
     ]
     foreign = frozenset(part.name for part in chosen if not part.is_torchs_own())
     code_wins = _code_wins(parts, overridden)
-    return Plan(reading, chosen, unfit, code_wins, changed, foreign, is_whole=only is None)
+    return Plan(reading, chosen, unfit, code_wins, changed, foreign, kept, is_whole=only is None)
 
 
-def _unfit(
+def _allowed(
     parts: Parts, reading: Reading, allow: Sequence[str], only: Collection[str] | None
-) -> dict[str, set[str]]:
+) -> list[Difference]:
+    """Return the differences, all of them allowed; StateMismatch for the others."""
     found, refused = [], []
     for difference in _differences(parts, reading):
         if only is None or difference.part in only:
@@ -73,6 +78,10 @@ def _unfit(
                 refused.append(difference)
     if refused:
         raise _mismatch(refused)
+    return found
+
+
+def _unfit(parts: Parts, found: Sequence[Difference], allow: Sequence[str]) -> dict[str, set[str]]:
     unfit: dict[str, set[str]] = {}
     loaders = {part.name for part in parts.all if isinstance(part, LoaderPart)}
     for difference in found:
@@ -127,11 +136,28 @@ def _mismatch(refused: Sequence[Difference]) -> StateMismatch:
         # After add_param_group in mid-training, leaving the optimizer out would lose its moments.
         first = "make all groups before RunState.load (at a learning rate of 0, or frozen, until they are "
         first += "needed), or "
+    if names := _likely_names(refused):
+        first += f"say that it was renamed: rename={names}; or "
     return StateMismatch(
         "the checkpoint does not fit the objects in the script:\n" + "\n".join(lines),
         fix=f"{first}undo the change in the script, or continue without what does not fit (it then stays as "
         f"the script made it): allow={allow}. Patterns such as 'model.head.*' work too. Nothing was changed.",
     )
+
+
+def _likely_names(refused: Sequence[Difference]) -> dict[str, str]:
+    """Return the modules of a model that most likely have another name in the code, and nothing else."""
+    old, new = (
+        {(one.name.rpartition(".")[2], one.text.partition(", ")[2]): one.name for one in there}
+        for there in (
+            [one for one in refused if one.part.startswith("model") and one.text.startswith(start)]
+            for start in ("missing in the code", "new in the code")
+        )
+    )
+    both = [(old[key].rpartition(".")[0], new[key].rpartition(".")[0]) for key in old.keys() & new.keys()]
+    names = dict(both)
+    is_clear = old.keys() == new.keys() and len({*both}) == len(names) == len({*names.values()})
+    return names if is_clear and "" not in {*names, *names.values()} else {}
 
 
 def _changed_settings(

@@ -24,6 +24,7 @@ from .models import ModulePart
 from .optimizers import OptimizerPart
 from .part import Difference, Part, Saved, kind_of, plain, same_device
 from .sharded import refuse_split
+from .slots import refuse_others
 
 Tree = dict[str, Any]
 
@@ -309,16 +310,11 @@ class LoaderPart(PositionPart):
 
 def make(name: str, live: Any, stem: str, modules: Sequence[ModulePart], rank: int | None = None) -> Part:
     """Return the part for a live object; UsageError if nothing could restore it."""
-    slot = name.partition(".")[0]
     has_state = hasattr(live, "state_dict") and hasattr(live, "load_state_dict")
     if hasattr(live, "param_groups"):
         # Not only torch's optimizers can be sharded.
         refuse_split(name, live)
-    if slot != "extra" and (not has_state or isinstance(live, nn.Module) is not (slot == "model")):
-        raise UsageError(
-            f"{name} is a {type(live).__name__}.",
-            fix=f"give {slot} one object of its kind or a dict of named ones; all else goes into extra=.",
-        )
+    refuse_others(name, live)
     if isinstance(live, nn.Module):
         return ModulePart(name, live, stem, rank)
     if isinstance(live, torch.optim.Optimizer):

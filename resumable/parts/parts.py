@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..errors import CannotStore, Unsupported, UsageError
+from ..errors import CannotStore, Unsupported, UsageError, did_you_mean
 from ..files import codec
 from ..files.sharded_tensor import is_sharded
 from ..files.strict_json import Json
@@ -25,6 +25,7 @@ from .optimizers import OptimizerPart
 from .other_parts import ContainerPart, GeneratorPart, LoaderPart, PositionPart, RandomPart, make
 from .part import Part
 from .sharding import Deal, Disk, Sharding, Stage
+from .slots import named, refuse_foreign_optimizers
 
 SLOTS = ("model", "optimizer", "scheduler", "scaler", "extra")
 
@@ -67,6 +68,7 @@ class Parts:
             RandomPart("random", self._mesh),  # last: any of the above may have drawn
         ]
         self.optimizers = [part for part in self.all if isinstance(part, OptimizerPart)]
+        refuse_foreign_optimizers(self.models, [one for one in self.optimizers if one.stem == "optimizer"])
         self._has_sharded = any(map(is_sharded, self._tensors().values()))
         self.stages: Mapping[str, Sequence[int]] = {}
         """The ranks of each part that only some of the processes have: the stages of a pipeline."""
@@ -278,7 +280,7 @@ class Parts:
                 continue
             if not any(changes.is_named(path, [pattern]) for path in known):
                 raise UsageError(
-                    f"override={pattern!r} names no setting.",
+                    f"override={pattern!r} names no setting.{did_you_mean(pattern, known)}",
                     fix=f"the settings are: {', '.join(sorted(known))}.",
                 )
 
@@ -319,31 +321,6 @@ def has_no_generator(part: Part) -> bool:
 def _is_of_rank(name: str, live: Any, per_rank: AbstractSet[str]) -> bool:
     # Each rank draws its own numbers, even if all generators were seeded alike.
     return name in per_rank or (name.startswith("extra.") and rng.is_generator(live))
-
-
-def named(slot: str, given: Any) -> dict[str, Any]:
-    """Return the parts of a slot by name: a single object has the name of the slot."""
-    if given is None:
-        return {}
-    if not isinstance(given, dict):
-        if slot == "extra":
-            raise UsageError(
-                f"extra is a {type(given).__name__}; each extra part needs a name.",
-                fix='write extra={"name": part}.',
-            )
-        return {slot: _bare(slot, given)}
-    for name in given:
-        if not isinstance(name, str) or not name or "." in name or not name.isprintable():
-            raise UsageError(
-                f"{name!r} cannot name a part of {slot}.",
-                fix="use printable text without a dot, which joins the names of parts and tensors.",
-            )
-    return {f"{slot}.{name}": _bare(slot, live) for name, live in given.items()}
-
-
-def _bare(slot: str, live: Any) -> Any:
-    # A model stays in its wrappers, which have a state of their own.
-    return wrappers.inside(live) if slot in ("optimizer", "scheduler") else live
 
 
 def _scaler_of(optimizer: Any) -> Any:

@@ -27,6 +27,7 @@ from . import box_reading
 from .device_lanes import on_lanes, send
 from .devices import moved_trees
 from .part import Saved, Trees, same_device
+from .renaming import Renamed, renamed
 from .sharded_reading import Live, ShardedTensors
 
 
@@ -61,6 +62,9 @@ def _show_nothing(what: str, size: int) -> contextlib.AbstractContextManager[Non
     return contextlib.nullcontext()
 
 
+_keep_names = partial(renamed, {}, {}, ())
+
+
 class Reading:
     """A verified checkpoint. The live tensors have their old values until `fill`.
 
@@ -81,6 +85,7 @@ class Reading:
         now: Trees | None = None,
         alike: Callable[[Mapping[str, Json]], Live] = lambda _: {},
         elsewhere: Collection[str] = (),
+        renames: Callable[[Mapping[str, dict[str, Json]]], Renamed] = _keep_names,
     ) -> None:
         self.about = found.about
         self.now: Trees = now or {}
@@ -88,12 +93,10 @@ class Reading:
         self.built: dict[str, Any] = {}
         """The settings that the run was built with, once `decode` has decoded them."""
         self._views: dict[str, dict[str, Any]] = {}
-        self._found = found
-        self._folder = found.path
+        self._found, self._folder = found, found.path
         self._pin = found.begin_pin() if expect else None
         self._number = found.about.number
         self._show = show
-        self._live = live
         self._files: dict[str, _File] = {}
         self._kept: dict[str, set[str]] = {}
         self.is_heir = rank is None
@@ -111,11 +114,15 @@ class Reading:
             stem: {part: json for part, json in tree.items() if part not in elsewhere}
             for stem, tree in codec.to_trees(texts, rank).items()
         }
+        names = renames(trees)
+        trees, self.renamed = names.trees, names.new
+        """By part: the names in the checkpoint that are others in the script."""
         devices = {tensor.device for tree in live.values() for tensor in tree.values()}
         self._used = {*used, *map(str, devices)}
         self._moved = moved_trees(trees, self._used, is_alone=found.about.world_size == 1)
         self.without_device = _without_device(self._moved.get("rank", {}))
         """The devices of the process that saved that have no counterpart in this process."""
+        self._live = live = names.without_others(live)
         self._sharded = ShardedTensors(found, live, alike(trees), self._pin, rank)
         tensors = self._read_all(trees)
         # Each rank verifies its own files; rank 0 also verifies those of ranks that no longer exist.
@@ -229,6 +236,9 @@ class Reading:
                 self.built[path] = codec.decode(setting, {}) if type(setting) in (list, dict) else setting
             except ValueError as exc:
                 raise ValueError(f"manifest.json: the setting {path} cannot be decoded: {exc}") from exc
+        for part, new in self.renamed.items():
+            if isinstance(frozen := self.built.get(f"{part}.frozen"), list):
+                self.built[f"{part}.frozen"] = [new.get(name, name) for name in frozen]
         for stem, tree in self.trees.items():
             try:
                 view = codec.decode(tree.json, tree.tensors)

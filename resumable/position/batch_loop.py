@@ -9,7 +9,8 @@ from enum import Enum
 from types import FrameType
 from typing import Any
 
-from ..errors import UsageError
+from ..errors import ResumableError, UsageError
+from ..tracebacks import shortened
 from .loader_position import LoaderPosition
 from .prefetching import CountedBySteps, Loading, ThreadLoop, Through, Way
 from .random_streams import Hook
@@ -107,10 +108,12 @@ class Loop:
         if at.in_hand is not None:
             try:
                 self._hooks.body_ended()
-            except BaseException:
+            except BaseException as error:
                 # A loop that continues after it must not be handed this batch a second time.
                 at.take_back()
                 at.leave(self._outer)
+                if isinstance(error, ResumableError):
+                    raise shortened(error)  # RESUMABLE_FULL_TRACEBACK=1 shows where  # noqa: B904
                 raise
         if self._stage is Stage.FIRST:
             self._ask_first(sys._getframe(1))
@@ -122,8 +125,10 @@ class Loop:
         except StopIteration:
             self._end()
             raise
-        except BaseException:
+        except BaseException as error:
             at.leave(self._outer)
+            if isinstance(error, ResumableError):
+                raise shortened(error)  # RESUMABLE_FULL_TRACEBACK=1 shows where  # noqa: B904
             raise
         at.hand_out()
         return batch

@@ -58,8 +58,8 @@ class CountedLoops(TrainingCounters):
             try:
                 yield self.epoch
             except GeneratorExit:
-                is_last = self.boundary() is not Boundary.EPOCH or self.epoch + 1 == total
-                if self.is_saved_body() and not is_last and script_frames.is_break(asked_by):
+                is_left = self.is_saved_body() and self.boundary() is Boundary.EPOCH
+                if is_left and self.epoch + 1 < total and script_frames.is_break(asked_by):
                     self._left_for = f"epoch {self.epoch + 1}"
                 self._stay()
                 self.streams.leave_loop("epochs", total, number)

@@ -194,16 +194,26 @@ class Outside:
                 )
 
     def _begin_given(self, name: str, loader: DataLoader[Any]) -> Iterator[Any]:
-        began = self._body()
+        began, began_at = self._body(), self._place()
 
         def check() -> None:
             if (now := self._body()) is not None and now != began:
                 self._refuse(name)
+            elif now is None and self._place() != began_at:
+                self._warn_of_given(name)
 
         if not _persists(loader):
             return torch_iterators.watched(loader, check)
         self._settings.setdefault(loader, _settings(loader))
         return self._begin_other(loader, check)
+
+    def _warn_of_given(self, name: str) -> None:
+        short = repr(name.removeprefix("loader.")) if len(self._given) > 1 else ""
+        self._once.warn(
+            f"{name} was given to RunState, and the script trains on its batches in a loop of its own: no "
+            f"checkpoint knows where the loader stands. Loop over state.batches({short}) instead of the "
+            "loader, or do not give it to RunState."
+        )
 
     def _refuse(self, name: str) -> None:
         short = repr(name.removeprefix("loader.")) if len(self._given) > 1 else ""

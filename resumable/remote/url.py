@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from ..errors import UsageError
+from ..errors import UsageError, did_you_mean
 from ..files import disk
 
 
@@ -50,8 +50,9 @@ def _parts(url: str) -> tuple[str, str]:
 def check(url: str) -> None:
     """Raise UsageError for an address that is none, or that needs a package that is not installed."""
     if not is_url(url) or not _names_a_folder(url):
+        likely = _likely(str(url))
         raise UsageError(
-            f"{url!r} is not the address of a remote folder.",
+            f"{url!r} is not the address of a remote folder.{likely}",
             fix="give one such as remote='s3://bucket/exp', 'sftp://host/folder' or 'file:///mnt/backup/exp'.",
             command="give one such as s3://bucket/exp, sftp://host/folder or file:///mnt/backup/exp.",
         )
@@ -62,7 +63,7 @@ def check(url: str) -> None:
         return
     if scheme not in known_implementations:
         raise UsageError(
-            f"{scheme}:// is no filesystem that fsspec knows.",
+            f"{scheme}:// is no filesystem that fsspec knows." + did_you_mean(scheme, _USUAL, "{}://".format),
             fix="use one that docs/recipes/remotes.md names, or another that fsspec lists.",
         )
     kind = known_implementations[scheme]["class"]
@@ -72,6 +73,25 @@ def check(url: str) -> None:
         raise UsageError(
             f"{scheme}:// needs the package {_BETTER.get(needed, needed)}.",
             fix=f"pip install 'torch-resumable[{extra}]'" if extra else f"pip install {needed}",
+        )
+
+
+def _likely(url: str) -> str:
+    """Return the end of the message for a text that is nearly an address; "" if it is not like one."""
+    split = _NEARLY.fullmatch(url)
+    if split and split[1] not in ("file", "local"):
+        return did_you_mean(split[1], _USUAL, lambda meant: f"'{meant}://{split[3]}'") if split[3] else ""
+    path = f"{'' if split[2] == '//' else split[2]}{split[3]}" if split else url
+    return f" Did you mean 'file://{os.path.abspath(os.path.expanduser(path))}'?" if path else ""
+
+
+def refuse_nearly(path: object) -> None:
+    """Raise UsageError for a local path that is most likely an address with a slash too few."""
+    found = _NEARLY.fullmatch(path) if isinstance(path, str) else None
+    if found and found[1] in _USUAL and found[2] == "/" and not os.path.lexists(found[0]):
+        raise UsageError(
+            f"the run directory {path!r} looks like an address that lacks a slash.{_likely(found[0])}",
+            fix=f"write the address with two slashes; './{path}' is a folder of that name.",
         )
 
 
@@ -119,6 +139,8 @@ def cache_folder(url: str) -> Path:
 
 
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+://")
+_NEARLY = re.compile(r"([a-zA-Z][a-zA-Z0-9]+):(/*)(.*)")
+_USUAL = ("s3", "gs", "gcs", "az", "abfs", "sftp", "ssh", "hf", "file", "memory")
 _ABSOLUTE = re.compile(r"/|[a-zA-Z]:")
 _PORT = re.compile(r":[0-9]*(?:[?#]|$)")
 _SECRET_PART = re.compile(r"[?#]")

@@ -23,6 +23,7 @@ from ..errors import (
     warn,
 )
 from ..files import disk, lock
+from ..tracebacks import short_methods
 from . import checkpoint, manifest, markup, resume_choice
 from .catalog import Catalog
 from .checkpoint import Checkpoint, Stage
@@ -35,6 +36,7 @@ _AT_A_GLANCE = 5
 _LINK_DEBRIS = re.compile(r"\.(?:newest|best|run\.json|history\.jsonl|probe)-[0-9a-f]{8}")
 
 
+@short_methods
 class Run:
     """A run directory, to inspect and to prune; nothing is read before a method is called.
 
@@ -48,7 +50,7 @@ class Run:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._given = os.fspath(path)
         # Absolute, because a script may change its working directory.
-        self.path = Path(path).absolute()
+        self.path = Path(os.path.expanduser(path)).absolute()
         self.folder = self.path / "checkpoints"
         self._catalog = Catalog(self.folder)
         self._lock: lock.Lock | None = None
@@ -286,3 +288,10 @@ def _remove_debris(left: list[Path]) -> None:
                 os.unlink(path)
         except OSError as exc:
             warn(f"what a killed save left in {path} could not be removed: {exc}")
+
+
+def is_empty(folder: Path) -> bool:
+    """Return whether a folder does not exist, or has nothing in it."""
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        return next(entries, None) is None
+    return True

@@ -265,6 +265,21 @@ def skipped(folder: Path) -> dict[int, str]:
     return found
 
 
+def exists(folder: Path) -> bool:
+    """Return whether the run in a folder has a history."""
+    return (folder / NAME).exists()
+
+
+def allowed(folder: Path) -> list[str]:
+    """Return the patterns of `allow=` that earlier starts resumed with."""
+    found: list[str] = []
+    with contextlib.suppress(OSError):
+        for line in jsonl.read(folder / NAME):
+            if line.get("event") == "start" and _holds(line, allowed=list):
+                found += [one for one in line["allowed"] if isinstance(one, str)]
+    return found
+
+
 def remote(lines: Sequence[Line]) -> dict[str, str] | None:
     """Return the remote of the last start (`url`) and which checkpoints it pushes; None without one.
 

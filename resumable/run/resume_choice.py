@@ -20,6 +20,7 @@ from ..errors import (
     ResumableError,
     RunExists,
     UsageError,
+    did_you_mean,
     warn,
 )
 from . import address, checkpoint, manifest
@@ -33,6 +34,7 @@ Which = str | int | os.PathLike[str]
 
 _NEWEST = ("must", "newest", "latest", "last")
 _WORDS = ("auto", "never", "best", *_NEWEST)
+_CHOICES = "'auto', 'must', 'never', 'best', 'newest', a save number, or a checkpoint: its folder, 'runs/other@best' or 'runs/other@41'"
 
 
 class Copies(Protocol):
@@ -198,14 +200,11 @@ def _those_last(last: Container[int], numbers: Iterable[int]) -> Iterator[int]:
 
 def _open_named(catalog: Catalog, which: Which) -> Checkpoint:
     if isinstance(which, bool) or not isinstance(which, (int, str, os.PathLike)):
-        raise UsageError(
-            f"resume={which!r} does not say where to continue from.",
-            fix="say 'auto', 'must', 'never', 'best', a save number, or a checkpoint's path.",
-        )
+        raise UsageError(f"resume={which!r} does not say where to continue from.", fix=f"say {_CHOICES}.")
     if is_number(which):
         return catalog.open(int(which))
     assert not isinstance(which, int)
-    run, word = address.named(os.fspath(which))
+    run, word = address.named(os.path.expanduser(which))
     path = Path(run).resolve()
     if word or address.is_run(path):
         # A run of its own, and in it the newest intact one unless another is named.
@@ -215,10 +214,10 @@ def _open_named(catalog: Catalog, which: Which) -> Checkpoint:
         return found[0]
     if os.path.lexists(path / manifest.NAME):
         return checkpoint.open_checkpoint(path)
+    meant = did_you_mean(which, _WORDS)
     raise CheckpointNotFound(
-        f"resume={os.fspath(which)!r} is neither a word that is known nor a checkpoint.",
-        fix="say 'auto', 'must', 'never', 'best', a save number, or a checkpoint of another run: "
-        "'runs/other@best', 'runs/other@41' or its folder.",
+        f"resume={os.fspath(which)!r} is neither a known word nor a checkpoint.{meant}",
+        fix=f"say {_CHOICES}.",
     )
 
 

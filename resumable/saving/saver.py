@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .. import options
-from ..errors import CannotRead, RemoteError, ResumableError, SaveFailed, UsageError, warn
+from ..errors import CannotRead, RemoteError, ResumableError, SaveFailed, UsageError, did_you_mean, warn
 from ..files import codec, large_files
 from ..files.strict_json import Json
 from ..files.threads import no_garbage_collection
@@ -197,8 +197,10 @@ class Saving:
     def _note_goal(self, metrics: Mapping[str, float]) -> None:
         self._has_goal_metric |= self._goal is not None and self._goal.metric in metrics
         if metrics and self._goal and not self._has_goal_metric and self.best is None:
+            likely = [meant for one in metrics if (meant := did_you_mean(one, [self._goal.metric], str))]
             self.once.warn(
                 f"save() was given {', '.join(metrics)}, but {self._goal} says which checkpoint is the best."
+                + "".join(likely[:1])
             )
             self._has_goal_metric = True
 

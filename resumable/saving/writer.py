@@ -11,8 +11,10 @@ from pathlib import Path
 
 from ..files.threads import yield_to_training
 from ..processes.crew import SaveSkipped
+from ..tracebacks import short_methods
 
 
+@short_methods
 class PendingSave:
     """A save on its way to the disk.
 

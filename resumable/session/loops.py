@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from .. import determinism, options
-from ..errors import UsageError
+from ..errors import ResumableError, UsageError, did_you_mean
+from ..loaders import choose_source
 from ..loaders.prepared import is_prepared
 from ..position.batch_loop import Hooks
 from ..position.counted_loops import Batches
@@ -18,6 +19,7 @@ from ..position.loader_position import LoaderPosition
 from ..position.prefetching import Through, Way
 from ..position.to_device import ToDevice
 from ..position.training_counters import End
+from ..tracebacks import shortened
 from .session import Session
 
 
@@ -31,19 +33,25 @@ class Loops:
 
     def epochs(self, total: int) -> Iterator[int]:
         """Loop over the epochs that are left of `total`."""
-        self._session.refuse_closed()
-        done = self._position.epoch
-        self._print_if_complete(done, options.count("total", total), "epochs")
-        with self._progress.loop("epochs", total, done):
-            yield from self._watched(self._position.epochs(total, self._epoch_ended))
+        try:
+            self._session.refuse_closed()
+            done = self._position.epoch
+            self._print_if_complete(done, options.count("total", total), "epochs")
+            with self._progress.loop("epochs", total, done):
+                yield from self._watched(self._position.epochs(total, self._epoch_ended))
+        except ResumableError as error:
+            raise shortened(error)  # RESUMABLE_FULL_TRACEBACK=1 shows where  # noqa: B904
 
     def steps(self, total: int) -> Iterator[int]:
         """Loop over the steps that are left of `total`."""
-        self._session.refuse_closed()
-        done = self._position.step
-        self._print_if_complete(done, options.count("total", total), "steps")
-        with self._progress.loop("steps", total, done):
-            yield from self._watched(self._position.steps(total, self._step_ended))
+        try:
+            self._session.refuse_closed()
+            done = self._position.step
+            self._print_if_complete(done, options.count("total", total), "steps")
+            with self._progress.loop("steps", total, done):
+                yield from self._watched(self._position.steps(total, self._step_ended))
+        except ResumableError as error:
+            raise shortened(error)  # RESUMABLE_FULL_TRACEBACK=1 shows where  # noqa: B904
 
     def batches(
         self, loader: Any, device: str | int | torch.device | None, through: Through | None
@@ -109,20 +117,28 @@ class Loops:
         ]
         if len(found) == 1:
             return found[0]
-        is_loader = isinstance(loader, DataLoader) or is_prepared(loader)
-        if not is_loader and not isinstance(loader, (str, type(None))):
-            return self._position.find(loader)
-        there = ", ".join(name.removeprefix("loader.") for name in loaders) or "none"
-        if is_loader:
+        names = [name.removeprefix("loader.") for name in loaders]
+        if loader is None or isinstance(loader, str):
+            raise no_loader(loader, names)
+        if isinstance(loader, DataLoader) or is_prepared(loader):
+            there = (
+                f": {', '.join(names)}"
+                if loaders.keys() - {"loader"}
+                else " another" * len(names) or ": none"
+            )
             raise UsageError(
-                f"this DataLoader was not given to RunState, which was given: {there}.",
+                f"this DataLoader was not given to RunState, which was given{there}.",
                 fix="give it to RunState (loader=...), which then keeps its position; loop over a loader to "
                 "validate with as it is.",
             )
-        raise UsageError(
-            f"batches() needs one loader; RunState was given: {there}.",
-            fix="give RunState the loader (loader=...), or name one of several: batches('train').",
-        )
+        if isinstance(loader, int):
+            raise UsageError(
+                f"batches() was given {loader!r}, and takes a loader.",
+                fix=f"loop over state.steps({loader}) for a number of steps, or over state.batches() for the "
+                "loader that RunState.load was given.",
+            )
+        choose_source.refuse_others("batches()", loader)
+        return self._position.find(loader)
 
     def _batch_ended(self, at: LoaderPosition) -> None:
         if self._session.steps.unseen.optimizers:
@@ -178,6 +194,23 @@ class Loops:
             session.save(due.why)
         if due.leaves:
             session.leave(due, due.leaves)
+
+
+def no_loader(name: str | None, names: Sequence[str]) -> UsageError:
+    """Return the error for a name of no loader, or for none where one is needed."""
+    several = f"RunState was given: {', '.join(names)}"
+    if not names:
+        problem = "batches() needs a loader, and RunState was given none."
+        fix = "give RunState.load the loader: loader=loader."
+    elif name is None:
+        problem, fix = f"batches() needs one loader; {several}.", f"name it: state.batches({names[0]!r})."
+    elif names == ["loader"]:
+        problem = f"batches({name!r}) names a loader, and RunState was given one without a name."
+        fix = f"loop over state.batches(), or name it in RunState.load: loader={{{name!r}: loader}}."
+    else:
+        problem = f"there is no loader {name!r}; {several}.{did_you_mean(name, names)}"
+        fix = "name one of them."
+    return UsageError(problem, fix=fix)
 
 
 def _both(first: Through | None, second: Through | None) -> Through | None:

@@ -22,9 +22,10 @@ from ..errors import (
 from ..files import disk
 from ..files.strict_json import Json
 from ..files.threads import no_garbage_collection
-from ..parts import aliases, collect
+from ..parts import aliases, allowed, collect
 from ..parts.fit import Plan, devices, fit, orders, sum_in_order
 from ..parts.reading import Reading
+from ..parts.renaming import renamed
 from ..parts.restore import forget_gradients, restore
 from ..position import position, spikes
 from ..run import changes, environment, history
@@ -54,6 +55,7 @@ class Resuming:
         self._position = training.position
         self._saving = saving
         self._goal = training.goal
+        self._rename = training.options.rename
         self._is_elastic = training.options.is_elastic
         self._progress = training.progress
         self._copies = training.copies
@@ -106,7 +108,10 @@ class Resuming:
             rank = found.about.rank_for(ranks.rank, ranks.size, self._parts.data_rank)
             alike = partial(collect.alike, self._parts)
             elsewhere = self._parts.elsewhere
-            reading = Reading(found, live, rank, show, expect, used, trees, alike, elsewhere)
+            prefixes = {part.name: part.prefix_in_optimizers for part in self._parts.models}
+            optimizers = [part.name for part in self._parts.optimizers]
+            renames = partial(renamed, self._rename, prefixes, optimizers)
+            reading = Reading(found, live, rank, show, expect, used, trees, alike, elsewhere, renames)
             reading.decode()
             position.check(_of_position(reading))
             aliases.check(_of_position(reading).get("aliases", {}))
@@ -125,7 +130,10 @@ class Resuming:
         if not ranks.is_alone:
             sum_in_order(reading, ranks.first("the order of the sums", lambda: orders(reading)))
 
+        earlier = ranks.first("what was allowed", lambda: self._allowed_before(allow)) if allow else []
+
         def look() -> Fit:
+            allowed.refuse_unknown(allow, self._parts, reading, {*earlier})
             plan = fit(self._parts, reading, allow, override)
             differences = [
                 *plan.changed,
@@ -145,6 +153,11 @@ class Resuming:
         kept = [row["name"] for own in rows for row in own if row["used"] == changes.CHECKPOINTS]
         self._saving.keep_settings({name: about.built[name] for name in kept if name in about.built})
         return found
+
+    def _allowed_before(self, allow: Sequence[str]) -> list[str]:
+        """Return the patterns that named something at an earlier start; all, if that cannot be known."""
+        is_known = not self._copies or history.exists(self._run.path)
+        return history.allowed(self._run.path) if is_known else [*allow]
 
     def _warn_of_missing(self, reading: Reading) -> None:
         for name in self._parts.found - reading.about.parts.keys():
@@ -275,6 +288,11 @@ class Resuming:
         where = f"{self._run} {way}" + ("" if self._run.holds(chosen) else f" {chosen.path},")
         seconds = time.perf_counter() - started
         return f"{what} {where} checkpoint {chosen.about.number}: {', '.join(facts)} ({seconds:.1f} s)"
+
+    def told(self, fit: Fit) -> str:
+        """Return what to add to the line about names that differ."""
+        renamed = allowed.told_names(fit.plan.reading.renamed)
+        return renamed + allowed.told(fit.plan.kept, self._parts)
 
     def place(self) -> list[str]:
         """Return where the training stands, as people read it."""

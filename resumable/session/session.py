@@ -19,11 +19,12 @@ from ..files import pin
 from ..files.strict_json import Json
 from ..loaders import loader_warnings
 from ..options import Options
+from ..parts import allowed
 from ..position import last_batch
 from ..position.position import Position
 from ..processes.signals import Signals
 from ..remote.in_training import Copies
-from ..run import changes
+from ..run import changes, directory
 from ..run.directory import Run
 from ..run.history import History
 from ..run.resume_choice import Which
@@ -113,14 +114,18 @@ class Session:
             if copies.are_cached():
                 training.print(f"{copies} is kept in {run}")
             copies.look(resume)
+        is_empty = directory.is_empty(run.path)
         if ranks.first("the run", lambda: os.path.exists(run.path)):
             self.own()
         found, skipped = self.resuming.choose_first(resume, expect)
         if skipped:
             training.print(f"{run}: {skipped}")
         if found is None:
+            check = partial(allowed.refuse_unknown, options.allow, training.parts, None, set())
+            ranks.each("the names in allow=", check)
             self._begin()
-            training.print(f"{run}: starting fresh" if skipped else f"{run} is empty: starting fresh")
+            what = ":" if skipped else " is empty:" if is_empty else " has no checkpoint yet:"
+            training.print(f"{run}{what} starting fresh")
             self._begin_trace()
             return
         fit = self.resuming.fit(*found, options.allow, options.override)
@@ -130,7 +135,10 @@ class Session:
         self.has_resumed = True
         self.steps.set_prepared()
         determinism.hold(self, str(run))
-        self.saving.note_start({"changed": [one.to_json() for one in fit.differences]})
+        told: dict[str, Json] = {"changed": [one.to_json() for one in fit.differences]}
+        if options.allow:
+            told["allowed"] = [*options.allow]
+        self.saving.note_start(told)
         # What was pruned may be in a remote under its number: the next save must not take its place there.
         crew.count_from(ranks.first("the numbers", lambda: self.saving.history.highest))
         self.saving.preparation.warn(found[0].about.size)
@@ -139,7 +147,8 @@ class Session:
         line = self.resuming.line("resumed", found[0], started, "from")
         about = found[1].about
         shares = about.data_size, position.processes
-        training.print(line + changes.resized(about.world_size, ranks.size, *shares))
+        resized = changes.resized(about.world_size, ranks.size, *shares)
+        training.print(line + resized + self.resuming.told(fit))
 
     def _begin(self) -> None:
         self.own()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..parts.parts import named
+from ..parts.slots import named
 from ..saving.autosave import Autosave
 from ..saving.fence import is_capturing, untraced
 from ..saving.saver import Saving

@@ -163,7 +163,7 @@ def test_signals_are_a_list_of_names_and_the_error_shows_one(given: Any) -> None
 
 
 @pytest.mark.parametrize(
-    ("name", "what"), [("SIGFOO", "is no signal here"), ("SIGKILL", "cannot be noted by any process")]
+    ("name", "what"), [("SIGFOO", "is no signal here"), ("SIGKILL", "no process can catch")]
 )
 def test_a_signal_that_cannot_be_handled_is_refused(name: str, what: str) -> None:
     with pytest.raises(UsageError, match=f"signals= names '{name}', which {what}"):

@@ -49,7 +49,7 @@ NAMES = [
 
 PARTS = ["model", "optimizer", "scheduler", "scaler", "loader", "extra"]
 OPTIONS = [
-    *("maximize", "minimize", "keep", "every", "resume", "allow", "override", "expect"),
+    *("maximize", "minimize", "keep", "every", "resume", "allow", "override", "rename", "expect"),
     *("preempt", "remote", "ranks", "trace", "sample_seeds", "progress", "quiet"),
 ]
 

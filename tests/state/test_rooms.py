@@ -13,7 +13,8 @@ from places import ROOT
 PACKAGE = ROOT / "resumable"
 
 ORDER = (
-    "errors messages rows terminal | boundary progress version | files | run | groups | options processes"
+    "errors messages rows terminal | boundary progress version | tracebacks files | run | groups | options"
+    " processes"
     " | loaders.generators | loaders.workers | loaders"
     " | position.script | position | parts | remote"
     " | views | interop | trace | training | saving | determinism | session | state"
@@ -44,6 +45,7 @@ WITHOUT_TORCH = sorted(
         "messages",
         "rows",
         "terminal",
+        "tracebacks",
     )
     and module not in ("files.codec", "files.encoder", "files.decoder")
     and module
