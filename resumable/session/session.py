@@ -213,7 +213,7 @@ class Session:
         self.warnings.look_at_variables()
         # What follows a save at an epoch's end is the next epoch, as after a save by itself.
         has_ended = why != "called" or self.training.position.boundary() is Boundary.EPOCH
-        with self.training.parts.where_a_body_ended(has_ended):
+        with self.saving.save_cost.waiting(), self.training.parts.where_a_body_ended(has_ended):
             handle = self.saving.save(why, metrics, self.own, self.autosave.chosen)
         self.autosave.saved(*self.saving.stood_at)
         return handle
