@@ -208,12 +208,16 @@ class Session:
 
     def save(self, why: str, metrics: Mapping[str, Any] | None = None) -> PendingSave:
         """Save everything; without metrics, those given before stay."""
+        with self.saving.save_cost.waiting():
+            return self._save(why, metrics)
+
+    def _save(self, why: str, metrics: Mapping[str, Any] | None) -> PendingSave:
         self.training.meet()
         self.steps.look_at_others()
         self.warnings.look_at_variables()
         # What follows a save at an epoch's end is the next epoch, as after a save by itself.
         has_ended = why != "called" or self.training.position.boundary() is Boundary.EPOCH
-        with self.saving.save_cost.waiting(), self.training.parts.where_a_body_ended(has_ended):
+        with self.training.parts.where_a_body_ended(has_ended):
             handle = self.saving.save(why, metrics, self.own, self.autosave.chosen)
         self.autosave.saved(*self.saving.stood_at)
         return handle

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..errors import printable
@@ -25,7 +25,8 @@ def badge(run: Row) -> Markup:
 
 def of_one(run: Row) -> Markup:
     """Return what stands at the head of the page about one run."""
-    cards = (tag("div", tag("dt", title), tag("dd", *_divs(lines))) for title, lines in _facts(run))
+    facts = (fact for fact in _facts(run) if fact != ("remote", ["none"]))
+    cards = (tag("div", tag("dt", title), tag("dd", *_divs(lines))) for title, lines in facts)
     parts = [tag("dl", *cards, class_="cards")]
     if command := _command(run):
         parts.insert(0, tag("p", tag("code", command), class_="command"))
@@ -37,20 +38,22 @@ def of_one(run: Row) -> Markup:
 def of_several(runs: Sequence[Row]) -> Markup:
     """Return a table with a column for each run: how it stands, its metrics, and what differs."""
     rows: list[tuple[str, list[object]]] = [("state", [badge(run) for run in runs])]
-    for facts in zip(*map(_facts, runs), strict=True):
-        rows.append((facts[0][0], [_cell(lines) for _, lines in facts]))
-    rows += [(name, [_cell(_values(run, name)) for run in runs]) for name in metrics(runs)[:_MOST_METRICS]]
     settings = [started_with(run) for run in runs]
     unlike, alike = _compared(settings)
     rows += [
-        (name, [tag("div", tag("b", one[name])) if name in one else "" for one in settings])
-        for name in unlike
+        (name, [tag("div", tag("b", one.get(name, "not recorded"))) for one in settings]) for name in unlike
     ]
-    rows.append(("command", [tag("div", tag("code", _command(run))) for run in runs]))
+    for facts in zip(*map(_facts, runs), strict=True):
+        if any(lines != ["none"] for _, lines in facts):
+            rows.append((facts[0][0], [_cell(lines) for _, lines in facts]))
+    rows += [(name, [_cell(_values(run, name)) for run in runs]) for name in metrics(runs)[:_MOST_METRICS]]
+    if len({_command(run) for run in runs}) > 1:
+        rows.append(("command", [tag("div", tag("code", _command(run))) for run in runs]))
     names = [printable(run["run"], but="") for run in runs]
-    label = "The runs side by side; in bold what they were started with and does not agree"
+    label = "Bold: what the runs were started with and does not agree"
     lines = [[title, *cells] for title, cells in rows]
-    parts = [scrolling(table(label, ["", *names], lines, range(len(names) + 1)), label)]
+    side_by_side = table(label, ["", *names], lines, range(len(names) + 1))
+    parts = [tag("div", scrolling(side_by_side, label), class_="whole")]
     if alike:
         parts.append(_settings({name: settings[0][name] for name in alike}, "The same in all"))
     return section("Side by side", 2, *parts)
@@ -67,7 +70,11 @@ def started_with(run: Row) -> dict[str, str]:
         **{name: str(version) for name, version in versions.items()},
         **({"commit": commit} if (commit := commit_of(last)) else {}),
     }
-    return {name: text for name, text in found.items() if text not in ("[]", "{}")}
+    return {name: _grouped(name, text) for name, text in found.items() if text not in ("[]", "{}")}
+
+
+def _grouped(name: str, text: str) -> str:
+    return f"{int(text):,}" if name.endswith(".parameters") and text.isdecimal() else text
 
 
 def commit_of(attempt: Row) -> str:
@@ -85,7 +92,8 @@ def _compared(settings: Sequence[Mapping[str, str]]) -> tuple[list[str], list[st
 
 def _settings(settings: Mapping[str, str], title: str) -> Markup:
     """Return settings below a line with the most important of them."""
-    telling = [name for name in settings if name.rpartition(".")[2] in _TELLING][:_MOST_TELLING]
+    known = [name for name, text in settings.items() if text != "None"]
+    telling = [name for name in known if name.rpartition(".")[2] in _TELLING][:_MOST_TELLING]
     first = [Markup(f"{escaped(name)}&nbsp;<b>{escaped(settings[name])}</b>") for name in telling]
     rest = f"{'and ' if first else ''}{len(settings) - len(first)} more" if len(settings) > len(first) else ""
     line = ", ".join([*first, *([rest] if rest else [])])
@@ -103,8 +111,8 @@ def _facts(run: Row) -> Iterator[Fact]:
     newest, best, goal = at.get(run["newest"]), at.get(run["best"]), run["goal"]
     here = [save for save in run["saves"] if save["here"]]
     yield "done", _done(run)
-    yield "trained for", [_or_not(run["seconds"], duration), _interruptions(run)]
-    leader = ["none", "save() was given no metric that is to be the best"]
+    yield "trained for", [_trained(run["seconds"]), _interruptions(run)]
+    leader = ["none", "load() was given no maximize= or minimize="]
     if goal:
         step = f", step {best['step']:,}" if best else ""
         way = "highest" if goal["maximize"] else "lowest"
@@ -114,8 +122,8 @@ def _facts(run: Row) -> Iterator[Fact]:
     yield "lost to saving", _lost(run)
     kept = f"{len(here):,} of {counted(len(run['saves']), 'checkpoint')} kept"
     spared = run["size_unshared"] - run["size"]
-    yield "on the disk", [bytes_of(run["size"]), kept + (f", {bytes_of(spared)} shared" if spared else "")]
-    yield "integrity", _integrity(run, here)
+    shared = f", {bytes_of(spared)} shared" if spared else ""
+    yield "on the disk", [bytes_of(run["size"]), kept + shared, *_integrity(run, here)]
     yield "remote", _remote(run)
 
 
@@ -129,8 +137,11 @@ def _done(run: Row) -> list[str]:
     return [first, f"step {done['step']:,}" if unit == "epoch" else f"epoch {done['epoch']:,}"]
 
 
-def _or_not(value: float | None, told: Callable[[float], str]) -> str:
-    return "not recorded" if value is None else told(value)
+def _trained(seconds: float | None) -> str:
+    if seconds is None:
+        return "not recorded"
+    # The history has whole seconds.
+    return duration(seconds) if seconds else "under 1 s"
 
 
 def _where(save: Row) -> list[str]:
@@ -162,10 +173,10 @@ def _integrity(run: Row, here: Sequence[Row]) -> list[str]:
     if damaged := sum(bool(save["problem"]) for save in here):
         return [f"{damaged} of {len(here)} damaged"]
     if not here:
-        return ["nothing to check"]
+        return []
     if run["checked"] == "bytes":
-        return ["intact", "every byte was read and is as it was written"]
-    return ["no damage seen", "files have their sizes; resumable verify reads every byte"]
+        return ["intact: every byte was read"]
+    return ["all files have their sizes"]
 
 
 def _remote(run: Row) -> list[str]:

@@ -210,7 +210,9 @@ def _attempts(lines: Sequence[Line], here: Sequence[Kept]) -> list[Row]:
 
 
 def _settings(told: Json) -> dict[str, str] | None:
-    return {name: described(value) for name, value in told.items()} if isinstance(told, dict) else None
+    if not isinstance(told, dict):
+        return None
+    return {name: value if isinstance(value, str) else described(value) for name, value in told.items()}
 
 
 def _text(value: Json) -> str | None:

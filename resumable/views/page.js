@@ -72,7 +72,7 @@ function decades(low, high) {
     return found.filter((value) => value >= low * (1 - 1e-9) && value <= high * (1 + 1e-9));
   };
   const found = within([1]);
-  return found.length > 1 ? found : within([1, 2, 5]).length > 1 ? within([1, 2, 5]) : steps(low, high, 3);
+  return found.length > 1 ? found : within([1, 2, 5]).length > 2 ? within([1, 2, 5]) : steps(low, high, 5);
 }
 
 // Charts
@@ -139,7 +139,7 @@ class Chart {
     const room = (high - low || Math.abs(high) || 1) * 0.06;
     [low, high] = [isCost ? 0 : low - room, high + room];
     this.up = (y) => this.area.top + this.area.height * (1 - (y - low) / (high - low));
-    return { low, high, ticks: steps(low, high, 4) };
+    return { low, high, ticks: steps(low, high, 5) };
   }
 
   across(x) {
@@ -169,20 +169,34 @@ class Chart {
     const first = Math.max(0, own.findIndex(([x]) => x >= this.from) - 1);
     const past = own.findIndex(([x]) => x > this.to);
     const seen = own.slice(first, past < 0 ? own.length : past + 1);
-    const look = { class: "curve", stroke: colour(index), "data-run": index };
+    const isDense = seen.length > this.area.width / 14;
+    const width = seen.length > this.area.width ? 1 : 1.6;
+    const look = { class: "curve", stroke: colour(index), "stroke-width": width, "data-run": index };
     if (seen.length > 1) element(this.inner, "path", { ...look, d: `M${seen.map(place).join("L")}` });
-    const there = new Map(points.map((point) => [point[2], point]));
-    for (const [before, after] of run.branches) {
-      const [one, other] = [there.get(before), there.get(after)];
-      if (one && other) element(this.inner, "path", { ...look, class: "curve left", d: `M${place(one)}L${place(other)}` });
-      if (other) this.mark(place(other), SHAPES[index % 6], { fill: "var(--page)", stroke: colour(index) });
+    const left = this.branches(run, points, place);
+    if (left) element(this.inner, "path", { ...look, class: "curve left", d: left });
+    if (!isDense) {
+      for (const point of points.filter(([, , i]) => run.left.has(i))) {
+        this.mark(place(point), SHAPES[index % 6], { fill: "var(--page)", stroke: colour(index) });
+      }
     }
     // A mark on each of very many points would hide the curve.
-    const marked = seen.length <= this.area.width / 14 ? seen : seen.slice(-1);
-    for (const point of marked) this.mark(place(point), SHAPES[index % 6], { fill: colour(index) });
+    for (const point of isDense ? seen.slice(-1) : seen) this.mark(place(point), SHAPES[index % 6], { fill: colour(index) });
     const best = points.find(([, , i]) => run.number[i] === run.best);
     if (best && this.metric !== null && this.metric === run.goal) this.mark(place(best), STAR, { fill: colour(index) });
     this.odd(run, index);
+  }
+
+  branches(run, points, place) {
+    const there = new Map(points.map((point) => [point[2], point]));
+    let [d, last] = ["", null];
+    for (const [before, after] of run.branches) {
+      const [one, other] = [there.get(before), there.get(after)];
+      if (!one || !other) continue;
+      d += `${before === last ? "" : `M${place(one)}`}L${place(other)}`;
+      last = after;
+    }
+    return d;
   }
 
   odd(run, index) {
@@ -195,7 +209,7 @@ class Chart {
   }
 
   mark(place, d, look, parent = this.inner) {
-    element(parent, "path", { class: "mark", ...look, d, transform: `translate(${place})` });
+    element(parent, "path", { class: "mark", stroke: "var(--page)", ...look, d, transform: `translate(${place})` });
   }
 
   events() {
@@ -204,7 +218,9 @@ class Chart {
       for (const event of run.events.filter((one) => !hidden.has(one.kind))) {
         const x = this.across(event.x).toFixed(1);
         element(this.inner, "line", { class: "event", x1: x, x2: x, y1: top, y2: top + height });
-        this.mark(`${x},${top - 1}`, KINDS[event.kind][1], { fill: colour(index), "data-kind": event.kind });
+        // A resume is often where the attempt before it has ended.
+        const aside = Number(x) + (["resume", "back"].includes(event.kind) ? 5 : -5);
+        this.mark(`${aside},${top - 1}`, KINDS[event.kind][1], { fill: colour(index), "data-kind": event.kind });
       }
     }
   }
@@ -387,6 +403,7 @@ function lines(found) {
 }
 
 function put({ clientX, clientY }) {
+  tip.classList.toggle("up", clientY > innerHeight / 2);
   const { width, height } = tip.getBoundingClientRect();
   const left = clientX + 18 + width > innerWidth ? clientX - 18 - width : clientX + 18;
   tip.style.left = `${clamp(left, 8, Math.max(8, innerWidth - width - 8))}px`;
@@ -444,5 +461,11 @@ for (const run of facts.runs) run.left = new Set(run.branches.map(([, i]) => i))
 const bar = document.querySelector(".bar");
 const reset = bar && fill(bar);
 const charts = [...document.querySelectorAll("figure[data-series]")].map((figure) => new Chart(figure));
-// It calls at once, too.
-if (bar) new ResizeObserver(() => charts.forEach((chart) => chart.draw())).observe(document.querySelector("main"));
+const main = document.querySelector("main");
+let drawn_for = 0;
+// It calls at once, too; a change of height is no reason to draw.
+new ResizeObserver(() => {
+  if (drawn_for === main.clientWidth) return;
+  drawn_for = main.clientWidth;
+  charts.forEach((chart) => chart.draw());
+}).observe(main);

@@ -80,7 +80,7 @@ def _saves(run: Row, saves: Sequence[Row], names: Sequence[str]) -> Markup:
             "state": ", ".join(charts.states(run, save)),
             **{key: _text(save[key]) for key in ("step", "epoch", "batch")},
             **{f"metric {name}": number(save["metrics"].get(name)) for name in names},
-            "why": _short(save["why"] or ""),
+            "why": tag("div", _short(save["why"])) if save["why"] else "",
             "saved, UTC": when(save["time"]).removesuffix(" UTC"),
             "held up": "" if save["held"] is None else f"{save['held']:,.3f} s",
             "durable after": "" if save["durable"] is None else f"{save['durable']:,.3f} s",
@@ -116,7 +116,10 @@ def _attempts(run: Row) -> Markup:
     if len(attempts) > _MOST_ATTEMPTS:
         caption += f": the last {_MOST_ATTEMPTS} of {len(attempts):,}"
     head = ["attempt", "started", "resumed from", "ended", "on", "ran", "changed"]
-    return _table(caption, head, [_attempt(one) for one in attempts[-_MOST_ATTEMPTS:]], range(1, 7))
+    rows = [_attempt(one) for one in attempts[-_MOST_ATTEMPTS:]]
+    used = [place for place in range(len(head)) if any(row[place] for row in rows)]
+    shown = [[row[place] for place in used] for row in rows]
+    return _table(caption, [head[place] for place in used], shown, range(1, len(used)))
 
 
 def _attempt(one: Row) -> list[object]:
@@ -158,7 +161,8 @@ def _text(value: Json) -> str:
 
 
 def _lines(texts: Sequence[str]) -> Markup:
-    return tag("div", *(tag("div", text) for text in texts if text))
+    lines = [tag("div", text) for text in texts if text]
+    return tag("div", *lines) if lines else Markup("")
 
 
 def _table(

@@ -181,9 +181,7 @@ def test_a_wait_and_a_slower_body_are_lost_once(pace: SaveCost, clock: Clock) ->
     assert pace.lost_since() == 2.75
 
 
-def test_the_writer_counts_a_wait_that_has_not_ended_and_the_rest_later(
-    pace: SaveCost, clock: Clock
-) -> None:
+def test_the_writer_counts_a_wait_that_has_not_ended_and_the_rest_later(pace: SaveCost, clock: Clock) -> None:
     with pace.waiting():
         clock.time += 3
         first = pace.lost_since()
