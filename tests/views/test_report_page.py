@@ -217,12 +217,12 @@ def test_head_table_and_curves_have_the_figures_of_the_history(open_page: Open, 
         cells = dict(zip(columns, row.locator("td").all_inner_texts(), strict=True))
         line = saves[int(cells["number"])]
         assert int(cells["step"]) == line["step"]
-        assert float(cells["acc"]) == pytest.approx(line["metrics"]["acc"], rel=1e-5)
+        # One save was made without metrics, before SIGTERM.
+        assert cells["acc"] == (f"{line['metrics']['acc']:.6g}" if line["metrics"] else "")
         assert float(cells["held up"].removesuffix(" s")) == pytest.approx(line["held"], abs=0.00051)
     assert len(shown) == len(saves) == 16
-    assert curve(page, "metric 0") == [
-        one["metrics"]["acc"] for one in saves.values() if not one["superseded"]
-    ]
+    kept = [line for line in saves.values() if line["metrics"] and not line["superseded"]]
+    assert curve(page, "metric 0") == [line["metrics"]["acc"] for line in kept]
 
 
 def curve(page: Page, series: str) -> list[Any]:
