@@ -223,11 +223,11 @@ class Ours(Resumable):
 
     def prepare(self) -> None:
         """Bind the parts to a run that all processes share."""
-        from resumable import RunState
+        from resumable import Ranks, RunState
 
         with quiet():
             self.run_state = RunState.load(
-                self.folder.parent / "run", keep=None, write=self.write_by, **self.parts
+                self.folder.parent / "run", keep=None, ranks=Ranks(write=self.write_by), **self.parts
             )
 
 

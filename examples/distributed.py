@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from resumable import RunState
+from resumable import Ranks, RunState
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("run", nargs="?", default="runs/distributed", help="the run directory")
@@ -47,7 +47,13 @@ optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
 torch.manual_seed(1 + dist.get_rank())
 
 state = RunState.load(
-    args.run, model=ddp, optimizer=optimizer, loader=loader, maximize="accuracy", every=4, timeout=20
+    args.run,
+    model=ddp,
+    optimizer=optimizer,
+    loader=loader,
+    maximize="accuracy",
+    every=4,
+    ranks=Ranks(timeout=20),
 )
 
 

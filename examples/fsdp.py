@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from resumable import RunState
+from resumable import Ranks, RunState
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("run", nargs="?", default="runs/fsdp", help="the run directory")
@@ -90,7 +90,9 @@ fully_shard(model, mesh=data)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False)
 torch.manual_seed(1 + data.get_local_rank())
 
-state = RunState.load(args.run, model=model, optimizer=optimizer, loader=loader, every=4, timeout=20)
+state = RunState.load(
+    args.run, model=model, optimizer=optimizer, loader=loader, every=4, ranks=Ranks(timeout=20)
+)
 for epoch in state.epochs(args.epochs):
     sampler.set_epoch(epoch)
     for (rows,) in state.batches(device=args.device):

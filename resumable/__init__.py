@@ -28,6 +28,7 @@ from .errors import (
     Unsupported,
     UsageError,
 )
+from .groups import Preempt, Ranks, Remote, Trace
 from .run.checkpoint import Checkpoint
 from .run.directory import Run
 from .version import __version__ as __version__
@@ -63,9 +64,12 @@ __all__ = [
     "Misfit",
     "NotARun",
     "PendingSave",
+    "Preempt",
     "Preempted",
     "RankLost",
+    "Ranks",
     "RanksDiffer",
+    "Remote",
     "RemoteError",
     "ResumableError",
     "ResumableWarning",
@@ -75,6 +79,7 @@ __all__ = [
     "RunState",
     "SaveFailed",
     "StateMismatch",
+    "Trace",
     "Unregistered",
     "Unsupported",
     "UsageError",

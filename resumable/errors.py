@@ -165,14 +165,15 @@ class RankLost(ResumableError, TimeoutError):
     """A process of a training has ended, is stopped, or exceeded the timeout.
 
     Read the last output of the processes and start again; torchrun restarts automatically. If a process is
-    just busy for a long time, raise ``timeout=``.
+    just busy for a long time, raise ``Ranks(timeout=...)``.
     """
 
 
 class Preempted(ResumableError, InterruptedError):
     """A signal or the time limit has ended the loop; everything is saved.
 
-    Start the same command again. Raised only with ``on_preempt="raise"``; otherwise the process exits.
+    Start the same command again. Raised only with ``Preempt(on_preempt="raise")``; otherwise the process
+    exits.
 
     ``signal`` is the signal received; ``128 + error.signal`` is the exit code for it.
     """

@@ -9,10 +9,11 @@ import re
 import signal
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, get_args
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar, get_args
 
 from .errors import UsageError
+from .groups import ON_SIGNALS, Preempt, Ranks, Remote, Trace
 from .run.manifest import Goal
 from .run.policy import Every, Keep, Push
 
@@ -29,6 +30,10 @@ class Options:
     keep: Keep | None
     rules: Every
     """When to save automatically."""
+    is_default_rule: bool
+    """Whether the script has said nothing about when."""
+    saves_at_end: bool
+    """Whether to save at the end of the loops and at `close()` what was trained since the last save."""
     limit: float | None
     """The seconds after which to leave."""
     save_on: Sequence[signal.Signals]
@@ -64,7 +69,10 @@ class Options:
 def check(given: Mapping[str, Any]) -> Options:
     """Return the arguments of `RunState.load`; UsageError for the first that is wrong."""
     decides = goal(given["maximize"], given["minimize"])
-    extra, max_time = given["extra"], given["max_time"]
+    extra = given["extra"]
+    preempt = _group("preempt", given["preempt"], Preempt(), "max_time='23h50m'")
+    ranks = _group("ranks", given["ranks"], Ranks(), "timeout=300")
+    remote, trace = _remote(given["remote"]), _trace(given["trace"])
     names = [f"extra.{name}" for name in extra] if isinstance(extra, Mapping) else []
     return Options(
         run_dir=given["run_dir"],
@@ -72,26 +80,28 @@ def check(given: Mapping[str, Any]) -> Options:
         loader=given["loader"],
         goal=decides,
         keep=keep(given["keep"], decides),
-        rules=every(given["every"], given["mtbf"]) or Every(),
-        limit=None if max_time is None else seconds("max_time", max_time),
-        save_on=save_on(given["save_on"]),
-        raises=on_preempt(given["on_preempt"]),
+        rules=every(given["every"]) or Every(),
+        saves_at_end=given["every"] is not None,
+        is_default_rule=given["every"] == EVERY,
+        limit=None if preempt.max_time is None else seconds("max_time", preempt.max_time),
+        save_on=signals(preempt.signals),
+        raises=on_preempt(preempt.on_preempt),
         progress=given["progress"],
-        remote=given["remote"],
+        remote=remote.url,
         # Check without a remote too: RESUMABLE_REMOTE may name one only where the job runs.
-        push=_push(given["push"], decides),
-        remote_keep=keep(given["remote_keep"], decides, "remote_keep"),
-        push_timeout=seconds("push_timeout", given["push_timeout"]),
-        remote_options=_remote_options(given["remote_options"]),
+        push=_push(remote.push, decides),
+        remote_keep=keep(remote.keep, decides, "Remote.keep"),
+        push_timeout=seconds("Remote.timeout", remote.timeout),
+        remote_options=_remote_options(remote.options),
         sample_seeds=given["sample_seeds"],
-        per_rank=per_rank(given["per_rank"], names),
-        timeout=seconds("timeout", given["timeout"]),
-        is_elastic=given["elastic"],
-        is_shared=given["shared"],
-        all_write=write(given["write"]),
-        checks_replicas=given["check_replicas"],
-        trace=given["trace"],
-        trace_every=count("trace_every", given["trace_every"]),
+        per_rank=per_rank(ranks.per_rank, names),
+        timeout=seconds("Ranks.timeout", ranks.timeout),
+        is_elastic=ranks.elastic,
+        is_shared=ranks.shared,
+        all_write=write(ranks.write),
+        checks_replicas=ranks.check_replicas,
+        trace=trace.file,
+        trace_every=count("Trace.every", trace.every),
         resume=os.environ.get("RESUMABLE_RESUME") or given["resume"],
         allow=patterns("allow", given["allow"]),
         override=patterns("override", given["override"]),
@@ -99,12 +109,34 @@ def check(given: Mapping[str, Any]) -> Options:
     )
 
 
+def _group(name: str, given: Any, default: G, example: str) -> G:
+    """Return a group of arguments; UsageError for anything else."""
+    if given is None:
+        return default
+    if isinstance(given, type(default)):
+        return given
+    kind = type(default).__name__
+    raise UsageError(f"{name}={given!r} is not a {kind}(...).", fix=f"write {name}={kind}({example}).")
+
+
+def _remote(given: Any) -> Remote:
+    if isinstance(given, str):
+        return Remote(given)
+    return _group("remote", given, Remote(), "'s3://bucket/exp'")
+
+
+def _trace(given: Any) -> Trace:
+    if isinstance(given, (str, os.PathLike)):
+        return Trace(given)
+    return _group("trace", given, Trace(), "'trace.jsonl'")
+
+
 def _remote_options(given: Any) -> Mapping[str, Any]:
     if given is None or isinstance(given, Mapping):
         return given or {}
     raise UsageError(
-        "remote_options= is no dict.",
-        fix="give what fsspec's filesystem takes, as remote_options={'endpoint_url': '...'}.",
+        "Remote.options is not a dict.",
+        fix="give what fsspec's filesystem takes: Remote(..., options={'endpoint_url': '...'}).",
     )
 
 
@@ -171,7 +203,7 @@ def keep(given: Any, goal: Goal | None, name: str = "keep") -> Keep | None:
     raise UsageError(
         f"{name}={given!r} does not say how many checkpoints stay.",
         fix="give a whole number from 1, or None to keep all, or the like of "
-        f"{name}={{'newest': 3, 'best': 2, 'every': '1000 steps'}}.",
+        f"{name.rpartition('.')[2]}={{'newest': 3, 'best': 2, 'every': '1000 steps'}}.",
     )
 
 
@@ -214,7 +246,8 @@ def seconds(name: str, value: Any) -> float:
         return float(found)
     raise UsageError(
         f"{name}={value!r} is not a time.",
-        fix=f"give {name} in seconds, as {name}=60, or as '10 min', '3h50m', '3:50:00', '2-12:00:00'.",
+        fix=f"give it in seconds, as {name.rpartition('.')[2]}=60, or as '10 min', '3h50m', '3:50:00', "
+        "'2-12:00:00'.",
     )
 
 
@@ -246,16 +279,13 @@ _UNITS = {
 }
 
 
-def every(given: Any, mtbf: Any = None) -> Every | None:
+def every(given: Any) -> Every | None:
     """Parse `every=`: one rule or several; whichever is due first triggers the save.
 
     >>> every(["500 steps", "10 min", "1 %"])
     Every(seconds=600.0, steps=500, epochs=None, budget=0.01, mtbf=None)
     """
-    failures = None if mtbf is None else seconds("mtbf", mtbf)
-    if given is None:
-        return None if failures is None else Every(mtbf=failures)
-    return replace(_rules("every", given, _RULES), mtbf=failures)
+    return None if given is None else _rules("every", given, _RULES)
 
 
 def _rules(name: str, given: Any, may_be: str) -> Every:
@@ -276,8 +306,10 @@ def _rule(name: str, given: Any, may_be: str) -> tuple[str, Any]:
     text = given.strip() if isinstance(given, str) else ""
     if (counted := _COUNTED.fullmatch(text)) and int(counted[1]):
         return f"{counted[2]}s", int(counted[1])
-    if "%" in may_be and (share := _SHARE.fullmatch(text)) and 0 < float(share[1]) < 100:
+    if may_be is _RULES and (share := _SHARE.fullmatch(text)) and 0 < float(share[1]) < 100:
         return "budget", float(share[1]) / 100
+    if may_be is _RULES and text.startswith("mtbf ") and (failures := _seconds_of(text[5:])):
+        return "mtbf", failures
     if time := _seconds_of(text):
         return "seconds", time
     raise UsageError(f"{name}={given!r} does not say how often.", fix=f"say {may_be}.")
@@ -286,7 +318,16 @@ def _rule(name: str, given: Any, may_be: str) -> tuple[str, Any]:
 _COUNTED = re.compile(r"([0-9]{1,12})\s*(step|epoch)s?")
 _SHARE = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,12})?)\s*%")
 _MULTIPLES = "'1000 steps' (or 1000), '10 epochs', '1 day', or a list of them"
-_RULES = "'10 min', '500 steps' (or 500), '2 epochs', '1 %' (of the training's time), or a list of them"
+_RULES = (
+    "'10 min', '500 steps' (or 500), '2 epochs', '1 %' (of the training's time), 'mtbf 6 h' (the mean time "
+    "between failures), or a list of them"
+)
+
+
+EVERY = "10 min"
+"""When the loops save if nothing is said."""
+
+G = TypeVar("G")
 
 
 class Copied(NamedTuple):
@@ -335,19 +376,19 @@ def per_rank(given: Any, names: Iterable[str]) -> set[str]:
     if unknown := found - {*names}:
         raise UsageError(
             f"per_rank names {', '.join(sorted(unknown))}, which was not given to RunState.",
-            fix="name parts of extra={...}: per_rank=['name'].",
+            fix="name parts of extra={...}: Ranks(per_rank=['name']).",
         )
     return found
 
 
-def save_on(given: Any) -> list[signal.Signals]:
+def signals(given: Any) -> list[signal.Signals]:
     """Return the signals that end a training in good order.
 
-    >>> save_on(["SIGTERM"])
+    >>> signals(["SIGTERM"])
     [<Signals.SIGTERM: 15>]
     """
-    names = patterns("save_on", given, "SIGTERM")
-    return [_signal(name) for name in names if name not in SAVE_ON or hasattr(signal, name)]
+    names = patterns("signals", given, "SIGTERM")
+    return [_signal(name) for name in names if name not in ON_SIGNALS or hasattr(signal, name)]
 
 
 def _signal(name: str) -> signal.Signals:
@@ -355,14 +396,10 @@ def _signal(name: str) -> signal.Signals:
     if found is None or name in ("SIGKILL", "SIGSTOP"):
         what = "is no signal here" if found is None else "cannot be noted by any process"
         raise UsageError(
-            f"save_on names {name!r}, which {what}.",
-            fix=f"give names such as save_on={SAVE_ON!r}, or () for none.",
+            f"signals= names {name!r}, which {what}.",
+            fix=f"give names such as signals={ON_SIGNALS!r}, or () for none.",
         )
     return found
-
-
-SAVE_ON = ("SIGTERM", "SIGUSR1", "SIGINT")
-"""Signals with which queues, clusters and people end a training; not every system has all."""
 
 
 def on_preempt(value: Any) -> bool:

@@ -14,6 +14,7 @@ import torch
 
 from . import options
 from .errors import Preempted, RemoteError, UsageError, warn
+from .groups import Every, Keep, Preempt, Ranks, Remote, ResumeWord, Trace
 from .position.counted_loops import Batches, Enumerated
 from .position.means import Means
 from .position.prefetching import Through
@@ -24,7 +25,6 @@ from .session.going_back import GoingBack
 from .session.loops import Loops
 from .session.observer import Unregistered, audit
 from .session.session import Session, told
-from .trace import tracer
 from .views import report
 from .views.report import Report
 
@@ -67,31 +67,18 @@ class RunState:
         extra: dict[str, Any] | None = None,
         maximize: str | None = None,
         minimize: str | None = None,
-        keep: int | Mapping[str, Any] | None = 3,
-        every: Any = None,
-        mtbf: Any = None,
-        save_on: Sequence[str] = options.SAVE_ON,
-        on_preempt: str = "exit",
-        max_time: Any = None,
-        progress: bool | None = None,
-        remote: str | None = None,
-        push: str = "newest",
-        remote_keep: int | Mapping[str, Any] | None = 3,
-        push_timeout: Any = "5 min",
-        remote_options: Mapping[str, Any] | None = None,
-        sample_seeds: bool = False,
-        per_rank: Sequence[str] = (),
-        timeout: float = 60,
-        elastic: bool = True,
-        shared: bool = True,
-        write: str = "one",
-        check_replicas: bool = False,
-        trace: str | os.PathLike[str] | None = None,
-        trace_every: int = tracer.EVERY,
-        resume: str | int | os.PathLike[str] = "auto",
+        keep: Keep = 3,
+        every: Every = options.EVERY,
+        resume: ResumeWord | int | str | os.PathLike[str] = "auto",
         allow: Sequence[str] = (),
         override: Sequence[str] = (),
         expect: str | None = None,
+        preempt: Preempt | None = None,
+        remote: str | Remote | None = None,
+        ranks: Ranks | None = None,
+        trace: str | os.PathLike[str] | Trace | None = None,
+        sample_seeds: bool = False,
+        progress: bool | None = None,
     ) -> RunState:
         """Resume from the newest intact checkpoint, or start fresh; print one line that says which.
 
@@ -108,28 +95,9 @@ class RunState:
             maximize, minimize: The metric that decides which checkpoint is the best.
             keep: How many of the newest checkpoints to keep (None: all), or a dict such as
                 {"newest": 3, "best": 2, "every": "1000 steps"}. The best one is always kept.
-            every: When the loops save by themselves: "10 min", 500 (steps), "2 epochs", "1 %" of the time, or
-                a list of these.
-            mtbf: The mean time between failures, from which the best interval is computed.
-            save_on: The signals at which the loops save and exit.
-            on_preempt: "exit" with 128 + the signal's number, or "raise" Preempted.
-            max_time: Save and exit after this time ("3h50m").
-            progress: Whether to show bars (None: at a terminal and in a notebook).
-            remote: An address such as "s3://bucket/exp". Checkpoints are copied there in the background, and
-                fetched from there where the run directory has none.
-            push: Which checkpoints to copy: "best", "newest" (and the best) or "all".
-            remote_keep: As `keep`, for the remote.
-            push_timeout: How long `close()` waits for the remote.
-            remote_options: Arguments of fsspec's filesystem.
-            sample_seeds: Whether each sample gets a seed of its own, whatever worker loads it.
-            per_rank: Names in `extra` that differ by process.
-            timeout: How many seconds a process waits for another.
-            elastic: Whether the number of processes may change.
-            shared: Whether all processes see the same disk; if not, each node keeps a copy, or its shards.
-            write: Whether "one" process or "all" write what all processes have.
-            check_replicas: Whether each save compares the replicas.
-            trace: A file that gets a line at each boundary, for `resumable diff --trace`.
-            trace_every: After how many steps such a line has a digest of each part.
+            every: When the loops save by themselves: "10 min", 500 (steps), "2 epochs", "1 %" of the time,
+                "mtbf 6 h" (as often as pays off if the training fails once in 6 h), or a list of these. They
+                also save at their end, and `close()` saves what was trained since; None: only `save()` does.
             resume: "auto", "must" (an error without a checkpoint), "never" (an error with one), "best", a
                 save number, or a checkpoint's path.
             allow: Names that may be missing, new or of another shape, such as "model.head.*".
@@ -137,6 +105,13 @@ class RunState:
                 that remembers its start, this scales the whole schedule.
             expect: The only content to load, as "sha256:..." from `resumable verify --pin`: for a checkpoint
                 that others may have written to.
+            preempt: When and how to end early: the signals, what follows, the limit of time.
+            remote: An address such as "s3://bucket/exp", or a `Remote`. Checkpoints are copied there in the
+                background, and fetched from there where the run directory has none.
+            ranks: How several processes save together.
+            trace: A file that gets a line at each boundary, for `resumable diff --trace`; or a `Trace`.
+            sample_seeds: Whether each sample gets a seed of its own, whatever worker loads it.
+            progress: Whether to show bars (None: at a terminal and in a notebook).
         """
         # All arguments, by name: they are listed once, in the signature above.
         given = {name: value for name, value in locals().items() if name != "cls"}

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from resumable import ResumableError, Run, RunState, load_weights
+from resumable import Preempt, Ranks, ResumableError, Run, RunState, load_weights
 from resumable import errors as kinds
 from resumable.files import strict_json
 
@@ -153,7 +153,7 @@ def _ranks_differ() -> str:
 
 
 def _train_apart(rank: int) -> None:
-    state = RunState.load(EXP, **_parts(), timeout=20)
+    state = RunState.load(EXP, **_parts(), ranks=Ranks(timeout=20))
     for _ in state.steps(2 if rank else 1):
         pass
     state.save().wait()
@@ -165,7 +165,7 @@ def _rank_lost() -> str:
 
 
 def _train_and_die(rank: int) -> None:
-    state = RunState.load(EXP, **_parts(), timeout=3)
+    state = RunState.load(EXP, **_parts(), ranks=Ranks(timeout=3))
     for _ in state.steps(1):
         pass
     if rank:
@@ -181,7 +181,7 @@ def _step(images: torch.Tensor, model: nn.Module, optimizer: torch.optim.Optimiz
 def _preempted() -> None:
     loader = DataLoader(TensorDataset(torch.zeros(8, 2)), batch_size=2)
     parts = _parts()
-    with RunState.load(EXP, **parts, loader=loader, on_preempt="raise") as state:
+    with RunState.load(EXP, **parts, loader=loader, preempt=Preempt(on_preempt="raise")) as state:
         for _ in state.epochs(4):
             for (images,) in state.batches():
                 _step(images, **parts)

@@ -7,13 +7,14 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from .. import options
 from ..errors import Unsupported, UsageError
+from ..groups import Preempt, Ranks
 from ..state import RunState
 from . import lightning_trainer as inside
 from .lightning_loops import Loops
@@ -41,7 +42,8 @@ class Resumable(_Callback):
         run_dir: str | os.PathLike[str],
         *,
         extra: Mapping[str, Any] | None = None,
-        per_rank: Sequence[str] = (),
+        ranks: Ranks | None = None,
+        preempt: Preempt | None = None,
         progress: bool = False,
         **options_of_load: Any,
     ) -> None:
@@ -49,8 +51,9 @@ class Resumable(_Callback):
         self.state: RunState | None = None
         """The run of this training, from `on_train_start` on."""
         self._extra = dict(extra or {})
-        self._options = {"progress": progress, "per_rank": [*per_rank, *_OF_EACH_RANK], **options_of_load}
-        self._options["run_dir"] = run_dir
+        ranks, self._preempt = ranks or Ranks(), preempt or Preempt()
+        ranks = replace(ranks, per_rank=[*ranks.per_rank, *_OF_EACH_RANK])
+        self._options = {"run_dir": run_dir, "progress": progress, "ranks": ranks, **options_of_load}
         self._loops: Loops | None = None
         self._replaced = ExitStack()
         """Puts back what `setup` has replaced in the Trainer."""
@@ -91,11 +94,12 @@ class Resumable(_Callback):
             scaler=getattr(trainer.precision_plugin, "scaler", None),
             loader=loader,
             extra={**self._extra, "lightning": loops, "logged": loops.logged},
+            preempt=self._preempt,
             **self._options,
         )
 
     def _follow(self, trainer: Any, state: RunState, run: Callable[[], None], loops: Loops) -> None:
-        if "SIGTERM" in self._options.get("save_on", options.SAVE_ON):
+        if "SIGTERM" in self._preempt.signals:
             inside.leave_signals(trainer)
         loops.begin(state)
         self._loops = loops

@@ -7,6 +7,7 @@ import inspect
 import os
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import transformers
@@ -15,6 +16,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import has_length
 
 from ..errors import StateMismatch, Unsupported, UsageError
+from ..groups import Ranks
 from ..state import RunState
 from . import trainer_refusals as refusals
 from .trainer_progress import Counters, Progress
@@ -130,9 +132,9 @@ class _Resumed:
         extra = {"trainer": self.progress, "trainer_counters": Counters(self.progress)}
         extra |= _reference(trainer) | (options.pop("extra", None) or {})
         if trainer.args.world_size > 1:
-            options["per_rank"] = [*options.get("per_rank", ()), "trainer_counters"]
+            ranks = options.get("ranks") or Ranks()
             # Trainer's arithmetic is that of this number of processes.
-            options.setdefault("elastic", False)
+            options["ranks"] = replace(ranks, per_rank=[*ranks.per_rank, "trainer_counters"], elastic=False)
         parts = {"optimizer": trainer.optimizer, "scheduler": trainer.lr_scheduler}
         parts |= {"scaler": trainer.accelerator.scaler, "loader": self._loader}
         state = RunState.load(self._run_dir, model=self._prepared[0], **parts, extra=extra, **options)

@@ -99,7 +99,7 @@ def _differences(parts: Parts, reading: Reading) -> Iterator[Difference]:
             yield Difference(name, "", f"{kind} in the checkpoint, {part.kind} in the code")
         elif (stem := part.rest_stem) not in reading.trees or name not in reading.trees[stem].json:
             there, here = ("for each rank", "once") if stem != "rank" else ("once", "for each rank")
-            yield Difference(name, "", f"saved {there} in the checkpoint, {here} in the code (per_rank=)")
+            yield Difference(name, "", f"saved {there} in the checkpoint, {here} in the code (per_rank)")
         else:
             yield from _differences_of(part, reading)
             then, now = about.data_size, parts.position.processes

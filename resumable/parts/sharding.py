@@ -145,7 +145,7 @@ class Sharding:
             if stem == "rank":
                 raise CannotStore(
                     f"{min(names)} is sharded over the processes, and in what each process saves for itself.",
-                    fix="pass it in extra={...}, not in state.vars or with per_rank=. Nothing was written.",
+                    fix="pass it in extra={...}, not in state.vars or Ranks(per_rank=...).",
                 )
             if self._rank is None:
                 tensors = {name: sharded_tensor.local(tensor) for name, tensor in tree.tensors.items()}

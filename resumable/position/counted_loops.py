@@ -135,7 +135,7 @@ class CountedLoops(TrainingCounters):
             if not self._is_in_epochs:
                 self.streams.forget_body()
             restores, outer, self._body = self.restores, self._body, Boundary.STEP
-            self._step_in_hand = self.step
+            self._step_in_hand, self._updates_in_hand = self.step, self.updates
             around = [loader for loader in self._known.all if loader.in_hand]
             self.handed.body_begins()
             asked_by = getattr(script_frames.caller(), "f_code", None)

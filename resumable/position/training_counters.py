@@ -55,7 +55,7 @@ class TrainingCounters:
         self.first_lines, self.before_loop, self.sums = FirstLines(), BeforeLoop(), RunningSums()
         self._body: Boundary | None = None
         """The kind of the body that is running."""
-        self._opened = self._step_in_hand = self._step_at_start = 0
+        self._opened = self._step_in_hand = self._step_at_start = self._updates_in_hand = 0
         self._has_looped = self._has_saved_end = False
         self._has_ended_body = False
         """Whether the body of `epochs()` has ended, and the next epoch has not begun."""
@@ -131,6 +131,13 @@ class TrainingCounters:
     def is_outside(self) -> bool:
         """Whether no loop of ours is running."""
         return self._body is None and not self._known.is_training()
+
+    def has_trained_in_hand(self) -> bool:
+        """Whether what is in hand was trained, so that it may count as done."""
+        begun = [at.in_hand.updates for at in self._known.all if at.in_hand]
+        if self._body is Boundary.STEP:
+            begun.append(self._updates_in_hand)
+        return bool(begun) and (not self.counts_steps or self.updates > max(begun))
 
     def pass_begins(self) -> None:
         """Note that a pass over a loader begins: outside of any other loop it has means of its own."""

@@ -138,8 +138,8 @@ class JointSaves:
                 person, first = self._ranks.person(self._ranks.rank), self._ranks.person(0)
                 raise RanksDiffer(
                     f"{person} does not see what {first} writes into {folder}.",
-                    fix="put the run on a disk that all processes share, or say shared=False: then each node "
-                    "keeps a full copy of every checkpoint on its own disk.",
+                    fix="put the run on a disk that all processes share, or say Ranks(shared=False): then "
+                    "each node keeps a full copy of every checkpoint on its own disk.",
                 )
             time.sleep(_LOOKS_AGAIN)
 

@@ -463,7 +463,7 @@ def _leave_at_exit(ranks: Ranks) -> None:
 
 _CALL_EVERYWHERE = (
     "make RunState and call load(), save() and restore() on every rank, not under `if rank == 0:`; where one "
-    "is busy for longer (an evaluation), give RunState a larger timeout=."
+    "is busy for longer (an evaluation), give RunState.load a longer Ranks(timeout=...)."
 )
 _SHORTEST = 0.0005
 _LONGEST = 0.05

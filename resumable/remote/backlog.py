@@ -9,7 +9,7 @@ from ..run.policy import Facts, Keep, Push, to_prune
 
 
 class Backlog:
-    """The checkpoints of a run that are still to be pushed, as `push=` and `remote_keep=` want it.
+    """The checkpoints of a run that are still to be pushed, as `Remote(push=..., keep=...)` wants it.
 
     >>> backlog = Backlog(Run("runs/exp"), "newest", None)
     >>> backlog.due(), backlog.is_known

@@ -61,6 +61,10 @@ class Autosave:
         self._next_epoch = epoch + (self._every.epochs or math.inf)
         self._next_time = self._saved_at + (math.inf if self._every.seconds is None else self._every.seconds)
 
+    def is_overdue(self) -> bool:
+        """Whether the time between two saves has passed."""
+        return time.monotonic() >= self._next_time
+
     def may_be_due(self, step: int, epoch: int) -> bool:
         """Whether anything may be due here; if not, `due` need not be asked."""
         if self._always_asks or self._signals.received is not None:

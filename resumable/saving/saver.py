@@ -63,6 +63,8 @@ class Saving:
         """The last save of this process."""
         self._place: Mapping[str, Any] = {}
         """The counters of that save."""
+        self._has_goal_metric = False
+        """Whether a save was given the metric that decides the best checkpoint, or a warning said that none was."""
         self._unheard: int | None = None
         """The save whose metrics, as rank 0 gave them, this process does not have yet."""
         self._failed = 0
@@ -128,7 +130,7 @@ class Saving:
         owner: object,
     ) -> _Save:
         """Take the image of everything, and note that this is the last save now."""
-        self._warn_of_no_goal(metrics or {})
+        self._note_goal(metrics or {})
         before = self.best, self.parent, self._position.metrics
         if metrics is None:
             # Once this save has begun, those of the last one cannot be asked for any more.
@@ -195,10 +197,22 @@ class Saving:
             )
         return waited
 
-    def _warn_of_no_goal(self, metrics: Mapping[str, float]) -> None:
-        if metrics and self._goal and self._goal.metric not in metrics and self.best is None:
+    def _note_goal(self, metrics: Mapping[str, float]) -> None:
+        self._has_goal_metric |= self._goal is not None and self._goal.metric in metrics
+        if metrics and self._goal and not self._has_goal_metric:
             self.once.warn(
                 f"save() was given {', '.join(metrics)}, but {self._goal} says which checkpoint is the best."
+            )
+            self._has_goal_metric = True
+
+    def warn_of_missing_metric(self) -> None:
+        """Warn if no save was given the metric that says which checkpoint is the best."""
+        if self._goal and not self._has_goal_metric and self._crew.is_first and self.best is None:
+            self._has_goal_metric = True
+            name = self._goal.metric
+            self.once.warn(
+                f"{self._goal} says which checkpoint is the best, and no save has given {name} so far: no "
+                f"checkpoint is the best one. Give it with save({name}=...)."
             )
 
     def _describe(

@@ -78,6 +78,8 @@ class Loops:
         self._begin("counted")
         try:
             yield from loop
+            if self._position.is_outside():
+                self._session.save_rest("end of the loop")
             self._saving.wait()
         finally:
             self._session.signals.end()
@@ -152,6 +154,7 @@ class Loops:
         self._progress.count("epochs", end.epoch)
         self._saving.save_cost.rest_ended()
         self._at_boundary(has_changed, end)
+        self._saving.warn_of_missing_metric()
         self._saving.save_cost.begin()
 
     def _body_ended(self) -> bool:

@@ -96,8 +96,8 @@ class Resuming:
         then, now = found.about.world_size, self._crew.ranks.size
         if then != now and not self._is_elastic:
             raise StateMismatch(
-                f"{found} was made by {then} processes; there are {now} now, and elastic=False.",
-                fix=f"start {then} processes, or let the number change: elastic=True.",
+                f"{found} was made by {then} processes; there are {now} now, and Ranks(elastic=False).",
+                fix=f"start {then} processes, or let the number change: Ranks(elastic=True).",
             )
         try:
             trees = collect.in_place(self._parts)

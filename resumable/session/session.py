@@ -66,6 +66,9 @@ class Session:
         )
         self.has_resumed = False
         """Whether this training continues from a checkpoint."""
+        self._safe: Mapping[str, Any] = {}
+        """The counters of the last save, or of the checkpoint that the training continues from."""
+        self._updates_at_save = 0
         self._is_closed, self._process = False, os.getpid()
         # One that is dropped without close() must not lock its run for the rest of the process.
         what = self.saving.history, training.run, training.position, training.copies
@@ -77,6 +80,7 @@ class Session:
         session = cls(options)
         try:
             session._load()
+            session._note_safe()
             position = session.training.position
             position.outside.look()
             position.before_loop.begin(is_resumed=session.has_resumed)
@@ -179,7 +183,7 @@ class Session:
         if not pushes and self.training.copies:
             self.training.copies.hand_over()
         try:
-            self.close()
+            self._close("closed")
         except RemoteError as exc:
             warn(exc.problem)
 
@@ -197,6 +201,7 @@ class Session:
         self.training.position.begin_at(epoch, batch, step, samples)
         self.training.parts.note_steps(step)
         self._count_on()
+        self._note_safe()
 
     def refuse_closed(self) -> None:
         """Raise UsageError if this session has ended."""
@@ -220,11 +225,28 @@ class Session:
         with self.training.parts.where_a_body_ended(has_ended):
             handle = self.saving.save(why, metrics, self.own, self.autosave.chosen)
         self.autosave.saved(*self.saving.stood_at)
+        self._note_safe()
         return handle
+
+    def save_rest(self, why: str) -> None:
+        """Save what was trained since the last save, unless the script wants no saves but its own."""
+        if self.training.options.saves_at_end and self._has_trained():
+            self.save(why)
+
+    def _has_trained(self) -> bool:
+        return self._progress() != self._safe
+
+    def _note_safe(self) -> None:
+        self._safe, self._updates_at_save = self._progress(), self.training.position.updates
+
+    def _progress(self) -> dict[str, Any]:
+        counters = self.training.position.counters()
+        return {name: value for name, value in counters.items() if name != "boundary"}
 
     def went_back(self) -> None:
         """Count from where a checkpoint has put the training back."""
         self._count_on()
+        self._note_safe()
         self.training.position.before_loop.forget()
         if self.trace:
             self.trace.went_back()
@@ -251,8 +273,28 @@ class Session:
         raise SystemExit(128 + number)
 
     def close(self, how: str = "closed") -> None:
-        """Wait for the last save, and let go of the run; `how` is the reason that the history tells."""
+        """Save the rest, wait for it, and let go of the run; `how` is the reason that the history tells."""
         if self._is_closed or os.getpid() != self._process:
+            return
+        try:
+            if how == "closed" and sys.exc_info()[1] is None:
+                self._save_at_end()
+        finally:
+            self._close(how)
+
+    def _save_at_end(self) -> None:
+        position, saves_at_end = self.training.position, self.training.options.saves_at_end
+        if position.is_outside() or position.has_trained_in_hand():
+            self.save_rest("close()")
+        elif saves_at_end and position.updates != self._updates_at_save:
+            warn(
+                "close() was called in the body of a loop before all of it was done: what was trained since "
+                "the last save is in no checkpoint. Call save() before it, or close() after the loop."
+            )
+        self.saving.warn_of_missing_metric()
+
+    def _close(self, how: str) -> None:
+        if self._is_closed:
             return
         self._is_closed = True
         error, training = sys.exc_info()[1], self.training

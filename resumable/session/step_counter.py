@@ -26,6 +26,7 @@ class StepCounter:
         self._parts, self._position = training.parts, training.position
         self._saving, self._autosave = saving, autosave
         self._is_prepared = False
+        self._is_default_rule = training.options.is_default_rule and training.options.limit is None
         given = named("optimizer", training.options.parts["optimizer"])
         hooked = {name: live for name, live in given.items() if hasattr(live, "register_step_post_hook")}
         self._first = next(iter(given), None)
@@ -71,17 +72,21 @@ class StepCounter:
             return
         self._parts.stepped(name)
         self._position.count_step(name, is_first)
-        if is_first and self._autosave.is_on and self._position.is_step_without_loop():
+        if is_first and self._position.is_step_without_loop() and self._lacks_saves():
             self._saving.once.warn(
-                "every= and max_time= save only in loops over state.epochs(), state.steps() and "
-                "state.batches(), and the optimizer has made two steps outside of them. Loop over "
-                "state.steps(total), or leave these options out and call save() yourself.",
+                "every= and Preempt(max_time=...) save only in loops over state.epochs(), state.steps() and "
+                "state.batches(), and the optimizer steps outside of them. Loop over state.steps(total), or "
+                "call save() yourself; every=None then silences this warning.",
                 about="a loop that saves nothing",
             )
         if not self._is_prepared:
             # Before its first step most optimizers have no state.
             self._is_prepared = True
             self._saving.prepare()
+
+    def _lacks_saves(self) -> bool:
+        # The default rule was not asked for: a script that calls save() itself is right.
+        return self._autosave.is_overdue() if self._is_default_rule else self._autosave.is_on
 
     def _note_captured(self, name: str) -> None:
         self._parts.note_captured(name)

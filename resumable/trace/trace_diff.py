@@ -165,7 +165,7 @@ def lines(found: Row) -> Iterator[str]:
             "have both looked at the parts"
         )
         yield (
-            "Fix: trace both again with a lower trace_every= (such as 10), or up to an epoch's end, or until "
+            "Fix: trace both again more often (Trace(..., every=10)), or up to an epoch's end, or until "
             "both are closed; state.note(loss=loss) shows at each step what the weights do"
         )
     for rest in found["further"]:

@@ -144,7 +144,7 @@ class Trace:
         return is_due
 
     def _write_end(self, at: At) -> None:
-        # Even if the last batch was hashed: with another trace_every= it was not.
+        # Even if the last batch was hashed: with another interval it was not.
         is_due = self._every and (self._seen is None or self._seen[1:] != at[1:])
         parts = self._record(at, trace_file.CLOSED, []).parts if is_due else {}
         # Random numbers drawn after the end of the training are no part of it.

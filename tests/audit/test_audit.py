@@ -367,7 +367,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from resumable import RunState
+from resumable import Preempt, Remote, RunState
 
 torch.manual_seed(0)
 torch.set_num_threads(1)
@@ -420,9 +420,10 @@ CORRECT: dict[str, dict[str, str]] = {
     "plain": {},
     "saves in the body": {"stepped": "state.save() if state.step % 2 else None"},
     "saves by itself": {"main": "main(every=1)"},
-    "no signals": {"main": "main(save_on=())"},
+    "no signals": {"main": "main(preempt=Preempt(signals=()))"},
     "preemption is caught": {
-        "main": "from resumable import Preempted\ntry: main(on_preempt='raise')\nexcept Preempted: pass"
+        "main": "from resumable import Preempted\ntry: main(preempt=Preempt(on_preempt='raise'))\n"
+        "except Preempted: pass"
     },
     "what ends it is caught": {
         "main": "for _ in range(3):\n    try: main(); break\n    except SystemExit: pass"
@@ -509,7 +510,8 @@ def test_the_runs_and_the_remote_of_the_script_are_not_touched(
         forks,
         tmp_path,
         run_dir=repr(str(run_dir)),
-        main=f"main(remote={remote.as_uri()!r}, push='all', every=1, trace={str(tmp_path / 'trace')!r})",
+        main=f"main(remote=Remote({remote.as_uri()!r}, push='all'), every=1, "
+        f"trace={str(tmp_path / 'trace')!r})",
     )
 
     assert found.is_exact, verdicts.headline(found)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from grouped import grouped
 from places import CLI_PAGE
 from servers import S3, Place
 
@@ -33,7 +34,9 @@ Captured = pytest.CaptureFixture[str]
 
 def train(folder: Path, *values: float, **more: Any) -> Path:
     """Make a run with a checkpoint for each value of a metric."""
-    with RunState.load(folder, model=torch.nn.Linear(2, 2), maximize="acc", keep=None, **more) as state:
+    with RunState.load(
+        folder, model=torch.nn.Linear(2, 2), maximize="acc", keep=None, **grouped(**more)
+    ) as state:
         for value in values:
             state.save(acc=value)
     return folder

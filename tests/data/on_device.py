@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from resumable import RunState, seed_everything
+from resumable import Ranks, RunState, seed_everything
 from resumable.files import sharded_tensor
 
 DEVICE, KIND, RUN = sys.argv[1:4]
@@ -121,7 +121,7 @@ def main() -> None:
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     extra = {"average": average, "own": own}
     with RunState.load(
-        RUN, **parts, loader=loader, extra=extra, every=2, keep=2, progress=False, timeout=600
+        RUN, **parts, loader=loader, extra=extra, every=2, keep=2, progress=False, ranks=Ranks(timeout=600)
     ) as state:
         if KIND == "captured":
             graph = torch.cuda.CUDAGraph()

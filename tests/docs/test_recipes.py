@@ -31,7 +31,7 @@ from servers import S3, ProxiedS3, Sftp
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from resumable import RemoteError, ResumableWarning, Run, RunState
+from resumable import Remote, RemoteError, ResumableWarning, Run, RunState
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")]
 PAGES = ROOT / "docs" / "recipes"
@@ -50,7 +50,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from resumable import RunState
+from resumable import Preempt, Ranks, RunState
 
 plan = json.loads(os.environ["PLAN"])
 if "RANK" in os.environ:
@@ -78,7 +78,8 @@ torch.manual_seed(1 + rank)
 sampler = DistributedSampler(Augmented(), seed=3)
 loader = DataLoader(Augmented(), batch_size=48 // 8 // dist.get_world_size(), sampler=sampler, num_workers=1)
 state = RunState.load(
-    sys.argv[1], model=model, optimizer=optimizer, loader=loader, max_time=plan.get("max_time"), timeout=10
+    sys.argv[1], model=model, optimizer=optimizer, loader=loader,
+    preempt=Preempt(max_time=plan.get("max_time")), ranks=Ranks(timeout=10),
 )
 for epoch in state.epochs(3):
     sampler.set_epoch(epoch)
@@ -762,7 +763,7 @@ def test_a_training_asks_for_nothing_that_the_policy_does_not_allow(
     # More than two parts of it are trained, so that it is sent in parts
     model = nn.Sequential(frozen, nn.Linear(600, 8000))
     for number in (1, 2, 3):
-        with RunState.load(run_dir, model=model, remote=f"s3://{bucket}/exp", remote_keep=1) as state:
+        with RunState.load(run_dir, model=model, remote=Remote(f"s3://{bucket}/exp", keep=1)) as state:
             assert state.resumed == (number > 1)
             state.save()
         shutil.rmtree(run_dir)

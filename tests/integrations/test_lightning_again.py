@@ -15,7 +15,7 @@ pl = pytest.importorskip("lightning.pytorch")
 
 from lightning_training import Case, Noisy, Stopped, assert_same, loader  # noqa: E402
 
-from resumable import Preempted, Run, UsageError  # noqa: E402
+from resumable import Preempt, Preempted, Run, UsageError  # noqa: E402
 from resumable.integrations.lightning import Resumable  # noqa: E402
 
 pytestmark = [
@@ -66,7 +66,7 @@ def test_a_fit_after_a_preemption_continues_in_mid_epoch(run_dir: Path) -> None:
     plain, case = Case().plain(), Case()
     kill = once("on_train_batch_end", 4, lambda: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(Preempted):
-        case.fit(Resumable(run_dir, on_preempt="raise"), kill)
+        case.fit(Resumable(run_dir, preempt=Preempt(on_preempt="raise")), kill)
 
     assert_same(fit_again(case), plain["weights"])
 

@@ -34,7 +34,7 @@ from lightning_training import (  # noqa: E402
     loader,
 )
 
-from resumable import Preempted, ResumableWarning, Run, Unsupported, UsageError  # noqa: E402
+from resumable import Preempt, Preempted, ResumableWarning, Run, Unsupported, UsageError  # noqa: E402
 from resumable.integrations import lightning_trainer  # noqa: E402
 from resumable.integrations.lightning import Resumable  # noqa: E402
 
@@ -225,7 +225,7 @@ def test_a_signal_raises_preempted_where_that_is_asked_for(run_dir: Path) -> Non
     killed.on_train_batch_end = lambda *_: os.kill(os.getpid(), signal.SIGTERM)  # type: ignore[method-assign]
 
     with pytest.raises(Preempted):
-        Case().fit(Resumable(run_dir, on_preempt="raise"), killed)
+        Case().fit(Resumable(run_dir, preempt=Preempt(on_preempt="raise")), killed)
 
 
 class Iterating(Model):

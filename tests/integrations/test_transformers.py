@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from resumable import Preempted, Run, Unsupported, UsageError
+from resumable import Preempt, Preempted, Run, Unsupported, UsageError
 from resumable.run.manifest import Goal
 
 pytest.importorskip("transformers")
@@ -149,7 +149,7 @@ def test_a_signal_leaves_after_the_step_and_the_rest_follows(step: int, tmp_path
         return tiny.make(tmp_path, logging_strategy="epoch")
 
     alone, trainer = left_alone(make), make()
-    ours.resume(trainer, tmp_path / "run", on_preempt="raise")
+    ours.resume(trainer, tmp_path / "run", preempt=Preempt(on_preempt="raise"))
     hook = tiny.signal_after_steps(step)
     with pytest.raises(Preempted):
         trainer.train()

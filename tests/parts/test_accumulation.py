@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from resumable import RunState
+from resumable import RunState, Trace
 
 WINDOW = 3
 
@@ -33,7 +33,7 @@ def train(run_dir: Path | None, stop: int | None) -> list[torch.Tensor]:
         [nn.init.normal_(p) for p in model.parameters()]
     parts = {"model": model, "optimizer": optimizer, "loader": loader}
     run_dir = run_dir or Path("nowhere")
-    with RunState.load(run_dir, **parts, trace=trace_of(run_dir), trace_every=1) as state:
+    with RunState.load(run_dir, **parts, trace=Trace(trace_of(run_dir), every=1)) as state:
         if not state.resumed:
             torch.manual_seed(1)
             [nn.init.normal_(p) for p in model.parameters()]
@@ -87,7 +87,7 @@ def two_rates(run_dir: Path, stop: int | None) -> list[torch.Tensor]:
     loader = DataLoader(TensorDataset(torch.arange(6)), batch_size=1, shuffle=True)
     models = {"table": table, "layer": layer}
     parts = {"model": models, "optimizer": optimizers, "loader": loader}
-    with RunState.load(run_dir, **parts, trace=trace_of(run_dir), trace_every=1) as state:
+    with RunState.load(run_dir, **parts, trace=Trace(trace_of(run_dir), every=1)) as state:
         for _ in state.epochs(2):
             for (batch,) in state.batches():
                 layer(table(batch)).square().sum().backward()

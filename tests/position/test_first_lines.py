@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from grouped import grouped
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 from torch.utils.data import DataLoader
@@ -313,7 +314,7 @@ def test_every_in_a_loop_that_cannot_save_by_itself_is_warned_of(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        with RunState.load(run_dir, model=model, optimizer=optimizer, **more) as state:
+        with RunState.load(run_dir, model=model, optimizer=optimizer, **grouped(**more)) as state:
             for _ in range(state.step, 3):
                 optimizer.zero_grad()
                 model(torch.ones(1)).backward()

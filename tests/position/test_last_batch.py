@@ -17,6 +17,7 @@ from typing import Any
 import gloo
 import pytest
 import torch
+from grouped import grouped
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -35,7 +36,12 @@ class Training:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
         self.loader = DataLoader(range(LENGTH)) if loader is None else loader  # type: ignore[arg-type]
         self.state = RunState.load(
-            run_dir, model=self.model, optimizer=self.optimizer, loader=self.loader, keep=None, **options
+            run_dir,
+            model=self.model,
+            optimizer=self.optimizer,
+            loader=self.loader,
+            keep=None,
+            **grouped(**options),
         )
 
     def step(self, batch: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from resumable import ResumableWarning, RunState, UsageError, progress
+from resumable import Ranks, ResumableWarning, RunState, UsageError, progress
 from resumable.position import means
 from resumable.position.means import Means
 
@@ -405,7 +405,7 @@ def test_means_on_a_gpu_after_two_resumes_are_those_of_a_run_that_never_stopped(
 
 def summed(rank: int, run_dir: Path, stop: int | None) -> Any:
     """Give each process values of its own: rank 0 ones, rank 1 twos and one more name."""
-    with RunState.load(run_dir, timeout=20) as state:
+    with RunState.load(run_dir, ranks=Ranks(timeout=20)) as state:
         for step in state.steps(4):
             state.mean(loss=rank + 1, weight=1 + 2 * rank)
             if rank:
@@ -433,7 +433,7 @@ def test_means_of_all_processes_are_the_same_in_each_after_two_resumes(tmp_path:
 
 
 def grown(rank: int, run_dir: Path) -> Any:
-    with RunState.load(run_dir, timeout=20) as state:
+    with RunState.load(run_dir, ranks=Ranks(timeout=20)) as state:
         return state.means.reduced()
 
 

@@ -19,7 +19,9 @@ from stopping import differences
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from resumable import Preempted, ResumableWarning, RunState
+from resumable import Preempt, Preempted, ResumableWarning, RunState
+
+RAISES = {"preempt": Preempt(on_preempt="raise")}
 
 
 def train(objects: dict[str, Any], x: torch.Tensor) -> None:
@@ -553,7 +555,7 @@ def test_loops_over_two_loaders_that_are_entered_again_leave_out_nothing(
     # Otherwise a signal that no loop has noted ends the tests.
     before = signal.signal(signal.SIGUSR1, lambda *_: None)
     try:
-        assert differences(run_dir, lambda: make(loaders=2) | {"on_preempt": "raise"}, loop) == []
+        assert differences(run_dir, lambda: make(loaders=2) | RAISES, loop) == []
     finally:
         signal.signal(signal.SIGUSR1, before)
     # The first ones are of the training that never stopped.
@@ -595,7 +597,7 @@ def test_steps_left_by_preempted_continue_with_another_iterator(
     try:
         # A start with nothing left to do makes no iterator: dropping one ends the epoch that it is in.
         at_ticks = range(1, 7)
-        assert differences(run_dir, lambda: make() | {"on_preempt": "raise"}, loop, at_ticks) == []
+        assert differences(run_dir, lambda: make() | RAISES, loop, at_ticks) == []
     finally:
         signal.signal(signal.SIGUSR1, before)
     # The first ones are of the training that never stopped.

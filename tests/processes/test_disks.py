@@ -14,7 +14,7 @@ import sharded_training
 import torch
 from sharded_training import Net, differing, of_node, read_by_dcp, run, values
 
-from resumable import CannotRead, RankLost, Run, RunState, Unsupported, load_weights
+from resumable import CannotRead, RankLost, Ranks, Run, RunState, Unsupported, load_weights
 from resumable.cli.app import main
 from resumable.files import codec
 from resumable.progress import Progress
@@ -212,7 +212,11 @@ def _with_extra(rank: int, run_dir: Path, nodes: list[int], what: str) -> str:
     where = of_node(run_dir, nodes[rank])
     try:
         with RunState.load(
-            where, model=model, optimizer=optimizer, extra={"table": table}, shared=False, timeout=10
+            where,
+            model=model,
+            optimizer=optimizer,
+            extra={"table": table},
+            ranks=Ranks(shared=False, timeout=10),
         ) as state:
             if not state.resumed:
                 table["t"] += 7

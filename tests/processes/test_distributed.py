@@ -16,11 +16,12 @@ import gloo
 import numpy as np
 import pytest
 import torch
+from grouped import grouped
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from resumable import CannotStore, ResumableError, Run, RunState, StateMismatch
+from resumable import CannotStore, Ranks, ResumableError, Run, RunState, StateMismatch
 
 EPOCHS = 2
 
@@ -89,7 +90,9 @@ def train(
     window = options.pop("window", 1)
     training = Training(rank, **options)
     done = 0
-    with RunState.load(run_dir, **training.parts(), minimize="loss", timeout=20, **keywords) as state:
+    with RunState.load(
+        run_dir, **training.parts(), minimize="loss", **grouped(timeout=20, **keywords)
+    ) as state:
         for epoch in state.epochs(EPOCHS):
             training.sampler.set_epoch(epoch)
             for batch in state.batches():
@@ -164,7 +167,7 @@ def big(rank: int, run_dir: Path, keywords: dict[str, Any]) -> Any:
     model[2].requires_grad_(False)
     model[1].weight.requires_grad_(False)
     optimizer = torch.optim.AdamW([model[0].weight], lr=0.01)
-    with RunState.load(run_dir, model=model, optimizer=optimizer, timeout=30, **keywords) as state:
+    with RunState.load(run_dir, model=model, optimizer=optimizer, **grouped(timeout=30, **keywords)) as state:
         for step in state.steps(3):
             model[0].weight.grad = torch.full_like(model[0].weight, step + 1.0)
             optimizer.step()
@@ -176,7 +179,7 @@ def big(rank: int, run_dir: Path, keywords: dict[str, Any]) -> Any:
     (newest, *_) = Run(run_dir).checkpoints()[::-1]
     newest.verify()
     files = {path: record for path, record in newest.about.files.items() if not path.startswith("ranks/")}
-    with RunState.load(run_dir, model=model, optimizer=optimizer, timeout=30, **keywords) as state:
+    with RunState.load(run_dir, model=model, optimizer=optimizer, **grouped(timeout=30, **keywords)) as state:
         return files, taken, float(model[0].weight.double().sum()), state.step
 
 
@@ -199,7 +202,9 @@ def diverged(rank: int, run_dir: Path, whose: str, keywords: dict[str, Any]) -> 
         model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     try:
-        with RunState.load(run_dir, model=model, optimizer=optimizer, timeout=20, **keywords) as state:
+        with RunState.load(
+            run_dir, model=model, optimizer=optimizer, **grouped(timeout=20, **keywords)
+        ) as state:
             for step in state.steps(3):
                 model(torch.full((2, 3), rank + 1.0)).sum().backward()
                 for parameter in model.parameters():
@@ -273,7 +278,7 @@ def test_each_node_keeps_a_full_copy_where_no_disk_is_shared(tmp_path: Path, wri
 
 def apart(rank: int, folder: Path) -> Any:
     try:
-        RunState.load(folder / f"node{rank}", timeout=3)
+        RunState.load(folder / f"node{rank}", ranks=Ranks(timeout=3))
     except ResumableError as exc:
         return exc.problem
     return "loaded"
@@ -290,7 +295,9 @@ def damage(rank: int, run_dir: Path) -> Any:
     """Make three checkpoints and go back: to the best one, and to one that only rank 1 finds damaged."""
     model = nn.Linear(2, 2)
     drawn = random.Random(rank)
-    with RunState.load(run_dir, model=model, extra={"drawn": drawn}, maximize="acc", timeout=20) as state:
+    with RunState.load(
+        run_dir, model=model, extra={"drawn": drawn}, maximize="acc", ranks=Ranks(timeout=20)
+    ) as state:
         for step in state.steps(3):
             state.vars["mine"] = [rank, step]
             drawn.random()
@@ -338,7 +345,7 @@ def elastic(rank: int, run_dir: Path, stop_at: int | None, keywords: dict[str, A
     seen: list[int] = []
     parts = {"model": model, "optimizer": optimizer, "loader": loader, "extra": {"own": own}}
     options = {key: value for key, value in keywords.items() if key != "always"}
-    with RunState.load(run_dir, **parts, timeout=20, **options) as state:
+    with RunState.load(run_dir, **parts, **grouped(timeout=20, **options)) as state:
         drawn = float(torch.rand(1)), random.random(), float(np.random.rand()), float(own.random())
         for epoch in state.epochs(1):
             if sampler:
@@ -413,7 +420,7 @@ def test_another_number_is_an_error_where_it_may_not_change(tmp_path: Path) -> N
 def unsharded(rank: int, run_dir: Path, allow: list[str]) -> Any:
     """Loop over all of the data on every rank, and stop in the middle of an epoch."""
     loader = DataLoader(torch.utils.data.TensorDataset(torch.arange(12)), batch_size=2, shuffle=True)
-    with RunState.load(run_dir, loader=loader, timeout=20, allow=allow) as state:
+    with RunState.load(run_dir, loader=loader, ranks=Ranks(timeout=20), allow=allow) as state:
         for _ in state.epochs(1):
             for number, _ in enumerate(state.batches(), 1):
                 if number == 2:
@@ -440,7 +447,7 @@ def window(rank: int, run_dir: Path, allow: list[str]) -> Any:
     data = torch.utils.data.TensorDataset(torch.arange(24.0))
     loader = DataLoader(data, sampler=DistributedSampler(data), batch_size=2)
     with RunState.load(
-        run_dir, model=model, optimizer=optimizer, loader=loader, timeout=20, allow=allow
+        run_dir, model=model, optimizer=optimizer, loader=loader, ranks=Ranks(timeout=20), allow=allow
     ) as state:
         for _ in state.epochs(1):
             for (batch,) in state.batches():
@@ -480,7 +487,7 @@ def own_parts(rank: int, run_dir: Path) -> Any:
     """Keep a list for each rank and one for all."""
     mine, shared = [rank], [rank]
     with RunState.load(
-        run_dir, extra={"mine": mine, "shared": shared}, per_rank=["mine"], timeout=20
+        run_dir, extra={"mine": mine, "shared": shared}, ranks=Ranks(per_rank=["mine"], timeout=20)
     ) as state:
         if not state.resumed:
             state.vars["count"] = rank
@@ -509,7 +516,9 @@ def buffers(rank: int, run_dir: Path, stop_at: int | None, broadcast: bool) -> A
     found = []
     data = torch.utils.data.TensorDataset(torch.arange(12.0))
     loader = DataLoader(data, sampler=DistributedSampler(data), batch_size=1)
-    with RunState.load(run_dir, model=model, optimizer=optimizer, loader=loader, timeout=20) as state:
+    with RunState.load(
+        run_dir, model=model, optimizer=optimizer, loader=loader, ranks=Ranks(timeout=20)
+    ) as state:
         for _ in state.epochs(1):
             for (batch,) in state.batches():
                 is_step = state.batch % 2 == 1
@@ -543,7 +552,7 @@ def noisy(rank: int, run_dir: Path) -> Any:
     random.seed(rank)
     torch.manual_seed(rank)
     loader = DataLoader(Augmented(8), batch_size=2, num_workers=1, persistent_workers=True)
-    with RunState.load(run_dir, loader=loader, timeout=20) as state:
+    with RunState.load(run_dir, loader=loader, ranks=Ranks(timeout=20)) as state:
         first = None
         for _ in state.epochs(state.epoch + 1):
             for batch in state.batches():
@@ -598,7 +607,7 @@ def goes_on(rank: int, run_dir: Path) -> Any:
 
     extra = {"part": part}
     with RunState.load(
-        run_dir, model=model, optimizer=optimizer, extra=extra, maximize="acc", timeout=20
+        run_dir, model=model, optimizer=optimizer, extra=extra, maximize="acc", ranks=Ranks(timeout=20)
     ) as state:
         weight = model.weight.item()
         step()
@@ -646,7 +655,7 @@ def test_a_training_continues_after_an_error_that_it_catches(tmp_path: Path) -> 
 
 def iterables(rank: int, run_dir: Path, allow: list[str]) -> Any:
     """Loop over data that RunState was not given, and stop in the middle of an epoch."""
-    with RunState.load(run_dir, timeout=20, allow=allow) as state:
+    with RunState.load(run_dir, ranks=Ranks(timeout=20), allow=allow) as state:
         for _ in state.epochs(1):
             for number, _ in enumerate(state.batches(range(rank, 12, 2)), 1):
                 if number == 2:
@@ -667,14 +676,14 @@ def test_data_that_was_not_given_cannot_be_divided_again(tmp_path: Path) -> None
 
 def refused(rank: int, run_dir: Path) -> Any:
     try:
-        RunState.load(run_dir, timeout=20, elastic=False)
+        RunState.load(run_dir, ranks=Ranks(timeout=20, elastic=False))
     except ResumableError as exc:
         return type(exc).__name__
     return "loaded"
 
 
 def test_a_checkpoint_that_may_not_be_read_is_refused_on_all_ranks_alike(tmp_path: Path) -> None:
-    with RunState.load(tmp_path / "run", elastic=False) as state:
+    with RunState.load(tmp_path / "run", ranks=Ranks(elastic=False)) as state:
         state.save()
 
     assert values(gloo.run(2, refused, tmp_path / "run", folder=tmp_path)) == ["StateMismatch"] * 2

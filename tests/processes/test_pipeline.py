@@ -18,10 +18,20 @@ import pytest
 import safetensors.torch
 import sharded_training
 import torch
+from grouped import grouped
 from sharded_training import differing, local, values, whole
 from torch import Tensor, nn
 
-from resumable import CheckpointDamaged, RanksDiffer, Run, RunState, StateMismatch, Unsupported, UsageError
+from resumable import (
+    CheckpointDamaged,
+    Ranks,
+    RanksDiffer,
+    Run,
+    RunState,
+    StateMismatch,
+    Unsupported,
+    UsageError,
+)
 from resumable.cli.app import main
 from resumable.parts import sharding
 from resumable.processes import stages
@@ -94,7 +104,7 @@ def _train(rank: int, run_dir: Path, size: int, until: int, seed: int, dies: boo
         optimizer={name: optimizer},
         scheduler={name: scheduler},
         loader=loader,
-        timeout=20,
+        ranks=Ranks(timeout=20),
         **options,
     )
     begun = whole(model, optimizer)
@@ -202,7 +212,7 @@ def _alone(run_dir: Path, *kinds: Any, **options: Any) -> list[tuple[nn.Module, 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         RunState.load(
-            run_dir, model=models, optimizer=made, scheduler=rates, allow=["loader"], **options
+            run_dir, model=models, optimizer=made, scheduler=rates, allow=["loader"], **grouped(**options)
         ).close()
     return [*zip(models.values(), made.values(), strict=True)]
 
@@ -315,7 +325,7 @@ def _refused(rank: int, run_dir: Path, what: str) -> str:
     elif what == "a forgotten scheduler" and rank < 2:
         given["scheduler"] = {name: torch.optim.lr_scheduler.StepLR(optimizer, 2)}
     with pytest.raises((RanksDiffer, Unsupported)) as caught:
-        RunState.load(run_dir, **given, **options)
+        RunState.load(run_dir, **given, **grouped(**options))
     return str(caught.value)
 
 
@@ -337,7 +347,7 @@ def test_processes_that_do_not_agree_on_their_stages_are_refused(
 
 def _restores_a_stage(rank: int, run_dir: Path) -> str:
     name, model, optimizer, _, _ = _made(rank, 2)
-    state = RunState.load(run_dir, model={name: model}, optimizer={name: optimizer}, timeout=30)
+    state = RunState.load(run_dir, model={name: model}, optimizer={name: optimizer}, ranks=Ranks(timeout=30))
     state.save().wait()
     with pytest.raises(UsageError, match=r"there is no part 'model\.stage1'") as caught:
         state.restore("auto", only="model.stage1")

@@ -22,12 +22,14 @@ import pytest
 import sharded_training
 import torch
 from counted import Tally
+from grouped import grouped
 from sharded_training import MESHES, Net, Tokens, differing, make, read_by_dcp, run, values
 from torch import Tensor
 
 from resumable import (
     CannotStore,
     CheckpointDamaged,
+    Ranks,
     ResumableError,
     Run,
     RunState,
@@ -204,7 +206,7 @@ def _in_some_way(rank: int, run_dir: Path, way: str, steps: int, seed: int) -> l
         fully_shard(module, mesh=mesh, **options)
     model = torch.compile(model, backend="eager") if way == "compiled" else model
     optimizer = OPTIMIZERS.get(way, OPTIMIZERS["momentum"])([*model.parameters()])
-    state = RunState.load(run_dir, model=model, optimizer=optimizer, timeout=20)
+    state = RunState.load(run_dir, model=model, optimizer=optimizer, ranks=Ranks(timeout=20))
     for _ in state.steps(steps):
         optimizer.zero_grad()
         model(torch.randn(4, 8)).float().square().mean().backward()
@@ -446,7 +448,9 @@ def _alone(run_dir: Path, **options: Any) -> tuple[Net, torch.optim.Optimizer]:
     model, optimizer, _ = make("plain", 5)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"(?s).*has changed since checkpoint.*world_size")
-        RunState.load(run_dir, model=model, optimizer=optimizer, allow=["loader"], **options).close()
+        RunState.load(
+            run_dir, model=model, optimizer=optimizer, allow=["loader"], **grouped(**options)
+        ).close()
     return model, optimizer
 
 
@@ -757,7 +761,7 @@ def _dies_in_a_save(rank: int, run_dir: Path, victim: int, call: int) -> str:
     import signal
 
     model, optimizer, _ = make("fsdp-2", 0)
-    state = RunState.load(run_dir, model=model, optimizer=optimizer, timeout=8)
+    state = RunState.load(run_dir, model=model, optimizer=optimizer, ranks=Ranks(timeout=8))
     state.save().wait()
     calls, real = [0], os.fsync
 

@@ -41,7 +41,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from resumable import RunState
+from resumable import Ranks, RunState
 
 plan = json.loads(sys.argv[1])
 folder = Path(plan["folder"])
@@ -95,7 +95,8 @@ def die(*_):
 
 
 state = RunState.load(
-    folder / "run", model=model, optimizer=optimizer, loader=loader, keep=None, timeout=plan["timeout"]
+    folder / "run", model=model, optimizer=optimizer, loader=loader, keep=None,
+    ranks=Ranks(timeout=plan["timeout"]),
 )
 note("starts", step=state.step, epoch=state.epoch, batch=state.batch)
 

@@ -19,6 +19,7 @@ import gloo
 import numpy as np
 import pytest
 import torch
+from grouped import grouped
 from servers import S3, Place, ProxiedS3
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -103,7 +104,7 @@ class Training:
 
     def load(self, run_dir: Path | str, **options: Any) -> RunState:
         parts = {"model": self.model, "optimizer": self.optimizer, "loader": self.loader}
-        return RunState.load(run_dir, **parts, minimize="loss", **options)  # type: ignore[arg-type]
+        return RunState.load(run_dir, **parts, minimize="loss", **grouped(**options))
 
     def learn(self, x: torch.Tensor) -> torch.Tensor:
         self.seen.append(x.sum().item())
@@ -473,7 +474,7 @@ def together(
     model = nn.parallel.DistributedDataParallel(nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options = {"shared": is_shared, "push": "all", "timeout": 20, **options}
-    with RunState.load(own, model=model, optimizer=optimizer, minimize="loss", **options) as state:
+    with RunState.load(own, model=model, optimizer=optimizer, minimize="loss", **grouped(**options)) as state:
         began = state.step
         for loss in losses:
             model(torch.ones(2) * (rank + 1)).sum().backward()

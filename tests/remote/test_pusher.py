@@ -25,6 +25,7 @@ import numpy as np
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
+from grouped import grouped
 from servers import S3, Place, ProxiedS3
 from test_copies import HERE, Training, at, damage, events, heard, saved, step_of, there, verified
 
@@ -449,7 +450,7 @@ def test_a_training_that_is_asked_to_leave_leaves_although_the_remote_is_gone(s3
 def test_what_is_missing_is_reported_with_what_went_wrong_last(s3: S3, run_dir: Path) -> None:
     gone = {**s3.options(), "endpoint_url": "http://127.0.0.1:9"}
     parts = {"model": torch.nn.Linear(2, 1), "resume": "never", "push_timeout": 8}
-    state = RunState.load(run_dir, remote="s3://bucket/exp", remote_options=gone, **parts)  # type: ignore[arg-type]
+    state = RunState.load(run_dir, remote=Remote("s3://bucket/exp", options=gone), **parts)  # type: ignore[arg-type]
     state.save()
 
     with pytest.raises(RemoteError, match=r"checkpoint 1 of .* did not get to .* not done in 8 s: .*onnect"):
@@ -463,7 +464,7 @@ def test_a_push_that_takes_long_is_a_bar(
     proxied_s3.rules.add("slow", method="PUT", path="model.safetensors", speed=600_000)
     where = {"remote": f"s3://{proxied_s3.bucket()}/exp", "remote_options": proxied_s3.options()}
 
-    with RunState.load(run_dir, model=torch.nn.Linear(1000, 300), progress=True, **where) as state:
+    with RunState.load(run_dir, model=torch.nn.Linear(1000, 300), progress=True, **grouped(**where)) as state:
         state.save()
 
     shown = capfd.readouterr()
@@ -557,7 +558,7 @@ def test_a_close_that_is_interrupted_leaves_the_pushing_to_the_next_start(
     gated: dict[str, Any], tmp_path: Path
 ) -> None:
     training = Training()
-    state = training.load(tmp_path / "run", save_on=(), **gated)
+    state = training.load(tmp_path / "run", signals=(), **gated)
     step_and_save(state, training, 1.0)
     assert Gated.asked.wait(30)
 

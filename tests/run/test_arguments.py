@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from grouped import grouped
 
 from resumable import RunState, UsageError, options
 from resumable.run.manifest import Goal
@@ -56,25 +57,25 @@ def test_what_is_not_a_time_is_refused_with_what_may_be_said(given: Any) -> None
 
 
 @pytest.mark.parametrize(
-    ("given", "mtbf", "expected"),
+    ("given", "expected"),
     [
-        (None, None, None),
-        (None, "6 h", Every(mtbf=21600)),
-        (500, None, Every(steps=500)),
-        ("500 steps", None, Every(steps=500)),
-        ("1step", None, Every(steps=1)),
-        ("2 epochs", None, Every(epochs=2)),
-        (" 1 epoch ", None, Every(epochs=1)),
-        ("10 min", None, Every(seconds=600)),
-        ("1 day", None, Every(seconds=DAY)),
-        ("1 %", None, Every(budget=0.01)),
-        ("0.5%", 3600, Every(budget=0.005, mtbf=3600)),
-        (["10 min", 500], None, Every(seconds=600, steps=500)),
-        (("1 %", "2 epochs", "500 steps", "2 h"), None, Every(7200, 500, 2, 0.01)),
+        (None, None),
+        ("mtbf 6 h", Every(mtbf=21600)),
+        (500, Every(steps=500)),
+        ("500 steps", Every(steps=500)),
+        ("1step", Every(steps=1)),
+        ("2 epochs", Every(epochs=2)),
+        (" 1 epoch ", Every(epochs=1)),
+        ("10 min", Every(seconds=600)),
+        ("1 day", Every(seconds=DAY)),
+        ("1 %", Every(budget=0.01)),
+        (["0.5%", "mtbf 1 h"], Every(budget=0.005, mtbf=3600)),
+        (["10 min", 500], Every(seconds=600, steps=500)),
+        (("1 %", "2 epochs", "500 steps", "2 h"), Every(7200, 500, 2, 0.01)),
     ],
 )
-def test_when_to_save_is_said_in_words(given: Any, mtbf: Any, expected: Every | None) -> None:
-    assert options.every(given, mtbf) == expected
+def test_when_to_save_is_said_in_words(given: Any, expected: Every | None) -> None:
+    assert options.every(given) == expected
 
 
 @pytest.mark.parametrize(
@@ -98,8 +99,8 @@ def test_a_list_of_rules_has_at_least_one_and_none_twice(given: Any, problem: st
 
 
 def test_a_time_between_failures_that_is_none_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"mtbf='often' is not a time"):
-        options.every("1 %", mtbf="often")
+    with pytest.raises(UsageError, match=r"(?s)every='mtbf often' does not say how often.*'mtbf 6 h'"):
+        options.every("mtbf often")
 
 
 @pytest.mark.parametrize(
@@ -157,16 +158,16 @@ def test_what_a_run_keeps_is_checked_before_anything_is_made(run_dir: Any) -> No
 
 @pytest.mark.parametrize("given", ["SIGTERM", None, [15]])
 def test_signals_are_a_list_of_names_and_the_error_shows_one(given: Any) -> None:
-    with pytest.raises(UsageError, match=r"(?s)is not a list of names.*write save_on=\['SIGTERM'\]"):
-        options.save_on(given)
+    with pytest.raises(UsageError, match=r"(?s)is not a list of names.*write signals=\['SIGTERM'\]"):
+        options.signals(given)
 
 
 @pytest.mark.parametrize(
     ("name", "what"), [("SIGFOO", "is no signal here"), ("SIGKILL", "cannot be noted by any process")]
 )
 def test_a_signal_that_cannot_be_handled_is_refused(name: str, what: str) -> None:
-    with pytest.raises(UsageError, match=f"save_on names '{name}', which {what}"):
-        options.save_on([name])
+    with pytest.raises(UsageError, match=f"signals= names '{name}', which {what}"):
+        options.signals([name])
 
 
 def test_how_to_leave_is_one_of_two_words() -> None:
@@ -181,15 +182,15 @@ def test_how_to_leave_is_one_of_two_words() -> None:
     [
         ({"push": "newset"}, "push='newset' does not say which checkpoints go to the remote"),
         ({"push": "best"}, "push='best', but nothing says which checkpoint is the best"),
-        ({"remote_keep": 0}, "remote_keep=0 does not say how many checkpoints stay"),
-        ({"push_timeout": "soon"}, "push_timeout='soon'"),
-        ({"remote_options": ["endpoint_url"]}, "remote_options= is no dict"),
+        ({"remote_keep": 0}, "Remote.keep=0 does not say how many checkpoints stay"),
+        ({"push_timeout": "soon"}, "Remote.timeout='soon'"),
+        ({"remote_options": ["endpoint_url"]}, "Remote.options is not a dict"),
     ],
 )
 def test_what_to_copy_is_checked_also_where_no_remote_is_given_yet(
     run_dir: Path, given: dict[str, Any], problem: str, remote: str | None
 ) -> None:
     with pytest.raises(UsageError, match=re.escape(problem)):
-        RunState.load(run_dir, remote=remote, **given)
+        RunState.load(run_dir, **grouped(remote=remote, **given))
 
     assert not run_dir.exists()

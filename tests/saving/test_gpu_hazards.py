@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from resumable import Preempted, Run, RunState, StateMismatch
+from resumable import Preempt, Preempted, Run, RunState, StateMismatch
 from resumable.files import large_files, tensor_file
 from resumable.loaders.generators import rng, worker_rng
 from resumable.parts import devices
@@ -239,7 +239,9 @@ def test_a_captured_step_resumes_where_it_was_saved(gpu: Accelerator, run_dir: P
         accelerator.replace(seed).set_device(1)
         training = Captured()
         training.capture()
-        state = RunState.load(run_dir, **training.parts, every=3, keep=None, on_preempt="raise")
+        state = RunState.load(
+            run_dir, **training.parts, every=3, keep=None, preempt=Preempt(on_preempt="raise")
+        )
         try:
             for _ in state.epochs(1):
                 for number, _ in state.enumerate():

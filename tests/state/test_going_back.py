@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from resumable import Diverged, ResumableWarning, Run, RunState, UsageError
+from resumable import Diverged, Ranks, ResumableWarning, Run, RunState, UsageError
 
 EPOCHS = 3
 Where = tuple[str, int, int]
@@ -819,7 +819,9 @@ def together(rank: int, run_dir: Path) -> Any:
     """Go back from a spike twice, to a checkpoint that is damaged for one of them too; then lose patience."""
     model, own = nn.Linear(2, 2), random.Random(rank)
     answers: list[Any] = []
-    with RunState.load(run_dir, model=model, extra={"own": own}, minimize="loss", timeout=20) as state:
+    with RunState.load(
+        run_dir, model=model, extra={"own": own}, minimize="loss", ranks=Ranks(timeout=20)
+    ) as state:
         for step in state.steps(4):
             state.vars["mine"] = [rank, step]
             state.save(loss=step if rank == 0 else -step).wait()

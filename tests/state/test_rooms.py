@@ -13,7 +13,7 @@ from places import ROOT
 PACKAGE = ROOT / "resumable"
 
 ORDER = (
-    "errors boundary progress version | files | run | options processes"
+    "errors boundary progress version | files | run | groups | options processes"
     " | loaders.generators | loaders.workers | loaders"
     " | position.script | position | parts | remote"
     " | views | interop | trace | training | saving | determinism | session | state"

@@ -12,7 +12,7 @@ import xxhash
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from resumable import RunState
+from resumable import RunState, Trace
 
 EPOCHS = 3
 RESULT, TRACE = "result.txt", "boundaries.jsonl"
@@ -49,8 +49,7 @@ def main(run_dir: Path, seed: int) -> None:
         minimize="loss",
         keep=1 + seed % 3,
         every=3,
-        trace=run_dir / TRACE,
-        trace_every=1,
+        trace=Trace(run_dir / TRACE, every=1),
     )
     losses = state.vars.setdefault("losses", [])
     for _ in state.epochs(EPOCHS):

@@ -17,6 +17,7 @@ import lightning.pytorch as pl
 import torch
 from lightning_training import Case
 
+from resumable import Ranks
 from resumable.integrations.lightning import Resumable
 
 EPOCHS = 10
@@ -54,7 +55,7 @@ def main(run: str, batch: str, name: str) -> None:
     torch.set_num_threads(1)
     callbacks: list[Any] = [SignalAfter(int(batch), signal.Signals[name]), Reducing()]
     if run != "none":
-        callbacks.append(Resumable(run, every=1, minimize="val", timeout=20))
+        callbacks.append(Resumable(run, every=1, minimize="val", ranks=Ranks(timeout=20)))
     case = Case(
         callbacks=lambda: callbacks,
         strategy="ddp",

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from resumable import RunState
+from resumable import Ranks, RunState
 
 EPOCHS = 3
 Stop = int | str
@@ -145,7 +145,10 @@ class Stopped(Exception):
 def ours(run_dir: Path, stop: Stop | None, maker: str, **options: Any) -> tuple[str, list[float]] | None:
     """Train with a RunState until after a batch, or the end of an epoch ("epoch 0"); None if stopped."""
     training = Training(maker, **options)
-    with contextlib.suppress(Stopped), RunState.load(run_dir, **training.parts(), timeout=20) as state:
+    with (
+        contextlib.suppress(Stopped),
+        RunState.load(run_dir, **training.parts(), ranks=Ranks(timeout=20)) as state,
+    ):
         training.losses = state.vars.setdefault("losses", [])
         for epoch in state.epochs(EPOCHS):
             for batch in state.batches():

@@ -12,6 +12,7 @@ from typing import Any
 
 import gloo
 import torch
+from grouped import grouped
 from torch import Tensor, nn
 
 from resumable import RunState
@@ -117,7 +118,7 @@ def train(rank: int, kind: str, run_dir: Path, until: int, plan: Mapping[str, An
     given = {"keep": 3, "timeout": 20, **plan.get("load", {})}
     if nodes := plan.get("nodes"):
         run_dir, given["shared"] = of_node(run_dir, nodes[rank]), False
-    state = RunState.load(run_dir, model=wrapped, optimizer=optimizer, loader=loader, **given)
+    state = RunState.load(run_dir, model=wrapped, optimizer=optimizer, loader=loader, **grouped(**given))
     begun, seen = whole(model, optimizer), []
     for epoch in state.epochs(plan.get("epochs", 100)):
         sampler.set_epoch(epoch)

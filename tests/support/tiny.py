@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import compare
 import torch
+from grouped import grouped
 from sharded_training import gathered, shard
 
 from resumable import Run, RunState
@@ -78,7 +79,9 @@ def uninterrupted() -> list[bytes]:
 def load(run_dir: Path | str, *, sharded: bool = False, **options: Any) -> tuple[Training, RunState]:
     """Start the script: fresh, or from what is there, up to where its loop begins."""
     training = fresh(sharded=sharded)
-    state = RunState.load(run_dir, **training.parts(), **{"minimize": "loss", "keep": 1, **options})
+    state = RunState.load(
+        run_dir, **training.parts(), **grouped(**{"minimize": "loss", "keep": 1, **options})
+    )
     state._position.streams.put_back()
     return training, state
 

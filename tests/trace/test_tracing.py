@@ -19,10 +19,11 @@ import gloo
 import numpy as np
 import pytest
 import torch
+from grouped import grouped
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from resumable import Preempted, ResumableWarning, RunState, UsageError
+from resumable import Preempted, ResumableWarning, RunState, Trace, UsageError
 from resumable.cli.app import main
 from resumable.trace import digest, trace_file
 from resumable.trace.trace_file import Record
@@ -54,7 +55,7 @@ class Script:
             model=self.model,
             optimizer=self.optimizer,
             loader=self.loader,
-            **{"trace_every": 3, "keep": None, **options},
+            **grouped(**{"trace_every": 3, "keep": None, **options}),
         )
 
     def step(self, batch: Any) -> None:
@@ -414,7 +415,7 @@ def test_steps_are_counted_and_not_batches_where_a_batch_has_several(tmp_path: P
 
 
 def test_where_no_optimizer_counts_steps_batches_are_counted(tmp_path: Path) -> None:
-    with RunState.load(tmp_path / "run", loader=[0] * 7, trace=tmp_path / "a.jsonl", trace_every=3) as state:
+    with RunState.load(tmp_path / "run", loader=[0] * 7, trace=Trace(tmp_path / "a.jsonl", every=3)) as state:
         for _ in state.epochs(2):
             assert len([*state.batches()]) == 7
 
@@ -426,7 +427,7 @@ def test_where_no_optimizer_counts_steps_batches_are_counted(tmp_path: Path) -> 
 
 
 def test_a_body_of_steps_without_an_optimizer_is_not_looked_at_every_time(tmp_path: Path) -> None:
-    with RunState.load(tmp_path / "run", trace=tmp_path / "a.jsonl", trace_every=4) as state:
+    with RunState.load(tmp_path / "run", trace=Trace(tmp_path / "a.jsonl", every=4)) as state:
         assert len([*state.steps(9)]) == 9
 
     found = boundaries(trace_file.read(tmp_path / "a.jsonl"))
@@ -439,7 +440,7 @@ def test_epochs_without_batches_have_their_boundaries_and_short_ones_are_not_all
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with RunState.load(
-        tmp_path / "run", model=model, optimizer=optimizer, trace=tmp_path / "a.jsonl", trace_every=20
+        tmp_path / "run", model=model, optimizer=optimizer, trace=Trace(tmp_path / "a.jsonl", every=20)
     ) as state:
         for _ in state.epochs(4):
             optimizer.step()
@@ -485,7 +486,9 @@ def steps(folder: Path, name: str, lr: float = 0.1, **options: Any) -> list[Reco
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     path = folder / f"{name}.jsonl"
-    with RunState.load(folder / name, model=model, optimizer=optimizer, trace=path, **options) as state:
+    with RunState.load(
+        folder / name, model=model, optimizer=optimizer, **grouped(trace=path, **options)
+    ) as state:
         for step in state.steps(5):
             optimizer.param_groups[0]["lr"] = lr if step == 3 else 0.1
             optimizer.zero_grad()
@@ -567,13 +570,13 @@ def test_a_run_is_let_go_of_even_if_a_warning_of_its_last_look_is_an_error(tmp_p
     extra: dict[str, Any] = {"odd": {"made": 1}}
     options: dict[str, Any] = {"extra": extra, "trace": tmp_path / "a.jsonl"}
     # Here warnings are errors
-    with RunState.load(tmp_path / "run", **options) as state:
+    with RunState.load(tmp_path / "run", **grouped(**options)) as state:
         for _ in state.steps(2):
             state.save().wait()
         extra["odd"]["made"] = print
     extra["odd"]["made"] = 1
 
-    with RunState.load(tmp_path / "run", **options) as state:
+    with RunState.load(tmp_path / "run", **grouped(**options)) as state:
         assert state.step == 2
 
 
@@ -640,7 +643,7 @@ def _of_a_rank(rank: int, folder: str, seed: int) -> None:
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     torch.manual_seed(seed + rank)
     with RunState.load(
-        f"{folder}/run-{seed}", model=ddp, optimizer=optimizer, trace=f"{folder}/{seed}.jsonl", trace_every=2
+        f"{folder}/run-{seed}", model=ddp, optimizer=optimizer, trace=Trace(f"{folder}/{seed}.jsonl", every=2)
     ) as state:
         for step in state.steps(4):
             # Rank 1 gets other data from the third step on
@@ -675,7 +678,7 @@ def test_what_is_on_a_gpu_is_in_the_line_of_its_own_boundary(tmp_path: Path) -> 
     model = nn.Linear(300, 1, device="cuda")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with RunState.load(
-        tmp_path / "run", model=model, optimizer=optimizer, trace=tmp_path / "a.jsonl", trace_every=3
+        tmp_path / "run", model=model, optimizer=optimizer, trace=Trace(tmp_path / "a.jsonl", every=3)
     ) as state:
         for batch in state.batches(data):
             loss = batch.mean()
@@ -697,7 +700,7 @@ def test_one_number_that_is_drawn_shows_in_the_next_look(name: str, draw: Any, t
         random.seed(0)
         np.random.seed(0)
         torch.manual_seed(0)
-        with RunState.load(tmp_path / path, trace=tmp_path / f"{path}.jsonl", trace_every=1) as state:
+        with RunState.load(tmp_path / path, trace=Trace(tmp_path / f"{path}.jsonl", every=1)) as state:
             for _ in state.steps(1):
                 for _ in range(9 + (path == "b")):
                     draw()

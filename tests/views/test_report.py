@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from grouped import grouped
 from places import CLI_PAGE
 
 from resumable import Preempted, RunState, UsageError
@@ -28,7 +29,7 @@ from resumable.views.overview import overview
 def train(run_dir: Path, upto: int, each: Callable[[], object] | None = None, **options: Any) -> None:
     """Train from wherever the run stands, and save at each step, or do something else."""
     given: dict[str, Any] = {"maximize": "acc", "keep": 4, "progress": False} | options
-    with RunState.load(run_dir, model=torch.nn.Linear(4, 4), **given) as state:
+    with RunState.load(run_dir, model=torch.nn.Linear(4, 4), **grouped(**given)) as state:
         for step in state.steps(upto):
             if each:
                 each()

@@ -19,10 +19,11 @@ import gloo
 import numpy as np
 import pytest
 import torch
+from grouped import grouped
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from resumable import Preempted, Run, RunState
+from resumable import Preempt, Preempted, Run, RunState
 
 EPOCHS, WINDOW = 3, 2
 
@@ -76,7 +77,7 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
 
-    with RunState.load(run_dir, **parts, loader=loader, keep=None, **options) as state:  # type: ignore[arg-type]
+    with RunState.load(run_dir, **parts, loader=loader, keep=None, **grouped(**options)) as state:
         if where == "steps":
             for step in state.steps(24):
                 learn(torch.rand(2, 4), is_last=True)
@@ -244,7 +245,7 @@ class Training:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
 
     def load(self, run_dir: Path, **options: Any) -> RunState:
-        return RunState.load(run_dir, model=self.model, optimizer=self.optimizer, **options)
+        return RunState.load(run_dir, model=self.model, optimizer=self.optimizer, **grouped(**options))
 
     def step(self) -> None:
         self.model(torch.ones(2)).sum().backward()
@@ -287,7 +288,7 @@ def test_the_run_is_closed_when_it_exits(run_dir: Path, training: Training) -> N
 
 
 def test_signals_that_are_not_watched_do_what_they_always_do(run_dir: Path, training: Training) -> None:
-    with training.load(run_dir, save_on=["SIGTERM"]) as state, pytest.raises(KeyboardInterrupt):
+    with training.load(run_dir, signals=["SIGTERM"]) as state, pytest.raises(KeyboardInterrupt):
         training.train(state, signal.SIGINT)
 
 
@@ -413,7 +414,11 @@ def test_a_batch_for_which_only_the_second_optimizer_stepped_is_not_trained_twic
     optimizers = {name: torch.optim.SGD(model.parameters(), lr=0.1) for name, model in models.items()}
     seen = []
     with RunState.load(
-        run_dir, model=models, optimizer=optimizers, loader=DataLoader(range(6)), on_preempt="raise"
+        run_dir,
+        model=models,
+        optimizer=optimizers,
+        loader=DataLoader(range(6)),
+        preempt=Preempt(on_preempt="raise"),
     ) as state:
         for _ in range(2):
             with contextlib.suppress(Preempted):

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import xxhash
+from grouped import grouped
 from proxy import Proxy
 from servers import S3, ProxiedS3
 
@@ -102,7 +103,7 @@ def made(megabytes: float = MEGABYTES) -> torch.nn.Sequential:
 
 
 def load(run_dir: Path, options: dict[str, Any], megabytes: float = MEGABYTES) -> RunState:
-    return RunState.load(run_dir, model=made(megabytes), push="all", **options)
+    return RunState.load(run_dir, model=made(megabytes), **grouped(push="all", **options))
 
 
 def train(model: torch.nn.Sequential) -> None:
@@ -115,7 +116,7 @@ def go_on(run_dir: Path, options: dict[str, Any], pipe: int) -> None:
     """Save once more, tell that pushing has begun, and wait for its end."""
     storage.PART = 5 << 20
     model = made()
-    state = RunState.load(run_dir, model=model, push="all", **options)
+    state = RunState.load(run_dir, model=model, **grouped(push="all", **options))
     for _ in state.steps(state.step + 1):
         train(model)
         state.save().wait()

@@ -12,7 +12,7 @@ import gloo
 import pytest
 import torch
 
-from resumable import ResumableError, Run, RunState, version
+from resumable import Ranks, ResumableError, Run, RunState, version
 
 TIMEOUT = 4.0
 
@@ -29,7 +29,7 @@ def train(rank: int, run_dir: Path, trouble: str, whom: int, pause: float) -> An
             run_dir,
             model=model,
             optimizer=optimizer,
-            timeout=TIMEOUT,
+            ranks=Ranks(timeout=TIMEOUT),
             keep=2 if trouble == "another argument" and it_is_me else 3,
         ) as state:
             for step in state.steps(8):
