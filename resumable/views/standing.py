@@ -56,8 +56,6 @@ def _state(run: Run, last: Row | None, done: Row | None, planned: Row | None) ->
     if how := last["ended"]:
         if how in ("closed", "left without close()"):
             return "finished" if is_complete(done, planned) else "stopped" if planned else "closed"
-        if how.startswith("killed, crashed"):
-            return "crashed"
         return "preempted" if how.startswith("SIG") or how == "max_time" else "failed"
     if lock.is_taken(run.path / ".lock"):
         return "running"
