@@ -162,7 +162,8 @@ def _lost(run: Row) -> list[str]:
         return ["not recorded"]
     rest = len(run["saves"]) - len(held)
     each = f"{duration(statistics.median(held))} a save" + (f", {rest:,} not recorded" if rest else "")
-    is_share = run["seconds"] and not rest and run["seconds"] > sum(held)
+    # The history has whole seconds: a share of a few of them would be a guess.
+    is_share = not rest and (run["seconds"] or 0) >= max(10 * len(run["attempts"]), sum(held))
     return [
         duration(sum(held)),
         f"{percent(sum(held) / run['seconds'])} of the time; {each}" if is_share else each,

@@ -153,11 +153,13 @@ class Chart {
       element(this.node, "line", { class: "grid", x1: left, x2: left + width, y1: y, y2: y });
       element(this.node, "text", { x: left - 6, y, dy: "0.32em", "text-anchor": "end", class: "y" }, labels[i]);
     });
+    const name = facts.x === "step" ? "step" : "save";
+    element(this.node, "text", { x: left - 6, y: top + height + 17, "text-anchor": "end" }, name);
     for (const value of steps(this.from, this.to, clamp(width / 90, 2, 8), 1)) {
       const x = this.across(value);
       const text = whole_number(Math.round(value));
       const half = text.length * 3.2;
-      const place = { x: clamp(x, half, left + width + MARGIN.right - half), y: top + height + 17, "text-anchor": "middle" };
+      const place = { x: clamp(x, left + half - 2, left + width + MARGIN.right - half), y: top + height + 17, "text-anchor": "middle" };
       element(this.node, "text", { ...place, class: "x" }, text);
       element(this.node, "line", { class: "grid", x1: x, x2: x, y1: top + height, y2: top + height + 4 });
     }

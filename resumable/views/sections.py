@@ -116,13 +116,13 @@ def _attempts(run: Row) -> Markup:
     if len(attempts) > _MOST_ATTEMPTS:
         caption += f": the last {_MOST_ATTEMPTS} of {len(attempts):,}"
     head = ["attempt", "started", "resumed from", "ended", "on", "ran", "changed"]
-    rows = [_attempt(one) for one in attempts[-_MOST_ATTEMPTS:]]
+    rows = [_attempt(one, run["state"]) for one in attempts[-_MOST_ATTEMPTS:]]
     used = [place for place in range(len(head)) if any(row[place] for row in rows)]
     shown = [[row[place] for place in used] for row in rows]
     return _table(caption, [head[place] for place in used], shown, range(1, len(used)))
 
 
-def _attempt(one: Row) -> list[object]:
+def _attempt(one: Row, state: str) -> list[object]:
     commit = f"commit {known}" if (known := headline.commit_of(one)) else ""
     argv = one["argv"] if isinstance(one["argv"], list) else []
     took = [] if one["seconds"] is None else [f"for {duration(one['seconds'])}"]
@@ -130,7 +130,7 @@ def _attempt(one: Row) -> list[object]:
         str(one["attempt"]),
         _lines([when(one["time"]), ", ".join([*took, counted(one["saves"], "save")])]),
         "fresh" if one["from"] is None else f"checkpoint {one['from']}",
-        _lines([one["ended"] or "running or crashed (no exit recorded)"]),
+        _lines([one["ended"] or _UNENDED.get(state, "running or crashed (no exit recorded)")]),
         _lines([f"{one['host']}, process {one['pid']}", *_environment(one)]),
         _lines([" ".join(map(str, argv)), commit]),
         _lines(
@@ -140,6 +140,9 @@ def _attempt(one: Row) -> list[object]:
             ]
         ),
     ]
+
+
+_UNENDED = {"running": "running", "crashed": "killed or crashed (no exit recorded)"}
 
 
 def _environment(one: Row) -> Iterator[str]:
