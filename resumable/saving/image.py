@@ -37,8 +37,8 @@ class Image:
         self,
         optimizers: Sequence[Any] = (),
         written_elsewhere: Callable[[], Collection[int]] = frozenset,
-        worth_a_fence: int = _WORTH_A_FENCE,
         waiting: Waiting = contextlib.nullcontext,
+        worth_a_fence: int = _WORTH_A_FENCE,
     ) -> None:
         self._fence = Fence(optimizers, waiting)
         self._written_elsewhere = written_elsewhere

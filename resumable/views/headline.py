@@ -40,8 +40,11 @@ def of_several(runs: Sequence[Row]) -> Markup:
     rows: list[tuple[str, list[object]]] = [("state", [badge(run) for run in runs])]
     settings = [started_with(run) for run in runs]
     unlike, alike = _compared(settings)
+    # An earlier version has recorded no settings.
+    is_known = [bool(run["attempts"] and run["attempts"][-1]["settings"]) for run in runs]
+    both = [(one, "none" if known else "not recorded") for one, known in zip(settings, is_known, strict=True)]
     rows += [
-        (name, [tag("div", tag("b", one.get(name, "not recorded"))) for one in settings]) for name in unlike
+        (name, [tag("div", tag("b", one.get(name, unknown))) for one, unknown in both]) for name in unlike
     ]
     for facts in zip(*map(_facts, runs), strict=True):
         if any(lines != ["none"] for _, lines in facts):
