@@ -76,7 +76,7 @@ class CountedLoops(TrainingCounters):
     def _begin_loop(self, kind: str, total: int) -> int | None:
         """Return the number of an outermost loop that begins; None for one in the body of another."""
         done = {"epochs": self.epoch, "steps": self.step}
-        self._left_for = None
+        self._left_for, self._has_left_step = None, False
         self.handed.loop_begins()
         return None if self._body is not None else self.streams.begin_loop(kind, total, done)
 
@@ -154,6 +154,7 @@ class CountedLoops(TrainingCounters):
                 is_last = self.steps_done() >= total
                 if self.is_saved_body() and not is_last and script_frames.is_break(asked_by):
                     self._left_for = f"step {self.steps_done()}"
+                self._has_left_step = self.has_trained_in_hand()
                 self.streams.leave_loop("steps", total, number)
                 raise
             except BaseException:

@@ -39,6 +39,7 @@ class EpochPlace:
         """The source's mark after the batch that was handed out last."""
         self._left_under: BaseException | None = None
         """The exception that was being handled around the loop that was left."""
+        self._was_left = False
         self._is_put_off = False
         """Whether the batch that was in hand when the loop was left is the first that is ahead."""
 
@@ -53,6 +54,10 @@ class EpochPlace:
         if self.phase is Phase.LEFT and not self.is_interrupted():
             self.phase, self._left_under = Phase.OVER, None
         return self.phase not in _OVER and (self.in_hand is not None or self.done > 0)
+
+    def was_left(self) -> bool:
+        """Whether this epoch's batches were left in the middle, and the epoch does not go on with them."""
+        return self._was_left and self.phase is not Phase.KEPT
 
     def is_through(self) -> bool:
         """Whether looping over the batches again would be another epoch."""
@@ -128,7 +133,7 @@ class EpochPlace:
             else:
                 self.ahead.appendleft(Loaded(hand.size, self._mark, draws=hand.draws))
                 self._mark, self.in_hand, self._is_put_off = hand.before, None, True
-        self._left_under, self.phase = outer, Phase.LEFT
+        self._left_under, self.phase, self._was_left = outer, Phase.LEFT, True
 
     def refuse_to_leave_out(self) -> None:
         """Raise UsageError where it is unknown which batch is in hand."""

@@ -251,7 +251,7 @@ class LoaderPosition(EpochPlace):
         """Return to the beginning of an epoch."""
         self._go_elsewhere(Phase.DUE)
         self.done, self._left_under = 0, None
-        self._is_put_off = self.is_awaited = self.is_beside = self.begins_here = False
+        self._is_put_off = self._was_left = self.is_awaited = self.is_beside = self.begins_here = False
         self.habits.epoch_begins()
         self.source.rewind()
 

@@ -56,7 +56,7 @@ class TrainingCounters:
         self._body: Boundary | None = None
         """The kind of the body that is running."""
         self._opened = self._step_in_hand = self._step_at_start = self._updates_in_hand = 0
-        self._has_looped = self._has_saved_end = False
+        self._has_looped = self._has_saved_end = self._has_left_step = False
         self._has_ended_body = False
         """Whether the body of `epochs()` has ended, and the next epoch has not begun."""
         self._stepped: set[str] | None = None
@@ -131,6 +131,17 @@ class TrainingCounters:
     def is_outside(self) -> bool:
         """Whether no loop of ours is running."""
         return self._body is None and not self._known.is_training()
+
+    def is_left_early(self) -> bool:
+        """Whether a loop was left in the middle, so that a save would count what is left of it as done."""
+        return self._has_left_step or any(at.was_left() for at in self._known.all)
+
+    def trained(self) -> tuple[int, int, int]:
+        """Return numbers that grow with what is trained."""
+        if self.counts_steps:
+            return self.updates, 0, 0
+        counters = self.counters()
+        return self.updates, counters["step"], counters["samples"]
 
     def has_trained_in_hand(self) -> bool:
         """Whether what is in hand was trained, so that it may count as done."""

@@ -64,7 +64,7 @@ class Saving:
         self._place: Mapping[str, Any] = {}
         """The counters of that save."""
         self._has_goal_metric = False
-        """Whether a save was given the metric that decides the best checkpoint, or a warning said that none was."""
+        """Whether a save was given the metric that decides the best, or a warning said that none was."""
         self._unheard: int | None = None
         """The save whose metrics, as rank 0 gave them, this process does not have yet."""
         self._failed = 0
@@ -199,7 +199,7 @@ class Saving:
 
     def _note_goal(self, metrics: Mapping[str, float]) -> None:
         self._has_goal_metric |= self._goal is not None and self._goal.metric in metrics
-        if metrics and self._goal and not self._has_goal_metric:
+        if metrics and self._goal and not self._has_goal_metric and self.best is None:
             self.once.warn(
                 f"save() was given {', '.join(metrics)}, but {self._goal} says which checkpoint is the best."
             )

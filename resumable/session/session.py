@@ -15,7 +15,7 @@ from typing import Any
 
 from .. import determinism
 from ..boundary import Boundary, Due
-from ..errors import Preempted, RemoteError, UsageError, warn
+from ..errors import Preempted, RankLost, RemoteError, UsageError, warn
 from ..files import pin
 from ..files.strict_json import Json
 from ..loaders import loader_warnings
@@ -66,9 +66,8 @@ class Session:
         )
         self.has_resumed = False
         """Whether this training continues from a checkpoint."""
-        self._safe: Mapping[str, Any] = {}
-        """The counters of the last save, or of the checkpoint that the training continues from."""
-        self._updates_at_save = 0
+        self._safe = 0, 0, 0
+        """What was trained at the last save, or at the checkpoint that the training continues from."""
         self._is_closed, self._process = False, os.getpid()
         # One that is dropped without close() must not lock its run for the rest of the process.
         what = self.saving.history, training.run, training.position, training.copies
@@ -230,18 +229,28 @@ class Session:
 
     def save_rest(self, why: str) -> None:
         """Save what was trained since the last save, unless the script wants no saves but its own."""
-        if self.training.options.saves_at_end and self._has_trained():
-            self.save(why)
-
-    def _has_trained(self) -> bool:
-        return self._progress() != self._safe
+        if not self.training.options.saves_at_end:
+            return
+        position = self.training.position
+        has_trained = position.trained() > self._safe
+        try:
+            found = self.training.crew.ranks.agree(why, lambda: [has_trained, *position.stands_at()])
+        except RankLost:
+            if has_trained:
+                raise
+            return
+        if not any(has_trained for has_trained, *_ in found):
+            return
+        if any(place != found[0][1:] for _, *place in found):
+            warn(
+                "the processes have trained different numbers of batches, so that what was trained since the "
+                "last save is in no checkpoint."
+            )
+            return
+        self.save(why)
 
     def _note_safe(self) -> None:
-        self._safe, self._updates_at_save = self._progress(), self.training.position.updates
-
-    def _progress(self) -> dict[str, Any]:
-        counters = self.training.position.counters()
-        return {name: value for name, value in counters.items() if name != "boundary"}
+        self._safe = self.training.position.trained()
 
     def went_back(self) -> None:
         """Count from where a checkpoint has put the training back."""
@@ -283,13 +292,14 @@ class Session:
             self._close(how)
 
     def _save_at_end(self) -> None:
-        position, saves_at_end = self.training.position, self.training.options.saves_at_end
-        if position.is_outside() or position.has_trained_in_hand():
+        position, options = self.training.position, self.training.options
+        is_at_boundary = position.is_outside() and not position.is_left_early()
+        if is_at_boundary or position.has_trained_in_hand():
             self.save_rest("close()")
-        elif saves_at_end and position.updates != self._updates_at_save:
+        elif options.saves_at_end and position.updates > self._safe[0]:
             warn(
-                "close() was called in the body of a loop before all of it was done: what was trained since "
-                "the last save is in no checkpoint. Call save() before it, or close() after the loop."
+                "the loop was left before its end, and what was trained since the last save is in no "
+                "checkpoint. Call save() before the loop is left."
             )
         self.saving.warn_of_missing_metric()
 

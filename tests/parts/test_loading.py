@@ -125,7 +125,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def saved(run_dir: Path, small_blocks: None) -> list[Any]:
     """Leave two checkpoints behind, and return what each holds."""
     training, seen = Training(0), []
-    with RunState.load(run_dir, **training.parts) as state:
+    with RunState.load(run_dir, **training.parts, every=None) as state:
         for number in range(2):
             training.step()
             training.notes["seed"] = [number]
@@ -692,7 +692,7 @@ def test_any_training_comes_back_to_the_last_bit(
         fresh = RandomTraining(seed, optimizer, values=resume, layouts=resume)
         for _ in range(resume - 1):
             fresh.step()
-        with RunState.load(run_dir, **fresh.parts, keep=None) as state:
+        with RunState.load(run_dir, **fresh.parts, keep=None, every=None) as state:
             assert fresh.look() == expected
             fresh.step()
             state.save().wait()

@@ -189,7 +189,7 @@ def test_an_optimizer_that_is_not_given_is_reported_at_its_first_step(run_dir: P
 
 
 def test_an_optimizer_without_state_and_one_of_another_model_are_not_reported(run_dir: Path) -> None:
-    script = Script(run_dir)
+    script = Script(run_dir, every=None)
     other = nn.Linear(1, 1)
     without, elsewhere = torch.optim.SGD(script.model.parameters()), torch.optim.Adam(other.parameters())
 

@@ -230,7 +230,7 @@ def test_a_save_after_the_loop_has_been_stopped_early_still_says_that_the_epoch_
 def test_steps_without_an_optimizer_counts_its_bodies_over_resumes(run_dir: Path) -> None:
     seen = []
     for _ in range(4):
-        state = RunState.load(run_dir)
+        state = RunState.load(run_dir, every=None)
         for step in state.steps(5):
             seen.append((step, state.step))
             if step % 2:
@@ -853,7 +853,7 @@ def test_other_data_in_mid_epoch_can_be_allowed_and_begins_the_epoch_again(run_d
 
     for _ in range(2):
         with pytest.warns(ResumableWarning, match=r"batch_size +4 +-> 5  the code's is used"):
-            training = Training(run_dir, numbers(10, 5), allow=["loader"])
+            training = Training(run_dir, numbers(10, 5), allow=["loader"], every=None)
         assert training.epoch() == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
         training.state.close()
 
@@ -948,7 +948,7 @@ def train_on(parts: dict[str, Any]) -> None:
 
 def test_a_loader_that_is_trained_from_directly_is_refused_at_its_second_batch(run_dir: Path) -> None:
     parts = small()
-    with RunState.load(run_dir, **parts) as state:
+    with RunState.load(run_dir, **parts, every=None) as state:
         for _ in state.epochs(1):
             with pytest.raises(UsageError, match=r"not in a loop over state\.batches\(\)"):
                 train_on(parts)

@@ -414,7 +414,7 @@ def test_more_steps_than_a_thread_has_loaded_batches_are_reported(run_dir: Path)
 
 def test_an_epoch_that_ends_before_a_thread_does_is_reported(run_dir: Path) -> None:
     training = Training(1)
-    with training.load(run_dir) as state:
+    with training.load(run_dir, every=None) as state:
         epochs = state.epochs(2)
         next(epochs)
         thread = iter(Background(state.batches()))

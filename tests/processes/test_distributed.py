@@ -414,7 +414,7 @@ def test_another_number_is_an_error_where_it_may_not_change(tmp_path: Path) -> N
     found = gloo.run(1, elastic, tmp_path / "run", None, {"elastic": False}, folder=tmp_path)
 
     assert isinstance(found[0].error, StateMismatch)
-    assert "was made by 2 processes; there are 1 now, and elastic=False" in str(found[0].error)
+    assert "was made by 2 processes; there are 1 now, and Ranks(elastic=False)" in str(found[0].error)
 
 
 def unsharded(rank: int, run_dir: Path, allow: list[str]) -> Any:

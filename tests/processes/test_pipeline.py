@@ -104,8 +104,7 @@ def _train(rank: int, run_dir: Path, size: int, until: int, seed: int, dies: boo
         optimizer={name: optimizer},
         scheduler={name: scheduler},
         loader=loader,
-        ranks=Ranks(timeout=20),
-        **options,
+        **grouped(timeout=20, **options),
     )
     begun = whole(model, optimizer)
     for epoch in state.epochs(100) if state.step < until else ():

@@ -79,7 +79,7 @@ def apart(rank: int, run_dir: Path) -> list[int]:
     found = []
     for stop in (2, None):
         loader = Training("accelerate", rank, 2, samples=10, even_batches=False).loader
-        with RunState.load(run_dir, loader=loader, ranks=Ranks(timeout=20)) as state:
+        with RunState.load(run_dir, loader=loader, every=None, ranks=Ranks(timeout=20)) as state:
             for _ in state.batches():
                 if state.batch + 1 == stop:
                     state.save().wait()

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+import resumable
 from resumable import Run, RunState
 from resumable.processes.ranks import Ranks
 from resumable.processes.rendezvous import Rendezvous
@@ -79,7 +80,7 @@ def train(rank: int, run_dir: Path, whom: int | None, step: int, is_group: bool,
     sampler: DistributedSampler[Any] = DistributedSampler(Augmented())
     loader = DataLoader(Augmented(), batch_size=1, sampler=sampler, num_workers=1)
     parts = {"model": model, "optimizer": optimizer, "loader": loader}
-    with RunState.load(run_dir, **parts, ranks=Ranks(timeout=3), keep=None, **options) as state:  # type: ignore[arg-type]
+    with RunState.load(run_dir, **parts, ranks=resumable.Ranks(timeout=3), keep=None, **options) as state:  # type: ignore[arg-type]
         for epoch in state.epochs(8):
             sampler.set_epoch(epoch)
             for x in state.batches():
@@ -161,7 +162,7 @@ def give_then_save_alone(rank: int, run_dir: Path) -> Any:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with RunState.load(
-        run_dir, model=model, optimizer=optimizer, every=1, minimize="loss", ranks=Ranks(timeout=5)
+        run_dir, model=model, optimizer=optimizer, every=1, minimize="loss", ranks=resumable.Ranks(timeout=5)
     ) as state:
         for step in state.steps(8):
             model(torch.ones(2)).sum().backward()

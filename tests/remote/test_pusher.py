@@ -541,7 +541,7 @@ def test_what_has_the_number_of_one_there_from_elsewhere_is_pushed(place: Place,
     path = Run(tmp_path / "here").open(1).path
     training = Training()
     parts = {"model": training.model, "optimizer": training.optimizer, "loader": training.loader}
-    state = RunState.load(tmp_path / "here", **parts, minimize="loss", resume=path, **keeps)  # type: ignore[arg-type]
+    state = RunState.load(tmp_path / "here", **parts, minimize="loss", resume=path, **grouped(**keeps))  # type: ignore[arg-type]
     with heard(), state:
         for _ in range(2):
             step_and_save(state, training, 7.0)

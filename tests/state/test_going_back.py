@@ -57,7 +57,7 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
         self.noise = np.random.default_rng(seed)
-        more = {"keep": None, "minimize": "loss", "extra": {"noise": self.noise}, **more}
+        more = {"keep": None, "every": None, "minimize": "loss", "extra": {"noise": self.noise}, **more}
         parts = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
         self.state = RunState.load(run_dir, **parts, loader=make(), **more)
         # What is drawn between the load and the loops does not count.

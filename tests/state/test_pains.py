@@ -195,7 +195,7 @@ def split(seed: int) -> DataLoader[Any]:
 
 
 def save_after(run_dir: Path, loader: DataLoader[Any], batches: int) -> None:
-    state = RunState.load(run_dir, loader=loader)
+    state = RunState.load(run_dir, loader=loader, every=None)
     for number, _ in state.enumerate(start=1):
         if number == batches:
             state.save()

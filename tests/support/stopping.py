@@ -37,7 +37,7 @@ def _generators() -> Any:
 def _start(run_dir: Path, make: Callable[[], dict[str, Any]], loop: Loop, stop: int | None) -> list[Any]:
     torch.manual_seed(1), np.random.seed(1), random.seed(1)
     objects, log = make(), []
-    names = "model", "optimizer", "loader", "extra", "on_preempt"
+    names = "model", "optimizer", "loader", "extra", "preempt"
     parts = {name: objects[name] for name in names if name in objects}
     with RunState.load(run_dir, progress=False, **parts) as state:
 

@@ -227,7 +227,7 @@ def test_two_are_not_called_equal_without_a_comparison_of_what_they_have_trained
     assert first == (
         f"weights not compared: {alike}, but at none after they began have both looked at the parts"
     )
-    assert fix.startswith("Fix: trace both again with a lower trace_every= ")
+    assert fix.startswith("Fix: trace both again more often (Trace(..., every=10))")
 
 
 @pytest.mark.parametrize(

@@ -198,7 +198,7 @@ def test_a_trace_that_cannot_be_written_is_said_at_once(tmp_path: Path) -> None:
 
     with pytest.raises(UsageError, match=r"train\.py is a file with something else than a trace"):
         Script(tmp_path / "run", trace=tmp_path / "train.py")
-    with pytest.raises(UsageError, match=r"trace_every=-1 is not a count"):
+    with pytest.raises(UsageError, match=r"Trace.every=-1 is not a count"):
         Script(tmp_path / "run", trace_every=-1)
 
 
@@ -557,9 +557,9 @@ def test_one_that_is_not_at_its_end_is_not_held_up_by_a_look(
 
 
 def test_a_part_that_cannot_be_stored_leaves_the_digests_of_the_batches(tmp_path: Path) -> None:
-    extra = {"odd": {"made": lambda: 0}}
+    options = grouped(trace=tmp_path / "a.jsonl", every=None)
     with pytest.warns(ResumableWarning, match="cannot tell the parts apart: CannotStore: extra.odd.made is"):
-        state = RunState.load(tmp_path / "run", extra=extra, loader=[1, 2], trace=tmp_path / "a.jsonl")
+        state = RunState.load(tmp_path / "run", extra={"odd": {"made": lambda: 0}}, loader=[1, 2], **options)
     assert len([*state.batches()]) == 2
     state.close()
 

@@ -72,6 +72,7 @@ class Training:
             optimizer=self.optimizer,
             extra={"mine": {"t": torch.ones(999)}},
             keep=keep,
+            every=None,
         )
 
     def train(self, steps: int = 1) -> None:

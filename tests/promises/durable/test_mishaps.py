@@ -147,7 +147,7 @@ def test_two_trainings_never_write_one_run_even_after_it_was_moved_away(
 ) -> None:
     with Child(lambda child: _hold(child, run_dir)) as child:
         assert child.heard() == "waits"
-        training, state = load(run_dir)
+        training, state = load(run_dir, every=None)
         save_next(training, state, 1.0)
         _move(run_dir)
         child.go()

@@ -353,7 +353,7 @@ def test_automatic_saves_are_at_clean_boundaries_and_continue_bit_for_bit(run_di
         (found.about.step, found.about.epoch, found.about.batch)
         for found in Run(run_dir / "whole").checkpoints()
     ]
-    assert places == [(3, 0, 6), (6, 1, 2), (9, 1, 8)]
+    assert places == [(3, 0, 6), (6, 1, 2), (9, 1, 8), (10, 2, 0)]
 
 
 def test_metrics_are_those_that_were_given_last(run_dir: Path, training: Training) -> None:
@@ -365,7 +365,7 @@ def test_metrics_are_those_that_were_given_last(run_dir: Path, training: Trainin
     assert (state.metrics, state.best) == ({"loss": 3.0}, 3.0)
 
     with training.load(run_dir, minimize="loss") as state:
-        assert (state.metrics, state.best, state.step) == ({"loss": 3.0}, 3.0, 3)
+        assert (state.metrics, state.best, state.step) == ({"loss": 3.0}, 3.0, 4)
     assert Run(run_dir).checkpoints()[-1].about.metrics == {}
 
 
