@@ -16,7 +16,7 @@ from resumable import RunState
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("run", nargs="?", default="runs/gpt", help="the run directory")
 parser.add_argument("--steps", type=int, default=600)
-parser.add_argument("--text", type=Path, default=Path(__file__).parent.parent / "docs" / "guide.md")
+parser.add_argument("--text", type=Path, default=Path(__file__).parent.parent / "docs" / "guarantees.md")
 parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 args = parser.parse_args()
 

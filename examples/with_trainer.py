@@ -16,7 +16,7 @@ from resumable.integrations.transformers import resume
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("run", nargs="?", default="runs/trainer", help="the run directory")
 parser.add_argument("--epochs", type=int, default=4)
-parser.add_argument("--text", type=Path, default=Path(__file__).parent.parent / "docs" / "guide.md")
+parser.add_argument("--text", type=Path, default=Path(__file__).parent.parent / "docs" / "guarantees.md")
 parser.add_argument("--device", default="auto", help="auto or cpu")
 args = parser.parse_args()
 

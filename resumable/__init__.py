@@ -1,4 +1,4 @@
-"""Kill a PyTorch training anywhere, start the same command again, and it goes on bit for bit."""
+"""Kill a PyTorch training anywhere, start the same command again, and it continues bit for bit."""
 
 from __future__ import annotations
 

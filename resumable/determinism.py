@@ -25,9 +25,14 @@ def seed_everything(seed: int, deterministic: bool = False, *, per_rank: bool = 
     """Seed the global generators of Python, NumPy and torch, on all devices; return the seed they got.
 
     Call it first, before models, splits and `RunState.load`. Workers that load are seeded by torch, from its
-    generator. All processes of a training get the same numbers, since what they make (weights, splits) has to
-    agree; `per_rank=True`, once that is made, gives each its own. `deterministic=True` has torch do what
-    repeats itself, and raise where it cannot; False leaves its flags as they are.
+    generator.
+
+    Args:
+        seed: An int from 0 to 2**32 - 1.
+        deterministic: Have torch do what repeats itself, and raise where it cannot; False leaves its flags as
+            they are.
+        per_rank: Give each process its own numbers. By default all get the same, since what they make
+            (weights, splits) has to agree: use True once that is made.
 
     >>> seed_everything(7)
     7

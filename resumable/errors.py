@@ -46,14 +46,17 @@ class ResumableError(Exception):
     """
 
     fix: str
+    command: str
+    """What to do on the command line, where arguments of Python help nobody; usually the same."""
 
-    def __init__(self, problem: str, *, fix: str) -> None:
+    def __init__(self, problem: str, *, fix: str, command: str | None = None) -> None:
         # A message may quote a file from someone else; a terminal would obey its escape sequences.
         problem, fix = printable(problem), printable(fix)
         # The builtin twins (OSError, ...) keep `args`, so the text is built once, here.
         super().__init__(f"{problem}\nFix: {fix}")
         self.problem = problem
         self.fix = fix
+        self.command = fix if command is None else printable(command)
 
     def __str__(self) -> str:
         return f"{self.problem}\nFix: {self.fix}"

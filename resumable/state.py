@@ -6,11 +6,12 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Generic, Protocol, overload
 
 import torch
+from typing_extensions import TypeVar
 
 from . import options
 from .errors import Preempted, RemoteError, UsageError, warn
@@ -28,8 +29,22 @@ from .session.session import Session, told
 from .views import report
 from .views.report import Report
 
+B = TypeVar("B", default=Any)
+"""What a batch is."""
+C = TypeVar("C")
 
-class RunState:
+
+class Stateful(Protocol):
+    """What has `state_dict` and `load_state_dict`."""
+
+    def state_dict(self) -> Any:
+        """Return the state."""
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Take over a state."""
+
+
+class RunState(Generic[B]):
     """A whole training as one object. `RunState.load(...)` makes it.
 
     >>> model = torch.nn.Linear(2, 1)
@@ -59,12 +74,12 @@ class RunState:
         cls,
         run_dir: str | os.PathLike[str],
         *,
-        model: Any = None,
-        optimizer: Any = None,
-        scheduler: Any = None,
-        scaler: Any = None,
-        loader: Any = None,
-        extra: dict[str, Any] | None = None,
+        model: torch.nn.Module | Mapping[str, torch.nn.Module] | None = None,
+        optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None = None,
+        scheduler: Stateful | Mapping[str, Stateful] | None = None,
+        scaler: Stateful | Mapping[str, Stateful] | None = None,
+        loader: Iterable[B] | Mapping[str, Iterable[Any]] | None = None,
+        extra: Mapping[str, Any] | None = None,
         maximize: str | None = None,
         minimize: str | None = None,
         keep: Keep = 3,
@@ -79,7 +94,7 @@ class RunState:
         trace: str | os.PathLike[str] | Trace | None = None,
         sample_seeds: bool = False,
         progress: bool | None = None,
-    ) -> RunState:
+    ) -> RunState[B]:
         """Resume from the newest intact checkpoint, or start fresh; print one line that says which.
 
         The environment variables RESUMABLE_RUN_DIR, RESUMABLE_RESUME, RESUMABLE_REMOTE and RESUMABLE_TRACE
@@ -212,10 +227,14 @@ class RunState:
         """Continue from the checkpoint of a training that was saved without this library.
 
         Call it at the first start, before the loop, once the old checkpoint is loaded into the parts.
-        `epoch`, `batch`: the epochs that are done, and the batches of the next one. The loop leaves out these
-        batches without loading them; an iterable that is no DataLoader is run again. `step`, `samples`: what
-        the counters begin with.
-        `best`: the best value so far of the metric to maximize or minimize; none yet if it is not finite.
+
+        Args:
+            epoch: The number of epochs that are done.
+            batch: The number of batches of the next epoch that are done. The loop leaves them out without
+                loading them; an iterable that is no DataLoader is run again.
+            step: The number of optimizer steps that are done.
+            samples: The number of samples that were trained on.
+            best: The best value so far of the metric to maximize or minimize; none yet if it is not finite.
 
         The order of an epoch that was stopped in the middle is drawn again, from a sampler's seed and epoch
         or from its generator: put that generator where it was at the epoch's beginning. All other random
@@ -240,8 +259,39 @@ class RunState:
         self._session.begin_at(**whole, best=value)
 
     def epochs(self, total: int) -> Iterator[int]:
-        """Loop over the epochs that remain of `total`, which includes those done before a resume."""
+        """Loop over the epochs that remain of `total`.
+
+        Args:
+            total: The number of epochs of the whole training, those done before a resume included.
+        """
         return self._loops.epochs(total)
+
+    @overload
+    def batches(
+        self,
+        loader: None = None,
+        *,
+        device: str | int | torch.device | None = None,
+        through: Through | None = None,
+    ) -> Batches[B]: ...
+
+    @overload
+    def batches(
+        self,
+        loader: str,
+        *,
+        device: str | int | torch.device | None = None,
+        through: Through | None = None,
+    ) -> Batches[Any]: ...
+
+    @overload
+    def batches(
+        self,
+        loader: Iterable[C] | Callable[[], Iterator[C]],
+        *,
+        device: str | int | torch.device | None = None,
+        through: Through | None = None,
+    ) -> Batches[C]: ...
 
     def batches(
         self,
@@ -249,15 +299,17 @@ class RunState:
         *,
         device: str | int | torch.device | None = None,
         through: Through | None = None,
-    ) -> Batches:
+    ) -> Batches[Any]:
         """Loop over the batches that remain of this epoch.
 
-        `loader`: one of several loaders, or its name; also an iterable, or a function that returns an
-        iterator, that `load` was not given.
-        `device`: where the batches are copied, the next one during the training of the current one.
-        `through`: a function that wraps the iterator, such as a thread that prefetches. A batch counts when
-        it comes out of what that returns.
         `len()` is the length of the whole epoch, like that of the loader.
+
+        Args:
+            loader: One of several loaders, or its name; also an iterable, or a function that returns an
+                iterator, that `load` was not given.
+            device: Where the batches are copied, the next one during the training of the current one.
+            through: A function that wraps the iterator, such as a thread that prefetches. A batch counts when
+                it comes out of what that returns.
         """
         return self._loops.batches(loader, device, through)
 
@@ -268,11 +320,14 @@ class RunState:
         device: str | int | torch.device | None = None,
         through: Through | None = None,
         start: int = 0,
-    ) -> Enumerated:
+    ) -> Enumerated[Any]:
         """Loop over the batches that remain of this epoch, each with its index in the epoch.
 
         Unlike that of `enumerate(state.batches())`, the index is right after a resume in mid-epoch too.
-        The arguments are those of `batches()`; `start` is the index of the epoch's first batch.
+
+        Args:
+            loader, device, through: As in `batches()`.
+            start: The index of the epoch's first batch.
 
         >>> with RunState.load("runs/indexed", loader=torch.arange(4.0).split(2)) as state:
         ...     for index, batch in state.enumerate():
@@ -284,15 +339,22 @@ class RunState:
         return Enumerated(self.batches(loader, device=device, through=through), start)
 
     def steps(self, total: int) -> Iterator[int]:
-        """Loop over the steps that remain of `total`; each body is one, however often optimizers step."""
+        """Loop over the steps that remain of `total`; each body is one, however often optimizers step.
+
+        Args:
+            total: The number of steps of the whole training, those done before a resume included.
+        """
         return self._loops.steps(total)
 
     def save(self, **metrics: Any) -> PendingSave:
         """Save everything; return at once, while the checkpoint is written in the background.
 
-        The keywords are metrics, and always will be. In the body of a loop the current batch (or step)
-        counts as done, so call it after `optimizer.step()`; after the loop over an epoch's batches, the
-        epoch counts as done. An error in the background is raised by the next call.
+        In the body of a loop the current batch (or step) counts as done, so call it after
+        `optimizer.step()`; after the loop over an epoch's batches, the epoch counts as done. An error in the
+        background is raised by the next call.
+
+        Args:
+            **metrics: Numbers or tensors with one element, such as `loss=loss`. All keywords are metrics.
         """
         session = self._session
         session.refuse_closed()
@@ -313,13 +375,16 @@ class RunState:
         skip: bool = False,
         expect: str | None = None,
     ) -> None:
-        """Go back to a checkpoint ("best", "newest", a save number, a path) and train on from there.
+        """Go back to a checkpoint and train on from there.
 
         A running loop over `batches()` ends, and `epochs()` continues with the epoch of the checkpoint.
-        `only`, such as "model", restores just that part; the training stays where it is.
-        `skip` restores everything but the place in the data and the random generators: the loop continues
-        with the next batch, and those since the checkpoint, the current one too, are left out.
-        `expect`: as in `load`, the only content to load.
+
+        Args:
+            which: "best", "newest", a save number or a checkpoint's path.
+            only: A part such as "model" to restore alone; the training stays where it is.
+            skip: Restore everything but the place in the data and the random generators: the loop continues
+                with the next batch, and those since the checkpoint, the current one too, are left out.
+            expect: As in `load`, the only content to load.
         """
         self._going_back.restore(which, only, skip, expect)
 
@@ -327,9 +392,13 @@ class RunState:
         """Whether the loss is not finite or above a bound; if so, the training has gone back already.
 
         It goes back to the newest intact checkpoint, like `restore(skip=True)`, and leaves out the batches
-        since. If the first loss after that spikes again, it goes back to the checkpoint before. The call
-        raises Diverged after `limit` times; `limit` saves later the count starts again. Call it for every
-        batch; with several processes all pass the same loss (all_reduce it first).
+        since. If the first loss after that spikes again, it goes back to the checkpoint before. Call it for
+        every batch; with several processes all pass the same loss (all_reduce it first).
+
+        Args:
+            loss: The loss of the batch, a number or a tensor with one element.
+            above: The bound above which a loss is a spike.
+            limit: Raise Diverged after this many times. After `limit` saves the count starts again.
 
         >>> losses = iter([0.9, math.nan, 0.8, 0.7])
         >>> with RunState.load("runs/spiky") as state:
@@ -346,6 +415,9 @@ the batches since are left out (1 of 3 times)
     def note(self, **values: Any) -> None:
         """Write values such as the loss into the trace at the next boundary; without a trace, do nothing.
 
+        Args:
+            **values: Numbers are written as they are, anything else as a digest.
+
         >>> with RunState.load("runs/traced", trace="steps.jsonl") as state:
         ...     for step in state.steps(2):
         ...         state.note(loss=1 / (step + 1))
@@ -357,10 +429,13 @@ the batches since are left out (1 of 3 times)
     def mean(self, *, weight: Any = 1, **values: Any) -> None:
         """Add values, such as the loss of a batch, to the running means of the epoch.
 
-        `weight` is the number of samples that a value stands for. A value is a number or a tensor with one
-        element; tensors on a GPU are summed up there, without a wait. `means` has the result. The sums are
-        saved, so that they are exact after a resume in mid-epoch. Each epoch starts with none; a loop over
-        `steps()` outside of `epochs()` keeps them until `means.reset()`.
+        `means` has the result. The sums are saved, so that they are exact after a resume in mid-epoch. Each
+        epoch starts with none; a loop over `steps()` outside of `epochs()` keeps them until `means.reset()`.
+
+        Args:
+            weight: The number of samples that a value stands for.
+            **values: Numbers or tensors with one element. Tensors on a GPU are summed up there, without a
+                wait.
 
         >>> with RunState.load("runs/means", loader=torch.arange(6.0).split(4)) as state:
         ...     for epoch in state.epochs(1):
@@ -377,9 +452,12 @@ the batches since are left out (1 of 3 times)
         self._position.means.add(values, weight)
 
     def patience(self, saves: int) -> bool:
-        """Whether the last `saves` with the metric to maximize or minimize brought no new best.
+        """Whether the last saves with the metric to maximize or minimize brought no new best.
 
         The count is saved and restored.
+
+        Args:
+            saves: The number of saves without a new best after which the answer is True.
 
         >>> with RunState.load("runs/patient", minimize="loss") as state:
         ...     for epoch in state.epochs(9):
@@ -426,6 +504,9 @@ the batches since are left out (1 of 3 times)
 
         With several processes rank 0 writes it; the others return None.
 
+        Args:
+            path: The file to write.
+
         >>> with RunState.load("runs/shown") as state:
         ...     _ = state.save(loss=0.5)
         ...     state.report("shown.html")
@@ -446,7 +527,7 @@ the batches since are left out (1 of 3 times)
         """
         self._session.close()
 
-    def __enter__(self) -> RunState:
+    def __enter__(self) -> RunState[B]:
         return self
 
     def __exit__(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import sys
 import warnings
@@ -11,8 +12,9 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from ..errors import ResumableError, ResumableWarning
+from ..errors import ResumableError, ResumableWarning, UsageError
 from ..version import __version__
+from ..views import tables
 from .command import CODES, EXIT_CODES
 
 _GROUPS = {
@@ -20,19 +22,43 @@ _GROUPS = {
     "trust": ("verify", "audit"),
     "move": ("push", "pull", "export"),
     "tidy": ("prune",),
-    "tour": ("demo",),
+    "tour": ("demo", "help", "completion"),
 }
 """The commands that each of the modules `look`, `trust`, ... declares."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    words = sys.argv[1:] if arguments is None else arguments
+    words = sys.argv[1:] if arguments is None else [*arguments]
+    if not words or (words[0] == "help" and words[1:2] not in (["-h"], ["--help"])):
+        words = [*words[1:2], "--help"]
+    if words[:1] == ["__complete"]:
+        from . import completion
+
+        for found in completion.candidates(words[1:], parser(next(iter(words[2:3]), None)), _names()):
+            print(found)
+        return 0
+    if problem := _unknown(words):
+        print(tables.error_text(f"resumable: {problem}"), file=sys.stderr)
+        return CODES[UsageError]
     given = parser(words[0] if words else None).parse_args(words)
     with warnings.catch_warnings():
         warnings.simplefilter("always", ResumableWarning)
         warnings.showwarning = partial(_print_warning, warnings.showwarning)
         return _run_command(given)
+
+
+def _names() -> list[str]:
+    return [name for group in _GROUPS.values() for name in group]
+
+
+def _unknown(words: Sequence[str]) -> UsageError | None:
+    """Return the error for a command that does not exist."""
+    if words[0].startswith("-") or words[0] in _names():
+        return None
+    similar = difflib.get_close_matches(words[0], _names(), n=1)
+    meant = f" Did you mean {similar[0]}?" if similar else ""
+    return UsageError(f"there is no command {words[0]!r}.{meant}", fix="`resumable help` lists them.")
 
 
 def _run_command(given: argparse.Namespace) -> int:
@@ -42,7 +68,7 @@ def _run_command(given: argparse.Namespace) -> int:
         sys.stdout.flush()
         return code
     except ResumableError as exc:
-        print(f"resumable: {exc}", file=sys.stderr)
+        print(tables.error_text(f"resumable: {exc.problem}\nFix: {exc.command}"), file=sys.stderr)
         return next((code for kind, code in CODES.items() if isinstance(exc, kind)), 1)
     except BrokenPipeError:
         # The reader (head, less) has closed the pipe: discard the rest of the output.
@@ -57,7 +83,7 @@ def _print_warning(
 ) -> None:
     # The library's line number does not help on the command line.
     if issubclass(kind, ResumableWarning):
-        print(f"resumable: {text}", file=sys.stderr)
+        print(tables.error_text(f"resumable: {text}"), file=sys.stderr)
     else:
         before(text, kind, *place)
 
@@ -86,6 +112,6 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
 
 def _listed(groups: dict[str, list[tuple[str, str]]]) -> str:
     return "\n\n".join(
-        "\n".join([f"{group}:", *(f"  {name:<8}{summary}" for name, summary in commands)])
+        "\n".join([f"{group}:", *(f"  {name:<12}{summary}" for name, summary in commands)])
         for group, commands in groups.items()
     )

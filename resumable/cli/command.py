@@ -21,10 +21,10 @@ from ..errors import (
     UsageError,
 )
 from ..remote import url
-from ..run import checkpoint, manifest
+from ..run import address, checkpoint, manifest
 from ..run.checkpoint import Checkpoint
 from ..run.directory import Run
-from ..run.resume_choice import Which, is_number
+from ..views import tables
 
 T = TypeVar("T")
 
@@ -89,6 +89,12 @@ def run_at(path: str, resume: str = "must") -> Run:
             fix="give the run directory. That of a training which was given this address instead is "
             f"{url.cache_folder(path)}.",
         )
+    path, which = address.named(path)
+    if which is not None or folder_of(path):
+        raise UsageError(
+            f"{path}{'@' + which if which else ''} is a checkpoint, and RUN a run directory.",
+            fix=f"give the run: {path if which else Path(path).resolve().parent.parent}.",
+        )
     run = Run(path)
     run.check(resume)
     return run
@@ -99,7 +105,8 @@ def add_checkpoint(sub: argparse.ArgumentParser, dest: str = "checkpoint", metav
     sub.add_argument(
         dest,
         metavar=metavar,
-        help="runs/exp (its newest intact checkpoint), runs/exp@41, runs/exp@best, or a checkpoint's folder",
+        help="runs/exp (its newest intact checkpoint), runs/exp@41, runs/exp@best, or a checkpoint's folder, "
+        "such as runs/exp/best",
     )
 
 
@@ -108,7 +115,7 @@ def read_at(text: str, read: Callable[[Checkpoint], T]) -> tuple[Checkpoint, T]:
 
     RUN alone means the newest that `read` does not find damaged.
     """
-    path, which = named(text)
+    path, which = address.named(text)
     if which is None and (folder := folder_of(path)):
         found = checkpoint.open_checkpoint(folder)
         return found, read(found)
@@ -122,26 +129,8 @@ def folder_of(path: str) -> Path | None:
     return Path(path).resolve() if os.path.lexists(os.path.join(path, manifest.NAME)) else None
 
 
-def named(text: str) -> tuple[str, Which | None]:
-    """Return the run, and which of its checkpoints is named, or None.
-
-    >>> named("runs/exp@41"), named("runs/exp")
-    (('runs/exp', '41'), ('runs/exp', None))
-    """
-    path, at, word = text.rpartition("@")
-    # A folder may have an @ in its name, and an address before its host.
-    if not at or os.path.lexists(text) or url.is_url(text):
-        return text, None
-    if word in ("best", "newest") or is_number(word):
-        return path, word
-    raise UsageError(
-        f"{text!r} ends with neither a save number nor a known word.",
-        fix=f"say {path}@41, {path}@best or {path}@newest; `resumable ls {path}` lists what is there.",
-    )
-
-
 def print_problems(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print the problem of each damaged checkpoint."""
     for row in rows:
         if row["problem"]:
-            print(row["problem"], file=sys.stderr)
+            print(tables.error_text(row["problem"]), file=sys.stderr)

@@ -4,38 +4,31 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import CannotRead, UsageError, printable
-from ..files.jsonl import Line, plain
+from ..files.jsonl import Line
 from ..progress import Progress
 from ..run import history
 from ..run.checkpoint import Checkpoint
 from ..run.directory import Run
 from ..run.policy import bytes_of
-from ..views import tables
-from ..views.overview import Kept, kept
+from . import listing
 from .command import (
     add,
     add_checkpoint,
     add_json,
-    add_run,
     print_json,
-    print_problems,
     read_at,
     run_at,
     whole_number,
 )
 
-Row = dict[str, Any]
-
 
 def declare(commands: Any) -> None:
     """Declare the commands."""
-    summary = "the checkpoints of a run, and the processes that made them"
-    add_run(add(commands, "ls", _ls, summary, "resumable ls runs/exp"))
+    listing.declare(commands)
     summary = "what one checkpoint holds: tensors, settings, random states, environment"
     sub = add(commands, "show", _show, summary, "resumable show runs/exp@best")
     add_checkpoint(sub)
@@ -86,46 +79,6 @@ def _report(given: argparse.Namespace) -> int:
     else:
         print(f"{made.path}: {bytes_of(made.path.stat().st_size)}, opens in any browser")
     return 0
-
-
-def _ls(given: argparse.Namespace) -> int:
-    run = run_at(given.run)
-    here = kept(run)
-    rows = [_row(one) for one in here]
-    intact = [row for row in rows if not row["problem"]]
-    newest, best = (intact[-1]["number"], intact[-1]["best"]) if intact else (None, None)
-    for row in rows:
-        row["newest"], row["best"] = row["number"] == newest, row["number"] == best
-    lines = _history(run)
-    _add_history(rows, lines, newest)
-    attempts, remote = history.attempts(lines), history.remote(lines)
-    # Another node pushes the rest of a part, and notes it.
-    parts = {one.number for one in here if one.about and not one.about.is_first_part}
-    _add_remote([row for row in rows if row["number"] not in parts], lines, remote)
-    if given.json:
-        print_json({"checkpoints": rows, "attempts": attempts, "remote": remote})
-    else:
-        tables.print_checkpoints(rows)
-        tables.print_rest(remote, attempts)
-        print_problems(rows)
-    return 0
-
-
-def _row(one: Kept) -> Row:
-    """Return the facts about a checkpoint on the disk; without an intact manifest, those outside it."""
-    row: Row = {"number": one.number, "path": one.path, "problem": one.problem, "size": None, "own": None}
-    row["remote"] = None
-    if (about := one.about) is None:
-        return row
-    same = ("epoch", "batch", "step", "samples", "size", "saved", "parent")
-    row |= {name: getattr(about, name) for name in same}
-    return row | {
-        "boundary": about.boundary.value,
-        "metrics": plain(about.metrics),
-        "best": about.best and about.best.number,
-        "own": one.own if one.files else about.size,
-        "elsewhere": len(about.elsewhere),
-    }
 
 
 def _show(given: argparse.Namespace) -> int:
@@ -198,28 +151,3 @@ def _history(run: Run) -> list[Line]:
         # The checkpoints can be read without it.
         print(f"resumable: {exc}", file=sys.stderr)
         return []
-
-
-def _add_history(rows: Sequence[dict[str, Any]], lines: Sequence[Line], newest: int | None) -> None:
-    saves = {line["number"]: line for line in lines if history.is_save(line)}
-    parents = {row["number"]: row["parent"] for row in rows if not row["problem"]}
-    left = history.left_behind(lines, parents, newest)
-    for row in rows:
-        line = saves.get(row["number"], {})
-        row["why"], row["interval"] = line.get("why"), line.get("interval")
-        # Nothing can come from a damaged one.
-        row["abandoned"] = row["number"] in left and not row["problem"]
-
-
-def _add_remote(
-    rows: Sequence[dict[str, Any]], lines: Sequence[Line], remote: Mapping[str, str] | None
-) -> None:
-    place, push = (remote["url"], remote["push"]) if remote else ("", "")
-    there = history.pushed(lines).get(place, set())
-    # What was pruned there need not be pushed again.
-    ever = history.pushed({**line, "removed": []} for line in lines).get(place, set())
-    for row in rows:
-        is_due = row["best"] and push in ("best", "newest", "all")
-        is_due |= row["newest"] and push in ("newest", "all")
-        is_due |= push == "all" and row["number"] not in ever
-        row["remote"] = "pushed" if row["number"] in there else "not pushed" if is_due else None

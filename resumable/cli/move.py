@@ -10,16 +10,21 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import CheckpointDamaged, RemoteError
+from ..errors import CheckpointDamaged, RemoteError, UsageError
 from ..progress import Progress
+from ..run import address
+from ..run.checkpoint import open_checkpoint
 from ..run.directory import Run
 from ..run.policy import bytes_of
-from .command import CODES, add, add_checkpoint, add_json, add_run, print_json, read_at, run_at
+from .command import CODES, add, add_checkpoint, add_json, folder_of, print_json, read_at, run_at
 
 if TYPE_CHECKING:
     from ..interop.exporting import Model
     from ..remote.by_hand import Copying, Transfer
     from ..remote.run_copy import Remote
+
+
+_STDOUT = "-"
 
 
 def declare(commands: Any) -> None:
@@ -36,13 +41,13 @@ def declare(commands: Any) -> None:
 
 
 def _add_move(sub: argparse.ArgumentParser, words: Sequence[str]) -> None:
-    add_run(sub)
+    sub.add_argument("run", metavar="RUN[@N]", help="the run directory; RUN@41 is RUN with --which 41")
+    add_json(sub)
     sub.add_argument("remote", metavar="REMOTE", help="the address of the remote folder: s3://bucket/exp")
     sub.add_argument(
         "--which",
         metavar="WHICH",
         type=partial(_which, words),
-        default="newest",
         help=f"{', '.join(words)} or a save number; default: the newest and the best",
     )
     sub.add_argument("--dry-run", action="store_true", help="list what would be copied, and change nothing")
@@ -63,15 +68,31 @@ def _which(words: Collection[str], text: str) -> str | int:
 
 
 def _push(given: argparse.Namespace) -> int:
-    done = _moved(given, run_at(given.run), lambda copying: copying.push(given.which))
+    run, which = _run_and_which(given, "must")
+    done = _moved(given, run, lambda copying: copying.push(which))
     if any(one.result == "damaged" for one in done):
         return CODES[CheckpointDamaged]
     return CODES[RemoteError] if any(one.problem for one in done) else 0
 
 
 def _pull(given: argparse.Namespace) -> int:
-    _moved(given, run_at(given.run, "auto"), lambda copying: copying.pull(given.which))
+    run, which = _run_and_which(given, "auto")
+    _moved(given, run, lambda copying: copying.pull(which))
     return 0
+
+
+def _run_and_which(given: argparse.Namespace, resume: str) -> tuple[Run, str | int]:
+    path, which = address.named(given.run)
+    if which is None and (folder := folder_of(path)):
+        path, which = str(folder.parent.parent), str(open_checkpoint(folder).about.number)
+    if which is None:
+        return run_at(path, resume), given.which or "newest"
+    if given.which is not None:
+        raise UsageError(
+            f"{given.run} names a checkpoint, and so does --which {given.which}.",
+            fix="leave out one of them.",
+        )
+    return run_at(path, resume), int(which) if which.isdecimal() else which
 
 
 def _moved(given: argparse.Namespace, run: Run, move: Callable[[Copying], list[Transfer]]) -> list[Transfer]:
@@ -135,7 +156,8 @@ def _add_export(sub: argparse.ArgumentParser) -> None:
         "--output",
         metavar="OUT",
         required=True,
-        help="the output: NAME.safetensors, NAME.pt, or a folder in the Hugging Face layout",
+        help="the output: NAME.safetensors, NAME.pt, or a folder in the Hugging Face layout; "
+        "- writes safetensors to stdout",
     )
     sub.add_argument("--model", metavar="NAME", help="which of several models; or extra.ema")
     sub.add_argument(
@@ -162,6 +184,8 @@ def _export(given: argparse.Namespace) -> int:
     # Imported here, because torch takes two seconds and no other command needs it.
     from ..interop import exporting
 
+    if given.output == _STDOUT:
+        return _export_to_stdout(given)
     out = Path(given.output)
     exporting.check(out, given.force)
     found, model = read_at(given.checkpoint, partial(exporting.read, name=given.model))
@@ -183,6 +207,20 @@ def _export(given: argparse.Namespace) -> int:
         print(f"  {name} is {kept}: {how}")
     for name in _not_exported(model, out):
         print(f"resumable: {name} is no tensor, and left out; a .pt file can hold it.", file=sys.stderr)
+    return 0
+
+
+def _export_to_stdout(given: argparse.Namespace) -> int:
+    from ..interop import exporting
+
+    if given.json or sys.stdout.isatty():
+        what = "JSON as well as the weights" if given.json else "weights, and it is a terminal"
+        raise UsageError(f"stdout would get {what}.", fix="send it to a file or a program, without --json.")
+    found, model = read_at(given.checkpoint, partial(exporting.read, name=given.model))
+    exporting.write_to(sys.stdout.buffer, model)
+    for name in [*model.left, *model.values]:
+        print(f"resumable: {name} is no tensor, and left out; a .pt file can hold it.", file=sys.stderr)
+    print(f"exported {model.name} of {found}: {len(model.tensors)} tensors", file=sys.stderr)
     return 0
 
 

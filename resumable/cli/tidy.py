@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from .. import options
@@ -24,7 +24,8 @@ from .command import add, add_run, print_json, run_at
 _NOTES = """Give at least one of --keep, --keep-best, --keep-every, --damaged and --abandoned.
 The newest intact checkpoint and the best are never removed. The newest is
 verified first; with --damaged all are. While a training uses the run, nothing
-is removed (exit code 5)."""
+is removed (exit code 5). On a terminal it shows what would go and asks; the
+exit code is 1 if the answer is no."""
 
 
 def declare(commands: Any) -> None:
@@ -50,6 +51,7 @@ def declare(commands: Any) -> None:
         help="remove checkpoints of abandoned branches, as ls shows them",
     )
     sub.add_argument("--dry-run", action="store_true", help="list what would be removed, and change nothing")
+    sub.add_argument("--yes", "-y", action="store_true", help="remove without asking on a terminal")
 
 
 def _prune(given: argparse.Namespace) -> int:
@@ -60,10 +62,14 @@ def _prune(given: argparse.Namespace) -> int:
         verdicts = cleanup.verdicts(standing, wish)
         going = [one.number for one in verdicts if one.goes]
         paths = {one.number: str(run.path_of(one.number)) for one in verdicts}
+        links = {number: one.links for number, one in seen.items()}
+        if going and _asks(given):
+            rows = [_row(one, paths[one.number], seen.get(one.number), None) for one in verdicts]
+            if not _agrees(rows, cleanup.freed(going, links)):
+                return 1
         problems = {} if given.dry_run else run.remove(going)
         if going and not given.dry_run:
             _mend_links(run, standing)
-    links = {number: one.links for number, one in seen.items()}
     room = cleanup.freed({*going} - {*problems}, links)
     rows = [_row(one, paths[one.number], seen.get(one.number), problems.get(one.number)) for one in verdicts]
     if given.json:
@@ -78,6 +84,22 @@ def _prune(given: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     return 1 if problems or unread else 0
+
+
+def _asks(given: argparse.Namespace) -> bool:
+    is_seen = sys.stdin.isatty() and sys.stdout.isatty()
+    return is_seen and not (given.yes or given.dry_run or given.json)
+
+
+def _agrees(rows: Sequence[Mapping[str, Any]], room: int) -> bool:
+    """Show what would go, and return whether the user agrees; nothing else than y or yes does."""
+    _print_rows(rows, dry=True)
+    count = policy.counted(sum(row["goes"] for row in rows), "checkpoint")
+    with contextlib.suppress(EOFError):
+        if input(f"\nRemove {count} ({bytes_of(room)})? [y/N] ").strip().lower() in ("y", "yes"):
+            return True
+    print("Nothing was changed.")
+    return False
 
 
 def _wish(given: argparse.Namespace) -> Wish:
@@ -99,7 +121,7 @@ def _wish(given: argparse.Namespace) -> Wish:
     return Wish(keep, given.damaged, given.abandoned)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _held(run: Run, dry: bool) -> Iterator[None]:
     if not dry:
         run.acquire()
@@ -162,7 +184,7 @@ def _refuse_without_goal(wish: Wish, standing: Standing) -> None:
     if wish.keep and wish.keep.best > 1 and standing.goal is None:
         raise UsageError(
             f"--keep-best {wish.keep.best}, but nothing in this run says which checkpoints are the best.",
-            fix="leave it out; a training says so with maximize= or minimize=.",
+            fix="leave it out; --keep N keeps the newest.",
         )
 
 
@@ -187,9 +209,13 @@ def _row(verdict: Verdict, path: str, seen: _Seen | None, problem: str | None) -
     }
 
 
-def _print(rows: Sequence[Mapping[str, Any]], room: int, dry: bool) -> None:
+def _print_rows(rows: Sequence[Mapping[str, Any]], dry: bool) -> None:
     head = ["number", "step", "size", "", ""]
-    print_table([head, *(_cells(row, dry) for row in rows)], (3, 4), marks=4)
+    print_table([head, *(_cells(row, dry) for row in rows)], (3, 4), marks=4, has_head=True)
+
+
+def _print(rows: Sequence[Mapping[str, Any]], room: int, dry: bool) -> None:
+    _print_rows(rows, dry)
     going = sum(row["goes"] and not row["problem"] for row in rows)
     stay = len(rows) - going
     if dry:

@@ -13,10 +13,11 @@ from typing import Any, NoReturn
 
 from ..errors import CheckpointDamaged, CheckpointNotFound, FormatTooNew, UsageError
 from ..progress import Progress
+from ..run import address
 from ..run.checkpoint import Checkpoint, open_checkpoint
 from ..run.policy import bytes_of
 from ..views.tables import painted
-from .command import CODES, add, add_json, folder_of, named, print_json, print_problems, run_at, whole_number
+from .command import CODES, add, add_json, folder_of, print_json, print_problems, run_at, whole_number
 
 Row = dict[str, Any]
 
@@ -125,7 +126,7 @@ def _verify(given: argparse.Namespace) -> int:
 
 
 def _verified(given: argparse.Namespace) -> Iterator[Row]:
-    path, which = named(given.run)
+    path, which = address.named(given.run)
     if which is None and (folder := folder_of(path)):
         found = open_checkpoint(folder)
         yield _row(found.about.number, lambda: found, given.pin)

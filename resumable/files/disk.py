@@ -155,6 +155,7 @@ def damaged(folder: Path, problem: str) -> CheckpointDamaged:
     return CheckpointDamaged(
         f"{folder} is damaged: {problem}.",
         fix=f"resume='auto' continues from the newest intact checkpoint. {removal}",
+        command=f"name another one. {removal}",
     )
 
 
@@ -212,6 +213,12 @@ def flush_names(path: Path) -> None:
         # A folder that we may not open was not made by us.
         with contextlib.suppress(PermissionError):
             flush_folder(folder)
+
+
+def cache() -> Path:
+    """Return the user's folder for what can be made again: $RESUMABLE_CACHE, or ~/.cache/resumable."""
+    home = os.environ.get("RESUMABLE_CACHE")
+    return Path(home or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/resumable").expanduser()
 
 
 def replace(path: Path, data: bytes) -> None:

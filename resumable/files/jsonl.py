@@ -19,7 +19,12 @@ _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 
 def read(path: Path) -> list[Line]:
     """Return the lines of a file without damaged ones; none if there is no such file."""
-    return [line for text in _content(path).split(b"\n") if (line := _parsed(text)) is not None]
+    return parsed(content(path))
+
+
+def parsed(data: bytes) -> list[Line]:
+    """Return the lines of a text without damaged ones."""
+    return [line for text in data.split(b"\n") if (line := _parsed(text)) is not None]
 
 
 def each(path: Path) -> Iterator[Line]:
@@ -54,7 +59,7 @@ def append(path: Path, lines: Iterable[Line]) -> None:
 def rewrite(path: Path, change: Callable[[Line], Line | None], lines: Iterable[Line]) -> None:
     """Rewrite the file atomically: each line as `change` returns it (None drops it), then the new lines."""
     kept = []
-    *whole, last = _content(path).split(b"\n")
+    *whole, last = content(path).split(b"\n")
     for text in whole if _parsed(last) is None else [*whole, last]:
         if (line := _parsed(text)) is None:
             # The version that wrote this may be able to read it.
@@ -81,7 +86,7 @@ def plain(value: Json) -> Json:
 
 def mentions(path: Path, text: bytes) -> bool:
     """Return whether a file contains these bytes, which is much faster than reading its lines."""
-    return text in _content(path)
+    return text in content(path)
 
 
 def _text(line: Line) -> bytes:
@@ -100,7 +105,8 @@ def _parsed(text: bytes) -> Line | None:
     return None
 
 
-def _content(path: Path) -> bytes:
+def content(path: Path) -> bytes:
+    """Return the bytes of a file; none if there is no such file."""
     with contextlib.suppress(FileNotFoundError), _opened(path, os.O_RDONLY) as fd:
         return _rest(fd)
     return b""

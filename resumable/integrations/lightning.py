@@ -32,9 +32,16 @@ _OF_EACH_RANK = ("lightning", "logged")
 class Resumable(_Callback):
     """Saves a training of Lightning's Trainer into a run directory, and resumes it from there exactly.
 
-    `Trainer(callbacks=[Resumable("runs/exp", every="10 min")])`; the options are those of `RunState.load`.
-    It saves at the end of each epoch, with `maximize=` or `minimize=` also after each validation, and as
-    `every=` says. The metrics of a save are `trainer.callback_metrics`.
+    `Trainer(callbacks=[Resumable("runs/exp", every="10 min")])`. It saves at the end of each epoch, with
+    `maximize=` or `minimize=` also after each validation, and as `every=` says. The metrics of a save are
+    `trainer.callback_metrics`.
+
+    Args:
+        run_dir: The run directory, or a remote address.
+        extra: As in `RunState.load`: what the training needs besides the Trainer's own parts.
+        ranks, preempt: As in `RunState.load`.
+        progress: Whether to show a bar of this library beside the Trainer's.
+        **options_of_load: Other options of `RunState.load`, such as `every=` or `keep=`.
     """
 
     def __init__(

@@ -26,11 +26,15 @@ from .tracker_runs import PLACES, Place
 
 
 def track(state: RunState, to: str, **init: Any) -> Tracker:
-    """Log to a tracker; `init` goes to its own function that starts a run.
+    """Log to a tracker, and continue the same curves after a resume.
 
-    `to` is "tensorboard" (`SummaryWriter`), "wandb" (`wandb.init`), "mlflow" (`mlflow.start_run`) or
-    "trackio" (`trackio.init`). What `state.save` is given is logged too.
-    With several processes all of them call it, and rank 0 logs.
+    What `state.save` is given is logged too. With several processes all of them call it, and rank 0 logs.
+
+    Args:
+        state: The training.
+        to: "tensorboard" (`SummaryWriter`), "wandb" (`wandb.init`), "mlflow" (`mlflow.start_run`) or
+            "trackio" (`trackio.init`).
+        **init: Arguments of that function, which starts a run of the tracker.
     """
     if to not in PLACES:
         raise UsageError(f"track() knows no {to!r}.", fix=f"say one of {', '.join(PLACES)}.")
@@ -83,6 +87,10 @@ class Tracker:
 
     def log(self, values: Mapping[str, Any] | None = None, /, **more: Any) -> None:
         """Log numbers under the step that the training has done: call it after `optimizer.step()`.
+
+        Args:
+            values: A dict of numbers, for names that are no keywords, such as "train/loss".
+            **more: Numbers by keyword.
 
         >>> with RunState.load("runs/logged") as state:
         ...     tracker = track(state, "tensorboard")

@@ -25,9 +25,14 @@ from .trainer_progress import Counters, Progress
 def resume(trainer: Any, run_dir: str | os.PathLike[str], **options: Any) -> None:
     """Let `trainer.train()` continue from the newest intact checkpoint in `run_dir`, and save there.
 
-    `options` are those of `RunState.load`, such as `every="10 min"`; `progress` is False, since the Trainer
-    has a bar. The model, the optimizer, the scheduler, the scaler, the loader and the progress of the Trainer
-    are given by themselves.
+    The model, the optimizer, the scheduler, the scaler, the loader and the progress of the Trainer are given
+    by themselves.
+
+    Args:
+        trainer: A `Trainer` of transformers, or of a class that derives from it.
+        run_dir: The run directory, or a remote address.
+        **options: Those of `RunState.load`, such as `every="10 min"`. `progress` is False by default, since
+            the Trainer has a bar.
     """
     refusals.refuse_options(run_dir, options)
     refusals.refuse_missing(trainer, _WRAPPED, _SKIPS)

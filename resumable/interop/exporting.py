@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -185,13 +185,24 @@ def _write_torch(path: Path, model: Model) -> None:
         torch.save({**model.tensors, **model.values}, file)
 
 
+def write_to(file: BinaryIO, model: Model) -> None:
+    """Write the weights to an open file, such as stdout, in the form of safetensors."""
+    tensors = model.apart()
+    _refuse(tensors)
+    _put_safetensors(file, tensors, model.tied())
+
+
 def _write_safetensors(path: Path, tensors: Mapping[str, Tensor], tied: Mapping[str, str]) -> None:
     _refuse(tensors)
-    planned = tensor_file.layout(tensors, tied)
     with disk.created(path) as fd, open(fd, "wb", closefd=False) as file:
-        file.write(planned.header)
-        for slot in planned.slots:
-            file.write(tensor_file.as_bytes(tensors[slot.name]))
+        _put_safetensors(file, tensors, tied)
+
+
+def _put_safetensors(file: BinaryIO, tensors: Mapping[str, Tensor], tied: Mapping[str, str]) -> None:
+    planned = tensor_file.layout(tensors, tied)
+    file.write(planned.header)
+    for slot in planned.slots:
+        file.write(tensor_file.as_bytes(tensors[slot.name]))
 
 
 def _refuse(tensors: Mapping[str, Tensor]) -> None:

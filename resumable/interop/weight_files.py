@@ -29,7 +29,7 @@ from ..files.tensor_file import Slot
 from ..parts import box_reading
 from ..parts.box_reading import Wanted
 from ..remote import url
-from ..run import manifest
+from ..run import address, manifest
 from ..run.checkpoint import Checkpoint, open_checkpoint
 from ..run.directory import Run
 from .torch_file import Stored, TorchFile
@@ -63,17 +63,18 @@ def read(path: str | os.PathLike[str], expect: str | None, use: Use[T]) -> T:
             fix="bring it here first: resumable pull RUN REMOTE.",
         )
     # runs/exp/best is a symbolic link.
-    place = Path(os.path.realpath(path))
-    if os.path.lexists(place / manifest.NAME):
+    given, word = address.named(os.fspath(path))
+    place = Path(os.path.realpath(given))
+    if not word and os.path.lexists(place / manifest.NAME):
         return _of_checkpoint(open_checkpoint(place), expect, use)
     if place.is_dir():
-        run = Run(path)
+        run = Run(given)
         if run.highest() is None:
             raise CheckpointNotFound(
                 f"{place} is neither a run with checkpoints nor a checkpoint.",
                 fix="name a run, a checkpoint (runs/exp/best), or a .safetensors or .pt file.",
             )
-        chosen = run.choose("must", lambda found: _of_checkpoint(found, expect, use))
+        chosen = run.choose(word or "must", lambda found: _of_checkpoint(found, expect, use))
         assert chosen is not None
         return chosen[1]
     with _errors_that_name(place), _opened(place) as fd:

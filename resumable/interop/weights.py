@@ -53,10 +53,16 @@ def load_weights(
     """Load a model's weights from a checkpoint, a run (its newest intact one), a .safetensors or a .pt file.
 
     Names fit whatever wraps the model, here or there: "module.", "_orig_mod." and "model." in front of them
-    do not count. Everything is read and checked before the model is touched. What does not fit is an error
-    that names all of it; with `strict=False` it is returned instead, and the rest is loaded. Another dtype
-    is converted to the model's. `expect`: load only this content ("sha256:..."), as `Checkpoint.pin()` or,
-    for a file, sha256sum prints it.
+    do not count. Everything is read and checked before the model is touched. Another dtype is converted to
+    the model's.
+
+    Args:
+        model: The module to load into.
+        path: A checkpoint's folder, a run directory, a .safetensors file, or a file of `torch.save`.
+        strict: Whether what does not fit is an error, which names all of it. With False it is returned, and
+            the rest is loaded.
+        expect: Load only this content ("sha256:..."), as `Checkpoint.pin()` or, for a file, sha256sum prints
+            it.
 
     >>> there = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
     >>> torch.save({"state_dict": torch.nn.DataParallel(there).state_dict()}, "there.pt")

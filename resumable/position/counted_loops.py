@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from ..boundary import Boundary
 from ..errors import warn
@@ -169,7 +169,7 @@ class CountedLoops(TrainingCounters):
         self.streams.end_loop(number, has_run=has_run, resumed_at=self._resumed_at)
         self._has_looped = True
 
-    def batches(self, name: str, hooks: Hooks, way: Way) -> Batches:
+    def batches(self, name: str, hooks: Hooks, way: Way) -> Batches[Any]:
         """Return the rest of the epoch's batches."""
         loader = self._known.at(name)
         if self._body is not Boundary.EPOCH and loader.is_through():
@@ -213,7 +213,10 @@ class CountedLoops(TrainingCounters):
         return lacking if any(has_begun.values()) else []
 
 
-class Batches:
+B = TypeVar("B")
+
+
+class Batches(Generic[B]):
     """The rest of an epoch's batches, to loop over once.
 
     `len()` is how many the whole epoch has, where the loader knows; it stays the same in the loop.
@@ -228,25 +231,25 @@ class Batches:
     def __len__(self) -> int:
         return len(self._loader.source)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[B]:
         is_in_thread = threading.get_ident() != self._thread
         return batch_loop.begin(self._loader, self._hooks, self._way, is_in_thread=is_in_thread)
 
 
-class Enumerated:
+class Enumerated(Generic[B]):
     """The rest of an epoch's batches, each with its index in the epoch, to loop over once.
 
     `len()` is that of the batches.
     """
 
-    def __init__(self, batches: Batches, start: int) -> None:
+    def __init__(self, batches: Batches[B], start: int) -> None:
         self._batches = batches
         self._start = start
 
     def __len__(self) -> int:
         return len(self._batches)
 
-    def __iter__(self) -> Iterator[tuple[int, Any]]:
+    def __iter__(self) -> Iterator[tuple[int, B]]:
         loop: Any = iter(self._batches)
         # map() is not a frame of its own: the loop still sees who asks, and ends when map() is dropped.
         return map(partial(loop.numbered, self._start), loop)

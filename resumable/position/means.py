@@ -67,6 +67,9 @@ class Means(Mapping[str, float]):
     def reset(self, *names: str) -> dict[str, float]:
         """Return these means, or all of them, and forget them; in a loop over steps nothing else does.
 
+        Args:
+            *names: The means to forget; without one, all.
+
         >>> means = Means()
         >>> means.add({"loss": 2.0, "accuracy": 0.5})
         >>> means.reset("loss")

@@ -47,9 +47,10 @@ class Remote:
 
     def numbers(self) -> dict[int, str]:
         """Return the complete checkpoints, oldest first: save numbers, and the names of their folders."""
-        return _complete(self._list())
+        return _complete(self.files())
 
-    def _list(self) -> dict[str, dict[str, int]]:
+    def files(self) -> dict[str, dict[str, int]]:
+        """Return the sizes of the files of each checkpoint there, complete or not, by its folder's name."""
         found: dict[str, dict[str, int]] = {}
         for path, size in self.store.sizes(FOLDER).items():
             name, _, file = path.partition("/")
@@ -109,7 +110,7 @@ class Remote:
 
     def begun(self) -> list[int]:
         """Return the checkpoints of which something is there and not all, newest first."""
-        found = self._list().items()
+        found = self.files().items()
         begun = [_number(name) for name, files in found if MARK in files and manifest.NAME not in files]
         return sorted(begun, reverse=True)
 
@@ -167,7 +168,7 @@ class Remote:
             )
         self.store.remove(f"{FOLDER}/{name}/{MARK}")
         # From a branch of the training that was left: which of two with one number counts would be chance.
-        for other, files in self._list().items():
+        for other, files in self.files().items():
             if other != name and _number(other) == _number(name):
                 self._remove(other, files)
 
@@ -187,7 +188,7 @@ class Remote:
 
         Those that are `due` may be incomplete.
         """
-        found = self._list()
+        found = self.files()
         names = _complete(found)
         going = []
         if keep is not None:

@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from ..errors import UsageError
+from ..files import disk
 
 
 def is_url(path: object) -> bool:
@@ -52,6 +53,7 @@ def check(url: str) -> None:
         raise UsageError(
             f"{url!r} is not the address of a remote folder.",
             fix="give one such as remote='s3://bucket/exp', 'sftp://host/folder' or 'file:///mnt/backup/exp'.",
+            command="give one such as s3://bucket/exp, sftp://host/folder or file:///mnt/backup/exp.",
         )
     from fsspec.registry import known_implementations, registry
 
@@ -109,13 +111,11 @@ def cache_folder(url: str) -> Path:
     >>> cache_folder("s3://bucket/exp").name
     's3-bucket-exp-66064cff'
     """
-    home = os.environ.get("RESUMABLE_CACHE")
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     plain = shown(url)
     words = re.sub(r"[^a-zA-Z0-9._]+", "-", plain).strip("-.")[-_LONGEST_NAME:]
     # Other addresses may have the same words.
     digest = hashlib.sha256(plain.encode()).hexdigest()[:8]
-    return Path(home or f"{cache}/resumable").expanduser() / f"{words}-{digest}"
+    return disk.cache() / f"{words}-{digest}"
 
 
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+://")

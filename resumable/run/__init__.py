@@ -1,10 +1,12 @@
 """One run directory: its checkpoints, what they say of themselves, and which of them stay.
 
-`directory` is the run, `checkpoint` one checkpoint, `manifest` what it says of itself. `policy` decides which
-checkpoints a training keeps, `cleanup` which ones `resumable prune` removes.
+`address` is what names a checkpoint, `directory` is the run, `checkpoint` one checkpoint, `manifest` what it
+says of itself. `policy` decides which checkpoints a training keeps, `cleanup` which ones `resumable prune`
+removes.
 """
 
 __all__ = [
+    "address",
     "changes",
     "checkpoint",
     "cleanup",

@@ -39,6 +39,11 @@ class Catalog:
         with self._guard:
             return [*self._look().parsed().numbers]
 
+    def names(self) -> dict[int, str]:
+        """Return the names of the checkpoints' folders by save number, oldest first."""
+        with self._guard:
+            return {**self._look().parsed().names}
+
     def highest(self) -> int | None:
         """Return the highest save number, None without a checkpoint."""
         with self._guard:
@@ -81,6 +86,7 @@ class Catalog:
             raise CheckpointNotFound(
                 f"there is no checkpoint {number} in {self.folder.parent}; there are: {there}.",
                 fix="name one of these, or resume='auto' for the newest intact one.",
+                command="name one of these, or newest for the newest intact one.",
             )
         return _opened(path)
 

@@ -59,7 +59,9 @@ class Checkpoint:
     """A committed folder, as its own manifest describes it."""
 
     path: Path
+    """The folder."""
     about: Manifest
+    """Its manifest: number, parent, epoch, batch, step, samples, metrics, best, files, environment, ..."""
 
     def __str__(self) -> str:
         return f"checkpoint {self.about.number} (step {self.about.step}) in {self.path.parent.parent}"
@@ -84,7 +86,8 @@ class Checkpoint:
     def verify(self, told: Told | None = None) -> None:
         """Raise CheckpointDamaged unless every byte is as it was written.
 
-        `told` is called with the number of bytes of each read, by any thread.
+        Args:
+            told: A function that is called with the number of bytes of each read, by any thread.
         """
         for file in self.about.files:
             self.scan_file(file, told=told)
@@ -105,6 +108,8 @@ class Checkpoint:
                 f"({', '.join(few)}{more}) are on other nodes.",
                 fix=f"copy what other nodes have in {self.path.name} into {self.path}, or take all from the "
                 "remote: with remote= in the training, or `resumable pull`.",
+                command=f"copy what other nodes have in {self.path.name} into {self.path}, or take all from "
+                "the remote: resumable pull RUN REMOTE.",
             )
 
     def look(self) -> dict[str, os.stat_result]:
@@ -123,6 +128,9 @@ class Checkpoint:
 
         The digests in the manifest detect accidental changes; this one cannot be forged. It is the
         SHA-256 of a line for each file, the manifest too, as `sha256sum` prints it, sorted by name.
+
+        Args:
+            told: As in `verify()`.
         """
         pin = self.begin_pin()
         for file in self.about.files:

@@ -37,6 +37,9 @@ _LINK_DEBRIS = re.compile(r"\.(?:newest|best|run\.json|history\.jsonl|probe)-[0-
 class Run:
     """A run directory, to inspect and to prune; nothing is read before a method is called.
 
+    Args:
+        path: The directory.
+
     >>> Run("runs/exp").numbers()
     []
     """
@@ -73,6 +76,10 @@ class Run:
         """Return the save numbers, oldest first, without opening a checkpoint."""
         return self._catalog.numbers()
 
+    def names(self) -> dict[int, str]:
+        """Return the names of the checkpoints' folders by save number, oldest first."""
+        return self._catalog.names()
+
     def highest(self) -> int | None:
         """Return the highest save number, None without a checkpoint."""
         return self._catalog.highest()
@@ -86,11 +93,19 @@ class Run:
         return found.path.resolve().parent == self.folder.resolve()
 
     def path_of(self, number: int) -> Path | None:
-        """Return the folder of a checkpoint, if it exists."""
+        """Return the folder of a checkpoint, if it exists.
+
+        Args:
+            number: Its save number.
+        """
         return self._catalog.path_of(number)
 
     def open(self, number: int) -> Checkpoint:
-        """Return one checkpoint by its save number."""
+        """Return one checkpoint.
+
+        Args:
+            number: Its save number.
+        """
         return self._catalog.open(number)
 
     def checkpoints(self) -> list[Checkpoint]:

@@ -22,6 +22,9 @@ from .policy import Took
 
 NAME = "history.jsonl"
 
+CLOSED = ("closed", "left without close()")
+"""How a process ends that was not stopped."""
+
 
 class History:
     """The history of a run, written by the process that holds the run's lock.
@@ -203,8 +206,13 @@ class History:
 
 def read(folder: Path) -> list[Line]:
     """Return the history of the run in a folder, oldest first, without damaged lines."""
+    return jsonl.parsed(content(folder))
+
+
+def content(folder: Path) -> bytes:
+    """Return the bytes of the history of the run in a folder."""
     try:
-        return jsonl.read(folder / NAME)
+        return jsonl.content(folder / NAME)
     except OSError as exc:
         raise CannotRead(
             f"{folder / NAME} cannot be read: {exc.strerror}.",
@@ -376,7 +384,7 @@ def _how_it_ended(attempt: int, lines: Sequence[Line], now: Mapping[str, Json]) 
 
 def _what_is_likely(then: Line, now: Mapping[str, Json]) -> str:
     """Describe the end of a process that has not noted it, as far as it can be known."""
-    likely = "killed, crashed or not closed: it left no word"
+    likely = "killed or crashed (no exit recorded)"
     boots = then.get("boot"), now.get("boot")
     # Containers on one machine have host names of their own.
     if boots[0] and boots[0] == boots[1]:

@@ -22,7 +22,7 @@ from ..errors import (
     UsageError,
     warn,
 )
-from . import checkpoint, manifest
+from . import address, checkpoint, manifest
 from .catalog import Catalog
 from .checkpoint import Checkpoint, IsElsewhere
 from .listing import number_of
@@ -139,6 +139,7 @@ class Choice(Generic[T]):
             f"none of the {count} checkpoints in {where} is intact. Of the last one tried: {last.problem}",
             fix=f"look at them with `resumable verify {self.run} --all`; "
             f"to start fresh, give the run {other}.",
+            command=f"look at them with `resumable verify {self.run} --all`.",
         ) from last
 
     def _is_copied_before(self, number: int) -> bool:
@@ -181,6 +182,7 @@ class Choice(Generic[T]):
         raise CheckpointNotFound(
             f"no checkpoint in {self.catalog.folder.parent} is known to be the best.",
             fix="say which metric decides (maximize= or minimize=) and give it to save().",
+            command=f"name another: `resumable ls {self.run}` shows the numbers and the metrics.",
         )
 
 
@@ -203,13 +205,20 @@ def _open_named(catalog: Catalog, which: Which) -> Checkpoint:
     if is_number(which):
         return catalog.open(int(which))
     assert not isinstance(which, int)
-    path = Path(which).resolve()
+    run, word = address.named(os.fspath(which))
+    path = Path(run).resolve()
+    if word or address.is_run(path):
+        # A run of its own, and in it the newest intact one unless another is named.
+        other = Choice(Catalog(path / catalog.folder.name), run, lambda found: found, None)
+        found = other.find(word or "must", ())
+        assert found
+        return found[0]
     if os.path.lexists(path / manifest.NAME):
         return checkpoint.open_checkpoint(path)
     raise CheckpointNotFound(
-        f"resume={os.fspath(which)!r} is neither a word that is known nor a checkpoint's folder.",
-        fix="say 'auto', 'must', 'never', 'best', a save number, or the path of a folder with a "
-        f"{manifest.NAME}.",
+        f"resume={os.fspath(which)!r} is neither a word that is known nor a checkpoint.",
+        fix="say 'auto', 'must', 'never', 'best', a save number, or a checkpoint of another run: "
+        "'runs/other@best', 'runs/other@41' or its folder.",
     )
 
 
@@ -220,12 +229,13 @@ def _missing(path: Path) -> CheckpointNotFound:
     return CheckpointNotFound(
         f"{path} {what}.{hint}",
         fix="check the path. In a script, resume='auto' starts fresh where there is nothing yet.",
+        command="check the path; `resumable ls FOLDER` lists the runs below a folder.",
     )
 
 
 def _meant(path: Path) -> Path | None:
     """Return the run that a wrong path may mean: below it, above it, or beside it with a similar name."""
-    around = (above for above in Path(os.path.realpath(path)).parents if _is_run(above))
+    around = (above for above in Path(os.path.realpath(path)).parents if address.is_run(above))
     similar = difflib.get_close_matches(path.name, _runs_in(path.parent), cutoff=0.5)
     near = (path.parent / name for name in similar if name != path.name)
     return next(chain((path / name for name in _runs_in(path)), around, near), None)
@@ -233,9 +243,5 @@ def _meant(path: Path) -> Path | None:
 
 def _runs_in(folder: Path) -> list[str]:
     with contextlib.suppress(OSError):
-        return sorted(entry.name for entry in folder.iterdir() if _is_run(entry))
+        return sorted(entry.name for entry in folder.iterdir() if address.is_run(entry))
     return []
-
-
-def _is_run(path: Path) -> bool:
-    return os.path.lexists(path / "run.json")

@@ -18,12 +18,13 @@ from .save_cost import Waiting
 class PendingSave:
     """A save on its way to the disk.
 
-    >>> import tempfile, pathlib
-    >>> path = pathlib.Path(tempfile.mkdtemp()) / "000001-step-00000010"
-    >>> saved = Writer().submit(1, path, path.mkdir)
+    >>> from resumable import RunState
+    >>> with RunState.load("runs/pending") as state:
+    ...     saved = state.save()
+    runs/pending is empty: starting fresh
     >>> saved.wait()
-    >>> path.exists()
-    True
+    >>> saved.number, saved.path.name
+    (1, '000001-step-00000000')
     """
 
     def __init__(

@@ -49,7 +49,7 @@ class Loops:
 
     def batches(
         self, loader: Any, device: str | int | torch.device | None, through: Through | None
-    ) -> Batches:
+    ) -> Batches[Any]:
         """Loop over the batches that are left of this epoch."""
         self._session.refuse_closed()
         name = self._loader_name(loader)

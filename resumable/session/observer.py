@@ -77,11 +77,15 @@ state.vars["best"]
     """
 
     name: str
+    """The name of the variable or attribute."""
     kind: str
+    """What it is, such as "number"."""
     where: str
+    """The file and the line that assign it."""
     weight: str
     """Whether to lose it is a defect ("state"), or may not matter to the training ("note")."""
     fix: str
+    """Where to keep it."""
 
     def __str__(self) -> str:
         facts = f"{self.kind}, {self.where}" if self.where else self.kind

@@ -1,16 +1,20 @@
 """Shows a run to people and programs: tables, JSON, pages.
 
 `overview` has the facts of a run, which the page of `report` shows; `details` has what `show` and `diff`
-print. The table of `resumable ls` is put together in `cli.look`.
+print. `listing` has the rows of `resumable ls`, and `index` remembers them for long runs; `columns` makes a
+table fit the terminal.
 """
 
 __all__ = [
     "comparison",
     "contents",
     "details",
+    "listing",
     "magnitudes",
     "overview",
+    "remote_listing",
     "report",
+    "runs",
     "tables",
     "trees",
 ]

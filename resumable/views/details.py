@@ -292,7 +292,7 @@ def _print_section(
         return
     print(f"\n{bold(printable(title, but=''))}")
     most = len(rows) if all_of_it else _MOST + has_head
-    print_table(rows[:most], to_the_left, "  ")
+    print_table(rows[:most], to_the_left, "  ", has_head=has_head)
     if len(rows) > most:
         print(f"  ... and {len(rows) - most:,} more: --all")
 

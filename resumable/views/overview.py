@@ -177,7 +177,7 @@ def _events(lines: Sequence[Line], saves: Sequence[Row]) -> Iterator[Row]:
 
 
 def _end(how: str | None, who: Row, number: int | None, place: Mapping[str, Any]) -> Iterator[Row]:
-    if how and how not in ("closed", "left without close()"):
+    if how and how not in history.CLOSED:
         kind = "preempted" if how.startswith("SIG") or how == "max_time" else "failed"
         yield {"kind": kind, **who, "number": number, **_place(place), "how": how}
 

@@ -55,6 +55,7 @@ class Report:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        """The file."""
 
     def __fspath__(self) -> str:
         return str(self.path)

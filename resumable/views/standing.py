@@ -57,7 +57,7 @@ def _state(run: Run, last: Row | None, done: Row | None, planned: Row | None) ->
         if how in ("closed", "left without close()"):
             return "finished" if is_complete(done, planned) else "stopped" if planned else "closed"
         return "preempted" if how.startswith("SIG") or how == "max_time" else "failed"
-    if lock.is_taken(run.path / ".lock"):
+    if lock.holder(run.path / ".lock"):
         return "running"
     return "crashed" if last["host"] == _host() else "running or crashed"
 

@@ -72,17 +72,19 @@ def test_ls_shows_each_checkpoint_and_which_is_newest_and_best(
     assert main(["ls", str(run)]) == 0
 
     head, first, second, third = table(capsys.readouterr().out)
-    assert head.split() == ["number", "epoch", "batch", "step", "metrics", "size", "saved", "why"]
-    assert first.split()[:6] == ["1", "0", "0", "0", "acc", "0.5"]
+    assert head.split() == ["number", "epoch", "batch", "step", "acc", "size", "age", "why"]
+    assert first.split()[:5] == ["1", "0", "0", "0", "0.5"]
     assert second.endswith("best")
     assert "newest" in third
-    assert "acc nan" in third
+    assert third.split()[4] == "nan"
 
 
 def test_ls_json_has_just_the_documented_fields(told: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["ls", str(told), "--json"])
 
-    section = CLI_PAGE.read_text().partition("## `resumable show")[0].partition("## `resumable ls")[2]
+    section = (
+        CLI_PAGE.read_text().partition("## `resumable show")[0].partition("One run or remote is an object")[2]
+    )
     documented = [
         {
             name
@@ -92,7 +94,7 @@ def test_ls_json_has_just_the_documented_fields(told: Path, capsys: pytest.Captu
         for part in section.split("`attempts` has an object")
     ]
     found = json.loads(capsys.readouterr().out)
-    assert found.keys() == {"checkpoints", "attempts", "remote"}
+    assert found.keys() == {"run", "state", "detail", "goal", "checkpoints", "attempts", "remote"}
     assert [row["number"] for row in found["checkpoints"]] == [1, 2, 3, 4]
     assert all(row.keys() == documented[0] for row in found["checkpoints"])
     assert found["checkpoints"][3]["metrics"] == {"acc": "nan"}
@@ -106,7 +108,7 @@ def test_ls_says_why_each_was_made_and_which_are_abandoned(
     main(["ls", str(told)])
 
     _, *rows = table(capsys.readouterr().out)
-    assert [row.partition(" ago  ")[2] for row in rows] == [
+    assert [re.split(r" s  (?! )| s  ", row, maxsplit=1)[1] for row in rows] == [
         "every 1 %  best",
         "SIGTERM    abandoned",
         "           abandoned",
@@ -123,7 +125,7 @@ def test_ls_has_a_line_for_each_start_and_how_it_ended(
     assert re.fullmatch(r"attempt 1  node7     process 1  fresh +\d s ago  ended: SIGTERM", first)
     assert re.fullmatch(
         r"attempt 2  longer-8  process 2  from checkpoint 1  \d s ago  "
-        r"running or crashed \(no exit recorded\)",
+        r"ended: killed or crashed \(no exit recorded\)",
         second,
     )
 
@@ -330,11 +332,32 @@ def test_a_file_is_not_a_run(tmp_path: Path) -> None:
     assert main(["verify", str(tmp_path / "file")]) == 3
 
 
-def test_no_command_is_a_usage_error() -> None:
+@pytest.mark.parametrize("words", [[], ["help"]])
+def test_no_command_prints_the_help(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main([])
+        main(words)
 
-    assert ended.value.code == 2
+    assert ended.value.code == 0
+    assert "verify" in capsys.readouterr().out
+
+
+def test_help_of_a_command_is_the_page_of_its_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    pages = []
+    for words in (["help", "ls"], ["ls", "--help"]):
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        pages.append((ended.value.code, capsys.readouterr().out))
+
+    assert pages[0] == pages[1]
+    assert "usage: resumable ls" in pages[0][1]
+
+
+@pytest.mark.parametrize("words", [["lss"], ["help", "lss"]])
+def test_a_misspelt_command_is_told_what_may_be_meant(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert "no command 'lss'. Did you mean ls?" in capsys.readouterr().err
 
 
 def test_demo_refuses_a_folder_that_is_there(tmp_path: Path) -> None:
@@ -390,7 +413,9 @@ def test_sizes_and_ages_are_as_people_write_them() -> None:
 def test_a_checkpoint_that_is_pruned_meanwhile_is_left_out(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("resumable.run.directory.Run.numbers", lambda _: [1, 2, 3, 9])
+    names = {**Run(run).names(), 9: "000009-step-00000000"}
+    monkeypatch.setattr("resumable.run.directory.Run.numbers", lambda _: [*names])
+    monkeypatch.setattr("resumable.run.directory.Run.names", lambda _: names)
 
     assert main(["verify", str(run), "--all"]) == 0
     assert main(["ls", str(run)]) == 0

@@ -441,7 +441,7 @@ def test_pull_of_the_newest_says_that_the_best_is_damaged(
         ["push", "RUN", "remote"],
         ["push", "s3://bucket/exp", "RUN"],
         ["pull", "memory://one", "memory://other"],
-        ["ls", "memory://one"],
+        ["prune", "memory://one", "--keep", "1"],
         ["push", "RUN", "nowhere://bucket/exp"],
     ],
 )

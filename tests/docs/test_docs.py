@@ -25,6 +25,8 @@ from resumable import ResumableError
 from resumable.cli import app
 
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+GUIDE = "docs/guide/README.md"
+"""Its code makes the parts that the other pages of the guide use."""
 RECORDED = "docs/quickstart.md"
 """Its script takes its time, so that it can be killed; a test of its own does."""
 MODULES = sorted(
@@ -35,7 +37,10 @@ MODULES = sorted(
 
 
 def blocks(page: str) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+    """Return the code of a page; one of the guide begins with the parts, if it says so."""
+    text = (ROOT / page).read_text()
+    own = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    return [*blocks(GUIDE), *own] if "](README.md#the-parts-in-the-examples)" in text else own
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, images: torch.Tensor) -> torch.Tensor:
@@ -82,7 +87,7 @@ def _a_bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.usefixtures("_a_bucket", "as_in_a_script")
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page) and page != RECORDED])
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page) and page not in (GUIDE, RECORDED)])
 def test_the_code_on_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RESUMABLE_CACHE", str(tmp_path / "cache"))
@@ -123,9 +128,33 @@ def test_the_readme_has_exactly_two_set_up_commands_and_ci_runs_the_second() -> 
     commands = re.findall(r"^```bash\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
 
     assert [command.count("\n") for command in commands] == [1, 1]
-    assert all(command.startswith("python3.11 -m venv .venv && ") for command in commands)
+    assert all(command.startswith("python3 -m venv .venv && ") for command in commands)
     assert commands[0].rstrip().endswith("&& .venv/bin/resumable demo")
     assert commands[1].rstrip().endswith("&& scripts/test")
+
+
+def readers_training(sign: str) -> dict[str, torch.Tensor]:
+    """Run the README's loop, with the lines that its diff adds (+) or removes (-); return the weights."""
+    (diff,) = re.findall(r"^```diff\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    lines = [line[1:] for line in diff.splitlines() if line[0] in (" ", sign)]
+    torch.manual_seed(0)
+    names = readers_parts()
+    names["criterion"] = lambda found, labels: (found.flatten() - labels).square().mean()
+    names["evaluate"] = lambda model: model(torch.ones(2)).item()
+    exec(compile("\n".join(lines).replace("90", "3"), "README.md", "exec"), {"torch": torch, **names})
+    model = names["model"]
+    assert isinstance(model, nn.Module)
+    return model.state_dict()
+
+
+@pytest.mark.usefixtures("as_in_a_script")
+def test_the_change_in_the_readme_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    before, after = readers_training("-"), readers_training("+")
+
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert (tmp_path / "runs/exp/newest/model.safetensors").exists()
 
 
 def test_the_readme_is_short() -> None:

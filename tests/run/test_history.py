@@ -252,23 +252,23 @@ def test_what_others_wrote_into_it_stays_and_is_not_taken_for_ours(trained: Run)
 @pytest.mark.parametrize(
     ("then", "now", "how"),
     [
-        ({}, {}, "killed, crashed or not closed: it left no word"),
-        ({}, {"host": "other name, same machine"}, "killed, crashed or not closed: it left no word"),
-        ({"boot": None}, {}, "killed, crashed or not closed: it left no word"),
+        ({}, {}, "killed or crashed (no exit recorded)"),
+        ({}, {"host": "other name, same machine"}, "killed or crashed (no exit recorded)"),
+        ({"boot": None}, {}, "killed or crashed (no exit recorded)"),
         (
             {},
             {"boot": "b2"},
-            "killed, crashed or not closed: it left no word; the machine was started again since, or ",
+            "killed or crashed (no exit recorded); the machine was started again since, or ",
         ),
         (
             {},
             {"boot": "b2", "host": "node8"},
-            "killed, crashed or not closed: it left no word; it was on node7, the next ",
+            "killed or crashed (no exit recorded); it was on node7, the next ",
         ),
         (
             {"boot": None},
             {"boot": None, "host": "node8"},
-            "killed, crashed or not closed: it left no word; it was on node7",
+            "killed or crashed (no exit recorded); it was on node7",
         ),
     ],
 )
@@ -307,7 +307,7 @@ def test_attempts_say_of_each_start_how_it_ended_if_anybody_knows(trained: Run) 
     ]
     assert [one["ended"] for one in told] == [
         "closed",
-        "killed, crashed or not closed: it left no word",
+        "killed or crashed (no exit recorded)",
         None,
     ]
 

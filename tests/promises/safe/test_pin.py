@@ -36,7 +36,7 @@ from resumable.run.checkpoint import Checkpoint, open_checkpoint
 
 pytestmark = pytest.mark.proves("safe")
 
-GUIDE = DOCS / "guide.md"
+GUIDE = DOCS / "guide/trust.md"
 OTHER = f"sha256:{'0' * 64}"
 
 

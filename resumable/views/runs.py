@@ -1,0 +1,115 @@
+"""Several runs, a line each: where they are, how they ended, their best and their size."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .. import progress
+from ..run import address
+from ..run.policy import bytes_of, moment
+from .columns import Column, cut
+from .listing import Listed
+from .tables import print_columns
+
+Row = dict[str, Any]
+_DEPTH = 3
+_LONGEST_DETAIL = 60
+
+
+def below(folder: str) -> Iterator[str]:
+    """Yield the runs in a folder and three levels below it, by name; hidden folders are passed over.
+
+    >>> [*below("runs/none")]
+    []
+    """
+    yield from _below(folder, _DEPTH)
+
+
+def _below(folder: str, depth: int) -> Iterator[str]:
+    try:
+        with os.scandir(folder) as entries:
+            names = sorted(one.name for one in entries if not one.name.startswith(".") and one.is_dir())
+    except OSError:
+        # One that may not be read holds nothing that could be shown.
+        return
+    for name in names:
+        path = name if folder == "." else os.path.join(folder, name)
+        if address.is_run(path):
+            yield path
+        # A link may lead to a folder above.
+        elif depth > 1 and not os.path.islink(path):
+            yield from _below(path, depth - 1)
+
+
+def is_one(path: str) -> bool:
+    """Return whether a folder is a run, or what is left of one.
+
+    >>> is_one("runs/none")
+    False
+    """
+    return address.is_run(path) or (Path(path) / "checkpoints").is_dir()
+
+
+def summary(path: str, listed: Listed) -> Row:
+    """Return the facts about a run that stand in one line."""
+    newest = next((row for row in reversed(listed.rows) if row.get("newest")), {})
+    best = listed.best
+    value = best and {"metric": best.goal.metric, "value": _plain(best.value), "number": best.number}
+    return {
+        "run": path,
+        "state": listed.state,
+        "detail": listed.detail,
+        "epoch": newest.get("epoch"),
+        "step": newest.get("step"),
+        "best": value,
+        "checkpoints": len(listed.rows),
+        "newest": newest.get("number"),
+        "damaged": sum(bool(row["problem"]) for row in listed.rows),
+        "size": listed.size,
+        "saved": newest.get("saved"),
+    }
+
+
+def _plain(value: float) -> float | str:
+    return value if abs(value) < float("inf") else str(value)
+
+
+def print_runs(rows: Sequence[Row]) -> None:
+    """Print a line for each run."""
+    now = time.time()
+    columns = [
+        Column("run", [row["run"] for row in rows], is_left=True),
+        Column("state", [row["state"] or "" for row in rows], is_left=True, has_marks=True),
+        Column("epoch", [_text(row["epoch"]) for row in rows], 60),
+        Column("step", [_text(row["step"]) for row in rows], 90),
+        Column("best", [_best(row["best"]) for row in rows], 80, is_left=True),
+        Column("kept", [_text(row["checkpoints"]) for row in rows], 20),
+        Column("size", [bytes_of(row["size"]) if row["size"] else "" for row in rows], 50),
+        Column("age", [_age(row["saved"], now) for row in rows], 70),
+        Column("", [_detail(row) for row in rows], 65, is_left=True, has_marks=True, least=12),
+    ]
+    print_columns(columns)
+
+
+def _text(value: int | None) -> str:
+    return "" if value is None else str(value)
+
+
+def _best(best: Mapping[str, Any] | None) -> str:
+    return "" if best is None else f"{best['metric']} {float(best['value']):.4g} ({best['number']})"
+
+
+def _age(saved: str | None, now: float) -> str:
+    then = moment(saved) if saved else None
+    return "" if then is None else progress.age(now - then)
+
+
+def _detail(row: Row) -> str:
+    line = (row["detail"] or "").partition("\n")[0]
+    words = [line if row["state"] in ("running", "stopped", "crashed") else ""]
+    words += [f"{row['damaged']} damaged"] if row["damaged"] else []
+    return cut(", ".join(word for word in words if word), _LONGEST_DETAIL)
