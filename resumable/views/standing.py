@@ -8,6 +8,7 @@ from typing import Any
 from ..files import lock
 from ..files.jsonl import Line
 from ..files.strict_json import Json
+from ..run import history
 from ..run.directory import Run
 
 Row = Mapping[str, Any]
@@ -54,9 +55,9 @@ def _state(run: Run, last: Row | None, done: Row | None, planned: Row | None) ->
     if last is None:
         return "unknown" if done else "empty"
     if how := last["ended"]:
-        if how in ("closed", "left without close()"):
-            return "finished" if is_complete(done, planned) else "stopped" if planned else "closed"
-        return "preempted" if how.startswith("SIG") or how == "max_time" else "failed"
+        if how in history.CLOSED:
+            return "unfinished" if planned and not is_complete(done, planned) else "finished"
+        return "stopped" if how.startswith("SIG") or how == "max_time" else "crashed"
     if lock.holder(run.path / ".lock"):
         return "running"
     return "crashed" if last["host"] == _host() else "running or crashed"

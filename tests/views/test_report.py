@@ -319,7 +319,7 @@ def test_a_run_that_did_all_its_steps_is_finished(trained: Path) -> None:
 
 @pytest.mark.parametrize(
     ("how", "state"),
-    [("closed", "stopped"), ("SIGTERM", "preempted"), ("ValueError: boom", "failed"), (None, "crashed")],
+    [("closed", "unfinished"), ("SIGTERM", "stopped"), ("ValueError: boom", "crashed"), (None, "crashed")],
 )
 def test_the_last_line_says_what_became_of_a_run(run_dir: Path, how: str | None, state: str) -> None:
     train(run_dir, 3)
