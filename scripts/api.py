@@ -190,8 +190,10 @@ def _is_property(node: ast.FunctionDef) -> bool:
 def _public(node: ast.ClassDef, shown: list[str] | None) -> Iterator[ast.FunctionDef]:
     for one in node.body:
         if isinstance(one, ast.FunctionDef) and not one.name.startswith("_"):
-            is_setter = any(ast.unparse(mark).endswith(".setter") for mark in one.decorator_list)
-            if not is_setter and (shown is None or one.name in shown):
+            # A setter and the overloads of a method have no text of their own.
+            marks = [ast.unparse(mark) for mark in one.decorator_list]
+            is_beside = any(mark == "overload" or mark.endswith(".setter") for mark in marks)
+            if not is_beside and (shown is None or one.name in shown):
                 yield one
 
 
