@@ -27,9 +27,7 @@ class PendingSave:
     (1, '000001-step-00000000')
     """
 
-    def __init__(
-        self, number: int, path: Path, job: Callable[[], object], waiting: Waiting = contextlib.nullcontext
-    ) -> None:
+    def __init__(self, number: int, path: Path, job: Callable[[], object], waiting: Waiting) -> None:
         self.number = number
         """The save number."""
         self.path = path
