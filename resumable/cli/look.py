@@ -56,7 +56,7 @@ def _add_depth(sub: argparse.ArgumentParser) -> None:
 
 
 def _declare_report(commands: Any) -> None:
-    summary = "one page about a run, or several: curves, resumes, costs, sizes, attempts"
+    summary = "one page about a run, or several: state, curves, resumes, costs, what differs"
     sub = add(commands, "report", _report, summary, "resumable report runs/exp runs/wider -o report.html")
     sub.add_argument("run", metavar="RUN", nargs="+", help="the run directories")
     sub.add_argument("-o", dest="output", metavar="FILE", help="the output file; default: report.html")

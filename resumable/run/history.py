@@ -18,6 +18,7 @@ from ..files.strict_json import Json
 from .checkpoint import HIGHEST
 from .directory import Run
 from .manifest import Manifest
+from .policy import Took
 
 NAME = "history.jsonl"
 
@@ -92,13 +93,11 @@ class History:
         why: str,
         *,
         interval: Mapping[str, Json] | None = None,
-        lost: float | None = None,
-        durable: float | None = None,
+        took: Took | None = None,
     ) -> None:
         """Note that a checkpoint is durable, before anything is pruned.
 
-        `interval`: the interval that the rule chose, and why. `lost`: the seconds that the training waited.
-        `durable`: the seconds until the checkpoint was durable.
+        `interval`: the interval that the rule chose, and why.
         """
         with self._guard:
             if self.attempt is None:
@@ -106,10 +105,16 @@ class History:
             # The folder has lost its newest checkpoints: this is another one of the same number.
             self._replaced |= {about.number} & self._parents.keys()
             self.stands_on = None
-            took = {"lost": _rounded(lost), "durable": _rounded(durable)}
-            line = _save(about, self.attempt, why=why, interval=interval, **took)
+            times = {key: _rounded(seconds) for key, seconds in (took or Took())._asdict().items()}
+            line = _save(about, self.attempt, why=why, interval=interval, **times)
             self._take_in([line])
             self._write(line)
+
+    def loop(self, **total: int) -> None:
+        """Note how many epochs or steps the outermost loop will have done at its end."""
+        with self._guard:
+            if self.attempt is not None:
+                self._write(self._line("loop", **total))
 
     def went_back(self, number: int | None, what: str) -> None:
         """Note that the training was restored to a checkpoint; None means one of another run."""
@@ -339,7 +344,7 @@ _SUMMARY = ("attempt", "time", "host", "pid", "argv", "git", "dirty", "versions"
 
 
 def _save(about: Manifest, attempt: int | None, why: str | None = None, **more: Json) -> Line:
-    took = {"interval": None, "lost": None, "durable": None, **more}
+    took = {"interval": None, **Took()._asdict(), **more}
     return {
         "event": "save",
         "attempt": attempt,

@@ -34,7 +34,7 @@ def tag(name: str, *inside: object, **attributes: str) -> Markup:
 
 
 def table(
-    caption: str, head: Sequence[str], rows: Iterable[Sequence[object]], to_the_left: Iterable[int] = ()
+    caption: str, head: Sequence[object], rows: Iterable[Sequence[object]], to_the_left: Iterable[int] = ()
 ) -> Markup:
     """Return a table; numbers are right-aligned, except in the columns `to_the_left`.
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from .manifest import Best, Goal, Manifest
 
@@ -103,6 +103,17 @@ class Every:
         """Return the rules that depend on the cost of a save."""
         rules = [] if self.budget is None else [percent(self.budget)]
         return rules + ([] if self.mtbf is None else [f"mtbf {duration(self.mtbf)}"])
+
+
+class Took(NamedTuple):
+    """The seconds that a save took; None if they are unknown."""
+
+    lost: float | None = None
+    """What a save costs the training by all that was measured: the estimate that the budget uses."""
+    durable: float | None = None
+    """Until the checkpoint was durable."""
+    held: float | None = None
+    """What saving has taken from the training since the save before: their sum is the total."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,10 @@ Which = str | int | os.PathLike[str]
 
 _NEWEST = ("must", "newest", "latest", "last")
 _WORDS = ("auto", "never", "best", *_NEWEST)
-_CHOICES = "'auto', 'must', 'never', 'best', 'newest', a save number, or a checkpoint: its folder, 'runs/other@best' or 'runs/other@41'"
+_CHOICES = (
+    "'auto', 'must', 'never', 'best', 'newest', a save number, or a checkpoint: its folder, "
+    "'runs/other@best' or 'runs/other@41'"
+)
 
 
 class Copies(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from ..files import sharded_tensor
+from .save_cost import Waiting
 
 _ONLY_IN_STEPS = ("torch.optim.", "bitsandbytes.optim.")  # their methods write to parameters only in step()
 
@@ -24,7 +26,8 @@ class Fence:
     graph calls no hook: of those nothing is guarded.
     """
 
-    def __init__(self, optimizers: Iterable[Any]) -> None:
+    def __init__(self, optimizers: Iterable[Any], waiting: Waiting = contextlib.nullcontext) -> None:
+        self._waiting = waiting
         self._gates = [_Gate(live, self._pass) for live in optimizers]
         self._wait: Callable[[], None] | None = None
         self._owner = os.getpid()
@@ -84,7 +87,8 @@ class Fence:
     def _pass(self) -> None:
         # The thread that opens it did not come along into a process that was forked meanwhile.
         if (wait := self._wait) and self._owner == os.getpid():
-            wait()
+            with self._waiting():
+                wait()
 
     def remove(self) -> None:
         """Take the hooks away."""

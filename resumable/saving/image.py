@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import threading
@@ -19,6 +20,7 @@ from .fence import Fence
 from .gpu_buffers import Buffers
 from .host_memory import HostMemory, gpu_of
 from .image_file import ImageFile
+from .save_cost import Waiting
 from .snapshot import Snapshot
 
 _WORTH_A_FENCE = 64 << 20
@@ -35,9 +37,10 @@ class Image:
         self,
         optimizers: Sequence[Any] = (),
         written_elsewhere: Callable[[], Collection[int]] = frozenset,
+        waiting: Waiting = contextlib.nullcontext,
         worth_a_fence: int = _WORTH_A_FENCE,
     ) -> None:
-        self._fence = Fence(optimizers)
+        self._fence = Fence(optimizers, waiting)
         self._written_elsewhere = written_elsewhere
         self._worth_a_fence = worth_a_fence
         self._layouts: dict[str, tuple[tuple[Any, ...], Layout]] = {}

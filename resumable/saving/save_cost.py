@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from ..run.policy import Cost
+
+Waiting = Callable[[], contextlib.AbstractContextManager[None]]
+"""Entered while the training waits for a save."""
 
 
 class SaveCost:
     """Measures what a save costs the training.
 
-    The cost is the time by which bodies take longer during a save: the call itself, the copies that a step
-    waits for, the cores and the memory that the writer uses.
+    The cost is the time in which the training waits (in the call, and in the step that waits for the copies),
+    and the time by which bodies take longer during a save, because of the cores and the memory that the
+    writer uses.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
@@ -29,6 +34,10 @@ class SaveCost:
         self._is_lost_known = True
         """Whether bodies could be compared when the cost was measured."""
         self._save: _Save | None = None
+        self._waiting_since: float | None = None
+        self._waited = 0.0
+        """The seconds of the current body in which the training waited."""
+        self._lost = self._told = 0.0
         self.cost: Cost | None = None
         """The cost of the recent saves; newer ones count more."""
 
@@ -39,27 +48,55 @@ class SaveCost:
 
     def begin(self) -> None:
         """Note that a loop begins: what was before is no body."""
-        self._last = self._now()
+        self._last, self._waited = self._now(), 0.0
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time inside as time that the training loses."""
+        if self._waiting_since is not None:
+            yield
+            return
+        self._waiting_since = began = self._now()
+        try:
+            yield
+        finally:
+            waited = self._now() - began
+            self._waiting_since = None
+            self._waited += waited
+            self._lose(waited)
+
+    def _lose(self, seconds: float) -> None:
+        self._lost += seconds
+        if self._save:
+            self._save.lost += seconds
+
+    def lost_since(self) -> float:
+        """Return the seconds that the training has lost since the last call; the sum of all is the total."""
+        since = self._waiting_since
+        lost = self._lost - self._told + (0.0 if since is None else self._now() - since)
+        # The writer asks, so a wait may end meanwhile and be missed: the next call has it.
+        self._told += (new := max(0.0, lost))
+        return new
 
     def rest_ended(self) -> None:
         """Note that an epoch has ended, and with it what came after its last body."""
         if self._last is not None:
             self._rest, self.is_rest_known = max(self._rest, self._now() - self._last), True
-        self._last = None
+        self._last, self._waited = None, 0.0
 
     def body_ended(self) -> None:
         """Note that a body has ended, and the next one begins."""
-        now, last, save = self._now(), self._last, self._save
-        self._last = now
+        now, last, save, waited = self._now(), self._last, self._save, self._waited
+        self._last, self._waited = now, 0.0
         if save is None:
             if last is not None:
-                self._quiet.append(now - last)
+                self._quiet.append(now - last - waited)
             return
         ended = save.ended
         # Without a body to compare with, the whole of this one would count as the cost of the save.
         if last is not None and self._quiet:
             during = min(now if ended is None else ended, now) - max(save.began, last)
-            save.lost += max(0.0, min(now - last - self.body(), during))
+            self._lose(max(0.0, min(now - last - self.body(), during) - waited))
         if ended is not None:
             self._count(save, ended)
 

@@ -27,13 +27,14 @@ from ..run.checkpoint import Checkpoint
 from ..run.directory import Run
 from ..run.history import History
 from ..run.manifest import NO_CHECKPOINT, Best, Manifest
-from ..run.policy import Interval, moment
+from ..run.policy import Interval, Took, moment
 from ..training import Training
 from .image import Image
 from .late_changes import LateChanges
 from .preparation import Preparation
 from .save_cost import SaveCost
 from .snapshot import Snapshot, WrittenAround
+from .started_with import started_with
 from .tidying import tidy_after
 from .writer import PendingSave, Writer
 
@@ -68,8 +69,10 @@ class Saving:
         """The save whose metrics, as rank 0 gave them, this process does not have yet."""
         self._failed = 0
         self._has_started = False
-        self._writer = Writer()
-        self._image = Image([part.live for part in self._parts.optimizers], self._parts.written_in_forward)
+        waiting = self.save_cost.waiting
+        self._writer = Writer(waiting)
+        optimizers = [part.live for part in self._parts.optimizers]
+        self._image = Image(optimizers, self._parts.written_in_forward, waiting=waiting)
         self.late = LateChanges(training, self._image)
         self.preparation = Preparation(training)
         self._written: Mapping[str, large_files.Written] = {}
@@ -263,10 +266,11 @@ class Saving:
             raise
         durable = save.durable_after()
         if committed:
-            # What the save has cost the training only the bodies after it will have shown.
+            # The cost of this save only the bodies after it will show.
             lost = self.save_cost.cost.lost if self.save_cost.cost else None
+            took = Took(lost, durable, self.save_cost.lost_since())
             interval = asdict(save.interval) if save.interval else None
-            self.history.saved(committed, save.why, interval=interval, lost=lost, durable=durable)
+            self.history.saved(committed, save.why, interval=interval, took=took)
             tidy_after(self._training, committed)
 
     def _is_there(self, number: int) -> bool:
@@ -316,7 +320,8 @@ class Saving:
         if self._crew.leads and not self._has_started:
             self._has_started = True
             where = {"remote": self._copies.told()} if self._copies else {}
-            self.history.begin({**environment.attempt(), **where, **facts}, self.parent)
+            about = {**environment.attempt(), "settings": started_with(self._training)}
+            self.history.begin({**about, **where, **facts}, self.parent)
             if self.history.last_took:
                 self.save_cost.expect(*self.history.last_took)
             if self._copies:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import sys
 import threading
 import traceback
@@ -12,6 +13,7 @@ from pathlib import Path
 from ..files.threads import yield_to_training
 from ..processes.crew import SaveSkipped
 from ..tracebacks import short_methods
+from .save_cost import Waiting
 
 
 @short_methods
@@ -27,12 +29,13 @@ class PendingSave:
     (1, '000001-step-00000000')
     """
 
-    def __init__(self, number: int, path: Path, job: Callable[[], object]) -> None:
+    def __init__(self, number: int, path: Path, job: Callable[[], object], waiting: Waiting) -> None:
         self.number = number
         """The save number."""
         self.path = path
         """The checkpoint's folder, once it is durable."""
         self._job = job
+        self._waiting = waiting
         self._error: BaseException | None = None
         self._told = False
         # Not a daemon: the interpreter then waits for it at its end.
@@ -63,7 +66,7 @@ class PendingSave:
 
     def wait(self) -> None:
         """Wait until the checkpoint is durable; raise what went wrong."""
-        self._thread.join()
+        self._join()
         if self._error:
             self._told = True
             atexit.unregister(self._tell_at_exit)
@@ -71,9 +74,13 @@ class PendingSave:
 
     def wait_unless_told(self) -> None:
         """Wait until the checkpoint is durable; raise what went wrong, unless it was raised before."""
-        self._thread.join()
+        self._join()
         if not self._told:
             self.wait()
+
+    def _join(self) -> None:
+        with self._waiting():
+            self._thread.join()
 
     def _tell_at_exit(self) -> None:
         assert self._error is not None
@@ -90,13 +97,14 @@ def _free_frames(error: BaseException | None) -> None:
 class Writer:
     """Runs one save after the other, in the background."""
 
-    def __init__(self) -> None:
+    def __init__(self, waiting: Waiting = contextlib.nullcontext) -> None:
+        self._waiting = waiting
         self._pending: PendingSave | None = None
 
     def submit(self, number: int, path: Path, job: Callable[[], object]) -> PendingSave:
         """Start `job` in the background, after the one before it; raise what that one met."""
         self.wait()
-        self._pending = PendingSave(number, path, job)
+        self._pending = PendingSave(number, path, job, self._waiting)
         return self._pending
 
     def is_busy(self) -> bool:

@@ -37,6 +37,7 @@ class Loops:
             self._session.refuse_closed()
             done = self._position.epoch
             self._print_if_complete(done, options.count("total", total), "epochs")
+            self._note_loop(epochs=total)
             with self._progress.loop("epochs", total, done):
                 yield from self._watched(self._position.epochs(total, self._epoch_ended))
         except ResumableError as error:
@@ -48,6 +49,7 @@ class Loops:
             self._session.refuse_closed()
             done = self._position.step
             self._print_if_complete(done, options.count("total", total), "steps")
+            self._note_loop(steps=total)
             with self._progress.loop("steps", total, done):
                 yield from self._watched(self._position.steps(total, self._step_ended))
         except ResumableError as error:
@@ -75,6 +77,10 @@ class Loops:
     def _print_if_complete(self, done: int, total: int, what: str) -> None:
         if self._session.has_resumed and done >= total:
             self._training.print(f"{self._training.run} is complete: {done} of {total} {what} are done")
+
+    def _note_loop(self, **total: int) -> None:
+        if self._position.is_outside():
+            self._saving.history.loop(**total)
 
     def _watched(self, loop: Iterator[int]) -> Iterator[int]:
         self._begin("counted")

@@ -223,6 +223,10 @@ class Session:
 
     def save(self, why: str, metrics: Mapping[str, Any] | None = None) -> PendingSave:
         """Save everything; without metrics, those given before stay."""
+        with self.saving.save_cost.waiting():
+            return self._save(why, metrics)
+
+    def _save(self, why: str, metrics: Mapping[str, Any] | None) -> PendingSave:
         self.training.meet()
         self.steps.look_at_others()
         self.warnings.look_at_variables()

@@ -1,36 +1,20 @@
-"""The charts of a report, drawn by plotly: metrics and interruptions, the cost of saves, sizes."""
+"""The series that the charts of a report show: which saves, and what is known about each."""
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..errors import printable
 from ..files.strict_json import Json
-from ..run.markup import Markup
-from ..run.policy import bytes_of, duration, when
+from ..run.policy import moment
 
 Row = Mapping[str, Any]
-Point = tuple[Any, Any, str]
-"""x, y and the text at the pointer."""
 
-MOST = 600
-"""How many saves of a run are shown: as many as a curve needs and a page can hold."""
+MOST = 2500
+"""How many saves are drawn, over all runs."""
 _MOST_EVENTS = 150
-
-_COLOURS = ("#0072b2", "#c4500a", "#00795a", "#a3508a", "#7a6000", "#4b5563")
-"""Colours that the colour-blind can tell apart."""
-_SYMBOLS = ("circle", "square", "diamond", "triangle-up", "hexagon", "pentagon")
-_EVENTS = {
-    "resume": ("resumes", "triangle-right"),
-    "back": ("went back", "triangle-left"),
-    "preempted": ("preemptions", "square"),
-    "failed": ("failures", "x"),
-    "odd": ("NaN or infinite", "diamond-open"),
-}
-_HEIGHT = 240
-_CONFIG = {"displayModeBar": False, "responsive": True}
+_LONGEST = 200
 
 
 def metrics(runs: Iterable[Row]) -> list[str]:
@@ -41,7 +25,7 @@ def metrics(runs: Iterable[Row]) -> list[str]:
     ]
 
 
-def shown(run: Row, most: int = MOST) -> list[Row]:
+def shown(run: Row, most: int) -> list[Row]:
     """Return the saves of a run that are shown: of very many, those that matter and the curves' extremes.
 
     >>> run = {"saves": [{"number": n, "metrics": {"acc": (n - 500) ** 2}} for n in range(1000)]}
@@ -71,184 +55,84 @@ def _extremes(saves: Sequence[Row], names: Sequence[str]) -> Iterator[int]:
     if not names:
         yield saves[0]["number"]
     for name in names:
-        known = [
-            (float(s["metrics"][name]), s["number"]) for s in saves if _is_finite(s["metrics"].get(name))
-        ]
+        known = [(float(s["metrics"][name]), s["number"]) for s in saves if is_finite(s["metrics"].get(name))]
         if known:
             yield min(known)[1]
             yield max(known)[1]
 
 
-def _is_finite(value: Json) -> bool:
+def is_finite(value: Json) -> bool:
+    """Return whether a metric can be drawn."""
     return isinstance(value, (int, float))
 
 
-def of_metrics(runs: Sequence[Row], saves: Sequence[Sequence[Row]], names: Sequence[str]) -> Any:
-    """Return a figure with a row for each metric over the steps, and one for what happened."""
-    from plotly.subplots import make_subplots  # type: ignore[import-untyped, unused-ignore]
-
-    count = len(names) + 1
-    figure = make_subplots(
-        count, 1, shared_xaxes=True, subplot_titles=[*map(_safe, names), ""], vertical_spacing=0.25 / count
-    )
-    x = _axis(runs)
-    for index, (run, of_run) in enumerate(zip(runs, saves, strict=True)):
-        for row, name in enumerate(names, 1):
-            for trace in _curves(index, run, of_run, name, x):
-                figure.add_scatter(**trace, row=row, col=1)
-        for trace in _events(index, run, of_run, x):
-            figure.add_scatter(**trace, row=count, col=1)
-    # One entry for each run, which shows or hides all that it has.
-    for trace in {one.legendgroup: one for one in reversed(figure.data)}.values():
-        trace.showlegend = True
-    figure.update_xaxes(title_text=_AXES[x], row=count, col=1)
-    figure.update_yaxes(automargin=True)
-    scales = [
-        {"label": label, "method": "relayout", "args": [{f"{axis}.type": kind for axis in axes}]}
-        for axes in [[f"yaxis{row or ''}" for row in [0, *range(2, count)]]]
-        for label, kind in (("linear", "linear"), ("log", "log"))
-    ]
-    menu = {"type": "buttons", "direction": "right", "buttons": scales, "x": 1, "xanchor": "right"}
-    figure.update_layout(
-        updatemenus=[{**menu, "y": 1 + 40 / (_HEIGHT * count), "yanchor": "bottom"}], showlegend=len(runs) > 1
-    )
-    return figure.update_layout(height=_HEIGHT * count)
+def data(runs: Sequence[Row], names: Sequence[str]) -> dict[str, Any]:
+    """Return what the page's script draws, as JSON: the runs by columns, one value for each save."""
+    most = max(MOST // 5, MOST // len(runs))
+    x = "step" if any(save["step"] for run in runs for save in run["saves"]) else "number"
+    return {
+        "x": {"step": "step", "number": "save number"}[x],
+        "metrics": [_safe(name) for name in names],
+        "runs": [_run(run, names, x, most) for run in runs],
+    }
 
 
-_OWN_ENTRY = {"legendgroup": None, "showlegend": True}
-_AXES = {"step": "step", "number": "save number"}
+def _run(run: Row, names: Sequence[str], x: str, most: int) -> dict[str, Any]:
+    saves = [save for save in shown(run, most) if save[x] is not None]
+    # A run that was put back has later saves at earlier steps.
+    saves.sort(key=lambda save: (save[x], save["number"]))
+    return {
+        "name": _safe(run["run"]),
+        "x": [save[x] for save in saves],
+        **{key: [save[key] for save in saves] for key in ("number", "epoch", "batch", "held", "durable")},
+        "time": [save["time"] and moment(save["time"]) for save in saves],
+        "state": [", ".join(states(run, save)) for save in saves],
+        "why": [save["why"] and _safe(save["why"]) for save in saves],
+        "metrics": [[_value(save["metrics"].get(name)) for save in saves] for name in names],
+        "best": run["best"],
+        "goal": names.index(run["goal"]["metric"])
+        if run["goal"] and run["goal"]["metric"] in names
+        else None,
+        "branches": [*_branches(run, saves)],
+        "events": [*_events(run, x)],
+    }
 
 
-def _axis(runs: Sequence[Row]) -> str:
-    return "step" if any(save["step"] for run in runs for save in run["saves"]) else "number"
+def states(run: Row, save: Row) -> list[str]:
+    """Return the words for what a save is: the newest, damaged, not kept and so on."""
+    words = [word for word in ("newest", "best") if save["number"] == run[word]]
+    words += ["damaged"] if save["problem"] else []
+    words += [word for word in ("abandoned", "pushed") if save[word]]
+    return words + ([] if save["here"] else ["not kept"])
 
 
-def _curves(index: int, run: Row, saves: Sequence[Row], name: str, x: str) -> Iterator[dict[str, Any]]:
-    """Yield the traces of a run and a metric: its curve, abandoned branches, the best checkpoint."""
-    finite = [save for save in saves if _is_finite(save["metrics"].get(name)) and save[x] is not None]
-    at = {save["number"]: (save[x], save["metrics"][name], hover_text(save, run)) for save in finite}
-    points = [at[save["number"]] for save in finite if not save["abandoned"]]
-    colour, symbol = _COLOURS[index % 6], _SYMBOLS[index % 6]
-    if points:
-        marker = {"symbol": symbol, "size": 4 if len(points) > 100 else 7}
-        yield _trace(index, run, points, colour, mode="lines+markers", marker=marker)
-    if left := [*branches([save for save in finite if save["abandoned"]], at, run["saves"])]:
-        look = {"symbol": f"{symbol}-open", "size": 7}
-        yield _trace(index, run, left, colour, mode="lines+markers", marker=look, line={"dash": "dot"})
-    if run["goal"] and run["goal"]["metric"] == name and run["best"] in at:
-        look = {"symbol": "star", "size": 15, "line": {"color": "white", "width": 1}}
-        yield _trace(index, run, [at[run["best"]]], colour, mode="markers", marker=look)
+def _value(value: Json) -> Json:
+    # Nine digits tell any two float32 apart.
+    return float(f"{value:.9g}") if isinstance(value, float) else value
 
 
-def branches(left: Sequence[Row], at: Mapping[int, Point], saves: Sequence[Row]) -> Iterator[Point]:
-    """Yield a line for each abandoned save, from the last save before it on its branch that is shown."""
-    parents = {save["number"]: save["parent"] for save in saves}
-    for save in left:
-        number = save["number"]
-        parent = parents.get(number)
-        # A parent is always older: the loop has to end in a damaged history too.
-        while parent is not None and parent not in at:
-            before, parent = parent, parents.get(parent)
-            parent = parent if parent is not None and parent < before else None
-        if parent is not None and parent < number:
-            yield from (at[parent], at[number], (None, None, ""))
-        else:
-            yield from (at[number], (None, None, ""))
+def _branches(run: Row, saves: Sequence[Row]) -> Iterator[tuple[int | None, int]]:
+    """Yield for each abandoned save the indices of the save before it on its branch, and of itself."""
+    at = {save["number"]: index for index, save in enumerate(saves)}
+    parents = {save["number"]: save["parent"] for save in run["saves"]}
+    for save in saves:
+        if save["abandoned"]:
+            parent = parents[save["number"]]
+            # A parent is always older: the loop has to end in a damaged history too.
+            while parent is not None and parent not in at:
+                before, parent = parent, parents.get(parent)
+                parent = parent if parent is not None and parent < before else None
+            is_older = parent is not None and parent < save["number"]
+            yield (at[parent] if parent is not None and is_older else None), at[save["number"]]
 
 
-def _events(index: int, run: Row, saves: Sequence[Row], x: str) -> Iterator[dict[str, Any]]:
+def _events(run: Row, x: str) -> Iterator[dict[str, Any]]:
     places = {save["number"]: save[x] for save in run["saves"]}
-    found: dict[str, list[Point]] = {kind: [] for kind in _EVENTS}
-    for event in run["events"]:
-        place = event["step"] if x == "step" else places.get(event["number"])
-        if place is not None:
-            found[event["kind"]].append((place, _EVENTS[event["kind"]][0], hover_text_of_event(event)))
-    odd = [save for save in saves if not all(map(_is_finite, save["metrics"].values()))]
-    found["odd"] = [(s[x], _EVENTS["odd"][0], hover_text(s, run)) for s in odd if s[x] is not None]
-    for kind, points in found.items():
-        if points:
-            look = {"symbol": _EVENTS[kind][1], "size": 11}
-            shown = _spread(points, _MOST_EVENTS)
-            yield _trace(index, run, shown, _COLOURS[index % 6], mode="markers", marker=look)
-
-
-def _trace(index: int, run: Row, points: Sequence[Point], colour: str, **look: Any) -> dict[str, Any]:
-    xs, ys, texts = ([*values] for values in zip(*points, strict=True))
-    look["marker"] = {"color": colour, **look.get("marker", {})}
-    name = {"name": _safe(run["run"]), "legendgroup": str(index), "showlegend": False}
-    return {"x": xs, "y": ys, "hovertext": texts, "hoverinfo": "text", **name, **look}
-
-
-def of_costs(runs: Sequence[Row], saves: Sequence[Sequence[Row]]) -> Any:
-    """Return a figure of what saving cost; None if the history does not say."""
-    import plotly.graph_objects as go  # type: ignore[import-untyped, unused-ignore]
-
-    figure, x = go.Figure(), _axis(runs)
-    for index, (run, of_run) in enumerate(zip(runs, saves, strict=True)):
-        for key, title, form in (("lost", "held up", ""), ("durable", "durable after", "-open")):
-            points = [(save[x], save[key], hover_text(save)) for save in of_run if save[key] is not None]
-            if points:
-                look = {"symbol": _SYMBOLS[index % 6] + form, "size": 8}
-                trace = _trace(index, run, points, _COLOURS[index % 6], mode="markers", marker=look)
-                named = f"{trace['name']}: {title}" if len(runs) > 1 else title
-                figure.add_scatter(**trace | {"name": named, **_OWN_ENTRY})
-    figure.update_layout(xaxis_title=_AXES[x], yaxis_ticksuffix=" s", yaxis_rangemode="tozero")
-    return figure if figure.data else None
-
-
-def of_sizes(run: Row, saves: Sequence[Row]) -> Any:
-    """Return a figure of the sizes of a run's checkpoints; None if it has none."""
-    import plotly.graph_objects as go  # type: ignore[import-untyped, unused-ignore]
-
-    here = [save for save in saves if save["size"] and save["own"] is not None]
-    if not here:
-        return None
-    own = [(save["number"], save["own"], hover_text(save)) for save in here]
-    rest = [(save["number"], max(0, save["size"] - save["own"]), hover_text(save)) for save in here]
-    figure = go.Figure()
-    for title, points, pattern in (("not shared", own, ""), ("shared with others", rest, "/")):
-        if any(size for _, size, _ in points) or not pattern:
-            trace = _trace(0, run, points, _COLOURS[0], marker={"pattern": {"shape": pattern}})
-            figure.add_bar(**trace | {"name": title, **_OWN_ENTRY})
-    figure.update_layout(barmode="stack", xaxis_title=_AXES["number"], yaxis_ticksuffix="B")
-    return figure.update_layout(xaxis_type="category" if len(here) <= 12 else "linear")
-
-
-def drawn(figure: Any, label: str, nonce: str) -> Markup:
-    """Return the HTML of a figure; its scripts bear the nonce, without which the page runs none."""
-    figure.update_layout(
-        template="plotly_white", margin={"l": 8, "r": 12, "t": 60, "b": 8}, hovermode="closest"
-    )
-    text = figure.to_html(
-        full_html=False, include_plotlyjs=False, config=_CONFIG, default_height=_HEIGHT, validate=False
-    )
-    scripts = text.replace("<script", f'<script nonce="{nonce}"')
-    return Markup(f'<div class="plot" role="img" aria-label="{html.escape(label)}">{scripts}</div>')
-
-
-def hover_text(save: Row, run: Row | None = None) -> str:
-    """Return the lines about a save that plotly shows at its point."""
-    named = [word for word in ("best", "newest") if run and save["number"] == run[word]]
-    named += ["abandoned"] if save["abandoned"] else []
-    title = f"checkpoint {save['number']}"
-    costs = [f"held up training for {duration(save['lost'])}"] if save["lost"] is not None else []
-    costs += [f"durable after {duration(save['durable'])}"] if save["durable"] is not None else []
-    there = ", damaged" if save["problem"] else "" if save["here"] else ", not kept"
-    lines = [
-        f"<b>{', '.join([title, *named])}</b>",
-        _place(save),
-        *(f"{_safe(name)} {number(value)}" for name, value in [*save["metrics"].items()][:8]),
-        " · ".join(filter(None, (when(save["time"]), save["why"] and f"why: {_safe(save['why'])}"))),
-        ", ".join(costs),
-        f"{bytes_of(save['size'])}{there}" if save["size"] is not None else "",
+    found = [
+        (event["step"] if x == "step" else places.get(event["number"]), event) for event in run["events"]
     ]
-    return "<br>".join(filter(None, lines))
-
-
-def hover_text_of_event(event: Row) -> str:
-    """Return the lines about a resume, a preemption or the like that plotly shows at its point."""
-    lines = [f"<b>{_safe(sentence(event))}</b>", _place(event), when(event["time"])]
-    return "<br>".join(filter(None, lines))
+    for place, event in _spread([pair for pair in found if pair[0] is not None], _MOST_EVENTS):
+        yield {"x": place, "kind": event["kind"], "text": _safe(sentence(event))}
 
 
 def sentence(event: Row) -> str:
@@ -266,10 +150,6 @@ def sentence(event: Row) -> str:
     return f"{attempt} {what}: {event['how'].splitlines()[0]}"
 
 
-def _place(row: Row) -> str:
-    return ", ".join(f"{key} {row[key]:,}" for key in ("step", "epoch", "batch") if row[key] is not None)
-
-
 def number(value: Json) -> str:
     """Return a metric as text.
 
@@ -280,6 +160,5 @@ def number(value: Json) -> str:
 
 
 def _safe(text: str) -> str:
-    # Plotly takes what looks like HTML for HTML.
     line = printable(text, but="")
-    return html.escape(line if len(line) <= 200 else f"{line[:199]}…", quote=False)
+    return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…"

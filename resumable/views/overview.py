@@ -13,6 +13,8 @@ from ..run import checkpoint, history, policy
 from ..run.checkpoint import Checkpoint
 from ..run.directory import Run
 from ..run.manifest import Manifest
+from . import standing
+from .trees import described
 
 Row = dict[str, Any]
 Verify = Callable[[Checkpoint], None]
@@ -32,7 +34,7 @@ def overview(run: Run, verify: Verify | None = None) -> dict[str, Json]:
     here = kept(run, verify)
     newest = next((one.about for one in reversed(here) if one.about and not one.problem), None)
     remote = history.remote(lines)
-    saves = _saves(here, lines, newest, remote)
+    saves, attempts = _saves(here, lines, newest, remote), _attempts(lines, here)
     best = newest and newest.best
     found = {
         "run": str(run),
@@ -47,7 +49,8 @@ def overview(run: Run, verify: Verify | None = None) -> dict[str, Json]:
         "remote": remote,
         "saves": saves,
         "events": sorted(_events(lines, saves), key=lambda event: event["time"] or ""),
-        "attempts": _attempts(lines, here),
+        "attempts": attempts,
+        **standing.of(run, lines, saves, attempts),
     }
     return {key: plain(value) for key, value in found.items()}
 
@@ -121,7 +124,7 @@ def _of_history(line: Line) -> Row:
         **{key: _count(line.get(key)) for key in ("epoch", "batch", "step", "samples", "size")},
         "metrics": {name: value for name, value in values if _is_number(value)},
         "why": _text(line.get("why")),
-        "lost": _seconds(line.get("lost")),
+        "held": _seconds(line.get("held")),
         "durable": _seconds(line.get("durable")),
         "here": False,
         "own": None,
@@ -200,9 +203,16 @@ def _attempts(lines: Sequence[Line], here: Sequence[Kept]) -> list[Row]:
             "seconds": max(times[number]) - min(times[number]) if times.get(number) else None,
             "environment": dict(environments[number]) if number in environments else None,
             "changed": [row for row in changed if isinstance(row, dict)] if isinstance(changed, list) else [],
+            "settings": _settings(starts[number].get("settings")),
         }
         found.append(about | more)
     return found
+
+
+def _settings(told: Json) -> dict[str, str] | None:
+    if not isinstance(told, dict):
+        return None
+    return {name: value if isinstance(value, str) else described(value) for name, value in told.items()}
 
 
 def _text(value: Json) -> str | None:

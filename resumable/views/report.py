@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import html
+import json
 import os
 import secrets
 from collections.abc import Mapping, Sequence
@@ -16,10 +17,10 @@ from ..files.strict_json import Json
 from ..progress import Progress
 from ..run.checkpoint import Checkpoint
 from ..run.directory import Run
-from ..run.markup import escaped
+from ..run.markup import Markup, escaped
 from ..run.policy import when
 from ..version import __version__
-from . import sections
+from . import charts, headline, sections
 from .overview import overview
 
 NAME = "report.html"
@@ -34,14 +35,16 @@ style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'no
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title} · resumable report</title>
 <style>{style}</style>
-<script nonce="{nonce}">{library}</script>
 </head>
 <body>
-<header><h1>{title}</h1><div class="quiet">resumable report, made {made}</div></header>
+<header><div><h1>{head}</h1><div class="quiet">resumable report, made {made}</div></div>\
+<button type="button" id="theme" hidden></button></header>
 <main>
 {body}
 </main>
-<footer>resumable {version}. Charts: plotly.js, MIT licence. This page needs no network.</footer>
+<footer>resumable {version}. This page needs no network.</footer>
+<script type="application/json" id="facts">{data}</script>
+<script nonce="{nonce}">{script}</script>
 </body>
 </html>
 """
@@ -86,9 +89,8 @@ def write(
     """
     target = Path(path)
     _check(target)
-    library = _library()
     found = facts(runs, reads_all=reads_all)
-    text = page(found, library)
+    text = page(found)
     try:
         disk.replace(Path(os.path.realpath(target)), text.encode(errors="replace"))
     except OSError as exc:
@@ -121,29 +123,25 @@ def _is_report(path: Path) -> bool:
     return False
 
 
-def _library() -> str:
-    """Return plotly.js, which draws the charts."""
-    try:
-        from plotly.offline import get_plotlyjs  # type: ignore[import-untyped, unused-ignore]
-    except ImportError as exc:
-        raise UsageError(
-            "the report needs the package plotly, which draws its charts.",
-            fix='pip install "torch-resumable[report]"',
-        ) from exc
-    return str(get_plotlyjs())
-
-
-def page(runs: Sequence[Mapping[str, Json]], library: str) -> str:
+def page(runs: Sequence[Mapping[str, Json]]) -> str:
     """Return the page about runs, as `overview` describes them."""
-    # Only scripts with the nonce run: what a manifest holds does nothing, even if it were not escaped.
-    nonce = secrets.token_hex(16)
+    # Only the script with the nonce runs: what a manifest holds does nothing, even if it were not escaped.
+    title = Markup(", ".join(escaped(run["run"]) for run in runs))
+    drawn = charts.data(runs, charts.metrics(runs)[: sections.MOST_METRICS])
     return _PAGE.format(
         mark=_MARK,
-        title=", ".join(escaped(run["run"]) for run in runs),
+        title=title,
+        head=title + headline.badge(runs[0]) if len(runs) == 1 else title,
         made=when(datetime.now(timezone.utc).isoformat()),
         version=__version__,
-        style=(Path(__file__).parent / "page.css").read_text(encoding="utf-8"),
-        nonce=nonce,
-        library=library,
-        body=sections.body(runs, nonce),
+        style=_asset("page.css"),
+        nonce=secrets.token_hex(16),
+        body=sections.body(runs),
+        # In a script element only "<" could end it.
+        data=json.dumps(drawn, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
+        script=_asset("page.js"),
     )
+
+
+def _asset(name: str) -> str:
+    return (Path(__file__).parent / name).read_text(encoding="utf-8")

@@ -449,7 +449,7 @@ def test_the_command_line_answers_without_torch_numpy_and_what_moves_checkpoints
 
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
 
-    heavy = {"torch", "numpy", "safetensors", "fsspec", "asyncio", "tqdm", "plotly"}
+    heavy = {"torch", "numpy", "safetensors", "fsspec", "asyncio", "tqdm"}
     assert not heavy & {*done.stdout.splitlines()[-1].split()}
 
 

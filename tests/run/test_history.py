@@ -21,6 +21,7 @@ from resumable.run import checkpoint, history
 from resumable.run.directory import Run
 from resumable.run.history import History
 from resumable.run.manifest import Manifest
+from resumable.run.policy import Took
 
 HERE = {"host": "node7", "pid": 4711, "boot": "b1"}
 ABOUT = Manifest(
@@ -91,7 +92,7 @@ def test_a_start_a_save_and_an_end_say_what_happened(run: Run) -> None:
     assert found.begin({**HERE, "argv": ["train.py"]}, None) == 1
     commit(run, 1, None, metrics={"loss": float("nan")})
     rule = {"seconds": 84.0, "reason": "1 % of 8400 s"}
-    found.saved(run.open(1).about, "every 1 %", interval=rule, lost=0.0123456, durable=1.5)
+    found.saved(run.open(1).about, "every 1 %", interval=rule, took=Took(0.0123456, 1.5, 0.25))
     found.ended("SIGTERM", epoch=1, batch=2, step=10)
 
     start, saved, end = history.read(run.path)
@@ -100,7 +101,8 @@ def test_a_start_a_save_and_an_end_say_what_happened(run: Run) -> None:
     assert saved == {
         **{"event": "save", "attempt": 1, "number": 1, "parent": None, "time": ABOUT.saved},
         **{"epoch": 1, "batch": 2, "step": 10, "samples": 64, "metrics": {"loss": "nan"}, "size": 9},
-        **{"why": "every 1 %", "interval": rule, "lost": 0.0123, "durable": 1.5, "superseded": False},
+        **{"why": "every 1 %", "interval": rule, "lost": 0.0123, "durable": 1.5, "held": 0.25},
+        "superseded": False,
     }
     assert (end["attempt"], end["how"], end["epoch"], end["batch"], end["step"]) == (1, "SIGTERM", 1, 2, 10)
 
@@ -422,8 +424,8 @@ def test_a_training_notes_its_starts_its_saves_where_it_went_back_and_how_it_end
 
     run, lines = Run(run_dir), history.read(run_dir)
     assert events(run) == [
-        *("start", "save", "save", "save", "restore", "save", "save", "save", "end"),
-        *("start", "save", "end", "start", "save", "end"),
+        *("start", "loop", "save", "save", "save", "restore", "save", "save", "save", "end"),
+        *("start", "loop", "save", "end", "start", "loop", "save", "end"),
     ]
     assert superseded(run) == {number: number in (2, 3) for number in range(1, 9)}
     assert [(one["from"], one["last"], one["ended"]) for one in history.attempts(lines)] == [
@@ -435,6 +437,7 @@ def test_a_training_notes_its_starts_its_saves_where_it_went_back_and_how_it_end
     assert [then and then["how"] for then in previous] == [None, "closed", "ValueError: boom"]
     assert all(line["durable"] > 0 and line["why"] == "called" for line in lines if line["event"] == "save")
     assert [line["from"] for line in lines if line["event"] == "restore"] == [1]
+    assert [line["steps"] for line in lines if line["event"] == "loop"] == [4, 5, 6]
 
 
 def test_what_a_rule_chose_is_noted_with_the_save_and_outlives_the_process(run_dir: Path) -> None:

@@ -155,3 +155,36 @@ def test_a_save_in_the_very_first_body_does_not_cost_the_whole_of_it(pace: SaveC
     bodies(pace, clock, 1)
 
     assert pace.cost == Cost(lost=1, durable=3)
+
+
+def test_where_every_body_saves_the_time_in_the_calls_is_lost(pace: SaveCost, clock: Clock) -> None:
+    for _ in range(3):
+        with pace.waiting(), pace.waiting():
+            ended = pace.save_began()
+            clock.time += 2
+        bodies(pace, clock, 5)
+        ended()
+
+    assert pace.lost_since() == 6
+    assert pace.cost == Cost(lost=2, durable=7)
+
+
+def test_a_wait_and_a_slower_body_are_lost_once(pace: SaveCost, clock: Clock) -> None:
+    bodies(pace, clock, 1, 1)
+    with pace.waiting():
+        ended = pace.save_began()
+        clock.time += 2
+    bodies(pace, clock, 1.5, 1.25)
+    ended()
+    bodies(pace, clock, 1)
+
+    assert pace.lost_since() == 2.75
+
+
+def test_the_writer_counts_a_wait_that_has_not_ended_and_the_rest_later(pace: SaveCost, clock: Clock) -> None:
+    with pace.waiting():
+        clock.time += 3
+        first = pace.lost_since()
+        clock.time += 1
+
+    assert (first, pace.lost_since(), pace.lost_since()) == (3, 1, 0)
