@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, IterableDataset
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from . import wrappers
+from .workers import torch_iterators
 
 _KINDS: dict[str, tuple[type, ...]] = {
     "model": (nn.Module,),
@@ -54,7 +54,7 @@ def described(live: Any) -> str:
         return "a state_dict"
     if is_dataset(live):
         return f"a dataset ({kind})"
-    if isinstance(live, _BaseDataLoaderIter):
+    if torch_iterators.handed_out(live) is not None:
         return "the iterator of a DataLoader"
     if isinstance(live, (list, tuple)) and live:
         return f"a {kind} that holds {described(live[0])}"
@@ -82,4 +82,4 @@ def loaders_in(live: object) -> Iterator[DataLoader[Any]]:
 
 def is_iterator_of_loader(live: object) -> bool:
     """Whether this is an iterator that torch has made of a DataLoader: it ends with the epoch."""
-    return isinstance(live, _BaseDataLoaderIter)
+    return torch_iterators.handed_out(live) is not None

@@ -60,6 +60,8 @@ class History:
         """The cost of the last save of earlier attempts: seconds lost, if known, and until durable."""
         self.stands_on: int | None = None
         """The checkpoint that the training continues: the loaded one, then the last save."""
+        self._planned: Mapping[str, int] = {}
+        """The last loop that was noted."""
         self.attempt: int | None = None
         """The number of this start of the run, from 1; None before it, after its end, and if unknown."""
 
@@ -111,10 +113,12 @@ class History:
             self._write(line)
 
     def loop(self, **total: int) -> None:
-        """Note how many epochs or steps the outermost loop will have done at its end."""
+        """Note, with the next line, how many epochs or steps the outermost loop will have done at its end."""
         with self._guard:
-            if self.attempt is not None:
-                self._write(self._line("loop", **total))
+            # The training would wait for the disk here, and a script may begin a loop at every step.
+            if self.attempt is not None and total != self._planned:
+                self._planned = total
+                self._due.append(self._line("loop", **total))
 
     def went_back(self, number: int | None, what: str) -> None:
         """Note that the training was restored to a checkpoint; None means one of another run."""

@@ -75,7 +75,9 @@ def test_a_script_that_gives_everything_loses_nothing(
     assert not lost_in(SHAPES / shape, tmp_path, monkeypatch)
 
 
-@pytest.mark.filterwarnings("ignore:an optimizer", "ignore:a scheduler", "ignore:this loop draws")
+@pytest.mark.filterwarnings(
+    "ignore:an optimizer", "ignore:a scheduler", "ignore:this loop draws", "ignore:.* has weights that change"
+)
 @pytest.mark.parametrize(("shape", "line", "name", "fix"), FORGOTTEN)
 def test_what_a_script_forgets_to_give_is_named_with_its_fix(
     shape: str, line: str, name: str, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -111,7 +113,7 @@ def checked(run_dir: Path, training: Any, model: nn.Module | None = None, **part
     """Train three steps, and return what a check finds after each of them, by name."""
     model = model or nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with RunState.load(run_dir, model=model, optimizer=optimizer, **parts) as state:
+    with RunState.load(run_dir, model=model, optimizer=optimizer, every=None, **parts) as state:
         for _ in state.steps(3):
             training(model)
             optimizer.step()

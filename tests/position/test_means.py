@@ -340,24 +340,24 @@ def test_a_glance_is_the_text_of_all_means() -> None:
 def test_the_bar_over_the_batches_shows_the_means(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = io.StringIO()
     monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setattr(progress, "_EVERY", 0.0)
+    monkeypatch.setattr(progress, "_EVERY_LINE", 0.0)
     with RunState.load(run_dir, loader=torch.ones(3), progress=True) as state:
         for _ in state.epochs(1):
             for batch in state.batches():
                 state.mean(loss=batch)
 
-    assert re.search(r"batches: .* loss 1\b", terminal.getvalue())
+    assert re.search(r"batch 2/3, .*loss 1\b", terminal.getvalue())
 
 
 def test_the_bar_over_steps_shows_the_means(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = io.StringIO()
     monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setattr(progress, "_EVERY", 0.0)
+    monkeypatch.setattr(progress, "_EVERY_LINE", 0.0)
     with RunState.load(run_dir, progress=True) as state:
         for _ in state.steps(3):
             state.mean(loss=0.25)
 
-    assert re.search(r"steps: .* loss 0.25\b", terminal.getvalue())
+    assert re.search(r"step 2/3, .*loss 0.25\b", terminal.getvalue())
 
 
 # On a GPU.

@@ -288,7 +288,7 @@ def test_the_run_is_closed_when_it_exits(run_dir: Path, training: Training) -> N
 
 
 def test_signals_that_are_not_watched_do_what_they_always_do(run_dir: Path, training: Training) -> None:
-    with training.load(run_dir, signals=["SIGTERM"]) as state, pytest.raises(KeyboardInterrupt):
+    with training.load(run_dir, signals=["SIGTERM"], every=None) as state, pytest.raises(KeyboardInterrupt):
         training.train(state, signal.SIGINT)
 
 
