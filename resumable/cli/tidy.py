@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .. import options
 from ..errors import CheckpointDamaged, CheckpointNotFound, UsageError
 from ..files import disk
 from ..progress import Progress
@@ -108,7 +107,7 @@ def _wish(given: argparse.Namespace) -> Wish:
         if count is not None and count < 1:
             raise UsageError(f"{name} {count} keeps nothing.", fix="give a whole number from 1.")
     rules = [int(text) if text.isdecimal() else text for text in given.keep_every or ()]
-    every = options.multiples("--keep-every", rules) if rules else None
+    every = intervals.multiples("--keep-every", rules) if rules else None
     keep = None
     if every or any(count is not None for count in counts.values()):
         keep = Keep(given.keep or 1, given.keep_best or 1, every)

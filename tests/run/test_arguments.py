@@ -10,7 +10,7 @@ import pytest
 import torch
 from grouped import grouped
 
-from resumable import RunState, UsageError, options
+from resumable import RunState, UsageError, intervals, options
 from resumable.run.manifest import Goal
 from resumable.run.policy import Every, Keep
 
@@ -40,7 +40,7 @@ DAY = 86400
     ],
 )
 def test_a_time_is_taken_in_the_ways_people_write_it(given: Any, seconds: float) -> None:
-    assert options.seconds("max_time", given) == seconds
+    assert intervals.seconds("max_time", given) == seconds
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_a_time_is_taken_in_the_ways_people_write_it(given: Any, seconds: float)
 )
 def test_what_is_not_a_time_is_refused_with_what_may_be_said(given: Any) -> None:
     with pytest.raises(UsageError, match=r"(?s)^max_time=.* is not a time.*'3:50:00'"):
-        options.seconds("max_time", given)
+        intervals.seconds("max_time", given)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_what_is_not_a_time_is_refused_with_what_may_be_said(given: Any) -> None
     ],
 )
 def test_when_to_save_is_said_in_words(given: Any, expected: Every | None) -> None:
-    assert options.every(given) == expected
+    assert intervals.every(given) == expected
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_when_to_save_is_said_in_words(given: Any, expected: Every | None) -> No
 )
 def test_what_does_not_say_how_often_is_refused_with_what_may_be_said(given: Any) -> None:
     with pytest.raises(UsageError, match=r"(?s)^every=.* does not say how often.*'500 steps'.*'1 %'"):
-        options.every(given)
+        intervals.every(given)
 
 
 @pytest.mark.parametrize(
@@ -95,12 +95,12 @@ def test_what_does_not_say_how_often_is_refused_with_what_may_be_said(given: Any
 )
 def test_a_list_of_rules_has_at_least_one_and_none_twice(given: Any, problem: str) -> None:
     with pytest.raises(UsageError, match=rf"(?s)^every=.*{problem}.*one of each at most: '10 min'"):
-        options.every(given)
+        intervals.every(given)
 
 
 def test_a_time_between_failures_that_is_none_is_refused() -> None:
     with pytest.raises(UsageError, match=r"(?s)every='mtbf often' does not say how often.*'mtbf 6 h'"):
-        options.every("mtbf often")
+        intervals.every("mtbf often")
 
 
 @pytest.mark.parametrize(

@@ -164,7 +164,7 @@ def _seen(code: str, folder: str) -> str:
         os.chdir(here)
         os.environ["HOME"] = home
     told = "".join(f"warning: {one.message}\n" for one in caught) + output.getvalue()
-    told = told.replace(os.path.realpath(folder), "/work").replace(folder, "/work")
+    told = told.replace(os.path.realpath(folder), "/home/me").replace(folder, "/home/me")
     return re.sub(r"\(\d+\.\d s\)", "(0.1 s)", told) or "(nothing)\n"
 
 

@@ -13,8 +13,8 @@ from places import ROOT
 PACKAGE = ROOT / "resumable"
 
 ORDER = (
-    "errors messages rows terminal | boundary progress version | tracebacks files | run | groups | options"
-    " processes"
+    "errors messages rows terminal | boundary progress version | tracebacks files | run | groups intervals"
+    " | options processes"
     " | loaders.generators | loaders.workers | loaders"
     " | position.script | position | parts | remote"
     " | views | interop | trace | training | saving | determinism | session | state"
