@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from .. import intervals
 from ..errors import CheckpointDamaged, CheckpointNotFound, UsageError
 from ..files import disk
 from ..progress import Progress
