@@ -83,7 +83,7 @@ def check(given: Mapping[str, Any]) -> Options:
         keep=keep(given["keep"], decides),
         rules=intervals.every(given["every"]) or Every(),
         saves_at_end=given["every"] is not None,
-        is_default_rule=given["every"] == EVERY,
+        is_default_rule=given["every"] is EVERY,
         limit=None if preempt.max_time is None else intervals.seconds("max_time", preempt.max_time),
         save_on=signals(preempt.signals),
         raises=on_preempt(preempt.on_preempt),

@@ -555,7 +555,10 @@ the batches since are left out (1 of 3 times)
         self._saving.wait()
 
     def close(self) -> None:
-        """Wait for the last save and release the run; the parts stay as they are.
+        """Save what was trained since the last save, wait for it, and release the run.
+
+        The parts stay as they are. After a loop that was left in the middle it saves nothing, and warns: a
+        resume from there would not be exact. With `every=None` it saves nothing either.
 
         In a forked process this does nothing: the run belongs to its parent.
         """
@@ -570,7 +573,8 @@ the batches since are left out (1 of 3 times)
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        how = "closed" if error is None else told(error)
+        is_exit = isinstance(error, SystemExit) and not error.code
+        how = "closed" if error is None or is_exit else told(error)
         if isinstance(error, Preempted):
             how = error.problem.partition(":")[0]
         try:

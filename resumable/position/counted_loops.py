@@ -48,6 +48,7 @@ class CountedLoops(TrainingCounters):
                 # What the first lines draw was drawn at the epoch's beginning.
                 self.streams.hold_now()
             restores, outer, self._body = self.restores, self._body, Boundary.EPOCH
+            self._work_at_start = self.all_updates
             self._step_at_start, self._has_looped, self._is_in_epochs = self.step, False, True
             self._has_saved_end = False
             self.means.begin(self.epoch)
@@ -61,7 +62,7 @@ class CountedLoops(TrainingCounters):
                 is_left = self.is_saved_body() and self.boundary() is Boundary.EPOCH
                 if is_left and self.epoch + 1 < total and script_frames.is_break(asked_by):
                     self._left_for = f"epoch {self.epoch + 1}"
-                self._stay()
+                self._note_left(script_frames.is_break(asked_by))
                 self.streams.leave_loop("epochs", total, number)
                 raise
             finally:
@@ -76,7 +77,7 @@ class CountedLoops(TrainingCounters):
     def _begin_loop(self, kind: str, total: int) -> int | None:
         """Return the number of an outermost loop that begins; None for one in the body of another."""
         done = {"epochs": self.epoch, "steps": self.step}
-        self._left_for, self._has_left_step = None, False
+        self._left_for, self._has_left_body = None, False
         self.handed.loop_begins()
         return None if self._body is not None else self.streams.begin_loop(kind, total, done)
 
@@ -100,6 +101,14 @@ class CountedLoops(TrainingCounters):
         if self._known.is_under_way() or self._resumed_at is Boundary.STEP:
             self.streams.put_back()
 
+    def _note_left(self, is_break: bool) -> None:
+        """Note that the body of `epochs()` was left; only the batches know how much of it is done."""
+        is_over = is_break and any(loader.is_over for loader in self._known.all)
+        has_worked = self.all_updates > self._work_at_start or not self.counts_steps
+        self._stay()
+        is_in_batches = is_break and self._known.is_under_way()
+        self._has_left_body = has_worked and not (is_over or is_in_batches)
+
     def _stay(self) -> None:
         # The next loops continue from here, as after a resume.
         for loader in self._known.all:
@@ -118,7 +127,7 @@ class CountedLoops(TrainingCounters):
                 loader.step_counted.warn_of_uncounted()
             loader.leave(None)
             loader.rewind()
-        self.epoch, self.batch = epoch, 0
+        self.epoch, self.batch, self._has_left_body = epoch, 0, False
         self.sums.forget()
         self._resumed_at = Boundary.EPOCH
         if is_new_body:
@@ -136,6 +145,8 @@ class CountedLoops(TrainingCounters):
                 self.streams.forget_body()
             restores, outer, self._body = self.restores, self._body, Boundary.STEP
             self._step_in_hand, self._updates_in_hand = self.step, self.updates
+            if outer is None:
+                self._work_at_start = self.all_updates
             around = [loader for loader in self._known.all if loader.in_hand]
             self.handed.body_begins()
             asked_by = getattr(script_frames.caller(), "f_code", None)
@@ -154,7 +165,7 @@ class CountedLoops(TrainingCounters):
                 is_last = self.steps_done() >= total
                 if self.is_saved_body() and not is_last and script_frames.is_break(asked_by):
                     self._left_for = f"step {self.steps_done()}"
-                self._has_left_step = self.has_trained_in_hand()
+                self._has_left_body = self.all_updates > self._work_at_start or not self.counts_steps
                 self.streams.leave_loop("steps", total, number)
                 raise
             except BaseException:

@@ -42,6 +42,8 @@ class TrainingCounters:
         self.step = 0
         self.updates = 0
         """Steps that the first optimizer has made in this process."""
+        self.all_updates = 0
+        """Steps that all optimizers have made in this process."""
         self.samples = 0
         self.means = Means()
         """The running means of the current epoch."""
@@ -55,8 +57,10 @@ class TrainingCounters:
         self.first_lines, self.before_loop, self.sums = FirstLines(), BeforeLoop(), RunningSums()
         self._body: Boundary | None = None
         """The kind of the body that is running."""
-        self._opened = self._step_in_hand = self._step_at_start = self._updates_in_hand = 0
-        self._has_looped = self._has_saved_end = self._has_left_step = False
+        self._opened = self._step_in_hand = self._step_at_start = self._updates_in_hand = (
+            self._work_at_start
+        ) = 0
+        self._has_looped = self._has_saved_end = self._has_left_body = False
         self._has_ended_body = False
         """Whether the body of `epochs()` has ended, and the next epoch has not begun."""
         self._stepped: set[str] | None = None
@@ -134,21 +138,21 @@ class TrainingCounters:
 
     def is_left_early(self) -> bool:
         """Whether a loop was left in the middle, so that a save would count what is left of it as done."""
-        return self._has_left_step or any(at.was_left() for at in self._known.all)
+        return self._has_left_body or any(at.was_left() for at in self._known.all)
 
-    def trained(self) -> tuple[int, int, int]:
+    def work(self) -> tuple[int, int, int]:
         """Return numbers that grow with what is trained."""
         if self.counts_steps:
-            return self.updates, 0, 0
+            return self.all_updates, 0, 0
         counters = self.counters()
-        return self.updates, counters["step"], counters["samples"]
+        return self.all_updates, counters["step"], counters["samples"]
 
     def has_trained_in_hand(self) -> bool:
         """Whether what is in hand was trained, so that it may count as done."""
         begun = [at.in_hand.updates for at in self._known.all if at.in_hand]
         if self._body is Boundary.STEP:
             begun.append(self._updates_in_hand)
-        return bool(begun) and (not self.counts_steps or self.updates > max(begun))
+        return bool(begun) and self.counts_steps and self.updates > max(begun)
 
     def pass_begins(self) -> None:
         """Note that a pass over a loader begins: outside of any other loop it has means of its own."""
@@ -200,6 +204,7 @@ class TrainingCounters:
         for loader in self._known.all if is_first else ():
             loader.stepped()
         self.updates += is_first
+        self.all_updates += 1
         if is_first:
             # A body of steps() is one step, however many the optimizer makes in it.
             self.step = self.step + 1 if self._body is not Boundary.STEP else self._step_in_hand + 1

@@ -14,7 +14,7 @@ from typing import Any
 
 from .. import determinism
 from ..boundary import Boundary, Due
-from ..errors import Preempted, RankLost, RemoteError, UsageError, warn
+from ..errors import Preempted, RemoteError, UsageError, warn
 from ..files import pin
 from ..files.strict_json import Json
 from ..loaders import loader_warnings
@@ -34,6 +34,7 @@ from ..saving.writer import PendingSave
 from ..terminal import is_notebook
 from ..training import Training
 from .observer import observer
+from .rest import Rest
 from .resuming import Resuming
 from .save_warnings import SaveWarnings
 from .step_counter import StepCounter
@@ -68,11 +69,12 @@ class Session:
         )
         self.has_resumed = False
         """Whether this training continues from a checkpoint."""
-        self._safe = 0, 0, 0
-        """What was trained at the last save, or at the checkpoint that the training continues from."""
+        self.rest = Rest(training.position, is_saved=options.saves_at_end)
+        self._around = id(sys.exc_info()[1])
+        """The error that is being handled around the whole training: a reference would keep its variables."""
         self._is_closed, self._process = False, os.getpid()
         # One that is dropped without close() must not lock its run for the rest of the process.
-        what = self.saving.history, training.run, training.position, training.copies
+        what = self.saving.history, training.run, training.position, training.copies, self.rest
         self._dropped = weakref.finalize(self, _end, self._process, *what)
 
     @classmethod
@@ -81,7 +83,7 @@ class Session:
         session = cls(options)
         try:
             session._load()
-            session._note_safe()
+            session.rest.note_saved()
             position = session.training.position
             position.outside.look()
             position.before_loop.begin(is_resumed=session.has_resumed)
@@ -211,7 +213,7 @@ class Session:
         self.training.position.begin_at(epoch, batch, step, samples)
         self.training.parts.note_steps(step)
         self._count_on()
-        self._note_safe()
+        self.rest.note_saved()
 
     def refuse_closed(self) -> None:
         """Raise UsageError if this session has ended."""
@@ -235,38 +237,18 @@ class Session:
         with self.training.parts.where_a_body_ended(has_ended):
             handle = self.saving.save(why, metrics, self.own, self.autosave.chosen)
         self.autosave.saved(*self.saving.stood_at)
-        self._note_safe()
+        self.rest.note_saved()
         return handle
 
-    def save_rest(self, why: str) -> None:
+    def save_rest(self, why: str, *, is_boundary: bool = True) -> None:
         """Save what was trained since the last save, unless the script wants no saves but its own."""
-        if not self.training.options.saves_at_end:
-            return
-        position = self.training.position
-        has_trained = position.trained() > self._safe
-        try:
-            found = self.training.crew.ranks.agree(why, lambda: [has_trained, *position.stands_at()])
-        except RankLost:
-            if has_trained:
-                raise
-            return
-        if not any(has_trained for has_trained, *_ in found):
-            return
-        if any(place != found[0][1:] for _, *place in found):
-            warn(
-                "the processes have trained different numbers of batches, so that what was trained since the "
-                "last save is in no checkpoint."
-            )
-            return
-        self.save(why)
-
-    def _note_safe(self) -> None:
-        self._safe = self.training.position.trained()
+        if self.rest.is_due(why, self.training.crew.ranks, is_boundary=is_boundary):
+            self.save(why)
 
     def went_back(self) -> None:
         """Count from where a checkpoint has put the training back."""
         self._count_on()
-        self._note_safe()
+        self.rest.note_saved()
         self.training.position.before_loop.forget()
         if self.trace:
             self.trace.went_back()
@@ -302,28 +284,28 @@ class Session:
         if self._is_closed or os.getpid() != self._process:
             return
         try:
-            if how == "closed" and sys.exc_info()[1] is None:
-                self._save_at_end()
+            if how == "closed":
+                self._save_at_end(is_calm=self._error() is None)
         finally:
             self._close(how)
 
-    def _save_at_end(self) -> None:
-        position, options = self.training.position, self.training.options
-        is_at_boundary = position.is_outside() and not position.is_left_early()
-        if is_at_boundary or position.has_trained_in_hand():
-            self.save_rest("close()")
-        elif options.saves_at_end and position.updates > self._safe[0]:
-            warn(
-                "the loop was left before its end, and what was trained since the last save is in no "
-                "checkpoint. Call save() before the loop is left."
-            )
+    def _error(self) -> BaseException | None:
+        """Return the error that is being handled, and was not yet when the training was loaded."""
+        error = sys.exc_info()[1]
+        is_exit = isinstance(error, SystemExit) and not error.code
+        return None if is_exit or id(error) == self._around else error
+
+    def _save_at_end(self, *, is_calm: bool) -> None:
+        position = self.training.position
+        is_boundary = position.is_outside() and not position.is_left_early()
+        self.save_rest("close()", is_boundary=is_calm and (is_boundary or position.has_trained_in_hand()))
         self.saving.warn_of_missing_metric()
 
     def _close(self, how: str) -> None:
         if self._is_closed:
             return
         self._is_closed = True
-        error, training = sys.exc_info()[1], self.training
+        error, training = self._error(), self.training
         if error and (text := last_batch.explain(error, self.saving.history, training.position)):
             # Python 3.10 has no notes.
             error.add_note(text) if hasattr(error, "add_note") else warn(text)
@@ -348,7 +330,7 @@ class Session:
             self.signals.pass_on()
 
 
-def _end(process: int, history: History, run: Run, at: Position, copies: Copies | None) -> None:
+def _end(process: int, history: History, run: Run, at: Position, copies: Copies | None, rest: Rest) -> None:
     # A forked child has no part in this.
     if process == os.getpid():
         if copies:
@@ -359,7 +341,21 @@ def _end(process: int, history: History, run: Run, at: Position, copies: Copies 
         if error and (text := last_batch.explain(error, history, at)):
             with contextlib.suppress(Warning):
                 warn(text)
+        if error is None and _is_at_exit() and rest.is_lost():
+            with contextlib.suppress(Warning):
+                warn(
+                    f"{run} was not closed, and what was trained since the last save is in no checkpoint. "
+                    "Call state.close() at the end, or write `with RunState.load(...) as state:`."
+                )
         end(history, run, at, told(error) if error else "left without close()")
+
+
+def _is_at_exit() -> bool:
+    # Whatever drops a session before the interpreter's end has a frame of the script around it.
+    frame = sys._getframe(1)
+    while frame.f_back:
+        frame = frame.f_back
+    return frame.f_code.co_name == "_exitfunc"
 
 
 def told(error: BaseException) -> str:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import gloo
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
 from resumable import ResumableWarning, Run, RunState
+from resumable.run import history
 from resumable.saving import autosave
 
 
@@ -187,3 +191,110 @@ def test_a_loop_of_ones_own_that_is_not_saved_for_long_is_told(
     with pytest.warns(ResumableWarning, match=r"save only in loops over state\.epochs"):
         training.step()
     training.state.close()
+
+
+def test_epochs_over_data_of_ones_own_that_are_left_early_are_not_saved(run_dir: Path) -> None:
+    training = Training(run_dir, loader=None)
+    for _ in training.state.epochs(3):
+        training.step()
+        break
+
+    with pytest.warns(ResumableWarning, match="left before its end"):
+        training.state.close()
+    assert steps(run_dir) == []
+
+
+def test_an_evaluation_that_fails_does_not_end_the_epoch(run_dir: Path) -> None:
+    training = Training(run_dir)
+    with contextlib.suppress(RuntimeError):
+        for _ in training.state.epochs(3):
+            for _ in training.state.batches():
+                training.step()
+            raise RuntimeError
+
+    with pytest.warns(ResumableWarning, match="left before its end"):
+        training.state.close()
+    assert steps(run_dir) == []
+
+
+def test_a_break_at_the_end_of_an_epoch_saves_it(run_dir: Path) -> None:
+    training = Training(run_dir)
+    for _ in training.state.epochs(3):
+        for _ in training.state.batches():
+            training.step()
+        break
+    training.state.close()
+
+    assert [(one.about.epoch, one.about.step) for one in Run(run_dir).checkpoints()] == [(1, 6)]
+
+
+def test_steps_of_another_optimizer_are_saved_too(run_dir: Path) -> None:
+    models = {"first": nn.Linear(1, 1), "other": nn.Linear(1, 1)}
+    optimizers = {name: torch.optim.SGD(model.parameters()) for name, model in models.items()}
+    with RunState.load(run_dir, model=models, optimizer=optimizers):
+        models["other"](torch.ones(1)).backward()
+        optimizers["other"].step()
+
+    assert len(Run(run_dir).checkpoints()) == 1
+
+
+def test_epochs_without_an_optimizer_are_saved_at_their_end(run_dir: Path) -> None:
+    with RunState.load(run_dir) as state:
+        for _ in state.epochs(2):
+            pass
+
+    assert [one.about.epoch for one in Run(run_dir).checkpoints()] == [2]
+
+
+def test_a_training_in_an_except_block_is_saved_at_its_end(run_dir: Path) -> None:
+    try:
+        raise ImportError
+    except ImportError:
+        training = Training(run_dir, loader=None)
+        training.step()
+        training.state.close()
+
+    assert steps(run_dir) == [1]
+
+
+def test_a_script_that_exits_without_an_error_is_saved_and_closed(run_dir: Path) -> None:
+    training = Training(run_dir, loader=None)
+    with contextlib.suppress(SystemExit), training.state:
+        training.step()
+        raise SystemExit(0)
+
+    assert steps(run_dir) == [1]
+    assert history.read(run_dir)[-1]["how"] == "closed"
+
+
+def uneven(rank: int, run_dir: Path) -> int:
+    training = Training(run_dir, loader=DataLoader(torch.arange(3.0 + rank).view(-1, 1)))  # type: ignore[arg-type]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in training.state.batches():
+            training.step()
+        training.state.close()
+    return sum("different numbers of batches" in str(one.message) for one in told)
+
+
+def test_processes_that_stand_at_different_batches_warn_and_end(tmp_path: Path) -> None:
+    ended = gloo.run(2, uneven, tmp_path / "run", folder=tmp_path)
+
+    assert [one.value for one in ended] == [1, 1], ended
+    assert not Run(tmp_path / "run").numbers()
+
+
+def test_a_run_that_was_not_closed_says_what_was_lost(tmp_path: Path) -> None:
+    script = """
+import torch
+from resumable import RunState
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters())
+state = RunState.load("run", model=model, optimizer=optimizer, loader=[0, 1])
+for _ in state.batches():
+    model(torch.ones(1)).backward(), optimizer.step()
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)
+
+    assert done.returncode == 0, done.stderr
+    assert "run was not closed, and what was trained since the last save is in no checkpoint" in done.stderr
