@@ -57,9 +57,8 @@ class TrainingCounters:
         self.first_lines, self.before_loop, self.sums = FirstLines(), BeforeLoop(), RunningSums()
         self._body: Boundary | None = None
         """The kind of the body that is running."""
-        self._opened = self._step_in_hand = self._step_at_start = self._updates_in_hand = (
-            self._work_at_start
-        ) = 0
+        self._opened = self._step_in_hand = self._step_at_start = 0
+        self._updates_in_hand = self._work_at_start = 0
         self._has_looped = self._has_saved_end = self._has_left_body = False
         self._has_ended_body = False
         """Whether the body of `epochs()` has ended, and the next epoch has not begun."""

@@ -30,7 +30,7 @@ class Rest:
         if not self._is_saved:
             return False
         lost, position = self.is_lost(), self._position
-        has_more = lost or (is_boundary and position.counters()["epoch"] > self._epoch)
+        has_more = lost or (is_boundary and position.epoch > self._epoch)
         try:
             found = ranks.agree(why, lambda: [has_more, is_boundary, *position.stands_at()])
         except RankLost:

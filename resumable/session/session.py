@@ -89,7 +89,7 @@ class Session:
             position.before_loop.begin(is_resumed=session.has_resumed)
             return session
         except BaseException:
-            session.close()
+            session._close("closed")
             raise
 
     def _load(self) -> None:

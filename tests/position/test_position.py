@@ -676,7 +676,7 @@ def test_a_save_while_handling_a_failed_load_of_a_batch_warns_too(run_dir: Path)
 
 @pytest.mark.filterwarnings("ignore:next.. took")
 def test_an_iterator_that_was_kept_does_not_disturb_the_next_epoch(run_dir: Path) -> None:
-    training = Training(run_dir)
+    training = Training(run_dir, every=None)
     seen = []
 
     for _ in training.state.epochs(3):
