@@ -22,7 +22,7 @@ from .command import add, add_json, folder_of, print_json, print_problems, run_a
 
 def declare(commands: Any) -> None:
     """Declare the command."""
-    summary = "runs, or the checkpoints of one run and the processes that made them"
+    summary = "runs, or the checkpoints of one run and each start of its training"
     sub = add(commands, "ls", _ls, summary, "resumable ls runs\n  resumable ls runs/exp -n 10")
     sub.add_argument(
         "run",

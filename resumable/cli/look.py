@@ -29,11 +29,11 @@ from .command import (
 def declare(commands: Any) -> None:
     """Declare the commands."""
     listing.declare(commands)
-    summary = "what one checkpoint holds: tensors, settings, random states, environment"
+    summary = "what one checkpoint holds: tensors, settings, environment"
     sub = add(commands, "show", _show, summary, "resumable show runs/exp@best")
     add_checkpoint(sub)
     _add_depth(sub)
-    summary = "the differences between two checkpoints: tensors, values, settings, environment"
+    summary = "how two checkpoints differ: tensors, values, settings, environment"
     sub = add(commands, "diff", _diff, summary, "resumable diff runs/exp@41 runs/other@best")
     add_checkpoint(sub, "before", "A")
     add_checkpoint(sub, "after", "B")
@@ -56,7 +56,7 @@ def _add_depth(sub: argparse.ArgumentParser) -> None:
 
 
 def _declare_report(commands: Any) -> None:
-    summary = "one page about a run, or several: state, curves, resumes, costs, what differs"
+    summary = "one page about runs: state, curves, resumes, costs, what differs"
     sub = add(commands, "report", _report, summary, "resumable report runs/exp runs/wider -o report.html")
     sub.add_argument("run", metavar="RUN", nargs="+", help="the run directories")
     sub.add_argument("-o", dest="output", metavar="FILE", help="the output file; default: report.html")

@@ -14,8 +14,8 @@ from ..errors import printable
 from ..run.policy import bytes_of, moment
 from .columns import Column, cut, fitted, terminal_width
 
-_LEAST_ENDED = 44
-_COUNTS = {"epoch": 90, "batch": 40, "step": 0}
+_LEAST_ENDED = len("ended: killed or crashed…")
+_COUNTS = {"epoch": 90, "batch": 70, "step": 0}
 _UNKNOWN = {
     **dict.fromkeys(("epoch", "batch", "step", "saved", "why", "remote")),
     **{"metrics": {}, "elsewhere": 0},
@@ -52,18 +52,18 @@ def _columns(rows: Sequence[Mapping[str, Any]], goal: str | None) -> list[Column
         Column("number", [str(row["number"]) for row in whole]),
         *(Column(name, [_text(row[name]) for row in whole], need) for name, need in _COUNTS.items()),
         *(_metric(whole, name, at) for at, name in enumerate(names)),
-        Column("size", _sizes([row["size"] for row in whole]), 60),
+        Column("size", _sizes([row["size"] for row in whole]), 50),
         Column("own", _sizes([row["own"] if some_share else None for row in whole]), 20),
-        Column("age", [_age(row["saved"], now) for row in whole], 80),
-        Column("why", [row["why"] or "" for row in whole], 30, is_left=True),
+        Column("age", [_age(row["saved"], now) for row in whole], 60),
+        Column("why", [row["why"] or "" for row in whole], 80, is_left=True, least=6),
         Column("", [*map(_marks, whole)], is_left=True, has_marks=True),
     ]
 
 
 def _metric(rows: Sequence[Mapping[str, Any]], name: str, at: int) -> Column:
     values = (row["metrics"].get(name) for row in rows)
-    # The first stays; the second and the third are needed more than why a save was made, others less.
-    need = 0 if at == 0 else 50 - at if at < 3 else max(1, 19 - at)
+    # That of the goal stays; the others are the first to go, from the last on.
+    need = 0 if at == 0 else max(1, 19 - at)
     return Column(name, ["" if value is None else f"{float(value):.4g}" for value in values], need)
 
 
@@ -99,7 +99,8 @@ def print_rest(
         print(printable(f"remote  {remote['url']} (push {remote['push']})", but=""))
     if attempts:
         cells = [_attempt_cells(attempt, state if attempt is attempts[-1] else None) for attempt in attempts]
-        needs = (0, 1, 2, 4, 3, 0)
+        # The age goes first, then where it ran; how it ended is cut before either.
+        needs = (0, 2, 3, 4, 1, 0)
         columns = [
             Column("", one, need, is_left=True, least=0 if need else _LEAST_ENDED * (at > 0))
             for at, (one, need) in enumerate(zip(zip(*cells, strict=True), needs, strict=True))
