@@ -22,6 +22,7 @@ from .command import (
     print_json,
     read_at,
     run_at,
+    run_of,
     whole_number,
 )
 
@@ -69,7 +70,8 @@ def _report(given: argparse.Namespace) -> int:
     from ..views import report
 
     # A run without checkpoints may still have its history.
-    runs = [run_at(path, "auto" if Path(path, history.NAME).exists() else "must") for path in given.run]
+    paths = dict.fromkeys(map(run_of, given.run))
+    runs = [run_at(path, "auto" if Path(path, history.NAME).exists() else "must") for path in paths]
     if given.json and given.output is None:
         print_json({"page": None, "runs": report.facts(runs, reads_all=given.verify)})
         return 0

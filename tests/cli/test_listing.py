@@ -76,7 +76,45 @@ def test_the_list_of_runs_has_just_the_documented_fields(runs: Path, capsys: Cap
 
 def test_a_folder_without_runs_is_not_found(runs: Path, capsys: Captured) -> None:
     assert main(["ls", "runs/notes"]) == 3
-    assert "runs/notes holds no checkpoint" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "there are no runs in runs/notes, nor up to three levels below it." in error
+    assert "name the folder that holds them: resumable ls FOLDER" in error
+
+
+@pytest.mark.parametrize("command", ["ls", "show", "report"])
+def test_an_address_with_one_slash_is_corrected(command: str, capsys: Captured) -> None:
+    assert main([command, "s3:/bucket/exp"]) == 2
+    assert "Did you mean 's3://bucket/exp'?" in capsys.readouterr().err
+
+
+def test_a_file_in_a_checkpoint_is_refused_without_advice_for_scripts(runs: Path, capsys: Captured) -> None:
+    assert main(["show", "runs/exp/newest/model.safetensors"]) == 3
+    assert "the folder of a checkpoint, and no file in it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["runs/exp/newest", "runs/exp@2", "runs/exp/newest/"])
+def test_a_command_about_a_run_takes_the_run_of_a_checkpoint(runs: Path, name: str, capsys: Captured) -> None:
+    assert [Path(one["run"]).name for one in listed(capsys, "report", name)["runs"]] == ["exp"]
+    assert [Path(one["run"]).name for one in listed(capsys, "ls", name, "runs/sweep")] == ["exp", "a"]
+    assert main(["prune", name, "--keep", "1"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["verify", "A", "B"], "unrecognized arguments: B"),
+        (["verify", "A", "--jsn"], "unrecognized arguments: --jsn. Did you mean --json?"),
+    ],
+)
+def test_an_unknown_argument_shows_the_usage_of_its_command(
+    words: list[str], error: str, capsys: Captured
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
+
+    said = capsys.readouterr().err
+    assert said.startswith("usage: resumable verify ")
+    assert said.endswith(f"resumable verify: error: {error}\n")
 
 
 ENDS = """
