@@ -11,6 +11,7 @@ from typing import Any, TextIO
 
 from .. import rows as progress_rows
 from ..errors import printable
+from ..run import history
 from ..run.policy import bytes_of, moment
 from .columns import Column, cut, fitted, terminal_width
 
@@ -121,7 +122,7 @@ def numbers(metrics: Mapping[str, float | str]) -> str:
 
 def _attempt_cells(attempt: Mapping[str, Any], state: str | None) -> tuple[str, ...]:
     came_from, ended = attempt["from"], attempt["ended"]
-    last = f"ended: {ended.splitlines()[0]}" if ended else "ended: killed or crashed (no exit recorded)"
+    last = f"ended: {ended.splitlines()[0] if ended else history.NO_EXIT}"
     return (
         f"attempt {attempt['attempt']}",
         str(attempt["host"] or ""),
