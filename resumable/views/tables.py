@@ -15,6 +15,7 @@ from ..run import history
 from ..run.policy import bytes_of, moment
 from .columns import Column, cut, fitted, terminal_width
 
+_LEAST_CELL = 8
 _LEAST_ENDED = len("ended: killed or crashed…")
 _COUNTS = {"epoch": 90, "batch": 70, "step": 0}
 _UNKNOWN = {
@@ -140,12 +141,21 @@ def print_table(
     marks: int | None = None,
     *,
     has_head: bool = False,
+    width: int | None = None,
 ) -> None:
-    """Print rows of cells in columns; the words in the column `marks` are coloured, and a head stands out."""
+    """Print rows of cells in columns; the words in the column `marks` are coloured, and a head stands out.
+
+    With a `width` the longest cells are cut until a line fits it.
+    """
     shown = [[printable(cell, but="") for cell in row] for row in rows]
     # A column that is empty below its head is left out.
     used = [i for i, column in enumerate(zip(*shown, strict=True)) if any(column[1:] or column)]
     widths = {i: max(len(row[i]) for row in shown) for i in used}
+    if width:
+        room = width - len(indent) - 2 * (len(used) - 1)
+        while sum(widths.values()) > room and max(widths.values()) > _LEAST_CELL:
+            widths[max(widths, key=widths.__getitem__)] -= 1
+        shown = [[cut(cell, widths.get(i)) for i, cell in enumerate(row)] for row in shown]
     # Below a bold title a head is grey.
     style = dim if indent else bold
     for at, row in enumerate(shown):
