@@ -26,7 +26,7 @@ TRACE_EVERY = 100
 
 
 class KeepRules(TypedDict, total=False):
-    """Which checkpoints stay: so many of the newest, so many of the best, and those at each multiple."""
+    """Which checkpoints stay: how many of the newest and of the best, and those at each multiple."""
 
     newest: int
     best: int

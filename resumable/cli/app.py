@@ -15,7 +15,7 @@ from typing import Any
 from ..errors import ResumableError, ResumableWarning, UsageError
 from ..version import __version__
 from ..views import tables
-from .command import CODES, EXIT_CODES
+from .command import CODES, EXIT_CODES, sub_of
 
 _GROUPS = {
     "look": ("ls", "show", "diff", "report"),
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if problem := _unknown(words):
         print(tables.error_text(f"resumable: {problem}"), file=sys.stderr)
         return CODES[UsageError]
-    given = parser(words[0] if words else None).parse_args(words)
+    given = _parsed(words)
     with warnings.catch_warnings():
         warnings.simplefilter("always", ResumableWarning)
         warnings.showwarning = partial(_print_warning, warnings.showwarning)
@@ -59,6 +59,19 @@ def _unknown(words: Sequence[str]) -> UsageError | None:
     similar = difflib.get_close_matches(words[0], _names(), n=1)
     meant = f" Did you mean {similar[0]}?" if similar else ""
     return UsageError(f"there is no command {words[0]!r}.{meant}", fix="`resumable help` lists them.")
+
+
+def _parsed(words: Sequence[str]) -> argparse.Namespace:
+    top = parser(words[0])
+    given, unknown = top.parse_known_args(words)
+    if unknown:
+        sub = sub_of(top, words[0])
+        flags = [flag for action in sub._actions for flag in action.option_strings]
+        misspelt = [word for word in unknown if word.startswith("--")]
+        near = [flag for word in misspelt for flag in difflib.get_close_matches(word, flags, n=1)]
+        meant = f". Did you mean {' '.join(near)}?" if near else ""
+        sub.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
+    return given
 
 
 def _run_command(given: argparse.Namespace) -> int:

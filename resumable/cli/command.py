@@ -89,6 +89,7 @@ def run_at(path: str, resume: str = "must") -> Run:
             fix="give the run directory. That of a training which was given this address instead is "
             f"{url.cache_folder(path)}.",
         )
+    url.refuse_nearly(path)
     path, which = address.named(path)
     if which is not None or folder_of(path):
         raise UsageError(
@@ -98,6 +99,20 @@ def run_at(path: str, resume: str = "must") -> Run:
     run = Run(path)
     run.check(resume)
     return run
+
+
+def run_of(text: str) -> str:
+    """Return the path of the run that is named, by itself or by one of its checkpoints."""
+    path, which = address.named(text)
+    folder = folder_of(path) if which is None else None
+    return str(folder.parent.parent) if folder else path
+
+
+def sub_of(parser: argparse.ArgumentParser, name: str) -> argparse.ArgumentParser:
+    """Return the parser of one command."""
+    groups = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    sub: argparse.ArgumentParser = groups[0].choices[name]
+    return sub
 
 
 def add_checkpoint(sub: argparse.ArgumentParser, dest: str = "checkpoint", metavar: str = "RUN[@N]") -> None:

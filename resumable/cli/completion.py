@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from ..errors import ResumableError
 from ..run import address
 from ..run.directory import Run
+from .command import sub_of
 
 _BASH = """_resumable() {
     local line word prefix=
@@ -66,14 +67,8 @@ def candidates(words: Sequence[str], parser: argparse.ArgumentParser, names: Seq
     elif before[0] not in names:
         found = []
     else:
-        found = [*_of_command(_sub(parser, before[0]), before, last)]
+        found = [*_of_command(sub_of(parser, before[0]), before, last)]
     return [one for one in found if one.startswith(last)]
-
-
-def _sub(parser: argparse.ArgumentParser, name: str) -> argparse.ArgumentParser:
-    groups = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-    sub: argparse.ArgumentParser = groups[0].choices[name]
-    return sub
 
 
 def _of_command(sub: argparse.ArgumentParser, before: Sequence[str], last: str) -> Iterator[str]:

@@ -15,14 +15,15 @@ from ..remote import url
 from ..run import address
 from ..run.directory import Run
 from ..run.manifest import Goal
+from ..run.resume_choice import meant_by
 from ..views import listing, runs, tables
 from ..views.listing import Listed
-from .command import add, add_json, folder_of, print_json, print_problems, run_at, whole_number
+from .command import add, add_json, folder_of, print_json, print_problems, run_at, run_of, whole_number
 
 
 def declare(commands: Any) -> None:
     """Declare the command."""
-    summary = "runs, or the checkpoints of one run and the processes that made them"
+    summary = "runs, or the checkpoints of one run and each start of its training"
     sub = add(commands, "ls", _ls, summary, "resumable ls runs\n  resumable ls runs/exp -n 10")
     sub.add_argument(
         "run",
@@ -62,11 +63,7 @@ def _list(given: argparse.Namespace) -> int:
         return _list_one(path, chosen[0].path.name if chosen else "", given)
     if runs.is_one(path):
         return _show(path, listing.of_run(run_at(path)), given)
-    found = [*runs.below(path)]
-    if not found:
-        # Raises, and says whether there is such a folder and what may be meant.
-        run_at(path)
-    return _list_runs(found, given)
+    return _list_runs(_runs_of(path), given)
 
 
 def _list_runs(paths: Sequence[str], given: argparse.Namespace) -> int:
@@ -81,12 +78,20 @@ def _list_runs(paths: Sequence[str], given: argparse.Namespace) -> int:
 
 def _runs_of(text: str) -> Sequence[str]:
     """Return the runs that a word names: itself, or those below a folder."""
-    if url.is_url(text) or runs.is_one(text):
-        return [text]
-    found = [*runs.below(text)]
-    if not found:
-        run_at(text)
-    return found
+    path = run_of(text)
+    if url.is_url(path) or runs.is_one(path):
+        return [path]
+    if found := [*runs.below(path)]:
+        return found
+    if Path(path).is_dir():
+        hint = f" Did you mean {meant}?" if (meant := meant_by(Path(path))) else ""
+        raise CheckpointNotFound(
+            f"there are no runs in {path}, nor up to three levels below it.{hint}",
+            fix="name the folder that holds them: resumable ls FOLDER.",
+        )
+    # Raises: there is no such folder.
+    run_at(path)
+    return []
 
 
 def _listed(path: str) -> Listed:

@@ -22,6 +22,7 @@ from .command import (
     print_json,
     read_at,
     run_at,
+    run_of,
     whole_number,
 )
 
@@ -29,11 +30,11 @@ from .command import (
 def declare(commands: Any) -> None:
     """Declare the commands."""
     listing.declare(commands)
-    summary = "what one checkpoint holds: tensors, settings, random states, environment"
+    summary = "what one checkpoint holds: tensors, settings, environment"
     sub = add(commands, "show", _show, summary, "resumable show runs/exp@best")
     add_checkpoint(sub)
     _add_depth(sub)
-    summary = "the differences between two checkpoints: tensors, values, settings, environment"
+    summary = "how two checkpoints differ: tensors, values, settings, environment"
     sub = add(commands, "diff", _diff, summary, "resumable diff runs/exp@41 runs/other@best")
     add_checkpoint(sub, "before", "A")
     add_checkpoint(sub, "after", "B")
@@ -56,7 +57,7 @@ def _add_depth(sub: argparse.ArgumentParser) -> None:
 
 
 def _declare_report(commands: Any) -> None:
-    summary = "one page about a run, or several: state, curves, resumes, costs, what differs"
+    summary = "one page about runs: state, curves, resumes, costs, what differs"
     sub = add(commands, "report", _report, summary, "resumable report runs/exp runs/wider -o report.html")
     sub.add_argument("run", metavar="RUN", nargs="+", help="the run directories")
     sub.add_argument("-o", dest="output", metavar="FILE", help="the output file; default: report.html")
@@ -69,7 +70,8 @@ def _report(given: argparse.Namespace) -> int:
     from ..views import report
 
     # A run without checkpoints may still have its history.
-    runs = [run_at(path, "auto" if Path(path, history.NAME).exists() else "must") for path in given.run]
+    paths = dict.fromkeys(map(run_of, given.run))
+    runs = [run_at(path, "auto" if Path(path, history.NAME).exists() else "must") for path in paths]
     if given.json and given.output is None:
         print_json({"page": None, "runs": report.facts(runs, reads_all=given.verify)})
         return 0
@@ -123,6 +125,8 @@ def _diff(given: argparse.Namespace) -> int:
         print_json({**found, "tensors": rows})
     else:
         kinds = {name: then.kind_of(name) for name in then.found.about.parts}
+        if not given.all:
+            found = details.folded(found, kinds, then.found.about, now.found.about)
         details.print_differences(found, kinds, given.depth, all_of_it=given.all)
     return 0 if found["equal"] else 1
 

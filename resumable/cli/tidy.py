@@ -21,11 +21,11 @@ from ..run.policy import Keep, bytes_of
 from ..views.tables import print_table
 from .command import add, add_run, print_json, run_at
 
-_NOTES = """Give at least one of --keep, --keep-best, --keep-every, --damaged and --abandoned.
-The newest intact checkpoint and the best are never removed. The newest is
-verified first; with --damaged all are. While a training uses the run, nothing
-is removed (exit code 5). On a terminal it shows what would go and asks; the
-exit code is 1 if the answer is no."""
+_NOTES = """Give at least one of --keep, --keep-best, --keep-every, --damaged and
+--abandoned. The newest intact checkpoint and the best are never removed. The
+newest is verified first; with --damaged all are. While a training uses the
+run, nothing is removed (exit code 5). On a terminal it shows what would go
+and asks; the exit code is 1 if the answer is no."""
 
 
 def declare(commands: Any) -> None:

@@ -39,7 +39,7 @@ def declare(commands: Any) -> None:
 
 
 def _declare_audit(commands: Any) -> None:
-    summary = "run a script several times to test whether it resumes exactly, and name what does not"
+    summary = "test whether a script resumes exactly, and name what does not"
     sub = add(commands, "audit", _audit, summary, "resumable audit --steps 40 -- python train.py --lr 0.1")
     sub.usage = "resumable audit [options] -- COMMAND ..."
     sub.add_argument(

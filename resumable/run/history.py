@@ -25,6 +25,9 @@ NAME = "history.jsonl"
 CLOSED = ("closed", "left without close()")
 """How a process ends that was not stopped."""
 
+NO_EXIT = "killed or crashed (no exit recorded)"
+"""How a process ended that has not noted its end."""
+
 
 class History:
     """The history of a run, written by the process that holds the run's lock.
@@ -403,7 +406,7 @@ def _how_it_ended(attempt: int, lines: Sequence[Line], now: Mapping[str, Json]) 
 
 def _what_is_likely(then: Line, now: Mapping[str, Json]) -> str:
     """Describe the end of a process that has not noted it, as far as it can be known."""
-    likely = "killed or crashed (no exit recorded)"
+    likely = NO_EXIT
     boots = then.get("boot"), now.get("boot")
     # Containers on one machine have host names of their own.
     if boots[0] and boots[0] == boots[1]:

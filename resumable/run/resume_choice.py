@@ -69,6 +69,7 @@ def check(catalog: Catalog, which: Which, is_copied: bool) -> None:
             raise NotARun(
                 f"{folder} is not a folder.",
                 fix="give the run a directory: a new one, an empty one, or one of an earlier run.",
+                command="give the directory of a run, or the folder of a checkpoint, and no file in it.",
             )
     is_empty = catalog.highest() is None
     if which == "never" and not is_empty:
@@ -226,7 +227,7 @@ def _open_named(catalog: Catalog, which: Which) -> Checkpoint:
 
 def _missing(path: Path) -> CheckpointNotFound:
     """Return the error for a run that has to exist and does not."""
-    hint = f" Did you mean {meant}?" if (meant := _meant(path)) else ""
+    hint = f" Did you mean {meant}?" if (meant := meant_by(path)) else ""
     what = "holds no checkpoint" if path.is_dir() else "does not exist"
     return CheckpointNotFound(
         f"{path} {what}.{hint}",
@@ -235,7 +236,7 @@ def _missing(path: Path) -> CheckpointNotFound:
     )
 
 
-def _meant(path: Path) -> Path | None:
+def meant_by(path: Path) -> Path | None:
     """Return the run that a wrong path may mean: below it, above it, or beside it with a similar name."""
     around = (above for above in Path(os.path.realpath(path)).parents if address.is_run(above))
     similar = difflib.get_close_matches(path.name, _runs_in(path.parent), cutoff=0.5)

@@ -147,7 +147,15 @@ def sentence(event: Row) -> str:
     if event["kind"] == "back":
         return f"{attempt} went back to checkpoint {event['number']}"
     what = "was preempted" if event["kind"] == "preempted" else "ended"
-    return f"{attempt} {what}: {event['how'].splitlines()[0]}"
+    place = (
+        f", after step {event['step']:,}" if is_unrecorded_end(event) and event["step"] is not None else ""
+    )
+    return f"{attempt} {what}: {event['how'].splitlines()[0]}{place}"
+
+
+def is_unrecorded_end(event: Row) -> bool:
+    """Return whether an attempt ended at an unknown moment after its last save, which the event names."""
+    return event["kind"] in ("preempted", "failed") and event["number"] is not None
 
 
 def number(value: Json) -> str:

@@ -36,6 +36,9 @@ _LONGEST_STATE = 1 << 20
 RANDOM = ("random", "generator")
 """The kinds of parts that hold random generators."""
 
+PLACE = "position"
+"""The kind of parts that hold the place in the data."""
+
 
 class Span(NamedTuple):
     """Bytes of a tensor in a file: all of it, or a box if it was sharded."""

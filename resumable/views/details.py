@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
@@ -11,8 +12,10 @@ from ..errors import printable
 from ..files.jsonl import plain
 from ..files.strict_json import Json
 from ..run.checkpoint import RANKS
+from ..run.manifest import Manifest
 from ..run.policy import bytes_of
-from .contents import RANDOM, Contents, Measured, Tensor, generators
+from .columns import terminal_width
+from .contents import PLACE, RANDOM, Contents, Measured, Tensor, generators
 from .magnitudes import Distance, Size
 from .tables import age, bold, numbers, print_table
 from .trees import described
@@ -25,6 +28,7 @@ _MOST = 24
 _FEW = 8
 """The same for what repeats the names of the model."""
 _LONGEST = 60
+_LONG_NUMBER = re.compile(r"\d+\.\d{6,}(?:e[+-]?\d+)?")
 _DTYPES = 3
 
 
@@ -98,14 +102,16 @@ def print_facts(told: Row, depth: int | None, all_of_it: bool) -> None:
     _print_parts(told)
     _print_tensors(told, depth, all_of_it)
     _print_settings(told)
+    places = [one["name"] for one in told["parts"] if one["kind"] == PLACE]
     rows = [
         [name, _shown(value)]
         for name, value in told["values"].items()
-        if all_of_it or not _is_dull(name, value, told["settings"])
+        if all_of_it or not _is_dull(name, value, told["settings"], places)
     ]
     _print_section("values", rows, (0, 1), all_of_it)
-    rows = [[str(one["rank"] or 0), one["name"], one["kind"], one["state"]] for one in told["random"]]
-    _print_section("random generators", [["rank", "name", "kind", "state"], *rows], (1, 2, 3), all_of_it)
+    if all_of_it:
+        rows = [[str(one["rank"] or 0), one["name"], one["kind"], one["state"]] for one in told["random"]]
+        _print_section("random generators", [["rank", "name", "kind", "state"], *rows], (1, 2, 3), True)
     _print_section("environment", [*_set(told["environment"])], (0, 1), True)
 
 
@@ -138,7 +144,7 @@ def _print_parts(told: Row) -> None:
     for one in told["parts"]:
         cells = ["", "", "", ""]
         if one["tensors"]:
-            norm = None if one["kind"] in RANDOM else one["norm"]
+            norm = None if one["kind"] in (*RANDOM, PLACE) else one["norm"]
             cells = [str(one["tensors"]), f"{one['values']:,}", bytes_of(one["size"]), _number(norm)]
         rows.append([one["name"], one["kind"], *cells])
     _print_section("parts", [["name", "kind", "tensors", "values", "size", "norm"], *rows], (0, 1), True)
@@ -146,8 +152,9 @@ def _print_parts(told: Row) -> None:
 
 def _print_tensors(told: Row, depth: int | None, all_of_it: bool) -> None:
     kinds = {one["name"]: one["kind"] for one in told["parts"]}
+    hidden = RANDOM if all_of_it else (*RANDOM, PLACE)
     named = [
-        (row["part"], row["name"], row) for row in told["tensors"] if kinds.get(row["part"]) not in RANDOM
+        (row["part"], row["name"], row) for row in told["tensors"] if kinds.get(row["part"]) not in hidden
     ]
     for part, gathered in _by_part(named, kinds, depth, all_of_it):
         rows = [_tensor_cells(name, rows) for name, rows in gathered.items()]
@@ -188,14 +195,41 @@ def _set(values: Mapping[str, Json]) -> Iterator[list[str]]:
     return ([name, _shown(value)] for name, value in values.items() if value not in (None, []))
 
 
-def _is_dull(name: str, value: Json, settings: Mapping[str, Json]) -> bool:
-    """Whether a value is empty, a setting or a part of the position, or internal to its part."""
+def _is_dull(name: str, value: Json, settings: Mapping[str, Json], places: Sequence[str]) -> bool:
+    """Whether a value is empty, a setting, in one of the parts with the place, or internal to its part."""
     part, _, rest = name.partition(".")
     is_inner = rest.startswith(("_", "settings.", "source.")) and rest not in _TELLING
-    return value in (None, [], {}) or is_inner or part == "position" or settings.get(name) == value
+    return value in (None, [], {}) or is_inner or part in places or settings.get(name) == value
 
 
-_TELLING = ("_last_lr", "source.batches", "source.samples")
+_TELLING = ("_last_lr",)
+
+
+def folded(found: Row, kinds: Mapping[str, Json], before: Manifest, after: Manifest) -> Row:
+    """Return differences with a line each for the random states and for the place in the data."""
+    hidden = {name: kind for name, kind in kinds.items() if kind in (*RANDOM, PLACE)}
+    parts = [row["part"] for row in found["tensors"]]
+    parts += [_part_of(row) for row in found["changes"] if row["kind"] == "value"]
+    there = {hidden[part] for part in parts if part in hidden}
+    lines = ["random states differ"] if there & {*RANDOM} else []
+    lines += [_place(before, after)] if PLACE in there else []
+    changes = [row for row in found["changes"] if row["kind"] != "value" or _part_of(row) not in hidden]
+    metrics = [row for row in found["changes"] if ".metrics." in row["name"] and _part_of(row) == "position"]
+    tensors = [row for row in found["tensors"] if row["part"] not in hidden]
+    more = {"lines": lines, "differing": len(found["tensors"])}
+    return found | {"tensors": tensors, "changes": changes + metrics} | more
+
+
+def _part_of(row: Row) -> str:
+    return str(row["name"].rpartition(": ")[2].partition(".")[0])
+
+
+def _place(before: Manifest, after: Manifest) -> str:
+    pairs = {name: (getattr(before, name), getattr(after, name)) for name in ("epoch", "batch")}
+    if all(then == now for then, now in pairs.values()):
+        return "the place in the data differs"
+    texts = [f"{name} {then}" + f" -> {now}" * (now != then) for name, (then, now) in pairs.items()]
+    return f"the place in the data differs: {', '.join(texts)}"
 
 
 def print_differences(found: Row, kinds: Mapping[str, Json], depth: int | None, all_of_it: bool) -> None:
@@ -208,7 +242,9 @@ def print_differences(found: Row, kinds: Mapping[str, Json], depth: int | None, 
             f"\nequal: {found['compared']} tensors to the last bit, all values, settings and the environment"
         )
         return
-    print(f"\n{len(found['tensors']):,} of {found['compared']:,} tensors differ")
+    print(f"\n{found.get('differing', len(found['tensors'])):,} of {found['compared']:,} tensors differ")
+    if lines := found.get("lines"):
+        print("\n".join(lines), "(--all has the details)")
     named = [(row["part"], row["name"], row) for row in found["tensors"]]
     for part, gathered in _by_part(named, kinds, depth, all_of_it):
         are_sizes = kinds.get(part) not in RANDOM
@@ -249,7 +285,10 @@ def _what(row: Row) -> str:
 
 
 def _change_cells(row: Row) -> list[str]:
-    then, now = ("-" if row["missing"] == side else _shown(row[side]) for side in ("before", "after"))
+    sides = ("before", "after")
+    then, now = ("-" if row["missing"] == side else _shown(row[side]) for side in sides)
+    if then == now:
+        then, now = (_shown(row[side], is_short=False) for side in sides)
     return [row["name"], then, f"-> {now}", row["effect"] or ""]
 
 
@@ -292,7 +331,7 @@ def _print_section(
         return
     print(f"\n{bold(printable(title, but=''))}")
     most = len(rows) if all_of_it else _MOST + has_head
-    print_table(rows[:most], to_the_left, "  ", has_head=has_head)
+    print_table(rows[:most], to_the_left, "  ", has_head=has_head, width=terminal_width())
     if len(rows) > most:
         print(f"  ... and {len(rows) - most:,} more: --all")
 
@@ -305,6 +344,8 @@ def _number(value: float | str | None) -> str:
     return "" if value is None else f"{float(value):.4g}"
 
 
-def _shown(value: Json) -> str:
+def _shown(value: Json, is_short: bool = True) -> str:
     text = value if isinstance(value, str) else described(value)
+    if is_short and not isinstance(value, str):
+        text = _LONG_NUMBER.sub(lambda match: f"{float(match[0]):.6g}", text)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."

@@ -53,7 +53,7 @@ def of_several(runs: Sequence[Row]) -> Markup:
     if len({_command(run) for run in runs}) > 1:
         rows.append(("command", [tag("div", tag("code", _command(run))) for run in runs]))
     names = [printable(run["run"], but="") for run in runs]
-    label = "Bold: what the runs were started with and does not agree"
+    label = "Bold: what the runs were started with and does not agree" if unlike else "Runs side by side"
     lines = [[title, *cells] for title, cells in rows]
     side_by_side = table(label, ["", *names], lines, range(len(names) + 1))
     parts = [tag("div", scrolling(side_by_side, label), class_="whole")]
@@ -114,7 +114,7 @@ def _facts(run: Row) -> Iterator[Fact]:
     newest, best, goal = at.get(run["newest"]), at.get(run["best"]), run["goal"]
     here = [save for save in run["saves"] if save["here"]]
     yield "done", _done(run)
-    yield "trained for", [_trained(run["seconds"]), _interruptions(run)]
+    yield "trained for", [_trained(run), _interruptions(run)]
     leader = ["none", "load() was given no maximize= or minimize="]
     if goal:
         step = f", step {best['step']:,}" if best else ""
@@ -140,11 +140,19 @@ def _done(run: Row) -> list[str]:
     return [first, f"step {done['step']:,}" if unit == "epoch" else f"epoch {done['epoch']:,}"]
 
 
-def _trained(seconds: float | None) -> str:
+def is_unrecorded(attempt: Row) -> bool:
+    """Return whether no end of an attempt was recorded, so that its last save is the last that is known."""
+    return not attempt["ended"] or attempt["ended"].startswith("killed")
+
+
+def _trained(run: Row) -> str:
+    seconds, attempts = run["seconds"], run["attempts"]
     if seconds is None:
         return "not recorded"
+    ended = attempts[:-1] if run["state"] == "running" else attempts
+    least = "at least " if any(map(is_unrecorded, ended)) else ""
     # The history has whole seconds.
-    return duration(seconds) if seconds else "under 1 s"
+    return f"{least}{duration(seconds)}" if seconds else "under 1 s"
 
 
 def _where(save: Row) -> list[str]:
@@ -164,7 +172,7 @@ def _lost(run: Row) -> list[str]:
     if not held:
         return ["not recorded"]
     rest = len(run["saves"]) - len(held)
-    each = f"{duration(statistics.median(held))} a save" + (f", {rest:,} not recorded" if rest else "")
+    each = f"median {duration(statistics.median(held))} a save" + (f", {rest:,} not recorded" if rest else "")
     # The history has whole seconds: a share of a few of them would be a guess.
     is_share = not rest and (run["seconds"] or 0) >= max(10 * len(run["attempts"]), sum(held))
     return [
@@ -180,7 +188,7 @@ def _integrity(run: Row, here: Sequence[Row]) -> list[str]:
         return []
     if run["checked"] == "bytes":
         return ["intact: every byte was read"]
-    return ["all files have their sizes"]
+    return ["no file is missing or cut short"]
 
 
 def _remote(run: Row) -> list[str]:

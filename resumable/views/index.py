@@ -1,6 +1,6 @@
 """An index of long runs, in the user's cache: what their manifests and their history said when last read.
 
-It is checked, never believed. A checkpoint counts as known while its folder and its manifest have the stamps
+It is checked, never believed. A checkpoint counts as known while its manifest and its files have the stamps
 of the last time, and a beginning of the history while its bytes have the same hash. Everything else is read
 again. Nothing is ever written into a run.
 """
@@ -50,6 +50,8 @@ class Facts(NamedTuple):
     inodes: Sequence[int]
     sizes: Sequence[int]
     """Those of its files; none if one is missing or has another size."""
+    paths: tuple[str, ...]
+    """The files, relative to its folder."""
 
 
 class Saves(NamedTuple):
@@ -72,6 +74,7 @@ def facts_of(about: Manifest, files: Mapping[tuple[int, int], int]) -> Facts:
         {name: jsonl.plain(value) for name, value in about.metrics.items()},
         [inode for _, inode in files],
         [*files.values()],
+        tuple(about.files),
     )
 
 
@@ -98,9 +101,11 @@ class Index:
         with contextlib.suppress(*_NOT_OURS):
             table = self._body["checkpoints"]
             there = _texts(table["name"])
-            known = [*zip(there, _counts(table["stamp"], len(there)), _facts(table, len(there)), strict=True)]
-            seen = stamps(self._folder, names)
-            return {name: facts for name, stamp, facts in known if seen.get(name) == stamp}
+            stamp = _counts(table["stamp"], len(there))
+            wanted, known = {*names}, dict(zip(there, _facts(table, len(there)), strict=True))
+            seen = stamps(self._folder, {name: one for name, one in known.items() if name in wanted})
+            pairs = zip(there, stamp, strict=True)
+            return {name: known[name] for name, before in pairs if seen.get(name) == before}
         return {}
 
     def saves(self, data: bytes) -> Saves:
@@ -119,7 +124,7 @@ class Index:
         """Write it again, if much had to be `read` that it did not know."""
         if self._is_torn or (read < _WORTH_IT and self._unread < _WORTH_IT * 1000):
             return
-        kept = [name for name, one in facts.items() if one.sizes and not one.elsewhere]
+        kept = {name: one for name, one in facts.items() if one.sizes and not one.elsewhere}
         seen = stamps(self._folder, kept, until=time.time_ns() - _COARSEST_TIME)
         # Without a place to write to, the next list takes as long as this one; and so it does if a file holds
         # what fits no index, such as a count of 100 digits.
@@ -131,28 +136,31 @@ class Index:
             )
 
 
-def stamps(folder: Path, names: Iterable[str], until: int | None = None) -> dict[str, int]:
-    """Return a number for each checkpoint that changes with its folder, its manifest and their times.
+def stamps(folder: Path, checkpoints: Mapping[str, Facts], until: int | None = None) -> dict[str, int]:
+    """Return a number for each checkpoint that changes with its manifest and its files.
 
     Those changed after `until` are left out: they can change again without another time.
     """
     found: dict[str, int] = {}
-    stat, top, last = os.stat, f"{folder}{os.sep}", f"{os.sep}{manifest.NAME}"
-    for name in names:
-        path = top + name
+    look, top, last = os.lstat, f"{folder}{os.sep}", manifest.NAME
+    for name, facts in checkpoints.items():
+        path = f"{top}{name}/"
         try:
-            a, b = stat(path), stat(path + last)
+            b = look(path + last)
+            files = [look(path + file) for file in facts.paths]
         except OSError:
             continue
-        if until is None or (a.st_ctime_ns < until and b.st_ctime_ns < until):
-            mine = a.st_ino, a.st_mtime_ns, a.st_ctime_ns
-            found[name] = hash((*mine, b.st_ino, b.st_mtime_ns, b.st_ctime_ns, b.st_size))
+        if until is None or all(one.st_ctime_ns < until for one in (b, *files)):
+            its = b.st_ino, b.st_mtime_ns, b.st_ctime_ns, b.st_size
+            # Without the ctime: it changes when another checkpoint that has the same file goes.
+            found[name] = hash((*its, *[(f.st_ino, f.st_mtime_ns, f.st_size) for f in files]))
     return found
 
 
 def _table(seen: Mapping[str, int], rows: Sequence[Facts]) -> dict[str, Json]:
     # Packed: JSON takes ten times as long to read as the rest of the list.
     names = dict.fromkeys(name for facts in rows for name in facts.metrics)
+    layouts = {paths: at for at, paths in enumerate(dict.fromkeys(facts.paths for facts in rows))}
     return {
         "name": _joined(seen),
         "stamp": _packed("q", seen.values()),
@@ -164,6 +172,8 @@ def _table(seen: Mapping[str, int], rows: Sequence[Facts]) -> dict[str, Json]:
         "files": _packed("q", [len(facts.inodes) for facts in rows]),
         "inodes": _packed("Q", [inode for facts in rows for inode in facts.inodes]),
         "sizes": _packed("q", [size for facts in rows for size in facts.sizes]),
+        "layouts": [[*paths] for paths in layouts],
+        "layout": _packed("q", [layouts[facts.paths] for facts in rows]),
     }
 
 
@@ -180,6 +190,10 @@ def _facts(table: Mapping[str, Any], count: int) -> Iterator[Facts]:
         _metrics(table["metrics"], count),
         map(inodes.__getitem__, places),
         map(sizes.__getitem__, places),
+        map(
+            [tuple(map(str, paths)) for paths in table["layouts"]].__getitem__,
+            _counts(table["layout"], count),
+        ),
     )
     return map(Facts._make, zip(*columns, strict=True))
 
@@ -306,7 +320,7 @@ def _texts(joined: str) -> list[str]:
     return joined.split(" ") if joined else []
 
 
-# So many checkpoints, or kilobytes of a history, take longer to read than the index to write.
+# Reading this many checkpoints, or kilobytes of a history, takes longer than writing the index.
 _WORTH_IT = 100
 # The coarsest file systems count time in steps of two seconds.
 _COARSEST_TIME = 3_000_000_000

@@ -19,6 +19,9 @@ from .overview import Kept
 
 Row = dict[str, Any]
 
+NOT_RECORDED = "no exit recorded"
+"""How a start ended that was killed or crashed."""
+
 
 class Listed(NamedTuple):
     """A run: its checkpoints, the processes that made them, and what became of the last one."""
@@ -187,4 +190,4 @@ def _state(holder: str | None, attempts: Sequence[Line]) -> tuple[str | None, st
         return "finished", ended
     if ended and (ended.startswith("SIG") or ended == "max_time"):
         return "stopped", ended
-    return "crashed", ended or "no exit recorded"
+    return "crashed", ended or NOT_RECORDED

@@ -35,6 +35,8 @@ def overview(run: Run, verify: Verify | None = None) -> dict[str, Json]:
     newest = next((one.about for one in reversed(here) if one.about and not one.problem), None)
     remote = history.remote(lines)
     saves, attempts = _saves(here, lines, newest, remote), _attempts(lines, here)
+    stands = standing.of(run, lines, saves, attempts)
+    events = [*_events(lines, saves), *_unrecorded_end(str(stands["state"]), saves, attempts)]
     best = newest and newest.best
     found = {
         "run": str(run),
@@ -48,9 +50,9 @@ def overview(run: Run, verify: Verify | None = None) -> dict[str, Json]:
         "size_unshared": sum(size for one in here for size in one.files.values()),
         "remote": remote,
         "saves": saves,
-        "events": sorted(_events(lines, saves), key=lambda event: event["time"] or ""),
+        "events": sorted(events, key=lambda event: event["time"] or ""),
         "attempts": attempts,
-        **standing.of(run, lines, saves, attempts),
+        **stands,
     }
     return {key: plain(value) for key, value in found.items()}
 
@@ -174,6 +176,14 @@ def _events(lines: Sequence[Line], saves: Sequence[Row]) -> Iterator[Row]:
             last = at.get(word["last"], {})
             who = {"attempt": attempt, "time": last.get("time")}
             yield from _end(word["ended"], who, word["last"], last)
+
+
+def _unrecorded_end(state: str, saves: Sequence[Row], attempts: Sequence[Row]) -> Iterator[Row]:
+    """Yield the end of the last attempt, if it was killed or has crashed and no later one says so."""
+    if state == "crashed" and not attempts[-1]["ended"]:
+        last = next((save for save in saves if save["number"] == attempts[-1]["last"]), {})
+        who = {"attempt": attempts[-1]["attempt"], "time": last.get("time") or _text(attempts[-1]["time"])}
+        yield from _end(history.NO_EXIT, who, attempts[-1]["last"], last)
 
 
 def _end(how: str | None, who: Row, number: int | None, place: Mapping[str, Any]) -> Iterator[Row]:

@@ -7,6 +7,7 @@ let isLog = false;
 let at = null; // the x under the pointer
 
 const MARGIN = { right: 12, top: 10, bottom: 24 };
+const PAD = 12; // room for the marks at both ends of x
 const MOST_LINES = 18;
 const KINDS = {
   resume: ["resumes", "M-4,-4.5L4.5,0L-4,4.5Z"],
@@ -104,8 +105,8 @@ class Chart {
     this.to = to;
     this.axes(marks, labels);
     const { area } = this;
-    const box = { x: left - 8, y: 0, width: area.width + 16, height: height - MARGIN.bottom + 8, overflow: "hidden" };
-    this.inner = element(element(this.node, "svg", box), "g", { transform: `translate(${8 - left},0)` });
+    const box = { x: left, y: 0, width: area.width, height: height - MARGIN.bottom + 8, overflow: "hidden" };
+    this.inner = element(element(this.node, "svg", box), "g", { transform: `translate(${-left},0)` });
     this.events();
     for (const curve of curves) this.curve(curve);
     if (!inside.length) {
@@ -143,7 +144,7 @@ class Chart {
   }
 
   across(x) {
-    return this.area.left + (this.area.width * (x - this.from)) / (this.to - this.from);
+    return this.area.left + PAD + ((this.area.width - 2 * PAD) * (x - this.from)) / (this.to - this.from);
   }
 
   axes(marks, labels) {
@@ -249,7 +250,7 @@ class Chart {
 
   x_of(event) {
     const box = this.node.getBoundingClientRect();
-    const share = clamp((event.clientX - box.x - this.area.left) / this.area.width, 0, 1);
+    const share = clamp((event.clientX - box.x - this.area.left - PAD) / (this.area.width - 2 * PAD), 0, 1);
     return this.from + share * (this.to - this.from);
   }
 }

@@ -12,12 +12,13 @@ from .. import rows as progress_rows
 from ..run import address
 from ..run.policy import bytes_of, moment
 from .columns import Column, cut
-from .listing import Listed
+from .listing import NOT_RECORDED, Listed
 from .tables import print_columns
 
 Row = dict[str, Any]
 _DEPTH = 3
 _LONGEST_DETAIL = 60
+_UNENDED = "killed or crashed"
 
 
 def below(folder: str) -> Iterator[str]:
@@ -86,11 +87,11 @@ def print_runs(rows: Sequence[Row]) -> None:
         Column("state", [row["state"] or "" for row in rows], is_left=True, has_marks=True),
         Column("epoch", [_text(row["epoch"]) for row in rows], 60),
         Column("step", [_text(row["step"]) for row in rows], 90),
-        Column("best", [_best(row["best"]) for row in rows], 80, is_left=True),
-        Column("kept", [_text(row["checkpoints"]) for row in rows], 20),
+        Column(*_best([row["best"] for row in rows]), 80, is_left=True),
+        Column("checkpoints", [_text(row["checkpoints"]) for row in rows], 20),
         Column("size", [bytes_of(row["size"]) if row["size"] else "" for row in rows], 50),
         Column("age", [_age(row["saved"], now) for row in rows], 70),
-        Column("", [_detail(row) for row in rows], 65, is_left=True, has_marks=True, least=12),
+        Column("", [_detail(row) for row in rows], 65, is_left=True, has_marks=True, least=len(_UNENDED)),
     ]
     print_columns(columns)
 
@@ -99,8 +100,13 @@ def _text(value: int | None) -> str:
     return "" if value is None else str(value)
 
 
-def _best(best: Mapping[str, Any] | None) -> str:
-    return "" if best is None else f"{best['metric']} {float(best['value']):.4g} ({best['number']})"
+def _best(bests: Sequence[Mapping[str, Any] | None]) -> tuple[str, list[str]]:
+    """Return the head and the cells of the column for the best; a metric of all runs stands in the head."""
+    metrics = {best["metric"] for best in bests if best}
+    head = f"best {metrics.pop()}" if len(metrics) == 1 else "best"
+    named = ["" if best is None or not metrics else f"{best['metric']} " for best in bests]
+    values = ["" if best is None else f"{float(best['value']):.4g} @{best['number']}" for best in bests]
+    return head, [name + value for name, value in zip(named, values, strict=True)]
 
 
 def _age(saved: str | None, now: float) -> str:
@@ -110,6 +116,7 @@ def _age(saved: str | None, now: float) -> str:
 
 def _detail(row: Row) -> str:
     line = (row["detail"] or "").partition("\n")[0]
+    line = _UNENDED if line == NOT_RECORDED else line
     words = [line if row["state"] in ("running", "stopped", "crashed") else ""]
     words += [f"{row['damaged']} damaged"] if row["damaged"] else []
     return cut(", ".join(word for word in words if word), _LONGEST_DETAIL)

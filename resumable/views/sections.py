@@ -8,6 +8,7 @@ from typing import Any
 
 from ..errors import printable
 from ..files.strict_json import Json
+from ..run import history
 from ..run.markup import Markup, scrolling, section, table, tag
 from ..run.policy import bytes_of, counted, duration, when
 from . import charts, headline
@@ -104,8 +105,13 @@ def _happened(run: Row) -> Markup:
         return tag("p", "It was never interrupted." if run["attempts"] else "The history is empty.")
     some = f"the last {len(shown)} of {len(run['events']):,}" if len(shown) < len(run["events"]) else "all"
     caption = f"Resumes, preemptions and the like of {run['run']}: {some}, oldest first"
-    rows = [[when(e["time"]), tag("div", sentence(e)), _text(e["step"]), _text(e["epoch"])] for e in shown]
+    rows = [[when(e["time"]), tag("div", sentence(e)), _at(e), _text(e["epoch"])] for e in shown]
     return _table(caption, ["when", "what", "at step", "epoch"], rows, (0, 1))
+
+
+def _at(event: Row) -> str:
+    step = _text(event["step"])
+    return f"after {step}" if step and charts.is_unrecorded_end(event) else step
 
 
 def _attempts(run: Row) -> Markup:
@@ -116,7 +122,8 @@ def _attempts(run: Row) -> Markup:
     if len(attempts) > _MOST_ATTEMPTS:
         caption += f": the last {_MOST_ATTEMPTS} of {len(attempts):,}"
     head = ["attempt", "started", "resumed from", "ended", "on", "ran", "changed"]
-    rows = [_attempt(one, run["state"]) for one in attempts[-_MOST_ATTEMPTS:]]
+    ended = ["crashed"] * (len(attempts) - 1) + [run["state"]]
+    rows = [*map(_attempt, attempts, ended)][-_MOST_ATTEMPTS:]
     used = [place for place in range(len(head)) if any(row[place] for row in rows)]
     shown = [[row[place] for place in used] for row in rows]
     return _table(caption, [head[place] for place in used], shown, range(1, len(used)))
@@ -125,7 +132,12 @@ def _attempts(run: Row) -> Markup:
 def _attempt(one: Row, state: str) -> list[object]:
     commit = f"commit {known}" if (known := headline.commit_of(one)) else ""
     argv = one["argv"] if isinstance(one["argv"], list) else []
-    took = [] if one["seconds"] is None else [f"for {duration(one['seconds'])}"]
+    least = "at least " if headline.is_unrecorded(one) and state != "running" else ""
+    took = (
+        []
+        if one["seconds"] is None or (least and not one["seconds"])
+        else [f"for {least}{duration(one['seconds'])}"]
+    )
     return [
         str(one["attempt"]),
         _lines([when(one["time"]), ", ".join([*took, counted(one["saves"], "save")])]),
@@ -142,7 +154,7 @@ def _attempt(one: Row, state: str) -> list[object]:
     ]
 
 
-_UNENDED = {"running": "running", "crashed": "killed or crashed (no exit recorded)"}
+_UNENDED = {"running": "running", "crashed": history.NO_EXIT}
 
 
 def _environment(one: Row) -> Iterator[str]:

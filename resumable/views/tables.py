@@ -11,11 +11,13 @@ from typing import Any, TextIO
 
 from .. import rows as progress_rows
 from ..errors import printable
+from ..run import history
 from ..run.policy import bytes_of, moment
 from .columns import Column, cut, fitted, terminal_width
 
-_LEAST_ENDED = 44
-_COUNTS = {"epoch": 90, "batch": 40, "step": 0}
+_LEAST_CELL = 8
+_LEAST_ENDED = len("ended: killed or crashed…")
+_COUNTS = {"epoch": 90, "batch": 70, "step": 0}
 _UNKNOWN = {
     **dict.fromkeys(("epoch", "batch", "step", "saved", "why", "remote")),
     **{"metrics": {}, "elsewhere": 0},
@@ -52,18 +54,18 @@ def _columns(rows: Sequence[Mapping[str, Any]], goal: str | None) -> list[Column
         Column("number", [str(row["number"]) for row in whole]),
         *(Column(name, [_text(row[name]) for row in whole], need) for name, need in _COUNTS.items()),
         *(_metric(whole, name, at) for at, name in enumerate(names)),
-        Column("size", _sizes([row["size"] for row in whole]), 60),
+        Column("size", _sizes([row["size"] for row in whole]), 50),
         Column("own", _sizes([row["own"] if some_share else None for row in whole]), 20),
-        Column("age", [_age(row["saved"], now) for row in whole], 80),
-        Column("why", [row["why"] or "" for row in whole], 30, is_left=True),
+        Column("age", [_age(row["saved"], now) for row in whole], 60),
+        Column("why", [row["why"] or "" for row in whole], 80, is_left=True, least=6),
         Column("", [*map(_marks, whole)], is_left=True, has_marks=True),
     ]
 
 
 def _metric(rows: Sequence[Mapping[str, Any]], name: str, at: int) -> Column:
     values = (row["metrics"].get(name) for row in rows)
-    # The first stays; the second and the third are needed more than why a save was made, others less.
-    need = 0 if at == 0 else 50 - at if at < 3 else max(1, 19 - at)
+    # That of the goal stays; the others are the first to go, from the last on.
+    need = 0 if at == 0 else max(1, 19 - at)
     return Column(name, ["" if value is None else f"{float(value):.4g}" for value in values], need)
 
 
@@ -99,7 +101,8 @@ def print_rest(
         print(printable(f"remote  {remote['url']} (push {remote['push']})", but=""))
     if attempts:
         cells = [_attempt_cells(attempt, state if attempt is attempts[-1] else None) for attempt in attempts]
-        needs = (0, 1, 2, 4, 3, 0)
+        # The age goes first, then where it ran; how it ended is cut before either.
+        needs = (0, 2, 3, 4, 1, 0)
         columns = [
             Column("", one, need, is_left=True, least=0 if need else _LEAST_ENDED * (at > 0))
             for at, (one, need) in enumerate(zip(zip(*cells, strict=True), needs, strict=True))
@@ -120,7 +123,7 @@ def numbers(metrics: Mapping[str, float | str]) -> str:
 
 def _attempt_cells(attempt: Mapping[str, Any], state: str | None) -> tuple[str, ...]:
     came_from, ended = attempt["from"], attempt["ended"]
-    last = f"ended: {ended.splitlines()[0]}" if ended else "ended: killed or crashed (no exit recorded)"
+    last = f"ended: {ended.splitlines()[0] if ended else history.NO_EXIT}"
     return (
         f"attempt {attempt['attempt']}",
         str(attempt["host"] or ""),
@@ -138,12 +141,21 @@ def print_table(
     marks: int | None = None,
     *,
     has_head: bool = False,
+    width: int | None = None,
 ) -> None:
-    """Print rows of cells in columns; the words in the column `marks` are coloured, and a head stands out."""
+    """Print rows of cells in columns; the words in the column `marks` are coloured, and a head stands out.
+
+    With a `width` the longest cells are cut until a line fits it.
+    """
     shown = [[printable(cell, but="") for cell in row] for row in rows]
     # A column that is empty below its head is left out.
     used = [i for i, column in enumerate(zip(*shown, strict=True)) if any(column[1:] or column)]
     widths = {i: max(len(row[i]) for row in shown) for i in used}
+    if width:
+        room = width - len(indent) - 2 * (len(used) - 1)
+        while sum(widths.values()) > room and max(widths.values()) > _LEAST_CELL:
+            widths[max(widths, key=widths.__getitem__)] -= 1
+        shown = [[cut(cell, widths.get(i)) for i, cell in enumerate(row)] for row in shown]
     # Below a bold title a head is grey.
     style = dim if indent else bold
     for at, row in enumerate(shown):

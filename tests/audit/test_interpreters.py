@@ -81,7 +81,7 @@ def test_starts_have_three_hash_seeds_in_turn_and_draws_of_their_own(here: Path)
 
 
 @pytest.mark.heavy
-def test_a_script_that_sets_what_imports_read_is_started_anew(here: Path) -> None:
+def test_a_script_that_sets_what_imports_read_gets_a_new_process(here: Path) -> None:
     (here / "sets.py").write_text(
         "import os, sys\n"
         "print('before', flush=True)\n"

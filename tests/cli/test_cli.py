@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -471,3 +472,14 @@ def test_what_verifies_prunes_and_copies_a_run_does_without_torch(run: Path, tmp
     *_, codes, modules = done.stdout.splitlines()
     assert codes == "[0, 0, 0, 0]"
     assert not {"torch", "numpy"} & {*modules.split()}
+
+
+@pytest.mark.parametrize("name", [None, *app._names()])
+def test_every_help_page_fits_80_columns(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    top = app.parser()
+    [group] = [action for action in top._actions if isinstance(action, argparse._SubParsersAction)]
+
+    text = (group.choices[name] if name else top).format_help()
+
+    assert [line for line in text.splitlines() if len(line) > 80] == []

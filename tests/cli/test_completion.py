@@ -37,7 +37,7 @@ _resumable
 printf '%s\\n' "${COMPREPLY[@]}"
 """
 FISH = 'resumable completion fish | source; complete -C "$argv[1]"'
-# zsh completes only where somebody types.
+# zsh completes only in a terminal.
 ZSH = """
 zmodload zsh/zpty
 zpty shell zsh -f -i
@@ -57,7 +57,7 @@ zpty -d shell
 
 
 def asked(words: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """Return what a shell is told."""
+    """Return the candidates that a shell gets."""
     assert main(["__complete", "resumable", *words]) == 0
     return capsys.readouterr().out.split()
 
@@ -76,7 +76,7 @@ def asked(words: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
         (["lss", ""], []),
     ],
 )
-def test_a_shell_is_told_commands_flags_runs_and_checkpoints(
+def test_a_shell_completes_commands_flags_runs_and_checkpoints(
     place: Path, words: list[str], found: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert asked(words, capsys) == found

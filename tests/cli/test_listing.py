@@ -60,8 +60,8 @@ def test_a_folder_several_runs_or_nothing_lists_a_line_for_each_run(
     assert main(["ls", *words]) == 0
 
     head, first, second = capsys.readouterr().out.splitlines()
-    assert head.split()[:5] == ["run", "state", "epoch", "step", "best"]
-    assert re.match(r"runs/exp +finished +0 +0 +acc 0\.9 \(2\) +3 +[\d.]+ kB +\d+ s$", first)
+    assert head.split()[:7] == ["run", "state", "epoch", "step", "best", "acc", "checkpoints"]
+    assert re.match(r"runs/exp +finished +0 +0 +0\.9 @2 +3 +[\d.]+ kB +\d+ s$", first)
     assert second.startswith("runs/sweep/a")
 
 
@@ -76,7 +76,45 @@ def test_the_list_of_runs_has_just_the_documented_fields(runs: Path, capsys: Cap
 
 def test_a_folder_without_runs_is_not_found(runs: Path, capsys: Captured) -> None:
     assert main(["ls", "runs/notes"]) == 3
-    assert "runs/notes holds no checkpoint" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "there are no runs in runs/notes, nor up to three levels below it." in error
+    assert "name the folder that holds them: resumable ls FOLDER" in error
+
+
+@pytest.mark.parametrize("command", ["ls", "show", "report"])
+def test_an_address_with_one_slash_is_corrected(command: str, capsys: Captured) -> None:
+    assert main([command, "s3:/bucket/exp"]) == 2
+    assert "Did you mean 's3://bucket/exp'?" in capsys.readouterr().err
+
+
+def test_a_file_in_a_checkpoint_is_refused_without_advice_for_scripts(runs: Path, capsys: Captured) -> None:
+    assert main(["show", "runs/exp/newest/model.safetensors"]) == 3
+    assert "the folder of a checkpoint, and no file in it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["runs/exp/newest", "runs/exp@2", "runs/exp/newest/"])
+def test_a_command_about_a_run_takes_the_run_of_a_checkpoint(runs: Path, name: str, capsys: Captured) -> None:
+    assert [Path(one["run"]).name for one in listed(capsys, "report", name)["runs"]] == ["exp"]
+    assert [Path(one["run"]).name for one in listed(capsys, "ls", name, "runs/sweep")] == ["exp", "a"]
+    assert main(["prune", name, "--keep", "1"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["verify", "A", "B"], "unrecognized arguments: B"),
+        (["verify", "A", "--jsn"], "unrecognized arguments: --jsn. Did you mean --json?"),
+    ],
+)
+def test_an_unknown_argument_shows_the_usage_of_its_command(
+    words: list[str], error: str, capsys: Captured
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
+
+    said = capsys.readouterr().err
+    assert said.startswith("usage: resumable verify ")
+    assert said.endswith(f"resumable verify: error: {error}\n")
 
 
 ENDS = """
@@ -286,6 +324,52 @@ def test_a_list_is_no_wider_than_the_terminal_and_names_what_went(wide: Path, wi
     assert head[head.index("step") + 1] == "acc"
     assert "metric_11" not in head
     assert "no room for: " in printed
+
+
+def test_other_metrics_go_before_the_batch_and_the_reason(tmp_path: Path) -> None:
+    train(tmp_path / "exp", 0.25, metrics=5)
+
+    printed = in_a_terminal([sys.executable, "-m", "resumable", "ls", str(tmp_path / "exp")], 80)
+
+    head = printed.splitlines()[0].split()
+    assert {"batch", "acc", "why", "size", "age"} < {*head}
+    assert "no room for: metric_2, metric_3, metric_4" in printed
+
+
+@pytest.mark.parametrize("host", ["node7", "gpu-node-17.cluster"])
+def test_a_start_keeps_its_host_and_process_on_a_narrow_terminal(tmp_path: Path, host: str) -> None:
+    folder = tmp_path / "exp"
+    train(folder, 0.25)
+    start = {"event": "start", "attempt": 1, "time": "2026-01-01T00:00:00+00:00", "host": host, "pid": 8187}
+    start |= {"argv": ["train.py"], "from": None}
+    (folder / "history.jsonl").write_bytes(json.dumps(start).encode() + b"\n")
+
+    printed = in_a_terminal([sys.executable, "-m", "resumable", "ls", str(folder)], 80)
+
+    assert f"{host}  process 8187  fresh" in printed
+    assert "ended: killed or crashed" in printed
+
+
+def test_a_metric_that_differs_between_runs_stands_beside_its_value(runs: Path, capsys: Captured) -> None:
+    with RunState.load(runs / "other", model=torch.nn.Linear(2, 2), minimize="loss") as state:
+        state.save(loss=0.5)
+    capsys.readouterr()
+
+    main(["ls", "runs"])
+
+    printed = capsys.readouterr().out
+    assert "acc 0.9 @2" in printed
+    assert "loss 0.5 @1" in printed
+
+
+def test_the_reason_why_a_killed_run_ended_is_never_cut(runs: Path) -> None:
+    for place in runs.glob("**/history.jsonl"):
+        lines = place.read_text().splitlines(keepends=True)
+        place.write_text("".join(line for line in lines if '"end"' not in line))
+
+    printed = in_a_terminal([sys.executable, "-m", "resumable", "ls", "runs"], 80)
+
+    assert printed.count("killed or crashed\n") == 2
 
 
 def test_a_pipe_gets_every_metric(wide: Path, capsys: Captured) -> None:

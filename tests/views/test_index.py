@@ -108,6 +108,11 @@ def drop_a_file(run: Run) -> None:
     path.unlink()
 
 
+def cut_a_file_short(run: Run) -> None:
+    [path] = run.folder.glob(f"{OLD:06}-*/model.safetensors")
+    os.truncate(path, 10)
+
+
 def put_another(run: Run) -> None:
     about = run.open(OLD).about
     [path] = run.folder.glob(f"{OLD:06}-*/manifest.json")
@@ -130,7 +135,15 @@ def lengthen_the_history(run: Run) -> None:
     jsonl.append(run.path / history.NAME, [{"event": "end", "attempt": 1, "how": "SIGTERM"}])
 
 
-CHANGES = [spoil, drop_a_file, put_another, remove, rewrite_the_history, lengthen_the_history]
+CHANGES = [
+    spoil,
+    drop_a_file,
+    cut_a_file_short,
+    put_another,
+    remove,
+    rewrite_the_history,
+    lengthen_the_history,
+]
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -175,6 +188,9 @@ ODD = [
     forged(epoch="AAAA"),
     forged(step=index._packed("q", [1])),
     forged(files=index._packed("q", [-5] * COUNT)),
+    forged(layout=index._packed("q", [9] * COUNT)),
+    forged(layouts=[["/etc/passwd"]]),
+    forged(layouts=[[]]),
     forged(boundary=index._packed("q", [99] * COUNT)),
     forged(metrics={"acc": 3}),
     forged(metrics={"acc": {"numbers": index._packed("d", [0.0] * COUNT), "odd": [[0, "x"]]}}),

@@ -21,7 +21,8 @@ from resumable import Preempted, RunState, UsageError
 from resumable.cli.app import main
 from resumable.files.lock import holder
 from resumable.run.directory import Run
-from resumable.views import report
+from resumable.run.history import NO_EXIT
+from resumable.views import listing, report
 from resumable.views.charts import MOST, data, metrics, shown
 from resumable.views.overview import overview
 
@@ -332,6 +333,63 @@ def test_the_last_line_says_what_became_of_a_run(run_dir: Path, how: str | None,
     found: dict[str, Any] = overview(Run(run_dir))
 
     assert (found["state"], found["done"]["step"]) == (state, 3)
+
+
+@pytest.fixture
+def killed_twice(run_dir: Path) -> Path:
+    """A run of two starts that have not noted their ends."""
+    train(run_dir, 3)
+    train(run_dir, 5)
+    file = run_dir / "history.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    lines = [line for line in lines if line["event"] != "end"]
+    lines[0]["time"], lines[-1]["time"] = "2026-01-01T00:00:00+00:00", "2026-01-01T00:00:30+00:00"
+    for line in lines:
+        if line.get("previous"):
+            line["previous"]["how"] = NO_EXIT
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return run_dir
+
+
+def test_the_end_of_a_killed_last_attempt_counts_too(killed_twice: Path) -> None:
+    found: dict[str, Any] = overview(Run(killed_twice))
+
+    failed = [
+        (e["attempt"], e["number"], e["step"], e["how"]) for e in found["events"] if e["kind"] == "failed"
+    ]
+    assert failed == [(1, 3, 3, NO_EXIT), (2, 5, 5, NO_EXIT)]
+    page = report.page([found])
+    assert "2 failures" in page
+    assert f"attempt 2 ended: {NO_EXIT}, after step 5<" in page
+    assert "after 5" in page
+
+
+def test_without_a_recorded_exit_the_time_is_a_least(killed_twice: Path, trained: Path) -> None:
+    page = report.page([overview(Run(killed_twice))])
+
+    assert page.count("at least ") == 3
+    assert "at least " not in report.page([overview(Run(trained))])
+
+
+def test_a_hint_about_bold_stands_only_where_something_is_bold(trained: Path, tmp_path: Path) -> None:
+    train(tmp_path / "other", 2)
+    one, other = overview(Run(trained)), overview(Run(tmp_path / "other"))
+
+    assert "Bold: " not in report.page([one, one])
+    assert "Bold: " in report.page([one, other])
+
+
+def test_a_page_says_what_was_checked_and_which_figure_a_median_is(trained: Path) -> None:
+    page = report.page([overview(Run(trained))])
+
+    assert "no file is missing or cut short" in page
+    assert re.search(r"median [\d.]+ m?s a save", page)
+
+
+def test_a_closed_run_is_finished_in_the_list_and_on_the_page(run_dir: Path) -> None:
+    train(run_dir, 3)
+
+    assert (overview(Run(run_dir))["state"], listing.of_run(Run(run_dir)).state) == ("finished", "finished")
 
 
 def test_a_run_that_is_trained_is_running_and_stays_locked(run_dir: Path) -> None:

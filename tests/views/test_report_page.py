@@ -272,6 +272,26 @@ def test_on_a_phone_nothing_is_wider_than_the_screen(open_page: Open, facts: dic
     assert page.evaluate(wide) == 375
 
 
+def test_marks_at_both_ends_stay_in_the_drawing(open_page: Open, facts: dict[str, Any]) -> None:
+    page = open_page(facts, viewport={"width": 420, "height": 900})
+
+    drawing = figure(page, "metric 0")
+    area = drawing.locator("svg svg").bounding_box()
+    marks = [one.bounding_box() for one in drawing.locator("svg svg .mark").all()]
+
+    assert area
+    assert len(marks) > 3
+    assert all(one and area["x"] <= one["x"] for one in marks)
+    assert all(one and one["x"] + one["width"] <= area["x"] + area["width"] for one in marks)
+
+
+def test_a_table_that_scrolls_has_a_shadow_at_its_edge(open_page: Open, facts: dict[str, Any]) -> None:
+    page = open_page(facts, viewport={"width": 420, "height": 900})
+
+    backgrounds = "getComputedStyle(document.querySelector('.scroll')).backgroundAttachment"
+    assert page.evaluate(backgrounds) == "local, scroll"
+
+
 def test_a_table_that_scrolls_is_reached_by_the_tab_key_and_is_seen_to_be(
     open_page: Open, facts: dict[str, Any]
 ) -> None:

@@ -119,6 +119,18 @@ def test_equal_states_of_a_generator_have_one_digest(run: Path, capsys: pytest.C
     assert states[0]["torch"] != states[1]["torch"]
 
 
+def test_the_states_of_generators_are_shown_with_all(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pages = []
+    for words in ([], ["--all"]):
+        main(["show", str(run), *words])
+        pages.append(capsys.readouterr().out)
+
+    assert "random generators" not in pages[0]
+    assert "tensors of position" not in pages[0]
+    assert re.search(r"\n  random +random ", pages[0])
+    assert "\nrandom generators\n" in pages[1]
+
+
 def test_many_tensors_are_gathered_until_all_are_asked_for(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
