@@ -270,7 +270,8 @@ def test_two_ctrl_c_end_a_training_at_once_without_a_bar(
     terminal.press("C-c")
     screen = terminal.until_prompt()
 
-    assert screen[-2:] == ["KeyboardInterrupt", "$"]
+    left = "left at once, without saving; the same command starts fresh"
+    assert screen[-3:] == ["^C", left, "$"]
     assert bars_in(terminal.written) == []
 
 
