@@ -27,7 +27,7 @@ _noting: weakref.ref[Signals] | None = None
 
 
 class LeftAtOnce(SystemExit, KeyboardInterrupt):
-    """A second Ctrl-C: it ends the script without a traceback, unless the script handles KeyboardInterrupt."""
+    """A second Ctrl-C: it ends the script without a traceback."""
 
 
 class Signals:

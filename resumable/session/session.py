@@ -23,8 +23,8 @@ from ..parts import allowed
 from ..position import last_batch
 from ..position.position import Position
 from ..processes.signals import LeftAtOnce, Signals
-from ..remote.in_training import Copies
 from ..progress import Progress
+from ..remote.in_training import Copies
 from ..run import changes, directory
 from ..run.directory import Run
 from ..run.history import History
