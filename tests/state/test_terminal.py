@@ -93,7 +93,7 @@ ROW = r"(epoch|batch) \d+/\d+ +\d+% [━─]{5,}  [\d:]+(<[\d:]+)?(  \S.*)?"
 ANY = re.compile(
     rf"{ROW}|({'|'.join(KINDS)}) \d+|last|\$( .*)?|\^C|Ctrl-C: saving when .* at once|SIGINT: run is saved.*"
     r"|\S+/train\.py:\d+: UserWarning: warned \d+|  warnings\.warn\(f\"warned \{state\.step\}\"\)"
-    r"|run is empty: starting fresh|resumed run from .*\(\d\.\d s\)"
+    r"|run is empty: starting fresh|resumed run from .*|  \S.*(from there|from|there|\d\.\d s\))"
 )
 
 
@@ -193,6 +193,18 @@ def test_ctrl_z_gives_the_whole_screen_to_the_shell_and_fg_brings_the_bars_back(
 
     assert bars_in(stopped) == []
     assert drawn(terminal.until(drawn))
+
+
+def test_a_message_is_wrapped_at_words(open_pane: Callable[..., Pane], write: Callable[[str], Path]) -> None:
+    terminal = open_pane(60)
+    said = "resumed runs/exp from checkpoint 3: epoch 1, step 125, best accuracy 0.6975 (0.0 s)"
+    terminal.type(f"clear; {python(write(f'from resumable.messages import say; say({said!r})'))}")
+    screen = terminal.until(lambda screen: screen and screen[-1] == "$" and "s)" in screen[-2])
+
+    assert screen[-3:-1] == [
+        "resumed runs/exp from checkpoint 3: epoch 1, step 125, best",
+        "  accuracy 0.6975 (0.0 s)",
+    ]
 
 
 @pytest.mark.heavy
@@ -310,7 +322,7 @@ def test_the_demo_is_whole(open_pane: Callable[..., Pane], columns: int) -> None
     text = re.sub(r"\n {5,}", " ", "\n".join(terminal.written[1:]))
 
     fresh, digest = r"   \S+/{} is empty: starting fresh\n", r"   digest \w{{32}}\n"
-    done = r"epoch 4/4 100% ━+  \d\d:\d\d  saved 16 \(0 s ago\)  loss \d\.\d+\n"
+    done = r"epoch 4/4 100% ━+  \d\d:\d\d  saved 16  loss \d\.\d+\n"
     resumed = r"   resumed \S+/killed from checkpoint {}: .* best loss \d\.\d+ \(\d\.\d s\)\n"
     killed = r"   killed \(SIGKILL\) at step {}\n"
     expected = (

@@ -84,6 +84,16 @@ def test_a_type_error_inside_a_call_stays_what_it_is(tmp_path: Path) -> None:
     assert _files(found.value)[-1] == "test_tracebacks.py"
 
 
+class Ones(Dataset[torch.Tensor]):
+    """Four samples."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.ones(2)
+
+
 class Broken(Dataset[int]):
     """A dataset whose samples cannot be read."""
 
@@ -92,6 +102,21 @@ class Broken(Dataset[int]):
 
     def __getitem__(self, index: int) -> int:
         raise OSError("the disk is gone")
+
+
+def test_a_loop_over_the_loader_itself_is_told_at_its_line(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    optimizer, loader = torch.optim.SGD(model.parameters()), DataLoader(Ones())
+    with RunState.load(tmp_path, model=model, optimizer=optimizer, loader=loader) as state:
+        for _ in state.epochs(1):
+            batches = iter(loader)
+            model(next(batches)).sum().backward()
+            optimizer.step()
+            with pytest.raises(UsageError, match="takes its batches from the loader itself") as found:
+                next(batches)
+            break
+
+    assert _files(found.value) == ["test_tracebacks.py", "torch_iterators.py"]
 
 
 def test_an_error_of_the_script_keeps_its_lines(tmp_path: Path) -> None:
