@@ -309,6 +309,25 @@ def test_what_a_sigkill_has_left_the_next_start_removes(
     assert [line for line in torn(terminal.written[1:]) if not re.fullmatch(r"Killed|\d+", line)] == []
 
 
+@pytest.mark.heavy
+def test_what_a_sigkill_has_left_a_command_removes(
+    open_pane: Callable[..., Pane], write: Callable[[str], Path], tmp_path: Path
+) -> None:
+    write(TRAIN)
+    terminal = open_pane(lines=14)
+    terminal.type(f"{sys.executable} train.py 4")
+    terminal.until(lambda screen: drawn(screen) and "shown 14" in screen)
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+    terminal.until(lambda screen: any(line.endswith("Killed") for line in screen))
+    terminal.type(python("-m", "resumable", "ls", "run"))
+    terminal.until(lambda screen: any("no checkpoint" in line for line in screen))
+
+    assert bars_in(terminal.written) == []
+    terminal.type("clear; seq 30")
+    assert terminal.until_prompt()[-2:] == ["30", "$"]
+    assert len(terminal.screen) == 14
+
+
 # The first thing that people run
 
 
