@@ -49,7 +49,7 @@ class ResumableError(Exception):
 
     fix: str
     command: str
-    """What to do on the command line, where arguments of Python help nobody; usually the same."""
+    """What to do on the command line, where arguments of Python are of no use; usually the same."""
 
     def __init__(self, problem: str, *, fix: str, command: str | None = None) -> None:
         # A message may quote a file from someone else; a terminal would obey its escape sequences.

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import sys
+import textwrap
 
 
 def say(text: str, level: int = logging.INFO) -> None:
@@ -19,4 +23,17 @@ def say(text: str, level: int = logging.INFO) -> None:
     if log.hasHandlers():
         log.log(level, "%s", text)
     elif log.isEnabledFor(level):
-        print(text, flush=True)
+        print(_wrapped(text), flush=True)
+
+
+def _wrapped(text: str) -> str:
+    """Return a text in lines that fit the terminal of stdout; as it is where stdout is something else."""
+    # stdout may be missing, closed, or a stream without a file.
+    with contextlib.suppress(AttributeError, ValueError, OSError):
+        if os.isatty(sys.stdout.fileno()):
+            width = max(20, os.get_terminal_size(sys.stdout.fileno()).columns - 1)
+            wrap = textwrap.TextWrapper(
+                width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+            )
+            return "\n".join(wrap.fill(line) for line in text.splitlines())
+    return text

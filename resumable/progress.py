@@ -1,8 +1,10 @@
-"""Progress of a training and of reading a checkpoint: bars, or a line a minute where nobody looks."""
+"""Progress of a training and of reading a checkpoint: bars, or a line a minute in a log file."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import logging
 import math
 import sys
 import threading
@@ -66,12 +68,14 @@ class Progress:
         """The rows of the loops, as the training has drawn them last: other threads draw them again."""
         self._moving: list[Count] = []
         self._lock = threading.Lock()
-        self._saved: tuple[int, float, str] | None = None
+        self._saved: tuple[int, float, Mapping[str, str]] | None = None
         self._saving: int | None = None
         self._pushed: int | None = None
         self._values: Mapping[str, Any] = {}
         self.means: Callable[[], str] = str
         """Returns the running means as text."""
+        self.goal: str | None = None
+        """The metric that decides which checkpoint is the best: a narrow terminal shows it first."""
         self.step: Callable[[], int] | None = None
         """Returns the number of steps."""
 
@@ -160,7 +164,7 @@ class Progress:
         self.end_batches(self.batches_of)
         if outer := self._outer:
             self._outer = None
-            self._clear([outer.row(self._last_save())] if outer.is_complete() else [])
+            self._clear([self._row(outer, self._last_save(has_age=False))] if outer.is_complete() else [])
 
     def _clear(self, last: Sequence[Row] = ()) -> None:
         self._rows = []
@@ -187,16 +191,21 @@ class Progress:
 
     def _paint(self) -> None:
         """Draw the rows of the loops, or without a loop those of what is read or sent."""
-        rows = self._rows or [count.row(count.pace()) for count in [*self._moving]]
+        rows = self._rows or [count.row([count.pace()]) for count in [*self._moving]]
         self._screen.paint(partial(texts, rows))
         self._next = time.monotonic() + _EVERY
 
     def _loops(self) -> list[Row]:
         counts = [count for count in (self._outer, self._batches) if count]
-        shown = [*self._shown(), *counts[-1].pace()]
+        shown = [self._shown(), counts[-1].pace()]
         if len(counts) == 1:
-            return [counts[0].row([*self._state(), *shown])]
-        return [counts[0].row(self._state()), counts[1].row(shown)]
+            return [self._row(counts[0], [*self._state(), *shown])]
+        return [self._row(counts[0], self._state()), counts[1].row(shown)]
+
+    def _row(self, count: Count, groups: Sequence[Sequence[str]]) -> Row:
+        """Return the row of a loop; of what is saved the metric that decides is kept longest."""
+        metrics = self._saved[2] if self._saved else {}
+        return count.row(groups)._replace(kept=metrics.get(self.goal or ""))
 
     def _line(self) -> list[str]:
         counts = [count for count in (self._outer, self._batches) if count]
@@ -208,27 +217,29 @@ class Progress:
             *steps,
             *self._shown(),
             *([] if left is None else [f"{age(left)} left"]),
-            *self._state(),
+            *itertools.chain(*self._state()),
         ]
 
     def _shown(self) -> list[str]:
         """Return what the script shows: its means, and the values of `state.show`."""
-        return [*filter(None, [self.means()]), *(_text(name, value) for name, value in self._values.items())]
+        means = [text for text in self.means().split(", ") if text]
+        return [*means, *(_text(name, value) for name, value in self._values.items())]
 
-    def _state(self) -> list[str]:
+    def _state(self) -> list[list[str]]:
         """Return what is known of the checkpoints. The writer's thread changes it."""
         saving, moving, pushed = self._saving, [*self._moving], self._pushed
         found = [f"{count.what} {count.percent()}" for count in moving]
         if saving is not None:
-            return [f"saving {saving}", *found]
-        found += self._last_save()
-        return found if pushed is None or moving else [*found, f"pushed {pushed}"]
+            return [[f"saving {saving}"], found]
+        groups = [found, *self._last_save()]
+        return groups if pushed is None or moving else [*groups, [f"pushed {pushed}"]]
 
-    def _last_save(self) -> list[str]:
+    def _last_save(self, *, has_age: bool = True) -> list[list[str]]:
         if self._saved is None:
             return []
         number, when, metrics = self._saved
-        return [f"saved {number} ({age(time.time() - when)} ago)", *filter(None, [metrics])]
+        ago = f" ({age(time.time() - when)} ago)" if has_age else ""
+        return [[f"saved {number}{ago}"], [*metrics.values()]]
 
     @contextlib.contextmanager
     def saving(self, number: int, metrics: Mapping[str, Any] | None = None) -> Iterator[None]:
@@ -242,7 +253,7 @@ class Progress:
 
     def saved(self, number: int, when: float, metrics: Mapping[str, Any] | None = None) -> None:
         """Note that a checkpoint has been durable since `when` (seconds since 1970)."""
-        self._saved = number, when, ", ".join(_text(name, value) for name, value in (metrics or {}).items())
+        self._saved = number, when, {name: _text(name, value) for name, value in (metrics or {}).items()}
 
     def pushed(self, number: int) -> None:
         """Note that a remote has a checkpoint."""
@@ -253,10 +264,10 @@ class Progress:
         # The graph of a loss would keep the activations of its batch.
         self._values = {name: _shown(name, value) for name, value in values.items()}
 
-    def print(self, line: str) -> None:
+    def print(self, line: str, level: int = logging.INFO) -> None:
         """Print a message of the library, above the bars if there are any."""
         if not self._is_quiet:
-            say(line)
+            say(line, level)
 
     @contextlib.contextmanager
     def moving(self, what: str, total: int) -> Iterator[Told]:

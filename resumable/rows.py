@@ -18,7 +18,10 @@ class Row(NamedTuple):
     percent: str
     share: float | None
     times: str
-    others: list[str]
+    others: list[list[str]]
+    """Groups of cells; where there is no room, those at the end are left out first."""
+    kept: str | None = None
+    """The cell that is left out last."""
 
 
 class Count:
@@ -67,12 +70,12 @@ class Count:
         rate = self._rate()
         return (self._total - self.done) / rate if rate and self._total else None
 
-    def row(self, others: Sequence[str] = ()) -> Row:
-        """Return what is done, since when and until when, and these cells."""
+    def row(self, others: Sequence[Sequence[str]] = ()) -> Row:
+        """Return what is done, since when and until when, and these groups of cells."""
         left, elapsed = self.left(), clock(time.time() - self._began)
         share = min(1.0, self.done / self._total) if self._total else None
         times = elapsed if left is None or self.is_complete() else f"{elapsed}<{clock(left)}"
-        return Row(self.head(), self.percent(), share, times, [*others])
+        return Row(self.head(), self.percent(), share, times, [[*group] for group in others])
 
     def _rate(self) -> float:
         elapsed = time.time() - self._began
@@ -92,7 +95,7 @@ class Count:
 def texts(rows: Sequence[Row], width: int) -> list[str]:
     """Return rows of at most `width` characters, with their bars below each other.
 
-    >>> epochs = Row("epoch 1/2", "50%", 0.5, "00:10<00:10", ["saved 1"])
+    >>> epochs = Row("epoch 1/2", "50%", 0.5, "00:10<00:10", [["saved 1"]])
     >>> for text in texts([epochs, Row("batch 7", "", None, "00:02", [])], 60):
     ...     print(text)
     epoch 1/2 50% ━━━━━━──────  00:10<00:10  saved 1
@@ -103,16 +106,19 @@ def texts(rows: Sequence[Row], width: int) -> list[str]:
     for row in rows:
         bar = _bar(row.share, width // 5)
         text = f"{row.head:<{head}} {row.percent:>{percent}} {bar}  {row.times:<{times}}"
-        found.append(_fitting(text, row.others, width))
+        found.append(_fitting(text, row, width))
     return found
 
 
-def _fitting(text: str, others: Sequence[str], width: int) -> str:
-    for other in others:
-        if len(text) + 2 + len(other) > width:
-            break
-        text += f"  {other}"
-    return text.rstrip()[: max(0, width)]
+def _fitting(text: str, row: Row, width: int) -> str:
+    room, shown = width - len(text), set[str]()
+    cells = [cell for group in row.others for cell in group]
+    for cell in sorted(cells, key=lambda cell: cell != row.kept):
+        if len(cell) + 2 <= room:
+            room -= len(cell) + 2
+            shown.add(cell)
+    groups = [", ".join(cell for cell in group if cell in shown) for group in row.others]
+    return "  ".join([text, *filter(None, groups)]).rstrip()[: max(0, width)]
 
 
 def _bar(share: float | None, width: int) -> str:

@@ -57,6 +57,7 @@ class Training:
         parts = Parts(options.parts, variables, position, options.per_rank, crew.rank)
         position.join(crew.ranks.size)
         position.means.gather_with(partial(_gather, crew))
+        progress.goal = options.goal.metric if options.goal else None
         progress.means, progress.step = position.means.glance, lambda: position.stands_at()[2]
         watch = Watch(parts)
         position.watch_parts(

@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import Any
 
 from ..errors import ResumableError, ResumableWarning, UsageError
+from ..terminal import TERMINAL, is_terminal
 from ..version import __version__
 from ..views import tables
 from .command import CODES, EXIT_CODES, sub_of
@@ -38,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for found in completion.candidates(words[1:], parser(next(iter(words[2:3]), None)), _names()):
             print(found)
         return 0
+    _remove_rows()
     if problem := _unknown(words):
         print(tables.error_text(f"resumable: {problem}"), file=sys.stderr)
         return CODES[UsageError]
@@ -46,6 +48,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         warnings.simplefilter("always", ResumableWarning)
         warnings.showwarning = partial(_print_warning, warnings.showwarning)
         return _run_command(given)
+
+
+def _remove_rows() -> None:
+    """Remove the rows that a killed training has left, if this command was typed at a prompt."""
+    # A command that a training starts is in its process group: the rows are in use.
+    if is_terminal() and sys.stdout.isatty() and os.getpgrp() == os.getpid():
+        TERMINAL.recover()
 
 
 def _names() -> list[str]:

@@ -9,8 +9,8 @@ from enum import Enum
 from types import FrameType
 from typing import Any
 
-from ..errors import ResumableError, UsageError
-from ..tracebacks import shortened
+from ..errors import UsageError
+from ..tracebacks import shorten
 from .loader_position import LoaderPosition
 from .prefetching import CountedBySteps, Loading, ThreadLoop, Through, Way
 from .random_streams import Hook
@@ -112,8 +112,8 @@ class Loop:
                 # A loop that continues after it must not be handed this batch a second time.
                 at.take_back()
                 at.leave(self._outer)
-                if isinstance(error, ResumableError):
-                    raise shortened(error)  # RESUMABLE_FULL_TRACEBACK=1 shows where  # noqa: B904
+                if shorten(error):
+                    raise error  # RESUMABLE_FULL_TRACEBACK=1 shows where
                 raise
         if self._stage is Stage.FIRST:
             self._ask_first(sys._getframe(1))
@@ -127,8 +127,8 @@ class Loop:
             raise
         except BaseException as error:
             at.leave(self._outer)
-            if isinstance(error, ResumableError):
-                raise shortened(error)  # RESUMABLE_FULL_TRACEBACK=1 shows where  # noqa: B904
+            if shorten(error):
+                raise error  # RESUMABLE_FULL_TRACEBACK=1 shows where
             raise
         at.hand_out()
         return batch

@@ -218,9 +218,10 @@ class Outside:
     def _refuse(self, name: str) -> None:
         short = repr(name.removeprefix("loader.")) if len(self._given) > 1 else ""
         raise UsageError(
-            f"{name} was given to RunState, and the training continues between two of its batches, but not "
-            "in a loop over state.batches(): a resume would not know where the loader stands.",
-            fix=f"loop over state.batches({short}) instead of the loader, or do not give it to RunState.",
+            f"{name} was given to RunState, and this loop takes its batches from the loader itself, not in a "
+            "loop over state.batches(): a resume could not know which of them are done.",
+            fix=f"write `for ... in state.batches({short}):` instead of `for ... in loader:`, or do not give "
+            "the loader to RunState.",
         )
 
     def _waiting(self, settings: Mapping[str, Any]) -> int:

@@ -26,6 +26,10 @@ CAN_BLOCK = hasattr(signal, "pthread_sigmask")
 _noting: weakref.ref[Signals] | None = None
 
 
+class LeftAtOnce(SystemExit, KeyboardInterrupt):
+    """A second Ctrl-C: it ends the script without a traceback."""
+
+
 class Signals:
     """The signals received inside a training's loops; outside of them each signal acts as it did before.
 
@@ -36,9 +40,14 @@ class Signals:
     <Signals.SIGTERM: 15>
     """
 
-    def __init__(self, watched: Sequence[signal.Signals], *, shows_hint: bool = True) -> None:
+    def __init__(
+        self, watched: Sequence[signal.Signals], *, shows_hint: bool = True, exits: bool = False
+    ) -> None:
         self._watched = tuple(watched)
         self._shows_hint = shows_hint
+        self._exits = exits
+        self.has_left = False
+        """Whether a second Ctrl-C has ended the loop without a save."""
         self._before: dict[int, Any] = {}
         self._loops = 0
         self._is_in_loop: Any = None
@@ -132,6 +141,12 @@ class Signals:
         if self._interrupts > 1:
             # Otherwise closing this training later would be interrupted again.
             self.received = None
+            if self._exits:
+                self.has_left = True
+                # The terminal has echoed ^C.
+                with contextlib.suppress(OSError):
+                    os.write(2, b"\n" * self._shows_hint)
+                raise LeftAtOnce(128 + signal.SIGINT)
             signal.default_int_handler(signal.SIGINT, frame)
         if self._shows_hint:
             # The signal may have interrupted a print(), which must not be called again inside itself.

@@ -19,7 +19,6 @@ from ..errors import (
 )
 from ..files import lock
 from ..files.threads import yield_to_training
-from ..messages import say
 from ..progress import Progress
 from ..run.directory import Run
 from ..run.history import History
@@ -399,7 +398,8 @@ class Pusher:
             number, str(self._remote), sent=sent.sent, copied=sent.copied, seconds=seconds, removed=gone
         )
         self._progress.pushed(number)
-        say(summary(f"pushed checkpoint {number} to {self._remote}", sum(sent), seconds), logging.DEBUG)
+        text = summary(f"pushed checkpoint {number} to {self._remote}", sum(sent), seconds)
+        self._progress.print(text, logging.DEBUG)
 
 
 def _sum(one: Sent, other: Sent) -> Sent:

@@ -219,7 +219,8 @@ def _open_named(catalog: Catalog, which: Which) -> Checkpoint:
     if os.path.lexists(path / manifest.NAME):
         return checkpoint.open_checkpoint(path)
     meant = did_you_mean(which, _WORDS)
-    raise CheckpointNotFound(
+    is_path = not isinstance(which, str) or os.sep in which or bool(which and os.path.lexists(path))
+    raise (CheckpointNotFound if is_path else UsageError)(
         f"resume={os.fspath(which)!r} is neither a known word nor a checkpoint.{meant}",
         fix=f"say {_CHOICES}.",
     )

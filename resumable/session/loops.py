@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from .. import determinism, options
-from ..errors import ResumableError, UsageError, did_you_mean
+from ..errors import UsageError, did_you_mean
 from ..loaders import choose_source
 from ..loaders.prepared import is_prepared
 from ..position.batch_loop import Hooks
@@ -19,7 +19,7 @@ from ..position.loader_position import LoaderPosition
 from ..position.prefetching import Through, Way
 from ..position.to_device import ToDevice
 from ..position.training_counters import End
-from ..tracebacks import shortened
+from ..tracebacks import short_loop
 from .session import Session
 
 
@@ -31,29 +31,25 @@ class Loops:
         self._training, self._saving = session.training, session.saving
         self._position, self._progress = session.training.position, session.training.progress
 
+    @short_loop
     def epochs(self, total: int) -> Iterator[int]:
         """Loop over the epochs that are left of `total`."""
-        try:
-            self._session.refuse_closed()
-            done = self._position.epoch
-            self._print_if_complete(done, options.count("total", total), "epochs")
-            self._note_loop(epochs=total)
-            with self._progress.loop("epochs", total, done):
-                yield from self._watched(self._position.epochs(total, self._epoch_ended))
-        except ResumableError as error:
-            raise shortened(error)  # RESUMABLE_FULL_TRACEBACK=1 shows where  # noqa: B904
+        self._session.refuse_closed()
+        done = self._position.epoch
+        self._print_if_complete(done, options.count("total", total), "epochs")
+        self._note_loop(epochs=total)
+        with self._progress.loop("epochs", total, done):
+            yield from self._watched(self._position.epochs(total, self._epoch_ended))
 
+    @short_loop
     def steps(self, total: int) -> Iterator[int]:
         """Loop over the steps that are left of `total`."""
-        try:
-            self._session.refuse_closed()
-            done = self._position.step
-            self._print_if_complete(done, options.count("total", total), "steps")
-            self._note_loop(steps=total)
-            with self._progress.loop("steps", total, done):
-                yield from self._watched(self._position.steps(total, self._step_ended))
-        except ResumableError as error:
-            raise shortened(error)  # RESUMABLE_FULL_TRACEBACK=1 shows where  # noqa: B904
+        self._session.refuse_closed()
+        done = self._position.step
+        self._print_if_complete(done, options.count("total", total), "steps")
+        self._note_loop(steps=total)
+        with self._progress.loop("steps", total, done):
+            yield from self._watched(self._position.steps(total, self._step_ended))
 
     def batches(
         self, loader: Any, device: str | int | torch.device | None, through: Through | None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from typing import Any
 
 from ..errors import RankLost, warn
@@ -24,6 +26,16 @@ class Rest:
     def is_lost(self) -> bool:
         """Whether something was trained that no checkpoint has, and not all saves are the script's."""
         return self._is_saved and self._position.work() > self._work
+
+    def warn_at_exit(self, run: str) -> None:
+        """Warn, at the interpreter's end, of what is lost where the script has not closed the training."""
+        if _is_at_exit() and self.is_lost():
+            # A warning may be an error.
+            with contextlib.suppress(Warning):
+                warn(
+                    f"{run} was not closed, and what was trained since the last save is in no checkpoint. Call "
+                    "state.close() at the end, or write `with RunState.load(...) as state:`."
+                )
 
     def is_due(self, why: str, ranks: Ranks, *, is_boundary: bool) -> bool:
         """Return whether all processes save here; they all ask."""
@@ -53,3 +65,11 @@ def _reason(found: list[list[Any]]) -> str:
     if all(is_boundary for _, is_boundary, *_ in found):
         return "the processes have trained different numbers of batches,"
     return "the loop was left before its end,"
+
+
+def _is_at_exit() -> bool:
+    # Whatever drops a session before the interpreter's end has a frame of the script around it.
+    frame = sys._getframe(1)
+    while frame.f_back:
+        frame = frame.f_back
+    return frame.f_code.co_name == "_exitfunc"

@@ -80,8 +80,10 @@ class SaveWarnings:
             )
         is_used = metrics or any(isinstance(one, ReduceLROnPlateau) for one in self._parts.given())
         if is_used and position.sums.lost and not position.means:
+            lost = position.sums.lost
+            covers = "cover" if len(lost) > 1 else "covers"
             warn(
-                f"this epoch was resumed in the middle, so that {', '.join(position.sums.lost)} covers only "
+                f"this epoch was resumed in the middle, so that {', '.join(lost)} {covers} only "
                 "the rest of it, and so does what is computed from that. Average with state.mean(loss=loss) "
                 "in the loop, and save(**state.means) after it. If it is only shown, nothing is lost."
             )

@@ -8,13 +8,13 @@ import signal
 import sys
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from .. import determinism
 from ..boundary import Boundary, Due
-from ..errors import Preempted, RemoteError, UsageError, warn
+from ..errors import Preempted, RemoteError, ResumableError, UsageError, warn
 from ..files import pin
 from ..files.strict_json import Json
 from ..loaders import loader_warnings
@@ -22,7 +22,8 @@ from ..options import Options
 from ..parts import allowed
 from ..position import last_batch
 from ..position.position import Position
-from ..processes.signals import Signals
+from ..processes.signals import LeftAtOnce, Signals
+from ..progress import Progress
 from ..remote.in_training import Copies
 from ..run import changes, directory
 from ..run.directory import Run
@@ -53,7 +54,11 @@ class Session:
         self.training = training = Training.of(options)
         self.saving = Saving(training)
         self.resuming = Resuming(training, self.saving)
-        self.signals = Signals(options.save_on, shows_hint=training.crew.is_first and not options.quiet)
+        self.signals = Signals(
+            options.save_on,
+            shows_hint=training.crew.is_first and not options.quiet,
+            exits=not options.raises and not is_notebook(),
+        )
         ranks, pace = training.crew.ranks, self.saving.save_cost
         self.autosave = Autosave(ranks, self.signals, pace, options.rules, options.limit)
         self.steps = StepCounter(training, self.saving, self.autosave)
@@ -75,7 +80,8 @@ class Session:
         self._is_closed, self._process = False, os.getpid()
         # One that is dropped without close() must not lock its run for the rest of the process.
         what = self.saving.history, training.run, training.position, training.copies, self.rest
-        self._dropped = weakref.finalize(self, _end, self._process, *what)
+        self._say_left = partial(_say_left, training.run, training.progress, is_first=training.crew.is_first)
+        self._dropped = weakref.finalize(self, _end, self._process, *what, self.signals, self._say_left)
 
     @classmethod
     def load(cls, options: Options) -> Session:
@@ -326,11 +332,22 @@ class Session:
             training.position.logged.close()
         # What it keeps may lead to the variables of the script.
         self._dropped.detach()
+        if isinstance(error, LeftAtOnce):
+            self._say_left()
         if error is None:
             self.signals.pass_on()
 
 
-def _end(process: int, history: History, run: Run, at: Position, copies: Copies | None, rest: Rest) -> None:
+def _end(
+    process: int,
+    history: History,
+    run: Run,
+    at: Position,
+    copies: Copies | None,
+    rest: Rest,
+    signals: Signals,
+    say_left: Callable[[], None],
+) -> None:
     # A forked child has no part in this.
     if process == os.getpid():
         if copies:
@@ -341,23 +358,28 @@ def _end(process: int, history: History, run: Run, at: Position, copies: Copies 
         if error and (text := last_batch.explain(error, history, at)):
             with contextlib.suppress(Warning):
                 warn(text)
-        if error is None and _is_at_exit() and rest.is_lost():
-            with contextlib.suppress(Warning):
-                warn(
-                    f"{run} was not closed, and what was trained since the last save is in no checkpoint. "
-                    "Call state.close() at the end, or write `with RunState.load(...) as state:`."
-                )
-        end(history, run, at, told(error) if error else "left without close()")
+        if error is None and not signals.has_left:
+            rest.warn_at_exit(str(run))
+        how = "SIGINT" if signals.has_left else "left without close()"
+        end(history, run, at, told(error) if error else how)
+        if signals.has_left:
+            say_left()
 
 
-def _is_at_exit() -> bool:
-    # Whatever drops a session before the interpreter's end has a frame of the script around it.
-    frame = sys._getframe(1)
-    while frame.f_back:
-        frame = frame.f_back
-    return frame.f_code.co_name == "_exitfunc"
+def _say_left(run: Run, progress: Progress, *, is_first: bool) -> None:
+    """Say where the next start continues after a second Ctrl-C."""
+    if not is_first:
+        return
+    way = "starts fresh"
+    with contextlib.suppress(ResumableError):
+        if numbers := run.numbers():
+            about = run.open(numbers[-1]).about
+            way = f"continues from checkpoint {about.number} (step {about.step})"
+    progress.print(f"left at once, without saving; the same command {way}")
 
 
 def told(error: BaseException) -> str:
     """Return an error as the history tells of it."""
+    if isinstance(error, LeftAtOnce):
+        return "SIGINT"
     return f"{type(error).__name__}: {error}".removesuffix(": ")

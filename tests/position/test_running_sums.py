@@ -43,6 +43,16 @@ def lists(state: RunState, step: Callable[[Any], torch.Tensor]) -> None:
         state.save(loss=sum(losses))
 
 
+def two(state: RunState, step: Callable[[Any], torch.Tensor]) -> None:
+    for _ in state.epochs(2):
+        running, squares = 0.0, 0.0
+        for batch in state.batches():
+            loss = step(batch).item()
+            running += loss
+            squares += loss**2
+        state.save(loss=running, squares=squares)
+
+
 def comprehension(state: RunState, step: Callable[[Any], torch.Tensor]) -> None:
     for _ in state.epochs(2):
         losses = [step(batch).item() for batch in state.batches()]
@@ -123,6 +133,13 @@ def test_a_metric_of_a_sum_that_began_again_is_warned_of(
     (text,) = start(run_dir, script, -1)
 
     assert f"resumed in the middle, so that {name} covers only the rest" in text
+
+
+def test_two_sums_are_warned_of_in_one_sentence(run_dir: Path) -> None:
+    start(run_dir, two, 1)
+    (text,) = start(run_dir, two, -1)
+
+    assert "so that 'running', 'squares' cover only the rest" in text
 
 
 def test_a_plateau_that_may_see_the_sum_is_warned_of_too(run_dir: Path) -> None:

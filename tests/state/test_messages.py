@@ -90,9 +90,11 @@ def test_a_push_is_a_record_for_debugging(
 ) -> None:
     logging.getLogger("resumable").addHandler(handler)
     logging.getLogger("resumable").setLevel(logging.DEBUG)
-    with RunState.load(run_dir, remote=f"file://{tmp_path}/there", quiet=True) as state:
-        state.save()
+    for is_quiet in (True, False):
+        with RunState.load(run_dir, remote=f"file://{tmp_path}/there", quiet=is_quiet) as state:
+            assert not [text for *_, text in handler.found if text.startswith("pushed")]
+            state.save()
 
     (name, level, text) = handler.found[-1]
     assert (name, level) == ("resumable", "DEBUG")
-    assert text.startswith(f"pushed checkpoint 1 to file://{tmp_path}/there: ")
+    assert text.startswith(f"pushed checkpoint 2 to file://{tmp_path}/there: ")

@@ -71,6 +71,15 @@ MISTAKES = textwrap.dedent("""
     RunState.load("runs/exp", extra={"lr": 0.1})
     RunState.load("runs/exp", extra=scheduler)
     RunState.load("runs/exp", extra={"a.b": {}})
+    # Arguments that no call takes.
+    RunState.load("runs/exp", model, optimizer)
+    RunState.load("runs/exp", model=model, optimiser=optimizer)
+    RunState.load(model=model)
+    RunState.load("runs/exp").save({"loss": 1})
+    RunState.load("runs/exp").epochs()
+    RunState.load("runs/exp").steps(1, 2)
+    Run()
+    load_weights(model)
     # The wrong loader in a loop.
     RunState.load("runs/exp", loader=loader).batches("train")
     RunState.load("runs/exp", loader={"train": loader, "val": loader}).batches("trian")

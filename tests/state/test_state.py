@@ -176,7 +176,7 @@ def test_never_refuses_a_run_that_is_there_and_starts_one_that_is_not(tmp_path: 
     assert not Training(tmp_path / "new", resume="never").state.resumed
 
 
-@pytest.mark.parametrize("resume", ["must", "best", 7, "nonsense"])
+@pytest.mark.parametrize("resume", ["must", "best", 7, "./nonsense"])
 def test_a_resume_that_finds_nothing_is_an_error_and_lets_go_of_the_run(
     run_dir: Path, resume: str | int
 ) -> None:
@@ -185,6 +185,11 @@ def test_a_resume_that_finds_nothing_is_an_error_and_lets_go_of_the_run(
             Training(run_dir, resume=resume)
 
     assert Training(run_dir).saved() == 1
+
+
+def test_a_word_that_resume_does_not_know_is_an_error_in_the_call(run_dir: Path) -> None:
+    with pytest.raises(UsageError, match="'yes' is neither a known word nor a checkpoint"):
+        Training(run_dir, resume="yes")
 
 
 def test_a_checkpoint_of_another_run_starts_a_run_without_a_parent(

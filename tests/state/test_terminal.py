@@ -93,7 +93,7 @@ ROW = r"(epoch|batch) \d+/\d+ +\d+% [━─]{5,}  [\d:]+(<[\d:]+)?(  \S.*)?"
 ANY = re.compile(
     rf"{ROW}|({'|'.join(KINDS)}) \d+|last|\$( .*)?|\^C|Ctrl-C: saving when .* at once|SIGINT: run is saved.*"
     r"|\S+/train\.py:\d+: UserWarning: warned \d+|  warnings\.warn\(f\"warned \{state\.step\}\"\)"
-    r"|run is empty: starting fresh|resumed run from .*\(\d\.\d s\)"
+    r"|run is empty: starting fresh|resumed run from .*|  \S.*(from there|from|there|\d\.\d s\))"
 )
 
 
@@ -195,6 +195,18 @@ def test_ctrl_z_gives_the_whole_screen_to_the_shell_and_fg_brings_the_bars_back(
     assert drawn(terminal.until(drawn))
 
 
+def test_a_message_is_wrapped_at_words(open_pane: Callable[..., Pane], write: Callable[[str], Path]) -> None:
+    terminal = open_pane(60)
+    said = "resumed runs/exp from checkpoint 3: epoch 1, step 125, best accuracy 0.6975 (0.0 s)"
+    terminal.type(f"clear; {python(write(f'from resumable.messages import say; say({said!r})'))}")
+    screen = terminal.until(lambda screen: screen and screen[-1] == "$" and "s)" in screen[-2])
+
+    assert screen[-3:-1] == [
+        "resumed runs/exp from checkpoint 3: epoch 1, step 125, best",
+        "  accuracy 0.6975 (0.0 s)",
+    ]
+
+
 @pytest.mark.heavy
 def test_a_job_in_the_background_draws_nothing(
     open_pane: Callable[..., Pane], write: Callable[[str], Path]
@@ -270,7 +282,8 @@ def test_two_ctrl_c_end_a_training_at_once_without_a_bar(
     terminal.press("C-c")
     screen = terminal.until_prompt()
 
-    assert screen[-2:] == ["KeyboardInterrupt", "$"]
+    left = "left at once, without saving; the same command starts fresh"
+    assert screen[-3:] == ["^C", left, "$"]
     assert bars_in(terminal.written) == []
 
 
@@ -296,6 +309,25 @@ def test_what_a_sigkill_has_left_the_next_start_removes(
     assert [line for line in torn(terminal.written[1:]) if not re.fullmatch(r"Killed|\d+", line)] == []
 
 
+@pytest.mark.heavy
+def test_what_a_sigkill_has_left_a_command_removes(
+    open_pane: Callable[..., Pane], write: Callable[[str], Path], tmp_path: Path
+) -> None:
+    write(TRAIN)
+    terminal = open_pane(lines=14)
+    terminal.type(f"{sys.executable} train.py 4")
+    terminal.until(lambda screen: drawn(screen) and "shown 14" in screen)
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+    terminal.until(lambda screen: any(line.endswith("Killed") for line in screen))
+    terminal.type(python("-m", "resumable", "ls", "run"))
+    terminal.until(lambda screen: any("no checkpoint" in line for line in screen))
+
+    assert bars_in(terminal.written) == []
+    terminal.type("clear; seq 30")
+    assert terminal.until_prompt()[-2:] == ["30", "$"]
+    assert len(terminal.screen) == 14
+
+
 # The first thing that people run
 
 
@@ -309,7 +341,7 @@ def test_the_demo_is_whole(open_pane: Callable[..., Pane], columns: int) -> None
     text = re.sub(r"\n {5,}", " ", "\n".join(terminal.written[1:]))
 
     fresh, digest = r"   \S+/{} is empty: starting fresh\n", r"   digest \w{{32}}\n"
-    done = r"epoch 4/4 100% ━+  \d\d:\d\d  saved 16 \(0 s ago\)  loss \d\.\d+\n"
+    done = r"epoch 4/4 100% ━+  \d\d:\d\d  saved 16  loss \d\.\d+\n"
     resumed = r"   resumed \S+/killed from checkpoint {}: .* best loss \d\.\d+ \(\d\.\d s\)\n"
     killed = r"   killed \(SIGKILL\) at step {}\n"
     expected = (

@@ -1637,7 +1637,7 @@ CAUSES = {
     r"is cut by (\w+)\(\)": r"{0}\(",
     r"left right after save\(\)|was left by a break": r"\b(break|raise)\b",
     r"name '(\w+)' is not defined": r"(?m)^ +{0} = ",
-    r"loader\.(\w+) was given .* but not in a loop over state\.batches": r"iter\(loader_{0}\)",
+    r"loader\.(\w+) was given .* not in a loop over state\.batches": r"iter\(loader_{0}\)",
     r"have been looped over already": r"(?s)state\.batches.*state\.batches",
     r"(\w+) controls this loop and": r"(?m)^ +{0}( |\.append|\[)",
     r"(\w+) has weights that change as this loop runs": r"(?m)^{0} = (copy|torch\.optim\.swa_utils)\.",

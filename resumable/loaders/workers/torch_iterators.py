@@ -20,8 +20,9 @@ from torch.utils.data.dataloader import (
     _SingleProcessDataLoaderIter,
 )
 
-from ...errors import Unsupported
+from ...errors import Unsupported, UsageError
 from ...processes import signals
+from ...tracebacks import shorten
 from . import torchdata
 from .order import Order
 from .states import Stamp
@@ -241,7 +242,12 @@ class Watched(_BaseDataLoaderIter):
         super().__init__(loader)
 
     def __next__(self) -> Any:
-        self._check()
+        try:
+            self._check()
+        except UsageError as error:
+            if shorten(error):
+                raise error  # RESUMABLE_FULL_TRACEBACK=1 shows where
+            raise
         try:
             return super().__next__()
         except StopIteration:
