@@ -29,9 +29,13 @@ class Names:
         """The names in the checkpoint."""
         # The longest first: a tensor's own name goes before that of its module.
         self._pairs = sorted((_within(part, self.all, *pair) for pair in rename.items()), key=_length)
-        known = {*self.all}
-        self.new = {name: new for name in self.all if (new := self.of(name)) != name and new not in known}
+        self.new = {name: new for name in self.all if (new := self.of(name)) != name}
         """By the name in the checkpoint: the new one."""
+        if both := next((pair for pair in self.new.items() if pair[1] in {*self.all}), None):
+            raise StateMismatch(
+                f"rename= gives {both[0]} of the checkpoint the name {both[1]}, which is another tensor there.",
+                fix="rename to a name that the checkpoint does not have, in the script too.",
+            )
         if len({*self.new.values()}) < len(self.new):
             new, old = _first_twice(self.new)
             raise StateMismatch(
