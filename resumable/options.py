@@ -102,7 +102,7 @@ def check(given: Mapping[str, Any]) -> Options:
         is_shared=ranks.shared,
         all_write=write(ranks.write),
         checks_replicas=ranks.check_replicas,
-        trace=trace.file,
+        trace=trace.file and os.path.expanduser(trace.file),
         trace_every=count("Trace.every", trace.every),
         resume=os.environ.get("RESUMABLE_RESUME") or given["resume"],
         allow=patterns("allow", given["allow"]),

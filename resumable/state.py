@@ -49,6 +49,10 @@ class Stateful(Protocol):
 class RunState(Generic[B]):
     """A whole training as one object. `RunState.load(...)` makes it.
 
+    With torch.distributed, every process calls `load` after `init_process_group`. The environment variables
+    RESUMABLE_RUN_DIR, RESUMABLE_RESUME, RESUMABLE_REMOTE and RESUMABLE_TRACE (empty: none) override its
+    arguments.
+
     >>> model = torch.nn.Linear(2, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     >>> with RunState.load("runs/exp", model=model, optimizer=optimizer, minimize="loss") as state:
@@ -101,16 +105,11 @@ class RunState(Generic[B]):
     ) -> RunState[B]:
         """Resume from the newest intact checkpoint, or start fresh; print one line that says which.
 
-        The environment variables RESUMABLE_RUN_DIR, RESUMABLE_RESUME, RESUMABLE_REMOTE and RESUMABLE_TRACE
-        (empty: none) override the arguments. With torch.distributed, every process calls this after
-        `init_process_group`.
-
         Args:
             run_dir: The run directory, or a remote address, whose run is then kept in a local cache.
             model, optimizer, scheduler, scaler, loader: One object each, or a dict of named ones. They exist
                 already, on their devices and wrapped.
-            extra: A dict of objects with `state_dict` and `load_state_dict`, random generators, dicts and
-                dataclasses.
+            extra: A dict of objects with a `state_dict`, random generators, dicts and dataclasses.
             maximize, minimize: The metric that decides which checkpoint is the best.
             keep: How many of the newest checkpoints to keep (None: all), or a dict such as
                 {"newest": 3, "best": 2, "every": "1000 steps"}. The best one is always kept.
@@ -120,14 +119,12 @@ class RunState(Generic[B]):
             resume: "auto", "must" (an error without a checkpoint), "never" (an error with one), "best", a
                 save number, or a checkpoint's path.
             allow: Names that may be missing, new or of another shape, such as "model.head.*".
-            override: Settings for which the script's value wins, such as "optimizer.lr". With a scheduler
-                that remembers its start, this scales the whole schedule.
+            override: Settings for which the script's value wins: "optimizer.lr" also scales the schedule.
             rename: The checkpoint's names and the script's, of tensors or modules: {"fc": "head"}.
-            expect: The only content to load, as "sha256:..." from `resumable verify --pin`: for a checkpoint
-                that others may have written to.
+            expect: The only content to load, as "sha256:..." from `resumable verify --pin`.
             preempt: When and how to end early: the signals, what follows, the limit of time.
-            remote: An address such as "s3://bucket/exp", or a `Remote`. Checkpoints are copied there in the
-                background, and fetched from there where the run directory has none.
+            remote: An address such as "s3://bucket/exp", or a `Remote`: checkpoints are copied there, and
+                fetched from there where the run directory has none.
             ranks: How several processes save together.
             trace: A file that gets a line at each boundary, for `resumable diff --trace`; or a `Trace`.
             sample_seeds: Whether each sample gets a seed of its own, whatever worker loads it.

@@ -30,10 +30,12 @@ CLASSES = {
     "Unregistered": None,
 }
 """The classes of the package, and which of their members a script uses; None: all public ones."""
-RESULTS = {
-    "resumable.position.means": ("Means", ["reset", "reduced"]),
-    "resumable.views.report": ("Report", ["path"]),
-}
+RESULTS = [
+    ("resumable.position.means", "Means", ["reset", "reduced"]),
+    ("resumable.position.counted_loops", "Batches", []),
+    ("resumable.position.counted_loops", "Enumerated", []),
+    ("resumable.views.report", "Report", ["path"]),
+]
 """What methods return and no name of the package leads to."""
 FUNCTIONS = ["load_weights", "seed_everything"]
 INTEGRATIONS = {"transformers": ["resume"], "lightning": ["Resumable"], "trackers": ["track", "Tracker"]}
@@ -63,7 +65,7 @@ def page() -> str:
             parts.append(_class(getattr(resumable, name).__module__, name, shown))
     for name in FUNCTIONS:
         parts.append(_function(_found(getattr(resumable, name).__module__, name), f"resumable.{name}", 2))
-    parts += [_class(module, *shown) for module, shown in RESULTS.items()]
+    parts += [_class(*shown) for shown in RESULTS]
     shown = [name for name in [*CLASSES, *FUNCTIONS] if name in resumable.__all__]
     if lacking := sorted({*resumable.__all__} - {*shown, *_errors()}):
         raise SystemExit(f"docs/api.md does not show {lacking}. Fix: name them in scripts/api.py")
@@ -252,6 +254,8 @@ def _signature(name: str, node: ast.FunctionDef) -> Lines:
         words += ["*"] if argument == first_by_name else []
         words.append(argument if default is None else f"{argument}={default}")
     returns = f" -> {ast.unparse(node.returns)}" if node.returns and node.name != "__init__" else ""
+    # A type variable says nothing without its class.
+    returns = re.sub(r"\[(B|C|Any)\]", "", returns)
     line = f"{name}({', '.join(words)}){returns}"
     if len(line) > 100:
         inner = "\n    ".join(_filled(words))

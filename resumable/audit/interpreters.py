@@ -48,7 +48,9 @@ class Interpreters:
         self._starts += 1
         one = self._next(environment) if _can_be_forked(command) else None
         if one and one.is_ready() and one.serves(environment):
-            return one.run(command, environment, log)
+            code = one.run(command, environment, log)
+            if code is not None:
+                return code
         if self._starts == 1:
             self._told("(each start imports torch again) ")
         return trials.start(command, environment, log)
@@ -105,17 +107,29 @@ class _Interpreter:
             self._is_ready = self._said.readline() == "ready\n"
         return self._is_ready
 
-    def run(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> int:
-        """Run the script in a fork, and return its exit code; Ctrl-C ends it too."""
+    def run(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> int | None:
+        """Run the script in a fork, and return its exit code; Ctrl-C ends it too.
+
+        None: the interpreter has been killed before the script began.
+        """
         order = {"command": [*command], "environment": dict(environment), "log": str(log)}
-        child = 0
+        plan = environment.get("RESUMABLE_AUDIT")
+        child, code = 0, ""
         try:
-            self._socket.sendall(json.dumps(order).encode() + b"\n")
-            child = int(self._said.readline())
-            return int(self._said.readline())
+            with contextlib.suppress(ConnectionError):
+                self._socket.sendall(json.dumps(order).encode() + b"\n")
+                child = int(self._said.readline() or 0)
+                code = self._said.readline()
         except BaseException:
-            self._end(child, environment.get("RESUMABLE_AUDIT"))
+            self._end(child, plan)
             raise
+        return int(code) if code else self._killed(child, plan)
+
+    def _killed(self, child: int, plan: str | None) -> int | None:
+        """Use it no more; a script that had begun counts as killed too, since its exit code is lost."""
+        self._is_ready = False
+        trials.kill_all_with(self._plan, *([plan] if plan else []))
+        return -signal.SIGKILL if child else None
 
     def _end(self, child: int, plan: str | None) -> None:
         trials.say_interrupted()

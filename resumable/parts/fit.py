@@ -16,6 +16,8 @@ from .part import Difference, Part, Trees
 from .parts import Parts
 from .reading import Reading
 
+_NOT_GIVEN = "in the checkpoint, but not given to RunState"
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -99,7 +101,7 @@ def _unfit(parts: Parts, found: Sequence[Difference], allow: Sequence[str]) -> d
 def _differences(parts: Parts, reading: Reading) -> Iterator[Difference]:
     about, live = reading.about, {part.name: part for part in parts.all}
     for name in sorted(about.parts.keys() - live.keys() - parts.elsewhere):
-        yield Difference(name, "", "in the checkpoint, but not given to RunState")
+        yield Difference(name, "", _NOT_GIVEN)
     for name, part in live.items():
         kind = about.parts.get(name, {}).get("kind")
         if kind is None:
@@ -130,19 +132,48 @@ def _differences_of(part: Part, reading: Reading) -> Iterator[Difference]:
 
 def _mismatch(refused: Sequence[Difference]) -> StateMismatch:
     lines = [f"  {d.part}{d.name and '.'}{d.name}: {d.text}" for d in refused]
-    allow = sorted({f"{d.part}{d.name and '.'}{d.name}" for d in refused})
-    first = ""
-    if any(" parameter groups in the checkpoint" in d.text for d in refused):
-        # After add_param_group in mid-training, leaving the optimizer out would lose its moments.
-        first = "make all groups before RunState.load (at a learning rate of 0, or frozen, until they are "
-        first += "needed), or "
-    if names := _likely_names(refused):
-        first += f"say that it was renamed: rename={names}; or "
     return StateMismatch(
         "the checkpoint does not fit the objects in the script:\n" + "\n".join(lines),
-        fix=f"{first}undo the change in the script, or continue without what does not fit (it then stays as "
-        f"the script made it): allow={allow}. Patterns such as 'model.head.*' work too. Nothing was changed.",
+        fix=f"{'; or '.join(_ways(refused))}, or {_way_without(refused)} Nothing was changed.",
     )
+
+
+def _ways(refused: Sequence[Difference]) -> Iterator[str]:
+    """Yield what to change in the script."""
+    if any(" parameter groups in the checkpoint" in d.text for d in refused):
+        # After add_param_group in mid-training, leaving the optimizer out would lose its moments.
+        yield (
+            "make all groups before RunState.load (at a learning rate of 0, or frozen, until they are needed)"
+        )
+    if names := _likely_names(refused):
+        yield f"say that it was renamed: rename={names}"
+    missing = [one.part for one in refused if one.text == _NOT_GIVEN]
+    if missing:
+        yield f"give RunState.load {', '.join(map(_given, missing))}"
+    if len(missing) < len(refused):
+        yield "undo the change in the script"
+
+
+def _way_without(refused: Sequence[Difference]) -> str:
+    allow = sorted({f"{d.part}{d.name and '.'}{d.name}" for d in refused})
+    if {(_slot(one), one.name) for one in refused} == {("loader", "batch_size")}:
+        return f"continue at the same sample with the new batch size: allow={allow}."
+    if {one.text for one in refused} == {_NOT_GIVEN}:
+        return f"continue without {'it' if len(refused) == 1 else 'them'}: allow={allow}."
+    has_tensors = any(one.name and _slot(one) in ("model", "optimizer") for one in refused)
+    patterns = " Patterns such as 'model.head.*' work too." if has_tensors else ""
+    stays = "continue without what does not fit (it then stays as the script made it)"
+    return f"{stays}: allow={allow}.{patterns}"
+
+
+def _given(part: str) -> str:
+    """Return a part as an argument of `RunState.load`."""
+    slot, dot, name = part.partition(".")
+    return f"{slot}={{{name!r}: ...}}" if dot else f"{slot}={slot}"
+
+
+def _slot(difference: Difference) -> str:
+    return difference.part.partition(".")[0]
 
 
 def _likely_names(refused: Sequence[Difference]) -> dict[str, str]:

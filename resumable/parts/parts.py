@@ -68,7 +68,9 @@ class Parts:
             RandomPart("random", self._mesh),  # last: any of the above may have drawn
         ]
         self.optimizers = [part for part in self.all if isinstance(part, OptimizerPart)]
-        refuse_foreign_optimizers(self.models, [one for one in self.optimizers if one.stem == "optimizer"])
+        trained_by = [one for one in self.optimizers if one.stem == "optimizer"]
+        others = [part.live for part in made["extra"] if not isinstance(part, OptimizerPart)]
+        refuse_foreign_optimizers(self.models, trained_by, others)
         self._has_sharded = any(map(is_sharded, self._tensors().values()))
         self.stages: Mapping[str, Sequence[int]] = {}
         """The ranks of each part that only some of the processes have: the stages of a pipeline."""

@@ -29,13 +29,19 @@ class Names:
         """The names in the checkpoint."""
         # The longest first: a tensor's own name goes before that of its module.
         self._pairs = sorted((_within(part, self.all, *pair) for pair in rename.items()), key=_length)
-        known = {*self.all}
-        self.new = {name: new for name in self.all if (new := self.of(name)) != name and new not in known}
+        self.new = {name: new for name in self.all if (new := self.of(name)) != name}
         """By the name in the checkpoint: the new one."""
-        if len({*self.new.values()}) < len(self.new):
-            new, old = _first_twice(self.new)
+        known = {*self.all}
+        if both := [(name, new) for name, new in self.new.items() if new in known]:
+            old, new = both[0]
             raise StateMismatch(
-                f"rename= gives {' and '.join(old)} of the checkpoint one name: {new}.",
+                f"rename= gives {old} of the checkpoint the name {new}, which is another tensor there.",
+                fix="rename to a name that the checkpoint does not have, in the script too.",
+            )
+        if len({*self.new.values()}) < len(self.new):
+            new, several = _first_twice(self.new)
+            raise StateMismatch(
+                f"rename= gives {' and '.join(several)} of the checkpoint one name: {new}.",
                 fix="give each a name of its own.",
             )
 

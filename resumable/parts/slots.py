@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import UsageError
 from ..loaders import kinds, wrappers
+from ..loaders.generators import search
 from .models import ModulePart
 from .optimizers import OptimizerPart
 
@@ -24,7 +25,8 @@ def named(slot: str, given: Any) -> dict[str, Any]:
     """Return the parts of a slot by name: a single object has the name of the slot."""
     if given is None:
         return {}
-    if not isinstance(given, dict) or (slot in _EXPECTED and kinds.is_state_dict(given)):
+    is_single = not isinstance(given, Mapping) or isinstance(given, nn.Module)
+    if is_single or (slot in _EXPECTED and kinds.is_state_dict(given)):
         if slot == "extra":
             raise UsageError(
                 f"extra is {kinds.described(given)}; each extra part needs a name.",
@@ -72,8 +74,12 @@ def _fix(slot: str, live: Any, found: Sequence[str]) -> str:
     return f"give {slot} such an object or a dict of named ones; everything else goes into extra={{...}}."
 
 
-def refuse_foreign_optimizers(models: Sequence[ModulePart], optimizers: Sequence[OptimizerPart]) -> None:
+def refuse_foreign_optimizers(
+    models: Sequence[ModulePart], optimizers: Sequence[OptimizerPart], others: Iterable[Any] = ()
+) -> None:
     """Raise UsageError if the optimizers train copies of the models, or other models.
+
+    `others`: the other objects that were given, whose tensors are trained on purpose too.
 
     Copies in another dtype, and tensors that are no nn.Parameter, are trained on purpose (master weights).
     """
@@ -85,6 +91,8 @@ def refuse_foreign_optimizers(models: Sequence[ModulePart], optimizers: Sequence
     if {one.dtype for one in trained} <= {one.dtype for one in own.values()} and all(
         isinstance(one, nn.Parameter) for one in trained
     ):
+        if {id(one) for one in search.inside([*others], Tensor)} & {*map(id, trained)}:
+            return
         names = ", ".join(part.name for part in optimizers)
         raise UsageError(
             f"{names} trains {len(trained)} parameters, and none of them belongs to "

@@ -194,7 +194,7 @@ def unseal(data: bytes) -> dict[str, Json]:
     if (found := _whole(body.pop("format", None))) > NEWEST:
         raise FormatTooNew(
             f"it was written in format {found}; this version of resumable reads up to {NEWEST}.",
-            fix="upgrade: pip install --upgrade torch-resumable",
+            fix="upgrade resumable, in the way that you installed it.",
         )
     if not found:
         raise ValueError("there is no format 0")

@@ -63,7 +63,7 @@ def observer(
     if plan := os.environ.get(AUDIT):
         watching: Observer = audit("recorder").Audit.follow(plan, parts, position, rank or 0, given)
         return watching
-    trace = os.environ.get("RESUMABLE_TRACE", trace) or None
+    trace = os.path.expanduser(os.environ.get("RESUMABLE_TRACE", trace) or "")
     return tracer.Trace(tracer.path_of(trace, rank, run), parts, position, every) if trace else None
 
 

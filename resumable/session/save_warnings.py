@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -100,7 +100,10 @@ class SaveWarnings:
             attributes, copies = weights.changed(functions)
         if self._loop is None:
             return
-        if changed:
+        summed = [name for name in changed if name in variables.summed(functions)]
+        if summed:
+            self._warn_of_sums(summed)
+        if changed := [name for name in changed if name not in summed]:
             names, is_one = ", ".join(changed), len(changed) == 1
             self._once.warn(
                 f"{names} {'controls' if is_one else 'control'} this loop and "
@@ -141,6 +144,15 @@ class SaveWarnings:
                 "loop. Pass a module or an object with state_dict in extra={...}, and keep a copy that the "
                 "loop replaces in state.vars."
             )
+
+    def _warn_of_sums(self, names: Sequence[str]) -> None:
+        is_one = len(names) == 1
+        self._once.warn(
+            f"{', '.join(names)} {'is' if is_one else 'are'} summed over the epoch and saved as "
+            f"{'a metric' if is_one else 'metrics'}: after a resume in mid-epoch "
+            f"{'it covers' if is_one else 'they cover'} only the rest. Average with "
+            "state.mean(loss=loss) in the loop, and save(**state.means)."
+        )
 
     def close(self) -> None:
         """Look no more, and keep nothing of the script alive."""

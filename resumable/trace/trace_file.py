@@ -194,7 +194,7 @@ def _record(path: str | Path, number: int, line: str) -> Record:
     if found.get("format", FORMAT) != FORMAT:
         raise FormatTooNew(
             f"{path} is a trace of format {found['format']}; this version of resumable reads {FORMAT}.",
-            fix="upgrade: pip install --upgrade torch-resumable",
+            fix="upgrade resumable, in the way that you installed it.",
         )
     return record
 

@@ -87,7 +87,7 @@ def write(
 
     With `reads_all` every byte is verified, otherwise only sizes and manifests.
     """
-    target = Path(path)
+    target = Path(path).expanduser()
     _check(target)
     found = facts(runs, reads_all=reads_all)
     text = page(found)

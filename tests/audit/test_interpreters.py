@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -167,6 +168,38 @@ def test_an_interpreter_that_cannot_be_forked_is_not_used(
         assert said(forks, command, here / "log") == (0, "False 1\n")
 
     assert told == ["(each start imports torch again) "]
+
+
+def interpreter_of(log: Path) -> int:
+    """Return the process that serves forks and writes to a log."""
+    return next(
+        int(path.parts[2])
+        for path in Path("/proc").glob("[0-9]*/cmdline")
+        if b"fork_server.py" in path.read_bytes() and os.readlink(path.parent / "fd/2") == str(log)
+    )
+
+
+@pytest.mark.heavy
+def test_a_killed_interpreter_is_replaced_by_a_process_of_its_own(here: Path) -> None:
+    (here / "imported.py").write_text(IMPORTED)
+    command = [sys.executable, "imported.py"]
+
+    with opened(command, here) as forks:
+        first = [said(forks, command, here / "log")[1] for _ in range(3)]
+        os.kill(interpreter_of(here / "interpreter-0"), signal.SIGKILL)
+        then = [said(forks, command, here / "log") for _ in range(4)]
+
+    assert first == ["True 1\n"] * 3
+    assert then == [(0, "False 1\n"), (0, "True 1\n"), (0, "True 1\n"), (0, "False 1\n")]
+
+
+@pytest.mark.heavy
+def test_a_script_ends_as_killed_if_its_interpreter_is_killed(here: Path) -> None:
+    (here / "kills.py").write_text("import os, time; os.kill(os.getppid(), 9); time.sleep(600)")
+    command = [sys.executable, "kills.py"]
+
+    with opened(command, here) as forks:
+        assert said(forks, command, here / "log") == (-9, "")
 
 
 SEEDED = """

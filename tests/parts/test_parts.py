@@ -7,6 +7,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -451,3 +452,23 @@ def test_an_optimizer_of_an_engine_is_refused_and_its_schedule_is_not(run_dir: P
     assert "save_checkpoint" in caught.value.fix
     for _ in range(2):
         RunState.load(run_dir, scheduler=WarmupLR()).close()
+
+
+def test_an_optimizer_of_a_tensor_in_an_extra_container_is_taken(run_dir: Path) -> None:
+    image = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([image], lr=0.1)
+
+    with RunState.load(run_dir, model=nn.Linear(2, 2), optimizer=optimizer, extra={"x": {"x": image}}):
+        pass
+    with pytest.raises(UsageError, match="none of them belongs to model"):
+        RunState.load(run_dir, model=nn.Linear(2, 2), optimizer=optimizer, extra={"x": {"x": torch.ones(2)}})
+
+
+def test_named_parts_come_in_any_mapping(run_dir: Path) -> None:
+    for steps in (1, 2):
+        seen = {"count": 0}
+        models = MappingProxyType({"a": nn.Linear(2, 2)})
+        with RunState.load(run_dir, model=models, extra=MappingProxyType({"seen": seen})) as state:
+            seen["count"] += 1
+            state.save()
+        assert seen == {"count": steps}

@@ -90,3 +90,22 @@ def test_the_weights_of_a_file_are_renamed(tmp_path: Path) -> None:
 
     assert not load_weights(here, tmp_path / "there.pt", rename={"fc": "head"})
     assert _same([*here.state_dict().values()], [*there.state_dict().values()])
+
+
+class Two(nn.Module):
+    """Two layers, or only the first."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        for number in range(count):
+            self.add_module(f"l{number}", nn.Linear(2, 2))
+
+
+def test_a_name_that_the_checkpoint_has_already_is_refused(tmp_path: Path) -> None:
+    with RunState.load(tmp_path, model=Two(2)) as state:
+        state.save()
+
+    with pytest.raises(StateMismatch, match=r"gives l1\.weight of the checkpoint the name l0\.weight"):
+        RunState.load(tmp_path, model=Two(1), rename={"l1": "l0"}, allow=["model.l1.*"])
+    with pytest.raises(StateMismatch, match=r"gives l1\.weight of the checkpoint the name l0\.weight"):
+        load_weights(Two(1), tmp_path, rename={"l1": "l0"}, strict=False)

@@ -665,6 +665,36 @@ def test_automatic_saves_look_at_the_variables_too(run_dir: Path) -> None:
         run(run_dir, script, every=3)
 
 
+@pytest.mark.parametrize(
+    ("decides", "said"),
+    [
+        (False, r"^total is summed over the epoch and saved as a metric: .*state\.mean"),
+        (True, "^total controls this loop"),
+    ],
+)
+def test_a_sum_that_is_only_saved_is_told_to_be_averaged(run_dir: Path, decides: bool, said: str) -> None:
+    def saves(state: RunState, step: Callable[..., torch.Tensor]) -> None:
+        for _ in state.epochs(2):
+            total = 0.0
+            for batch in state.batches():
+                total += step(batch).item()
+            state.save(loss=total / 4)
+
+    def stops(state: RunState, step: Callable[..., torch.Tensor]) -> None:
+        for _ in state.epochs(2):
+            total = 0.0
+            for batch in state.batches():
+                total += step(batch).item()
+                if total > 1e9:
+                    break
+            state.save(loss=total / 4)
+
+    with pytest.warns(ResumableWarning, match=said) as caught:
+        run(run_dir, stops if decides else saves, every=1)
+
+    assert len(caught) == 1
+
+
 class Noisy(nn.Module):
     def __init__(self) -> None:
         super().__init__()

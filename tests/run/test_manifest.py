@@ -90,7 +90,7 @@ def test_no_truncated_manifest_is_accepted() -> None:
 
 def test_a_newer_format_is_named_with_what_to_do() -> None:
     text = strict_json.seal({**BODY, "format": manifest.NEWEST + 1, "unheard of": 1})
-    with pytest.raises(FormatTooNew, match=r"in format 3; .* reads up to 2\.\nFix: upgrade"):
+    with pytest.raises(FormatTooNew, match=r"in format 3; .* reads up to 2\.\nFix: upgrade resumable,"):
         manifest.from_json(text)
 
 

@@ -119,6 +119,12 @@ MISTAKES = textwrap.dedent("""
     RunState.load("runs/exp").patience(3)
     # A checkpoint that does not fit.
     train(2); train(3, width=4)
+    train(2); RunState.load("runs/exp", model=model)
+    RunState.load("runs/exp", extra={"seen": {}}, loader={"train": loader}).save().wait(); \
+RunState.load("runs/exp")
+    state = RunState.load("runs/exp", loader=loader, every=None); \
+[state.save() for _ in state.batches() if state.batch == 1]; state.close(); \
+RunState.load("runs/exp", loader=DataLoader(dataset, 3))
     train(2); train(3, width=4, allow=["fc.*"])
     train(2); train(3, width=4, allow=["fc.*"]); train(4, width=4, allow=["fc.*"])
     train(2); train(3, width=4, allow=["fc.weigth"])

@@ -1640,6 +1640,7 @@ CAUSES = {
     r"loader\.(\w+) was given .* not in a loop over state\.batches": r"iter\(loader_{0}\)",
     r"have been looped over already": r"(?s)state\.batches.*state\.batches",
     r"(\w+) controls this loop and": r"(?m)^ +{0}( |\.append|\[)",
+    r"(\w+) is summed over the epoch": r"(?m)^ +{0} (\+|=|\w)",
     r"(\w+) has weights that change as this loop runs": r"(?m)^{0} = (copy|torch\.optim\.swa_utils)\.",
     r"random generators that are in no checkpoint \((\w+)\)": r"(?m)^{0} = (torch|np\.random)\.",
     r"a scheduler \((\w+)\) has changed the learning rate": r"(?m)^forgotten = .*{0}\(",

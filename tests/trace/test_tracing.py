@@ -178,6 +178,16 @@ def test_the_environment_overrides_the_argument(
     assert not [*tmp_path.glob("[bc].jsonl")]
 
 
+def test_a_trace_in_the_home_folder_is_written_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("RESUMABLE_TRACE", raising=False)
+    Script(tmp_path / "run", trace="~/a.jsonl").train(1)
+    monkeypatch.setenv("RESUMABLE_TRACE", "~/b.jsonl")
+    Script(tmp_path / "other").train(1)
+
+    assert {path.name for path in tmp_path.glob("*.jsonl")} == {"a.jsonl", "b.jsonl"}
+
+
 def test_several_runs_of_one_process_have_a_file_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

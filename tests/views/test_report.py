@@ -283,6 +283,16 @@ def test_json_has_just_the_documented_fields(trained: Path, capsys: pytest.Captu
         assert all(row.keys() == fields for row in run[name]), name
 
 
+def test_a_report_in_the_home_folder_is_written_there(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with RunState.load(run_dir) as state:
+        state.report("~/page.html")
+
+    assert (tmp_path / "page.html").exists()
+
+
 def test_a_training_writes_its_report_and_a_notebook_shows_it(run_dir: Path, tmp_path: Path) -> None:
     train(run_dir, 3)
     with RunState.load(run_dir, model=torch.nn.Linear(4, 4), maximize="acc", keep=4) as state:

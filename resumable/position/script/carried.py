@@ -34,6 +34,8 @@ class Carried:
     """Those that each body assigns before it reads them."""
     restarted: frozenset[Name] = frozenset()
     """Those that an inner loop carries, and that each body of the outermost one assigns first."""
+    summed: frozenset[Name] = frozenset()
+    """The restarted ones that decide nothing, and are saved as metrics."""
     named: frozenset[Name] = frozenset()
     """All that the loops read or assign."""
     stored: frozenset[Name] = frozenset()
@@ -93,12 +95,16 @@ def _carried_by(
     named = assigned | outer | kept | found
     kept -= {name for name in kept if name in others or owner_of(name) in restored or root_of(name) in made}
     found -= {name for name in found if root_of(name) in made}
+    decides = {name for name in found if _decides(name, read, statements, states)}
+    # Without the RunState's names no call of save() counts.
+    summed = {name for name in decides & restarted if not _decides(name, read, statements, frozenset())}
     return Carried(
-        assigned=frozenset(name for name in found if _decides(name, read, statements, states)),
+        assigned=frozenset(decides),
         kept=frozenset(name for name in kept if _decides(name, read, statements, states)),
         used=frozenset(outer - seeded - states),
         made=frozenset(made),
         restarted=frozenset(restarted),
+        summed=frozenset(summed),
         named=frozenset({*named, *map(owner_of, named)}),
         stored=frozenset(assigned),
         replaced=frozenset(replaced - outer),

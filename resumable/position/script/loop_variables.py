@@ -77,6 +77,10 @@ class LoopVariables:
         self._named.update(new)
         return new
 
+    def summed(self, functions: Collection[Running]) -> set[Name]:
+        """Return the variables that each epoch begins again, and that are only saved as metrics."""
+        return {one.shown(name) for one in functions for name in one.carried.summed}
+
     def hidden(self, functions: Collection[Running]) -> list[Name]:
         """Return the variables that could not be compared, for the first time."""
         new = sorted({name for one in functions for name in one.hidden} - self._named)
