@@ -33,8 +33,8 @@ class Rest:
             # A warning may be an error.
             with contextlib.suppress(Warning):
                 warn(
-                    f"{run} was not closed, and what was trained since the last save is in no checkpoint. Call "
-                    "state.close() at the end, or write `with RunState.load(...) as state:`."
+                    f"{run} was not closed, and what was trained since the last save is in no checkpoint. "
+                    "Call state.close() at the end, or write `with RunState.load(...) as state:`."
                 )
 
     def is_due(self, why: str, ranks: Ranks, *, is_boundary: bool) -> bool:
