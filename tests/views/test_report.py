@@ -382,7 +382,7 @@ def test_without_a_recorded_exit_the_time_is_a_least(killed_twice: Path, trained
 
 
 def test_a_hint_about_bold_stands_only_where_something_is_bold(trained: Path, tmp_path: Path) -> None:
-    train(tmp_path / "other", 2)
+    train(tmp_path / "other", 2, every=7)
     one, other = overview(Run(trained)), overview(Run(tmp_path / "other"))
 
     assert "Bold: " not in report.page([one, one])
