@@ -72,7 +72,9 @@ class Place:
     @property
     def remote(self) -> dict[str, Any]:
         """What a RunState is given."""
-        return {"remote": self.url, "remote_options": self.options}
+        import resumable
+
+        return {"remote": resumable.Remote(self.url, options=self.options)}
 
 
 def measure(megabytes: float, rounds: int, folder: Path, result: Result) -> None:

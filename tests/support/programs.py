@@ -70,7 +70,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
-from resumable import Preempted, RunState
+from resumable import Preempt, Preempted, RunState
 
 
 class Hiccup(Exception):
@@ -969,7 +969,7 @@ def preempted_and_entered_again(s: Script) -> None:
     elif way != "steps":
         add_loader(s)
     add_extras(s, epochs=way in ("epochs", "two loaders"))
-    s.given["on_preempt"] = '"raise"'
+    s.given["preempt"] = 'Preempt(on_preempt="raise")'
     is_saved = s.chance(0.3, "saved again")
     with s.block("while True:"):
         with s.block("try:"):
