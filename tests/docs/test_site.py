@@ -6,8 +6,6 @@ import functools
 import os
 import re
 import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -15,8 +13,8 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import quote, unquote, urldefrag, urljoin
 
+import built_site
 import pytest
-from places import ROOT
 from playwright.sync_api import Page, sync_playwright
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -75,9 +73,7 @@ class Quiet(SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    done = subprocess.run([sys.executable, ROOT / "scripts" / "docs"], capture_output=True, text=True)
-    assert (done.returncode, done.stdout + done.stderr) == (0, "")
-    return Path(shutil.copytree(ROOT / "site", tmp_path_factory.mktemp("built") / "site"))
+    return built_site.build(tmp_path_factory.mktemp("built") / "site")
 
 
 @pytest.fixture(scope="module")
