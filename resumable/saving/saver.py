@@ -63,7 +63,7 @@ class Saving:
         """The last save of this process."""
         self._place: Mapping[str, Any] = {}
         """The counters of that save."""
-        self._has_goal_metric = False
+        self._has_goal_metric = self._is_metric_late = False
         """Whether a save was given the metric that decides the best, or a warning said that none was."""
         self._unheard: int | None = None
         """The save whose metrics, as rank 0 gave them, this process does not have yet."""
@@ -207,8 +207,14 @@ class Saving:
             )
             self._has_goal_metric = True
 
-    def warn_of_missing_metric(self) -> None:
+    def expect_metric_late(self) -> None:
+        """Expect the metric at the end of the training, not of the first epoch: a framework evaluates."""
+        self._is_metric_late = True
+
+    def warn_of_missing_metric(self, *, is_end: bool) -> None:
         """Warn if no save was given the metric that says which checkpoint is the best."""
+        if self._is_metric_late and not is_end:
+            return
         if self._goal and not self._has_goal_metric and self._crew.is_first and self.best is None:
             self._has_goal_metric = True
             name = self._goal.metric

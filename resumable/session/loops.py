@@ -166,7 +166,7 @@ class Loops:
         self._progress.count("epochs", end.epoch)
         self._saving.save_cost.rest_ended()
         self._at_boundary(has_changed, end)
-        self._saving.warn_of_missing_metric()
+        self._saving.warn_of_missing_metric(is_end=False)
         self._saving.save_cost.begin()
 
     def _body_ended(self) -> bool:

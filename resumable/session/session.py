@@ -305,7 +305,7 @@ class Session:
         position = self.training.position
         is_boundary = position.is_outside() and not position.is_left_early()
         self.save_rest("close()", is_boundary=is_calm and (is_boundary or position.has_trained_in_hand()))
-        self.saving.warn_of_missing_metric()
+        self.saving.warn_of_missing_metric(is_end=True)
 
     def _close(self, how: str) -> None:
         if self._is_closed:
