@@ -394,10 +394,10 @@ def test_a_run_that_is_not_closed_says_what_is_missing_and_the_next_start_pushes
 SCRIPT = """
 import sys
 import torch
-from resumable import RunState
+from resumable import Remote, RunState
 
 model = torch.nn.Linear(2, 1)
-state = RunState.load(sys.argv[1], model=model, remote=sys.argv[2], push_timeout=1)
+state = RunState.load(sys.argv[1], model=model, remote=Remote(sys.argv[2], timeout=1))
 for _ in state.steps(state.step + 1):
     state.save().wait()
 """
@@ -448,8 +448,8 @@ def test_a_training_that_is_asked_to_leave_leaves_although_the_remote_is_gone(s3
 @pytest.mark.heavy
 def test_what_is_missing_is_reported_with_what_went_wrong_last(s3: S3, run_dir: Path) -> None:
     gone = {**s3.options(), "endpoint_url": "http://127.0.0.1:9"}
-    parts = {"model": torch.nn.Linear(2, 1), "resume": "never", "push_timeout": 8}
-    state = RunState.load(run_dir, remote=Remote("s3://bucket/exp", options=gone), **parts)  # type: ignore[arg-type]
+    options = grouped(remote="s3://bucket/exp", remote_options=gone, push_timeout=8)
+    state = RunState.load(run_dir, model=torch.nn.Linear(2, 1), resume="never", **options)
     state.save()
 
     with pytest.raises(RemoteError, match=r"checkpoint 1 of .* did not get to .* not done in 8 s: .*onnect"):
