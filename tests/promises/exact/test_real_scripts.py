@@ -29,7 +29,9 @@ NAMES = (
     *("mnist", "imagenet", "dcgan", "vae", "word_language_model", "nanogpt", "mingpt", "time_sequence"),
     *("ppo", "dqn", "torchvision_reference", "timm_train"),
 )
-LIBRARY = re.compile("is empty: starting fresh|^resumed |is complete: |is saved, checkpoint ")
+LIBRARY = re.compile(
+    "(is empty|has no checkpoint yet): starting fresh|^resumed |is complete: |is saved, checkpoint "
+)
 """What tells a line of the library from those of a script."""
 MOST = 8
 """How many lines a conversion may change or add: those that `git diff` marks with a `+`."""
