@@ -93,7 +93,8 @@ ROW = r"(epoch|batch) \d+/\d+ +\d+% [━─]{5,}  [\d:]+(<[\d:]+)?(  \S.*)?"
 ANY = re.compile(
     rf"{ROW}|({'|'.join(KINDS)}) \d+|last|\$( .*)?|\^C|Ctrl-C: saving when .* at once|SIGINT: run is saved.*"
     r"|\S+/train\.py:\d+: UserWarning: warned \d+|  warnings\.warn\(f\"warned \{state\.step\}\"\)"
-    r"|run (is empty|has no checkpoint yet): starting fresh|resumed run from .*|  \S.*(from there|from|there|\d\.\d s\))"
+    r"|run (is empty|has no checkpoint yet): starting fresh"
+    r"|resumed run from .*|  \S.*(from there|from|there|\d\.\d s\))"
 )
 
 
