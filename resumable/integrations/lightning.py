@@ -108,7 +108,7 @@ class Resumable(_Callback):
     def _follow(self, trainer: Any, state: RunState, run: Callable[[], None], loops: Loops) -> None:
         if "SIGTERM" in self._preempt.signals:
             inside.leave_signals(trainer)
-        state._session.saving.expect_metric_late()
+        state._session.saving.goal_metric.is_late = True
         loops.begin(state)
         self._loops = loops
         try:

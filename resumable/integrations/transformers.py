@@ -145,7 +145,7 @@ class _Resumed:
         parts = {"optimizer": trainer.optimizer, "scheduler": trainer.lr_scheduler}
         parts |= {"scaler": trainer.accelerator.scaler, "loader": self._loader}
         state = RunState.load(self._run_dir, model=self._prepared[0], **parts, extra=extra, **options)
-        state._session.saving.expect_metric_late()
+        state._session.saving.goal_metric.is_late = True
         return self._closing.enter_context(state)
 
     def _prepare_for_training(self, *_: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .. import options
-from ..errors import CannotRead, RemoteError, ResumableError, SaveFailed, UsageError, did_you_mean, warn
+from ..errors import CannotRead, RemoteError, ResumableError, SaveFailed, UsageError, warn
 from ..files import codec, large_files
 from ..files.strict_json import Json
 from ..files.threads import no_garbage_collection
@@ -29,6 +29,7 @@ from ..run.history import History
 from ..run.manifest import NO_CHECKPOINT, Best, Manifest
 from ..run.policy import Interval, Took, moment
 from ..training import Training
+from .goal_metric import GoalMetric
 from .image import Image
 from .late_changes import LateChanges
 from .preparation import Preparation
@@ -52,6 +53,7 @@ class Saving:
         self._checks_replicas = training.checks_replicas
         self._progress = training.progress
         self.once = training.once
+        self.goal_metric = GoalMetric(training.goal, training.once)
         self._copies = training.copies
         self.history = History(training.run)
         self.save_cost = SaveCost()
@@ -63,8 +65,6 @@ class Saving:
         """The last save of this process."""
         self._place: Mapping[str, Any] = {}
         """The counters of that save."""
-        self._has_goal_metric = self._is_metric_late = False
-        """Whether a save was given the metric that decides the best, or a warning said that none was."""
         self._unheard: int | None = None
         """The save whose metrics, as rank 0 gave them, this process does not have yet."""
         self._failed = 0
@@ -130,7 +130,7 @@ class Saving:
         owner: object,
     ) -> _Save:
         """Take the image of everything, and note that this is the last save now."""
-        self._note_goal(metrics or {})
+        self.goal_metric.note(metrics or {}, has_best=self.best is not None)
         before = self.best, self.parent, self._position.metrics
         if metrics is None:
             # Once this save has begun, those of the last one cannot be asked for any more.
@@ -197,31 +197,10 @@ class Saving:
             )
         return waited
 
-    def _note_goal(self, metrics: Mapping[str, float]) -> None:
-        self._has_goal_metric |= self._goal is not None and self._goal.metric in metrics
-        if metrics and self._goal and not self._has_goal_metric and self.best is None:
-            likely = [meant for one in metrics if (meant := did_you_mean(one, [self._goal.metric], str))]
-            self.once.warn(
-                f"save() was given {', '.join(metrics)}, but {self._goal} says which checkpoint is the best."
-                + "".join(likely[:1])
-            )
-            self._has_goal_metric = True
-
-    def expect_metric_late(self) -> None:
-        """Expect the metric at the end of the training, not of the first epoch: a framework evaluates."""
-        self._is_metric_late = True
-
     def warn_of_missing_metric(self, *, is_end: bool) -> None:
         """Warn if no save was given the metric that says which checkpoint is the best."""
-        if self._is_metric_late and not is_end:
-            return
-        if self._goal and not self._has_goal_metric and self._crew.is_first and self.best is None:
-            self._has_goal_metric = True
-            name = self._goal.metric
-            self.once.warn(
-                f"{self._goal} says which checkpoint is the best, and no save has given {name} so far: no "
-                f"checkpoint is the best one. Give it with save({name}=...)."
-            )
+        if self._crew.is_first:
+            self.goal_metric.warn_of_none(is_end=is_end, has_best=self.best is not None)
 
     def _describe(
         self,
