@@ -248,6 +248,8 @@ class Session:
 
     def save_rest(self, why: str, *, is_boundary: bool = True) -> None:
         """Save what was trained since the last save, unless the script wants no saves but its own."""
+        # In the middle of a window of accumulation some gradients can be in no checkpoint.
+        is_boundary = is_boundary and not self.training.parts.hides_gradients()
         if self.rest.is_due(why, self.training.crew.ranks, is_boundary=is_boundary):
             self.save(why)
 

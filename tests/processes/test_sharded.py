@@ -312,6 +312,30 @@ def test_gradients_that_are_not_reduced_yet_are_refused(tmp_path: Path) -> None:
     assert all(isinstance(one, dict) for one in at_a_step)
 
 
+def _closes_in_a_window(rank: int, run_dir: Path) -> list[str]:
+    """Make a step, sum up gradients without reducing them, and close; return the warnings."""
+    torch.set_num_threads(1)
+    model, optimizer, _ = make("fsdp-2", 0)
+    state = RunState.load(run_dir, model=model, optimizer=optimizer)
+    for is_reduced in (True, False):
+        model.set_requires_gradient_sync(is_reduced)  # type: ignore[operator]
+        model(torch.arange(5).view(1, 5)).square().mean().backward()
+        if is_reduced:
+            optimizer.step()
+            optimizer.zero_grad()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        state.close()
+    return [str(one.message) for one in told]
+
+
+def test_a_close_before_gradients_are_reduced_warns_instead_of_failing(tmp_path: Path) -> None:
+    for told in values(gloo.run(2, _closes_in_a_window, tmp_path / "exp", folder=tmp_path)):
+        assert any("what was trained since the last save is in no checkpoint" in one for one in told)
+
+    assert not Run(tmp_path / "exp").numbers()
+
+
 def _refused(rank: int, run_dir: Path, what: str) -> str:
     model, optimizer, _ = make("fsdp-tp", 0)
     sampler: Any = torch.utils.data.DistributedSampler(Tokens())
