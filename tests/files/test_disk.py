@@ -531,3 +531,15 @@ def test_what_is_damaged_in_a_run_is_said_with_the_command_that_removes_it(tmp_p
 
     assert f"resumable prune {tmp_path / 'exp'} --damaged" in inside.fix
     assert "prune" not in elsewhere.fix
+
+
+def test_the_cache_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = []
+    for name in ("HOME", "XDG_CACHE_HOME", "RESUMABLE_CACHE"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+        if not found:
+            monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+            monkeypatch.delenv("RESUMABLE_CACHE", raising=False)
+        found.append(str(disk.cache().relative_to(tmp_path)))
+
+    assert found == ["HOME/.cache/resumable", "XDG_CACHE_HOME/resumable", "RESUMABLE_CACHE"]

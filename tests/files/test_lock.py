@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from resumable import RunInUse
-from resumable.files.lock import Lock
+from resumable.files import lock as lock_module
+from resumable.files.lock import Lock, holder
 
 
 @contextlib.contextmanager
@@ -228,3 +229,44 @@ def test_a_lock_is_let_go_of_even_where_its_file_cannot_be_closed(
 
     assert not lock.is_held()
     Lock(tmp_path / ".lock").release()
+
+
+def test_a_holder_is_named_while_its_process_lives_and_no_longer(tmp_path: Path) -> None:
+    path = tmp_path / ".lock"
+    assert holder(path) is None
+
+    with forked(lambda: Lock(path)) as (child, hear):
+        hear()
+        assert holder(path) == f"process {child} on {socket.gethostname()}"
+        path.write_bytes(b"")
+        assert holder(path) == "another process"
+        _die(child)
+        assert holder(path) is None
+
+
+def test_a_process_finds_itself_without_opening_its_lock(tmp_path: Path) -> None:
+    lock = Lock(tmp_path / ".lock")
+    descriptors = os.listdir("/dev/fd")
+
+    assert holder(tmp_path / ".lock") == f"process {os.getpid()} on {socket.gethostname()}"
+    assert os.listdir("/dev/fd") == descriptors
+    with forked(lambda: Lock(tmp_path / ".lock")) as (_, hear):
+        assert "is being written by" in hear()
+    lock.release()
+
+
+@pytest.mark.parametrize("why", ["system", "file system"])
+def test_where_nothing_tells_of_locks_no_holder_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    def refused(*_: object) -> bytes:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    with forked(lambda: Lock(tmp_path / ".lock")) as (_, hear):
+        hear()
+        if why == "system":
+            monkeypatch.setattr(lock_module, "_FLOCK", {})
+        else:
+            monkeypatch.setattr(fcntl, "fcntl", refused)
+
+        assert holder(tmp_path / ".lock") is None
