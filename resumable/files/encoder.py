@@ -153,8 +153,11 @@ class _Encoder:
 
     def _dict(self, values: dict[Any, Any], path: Path) -> Json:
         group = self._memo.get(path) if self._memo else None
+        if group and group.is_of(values):
+            return self._same_group(values, group)
         facts = facts_of(values) if self._memo is not None and values else None
         if group and group.facts == facts:
+            group.guard(values)
             return self._same_group(values, group)
         # One look at all keys nearly always suffices.
         names = "".join(values) if {*map(type, values)} <= {str} else "$"

@@ -55,6 +55,28 @@ def facts_of(values: Mapping[Any, Any]) -> Facts | None:
         return None
 
 
+Guard = Callable[[list[Any]], bool]
+
+
+def guard_of(tensors: list[Any]) -> Guard | None:
+    """Return a function that compares tensors with these, not by address or content; None without one.
+
+    True only if all have the same class, dtype, device, shape, strides, conjugation and `requires_grad`.
+    """
+    # torch.compile checks its inputs by this class. Asking each tensor takes twice as long.
+    guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+    if not hasattr(guards, "TensorGuards") or not are_plain(tensors):
+        return None
+    check = guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    count = len(tensors)
+    return lambda now: len(now) == count and are_plain(now) and bool(check(*now))
+
+
+def are_plain(values: Iterable[Any]) -> bool:
+    """Return whether values are tensors of torch's own classes."""
+    return {*map(type, values)} <= _PLAIN
+
+
 dumps: Callable[[Json], str] = partial(json.dumps, allow_nan=False, separators=(",", ":"))
 """Returns a tree as text."""
 
@@ -72,7 +94,19 @@ class Group:
     """The key in the dict, by the name in the file."""
     aliases: dict[str, str]
     places: frozenset[int]
+    _guard: Guard | None = None
     _text: str | None = None
+
+    def is_of(self, values: Mapping[Any, Any]) -> bool:
+        """Return whether a dict surely has the same facts, which is found out in few calls."""
+        if self._guard is None or [*values] != self.facts.keys:
+            return False
+        tensors = [*values.values()]
+        return self._guard(tensors) and [*map(torch.Tensor.data_ptr, tensors)] == self.facts.places
+
+    def guard(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Let `is_of` know these tensors, which have the same facts."""
+        self._guard = guard_of([*values.values()])
 
     def text(self) -> str:
         """Return the JSON as text, made once: making it keeps all other threads waiting."""

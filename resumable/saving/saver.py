@@ -227,6 +227,8 @@ class Saving:
         )
 
     def _commit(self, save: _Save) -> None:
+        # This thread has the interpreter, and save() would wait until it gives it up.
+        time.sleep(_UNTIL_SAVE_HAS_RETURNED)
         about, rank = save.about, self._crew.ranks.rank
         before = self._written
         files = save.taken.contents(before)
@@ -405,3 +407,4 @@ class _Save:
 
 
 _A_LONG_WAIT = 0.5
+_UNTIL_SAVE_HAS_RETURNED = 0.0002

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from operator import attrgetter
 from types import FrameType
 from typing import Any
 
@@ -47,7 +48,7 @@ class Unseen:
 class NotGiven:
     """Warns of an optimizer or a scheduler that trains what was given, and is in no part itself."""
 
-    def __init__(self, given: Collection[Any], parameters: Callable[[], Iterator[torch.Tensor]]) -> None:
+    def __init__(self, given: Collection[Any], parameters: Callable[[], Iterable[torch.Tensor]]) -> None:
         self._given = given
         self._parameters = parameters
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -85,10 +86,9 @@ class NotGiven:
             if gradients.pending({str(number): one for number, one in enumerate(trained)}):
                 self._warn_of_gradients(optimizer)
         if not self._known:
-            self._has_lost_gradients |= any(
-                one.grad is not None and one.grad.is_cpu and bool(one.grad.any())
-                for one in self._parameters()
-            )
+            # One call for all: to ask each of ten thousand would delay the training.
+            held = [one for one in map(attrgetter("grad"), self._parameters()) if one is not None]
+            self._has_lost_gradients |= any(one.is_cpu and bool(one.any()) for one in held)
 
     def _warn_of_gradients(self, optimizer: Any) -> None:
         del self._gradients[optimizer]
