@@ -55,6 +55,37 @@ def lists(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     return {name: tensor.tolist() for name, tensor in tensors.items()}
 
 
+def _bits(tensor: Tensor) -> list[int]:
+    return list(tensor_file.as_bytes(tensor))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int32])
+def test_many_small_tensors_keep_every_bit_also_of_a_nan(dtype: torch.dtype) -> None:
+    size = 24 * dtype.itemsize
+    bits = torch.randint(0, 256, (20, size), dtype=torch.uint8)
+    bits[:, size // 2 :] = 0xFF  # NaNs of all kinds
+    bits[::2, -1] = 0x7F
+    bits[::2, -2] = 0x81 if dtype == torch.bfloat16 else 0xFD
+    tensors = {f"p{i}": one.view(dtype).reshape(4, 6) for i, one in enumerate(bits)}
+    tensors |= {f"s{i}": bits[i].view(dtype)[0] for i in range(9)}
+    tensors |= {f"t{i}": tensors[f"p{i}"].t() for i in range(9)}
+
+    image = Image()
+    for _ in range(2):
+        taken = take(image, tensors)
+        assert {k: _bits(one) for k, one in taken.items()} == {k: _bits(one) for k, one in tensors.items()}
+
+
+def test_a_row_of_tensors_ends_where_another_shape_or_an_empty_one_lies() -> None:
+    tensors = {f"a{i}": torch.randn(2, 3) for i in range(9)}
+    tensors |= {"empty": torch.zeros(0, 3), **{f"b{i}": torch.randn(1 + i, 3) for i in range(9)}}
+    tensors |= {f"c{i}": torch.randn(7) for i in range(9)} | {"large": torch.randn(70_000)}
+    image, memo = Image(), dict[Any, Any]()
+    for _ in range(4):
+        torch._foreach_add_([*tensors.values()], 1.0)
+        assert lists(image.take(groups(tensors, memo=memo)).tensors("file")) == lists(tensors)
+
+
 class Copier:
     """Stands before the copies that the image makes behind the fence."""
 
