@@ -59,17 +59,17 @@ Guard = Callable[[list[Any]], bool]
 
 
 def guard_of(tensors: list[Any]) -> Guard | None:
-    """Return a function that compares tensors with these, not by address or content; None without one.
+    """Return a function that compares as many tensors with these; None if there is no quick way to do it.
 
-    True only if all have the same class, dtype, device, shape, strides, conjugation and `requires_grad`.
+    It returns True only if all have the same class, dtype, device, shape, strides and flags, such as
+    `requires_grad` and the negative bit. Their addresses and values are not compared.
     """
     # torch.compile checks its inputs by this class. Asking each tensor takes twice as long.
     guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
     if not hasattr(guards, "TensorGuards") or not are_plain(tensors):
         return None
     check = guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-    count = len(tensors)
-    return lambda now: len(now) == count and are_plain(now) and bool(check(*now))
+    return lambda now: are_plain(now) and bool(check(*now))
 
 
 def are_plain(values: Iterable[Any]) -> bool:

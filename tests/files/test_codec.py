@@ -1111,6 +1111,15 @@ def test_a_group_that_stays_is_read_and_written_as_text_once(monkeypatch: pytest
     assert len(texts) == 1
 
 
+def test_a_number_in_the_place_of_a_tensor_is_encoded_as_one() -> None:
+    remembering = Remembering()
+    tree: dict[str, Any] = {"g": {k: torch.zeros(4) for k in "abc"}}
+    for _ in range(3):
+        remembering.encode(tree)
+    tree["g"]["b"] = 7
+    assert remembering.encode(tree).json["g"]["b"] == 7
+
+
 def test_a_tensor_at_the_address_of_a_freed_one_is_another_tensor() -> None:
     remembering = Remembering()
     tree = {"g": {k: torch.zeros(4) for k in "abc"}}

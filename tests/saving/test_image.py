@@ -79,6 +79,7 @@ def test_many_small_tensors_keep_every_bit_also_of_a_nan(dtype: torch.dtype) -> 
 def test_a_row_of_tensors_ends_where_another_shape_or_an_empty_one_lies() -> None:
     tensors = {f"a{i}": torch.randn(2, 3) for i in range(9)}
     tensors |= {"empty": torch.zeros(0, 3), **{f"b{i}": torch.randn(1 + i, 3) for i in range(9)}}
+    tensors |= {f"d{i}": torch.randn(2, 5) for i in range(9)}
     tensors |= {f"c{i}": torch.randn(7) for i in range(9)} | {"large": torch.randn(70_000)}
     image, memo = Image(), dict[Any, Any]()
     for _ in range(4):
