@@ -17,7 +17,7 @@ from ..errors import UsageError, warn
 from ..files import large_files, sharded_tensor, tensor_file, tensor_groups
 from ..loaders import wrappers
 from . import ddp_buckets
-from .module_walk import Modules, walk
+from .module_walk import Modules, buffers_of, persistent_buffers, shapes, walk
 from .part import Difference, Part, Saved, same_device, shape
 from .sharded import hooks_of_torch, refuse_split, reshard
 
@@ -79,13 +79,13 @@ class ModulePart(Part):
             refuse_split(f"{name}.{path}" if path else name, value)
         walked = self._walk()
         parameters, modules = self.parameters(walked), self._modules(walked)
-        buffers = _buffers_of(modules)
+        buffers = buffers_of(modules)
         _refuse_lazy(name, {**parameters, **buffers})
         self.built = {"frozen": _frozen(parameters)}
         if meshes := _meshes(parameters):
             self.built["sharding"] = meshes
         self._buffers_of_the_script = buffers.keys()
-        self._given = _shapes(parameters), _shapes(_persistent(modules))
+        self._given = shapes(parameters), shapes(persistent_buffers(modules))
         self._guard: tensor_groups.Guard | None = None
         """Compares parameters with those that were as the script gave them."""
 
@@ -96,7 +96,7 @@ class ModulePart(Part):
         if self._is_as_given(parameters, modules):
             return
         given = {**self._given[0], **self._given[1]}
-        now = {**_shapes(parameters), **_shapes(_persistent(modules))}
+        now = {**shapes(parameters), **shapes(persistent_buffers(modules))}
         if names := [name for name in {**given, **now} if given.get(name) != now.get(name)]:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             yield (
@@ -108,10 +108,10 @@ class ModulePart(Part):
 
     def _is_as_given(self, parameters: Mapping[str, nn.Parameter], modules: Modules) -> bool:
         then, tensors = self._given[0], [*parameters.values()]
-        if [*parameters] != [*then] or _shapes(_persistent(modules)) != self._given[1]:
+        if [*parameters] != [*then] or shapes(persistent_buffers(modules)) != self._given[1]:
             return False
         if self._guard is None or not self._guard(tensors):
-            if _shapes(parameters) != then:
+            if shapes(parameters) != then:
                 return False
             self._guard = tensor_groups.guard_of(tensors)
         return True
@@ -143,7 +143,7 @@ class ModulePart(Part):
         walked = self._walk()
         weights, values = self._weights(walked)
         modules = self._modules(walked)
-        buffers = _buffers_of(modules).items()
+        buffers = buffers_of(modules).items()
         rest = {
             "values": values,
             # A buffer with persistent=False can still change.
@@ -181,7 +181,7 @@ class ModulePart(Part):
     def outline(self) -> str:
         """Return the number of its tensors, and a hash of their names and shapes."""
         walked = self._walk()
-        tensors = {**self.parameters(walked), **_buffers_of(self._modules(walked))}
+        tensors = {**self.parameters(walked), **buffers_of(self._modules(walked))}
         texts = [f"{name} {value is not None and _outlined(value)}" for name, value in tensors.items()]
         return f"{len(tensors)} tensors ({large_files.digest(' '.join(texts).encode())[:8]})"
 
@@ -243,7 +243,7 @@ class ModulePart(Part):
     def tensors(self) -> dict[str, Tensor]:
         """Return the parameters and buffers by their bare names."""
         walked = self._walk()
-        buffers = _buffers_of(self._modules(walked))
+        buffers = buffers_of(self._modules(walked))
         return {**self.parameters(walked), **{name: one for name, one in buffers.items() if one is not None}}
 
     def values_by_name(self, tree: Mapping[str, Any]) -> list[Any]:
@@ -355,17 +355,9 @@ class ModulePart(Part):
     def _forget_buffers(self, modules: Modules, saved: AbstractSet[str]) -> None:
         """Delete the buffers that were registered after the checkpoint was made."""
         owners = dict(modules)
-        for name in _buffers_of(modules).keys() - saved - self._buffers_of_the_script:
+        for name in buffers_of(modules).keys() - saved - self._buffers_of_the_script:
             owner, _, leaf = name.rpartition(".")
             delattr(owners[owner], leaf)
-
-
-def _buffers_of(modules: Modules) -> dict[str, Tensor | None]:
-    return {
-        f"{name}.{leaf}" if name else leaf: buffer
-        for name, module in modules
-        for leaf, buffer in module._buffers.items()
-    }
 
 
 def _replicas_of(modules: Modules) -> dict[str, nn.Module]:
@@ -390,21 +382,6 @@ def _meshes(parameters: Mapping[str, Any]) -> list[str]:
 def _frozen(parameters: Mapping[str, nn.Parameter]) -> list[str]:
     are_trained = map(operator.attrgetter("requires_grad"), parameters.values())
     return [name for name, is_trained in zip(parameters, are_trained, strict=True) if not is_trained]
-
-
-def _persistent(modules: Modules) -> dict[str, Tensor]:
-    """Return the buffers that must be there in a resume."""
-    return {
-        f"{name}.{leaf}" if name else leaf: buffer
-        for name, module in modules
-        for leaf, buffer in module._buffers.items()
-        if buffer is not None and leaf not in module._non_persistent_buffers_set
-    }
-
-
-def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Return the shapes of the tensors that must be the same in a resume."""
-    return dict(zip(tensors, map(operator.attrgetter("shape", "dtype"), tensors.values()), strict=True))
 
 
 def _refuse_lazy(part: str, tensors: Mapping[str, Tensor | None]) -> None:
