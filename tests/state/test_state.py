@@ -44,7 +44,7 @@ from resumable import (
 )
 from resumable.files.large_files import Content
 from resumable.run import checkpoint, history
-from resumable.run.history import History
+from resumable.run.history_writer import History
 
 
 class Training:
