@@ -66,15 +66,10 @@ def guard_of(tensors: list[Any]) -> Guard | None:
     """
     # torch.compile checks its inputs by this class. Asking each tensor takes twice as long.
     guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
-    if not hasattr(guards, "TensorGuards") or not are_plain(tensors):
+    if not hasattr(guards, "TensorGuards") or not {*map(type, tensors)} <= _PLAIN:
         return None
     check = guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-    return lambda now: are_plain(now) and bool(check(*now))
-
-
-def are_plain(values: Iterable[Any]) -> bool:
-    """Return whether values are tensors of torch's own classes."""
-    return {*map(type, values)} <= _PLAIN
+    return lambda now: bool(check(*now))
 
 
 dumps: Callable[[Json], str] = partial(json.dumps, allow_nan=False, separators=(",", ":"))
