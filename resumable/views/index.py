@@ -15,7 +15,6 @@ import os
 import time
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import xxhash
@@ -28,6 +27,8 @@ from ..files.strict_json import Json
 from ..run import history, manifest
 from ..run.directory import Run
 from ..run.manifest import Manifest
+from . import stamps
+from .stamps import Look
 
 LONG = 25
 """How many of the newest checkpoints are always opened; a shorter run has no index."""
@@ -102,8 +103,14 @@ class Index:
             table = self._body["checkpoints"]
             there = _texts(table["name"])
             stamp = _counts(table["stamp"], len(there))
-            wanted, known = {*names}, dict(zip(there, _facts(table, len(there)), strict=True))
-            seen = stamps(self._folder, {name: one for name, one in known.items() if name in wanted})
+            wanted, paths = {*names}, _layouts(table, len(there))
+            look = Look(
+                self._folder, {name: one for name, one in zip(there, paths, strict=True) if name in wanted}
+            )
+            try:
+                known = dict(zip(there, _facts(table, len(there)), strict=True))
+            finally:
+                seen = look.result()
             pairs = zip(there, stamp, strict=True)
             return {name: known[name] for name, before in pairs if seen.get(name) == before}
         return {}
@@ -125,7 +132,9 @@ class Index:
         if self._is_torn or (read < _WORTH_IT and self._unread < _WORTH_IT * 1000):
             return
         kept = {name: one for name, one in facts.items() if one.sizes and not one.elsewhere}
-        seen = stamps(self._folder, kept, until=time.time_ns() - _COARSEST_TIME)
+        top, until = f"{self._folder}{os.sep}", time.time_ns() - _COARSEST_TIME
+        each = ((name, stamps.of(top + name, one.paths, until)) for name, one in kept.items())
+        seen = {name: stamp for name, stamp in each if stamp != stamps.MISSING}
         # Without a place to write to, the next list takes as long as this one; and so it does if a file holds
         # what fits no index, such as a count of 100 digits.
         with contextlib.suppress(OSError, OverflowError, ValueError, ResumableError):
@@ -134,27 +143,6 @@ class Index:
             disk.replace(
                 self._path, manifest.seal({"checkpoints": table, "history": _packed_history(self._history)})
             )
-
-
-def stamps(folder: Path, checkpoints: Mapping[str, Facts], until: int | None = None) -> dict[str, int]:
-    """Return a number for each checkpoint that changes with its manifest and its files.
-
-    Those changed after `until` are left out: they can change again without another time.
-    """
-    found: dict[str, int] = {}
-    look, top, last = os.lstat, f"{folder}{os.sep}", manifest.NAME
-    for name, facts in checkpoints.items():
-        path = f"{top}{name}/"
-        try:
-            b = look(path + last)
-            files = [look(path + file) for file in facts.paths]
-        except OSError:
-            continue
-        if until is None or all(one.st_ctime_ns < until for one in (b, *files)):
-            its = b.st_ino, b.st_mtime_ns, b.st_ctime_ns, b.st_size
-            # Without the ctime: it changes when another checkpoint that has the same file goes.
-            found[name] = hash((*its, *[(f.st_ino, f.st_mtime_ns, f.st_size) for f in files]))
-    return found
 
 
 def _table(seen: Mapping[str, int], rows: Sequence[Facts]) -> dict[str, Json]:
@@ -190,12 +178,14 @@ def _facts(table: Mapping[str, Any], count: int) -> Iterator[Facts]:
         _metrics(table["metrics"], count),
         map(inodes.__getitem__, places),
         map(sizes.__getitem__, places),
-        map(
-            [tuple(map(str, paths)) for paths in table["layouts"]].__getitem__,
-            _counts(table["layout"], count),
-        ),
+        _layouts(table, count),
     )
     return map(Facts._make, zip(*columns, strict=True))
+
+
+def _layouts(table: Mapping[str, Any], count: int) -> list[tuple[str, ...]]:
+    layouts = [tuple(map(str, paths)) for paths in table["layouts"]]
+    return [layouts[at] for at in _counts(table["layout"], count)]
 
 
 def _packed_metric(values: Sequence[Json]) -> Json:
