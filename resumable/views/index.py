@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import binascii
 import contextlib
-import hashlib
 import itertools
 import os
 import time
@@ -82,14 +81,15 @@ def facts_of(about: Manifest, files: Mapping[tuple[int, int], int]) -> Facts:
 class Index:
     """The index of one run.
 
-    >>> Index(Run("runs/exp")).known(["000001-step-00000001"])
+    >>> index = Index(Run("runs/exp"))
+    >>> index.known(index.look(["000001-step-00000001"]))
     {}
     """
 
     def __init__(self, run: Run) -> None:
         self._folder = run.folder
         place = os.fsencode(os.path.realpath(run.path))
-        self._path = disk.cache() / "index" / f"{hashlib.sha256(place).hexdigest()[:32]}.json"
+        self._path = disk.cache() / "index" / f"{xxhash.xxh3_128_hexdigest(place)}.json"
         self._body: dict[str, Any] = {}
         # Anything may stand there: then it is of no use, and the next one takes its place.
         with contextlib.suppress(OSError, ValueError, ResumableError):
@@ -97,23 +97,25 @@ class Index:
         self._history = _NO_HISTORY
         self._unread, self._is_torn = 0, False
 
-    def known(self, names: Sequence[str]) -> dict[str, Facts]:
-        """Return the facts of those checkpoints that have not changed since they were indexed."""
+    def look(self, names: Sequence[str]) -> Look:
+        """Begin to look whether these checkpoints have changed, in a second process."""
+        wanted, files = {*names}, dict[str, tuple[str, ...]]()
         with contextlib.suppress(*_NOT_OURS):
             table = self._body["checkpoints"]
             there = _texts(table["name"])
-            stamp = _counts(table["stamp"], len(there))
-            wanted, paths = {*names}, _layouts(table, len(there))
-            look = Look(
-                self._folder, {name: one for name, one in zip(there, paths, strict=True) if name in wanted}
-            )
-            try:
-                known = dict(zip(there, _facts(table, len(there)), strict=True))
-            finally:
-                seen = look.result()
-            pairs = zip(there, stamp, strict=True)
-            return {name: known[name] for name, before in pairs if seen.get(name) == before}
-        return {}
+            files = dict(zip(there, _layouts(table, len(there)), strict=True))
+        return Look(self._folder, {name: paths for name, paths in files.items() if name in wanted})
+
+    def known(self, look: Look) -> dict[str, Facts]:
+        """Return the facts of those checkpoints that have not changed since they were indexed."""
+        known: dict[str, Facts] = {}
+        with contextlib.suppress(*_NOT_OURS):
+            table = self._body["checkpoints"]
+            there = _texts(table["name"])
+            stamp = dict(zip(there, _counts(table["stamp"], len(there)), strict=True))
+            known = dict(zip(there, _facts(table, len(there)), strict=True))
+        seen = look.result()
+        return {name: one for name, one in known.items() if seen.get(name) == stamp[name]}
 
     def saves(self, data: bytes) -> Saves:
         """Return what a history says, of which only the lines after a known beginning are parsed."""
