@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -98,7 +99,14 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_LAZY[name], __name__), name)
+    # Modules are no garbage, and to look for some among all that torch has made takes as long as they do.
+    is_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return getattr(import_module(_LAZY[name], __name__), name)
+    finally:
+        if is_enabled:
+            gc.enable()
 
 
 def __dir__() -> list[str]:
