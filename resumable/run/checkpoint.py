@@ -10,15 +10,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..errors import CannotRead, FormatTooNew, ResumableError, SaveFailed
 from ..files import disk, file_reader, large_files, safetensors_header
 from ..files.file_reader import Lane, Target
 from ..files.large_files import Content, Way, Written
 from ..files.pin import Pin
-from ..progress import Told
 from . import manifest
 from .manifest import FILE_NAME, FileRecord, Manifest
+
+if TYPE_CHECKING:
+    from ..progress import Told
 
 NAME = re.compile(r"([0-9]{6,15})-step-([0-9]{8,})")
 """The save number and the optimizer steps. Folders with other names are not ours."""

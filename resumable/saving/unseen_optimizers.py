@@ -36,7 +36,9 @@ class Unseen:
         """Return the optimizers whose state has changed since the last call although no hook was called."""
         if not self.optimizers:
             return []
-        now = {name: fingerprint.of([*_states(live)]) for name, live in self.optimizers.items()}
+        states = {name: [*_states(live)] for name, live in self.optimizers.items()}
+        # Before its first step an optimizer has no state, and this is asked after each batch.
+        now = {name: fingerprint.of(tensors) if tensors else [] for name, tensors in states.items()}
         before, self._before = self._before, now
         known = now.keys() & before.keys()
         found = [name for name in now if name in known and _has_changed(before[name], now[name])]
