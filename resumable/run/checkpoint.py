@@ -250,7 +250,7 @@ class Stage:
                 # Another process may have made it first.
                 path.parent.mkdir(exist_ok=True)
             if content.is_share:
-                written[file] = Written(path, content.size, large_files.write_share(path, content, way))
+                written[file] = large_files.write_share(path, content, way)
             else:
                 written[file] = large_files.put(path, content, way)
         return written
