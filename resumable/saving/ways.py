@@ -43,6 +43,8 @@ class Ways:
         self._now = now
         self._seen: deque[Wrote] = deque(maxlen=_REMEMBERED)
         self._began: float | None = None
+        self.small: Way = "paced"
+        """How saves are written that are too small to learn from."""
 
     def recall(self, found: Iterable[Json]) -> None:
         """Take in what earlier processes have noted, without what makes no sense."""
@@ -53,7 +55,7 @@ class Ways:
         now, began = self._now(), self._began
         self._began = now
         if size < _WORTH_LEARNING:
-            return "paced"
+            return self.small
         disk = _disk(self._folder)
         seen = [one for one in self._seen if one.disk == disk and _class(one.size) == _class(size)]
         # Even a slow one has to end before the next save, and those at a training's end are waited for.
