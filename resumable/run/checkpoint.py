@@ -246,13 +246,14 @@ class Stage:
         """Write files, or link the unchanged ones of the last save, flushed."""
         self._size += sum([content.data.nbytes for content in files.values()])
         written = {}
-        for file, content in files.items():
+        # A small file may be complete only with the last tensor: in front, it would hold up the large ones.
+        for file, content in sorted(files.items(), key=lambda item: item[1].data.nbytes < large_files.BLOCK):
             path = self.path / file
             if not path.parent.is_dir():
                 # Another process may have made it first.
                 path.parent.mkdir(exist_ok=True)
             if content.is_share:
-                written[file] = Written(path, content.size, large_files.write_share(path, content, way))
+                written[file] = large_files.write_share(path, content, way)
             else:
                 written[file] = large_files.put(path, content, way)
         return written

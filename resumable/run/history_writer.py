@@ -53,6 +53,8 @@ class History:
         self._has_warned = False
         self.last_took: tuple[float | None, float] | None = None
         """The cost of the last save of earlier attempts: seconds lost, if known, and until durable."""
+        self.wrote: Sequence[Json] = ()
+        """What earlier attempts have noted of how the disk was written, oldest first; not checked."""
         self.stands_on: int | None = None
         """The checkpoint that the training continues: the loaded one, then the last save."""
         self._planned: Mapping[str, int] = {}
@@ -74,6 +76,7 @@ class History:
                 self._tell(exc)
                 return None
             self._take_in(lines)
+            self.wrote = [line["wrote"] for line in lines if history.is_save(line) and "wrote" in line]
             self.last_took = next(filter(None, map(_took, reversed(lines))), None)
             last = max([line["attempt"] for line in filter(history.is_start, lines)], default=0)
             late = [_save(about, last or None) for about in self._unknown()]
@@ -91,10 +94,11 @@ class History:
         *,
         interval: Mapping[str, Json] | None = None,
         took: Took | None = None,
+        wrote: Mapping[str, Json] | None = None,
     ) -> None:
         """Note that a checkpoint is durable, before anything is pruned.
 
-        `interval`: the interval that the rule chose, and why.
+        `interval`: the interval that the rule chose, and why. `wrote`: how the disk was written.
         """
         with self._guard:
             if self.attempt is None:
@@ -103,7 +107,8 @@ class History:
             self._replaced |= {about.number} & self._parents.keys()
             self.stands_on = None
             times = {key: _rounded(seconds) for key, seconds in (took or Took())._asdict().items()}
-            line = _save(about, self.attempt, why=why, interval=interval, **times)
+            more = {"wrote": wrote} if wrote else {}
+            line = _save(about, self.attempt, why=why, interval=interval, **times, **more)
             self._take_in([line])
             self._write(line)
 

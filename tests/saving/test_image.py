@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import mmap
 import os
 import signal
 import threading
@@ -640,22 +642,37 @@ def test_an_image_is_laid_out_again_when_the_tensors_are_others(change: str) -> 
 @pytest.mark.usefixtures("_alone")
 def test_memory_that_was_reserved_is_the_images() -> None:
     image, state = Image(), {"a": torch.ones(1 << 18)}
-    lent: list[bytes] = []
 
-    def borrow(scratch: memoryview) -> None:
-        scratch[:4] = b"####"
-        lent.append(bytes(scratch[:8]))
-
-    image.reserve((1 << 20) + 4096, borrow)
+    image.reserve((1 << 20) + 4096)
+    (reserved,) = host_memory._maps
     found = take(image, state)
 
-    assert lent == [b"####\0\0\0\0"]
+    assert [*host_memory._maps] == [reserved]
     assert tensor_file.is_equal(found["a"], state["a"])
     assert len(sizes()) == 1
     assert sizes()[0] <= 1.02 * (1 << 20)
-    image.reserve(1 << 20, borrow)
+    image.reserve(1 << 20)
     take(image, state)
-    assert len(lent) == 1, "there was memory enough"
+    assert [*host_memory._maps] == [reserved], "there was memory enough"
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="Linux")
+def test_an_image_asks_for_huge_pages_and_does_without() -> None:
+    asked: list[int] = []
+
+    class Refusing(mmap.mmap):
+        def madvise(self, option: int, *_: int) -> None:
+            asked.append(option)
+            if option == mmap.MADV_HUGEPAGE:
+                raise OSError(errno.EINVAL, "no huge pages here")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mmap, "mmap", Refusing)
+        memory = host_memory.HostMemory(5 * mmap.PAGESIZE)
+
+    memory.touch()
+    assert asked.count(mmap.MADV_HUGEPAGE) == 1
+    assert bytes(memory.bytes) == bytes(5 * mmap.PAGESIZE)
 
 
 @pytest.mark.usefixtures("_alone")
@@ -663,7 +680,7 @@ def test_an_image_waits_for_the_memory_that_is_being_reserved(monkeypatch: pytes
     image, state, go = Image(), {"a": torch.ones(9)}, threading.Event()
     touch = host_memory.HostMemory.touch
     monkeypatch.setattr(host_memory.HostMemory, "touch", lambda self: (go.wait(20), touch(self))[1])
-    image.reserve(9000, lambda scratch: None)
+    image.reserve(9000)
     found: list[dict[str, Tensor]] = []
     taking = threading.Thread(target=lambda: found.append(take(image, state)))
     taking.start()
@@ -676,22 +693,11 @@ def test_an_image_waits_for_the_memory_that_is_being_reserved(monkeypatch: pytes
     assert len(host_memory._maps) == 1
 
 
-def test_an_image_does_not_wait_for_who_was_lent_the_memory_but_close_does() -> None:
-    image, go, ended = Image(), threading.Event(), threading.Event()
-    image.reserve(9000, lambda scratch: (go.wait(20), ended.set())[1])
-
-    assert take(image, {"a": torch.ones(9)})["a"].tolist() == [1.0] * 9
-    threading.Timer(0.05, go.set).start()
-    image.close()
-
-    assert ended.is_set()
-
-
 @pytest.mark.usefixtures("_alone")
 def test_a_closed_image_has_given_back_memory_hooks_and_threads() -> None:
     before = {*threading.enumerate()}
     training = Training(size=big())
-    training.image.reserve(1 << 21, lambda scratch: None)
+    training.image.reserve(1 << 21)
     training.step()
     values(training.take())
     (found,) = host_memory._maps
