@@ -14,7 +14,6 @@ import torch
 from ..files import tensor_file
 from ..files.codec import Encoded
 from ..files.tensor_file import Layout
-from ..files.threads import yield_to_training
 from ..processes.write_shares import Range
 from .fence import Fence
 from .gpu_buffers import Buffers
@@ -65,7 +64,6 @@ class Image:
 
     def _reserve(self, size: int, then: Callable[[memoryview], None], gpu: torch.device | None) -> None:
         try:
-            yield_to_training()
             self._allocate(size, gpu)
             assert self._memory
             lent = self._memory.bytes[:_LENT]
