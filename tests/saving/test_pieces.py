@@ -111,7 +111,8 @@ def test_a_write_around_is_found_by_a_step_that_copies_by_itself(go: threading.E
     training = Training()
     taken = training.take()
     with torch.no_grad():
-        training.parameters[1].add_(1)
+        # Of so little only the count of changes tells.
+        training.parameters[1][1] += 1
     training.step()
     go.set()
 
@@ -221,6 +222,13 @@ def test_a_file_is_there_as_far_as_no_piece_before_is_missing() -> None:
     first.join(20)
     second.join(20)
     assert there.copied() == 3
+
+
+def test_of_a_large_tensor_the_file_needs_only_the_parts_in_front(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "_LONGEST", 64)
+    there = Pieces(copies(200, dtype=torch.bfloat16), 64, threading.Condition())
+
+    assert [there.needed("file", end) for end in (1, 64, 65, 128, 129, 400)] == [1, 1, 2, 2, 3, 7]
 
 
 def test_what_is_stopped_copies_nothing_more_when_stop_returns() -> None:
