@@ -6,13 +6,14 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from resumable import SaveFailed
+from resumable import RunState, SaveFailed
 from resumable.files import codec
 from resumable.saving import host_memory, image_file, pieces, snapshot
 from resumable.saving.gpu_copies import Copy
@@ -77,6 +78,31 @@ def test_a_step_copies_by_itself_what_no_thread_has_begun(go: threading.Event) -
     assert training.values() != before
     go.set()
     assert values(taken) == before
+
+
+def test_two_returns_to_saves_that_steps_have_copied_are_exact(
+    run_dir: Path, go: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    defaults = Image.__init__.__defaults__
+    assert defaults
+    monkeypatch.setattr(Image.__init__, "__defaults__", (*defaults[:-1], 0))
+    once, again = Training(), Training()
+    for _ in range(4):
+        once.step()
+    model = nn.ParameterList(again.parameters)
+    with RunState.load(run_dir, model=model, optimizer=again.optimizer) as state:
+        for _ in range(2):
+            again.step()
+            go.clear()
+            saved = state.save()
+            again.step()
+            go.set()
+            saved.wait()
+            state.restore("newest")
+        again.step()
+        again.step()
+
+    assert again.values() == once.values()
 
 
 def test_a_step_waits_for_a_piece_in_hand_and_copies_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
