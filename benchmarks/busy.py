@@ -104,8 +104,9 @@ def measure(size: float, others: int, rounds: int, folder: Path, names: Sequence
     if errors:
         raise RuntimeError(str(errors))
     found = {f"{name}: {column}": values for name, of in taken.items() for column, values in of.items()}
-    ours, theirs = (taken[name]["lost"] for name in names[:2]) if len(names) > 1 else ([], [])
-    found["ratio"] = [a / b for a, b in zip(ours, theirs, strict=True)]
+    if len(names) == 2:
+        ours, theirs = (taken[name]["lost"] for name in names)
+        found["ratio"] = [a / b for a, b in zip(ours, theirs, strict=True)]
     return found
 
 
