@@ -14,7 +14,6 @@ import torch
 from ..files import tensor_file
 from ..files.codec import Encoded
 from ..files.tensor_file import Layout
-from ..files.threads import yield_to_training
 from ..processes.write_shares import Range
 from .fence import Fence
 from .gpu_buffers import Buffers
@@ -63,7 +62,6 @@ class Image:
     def _reserve(self, size: int, gpu: torch.device | None) -> None:
         # The save will fail for the same reason, and report it.
         with contextlib.suppress(MemoryError, OSError):
-            yield_to_training()
             self._allocate(size, gpu)
 
     def settle(self) -> None:
