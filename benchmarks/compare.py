@@ -48,14 +48,13 @@ def _row(what: str, stored: Sequence[float], now: Sequence[float]) -> Row:
     if not stored or not now:
         known, measured = (statistics.median(values) if values else None for values in (stored, now))
         return Row(what, known, measured)
-    middle = statistics.median(stored)
-    noise = max(_spread(stored), _spread(now)) / abs(middle)
-    return Row(what, middle, statistics.median(now), max(LEAST, noise))
+    noise = max(LEAST, _spread(stored), _spread(now))
+    return Row(what, statistics.median(stored), statistics.median(now), noise)
 
 
 def _spread(values: Sequence[float]) -> float:
     low, high = quartiles(values)
-    return high - low
+    return (high - low) / abs(statistics.median(values))
 
 
 def has_failed(rows: Sequence[Row]) -> bool:
