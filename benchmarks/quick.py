@@ -42,6 +42,9 @@ SETTINGS = Settings(
 def main(arguments: Sequence[str] | None = None, settings: Settings = SETTINGS) -> int:
     """Measure, and compare or store; return the exit status."""
     given = _arguments(arguments)
+    if not given.store and not given.stored.exists():
+        print(f"{given.stored} does not exist. Fix: store the ratios of now with --store", file=sys.stderr)
+        return 2
     warnings.simplefilter("ignore")
     logging.disable()
     start = time.perf_counter()

@@ -23,9 +23,8 @@ _OURS = "resumable"
 _SAVED = {"call", "durable"}
 _MEMORY = 1 << 30
 """Bytes that the raw ways write again and again: beside six gigabytes and their image, there is no more."""
-_BUSY = 7
-_STARTS = 5
-"""Rounds of what starts with the import of torch, a second each."""
+_BUSY = _STARTS = 5
+"""Rounds of what keeps the cores busy, and of what starts with the import of torch."""
 _PATIENCE = 6.0
 """Seconds for one contender's small tensors: some take that long for one save."""
 

@@ -87,6 +87,12 @@ def test_another_machine_is_told_with_both_values(capsys: pytest.CaptureFixture[
     assert "processor: one of two cores; here four cores" in capsys.readouterr().out
 
 
+def test_without_stored_ratios_nothing_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert quick.main(["--stored", "nowhere.json"]) == 2
+
+    assert "--store" in capsys.readouterr().err
+
+
 def result_of(ours: float) -> Result:
     """Return a result in which everything takes 1 s, and `ours` takes of this library."""
     columns = {*("call", "lost", "durable", "load", "tensors_call", "tensors_durable", "tensors_load")}
