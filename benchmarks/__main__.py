@@ -1,6 +1,6 @@
 """Run every contender on the same state in turns; print one table of ratios, write it as JSON and a chart.
 
-python -m benchmarks --quick             # under 3 minutes on two cores
+python -m benchmarks --quick             # a few minutes on two cores
 python -m benchmarks                     # 1.5 GB, as in benchmarks/README.md
 python -m benchmarks --device cuda
 python -m benchmarks --from FILE.json    # show a stored result again

@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None, settings: Settings = SETTINGS) 
     if given.store:
         given.stored.write_text(json.dumps(found, indent=1) + "\n")
         return 0
-    return told(json.loads(given.stored.read_text()), found)
+    return report(json.loads(given.stored.read_text()), found)
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -77,7 +77,7 @@ def measured(settings: Settings, folder: Path) -> dict[str, Any]:
     return {"ratios": ratios, "errors": result.errors}
 
 
-def told(stored: Mapping[str, Any], found: Mapping[str, Any]) -> int:
+def report(stored: Mapping[str, Any], found: Mapping[str, Any]) -> int:
     """Print the stored ratios and those of now; return 1 if one is worse or missing."""
     rows = compare.compare(stored["ratios"], found["ratios"])
     print(aligned(["ratio, less is better", "stored", "now", "noise", ""], [_cells(row) for row in rows]))

@@ -41,7 +41,7 @@ def run_of(**ratios: list[float]) -> dict[str, Any]:
         ([], MISSING),
     ],
 )
-def test_only_what_the_noise_does_not_explain_is_told(now: list[float], verdict: str) -> None:
+def test_only_what_the_noise_does_not_explain_is_reported(now: list[float], verdict: str) -> None:
     (row,) = compare.compare({"load": QUIET}, {"load": now})
 
     assert row.verdict == verdict
@@ -56,7 +56,7 @@ def test_the_noise_of_the_stored_run_counts_too() -> None:
 def test_what_is_worse_is_named_and_fails_the_comparison(capsys: pytest.CaptureFixture[str]) -> None:
     stored = run_of(load=QUIET, save=QUIET)
 
-    assert quick.told(stored, run_of(load=QUIET, save=times(QUIET, 1.5))) == 1
+    assert quick.report(stored, run_of(load=QUIET, save=times(QUIET, 1.5))) == 1
 
     (line,) = [line for line in capsys.readouterr().out.splitlines() if WORSE in line]
     assert line.split()[1:8:2] == ["save", "1.000", "1.500", "5%"]
@@ -65,24 +65,24 @@ def test_what_is_worse_is_named_and_fails_the_comparison(capsys: pytest.CaptureF
 def test_equal_better_and_new_ratios_pass_the_comparison(capsys: pytest.CaptureFixture[str]) -> None:
     now = run_of(load=QUIET, save=times(QUIET, 0.5), start=QUIET)
 
-    assert quick.told(run_of(load=QUIET, save=QUIET), now) == 0
-    told = capsys.readouterr().out
-    assert BETTER in told
-    assert NEW in told
-    assert "machine" not in told
+    assert quick.report(run_of(load=QUIET, save=QUIET), now) == 0
+    shown = capsys.readouterr().out
+    assert BETTER in shown
+    assert NEW in shown
+    assert "machine" not in shown
 
 
 def test_a_ratio_that_could_not_be_measured_fails_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
     now = run_of(save=QUIET) | {"errors": {"resumable": {"load": "OSError: no space left"}}}
 
-    assert quick.told(run_of(load=QUIET, save=QUIET), now) == 1
-    told = capsys.readouterr().out
-    assert MISSING in told
-    assert "resumable: load: OSError: no space left" in told
+    assert quick.report(run_of(load=QUIET, save=QUIET), now) == 1
+    shown = capsys.readouterr().out
+    assert MISSING in shown
+    assert "resumable: load: OSError: no space left" in shown
 
 
-def test_another_machine_is_told_with_both_values(capsys: pytest.CaptureFixture[str]) -> None:
-    quick.told(run_of(load=QUIET), run_of(load=QUIET) | {"machine": {"processor": "four cores"}})
+def test_another_machine_is_reported_with_both_values(capsys: pytest.CaptureFixture[str]) -> None:
+    quick.report(run_of(load=QUIET), run_of(load=QUIET) | {"machine": {"processor": "four cores"}})
 
     assert "processor: one of two cores; here four cores" in capsys.readouterr().out
 
