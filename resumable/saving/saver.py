@@ -25,7 +25,7 @@ from ..position.position import Position
 from ..run import checkpoint, environment, policy
 from ..run.checkpoint import Checkpoint
 from ..run.directory import Run
-from ..run.history import History
+from ..run.history_writer import History
 from ..run.manifest import NO_CHECKPOINT, Best, Manifest
 from ..run.policy import Interval, Took, moment
 from ..training import Training

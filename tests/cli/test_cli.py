@@ -18,7 +18,7 @@ from resumable import RunState
 from resumable.cli import app
 from resumable.cli.app import main
 from resumable.run.directory import Run
-from resumable.run.history import History
+from resumable.run.history_writer import History
 
 
 @pytest.fixture
