@@ -15,7 +15,7 @@ from . import files
 from .apart import Apart
 from .contenders import Resumable, quiet
 from .limits import Chunks, spread
-from .rounds import Figures, Values, in_turns
+from .rounds import Figures, Values, in_turns, rotated
 from .training import bytes_of, gpt, gpt_parts, tensors_of
 
 WAYS = {
@@ -40,7 +40,8 @@ def measure(megabytes: float, rounds: int, folder: Path, errors: dict[str, dict[
 
 
 def _turn(megabytes: float, size: int, folder: Path, number: int) -> Figures:
-    with Apart(_load, megabytes, size, folder) as apart:
+    # The first to ask for huge pages waits for the kernel to make room; the next finds them there.
+    with Apart(_load, megabytes, size, folder, rotated(list(WAYS), number)) as apart:
         return dict(apart.receive())
 
 
@@ -54,7 +55,7 @@ def _save(connection: Connection, megabytes: float, folder: Path) -> None:
     connection.send(size)
 
 
-def _load(connection: Connection, megabytes: float, size: int, folder: Path) -> None:
+def _load(connection: Connection, megabytes: float, size: int, folder: Path, ways: list[str]) -> None:
     from resumable import RunState
 
     parts = gpt_parts(megabytes, "cpu")
@@ -67,8 +68,8 @@ def _load(connection: Connection, megabytes: float, size: int, folder: Path) -> 
     state.close()
     # After it: memory that is freed here would be given to it, with its pages.
     memory = torch.ones(there, dtype=torch.uint8)
-    for name, (threads, is_huge) in WAYS.items():
-        figures[name] = _read(folder / "raw", memory, size - there, threads, is_huge)
+    for name in ways:
+        figures[name] = _read(folder / "raw", memory, size - there, *WAYS[name])
     connection.send(figures)
 
 
