@@ -370,6 +370,20 @@ def _advice(value: Any) -> str:
     )
 
 
+def plain_names(value: Json) -> list[str]:
+    """Return the names of the tensors if a JSON value is an object of plain ones, and of nothing else."""
+    if type(value) is not dict:
+        return []
+    items = value.values()
+    first = next(iter(items), None)
+    if not isinstance(first, dict) or "$tensor" not in first:
+        return []
+    if {*map(type, items)} != {dict} or {*map(len, items)} != {1}:
+        return []
+    names = [item.get("$tensor") for item in items]
+    return names if {*map(type, names)} == {str} else []
+
+
 def tensor_names(tree: Json) -> list[str]:
     """Return the names of the tensors that a tree's JSON mentions."""
     found = []
@@ -383,6 +397,8 @@ def tensor_names(tree: Json) -> list[str]:
             match item:
                 case {"$tensor": about} | {"$ndarray": about}:
                     found.append(about if isinstance(about, str) else about[0])
+                case _ if names := plain_names(item):
+                    found += names
                 case _:
                     waiting += reversed(item.values())
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import struct
@@ -41,6 +42,7 @@ DTYPES = {
 """Other dtypes are stored as their bytes (U8), and the JSON beside them says what they are."""
 
 _DTYPES_BY_CODE = {code: dtype for dtype, code in DTYPES.items()}
+_MOST_REMEMBERED = 4 << 20
 _ALIGNMENT = 16  # what the widest dtype, complex128, needs
 
 
@@ -131,6 +133,12 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
 
 def read_header(header: bytes | memoryview, size: int) -> list[Slot]:
     """Return the tensors of a file of `size` bytes; ValueError if it is not a safetensors file."""
+    # The next load of a run mostly reads the same header again.
+    read = _remembered if len(header) <= _MOST_REMEMBERED else _read_header
+    return [*read(bytes(header), size)]
+
+
+def _read_header(header: bytes, size: int) -> list[Slot]:
     try:
         return [
             Slot(name, _DTYPES_BY_CODE[code], shape, begin, end)
@@ -138,6 +146,9 @@ def read_header(header: bytes | memoryview, size: int) -> list[Slot]:
         ]
     except KeyError as exc:
         raise ValueError(f"this version of torch has no {exc.args[0]}") from exc
+
+
+_remembered = functools.lru_cache(8)(_read_header)
 
 
 def from_safetensors(data: memoryview) -> dict[str, torch.Tensor]:

@@ -57,5 +57,7 @@ def clone_nearby(tensor: Tensor) -> Tensor:
 
 
 def _on_host(tensor: Tensor) -> Tensor:
+    if tensor.is_cpu:
+        return tensor.detach().clone(memory_format=torch.contiguous_format)
     # With its own strides first: to put it in another order on the device needs room there.
     return tensor.detach().to("cpu", copy=True).contiguous()

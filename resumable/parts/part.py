@@ -16,6 +16,8 @@ from ..files.codec import Encoded, Place
 Trees = dict[str, Encoded]
 """The content of a checkpoint, by the file that it belongs to: model, optimizer, extra, rank."""
 
+_HOST = torch.device("cpu")
+
 
 def _model_name(path: codec.Path) -> str:
     return ".".join(path).removeprefix("model.")
@@ -79,10 +81,12 @@ class Saved:
 
 def same_device(_: codec.Path, device: str) -> torch.device:
     """Return the device that a tensor was saved from, or the CPU if this process has no such device."""
+    if device == "cpu":
+        return _HOST
     kind, *index = device.split(":")
     backend = getattr(torch, kind, None)
     if kind == "cpu" or backend is None or int(index[0] if index else 0) >= backend.device_count():
-        return torch.device("cpu")
+        return _HOST
     return torch.device(device)
 
 

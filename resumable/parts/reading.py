@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import CannotRead, CheckpointDamaged
+from ..errors import CheckpointDamaged
 from ..files import codec, disk, file_reader, pin, tensor_file
 from ..files import large_files as blocks
 from ..files.codec import Encoded
@@ -24,26 +22,16 @@ from ..files.tensor_file import Slot
 from ..progress import Told
 from ..run.checkpoint import Checkpoint
 from . import box_reading
-from .device_lanes import on_lanes, send
+from .device_lanes import on_lanes
 from .devices import moved_trees
 from .part import Saved, Trees, same_device
+from .places import HOST, Places, Wanted, all_fit, fits, room_for
 from .renaming import Renamed, renamed
 from .sharded_reading import Live, ShardedTensors
-
-
-class _Wanted(NamedTuple):
-    slot: Slot
-    device: torch.device
-    live: Tensor | None = None
-
 
 Take = Callable[[Lane, int, memoryview], None]
 Show = Callable[[str, int], contextlib.AbstractContextManager[Told | None]]
 """Shows a progress bar for a number of bytes, and returns a function that advances it."""
-
-_HOST = torch.device("cpu")
-_SMALL = 64 << 10  # smaller tensors are read together, in bytes
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(slots=True)
@@ -155,9 +143,9 @@ class Reading:
         """Return where to read a whole tensor, and whether that is the live one."""
         there = str(about.get("device", "cpu"))
         device = same_device((), self._moved.get(stem, {}).get(there, there))
-        if live is not None and _fits(slot, device, live) and not self._pin:
+        if live is not None and fits(slot, device, live) and not self._pin:
             return live, True
-        return _room_for(_Wanted(slot, device if str(device) in self._used else _HOST)), False
+        return room_for(Wanted(slot, device if str(device) in self._used else HOST)), False
 
     def _text(self, found: Checkpoint, path: str) -> memoryview:
         # Check the size first: parsed JSON is many times larger, and a sparse file can claim any size.
@@ -179,29 +167,8 @@ class Reading:
             raise
         except ValueError as exc:
             raise disk.damaged(self._folder, f"{path}: {exc}") from exc
-        live = self._live.get(file.stem, {})
-        here = self._moved.get(file.stem, {})
-        devices: dict[str, torch.device] = {}
-        fresh = []
-        shared = []
-        for slot in slots:
-            about = facts.get(slot.name, {})
-            if self._sharded.like(file.stem, slot.name, slot.shape) is not None:
-                shared.append(slot)
-                continue
-            there = str(about.get("device", "cpu"))
-            if there not in devices:
-                devices[there] = same_device((), here.get(there, there))
-            device = devices[there]
-            if about.keys() <= {"device"} and _fits(slot, device, live.get(slot.name)):
-                if self._pin:
-                    fresh.append(_Wanted(slot, _HOST))
-                else:
-                    file.in_place[slot.name] = slot, live[slot.name]
-            else:
-                # Another process may use the devices that this training does not use.
-                fresh.append(_Wanted(slot, device if str(device) in self._used else _HOST))
-        places = _Places(fresh)
+        fresh, shared = self._sorted(file, slots, facts)
+        places = Places(fresh)
         again = memoryview(bytearray(len(header)))
         targets = _telling(_of_all([Target(0, len(header), again), *places.targets], size), told)
         also = self._pin.file(path) if self._pin else None
@@ -220,6 +187,47 @@ class Reading:
         except ValueError as exc:
             raise disk.damaged(self._folder, f"{path}: {exc}") from exc
         return made | {name: tensor for name, (_, tensor) in file.in_place.items()}
+
+    def _sorted(
+        self, file: _File, slots: Sequence[Slot], facts: Mapping[str, Mapping[str, Json]]
+    ) -> tuple[list[Wanted], list[Slot]]:
+        """Return the tensors to read into new memory, and the sharded ones; note those read in place."""
+        live = self._live.get(file.stem, {})
+        lives = [live.get(slot.name) for slot in slots]
+        is_plain = not (facts or self._pin or self._sharded.has_models())
+        if is_plain and all(one is None for one in lives):
+            return [Wanted(slot, HOST) for slot in slots], []
+        if is_plain and all_fit(lives, slots):
+            file.in_place = {slot.name: (slot, one) for slot, one in zip(slots, lives, strict=True)}
+            return [], []
+        return self._sorted_one_by_one(file, slots, facts)
+
+    def _sorted_one_by_one(
+        self, file: _File, slots: Sequence[Slot], facts: Mapping[str, Mapping[str, Json]]
+    ) -> tuple[list[Wanted], list[Slot]]:
+        live = self._live.get(file.stem, {})
+        here = self._moved.get(file.stem, {})
+        devices: dict[str, torch.device] = {}
+        fresh = []
+        shared = []
+        for slot in slots:
+            about = facts.get(slot.name, {})
+            if self._sharded.like(file.stem, slot.name, slot.shape) is not None:
+                shared.append(slot)
+                continue
+            there = str(about.get("device", "cpu"))
+            if there not in devices:
+                devices[there] = same_device((), here.get(there, there))
+            device = devices[there]
+            if about.keys() <= {"device"} and fits(slot, device, live.get(slot.name)):
+                if self._pin:
+                    fresh.append(Wanted(slot, HOST))
+                else:
+                    file.in_place[slot.name] = slot, live[slot.name]
+            else:
+                # Another process may use the devices that this training does not use.
+                fresh.append(Wanted(slot, device if str(device) in self._used else HOST))
+        return fresh, shared
 
     def written(self) -> dict[str, blocks.Written]:
         """Return the hashes and identities of the checkpoint's tensor files."""
@@ -265,7 +273,7 @@ class Reading:
         """Read the tensors of a part into new memory instead of the live tensors."""
         for file, names in self._of_parts([part]):
             slots = [file.in_place.pop(name)[0] for name in names]
-            places = _Places([_Wanted(slot, _HOST) for slot in slots])
+            places = Places([Wanted(slot, HOST) for slot in slots])
             self._read_again(file, places.targets, places.devices)
             tree = self.trees[file.stem]
             tree.tensors.update(places.tensors())
@@ -282,7 +290,7 @@ class Reading:
         with self._show(f"putting checkpoint {self._number} in its place", size) as told:
             for file, names in chosen:
                 pairs = [file.in_place.pop(name) for name in names]
-                places = _Places([_Wanted(slot, live.device, live) for slot, live in pairs])
+                places = Places([Wanted(slot, live.device, live) for slot, live in pairs])
                 self._read_again(file, _telling(places.targets, told), places.devices)
                 places.move()
         self._sharded.fill(self.trees, parts)
@@ -331,115 +339,3 @@ def _take(told: Told, take: Take | None, lane: Lane, at: int, piece: memoryview)
     if take:
         take(lane, at, piece)
     told(piece.nbytes)
-
-
-def _fits(slot: Slot, device: torch.device, live: Tensor | None) -> bool:
-    return (
-        live is not None
-        and live.device == device
-        and (live.dtype, tuple(live.shape)) == (slot.dtype, slot.shape)
-        and live.is_contiguous()
-        and live.numel() > 0
-        and live.device.type in ("cpu", "cuda")
-        # Not every byte is a valid boolean, and a complex tensor may be a lazy conjugate.
-        and live.dtype != torch.bool
-        and not live.is_complex()
-        and not live.is_inference()
-    )
-
-
-class _Places:
-    """The memory that the tensors of a file are read into: large ones directly, small ones in rows."""
-
-    def __init__(self, wanted: Sequence[_Wanted]) -> None:
-        self.devices = {want.device for want in wanted if want.device.type == "cuda"}
-        self._large: list[tuple[Slot, Tensor]] = []
-        self._rows: list[tuple[Sequence[_Wanted], memoryview]] = []
-        self.targets: list[Target] = []
-        row: list[_Wanted] = []
-        for want in sorted(wanted, key=attrgetter("slot.begin")):
-            is_large = want.slot.end - want.slot.begin >= _SMALL and want.device.type in ("cpu", "cuda")
-            if row and (is_large or row[-1].slot.end != want.slot.begin):
-                self._add_row(row)
-                row = []
-            if is_large:
-                self._add_large(want)
-            else:
-                row.append(want)
-        if row:
-            self._add_row(row)
-
-    def _add_row(self, row: Sequence[_Wanted]) -> None:
-        begin, end = row[0].slot.begin, row[-1].slot.end
-        memory = memoryview(bytearray(end - begin))
-        self.targets.append(Target(begin, end, memory))
-        self._rows.append((row, memory))
-
-    def _add_large(self, want: _Wanted) -> None:
-        slot = want.slot
-        tensor = _room_for(want) if want.live is None else want.live
-        if want.live is not None:
-            # Otherwise neither autograd nor a running save would notice the write.
-            torch.autograd.graph.increment_version(tensor)
-        flat = tensor.detach().view(-1).view(torch.uint8)
-        self._large.append((slot, tensor))
-        if tensor.is_cpu:
-            array: Any = flat.numpy()
-            self.targets.append(Target(slot.begin, slot.end, memoryview(array)))
-        else:
-            self.targets.append(Target(slot.begin, slot.end, None, partial(send, flat)))
-
-    def large_names(self) -> set[str]:
-        """Return the names of the tensors that are read directly into their memory."""
-        return {slot.name for slot, _ in self._large}
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors by name, after they have been read."""
-        for slot, tensor in self._large:
-            tensor_file.refuse_no_booleans(tensor.view(-1).view(torch.uint8), slot.dtype)
-        found = {slot.name: tensor for slot, tensor in self._large}
-        for pairs in self._pairs():
-            for want, tensor in pairs:
-                found[want.slot.name] = tensor if want.device == _HOST else tensor.to(want.device, copy=True)
-        return found
-
-    @torch.no_grad()
-    def move(self) -> None:
-        """Copy the tensors that were read in rows into the live tensors."""
-        for pairs in self._pairs():
-            # As bits: a GPU cannot copy some dtypes together.
-            lives = [_bits(want.live.detach()) for want, _ in pairs if want.live is not None]
-            torch._foreach_copy_(lives, [_bits(tensor) for _, tensor in pairs])
-
-    def _pairs(self) -> Iterator[Sequence[tuple[_Wanted, Tensor]]]:
-        """Yield the tensors that were read in rows, by device: on a GPU views of a copy there."""
-        for row, memory in self._rows:
-            places = [want.device if want.device.type == "cuda" else _HOST for want in row]
-            for device in {*places}:
-                slots = [want.slot for want in row]
-                try:
-                    there = tensor_file.from_row(memory, slots, device)
-                except torch.OutOfMemoryError:
-                    there = tensor_file.from_row(memory, slots)
-                every = zip(row, there, places, strict=True)
-                yield [(want, tensor) for want, tensor, place in every if place == device]
-
-
-def _bytes_of(slot: Slot) -> int:
-    return math.prod(slot.shape) * slot.dtype.itemsize
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.view(_BITS[tensor.element_size()])
-
-
-def _room_for(want: _Wanted) -> Tensor:
-    try:
-        return tensor_file.empty(want.slot, want.device)
-    except RuntimeError as exc:
-        # torch raises RuntimeError if it is out of memory, on the host and on a device.
-        raise CannotRead(
-            f"there is no room on {want.device} for the {_bytes_of(want.slot):,} bytes of {want.slot.name}.",
-            fix="see what else uses that memory (a training that still runs?), and start again; nothing says "
-            "that the checkpoint is damaged.",
-        ) from exc

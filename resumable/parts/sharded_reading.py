@@ -49,6 +49,10 @@ class ShardedTensors:
         self.written: dict[str, large_files.Written] = {}
         """The hashes and identities of the files that were read."""
 
+    def has_models(self) -> bool:
+        """Whether the script has tensors that others are to be sharded like."""
+        return any(self._alike.values())
+
     def like(self, stem: str, name: str, shape: Sequence[int]) -> Tensor | None:
         """Return the tensor that one of the checkpoint is to be sharded like, if it is."""
         for known in (self._live, self._alike):

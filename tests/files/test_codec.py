@@ -1246,3 +1246,56 @@ def test_parts_that_not_all_processes_have_are_in_files_of_their_own() -> None:
     assert [path for path in texts if codec.has_one_writer(path)] == ["state-00003.json", "ranks/00003.json"]
     with pytest.raises(ValueError, match=r"state-00001\.json: model\.first is in another file, too"):
         codec.to_trees({**texts, "state-00001.json": texts["state-00003.json"]}, 3)
+
+
+def small(count: int) -> dict[str, torch.Tensor]:
+    return {f"t{number}": torch.full((3,), float(number)) for number in range(count)}
+
+
+def test_a_dict_of_tensors_is_copied_but_for_those_that_are_kept() -> None:
+    tensors = small(3)
+    json = codec.encode({"group": tensors}).json
+    stored = {f"group.{name}": tensor for name, tensor in tensors.items()}
+
+    found = codec.decode(json, stored, lambda _, device: torch.device(device), {"group.t1"})["group"]
+
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+    assert [found[name].data_ptr() == tensors[name].data_ptr() for name in tensors] == [False, True, False]
+
+
+def test_ties_across_and_within_dicts_of_tensors_stay_ties() -> None:
+    tensors = small(2)
+    one, two = (
+        {"a": {"$tensor": "t0"}, "b": {"$tensor": "t1"}},
+        {"c": {"$tensor": "t0"}, "d": {"$tensor": "t0"}},
+    )
+
+    found = codec.decode({"one": one, "two": two}, tensors, lambda *_: torch.device("cpu"))
+
+    assert found["one"]["a"] is found["two"]["c"] is found["two"]["d"] is not found["one"]["b"]
+    assert found["one"]["a"] is not tensors["t0"]
+
+
+def test_each_tensor_of_a_dict_goes_to_its_own_device() -> None:
+    json = {name: {"$tensor": name} for name in ("t0", "t1")}
+
+    def place(path: tuple[str, ...], _: str) -> torch.device:
+        return torch.device("meta" if path == ("t1",) else "cpu")
+
+    assert [one.device.type for one in codec.decode(json, small(2), place).values()] == ["cpu", "meta"]
+
+
+@pytest.mark.parametrize(
+    "item", [{"$tensor": 1}, {"$tensor": "unknown"}, {"$tensor": "t0", "b": 1}, {"$x": 1}]
+)
+def test_one_wrong_entry_among_plain_tensors_is_refused(item: Any) -> None:
+    with pytest.raises(ValueError, match=r"holds something|stands where|not a kind"):
+        codec.decode({"first": {"$tensor": "t0"}, "second": item}, small(1))
+
+
+def test_names_and_facts_are_found_among_plain_tensors() -> None:
+    plain = {"a": {"$tensor": "t0"}, "b": {"$tensor": "t1"}}
+    mixed = {"c": {"$tensor": "t2"}, "d": {"$tensor": ["t3", {"device": "cuda:0"}]}}
+
+    assert codec.tensor_names([plain, mixed]) == ["t0", "t1", "t2", "t3"]
+    assert codec.tensor_facts([plain, mixed]) == {"t3": {"device": "cuda:0"}}

@@ -259,11 +259,21 @@ def test_a_file_of_another_size_than_its_header_says_is_refused(size: int) -> No
 
 
 def test_a_dtype_that_this_torch_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    header = made({"a": entry()})
+    header = made({"of a dtype to come": entry()})
     monkeypatch.setattr(tensor_file, "_DTYPES_BY_CODE", {})
 
     with pytest.raises(ValueError, match="this version of torch has no "):
         tensor_file.read_header(header, len(header) + 8)
+
+
+def test_a_header_that_was_read_before_is_checked_for_another_size() -> None:
+    header = made({"a": entry()})
+    first = tensor_file.read_header(header, len(header) + 8)
+    first.clear()
+
+    assert tensor_file.read_header(header, len(header) + 8)
+    with pytest.raises(ValueError, match="belong to no tensor"):
+        tensor_file.read_header(header, len(header) + 9)
 
 
 def test_the_sizes_of_the_elements_are_those_of_torch() -> None:
