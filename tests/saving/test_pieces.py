@@ -288,7 +288,11 @@ def test_what_a_training_may_wait_for_has_its_priority(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(snapshot, "_copy", copy)
     training = Training()
-    training.image.reserve(1 << 21, lambda scratch: seen.update(reserving=priority()))
+    touch = host_memory.HostMemory.touch
+    monkeypatch.setattr(
+        host_memory.HostMemory, "touch", lambda memory: (seen.update(reserving=priority()), touch(memory))[1]
+    )
+    training.image.reserve(1 << 21)
     values(training.take())
     training.image.close()
 
