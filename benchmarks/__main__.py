@@ -1,9 +1,10 @@
 """Run every contender on the same state in turns; print one table of ratios, write it as JSON and a chart.
 
-python -m benchmarks --quick             # under 3 minutes on two cores
+python -m benchmarks --quick             # a few minutes on two cores
 python -m benchmarks                     # 1.5 GB, as in benchmarks/README.md
 python -m benchmarks --device cuda
 python -m benchmarks --from FILE.json    # show a stored result again
+python -m benchmarks --scenarios saves lost --into FILE.json    # a part, added to what the file has
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 
 from . import chart, machine, table
 from .contenders import CONTENDERS
-from .scenarios import Result, Settings, measure
+from .scenarios import SCENARIOS, Result, Settings, measure
 
 README = Path(__file__).with_name("README.md")
 
@@ -29,7 +30,10 @@ README = Path(__file__).with_name("README.md")
 def main() -> None:
     """Measure, or read a stored result; show it."""
     arguments = _arguments()
-    result = Result(**json.loads(arguments.stored.read_text())) if arguments.stored else _measured(arguments)
+    result = _read(arguments.stored) if arguments.stored else _measured(arguments)
+    if arguments.into:
+        arguments.into.write_text(json.dumps(asdict(result), indent=1) + "\n")
+        return
     print(table.pages(result))
     out = README.parent / "results" if arguments.readme else arguments.out
     out.mkdir(parents=True, exist_ok=True)
@@ -59,8 +63,23 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, default=Path(), help="the disk to measure (here)")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"), help="where JSON and chart go")
     parser.add_argument("--readme", action="store_true", help="put the tables into benchmarks/README.md")
+    parser.add_argument(
+        "--scenarios", nargs="+", choices=tuple(SCENARIOS), default=tuple(SCENARIOS), help="what to measure"
+    )
+    parser.add_argument(
+        "--sizes",
+        nargs="+",
+        type=float,
+        help="megabytes of further states, saved only (100 6000; quick: none)",
+    )
+    parser.add_argument("--others", nargs="+", type=int, help="other busy processes (0 2 4; quick: 2)")
+    parser.add_argument("--into", type=Path, metavar="JSON", help="add to what is there; show nothing")
     parser.add_argument("--from", dest="stored", type=Path, metavar="JSON", help="measure nothing")
     return parser.parse_args()
+
+
+def _read(stored: Path) -> Result:
+    return Result(**json.loads(stored.read_text()))
 
 
 def _measured(arguments: argparse.Namespace) -> Result:
@@ -75,12 +94,17 @@ def _measured(arguments: argparse.Namespace) -> Result:
         small=arguments.small,
         checkpoints=arguments.checkpoints or (1_000 if quick else 10_000),
         contenders=tuple(arguments.only),
+        sizes=tuple(arguments.sizes or (() if quick else (100.0, 6000.0))),
+        others=tuple((2,) if quick else (0, 2, 4)) if arguments.others is None else tuple(arguments.others),
     )
+    is_there = arguments.into and arguments.into.exists()
+    result = _read(arguments.into) if is_there else Result({})
+    result.settings = {**asdict(settings), "contenders": list(settings.contenders)}
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix=".benchmark-", dir=arguments.folder) as folder:
-        result = measure(settings, Path(folder).resolve())
+        measure(settings, Path(folder).resolve(), result, arguments.scenarios)
         result.machine = machine.describe(Path(folder), settings.device)
-    result.seconds = time.perf_counter() - start
+    result.seconds += time.perf_counter() - start
     return result
 
 

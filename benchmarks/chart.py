@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from . import table
+from . import ratios, table
 from .scenarios import Result
 
 PANELS = {
@@ -40,13 +40,13 @@ def draw(result: Result, path: Path) -> None:
 
 
 def _panel(axis: Any, result: Result, names: list[str], key: str, title: str) -> None:
-    values = [table.middle(result.contenders[name].get(key, [])) for name in names]
+    values = [ratios.middle(result.contenders[name].get(key, [])) for name in names]
     is_time = title.endswith("(s)")
     drawn = [value for value in values if value is not None and (value > 0 or not is_time)]
     floor = min(drawn, default=1.0) / 3 if is_time else 0.0
     axis.set_yticks(range(len(names)), names)
     for row, (name, value) in enumerate(zip(names, values, strict=True)):
-        color = "#0b6e4f" if name == table.OURS else "#8a8a8a"
+        color = "#0b6e4f" if name == ratios.OURS else "#8a8a8a"
         # On a scale of logarithms what is not more than nothing has no place but the edge.
         place = max(floor, value or 0.0)
         axis.plot([floor, place], [row, row], color=color, linewidth=2, alpha=0.35)
@@ -55,7 +55,7 @@ def _panel(axis: Any, result: Result, names: list[str], key: str, title: str) ->
         axis.annotate(
             label, (place, row), (7, 0), textcoords="offset points", va="center", fontsize=8, color=color
         )
-    limit = table.middle(table.best_limit(result, LIMITS[key])) if key in LIMITS else None
+    limit = ratios.middle(ratios.best_limit(result, LIMITS[key])) if key in LIMITS else None
     if limit:
         axis.axvline(limit, color="#c0392b", linestyle="--", linewidth=1)
         title += ", dashed: the raw limit"

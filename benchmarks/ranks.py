@@ -37,8 +37,8 @@ from . import files, machine
 from .alone import memory
 from .apart import CONTEXT
 from .contenders import CONTENDERS, Contender, Resumable, Wait, quiet
+from .ratios import middle, quartiles
 from .rounds import Failed, Figures, Values, in_turns, put_garbage_aside, reason_of, tell
-from .table import middle, quartiles
 from .training import Gpt, Training, bytes_of, digest, tensors_of
 
 README = Path(__file__).with_name("README.md")

@@ -39,7 +39,7 @@ def in_turns(
     for number in range(rounds + 1):
         tell(f"{what}: {f'round {number} of {rounds}' if number else 'warming up'}")
         put_garbage_aside()
-        for name in _rotated(list(taken), number):
+        for name in rotated(list(taken), number):
             if spent[name] > budget:
                 continue
             # Nobody pays for the pages that the one before left dirty.
@@ -72,7 +72,8 @@ def reason_of(exc: Exception) -> str:
     return told.splitlines()[0][:300]
 
 
-def _rotated(names: list[str], number: int) -> list[str]:
+def rotated(names: list[str], number: int) -> list[str]:
+    """Return the names, beginning with another one in each round."""
     first = number % len(names) if names else 0
     return names[first:] + names[:first]
 

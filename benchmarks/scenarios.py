@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import shutil
 import statistics
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from . import alone, listing, measures
+from . import alone, batches, busy, fresh, listing, measures, start
 from .apart import SMALL, SmallApart
 from .contenders import CONTENDERS, Contender, missing
 from .limits import Limits
@@ -19,8 +19,12 @@ from .rounds import Figures, Values, in_turns, reason_of, tell
 from .training import Training, bytes_of, gpt, layers, tensors_of
 
 ALL = "everything"
-
-
+_OURS = "resumable"
+_SAVED = {"call", "durable"}
+_MEMORY = 1 << 30
+"""Bytes that the raw ways write again and again: beside six gigabytes and their image, there is no more."""
+_BUSY = _STARTS = 5
+"""Rounds of what keeps the cores busy, and of what starts with the import of torch."""
 _PATIENCE = 6.0
 """Seconds for one contender's small tensors: some take that long for one save."""
 
@@ -40,6 +44,10 @@ class Settings:
     checkpoints: int
     """How many checkpoints in a run."""
     contenders: tuple[str, ...]
+    sizes: tuple[float, ...] = ()
+    """Megabytes of further states, of which only a durable save is measured."""
+    others: tuple[int, ...] = ()
+    """How many other processes keep the cores busy."""
 
 
 @dataclass
@@ -52,6 +60,13 @@ class Result:
     contenders: dict[str, Values] = field(default_factory=dict)
     limits: dict[str, list[float]] = field(default_factory=dict)
     listing: Values = field(default_factory=dict)
+    sizes: dict[str, Values] = field(default_factory=dict)
+    """Of each further size, the seconds of a durable save and of the raw ways to write."""
+    fresh: Values = field(default_factory=dict)
+    batches: dict[str, Values] = field(default_factory=dict)
+    start: dict[str, Values] = field(default_factory=dict)
+    busy: dict[str, Values] = field(default_factory=dict)
+    """By how many other processes there were."""
     errors: dict[str, dict[str, str]] = field(default_factory=dict)
     """Of each contender, what could not be measured and why."""
     seconds: float = 0.0
@@ -62,17 +77,14 @@ class Result:
             self.contenders.setdefault(name, {}).update(columns)
 
 
-def measure(settings: Settings, folder: Path) -> Result:
-    """Measure everything."""
-    result = Result({**asdict(settings), "contenders": list(settings.contenders)})
+def measure(settings: Settings, folder: Path, result: Result, scenarios: Iterable[str]) -> None:
+    """Add the figures of some scenarios to a result."""
     for name in settings.contenders:
         if reason := missing(name):
             result.errors[name] = {ALL: reason}
-    # First, while this process is small: what it holds would be in the way of the others.
-    _alone(settings, folder, result)
-    for scenario in (_big, _frozen, _small, _listing):
-        scenario(settings, folder, result)
-    return result
+    for name in scenarios:
+        if name in SHARED or _OURS in _names(result):
+            SCENARIOS[name](settings, folder, result)
 
 
 def _names(result: Result) -> list[str]:
@@ -133,9 +145,9 @@ def _alone(settings: Settings, folder: Path, result: Result) -> None:
             shutil.rmtree(place, ignore_errors=True)
 
 
-def _big(settings: Settings, folder: Path, result: Result) -> None:
+def _saves(settings: Settings, folder: Path, result: Result) -> None:
     make = partial(gpt, settings.size, settings.device)
-    with _made(make, folder / "big", result) as (training, contenders):
+    with _made(make, folder / "saves", result) as (training, contenders):
         size = bytes_of(training.parts)
         result.state = {
             "bytes": size,
@@ -143,25 +155,56 @@ def _big(settings: Settings, folder: Path, result: Result) -> None:
             "step_seconds": training.step_seconds,
         }
         limits = Limits(size, folder / "limits", settings.device)
-        turn = partial(in_turns, rounds=settings.rounds, budget=settings.budget)
         jobs = {name: _turn(measures.save_and_load, training, c) for name, c in contenders.items()}
-        ways = {name: lambda number, w=way: {"seconds": w()} for name, way in limits.ways.items()}
-        taken = turn("save and load", jobs | ways, errors=result.errors)
+        ways = _ways(limits)
+        taken = in_turns("save and load", jobs | ways, settings.rounds, settings.budget, result.errors)
         limits.close()
         result.limits = {name: taken.pop(name)["seconds"] for name in ways if name in taken}
         result.add(taken)
+
+
+def _ways(limits: Limits) -> dict[str, Callable[[int], Figures]]:
+    return {name: lambda number, w=way: {"seconds": w()} for name, way in limits.ways.items()}
+
+
+def _lost(settings: Settings, folder: Path, result: Result) -> None:
+    make = partial(gpt, settings.size, settings.device)
+    with _made(make, folder / "lost", result) as (training, contenders):
         steps = {
-            name: measures.steps_for(training, {k: statistics.median(v) for k, v in values.items()})
-            for name, values in taken.items()
+            name: measures.steps_for(training, {key: statistics.median(found[key]) for key in _SAVED})
+            for name in contenders
+            if (found := result.contenders.get(name, {})).keys() >= _SAVED
         }
         result.add({name: {"steps": [float(count)]} for name, count in steps.items()})
         jobs = {
             name: _turn(partial(measures.lost, steps=count), training, contenders[name], numbered=True)
             for name, count in steps.items()
         }
-        result.add(turn("training time", jobs, errors=result.errors))
-        jobs = {name: _turn(measures.pause, training, contenders[name]) for name in steps}
-        result.add(turn("pauses", jobs, errors=result.errors))
+        result.add(in_turns("training time", jobs, settings.rounds, settings.budget, result.errors))
+
+
+def _pauses(settings: Settings, folder: Path, result: Result) -> None:
+    make = partial(gpt, settings.size, settings.device)
+    with _made(make, folder / "pauses", result) as (training, contenders):
+        jobs = {name: _turn(measures.pause, training, contender) for name, contender in contenders.items()}
+        result.add(in_turns("pauses", jobs, settings.rounds, settings.budget, result.errors))
+
+
+def _sizes(settings: Settings, folder: Path, result: Result) -> None:
+    for megabytes in settings.sizes:
+        make = partial(gpt, megabytes, settings.device)
+        where = folder / f"{megabytes:g}"
+        ours = replace(settings, contenders=(_OURS,))
+        with _made(make, where, replace(result, settings=asdict(ours))) as (training, contenders):
+            limits = Limits(bytes_of(training.parts), where / "limits", settings.device, _MEMORY)
+            jobs = {name: _turn(measures.save, training, c) for name, c in contenders.items()}
+            writes = {name: way for name, way in _ways(limits).items() if name.startswith("write:")}
+            taken = in_turns(
+                f"{megabytes:g} MB", jobs | writes, settings.rounds, settings.budget, result.errors
+            )
+            limits.close()
+        columns = {name: "durable" if name in jobs else "seconds" for name in taken}
+        result.sizes[f"{megabytes:g}"] = {name: taken[name][column] for name, column in columns.items()}
 
 
 def _frozen(settings: Settings, folder: Path, result: Result) -> None:
@@ -197,12 +240,49 @@ def _small(settings: Settings, folder: Path, result: Result) -> None:
             )
         shutil.rmtree(where, ignore_errors=True)
         for values in taken.values():
-            values.pop("call")
             for column in list(values):
                 values[f"{kind}_{column}"] = values.pop(column)
         result.add(taken)
 
 
 def _listing(settings: Settings, folder: Path, result: Result) -> None:
-    if "resumable" in _names(result):
-        result.listing = listing.measure(settings.checkpoints, folder / "listing")
+    result.listing = listing.measure(settings.checkpoints, folder / "listing")
+
+
+def _fresh(settings: Settings, folder: Path, result: Result) -> None:
+    result.fresh = fresh.measure(settings.size, settings.rounds, folder / "fresh", result.errors)
+
+
+def _batches(settings: Settings, folder: Path, result: Result) -> None:
+    result.batches = batches.measure(settings.rounds, folder / "batches", result.errors)
+
+
+def _start(settings: Settings, folder: Path, result: Result) -> None:
+    result.start = start.measure(min(settings.rounds, _STARTS), folder / "start", result.errors)
+
+
+def _busy(settings: Settings, folder: Path, result: Result) -> None:
+    for others in settings.others:
+        place = folder / f"busy-{others}"
+        size = min(settings.size, 400.0)
+        result.busy[str(others)] = busy.measure(size, others, min(settings.rounds, _BUSY), place)
+
+
+SHARED = ("alone", "saves", "lost", "pauses", "frozen", "small")
+"""The scenarios of all contenders; the others are of this library alone."""
+SCENARIOS: Mapping[str, Callable[[Settings, Path, Result], None]] = {
+    # First, while this process is small: what it holds would be in the way of the others.
+    "alone": _alone,
+    "fresh": _fresh,
+    "start": _start,
+    "batches": _batches,
+    "saves": _saves,
+    # After the saves, which say how many steps a save takes.
+    "lost": _lost,
+    "pauses": _pauses,
+    "frozen": _frozen,
+    "small": _small,
+    "sizes": _sizes,
+    "busy": _busy,
+    "listing": _listing,
+}

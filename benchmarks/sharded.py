@@ -28,8 +28,8 @@ from resumable.parts import box_writers, boxes, sharding
 
 from . import machine
 from .ranks import Team
+from .ratios import middle, quartiles
 from .rounds import Figures, Values, in_turns, put_garbage_aside, tell
-from .table import middle, quartiles
 from .training import Gpt
 
 README = Path(__file__).with_name("README.md")

@@ -3,55 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
-from .contenders import CONTENDERS
+from .goals import GOALS
+from .ratios import COLUMNS, COMMON, OURS, durable, fresh, middle, quartiles, ratios, seconds
+from .rounds import Values
 from .scenarios import ALL, Result
 
-OURS, COMMON = "resumable", "torch.save"
-
-
-@dataclass(frozen=True)
-class Column:
-    """A figure of every contender, and what it is divided by."""
-
-    key: str
-    heading: str
-    over: str
-    """"torch.save", "write" or "read" (the raw limit), or "" for what is a ratio already."""
-    meaning: str
-    compared_by: str = ""
-    """The figure that two contenders are compared by, where this one is a ratio to its own."""
-
-
-COLUMNS = (
-    Column("call", "call", COMMON, "time until `save()` returns, over torch.save's with fsync"),
-    Column("lost", "lost", COMMON, "training time lost to a save, over torch.save's with fsync"),
-    Column("durable", "durable", "write", "time until the save is durable, over the best raw write"),
-    Column("load", "load", "read", "load into the live objects, over the best raw read (warm cache)"),
-    Column("memory", "memory", "", "peak extra host memory of saving, over the state's size"),
-    Column(
-        "first",
-        "first",
-        "",
-        "the first save of a process, over its own later ones, until durable",
-        "first_durable",
-    ),
-    Column(
-        "pause", "pause", COMMON, "longest time that the main thread is kept from running, over torch.save's"
-    ),
-    Column("frozen_bytes", "90 % bytes", "", "with 90 % frozen: bytes written, over the state's size"),
-    Column(
-        "frozen_time",
-        "90 % time",
-        "",
-        "with 90 % frozen: time until durable, over its own with nothing frozen",
-        "frozen_durable",
-    ),
-    Column("tensors_durable", "small save", COMMON, "many small tensors: until durable, over torch.save's"),
-    Column("tensors_load", "small load", COMMON, "many small tensors: load, over torch.load's"),
-)
 TIMES = {
     "call": "call",
     "lost": "training lost",
@@ -59,79 +17,34 @@ TIMES = {
     "load": "load",
     "pause": "worst pause",
     "tensors_durable": "save small tensors",
+    "tensors_call": "call, small tensors",
     "tensors_load": "load small tensors",
     "parameters_durable": "save small parameters",
+    "parameters_call": "call, small parameters",
     "parameters_load": "load small parameters",
 }
-
-
-@dataclass(frozen=True)
-class Goal:
-    """A ratio that this library is to reach."""
-
-    what: str
-    limit: float
-    value: Callable[[Result], float | None]
-    is_floor: bool = False
-
-    def is_met(self, value: float) -> bool:
-        """Return whether the goal is reached."""
-        return value >= self.limit if self.is_floor else value <= self.limit
 
 
 def pages(result: Result) -> str:
     """Return everything, as Markdown that is also readable as it is."""
     parts = (
         _about(result),
-        _table(["ratios", *(column.heading for column in COLUMNS)], _ratio_rows(result)),
+        aligned(["ratios", *(column.heading for column in COLUMNS)], _ratio_rows(result)),
         "\n".join(f"- *{column.heading}*: {column.meaning}" for column in COLUMNS),
         "Medians, and the quartiles about them:",
-        _table(["milliseconds", *TIMES.values()], _time_rows(result)),
-        _table(["raw limit", "GB/s", "milliseconds"], _limit_rows(result)),
+        aligned(["milliseconds", *TIMES.values()], _time_rows(result)),
+        aligned(["raw limit", "GB/s", "milliseconds"], _limit_rows(result)),
+        *_sizes(result),
+        _fresh(result),
+        _times("a batch, us", result.batches, 1e6),
+        _times("start, ms", result.start),
+        _busy(result),
         _listing(result),
-        _table(["goal", "limit", "measured", ""], _goal_rows(result)),
+        aligned(["goal", "limit", "measured", ""], _goal_rows(result)),
         _wins(result),
         _failures(result),
     )
     return "\n\n".join(part for part in parts if part)
-
-
-def ratios(result: Result, name: str, column: Column) -> list[float]:
-    """Return a figure of a contender over what it is measured by, round by round."""
-    values = result.contenders.get(name, {}).get(column.key, [])
-    if not column.over:
-        return values
-    base = _base(result, column)
-    if len(base) == len(values):
-        return [value / one for value, one in zip(values, base, strict=True)]
-    return [value / statistics.median(base) for value in values] if base else []
-
-
-def _base(result: Result, column: Column) -> list[float]:
-    if column.over == COMMON:
-        base = result.contenders.get(COMMON, {}).get(column.key, [])
-        # Of differences of times the median is a sound base, a single one is not.
-        return [statistics.median(base)] * len(base) if base else []
-    return best_limit(result, column.over)
-
-
-def best_limit(result: Result, what: str) -> list[float]:
-    """Return the rounds of the way that is the fastest by its median."""
-    ways = [values for name, values in result.limits.items() if name.startswith(f"{what}:")]
-    return min(ways, key=statistics.median, default=[])
-
-
-def middle(values: Sequence[float]) -> float | None:
-    """Return the median, if there is one."""
-    return statistics.median(values) if values else None
-
-
-def quartiles(values: Sequence[float]) -> tuple[float, float]:
-    """Return the values between which the middle half of all lies."""
-    if len(values) < 2:
-        return values[0], values[0]
-    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, high
 
 
 def _about(result: Result) -> str:
@@ -193,6 +106,53 @@ def _limit_rows(result: Result) -> list[list[str]]:
     ]
 
 
+def _sizes(result: Result) -> list[str]:
+    return [
+        aligned(
+            [f"{float(size):,.0f} MB", "milliseconds", "over the best raw write"],
+            [
+                [name, _time(values), _spread(durable(result, float(size))) if name == OURS else "-"]
+                for name, values in found.items()
+            ],
+        )
+        for size, found in result.sizes.items()
+    ]
+
+
+def _fresh(result: Result) -> str:
+    # The weights are there, the moments are not: their memory is fresh, and so is that of the raw reads.
+    rows = [
+        [OURS if name == "load" else name, _time(values), _spread(fresh(result)) if name == "load" else "-"]
+        for name, values in result.fresh.items()
+    ]
+    return aligned(["load in a fresh process", "milliseconds", "over the best raw read"], rows)
+
+
+def _busy(result: Result) -> str:
+    names = (OURS, COMMON)
+    rows = [
+        [others, *(_time(found[f"{name}: lost"]) for name in names), _spread(found["ratio"])]
+        for others, found in result.busy.items()
+    ]
+    return aligned(["processes beside the training; ms lost to a save", *names, "ratio"], rows)
+
+
+def _times(heading: str, figures: Mapping[str, Values], scale: float = 1e3) -> str:
+    rows = [
+        [name, column, _spread([value * scale for value in values])]
+        for name, columns in figures.items()
+        for column, values in columns.items()
+    ]
+    return aligned([heading, "", "median (quartiles)"], rows)
+
+
+def _spread(values: Sequence[float]) -> str:
+    if not values:
+        return "-"
+    low, high = quartiles(values)
+    return f"{statistics.median(values):.3g} ({low:.3g}..{high:.3g})"
+
+
 def _listing(result: Result) -> str:
     if not result.listing:
         return ""
@@ -208,74 +168,6 @@ def _listing(result: Result) -> str:
 
 def _listed(result: Result, key: str) -> float:
     return statistics.median(result.listing[key])
-
-
-def _of(key: str, name: str = OURS) -> Callable[[Result], float | None]:
-    def value(result: Result) -> float | None:
-        column = next(column for column in COLUMNS if column.key == key)
-        return middle(ratios(result, name, column))
-
-    return value
-
-
-def _seconds(result: Result, name: str, key: str) -> float | None:
-    return middle(result.contenders.get(name, {}).get(key, []))
-
-
-def _over(numerator: float | None, denominator: float | None) -> float | None:
-    # A difference of times that noise made negative measures nothing.
-    if numerator is None or denominator is None or denominator <= 0:
-        return None
-    return numerator / denominator
-
-
-def _over_best_async(result: Result) -> float | None:
-    peers = [name for name, contender in CONTENDERS.items() if contender.is_async and name != OURS]
-    found = [lost for name in peers if (lost := _seconds(result, name, "lost")) is not None]
-    return _over(_seconds(result, OURS, "lost"), min(found, default=None))
-
-
-def _growth(result: Result) -> float | None:
-    # In pairs: a save takes milliseconds, which drift.
-    if not result.listing:
-        return None
-    pairs = zip(result.listing["save_many"], result.listing["save_few"], strict=True)
-    return statistics.median(many / few for many, few in pairs)
-
-
-def _milliseconds(key: str) -> Callable[[Result], float | None]:
-    def value(result: Result) -> float | None:
-        seconds = _seconds(result, OURS, key)
-        return None if seconds is None else seconds * 1e3
-
-    return value
-
-
-GOALS = (
-    Goal("training time lost / torch.save and fsync", 0.1, _of("lost")),
-    Goal("training time lost / best background save of a peer", 0.25, _over_best_async),
-    Goal("until durable / raw write", 1.15, _of("durable")),
-    Goal("load, verified / raw read", 1.3, _of("load")),
-    Goal(
-        "torch.load(mmap=True), every page touched / load",
-        3.0,
-        lambda result: _over(_seconds(result, "torch.save, tuned", "load"), _seconds(result, OURS, "load")),
-        is_floor=True,
-    ),
-    Goal("peak extra memory / state", 1.02, _of("memory")),
-    Goal("save of many tensors of 256 B, ms", 15, _milliseconds("tensors_durable")),
-    Goal("load of many tensors of 256 B, ms", 10, _milliseconds("tensors_load")),
-    Goal("90 % frozen: bytes written / state", 0.101, _of("frozen_bytes")),
-    Goal("90 % frozen: time / nothing frozen", 0.25, _of("frozen_time")),
-    Goal(
-        "many checkpoints: load finds the newest, ms more than among few",
-        5,
-        lambda result: (
-            (_listed(result, "load_many") - _listed(result, "load_few")) * 1e3 if result.listing else None
-        ),
-    ),
-    Goal("many checkpoints: a save / one among few", 1.02, _growth),
-)
 
 
 def _goal_rows(result: Result) -> list[list[str]]:
@@ -295,13 +187,13 @@ def _wins(result: Result) -> str:
         return ""
     for column in COLUMNS:
         key = column.compared_by or column.key
-        ours = _seconds(result, OURS, key)
+        ours = seconds(result, OURS, key)
         if ours is None:
             continue
         better = {
             name: value
             for name in _names(result)
-            if (value := _seconds(result, name, key)) is not None and value < ours - 0.02 * abs(ours)
+            if (value := seconds(result, name, key)) is not None and value < ours - 0.02 * abs(ours)
         }
         told = [
             f"{name} ({_told(better[name], key)})" for name in sorted(better, key=lambda name: better[name])
@@ -327,7 +219,8 @@ def _failures(result: Result) -> str:
     return "\n".join(["**What does not work:**", "", *lines]) if lines else ""
 
 
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def aligned(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table whose columns stand below each other."""
     if not rows:
         return ""
     every = [headings, *rows]

@@ -77,8 +77,8 @@ class Training:
                     state[name] = tensor.copy_(state[name])
 
 
-def gpt(megabytes: float, device: str) -> Training:
-    """Return the training of a GPT whose weights and AdamW moments take so much.
+def gpt_parts(megabytes: float, device: str) -> dict[str, Any]:
+    """Return a GPT and an AdamW that has no moments yet; with them the state takes so much.
 
     GPT-2 small at 1493 MB, GPT-2 medium at 4257.
     """
@@ -87,9 +87,15 @@ def gpt(megabytes: float, device: str) -> Training:
     blocks = max(1, round(0.68 * parameters / (12 * width * width)))
     words = max(256, round((parameters - blocks * 12 * width * width) / width))
     model = Gpt(width, blocks, words).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)}
+
+
+def gpt(megabytes: float, device: str) -> Training:
+    """Return the training of a GPT whose weights and AdamW moments take so much."""
+    parts = gpt_parts(megabytes, device)
+    model, optimizer = parts["model"], parts["optimizer"]
     shape = (8, 1024) if device == "cuda" else (1, 64)
-    tokens = torch.randint(0, words, shape, device=device)
+    tokens = torch.randint(0, model.words.num_embeddings, shape, device=device)
 
     def step() -> torch.Tensor:
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
@@ -100,7 +106,7 @@ def gpt(megabytes: float, device: str) -> Training:
         optimizer.zero_grad()
         return loss.detach()
 
-    return Training({"model": model, "optimizer": optimizer}, step, device)
+    return Training(parts, step, device)
 
 
 class Gpt(nn.Module):

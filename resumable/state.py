@@ -65,7 +65,7 @@ class RunState(Generic[B]):
     runs/exp is empty: starting fresh
     >>> with RunState.load("runs/exp", model=model, optimizer=optimizer, minimize="loss") as state:
     ...     state.step  # doctest: +ELLIPSIS
-    resumed runs/exp from checkpoint 3: epoch 0, step 3, best loss ... s)
+    resumed runs/exp from checkpoint 3: epoch 0, step 3, best loss ... (...s)
     3
     """
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from ..errors import CannotRead, UsageError, printable
 from ..files.jsonl import Line
-from ..progress import Progress
 from ..run import history
 from ..run.checkpoint import Checkpoint
 from ..run.directory import Run
@@ -85,6 +84,7 @@ def _report(given: argparse.Namespace) -> int:
 
 def _show(given: argparse.Namespace) -> int:
     # Here and not above: they import torch, which takes longer than `ls` needs to answer.
+    from ..progress import Progress
     from ..views import contents, details
 
     def read(found: Checkpoint) -> tuple[contents.Contents, contents.Measured]:
@@ -114,6 +114,7 @@ def _diff(given: argparse.Namespace) -> int:
     if given.trace:
         return _diff_traces(given)
     # See _show.
+    from ..progress import Progress
     from ..views import comparison, contents, details
 
     _, then = read_at(given.before, contents.read)

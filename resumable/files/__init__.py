@@ -13,5 +13,6 @@ __all__ = [
     "sharded_tensor",
     "strict_json",
     "tensor_file",
+    "tensor_groups",
     "threads",
 ]

@@ -8,7 +8,6 @@ refers to them by name. Reading imports nothing and calls nothing by name.
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 from collections.abc import Iterator, Mapping
 
@@ -19,6 +18,8 @@ from .decoder import Place, decode, tensor_facts
 from .encoder import Encoded, Memo, Path, encode, tensor_names
 from .strict_json import LONGEST, MOST, Json, is_more_than, parse, typed
 from .tensor_file import from_safetensors, to_safetensors
+from .tensor_groups import Group
+from .tensor_groups import dumps as _dumps
 
 __all__ = [
     "Encoded",
@@ -97,20 +98,21 @@ def to_texts(
     `leads`: the parts that not all processes have, and whether this is the first that does.
     """
     leads = leads or {}
+    known = {id(one.json): one for tree in trees.values() for one in tree.key if isinstance(one, Group)}
     shared = {stem: tree.json for stem, tree in trees.items() if stem != "rank"}
     of_all = {
         stem: {part: json for part, json in tree.items() if part not in leads}
         for stem, tree in shared.items()
     }
-    texts = {"state.json": _text(of_all)}
+    texts = {"state.json": _text(of_all, known)}
     if any(leads.values()):
         own = {
             stem: {part: json for part, json in tree.items() if leads.get(part)}
             for stem, tree in shared.items()
         }
-        texts[f"state-{rank:05}.json"] = _text(own)
+        texts[f"state-{rank:05}.json"] = _text(own, known)
     if "rank" in trees:
-        texts[f"{_rank_path(rank)}.json"] = _text(trees["rank"].json)
+        texts[f"{_rank_path(rank)}.json"] = _text(trees["rank"].json, known)
     return texts
 
 
@@ -225,8 +227,8 @@ def stem_of(path: str) -> str:
     return "" if stem == "rank" else stem
 
 
-def _text(tree: Json) -> bytes:
-    text = json.dumps(tree, allow_nan=False, separators=(",", ":"))
+def _text(tree: Json, known: Mapping[int, Group]) -> bytes:
+    text = _dumped(tree, known)
     # Refuse here what no load would read.
     if len(text) > LONGEST or is_more_than(MOST, text):
         raise CannotStore(
@@ -235,3 +237,16 @@ def _text(tree: Json) -> bytes:
             fix="keep what is many in tensors or numpy arrays. Nothing was written.",
         )
     return text.encode()
+
+
+def _dumped(tree: Json, known: Mapping[int, Group]) -> str:
+    """Return a tree as text, with the texts of the groups that were encoded before."""
+    if known and type(tree) is dict and len(tree) <= _WIDEST:
+        items = (f"{_dumps(key)}:{_dumped(value, known)}" for key, value in tree.items())
+        return f"{{{','.join(items)}}}"
+    group = known.get(id(tree))
+    return group.text() if group else _dumps(tree)
+
+
+_WIDEST = 100
+"""Encoding the items of wider dicts one by one takes longer than the groups in them save."""

@@ -18,9 +18,10 @@ import torch
 from ..boundary import Boundary
 from ..errors import CannotStore
 from . import sharded_tensor
-from .sharded_tensor import is_sharded, is_sharded_kind
+from .sharded_tensor import is_sharded
 from .strict_json import Json
 from .tensor_file import DTYPES
+from .tensor_groups import Facts, Group, facts_of
 
 Path = tuple[str, ...]
 
@@ -34,8 +35,6 @@ NUMPY_DTYPE = re.compile(r"[<>|][biufcSUmM][1-9][0-9]*(\[[0-9a-zA-Z]+\])?")
 DEEPEST = 64
 _EXACT = 2**53
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_PLAIN = {torch.Tensor, torch.nn.Parameter}
-_COMPLEX = {torch.complex32, torch.complex64, torch.complex128}
 
 
 @dataclass(slots=True)
@@ -58,7 +57,7 @@ class Encoded:
     """The device of this process for each device of the process that saved."""
 
 
-Memo = dict[Path, "_Group"]
+Memo = dict[Path, Group]
 """Groups of the last encoding of a tree, by path; an encoding reads and updates them."""
 
 
@@ -82,42 +81,6 @@ def encode(tree: Any, name: Callable[[Path], str] = ".".join, memo: Memo | None 
 
 class _MemoStale(Exception):
     """A tensor shares its memory or its name with one of a group that was taken from the memo."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Group:
-    """An encoded dict of tensors, reused until one of them moves.
-
-    Encoding ten thousand tensors one by one would delay the training by a tenth of a second.
-    """
-
-    facts: tuple[list[Any], ...]
-    json: dict[str, Json]
-    stored: dict[str, str]
-    """The key in the dict, by the name in the file."""
-    aliases: dict[str, str]
-    places: frozenset[int]
-
-
-def _facts(values: Mapping[str, torch.Tensor]) -> tuple[list[Any], ...] | None:
-    """Return everything that the encoding of plain tensors depends on, one call for all of them.
-
-    Return None where it depends on more.
-    """
-    wholes, tensors = values.values(), [*map(sharded_tensor.local, values.values())]
-    dtypes = [tensor.dtype for tensor in tensors]
-    if not _COMPLEX.isdisjoint(dtypes) or any(map(torch.Tensor.is_neg, tensors)):
-        return None
-    try:
-        places = [*map(torch.Tensor.data_ptr, tensors)]
-        sizes, strides = [*map(torch.Tensor.size, tensors)], [*map(torch.Tensor.stride, tensors)]
-        # A tensor without bytes has no address, which otherwise identifies the device.
-        devices = [tensor.device for tensor in tensors] if 0 in places else []
-        placed = [_placing(one) for one in wholes if is_sharded(one)]
-        return [*values], dtypes, places, sizes, strides, devices, placed
-    except RuntimeError:
-        # Sparse and nested tensors have no address.
-        return None
 
 
 class _Encoder:
@@ -190,8 +153,11 @@ class _Encoder:
 
     def _dict(self, values: dict[Any, Any], path: Path) -> Json:
         group = self._memo.get(path) if self._memo else None
-        facts = _facts(values) if self._memo is not None and values and _are_known(values) else None
+        if group and group.is_of(values):
+            return self._same_group(values, group)
+        facts = facts_of(values) if self._memo is not None and values else None
         if group and group.facts == facts:
+            group.guard(values)
             return self._same_group(values, group)
         # One look at all keys nearly always suffices.
         names = "".join(values) if {*map(type, values)} <= {str} else "$"
@@ -201,7 +167,7 @@ class _Encoder:
             return self._new_group(values, path, facts)
         return dict(zip(values, self._all(values.items(), path), strict=True))
 
-    def _new_group(self, values: dict[str, torch.Tensor], path: Path, facts: tuple[list[Any], ...]) -> Json:
+    def _new_group(self, values: dict[str, torch.Tensor], path: Path, facts: Facts) -> Json:
         assert self._memo is not None
         key, tensors, aliases = len(self.key), len(self.tensors), len(self.aliases)
         json = dict(zip(values, self._all(values.items(), path), strict=True))
@@ -215,20 +181,20 @@ class _Encoder:
             for member, item in json.items():
                 for name in fresh.intersection(tensor_names(item)):
                     stored.setdefault(name, member)
-            places = frozenset(place for place in facts[2] if place)
-            group = self._memo[path] = _Group(facts, json, stored, tied, places)
+            places = frozenset(place for place in facts.places if place)
+            group = self._memo[path] = Group(facts, json, stored, tied, places)
             self.key[key:] = [group]
         return json
 
-    def _same_group(self, values: dict[str, torch.Tensor], group: _Group) -> Json:
-        names = group.stored.keys() | group.aliases.keys()
-        places = group.places
-        if not (self.tensors.keys().isdisjoint(names) and self.aliases.keys().isdisjoint(names)):
-            raise _MemoStale
-        if not (places.isdisjoint(self._places) and places.isdisjoint(self._places_in_groups)):
+    def _same_group(self, values: dict[str, torch.Tensor], group: Group) -> Json:
+        if self.tensors or self.aliases:
+            names = group.stored.keys() | group.aliases.keys()
+            if not (self.tensors.keys().isdisjoint(names) and self.aliases.keys().isdisjoint(names)):
+                raise _MemoStale
+        if not (group.places.isdisjoint(self._places) and group.places.isdisjoint(self._places_in_groups)):
             raise _MemoStale
         self._places_in_groups |= group.places
-        self.tensors.update(zip(group.stored, map(values.__getitem__, group.stored.values()), strict=True))
+        self.tensors.update(group.take(values))
         self.aliases.update(group.aliases)
         self.key.append(group)
         return group.json
@@ -296,7 +262,7 @@ class _Encoder:
             self.key.append((name, first))
             return first
         self.tensors[name] = tensor
-        placing = _placing(tensor) if live is not tensor else ()
+        placing = sharded_tensor.placing(tensor) if live is not tensor else ()
         self.key.append((name, live.dtype, live.shape, live.device, *placing))
         return name
 
@@ -332,14 +298,6 @@ STORED_AS = {"b": torch.bool}
 
 Uninitialized memory holds any byte, and a safetensors file has only real booleans.
 """
-
-
-def _are_known(values: Mapping[Any, Any]) -> bool:
-    return all(kind in _PLAIN or is_sharded_kind(kind) for kind in {*map(type, values.values())})
-
-
-def _placing(tensor: Any) -> tuple[Any, ...]:
-    return tensor.shape, tensor.placements, tensor.device_mesh
 
 
 def _is_name(key: Any) -> bool:

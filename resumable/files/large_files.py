@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import math
 import mmap
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -29,12 +27,17 @@ BLOCK = 16 << 20
 _PREALLOCATE = 1 << 20
 _WORTH_A_LINK = 1 << 20  # damage to a linked file damages every checkpoint that shares it
 
-Way = Literal["uncached", "paced", "direct", "plain"]
+Way = Literal["direct", "uncached", "paced", "plain"]
 """How large files are written.
 
-"uncached": written data is dropped from the page cache at once, which leaves it to other programs' data.
-"paced": the flush of each block begins at once. "direct": O_DIRECT. "plain": all is flushed at the end.
+"direct": O_DIRECT. "uncached": written data is dropped from the page cache at once, which leaves it to other
+programs' data. "paced": the flush of each block begins at once. "plain": all is flushed at the end.
 """
+
+WAYS: tuple[Way, ...] = (
+    ("direct", "uncached", "paced", "plain") if sys.platform == "linux" else ("paced", "plain")
+)
+"""Those that this system may have; the first takes the least time from the processors."""
 
 
 def digest(data: Any) -> str:
@@ -147,6 +150,8 @@ class Written(NamedTuple):
     blocks: list[bytes]
     identity: tuple[int, ...] = ()
     """Changes whenever the file is written to or replaced."""
+    way: Way | None = None
+    """How it was written; None if it is a link to an older one."""
 
     @property
     def digest(self) -> str:
@@ -162,7 +167,7 @@ def put(path: Path, content: Content, way: Way = "paced") -> Written:
         with contextlib.suppress(OSError):
             if identity(os.stat(before.path)) == before.identity:
                 os.link(before.path, path)
-                return before._replace(path=path)
+                return before._replace(path=path, way=None)
     return write(path, content, way)
 
 
@@ -172,9 +177,9 @@ def write(path: Path, content: Content, way: Way = "paced") -> Written:
         raise ValueError(f"others write to {path} too: create() it, and write_share()")
     with disk.created(path) as fd:
         _preallocate(fd, content.size)
-        digests = _write_blocks(fd, content, way)
+        digests, way = _write_blocks(fd, content, way)
         seen = identity(os.fstat(fd))
-    return Written(path, content.size, digests, seen)
+    return Written(path, content.size, digests, seen, way)
 
 
 def create(path: Path, size: int) -> None:
@@ -201,8 +206,8 @@ def receive(path: Path, size: int, read: Callable[[int, int], Any], piece: int, 
         return fold(in_threads(job, size, threads))
 
 
-def write_share(path: Path, content: Content, way: Way = "paced") -> list[bytes]:
-    """Write a share of a file that was created for several, flush, and return its blocks' digests."""
+def write_share(path: Path, content: Content, way: Way = "paced") -> Written:
+    """Write a share of a file that was created for several, flush, and return it with its own blocks."""
     # Each process flushes: a flush by another does not cover what is written after it.
     with disk.joined(path) as fd:
         if (found := os.fstat(fd).st_size) != content.size:
@@ -212,7 +217,8 @@ def write_share(path: Path, content: Content, way: Way = "paced") -> list[bytes]
                 fix="make the same model and the same optimizer in every process. "
                 "The checkpoints before it are untouched.",
             )
-        return _write_blocks(fd, content, way)
+        digests, way = _write_blocks(fd, content, way)
+    return Written(path, content.size, digests, way=way)
 
 
 def identity(found: os.stat_result) -> tuple[int, ...]:
@@ -231,10 +237,20 @@ def _preallocate(fd: int, size: int) -> None:
             raise
 
 
-def _write_blocks(fd: int, content: Content, way: Way) -> list[bytes]:
-    if way == "direct" and _begins_a_page(content.data):
-        return _write_directly(fd, content)
+def _write_blocks(fd: int, content: Content, way: Way) -> tuple[list[bytes], Way]:
+    """Write all blocks; return their digests, and the way that was possible."""
+    try:
+        if way == "direct" and _begins_a_page(content.data):
+            return _write_directly(fd, content), way
+        return _write_cached(fd, content, way), way
+    except OSError as exc:
+        # Not every disk can be written past the page cache. If that was not the cause, it fails again.
+        if way not in ("direct", "uncached") or exc.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+    return _write_cached(fd, content, "paced"), "paced"
 
+
+def _write_cached(fd: int, content: Content, way: Way) -> list[bytes]:
     def job(at: int) -> bytes:
         block = content.block(at)
         found = xxhash.xxh3_128_digest(block)
@@ -264,8 +280,10 @@ def _write_directly(fd: int, content: Content) -> list[bytes]:
         return found
 
     _set_direct(fd, True)
-    digests = in_threads(job, content.data.nbytes, _WRITERS)
-    _set_direct(fd, False)
+    try:
+        digests = in_threads(job, content.data.nbytes, _WRITERS)
+    finally:
+        _set_direct(fd, False)
     _write_at(fd, content.data[whole:], content.begin + whole)
     return digests
 
@@ -307,34 +325,3 @@ def _begin_flush(fd: int, at: int, size: int) -> None:
         # Linux starts writing data that is marked as not needed; it drops none of it before it is written.
         with contextlib.suppress(OSError):
             os.posix_fadvise(fd, at, size, os.POSIX_FADV_DONTNEED)
-
-
-_WAYS: tuple[Way, ...] = (
-    ("uncached", "paced", "direct", "plain") if sys.platform == "linux" else ("paced", "plain")
-)
-
-
-def fastest_way(folder: Path, scratch: memoryview, is_wanted: Callable[[], bool] = lambda: True) -> Way:
-    """Return the fastest way to write large files to this disk, tried with `scratch`, which is page-aligned.
-
-    If it is no longer wanted, return the best that is known by then.
-    """
-    taken: dict[Way, float] = {}
-    for way in _WAYS * 2:
-        if not is_wanted():
-            break
-        probe = folder / f".probe-{os.urandom(4).hex()}"
-        try:
-            start = time.perf_counter()
-            write(probe, Content(scratch), way)
-            seconds = time.perf_counter() - start
-        except OSError:
-            # Not every disk can be written past the page cache.
-            continue
-        finally:
-            with contextlib.suppress(OSError):
-                os.unlink(probe)
-        # Take the first way that is not clearly slower than another: disks are noisy.
-        taken[way] = min(seconds, taken.get(way, math.inf))
-    quickest = min(taken.values(), default=0.0)
-    return next((way for way, seconds in taken.items() if seconds <= 1.15 * quickest), "paced")

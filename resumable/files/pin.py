@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from pathlib import Path
 from typing import Any, Protocol
@@ -36,6 +35,9 @@ class Pin:
 
     def file(self, name: str) -> Hasher:
         """Return the hasher for the bytes of a file."""
+        # Imported here, because most commands need no such hash.
+        import hashlib
+
         found: Hasher = hashlib.sha256()
         self._files[name] = found
         return found
@@ -51,6 +53,8 @@ def of_bytes(data: Any) -> str:
     >>> of_bytes(b"")
     'sha256:e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855'
     """
+    import hashlib
+
     return f"sha256:{hashlib.sha256(data).hexdigest()}"
 
 

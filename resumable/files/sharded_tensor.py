@@ -46,6 +46,11 @@ def identity(tensor: Tensor) -> tuple[Any, ...]:
     return (here.data_ptr() if here.numel() else id(tensor), tensor.shape, here.stride(), here.device)
 
 
+def placing(tensor: Any) -> tuple[Any, ...]:
+    """Return how a sharded tensor is divided, and over which processes."""
+    return tensor.shape, tensor.placements, tensor.device_mesh
+
+
 def size(tensor: Tensor) -> int:
     """Return the bytes of a tensor that are in this process."""
     return local(tensor).nbytes

@@ -66,7 +66,7 @@ def is_more_than(most: int, text: str) -> bool:
     >>> is_more_than(3, '{"a": [[], "[[["]}'), is_more_than(4, '{"a": [[], "[[["]}')
     (True, False)
     """
-    if sum(map(text.count, _PIECES)) <= most:
+    if len(text) <= most or sum(map(text.count, _PIECES)) <= most:
         return False
     # Brackets inside strings do not count. Remove strings part by part: doing it at once would take the
     # memory that this check protects.

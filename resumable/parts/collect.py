@@ -62,7 +62,10 @@ def encoded(chosen: Iterable[Part], *, is_all: bool = True) -> Trees:
         for stem, tree in (part.collect() if is_all else part.collect_of_rank()).items():
             memo = part.memos.setdefault(stem, {})
             found = codec.encode({part.name: tree}, NAMERS.get(stem, ".".join), memo)
-            merge(trees.setdefault(stem, Encoded({}, {}, {})), found)
+            if stem in trees:
+                merge(trees[stem], found)
+            else:
+                trees[stem] = found
     return trees
 
 

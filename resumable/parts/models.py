@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from functools import cache
 from itertools import chain
@@ -14,14 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UsageError, warn
-from ..files import large_files, sharded_tensor, tensor_file
+from ..files import large_files, sharded_tensor, tensor_file, tensor_groups
 from ..loaders import wrappers
 from . import ddp_buckets
+from .module_walk import Modules, buffers_of, persistent_buffers, shapes, walk
 from .part import Difference, Part, Saved, same_device, shape
 from .sharded import hooks_of_torch, refuse_split, reshard
-
-Modules = Sequence[tuple[str, nn.Module]]
-"""Modules by name."""
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -47,7 +45,7 @@ _wrapper_attribute: Callable[[Any], str | None] = cache(_found_attribute)
 
 def bare_name(root: nn.Module, walked: Modules | None = None) -> Callable[[str], str]:
     """Return a function that removes the wrappers inside `root` from a name; `walked`: all its modules."""
-    walked = [*root.named_modules(remove_duplicate=False)] if walked is None else walked
+    walked = walk(root) if walked is None else walked
     if not any(map(_wrapper_attribute, {*map(type, dict(walked).values())})):
         return str
     wrapped = []
@@ -81,19 +79,25 @@ class ModulePart(Part):
             refuse_split(f"{name}.{path}" if path else name, value)
         walked = self._walk()
         parameters, modules = self.parameters(walked), self._modules(walked)
-        buffers = _buffers_of(modules)
+        buffers = buffers_of(modules)
         _refuse_lazy(name, {**parameters, **buffers})
         self.built = {"frozen": _frozen(parameters)}
         if meshes := _meshes(parameters):
             self.built["sharding"] = meshes
         self._buffers_of_the_script = buffers.keys()
-        self._given = _shapes(parameters, modules)
+        self._given = shapes(parameters), shapes(persistent_buffers(modules))
+        self._guard: tensor_groups.Guard | None = None
+        """Compares parameters with those that were as the script gave them."""
 
     def outgrown(self) -> Iterator[str]:
         """Yield that its tensors have changed since the script passed it."""
         walked = self._walk()
-        now = _shapes(self.parameters(walked), self._modules(walked))
-        if names := [name for name in {**self._given, **now} if self._given.get(name) != now.get(name)]:
+        parameters, modules = self.parameters(walked), self._modules(walked)
+        if self._is_as_given(parameters, modules):
+            return
+        given = {**self._given[0], **self._given[1]}
+        now = {**shapes(parameters), **shapes(persistent_buffers(modules))}
+        if names := [name for name in {**given, **now} if given.get(name) != now.get(name)]:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             yield (
                 f"{self.name} has changed since it was given to RunState ({', '.join(names[:3])}{more}: "
@@ -101,6 +105,16 @@ class ModulePart(Part):
                 "original model. Build it before RunState.load as it is to be trained; only a buffer with "
                 "persistent=False, and a tensor in state.vars or in a dict in extra=, may come, go and grow."
             )
+
+    def _is_as_given(self, parameters: Mapping[str, nn.Parameter], modules: Modules) -> bool:
+        then, tensors = self._given[0], [*parameters.values()]
+        if [*parameters] != [*then] or shapes(persistent_buffers(modules)) != self._given[1]:
+            return False
+        if self._guard is None or not self._guard(tensors):
+            if shapes(parameters) != then:
+                return False
+            self._guard = tensor_groups.guard_of(tensors)
+        return True
 
     def is_torchs_own(self) -> bool:
         """Whether no module in it has its own way to save or to load."""
@@ -129,7 +143,7 @@ class ModulePart(Part):
         walked = self._walk()
         weights, values = self._weights(walked)
         modules = self._modules(walked)
-        buffers = _buffers_of(modules).items()
+        buffers = buffers_of(modules).items()
         rest = {
             "values": values,
             # A buffer with persistent=False can still change.
@@ -144,19 +158,17 @@ class ModulePart(Part):
         return {self.stem: {"weights": weights, **rest}, **self.differing()}
 
     def _walk(self) -> Modules:
-        # A walk over a thousand modules takes longer than what is done with them: take one where possible.
-        walked = [*self.live.named_modules(remove_duplicate=False)]
+        walked = walk(self.live)
         reshard(walked)
         return walked
 
     def _weights(self, walked: Modules | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return its state_dict by bare names: the tensors, and the other values."""
         bare = bare_name(self.live, walked)
-        state = {bare(name): value for name, value in self._state().items()}
-        if {*map(type, map(sharded_tensor.local, state.values()))} <= {
-            Tensor,
-            nn.Parameter,
-        } and _EXTRA not in "".join(state):
+        state = self._state()
+        state = dict(state) if bare is str else {bare(name): value for name, value in state.items()}
+        kinds = {*map(type, state.values())} - {Tensor, nn.Parameter}
+        if all(map(sharded_tensor.is_sharded_kind, kinds)) and _EXTRA not in "".join(state):
             return state, {}
         values = {name: value for name, value in state.items() if not _is_weight(name, value)}
         return {name: value for name, value in state.items() if name not in values}, values
@@ -169,7 +181,7 @@ class ModulePart(Part):
     def outline(self) -> str:
         """Return the number of its tensors, and a hash of their names and shapes."""
         walked = self._walk()
-        tensors = {**self.parameters(walked), **_buffers_of(self._modules(walked))}
+        tensors = {**self.parameters(walked), **buffers_of(self._modules(walked))}
         texts = [f"{name} {value is not None and _outlined(value)}" for name, value in tensors.items()]
         return f"{len(tensors)} tensors ({large_files.digest(' '.join(texts).encode())[:8]})"
 
@@ -199,7 +211,7 @@ class ModulePart(Part):
     def _modules(self, walked: Modules | None = None) -> Modules:
         """Return the modules by their bare names, a wrapper before the module that it wraps."""
         if walked is None or self._wrapped is not self.live:
-            walked = [*self._wrapped.named_modules(remove_duplicate=False)]
+            walked = walk(self._wrapped)
         bare = bare_name(self._wrapped, walked)
         found: dict[int, tuple[str, nn.Module]] = {}
         for name, module in walked:
@@ -231,7 +243,7 @@ class ModulePart(Part):
     def tensors(self) -> dict[str, Tensor]:
         """Return the parameters and buffers by their bare names."""
         walked = self._walk()
-        buffers = _buffers_of(self._modules(walked))
+        buffers = buffers_of(self._modules(walked))
         return {**self.parameters(walked), **{name: one for name, one in buffers.items() if one is not None}}
 
     def values_by_name(self, tree: Mapping[str, Any]) -> list[Any]:
@@ -343,17 +355,9 @@ class ModulePart(Part):
     def _forget_buffers(self, modules: Modules, saved: AbstractSet[str]) -> None:
         """Delete the buffers that were registered after the checkpoint was made."""
         owners = dict(modules)
-        for name in _buffers_of(modules).keys() - saved - self._buffers_of_the_script:
+        for name in buffers_of(modules).keys() - saved - self._buffers_of_the_script:
             owner, _, leaf = name.rpartition(".")
             delattr(owners[owner], leaf)
-
-
-def _buffers_of(modules: Modules) -> dict[str, Tensor | None]:
-    return {
-        f"{name}.{leaf}" if name else leaf: buffer
-        for name, module in modules
-        for leaf, buffer in module._buffers.items()
-    }
 
 
 def _replicas_of(modules: Modules) -> dict[str, nn.Module]:
@@ -376,20 +380,8 @@ def _meshes(parameters: Mapping[str, Any]) -> list[str]:
 
 
 def _frozen(parameters: Mapping[str, nn.Parameter]) -> list[str]:
-    return [name for name, parameter in parameters.items() if not parameter.requires_grad]
-
-
-def _shapes(
-    parameters: Mapping[str, nn.Parameter], modules: Modules
-) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Return the shapes of the tensors that must be the same in a resume."""
-    persistent = {
-        f"{name}.{leaf}" if name else leaf: buffer
-        for name, module in modules
-        for leaf, buffer in module._buffers.items()
-        if buffer is not None and leaf not in module._non_persistent_buffers_set
-    }
-    return {name: (live.shape, live.dtype) for name, live in (*parameters.items(), *persistent.items())}
+    are_trained = map(operator.attrgetter("requires_grad"), parameters.values())
+    return [name for name, is_trained in zip(parameters, are_trained, strict=True) if not is_trained]
 
 
 def _refuse_lazy(part: str, tensors: Mapping[str, Tensor | None]) -> None:

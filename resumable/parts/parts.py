@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from ..run import changes
 from . import sharded
 from .aliases import Aliases
 from .models import ModulePart
+from .module_walk import parameters_of
 from .optimizers import OptimizerPart
 from .other_parts import ContainerPart, GeneratorPart, LoaderPart, PositionPart, RandomPart, make
 from .part import Part
@@ -184,7 +186,7 @@ class Parts:
 
     def devices_in_use(self) -> set[str]:
         """Return the devices of the models' and optimizers' parameters."""
-        found = {parameter.device for part in self.models for parameter in part.live.parameters()}
+        found = {*map(attrgetter("device"), self.parameters())}
         for part in self.optimizers:
             found |= {p.device for group in part.live.param_groups for p in group["params"]}
         return {*map(str, found)}
@@ -230,10 +232,9 @@ class Parts:
         """Return the live objects of all parts."""
         return [part.live for part in self.all]
 
-    def parameters(self) -> Iterator[torch.Tensor]:
-        """Yield the parameters of the models."""
-        for part in self.models:
-            yield from part.live.parameters()
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Return the parameters of the models; one that is shared comes several times."""
+        return [one for part in self.models for one in parameters_of(part.live)]
 
     def trained(self) -> list[str]:
         """Return the parts that a step of an optimizer changes."""

@@ -7,7 +7,7 @@ import re
 from types import CodeType, FrameType, TracebackType
 
 from ..errors import ResumableError
-from ..run.history import History
+from ..run.history_writer import History
 from .position import Position
 
 

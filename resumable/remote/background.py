@@ -21,7 +21,7 @@ from ..files import lock
 from ..files.threads import yield_to_training
 from ..progress import Progress
 from ..run.directory import Run
-from ..run.history import History
+from ..run.history_writer import History
 from ..run.manifest import Best, Goal
 from ..run.policy import Keep, Push, duration
 from .backlog import Backlog

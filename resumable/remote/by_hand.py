@@ -19,7 +19,7 @@ from ..files import lock
 from ..progress import Progress
 from ..run.checkpoint import Checkpoint
 from ..run.directory import Run
-from ..run.history import History
+from ..run.history_writer import History
 from ..run.manifest import Manifest
 from .pull import adopt, look, pull
 from .push import LOCK, OthersDue, is_there, missing, noted, push

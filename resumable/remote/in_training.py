@@ -12,7 +12,7 @@ from ..options import Copied
 from ..processes.crew import Crew
 from ..progress import Progress
 from ..run.directory import Run
-from ..run.history import History
+from ..run.history_writer import History
 from ..run.manifest import Best, Goal
 from ..run.resume_choice import Which, is_number
 from . import pull, url

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import os
 import re
@@ -131,6 +130,9 @@ def cache_folder(url: str) -> Path:
     >>> cache_folder("s3://bucket/exp").name
     's3-bucket-exp-66064cff'
     """
+    # Imported here, because few commands name a remote.
+    import hashlib
+
     plain = shown(url)
     words = re.sub(r"[^a-zA-Z0-9._]+", "-", plain).strip("-.")[-_LONGEST_NAME:]
     # Other addresses may have the same words.

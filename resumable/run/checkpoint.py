@@ -10,15 +10,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..errors import CannotRead, FormatTooNew, ResumableError, SaveFailed
 from ..files import disk, file_reader, large_files, safetensors_header
 from ..files.file_reader import Lane, Target
 from ..files.large_files import Content, Way, Written
 from ..files.pin import Pin
-from ..progress import Told
 from . import manifest
 from .manifest import FILE_NAME, FileRecord, Manifest
+
+if TYPE_CHECKING:
+    from ..progress import Told
 
 NAME = re.compile(r"([0-9]{6,15})-step-([0-9]{8,})")
 """The save number and the optimizer steps. Folders with other names are not ours."""
@@ -243,13 +246,14 @@ class Stage:
         """Write files, or link the unchanged ones of the last save, flushed."""
         self._size += sum([content.data.nbytes for content in files.values()])
         written = {}
-        for file, content in files.items():
+        # A small file may be complete only with the last tensor: in front, it would hold up the large ones.
+        for file, content in sorted(files.items(), key=lambda item: item[1].data.nbytes < large_files.BLOCK):
             path = self.path / file
             if not path.parent.is_dir():
                 # Another process may have made it first.
                 path.parent.mkdir(exist_ok=True)
             if content.is_share:
-                written[file] = Written(path, content.size, large_files.write_share(path, content, way))
+                written[file] = large_files.write_share(path, content, way)
             else:
                 written[file] = large_files.put(path, content, way)
         return written

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterable, Sequence
 
 from ..errors import printable
@@ -20,6 +19,9 @@ def escaped(value: object) -> Markup:
     """
     if isinstance(value, Markup):
         return value
+    # Imported here, because few commands write pages.
+    import html
+
     return Markup("" if value is None else html.escape(printable(str(value))))
 
 

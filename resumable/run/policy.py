@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,9 +21,10 @@ def moment(saved: str) -> float | None:
     (1785412800.0, None)
     """
     # The first and the last date overflow in another time zone, and Windows begins in 1970.
-    with contextlib.suppress(ValueError, OverflowError, OSError):
+    try:
         return datetime.fromisoformat(saved).timestamp()
-    return None
+    except (ValueError, OverflowError, OSError):
+        return None
 
 
 def when(time: str | None) -> str:

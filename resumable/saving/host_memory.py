@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import mmap
 import os
@@ -33,6 +34,11 @@ class HostMemory:
             self._map = mmap.mmap(-1, max(size, 1))
         else:
             self._map = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            # A kernel without huge pages refuses. Past the page cache a disk writes them twice as fast as
+            # small ones, for a third of the CPU time.
+            with contextlib.suppress(OSError):
+                self._map.madvise(mmap.MADV_HUGEPAGE)
         if hasattr(mmap, "MADV_DONTFORK"):
             # Otherwise each write after a loader has forked its workers would copy a page, which they keep.
             self._map.madvise(mmap.MADV_DONTFORK)

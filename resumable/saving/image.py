@@ -14,7 +14,6 @@ import torch
 from ..files import tensor_file
 from ..files.codec import Encoded
 from ..files.tensor_file import Layout
-from ..files.threads import yield_to_training
 from ..processes.write_shares import Range
 from .fence import Fence
 from .gpu_buffers import Buffers
@@ -26,7 +25,6 @@ from .snapshot import Snapshot
 _WORTH_A_FENCE = 64 << 20
 """Fewer bytes in host memory are copied at once: that takes some milliseconds, and needs no trust."""
 
-_LENT = 32 << 20
 _STEPS_TO_PEAK = 2
 
 
@@ -50,36 +48,21 @@ class Image:
         self._taken = 0
         self._owner = os.getpid()
         self._reserving: threading.Thread | None = None
-        self._is_reserved = threading.Event()
         self._last: Snapshot | None = None
 
-    def reserve(self, size: int, then: Callable[[memoryview], None]) -> None:
-        """Allocate about `size` bytes for the image in the background, and lend `then` some of them."""
+    def reserve(self, size: int) -> None:
+        """Allocate about `size` bytes for the image in the background."""
         self.settle()
         if self._memory is None or self._memory.size < size:
-            self._is_reserved.clear()
             gpu = gpu_of(self._fence.parameters())
-            reserving = threading.Thread(target=self._reserve, args=(size, then, gpu))
+            reserving = threading.Thread(target=self._reserve, args=(size, gpu))
             reserving.start()
             self._reserving = reserving
 
-    def _reserve(self, size: int, then: Callable[[memoryview], None], gpu: torch.device | None) -> None:
-        try:
-            yield_to_training()
+    def _reserve(self, size: int, gpu: torch.device | None) -> None:
+        # The save will fail for the same reason, and report it.
+        with contextlib.suppress(MemoryError, OSError):
             self._allocate(size, gpu)
-            assert self._memory
-            lent = self._memory.bytes[:_LENT]
-        except (MemoryError, OSError):
-            # The save will fail for the same reason, and report it.
-            return
-        finally:
-            self._is_reserved.set()
-        try:
-            then(lent)
-        except RuntimeError:
-            # At the end of the script no more threads can be started.
-            if threading.main_thread().is_alive():
-                raise
 
     def settle(self) -> None:
         """Wait until no thread of the image works in the background."""
@@ -88,7 +71,7 @@ class Image:
             self._owner, self._memory, self._files, self._buffers = os.getpid(), None, {}, {}
             self._reserving = self._last = None
         if self._reserving:
-            self._is_reserved.wait()
+            self._reserving.join()
         # Even if its save has failed, it may still be copying into the memory that the next one needs.
         if self._last and self._last.has_failed():
             self._forget()
@@ -137,8 +120,6 @@ class Image:
     def close(self) -> None:
         """Free the memory and remove the hooks; a snapshot in use keeps its part of the memory."""
         self.settle()
-        if self._reserving:
-            self._reserving.join()
         self._files, self._buffers = {}, {}
         self._release()
         self._fence.remove()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +16,9 @@ from ..processes.write_shares import Range
 from .host_memory import HostMemory
 
 _SMALL = 64 << 10
+_WORTH_A_ROW = 8
+_IN_ROWS = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
+"""torch.cat copies numbers of these dtypes in half the time of a copy of each tensor."""
 
 
 class Share(NamedTuple):
@@ -48,6 +52,22 @@ def _share(layout: Layout, begin: int, end: int) -> Share:
     return Share(Layout(layout.header[begin:end], tuple(slots), end - begin), begin, layout.size, parts)
 
 
+def _rows(slots: Sequence[Slot], are_small: Sequence[bool]) -> list[range]:
+    """Return the runs of small tensors that lie side by side like the parts of one tensor."""
+
+    def kind(number: int) -> tuple[Any, ...] | None:
+        slot = slots[number]
+        is_part = are_small[number] and slot.shape and slot.dtype in _IN_ROWS
+        return (slot.dtype, slot.shape[1:]) if is_part else None
+
+    found = []
+    for of_part, run in itertools.groupby(range(len(slots)), kind):
+        numbers = [*run]
+        if of_part and len(numbers) >= _WORTH_A_ROW:
+            found.append(range(numbers[0], numbers[-1] + 1))
+    return found
+
+
 class ImageFile:
     """A file of every save, which keeps its place in the image while its layout stays the same."""
 
@@ -67,7 +87,11 @@ class ImageFile:
         for number in self.share.parts:
             small[number] = False
         # One by one, ten thousand would keep the training waiting.
-        self._together = [number for number, is_small in enumerate(small) if is_small]
+        self._rows = _rows(self.layout.slots, small)
+        in_rows = {number for row in self._rows for number in row}
+        self._together = [n for n, is_small in enumerate(small) if is_small and n not in in_rows]
+        self._whole_rows: list[Tensor] = []
+        self._views_together: list[Tensor] = []
         self.apart = [number for number, is_small in enumerate(small) if not is_small]
         """The slots whose tensors are copied one by one."""
         self._memory: memoryview | None = None
@@ -82,7 +106,15 @@ class ImageFile:
         end = begin + self.layout.size
         self._memory, self._fingerprint = memory.bytes[begin:end], None
         self._memory[: len(self.layout.header)] = self.layout.header
-        self.views = self.layout.views(memory.tensor[begin:end])
+        here, slots = memory.tensor[begin:end], self.layout.slots
+        self.views = self.layout.views(here)
+        self._views_together = [self.views[number] for number in self._together]
+        self._whole_rows = [
+            here[slots[row[0]].begin : slots[row[-1]].end]
+            .view(slots[row[0]].dtype)
+            .view(-1, *slots[row[0]].shape[1:])
+            for row in self._rows
+        ]
 
     def bytes(self) -> memoryview:
         """Return its place in the image."""
@@ -92,6 +124,7 @@ class ImageFile:
     def release(self) -> None:
         """Give up its place in the image."""
         self._memory, self.views, self._fingerprint = None, [], None
+        self._views_together, self._whole_rows = [], []
 
     def _is_unchanged(self, sources: Sequence[Tensor]) -> bool:
         """Return whether the tensors are the same as at the last call, whose copies are still here."""
@@ -103,17 +136,16 @@ class ImageFile:
         self._fingerprint = None
 
     def begin(self, group: Encoded) -> list[Tensor]:
-        """Copy the small tensors in host memory, in one call, and return the live tensor of each slot.
+        """Copy the small tensors in host memory, in few calls, and return the live tensor of each slot.
 
         Return none if they are frozen in host memory, and the same as those whose copies are still here.
         """
-        sources = [group.tensors[name] for name in self._names]
+        sources = [*map(group.tensors.__getitem__, self._names)]
         # On a device the training would have to wait for the comparison.
         if self.is_frozen and all(one.is_cpu for one in sources) and self._is_unchanged(sources):
             return []
+        for row, whole in zip(self._rows, self._whole_rows, strict=True):
+            torch.cat(sources[row[0] : row[-1] + 1], out=whole)
         if self._together:
-            torch._foreach_copy_(
-                [self.views[number] for number in self._together],
-                [sources[number] for number in self._together],
-            )
+            torch._foreach_copy_(self._views_together, [sources[number] for number in self._together])
         return sources

@@ -1,12 +1,10 @@
-"""What a save needs before it begins: memory, room on the disk, and the fastest way to write there."""
+"""What a save needs before it begins: memory, and room on the disk."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import shutil
-from collections.abc import Callable
-from functools import partial
 
 from ..files import large_files
 from ..run import policy
@@ -21,24 +19,17 @@ class Preparation:
 
     def __init__(self, training: Training) -> None:
         self._training = training
-        self.way: large_files.Way = "paced"
-        """How large files are written."""
 
-    def prepare(self, image: Image, is_idle: Callable[[], bool]) -> None:
-        """Get the memory for the first save and, as long as `is_idle`, try the disk."""
+    def prepare(self, image: Image, *, is_first: bool) -> None:
+        """Warn of a disk without room, and get the memory for the first save."""
         parts, crew = self._training.parts, self._training.crew
         self.warn(parts.size() if parts.saves_all else 0)
         size = parts.size_here() if parts.saves_all else 0
         if crew.writers > 1 and not parts.is_divided:
             # A share is made of whole blocks.
             size = size // crew.writers + large_files.BLOCK
-        if size >= _WORTH_PREPARING and is_idle():
-            image.reserve(size + size // 1000, partial(self._try_disk, is_idle))
-
-    def _try_disk(self, is_idle: Callable[[], bool], scratch: memoryview) -> None:
-        path = self._training.run.path
-        if os.path.isdir(path) and self._training.crew.leads:
-            self.way = large_files.fastest_way(path, scratch, is_idle)
+        if size >= _WORTH_PREPARING and is_first:
+            image.reserve(size + size // 1000)
 
     def warn(self, size: int) -> None:
         """Warn where the disk has no room for all that is to be kept, if a checkpoint takes `size` bytes."""

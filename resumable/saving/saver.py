@@ -25,7 +25,7 @@ from ..position.position import Position
 from ..run import checkpoint, environment, policy
 from ..run.checkpoint import Checkpoint
 from ..run.directory import Run
-from ..run.history import History
+from ..run.history_writer import History
 from ..run.manifest import NO_CHECKPOINT, Best, Manifest
 from ..run.policy import Interval, Took, moment
 from ..training import Training
@@ -37,6 +37,7 @@ from .save_cost import SaveCost
 from .snapshot import Snapshot, WrittenAround
 from .started_with import started_with
 from .tidying import tidy_after
+from .ways import Ways
 from .writer import PendingSave, Writer
 
 
@@ -75,10 +76,10 @@ class Saving:
         self._image = Image(optimizers, self._parts.written_in_forward, waiting=waiting)
         self.late = LateChanges(training, self._image)
         self.preparation = Preparation(training)
+        self.ways = Ways(self._run.path)
         self._written: Mapping[str, large_files.Written] = {}
         self._settled: set[str] = set()
         """The files that were the same in the last two saves."""
-        self._is_closed = False
 
     @property
     def stood_at(self) -> tuple[int, int]:
@@ -227,6 +228,8 @@ class Saving:
         )
 
     def _commit(self, save: _Save) -> None:
+        # This thread has the interpreter, and save() would wait until it gives it up.
+        time.sleep(_UNTIL_SAVE_HAS_RETURNED)
         about, rank = save.about, self._crew.ranks.rank
         before = self._written
         files = save.taken.contents(before)
@@ -239,7 +242,7 @@ class Saving:
                     about = self._crew.decided(about.number) or about
                 adding = self._run.adding(about) if self._crew.leads else contextlib.nullcontext()
                 with adding:
-                    committed, self._written = self._crew.commit(about, files, self.preparation.way)
+                    committed, wrote = self._write(about, files, save.why)
             both = before.keys() & self._written.keys()
             self._settled = {path for path in both if before[path].blocks == self._written[path].blocks}
         except BaseException:
@@ -255,8 +258,17 @@ class Saving:
             lost = self.save_cost.cost.lost if self.save_cost.cost else None
             took = Took(lost, durable, self.save_cost.lost_since())
             interval = asdict(save.interval) if save.interval else None
-            self.history.saved(committed, save.why, interval=interval, took=took)
+            self.history.saved(committed, save.why, interval=interval, took=took, wrote=wrote)
             tidy_after(self._training, committed)
+
+    def _write(
+        self, about: Manifest, files: Mapping[str, large_files.Content], why: str
+    ) -> tuple[Manifest | None, Mapping[str, Json] | None]:
+        """Return the manifest, if this process leads, and how the disk was written."""
+        size = sum(content.data.nbytes for path, content in files.items() if path not in self._settled)
+        way, began = self.ways.choose(size, why), time.perf_counter()
+        committed, self._written = self._crew.commit(about, files, way)
+        return committed, self.ways.note(way, self._written.values(), time.perf_counter() - began)
 
     def _is_there(self, number: int) -> bool:
         # Of a disk that cannot be read nothing is known.
@@ -307,14 +319,15 @@ class Saving:
             where = {"remote": self._copies.told()} if self._copies else {}
             about = {**environment.attempt(), "settings": started_with(self._training)}
             self.history.begin({**about, **where, **facts}, self.parent)
+            self.ways.recall(self.history.wrote)
             if self.history.last_took:
                 self.save_cost.expect(*self.history.last_took)
             if self._copies:
                 self._copies.start(self.history, self.best)
 
     def prepare(self) -> None:
-        """Get the memory for the first save, and try the disk, before they are needed."""
-        self.preparation.prepare(self._image, lambda: not self.number and not self._is_closed)
+        """Get the memory for the first save before it is needed."""
+        self.preparation.prepare(self._image, is_first=not self.number)
 
     def settle(self) -> None:
         """Wait until nothing looks at the tensors any more."""
@@ -327,7 +340,6 @@ class Saving:
 
     def close(self, leave: Callable[[], None], how: str) -> None:
         """Wait for the last save, `leave` the other processes, and unlock the run."""
-        self._is_closed = True
         failed: type[BaseException] | None = None
         try:
             self._writer.wait()
@@ -405,3 +417,4 @@ class _Save:
 
 
 _A_LONG_WAIT = 0.5
+_UNTIL_SAVE_HAS_RETURNED = 0.0002

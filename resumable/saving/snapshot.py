@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -18,8 +17,9 @@ from .fence import Fence
 from .gpu_buffers import Buffers
 from .gpu_copies import Copy, Transfer
 from .image_file import ImageFile, Share
+from .pieces import Pieces
 
-_AT_A_TIME = 32 << 20
+_AT_A_TIME = 16 << 20
 
 
 class WrittenAround(SaveFailed):
@@ -41,8 +41,7 @@ class Snapshot:
         self._later: list[Copy] = []
         self._transfers: list[Transfer] = []
         self._progress = threading.Condition()
-        self._done = 0
-        self._places: dict[str, list[tuple[int, int]]] = {}
+        self._pieces = Pieces([], 0, self._progress)
         self._on_devices: set[str] = set()
         self._is_complete = True
         self._has_passed = False
@@ -87,8 +86,7 @@ class Snapshot:
             self._transfers.append(transfer)
             self.waited_for += transfer.waited_for
         self._on_devices = {copy.path for copies in by_device.values() for copy in copies}
-        for number, copy in enumerate(self._later, 1):
-            self._places.setdefault(copy.path, []).append((copy.begin, number))
+        self._pieces = Pieces(self._later, _AT_A_TIME, self._progress)
         if self._later or self._transfers:
             self._is_complete = False
             self._fence.shut(self._hold_back)
@@ -98,6 +96,7 @@ class Snapshot:
                 # The system may refuse another thread; without it, the fence would stay shut.
                 self._is_complete = True
                 self._fence.open()
+                self._pieces.stop()
                 raise
         _copy(at_once)
 
@@ -108,20 +107,16 @@ class Snapshot:
             with torch.no_grad():
                 for transfer in self._transfers:
                     transfer.queue()
-                self._copy_later()
+                self._pieces.finish(_copy)
                 for transfer in self._transfers:
                     transfer.wait()
-                self._refuse_changed(self._is_another)
-        except SaveFailed as exc:
-            self._error = exc
+                if not self._error:
+                    self._refuse_changed(self._is_another)
         except BaseException as exc:
-            self._error = SaveFailed(
-                f"the tensors could not be copied to host memory: {exc!r}.",
-                fix="mend the cause and call save() again. The checkpoints before it are untouched.",
-            )
-            self._error.__cause__ = exc
+            self._fail(exc)
         finally:
             self._fence.open()
+            self._pieces.stop()
             for transfer in self._transfers:
                 transfer.end()
             with self._progress:
@@ -130,15 +125,19 @@ class Snapshot:
                 self._is_complete = True
                 self._progress.notify_all()
 
-    def _copy_later(self) -> None:
-        rest = self._later
-        while rest:
-            some = _first_of(rest)
-            _copy(some)
-            rest = rest[len(some) :]
-            with self._progress:
-                self._done += len(some)
-                self._progress.notify_all()
+    def _fail(self, exc: BaseException) -> None:
+        """Keep an error for the reader; what is not copied yet is not needed any more."""
+        if not isinstance(exc, SaveFailed):
+            cause, exc = (
+                exc,
+                SaveFailed(
+                    f"the tensors could not be copied to host memory: {exc!r}.",
+                    fix="mend the cause and call save() again. The checkpoints before it are untouched.",
+                ),
+            )
+            exc.__cause__ = cause
+        self._error = self._error or exc
+        self._pieces.stop()
 
     def _guarded(self) -> list[Copy]:
         return [*self._later, *(copy for transfer in self._transfers for copy in transfer.guarded)]
@@ -171,28 +170,29 @@ class Snapshot:
             )
 
     def _hold_back(self) -> None:
-        """Make a step wait until the snapshot is complete."""
-        with self._progress:
-            if not self._is_complete and not self._has_passed:
-                self._has_passed = True
-                try:
+        """Make a step wait until the snapshot is complete, and copy meanwhile what nobody has begun to."""
+        try:
+            with self._progress:
+                if not self._is_complete and not self._has_passed:
+                    self._has_passed = True
                     self._refuse_changed(Copy.has_another_version)
-                except SaveFailed as exc:
-                    self._error = exc
-            self._progress.wait_for(lambda: self._is_complete or self._done == len(self._later))
-            transfers = self._transfers
-        for transfer in transfers:
+            with torch.no_grad():
+                self._pieces.finish(_copy)
+        except Exception as exc:
+            # The save reports it, not the step.
+            self._fail(exc)
+        for transfer in self._transfers:
             transfer.hold_back()
 
     def wait(self, path: str, end: int) -> None:
         """Wait until the first `end` bytes of a file are copied; raise the error of the copying."""
-        places = self._places.get(path, [])
-        count = bisect.bisect_left(places, (end, 0))
-        needed = places[count - 1][1] if count else 0
+        needed = self._pieces.needed(path, end)
         # An error is known only when everything is copied, so no file is complete before.
         is_last = end >= len(self._data[path]) or path in self._on_devices
         with self._progress:
-            self._progress.wait_for(lambda: self._is_complete or (self._done >= needed and not is_last))
+            self._progress.wait_for(
+                lambda: self._is_complete or (not is_last and self._pieces.copied() >= needed)
+            )
         if self._error:
             raise self._error
 
@@ -217,7 +217,7 @@ class Snapshot:
     def tensors(self, path: str) -> dict[str, Tensor]:
         """Return the tensors of a file as they were, without those that this process has only in part."""
         share, data = self._shares[path], self._data[path]
-        if path in self._places or path in self._on_devices:
+        if self._pieces.are_of(path) or path in self._on_devices:
             self.wait(path, len(data))
         views = share.layout.views(torch.frombuffer(data, dtype=torch.uint8))
         slots = enumerate(share.layout.slots)
@@ -227,11 +227,3 @@ class Snapshot:
 def _copy(copies: Sequence[Copy]) -> None:
     if copies:
         torch._foreach_copy_([copy.view for copy in copies], [copy.source for copy in copies])
-
-
-def _first_of(copies: Sequence[Copy]) -> Sequence[Copy]:
-    count = size = 0
-    while count < len(copies) and size < _AT_A_TIME:
-        size += copies[count].view.nbytes
-        count += 1
-    return copies[:count]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from operator import attrgetter
 from types import FrameType
 from typing import Any
 
@@ -35,7 +36,9 @@ class Unseen:
         """Return the optimizers whose state has changed since the last call although no hook was called."""
         if not self.optimizers:
             return []
-        now = {name: fingerprint.of([*_states(live)]) for name, live in self.optimizers.items()}
+        states = {name: [*_states(live)] for name, live in self.optimizers.items()}
+        # Before its first step an optimizer has no state, and this is asked after each batch.
+        now = {name: fingerprint.of(tensors) if tensors else [] for name, tensors in states.items()}
         before, self._before = self._before, now
         known = now.keys() & before.keys()
         found = [name for name in now if name in known and _has_changed(before[name], now[name])]
@@ -47,7 +50,7 @@ class Unseen:
 class NotGiven:
     """Warns of an optimizer or a scheduler that trains what was given, and is in no part itself."""
 
-    def __init__(self, given: Collection[Any], parameters: Callable[[], Iterator[torch.Tensor]]) -> None:
+    def __init__(self, given: Collection[Any], parameters: Callable[[], Iterable[torch.Tensor]]) -> None:
         self._given = given
         self._parameters = parameters
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -85,10 +88,9 @@ class NotGiven:
             if gradients.pending({str(number): one for number, one in enumerate(trained)}):
                 self._warn_of_gradients(optimizer)
         if not self._known:
-            self._has_lost_gradients |= any(
-                one.grad is not None and one.grad.is_cpu and bool(one.grad.any())
-                for one in self._parameters()
-            )
+            # One call for all: to ask each of ten thousand would delay the training.
+            held = [one for one in map(attrgetter("grad"), self._parameters()) if one is not None]
+            self._has_lost_gradients |= any(one.is_cpu and bool(one.any()) for one in held)
 
     def _warn_of_gradients(self, optimizer: Any) -> None:
         del self._gradients[optimizer]

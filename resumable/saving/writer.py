@@ -10,7 +10,6 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from ..files.threads import yield_to_training
 from ..processes.crew import SaveSkipped
 from ..tracebacks import short_methods
 from .save_cost import Waiting
@@ -51,7 +50,6 @@ class PendingSave:
 
     def _run(self) -> None:
         try:
-            yield_to_training()
             self._job()
         except BaseException as exc:
             self._error = exc

@@ -287,7 +287,8 @@ class Resuming:
             facts.append(f"best {best.goal.metric} {best.value:.4g}")
         where = f"{self._run} {way}" + ("" if self._run.holds(chosen) else f" {chosen.path},")
         seconds = time.perf_counter() - started
-        return f"{what} {where} checkpoint {chosen.about.number}: {', '.join(facts)} ({seconds:.1f} s)"
+        took = f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1000:.0f} ms"
+        return f"{what} {where} checkpoint {chosen.about.number}: {', '.join(facts)} ({took})"
 
     def told(self, fit: Fit) -> str:
         """Return what to add to the line about names that differ."""

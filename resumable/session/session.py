@@ -27,7 +27,7 @@ from ..progress import Progress
 from ..remote.in_training import Copies
 from ..run import changes, directory
 from ..run.directory import Run
-from ..run.history import History
+from ..run.history_writer import History
 from ..run.resume_choice import Which
 from ..saving.autosave import Autosave
 from ..saving.saver import Saving, end

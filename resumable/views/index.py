@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import binascii
 import contextlib
-import hashlib
 import itertools
 import os
 import time
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import xxhash
@@ -28,6 +26,8 @@ from ..files.strict_json import Json
 from ..run import history, manifest
 from ..run.directory import Run
 from ..run.manifest import Manifest
+from . import stamps
+from .stamps import Look
 
 LONG = 25
 """How many of the newest checkpoints are always opened; a shorter run has no index."""
@@ -81,14 +81,15 @@ def facts_of(about: Manifest, files: Mapping[tuple[int, int], int]) -> Facts:
 class Index:
     """The index of one run.
 
-    >>> Index(Run("runs/exp")).known(["000001-step-00000001"])
+    >>> index = Index(Run("runs/exp"))
+    >>> index.known(index.look(["000001-step-00000001"]))
     {}
     """
 
     def __init__(self, run: Run) -> None:
         self._folder = run.folder
         place = os.fsencode(os.path.realpath(run.path))
-        self._path = disk.cache() / "index" / f"{hashlib.sha256(place).hexdigest()[:32]}.json"
+        self._path = disk.cache() / "index" / f"{xxhash.xxh3_128_hexdigest(place)}.json"
         self._body: dict[str, Any] = {}
         # Anything may stand there: then it is of no use, and the next one takes its place.
         with contextlib.suppress(OSError, ValueError, ResumableError):
@@ -96,17 +97,25 @@ class Index:
         self._history = _NO_HISTORY
         self._unread, self._is_torn = 0, False
 
-    def known(self, names: Sequence[str]) -> dict[str, Facts]:
-        """Return the facts of those checkpoints that have not changed since they were indexed."""
+    def look(self, names: Sequence[str]) -> Look:
+        """Begin to look whether these checkpoints have changed, in a second process."""
+        wanted, files = {*names}, dict[str, tuple[str, ...]]()
         with contextlib.suppress(*_NOT_OURS):
             table = self._body["checkpoints"]
             there = _texts(table["name"])
-            stamp = _counts(table["stamp"], len(there))
-            wanted, known = {*names}, dict(zip(there, _facts(table, len(there)), strict=True))
-            seen = stamps(self._folder, {name: one for name, one in known.items() if name in wanted})
-            pairs = zip(there, stamp, strict=True)
-            return {name: known[name] for name, before in pairs if seen.get(name) == before}
-        return {}
+            files = dict(zip(there, _layouts(table, len(there)), strict=True))
+        return Look(self._folder, {name: paths for name, paths in files.items() if name in wanted})
+
+    def known(self, look: Look) -> dict[str, Facts]:
+        """Return the facts of those checkpoints that have not changed since they were indexed."""
+        known: dict[str, Facts] = {}
+        with contextlib.suppress(*_NOT_OURS):
+            table = self._body["checkpoints"]
+            there = _texts(table["name"])
+            stamp = dict(zip(there, _counts(table["stamp"], len(there)), strict=True))
+            known = dict(zip(there, _facts(table, len(there)), strict=True))
+        seen = look.result()
+        return {name: one for name, one in known.items() if seen.get(name) == stamp[name]}
 
     def saves(self, data: bytes) -> Saves:
         """Return what a history says, of which only the lines after a known beginning are parsed."""
@@ -125,7 +134,9 @@ class Index:
         if self._is_torn or (read < _WORTH_IT and self._unread < _WORTH_IT * 1000):
             return
         kept = {name: one for name, one in facts.items() if one.sizes and not one.elsewhere}
-        seen = stamps(self._folder, kept, until=time.time_ns() - _COARSEST_TIME)
+        top, until = f"{self._folder}{os.sep}", time.time_ns() - _COARSEST_TIME
+        each = ((name, stamps.of(top + name, one.paths, until)) for name, one in kept.items())
+        seen = {name: stamp for name, stamp in each if stamp != stamps.MISSING}
         # Without a place to write to, the next list takes as long as this one; and so it does if a file holds
         # what fits no index, such as a count of 100 digits.
         with contextlib.suppress(OSError, OverflowError, ValueError, ResumableError):
@@ -134,27 +145,6 @@ class Index:
             disk.replace(
                 self._path, manifest.seal({"checkpoints": table, "history": _packed_history(self._history)})
             )
-
-
-def stamps(folder: Path, checkpoints: Mapping[str, Facts], until: int | None = None) -> dict[str, int]:
-    """Return a number for each checkpoint that changes with its manifest and its files.
-
-    Those changed after `until` are left out: they can change again without another time.
-    """
-    found: dict[str, int] = {}
-    look, top, last = os.lstat, f"{folder}{os.sep}", manifest.NAME
-    for name, facts in checkpoints.items():
-        path = f"{top}{name}/"
-        try:
-            b = look(path + last)
-            files = [look(path + file) for file in facts.paths]
-        except OSError:
-            continue
-        if until is None or all(one.st_ctime_ns < until for one in (b, *files)):
-            its = b.st_ino, b.st_mtime_ns, b.st_ctime_ns, b.st_size
-            # Without the ctime: it changes when another checkpoint that has the same file goes.
-            found[name] = hash((*its, *[(f.st_ino, f.st_mtime_ns, f.st_size) for f in files]))
-    return found
 
 
 def _table(seen: Mapping[str, int], rows: Sequence[Facts]) -> dict[str, Json]:
@@ -190,12 +180,14 @@ def _facts(table: Mapping[str, Any], count: int) -> Iterator[Facts]:
         _metrics(table["metrics"], count),
         map(inodes.__getitem__, places),
         map(sizes.__getitem__, places),
-        map(
-            [tuple(map(str, paths)) for paths in table["layouts"]].__getitem__,
-            _counts(table["layout"], count),
-        ),
+        _layouts(table, count),
     )
     return map(Facts._make, zip(*columns, strict=True))
+
+
+def _layouts(table: Mapping[str, Any], count: int) -> list[tuple[str, ...]]:
+    layouts = [tuple(map(str, paths)) for paths in table["layouts"]]
+    return [layouts[at] for at in _counts(table["layout"], count)]
 
 
 def _packed_metric(values: Sequence[Json]) -> Json:

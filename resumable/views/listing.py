@@ -83,21 +83,25 @@ def _read(run: Run, data: bytes) -> tuple[list[_Here], Best | None, Saves]:
     """Return the checkpoints, the best according to the newest intact one, and the saves of the history."""
     names, top = run.names(), f"{run.folder}{os.sep}"
     memory, is_long = Index(run), len(names) > index.LONG
-    known = memory.known([*names.values()][: -index.LONG]) if is_long else {}
+    look = memory.look([*names.values()][: -index.LONG] if is_long else [])
+    try:
+        saves = memory.saves(data)
+        kept = {number: Kept(run, number) for number in [*names][-index.LONG :]}
+    finally:
+        known = memory.known(look)
     here, best, opened = [], None, 0
     for number, name in names.items():
         path = top + name
         if facts := known.get(name):
             here.append(_Here(number, path, facts))
             continue
-        one, opened = Kept(run, number), opened + 1
+        one, opened = kept.get(number) or Kept(run, number), opened + 1
         # One that is missing may have been pruned meanwhile by the training.
         if not one.problem or os.path.lexists(path):
             facts = index.facts_of(one.about, one.files) if one.about else None
             here.append(_Here(number, path, facts, one.problem))
         if one.about and not one.problem:
             best = one.about.best
-    saves = memory.saves(data)
     if is_long:
         intact = {names[one.number]: one.facts for one in here if one.facts and not one.problem}
         memory.update(intact, opened - index.LONG)

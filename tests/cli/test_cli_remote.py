@@ -27,7 +27,7 @@ from resumable.remote.run_copy import Remote
 from resumable.remote.storage import Store
 from resumable.run import history, manifest
 from resumable.run.directory import Run
-from resumable.run.history import History
+from resumable.run.history_writer import History
 
 Captured = pytest.CaptureFixture[str]
 

@@ -15,7 +15,9 @@ CONTENDERS = ("resumable", "torch.save", "safetensors", "torchsnapshot")
 
 @pytest.mark.heavy
 def test_the_table_names_every_contender_and_every_goal(tmp_path: Path) -> None:
-    tiny = ["--quick", "--size", "1", "--rounds", "1", "--small", "10", "--checkpoints", "3"]
+    tiny = ["--quick", "--size", "1", "--rounds", "1", "--small", "10", "--sizes", "2"]
+    # tests/docs/test_bench_ratios.py has the others.
+    tiny += ["--scenarios", "alone", "saves", "lost", "pauses", "frozen", "small", "sizes"]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks", *tiny, "--out", "out", "--only", *CONTENDERS],
         cwd=tmp_path,
@@ -30,7 +32,7 @@ def test_the_table_names_every_contender_and_every_goal(tmp_path: Path) -> None:
         assert f"\n| {name} " in done.stdout or f"\n- {name}: not measured: " in done.stdout
     assert result["contenders"]["resumable"]["exact"] == [1.0]
     assert "resumable" not in result["errors"]
-    assert "| until durable / raw write " in done.stdout
+    assert "| until durable / raw write: 100 MB " in done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 

@@ -192,13 +192,13 @@ def test_processes_write_their_shares_into_one_file(tmp_path: Path) -> None:
     shares = (data[: 2 * PAGE], 0), (data[2 * PAGE :], 2 * PAGE)
     with sized(Sizes(block=PAGE)):
         large_files.create(tmp_path / "file", len(data))
-        blocks = [
+        written = [
             large_files.write_share(tmp_path / "file", Content(share, begin=begin, size=len(data)))
             for share, begin in shares
         ]
 
         assert (tmp_path / "file").read_bytes() == data
-        assert large_files.fold([digest for some in blocks for digest in some]) == digest_of(data)
+        assert large_files.fold([digest for one in written for digest in one.blocks]) == digest_of(data)
 
 
 @pytest.mark.parametrize("way", WAYS_HERE)
@@ -451,11 +451,52 @@ def test_a_file_that_is_written_in_shares_is_the_file_that_is_written_at_once(
     with sized(Sizes(block=2 * PAGE)):
         large_files.create(tmp_path / "file", size)
         shares = shared(data, *edges)
-        found = [large_files.write_share(tmp_path / "file", share, way) for share in reversed(shares)]
+        found = [large_files.write_share(tmp_path / "file", share, way).blocks for share in reversed(shares)]
 
         assert (tmp_path / "file").read_bytes() == data
         expected = large_files.write(tmp_path / "one", Content(data)).blocks
     assert [*itertools.chain(*reversed(found))] == expected
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP])
+@pytest.mark.parametrize(("way", "module", "name"), [("uncached", os, "pwritev"), ("direct", fcntl, "fcntl")])
+def test_a_way_that_the_disk_refuses_falls_back_to_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: Way, module: Any, name: str, code: int
+) -> None:
+    monkeypatch.setattr(module, name, failing(code))
+
+    with sized(Sizes(block=2 * PAGE)):
+        written = large_files.write(tmp_path / "file", Content(in_pages(bytes(5 * PAGE))), way)
+
+    assert (tmp_path / "file").read_bytes() == bytes(5 * PAGE)
+    assert written.way == "paced"
+    assert way in large_files.WAYS
+
+
+@pytest.mark.skipif("direct" not in WAYS_HERE, reason="no O_DIRECT")
+def test_a_refused_direct_write_leaves_the_file_to_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags: list[int] = []
+
+    def pwrite(fd: int, data: memoryview, at: int) -> int:
+        flags.append(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
+        if flags[-1]:
+            raise OSError(errno.EINVAL, "unaligned")
+        return os.pwrite(fd, data, at)
+
+    monkeypatch.setattr(large_files, "_pwrite", pwrite)
+
+    written = large_files.write(tmp_path / "file", Content(in_pages(bytes(PAGE))), "direct")
+
+    assert (written.way, flags) == ("paced", [os.O_DIRECT, 0])
+
+
+def test_another_error_is_not_taken_for_a_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "pwritev", failing(errno.EIO))
+
+    with pytest.raises(OSError, match="Input/output"):
+        large_files.write(tmp_path / "file", Content(DATA), "uncached")
 
 
 def test_several_write_their_shares_at_the_same_time_each_in_its_own_way(tmp_path: Path) -> None:
@@ -642,8 +683,8 @@ def test_what_has_not_changed_is_a_link_to_what_was_written_before(
 
     assert inode(tmp_path / "parent") == inode(tmp_path / "child") == inode(tmp_path / "grandchild")
     assert (after, third) == (
-        before._replace(path=tmp_path / "child"),
-        before._replace(path=tmp_path / "grandchild"),
+        before._replace(path=tmp_path / "child", way=None),
+        before._replace(path=tmp_path / "grandchild", way=None),
     )
     assert written == []
 
@@ -737,110 +778,6 @@ def test_a_small_file_is_not_shared_since_damage_would_be_too(
     large_files.put(tmp_path / "child", Content(data, None, before))
 
     assert (inode(tmp_path / "parent") == inode(tmp_path / "child")) == is_shared
-
-
-# Which way is the fastest
-
-
-@pytest.mark.parametrize(
-    ("seconds", "expected"),
-    [
-        ([1.0, 1.0, 1.0, 1.0], "uncached"),
-        ([1.2, 1.1, 1.0, 1.0], "paced"),
-        ([2.0, 1.2, 1.0, 0.95], "direct"),
-        ([2.0, 2.0, 2.0, 1.0], "plain"),
-        ([0.0, 0.0, 0.0, 0.0], "uncached"),
-        ([2.0, 2.0, math.inf, 1.0], "plain"),
-        ([math.inf, 1.0, 1.0, 1.0], "paced"),
-        ([math.inf, math.inf, 1.0, 1.0], "direct"),
-        ([math.inf, math.inf, math.inf, math.inf], "paced"),
-    ],
-)
-def test_the_fastest_way_is_the_first_that_is_not_clearly_slower(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: Sequence[float], expected: Way
-) -> None:
-    now = [0.0]
-
-    def write(path: Path, content: Content, way: Way) -> None:
-        now[0] += seconds[WAYS.index(way)]
-        if math.isinf(seconds[WAYS.index(way)]):
-            now[0] = 0.0
-            raise OSError(errno.EINVAL, "cannot")
-
-    monkeypatch.setattr(large_files, "write", write)
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-
-    assert large_files.fastest_way(tmp_path, memoryview(b"")) == expected
-
-
-def test_trying_the_disk_ends_when_it_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tried = recorded(monkeypatch, large_files, "write")
-    answers = iter([True, True, False])
-
-    found = large_files.fastest_way(tmp_path, in_pages(bytes(PAGE)), lambda: next(answers))
-
-    assert len(tried) == 2
-    assert found in WAYS[:2]
-    assert large_files.fastest_way(tmp_path, in_pages(bytes(PAGE)), lambda: False) == "paced"
-    assert os.listdir(tmp_path) == []
-
-
-def test_trying_the_disk_leaves_nothing_behind(tmp_path: Path) -> None:
-    assert large_files.fastest_way(tmp_path, in_pages(bytes(8 * PAGE))) in WAYS
-    assert large_files.fastest_way(tmp_path, memoryview(bytes(100))) in WAYS
-    assert os.listdir(tmp_path) == []
-    assert large_files.fastest_way(tmp_path / "nowhere", in_pages(bytes(PAGE))) == "paced"
-
-
-@pytest.mark.parametrize(
-    ("module", "name"),
-    [
-        *((os, name) for name in ("open", "fsync", "close", "unlink", "posix_fallocate", "posix_fadvise")),
-        (large_files, "_pwrite"),
-        (large_files, "_pwrite_uncached"),
-        (fcntl, "fcntl"),
-    ],
-)
-def test_trying_the_disk_survives_whatever_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, name: str
-) -> None:
-    for number in itertools.count():
-        (folder := tmp_path / str(number)).mkdir()
-        with monkeypatch.context() as patch, sized(Sizes(block=2 * PAGE, threads=1)):
-            failed = _fail_nth(patch, module, name, number)
-            assert large_files.fastest_way(folder, in_pages(bytes(3 * PAGE))) in WAYS
-        # Only what cannot be removed stays; the next start removes it.
-        assert len(os.listdir(folder)) == (name == "unlink" and bool(failed))
-        if not failed:
-            break
-    assert number > 1
-
-
-def _fail_nth(patch: pytest.MonkeyPatch, module: Any, name: str, number: int) -> list[int]:
-    """Let the n-th call of a function fail; the list then holds something."""
-    real, calls, failed = getattr(module, name), itertools.count(), list[int]()
-
-    def nth(*args: Any, **kwargs: Any) -> Any:
-        if next(calls) != number:
-            return real(*args, **kwargs)
-        failed.append(number)
-        if name == "close":
-            real(*args)
-        raise OSError(errno.EIO, "broken")
-
-    patch.setattr(module, name, nth)
-    return failed
-
-
-def test_an_interrupted_try_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "fsync", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        large_files.fastest_way(tmp_path, in_pages(bytes(PAGE)))
-
-    assert os.listdir(tmp_path) == []
 
 
 # Reading

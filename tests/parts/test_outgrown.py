@@ -37,9 +37,18 @@ def _drop(model: Net) -> None:
     del model.head
 
 
+def _widen(model: Net) -> None:
+    model.head.weight.data = torch.zeros(1, 3)
+
+
 @pytest.mark.parametrize(
     ("change", "names"),
-    [(_grow, "seen"), (_add, "adapter.weight, adapter.bias"), (_drop, "head.weight, head.bias")],
+    [
+        (_grow, "seen"),
+        (_widen, "head.weight"),
+        (_add, "adapter.weight, adapter.bias"),
+        (_drop, "head.weight, head.bias"),
+    ],
 )
 @pytest.mark.parametrize("slot", ["model", "extra"])
 def test_a_model_that_changes_in_mid_training_is_named_once(

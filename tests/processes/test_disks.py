@@ -24,6 +24,7 @@ from resumable.remote.run_copy import Remote
 from resumable.remote.storage import Store
 from resumable.run import history, manifest
 from resumable.run.checkpoint import Checkpoint
+from resumable.run.history_writer import History
 
 pytestmark = pytest.mark.skipif(not sharded_training.CAN_SHARD, reason=sharded_training.WHY_NOT)
 _NODES = [
@@ -321,7 +322,7 @@ def test_a_checkpoint_that_is_another_one_there_does_not_keep_a_node_from_ending
         "newest",
         None,
         None,
-        history=history.History(started),
+        history=History(started),
         progress=Progress(False),
         tell=lambda *_: None,
         seen=lambda _: None,

@@ -214,7 +214,7 @@ def by_several(takens: Sequence[Snapshot], folder: Path, way: large_files.Way = 
         for path, content in taken.contents({}).items():
             if path not in digests:
                 large_files.create(folder / path, content.size)
-            digests.setdefault(path, []).extend(large_files.write_share(folder / path, content, way))
+            digests.setdefault(path, []).extend(large_files.write_share(folder / path, content, way).blocks)
     return {path: Made((folder / path).read_bytes(), large_files.fold(digests[path])) for path in digests}
 
 

@@ -269,6 +269,18 @@ def test_a_file_that_several_write_is_made_at_once_and_is_what_one_would_write(t
         assert (stage.path / "model.safetensors").read_bytes() == whole
 
 
+def test_small_files_do_not_hold_up_the_large_ones(tmp_path: Path) -> None:
+    asked: list[int] = []
+    sizes = {"extra": 7, "model": large_files.BLOCK, "ranks": 9, "optimizer": large_files.BLOCK + 1}
+    stage = checkpoint.Stage(tmp_path, 1, 10)
+
+    with stage.making():
+        written = stage.write({name: Content(bytes(size), asked.append) for name, size in sizes.items()})
+
+    assert [*written] == ["model", "optimizer", "extra", "ranks"]
+    assert asked[-2:] == [7, 9]
+
+
 def test_a_full_disk_that_does_not_say_what_is_free_is_named_anyway(tmp_path: Path) -> None:
     stage = checkpoint.Stage(tmp_path / "gone", 1, 10)
 

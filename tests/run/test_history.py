@@ -19,7 +19,7 @@ from resumable import Boundary, CannotRead, ResumableWarning, RunState
 from resumable.files.large_files import Content
 from resumable.run import checkpoint, history
 from resumable.run.directory import Run
-from resumable.run.history import History
+from resumable.run.history_writer import History
 from resumable.run.manifest import Manifest
 from resumable.run.policy import Took
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LinearLR, LRScheduler, SequentialLR, StepLR
 
 from resumable import ResumableWarning, RunState
+from resumable.saving.unseen_optimizers import Unseen
 
 
 class Warmup:
@@ -84,3 +86,23 @@ def test_a_scheduler_inside_of_a_given_one_is_not_reported(run_dir: Path, kept: 
 def test_a_scheduler_that_only_a_model_keeps_is_reported(run_dir: Path) -> None:
     with pytest.warns(ResumableWarning, match=r"a scheduler \(StepLR\) has changed the learning rate"):
         _train(run_dir, KEPT["one"], 2, is_given=False)
+
+
+def test_a_change_of_state_without_a_hook_is_found_once() -> None:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 1)).sum().backward()
+    unseen, found = Unseen({"optimizer": optimizer}), []
+
+    for _ in range(4):
+        found.append(unseen.stepped())
+        optimizer.step()
+
+    assert found == [[], [], ["optimizer"], []]
+
+
+def test_an_optimizer_without_state_starts_no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: pytest.fail("a pool of threads is made"))
+    unseen = Unseen({"optimizer": torch.optim.Adam([torch.ones(1)])})
+
+    assert [unseen.stepped(), unseen.stepped()] == [[], []]

@@ -459,7 +459,7 @@ def test_the_line_says_that_batches_are_left_out(run_dir: Path, capsys: pytest.C
     training.state.save()
     training.state.restore("newest", skip=True)
 
-    line = r"went back in .* to checkpoint 1: epoch 0, step 0 \(\S+ s\); the batches since are left out\n"
+    line = r"went back in .* to checkpoint 1: epoch 0, step 0 \(\S+ m?s\); the batches since are left out\n"
     assert re.fullmatch(line, capsys.readouterr().out.partition("\n")[2])
 
 

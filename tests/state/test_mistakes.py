@@ -180,7 +180,7 @@ def _seen(code: str, folder: str) -> str:
         os.environ["HOME"] = home
     told = "".join(f"warning: {one.message}\n" for one in caught) + output.getvalue()
     told = told.replace(os.path.realpath(folder), "/home/me").replace(folder, "/home/me")
-    return re.sub(r"\(\d+\.\d s\)", "(0.1 s)", told) or "(nothing)\n"
+    return re.sub(r"\([\d.]+ m?s\)", "(14 ms)", told) or "(nothing)\n"
 
 
 def _page(seen: dict[str, str]) -> str:

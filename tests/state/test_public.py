@@ -125,6 +125,19 @@ def test_importing_the_package_imports_neither_torch_nor_numpy() -> None:
     assert not loaded_modules("import resumable") & {"torch", "numpy"}
 
 
+def test_no_search_for_garbage_while_the_state_is_imported() -> None:
+    code = """
+import gc, torch, resumable
+found = []
+gc.callbacks.append(lambda phase, about: found.append(about["generation"]))
+resumable.RunState
+print(2 in found, gc.isenabled())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert done.stdout.split() == ["False", "True"]
+
+
 def test_the_help_and_ls_of_the_command_line_do_not_import_torch() -> None:
     code = """
 from resumable.cli.app import main

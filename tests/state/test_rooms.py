@@ -49,7 +49,14 @@ WITHOUT_TORCH = sorted(
     )
     and module not in ("files.codec", "files.encoder", "files.decoder")
     and module
-    not in ("files.fingerprint", "files.tensor_file", "files.sharded_tensor", "run.environment", "cli.demo")
+    not in (
+        "files.fingerprint",
+        "files.tensor_file",
+        "files.sharded_tensor",
+        "files.tensor_groups",
+        "run.environment",
+        "cli.demo",
+    )
     and module not in ("views.comparison", "views.contents", "views.details", "views.magnitudes")
 )
 """What `resumable ls` and its like need: they answer before torch could be imported."""

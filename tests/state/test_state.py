@@ -44,7 +44,7 @@ from resumable import (
 )
 from resumable.files.large_files import Content
 from resumable.run import checkpoint, history
-from resumable.run.history import History
+from resumable.run.history_writer import History
 
 
 class Training:
@@ -110,7 +110,7 @@ def test_a_resumed_run_says_in_one_line_where_it_continues(
     state = Training(run_dir, loader=DataLoader(range(10), 4), maximize="accuracy").state
 
     line = (
-        r"resumed (.*) from checkpoint 2: epoch 0, batch 2/3, step 2, best accuracy 0\.8123 \(\d+\.\d s\)\n"
+        r"resumed (.*) from checkpoint 2: epoch 0, batch 2/3, step 2, best accuracy 0\.8123 \([\d.]+ m?s\)\n"
     )
     found = re.fullmatch(line, capsys.readouterr().out)
     assert found is not None
@@ -142,7 +142,7 @@ def test_the_line_leaves_out_what_a_run_does_not_have(
 
     Training(run_dir, minimize="loss", resume=1)
 
-    assert re.search(r"checkpoint 1: epoch 0, step 1, best loss 3 \(\S+ s\)\n$", capsys.readouterr().out)
+    assert re.search(r"checkpoint 1: epoch 0, step 1, best loss 3 \(\S+ m?s\)\n$", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(
@@ -554,7 +554,9 @@ def test_restoring_only_the_best_model_leaves_everything_else(
     for _ in range(2):
         training.state.restore("best", only="model")
 
-    line = rf"(put back model of {run_dir} from checkpoint 3: epoch 0, step 5, best loss 1 \(\S+ s\)\n){{2}}"
+    line = (
+        rf"(put back model of {run_dir} from checkpoint 3: epoch 0, step 5, best loss 1 \(\S+ m?s\)\n){{2}}"
+    )
     assert re.fullmatch(line, capsys.readouterr().out)
     assert torch.equal(training.weight, weight_after(3))
     assert torch.equal(torch.get_rng_state(), drawn)

@@ -94,7 +94,7 @@ ANY = re.compile(
     rf"{ROW}|({'|'.join(KINDS)}) \d+|last|\$( .*)?|\^C|Ctrl-C: saving when .* at once|SIGINT: run is saved.*"
     r"|\S+/train\.py:\d+: UserWarning: warned \d+|  warnings\.warn\(f\"warned \{state\.step\}\"\)"
     r"|run (is empty|has no checkpoint yet): starting fresh"
-    r"|resumed run from .*|  \S.*(from there|from|there|\d\.\d s\))"
+    r"|resumed run from .*|  \S.*(from there|from|there|\([\d.]+ m?s\))"
 )
 
 
@@ -198,13 +198,13 @@ def test_ctrl_z_gives_the_whole_screen_to_the_shell_and_fg_brings_the_bars_back(
 
 def test_a_message_is_wrapped_at_words(open_pane: Callable[..., Pane], write: Callable[[str], Path]) -> None:
     terminal = open_pane(60)
-    said = "resumed runs/exp from checkpoint 3: epoch 1, step 125, best accuracy 0.6975 (0.0 s)"
+    said = "resumed runs/exp from checkpoint 3: epoch 1, step 125, best accuracy 0.6975 (14 ms)"
     terminal.type(f"clear; {python(write(f'from resumable.messages import say; say({said!r})'))}")
     screen = terminal.until(lambda screen: screen and screen[-1] == "$" and "s)" in screen[-2])
 
     assert screen[-3:-1] == [
         "resumed runs/exp from checkpoint 3: epoch 1, step 125, best",
-        "  accuracy 0.6975 (0.0 s)",
+        "  accuracy 0.6975 (14 ms)",
     ]
 
 
@@ -343,7 +343,7 @@ def test_the_demo_is_whole(open_pane: Callable[..., Pane], columns: int) -> None
 
     fresh, digest = r"   \S+/{} is empty: starting fresh\n", r"   digest \w{{32}}\n"
     done = r"epoch 4/4 100% ━+  \d\d:\d\d  saved 16  loss \d\.\d+\n"
-    resumed = r"   resumed \S+/killed from checkpoint {}: .* best loss \d\.\d+ \(\d\.\d s\)\n"
+    resumed = r"   resumed \S+/killed from checkpoint {}: .* best loss \d\.\d+ \([\d.]+ m?s\)\n"
     killed = r"   killed \(SIGKILL\) at step {}\n"
     expected = (
         r"A conv net .* 64 steps\.\n1\. never stopped\n" + fresh.format("straight") + done + digest.format()

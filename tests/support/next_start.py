@@ -22,7 +22,7 @@ from strace_log import Disk, Said, Told, Traced
 from resumable import ResumableWarning, Run, RunState
 from resumable.run import checkpoint, history
 from resumable.run.checkpoint import PULL, Checkpoint
-from resumable.run.history import History
+from resumable.run.history_writer import History
 
 Files = Mapping[str, bytes]
 

@@ -226,7 +226,9 @@ def test_what_has_just_changed_is_not_remembered(run: Run, monkeypatch: pytest.M
     monkeypatch.setattr(index, "_COARSEST_TIME", 10**15)
     plain(run)
 
-    assert Index(run).known([*run.names().values()]) == {}
+    memory = Index(run)
+
+    assert memory.known(memory.look([*run.names().values()])) == {}
 
 
 def test_a_list_writes_nothing_into_the_run_and_a_short_run_has_no_index(run: Run, tmp_path: Path) -> None:

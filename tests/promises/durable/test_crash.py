@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import itertools
-import mmap
 import os
 import shutil
 import signal
@@ -129,7 +128,6 @@ FIRST_SAVE = Scenario(0, 1.0, ("load", "save"))
 NEW_BEST = Scenario(2, 0.5, ("save",))
 OLD_BEST_STAYS = Scenario(3, 9.0, ("save",), "direct")
 CLEANING = Scenario(2, 0.5, ("load",))
-TRYING = Scenario(1, 0.5, ("try",))
 
 
 def _prepare(tmp_path: Path, steps: int) -> Path:
@@ -188,10 +186,7 @@ def _save_in_child(
 def _child(run_dir: Path, scenario: Scenario, wire: Wire) -> None:
     wire.is_tapped = "load" in scenario.tapped
     training, state = load(run_dir)
-    state._saving._way = scenario.way
-    wire.is_tapped = "try" in scenario.tapped
-    if wire.is_tapped:
-        large_files.fastest_way(run_dir, memoryview(mmap.mmap(-1, 5000)))
+    state._saving.ways.small = scenario.way
     wire.is_tapped = "save" in scenario.tapped
     save_next(training, state, scenario.loss)
     wire.tell("acknowledged")
@@ -253,21 +248,6 @@ def test_a_kill_while_threads_write_leaves_the_newest_committed_state(
         outcome = _save_in_child(run_dir, scenario, number)
         assert outcome.was_killed
         assert_goes_on(run_dir, 1 + outcome.committed)
-
-
-@pytest.mark.heavy
-def test_a_kill_while_the_disk_is_tried_leaves_a_run_that_the_next_start_tidies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(large_files, "_WAYS", ("direct",))
-    folder = _prepare(tmp_path, TRYING.steps)
-
-    outcomes = [outcome for outcome, _ in _kill_at_every_call(folder, TRYING)]
-
-    assert {call for call in outcomes[-1].calls if call.endswith(".probe")} == {
-        "open .probe",
-        "unlink .probe",
-    }
 
 
 @pytest.mark.proves("durable")

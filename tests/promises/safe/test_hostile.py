@@ -224,6 +224,7 @@ NESTED = "[" * 900 + "]" * 900
         ("[" * 50 + '"' + "[:" * 50, 50),
         ('"' + "\\" * 8 + '",[' + '"' + "\\" * 7 + '"[', 1),
     ],
+    ("[[[[", 4),
 )
 @pytest.mark.parametrize("part", [1, 2, 3, 7, 1 << 18])
 def test_lists_objects_and_keys_are_counted_wherever_a_part_of_the_text_ends(

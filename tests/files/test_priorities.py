@@ -1,0 +1,39 @@
+"""A thread that nobody waits for gives way to the training."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+
+from resumable.files.threads import yield_to_training
+
+
+def priority() -> int:
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+
+def in_a_thread() -> int:
+    """Return the priority that a thread has once it has given way."""
+    seen: list[int] = []
+    thread = threading.Thread(target=lambda: (yield_to_training(), seen.append(priority())))
+    thread.start()
+    thread.join(20)
+    return seen[0]
+
+
+def test_a_thread_gives_way_to_the_training_and_the_training_unheard() -> None:
+    before = priority()
+
+    assert in_a_thread() == min(19, max(before, 5))
+    assert priority() == before
+
+
+def test_a_sandbox_that_forbids_to_give_way_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_: object) -> None:
+        raise PermissionError("not here")
+
+    monkeypatch.setattr(os, "setpriority", forbidden)
+
+    assert in_a_thread() == priority()

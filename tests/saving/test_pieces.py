@@ -1,0 +1,317 @@
+"""What is copied behind the fence: by the image's thread, and by a step that would wait for it."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from resumable import RunState, SaveFailed
+from resumable.files import codec
+from resumable.saving import host_memory, image_file, pieces, snapshot
+from resumable.saving.gpu_copies import Copy
+from resumable.saving.image import Image
+from resumable.saving.pieces import Pieces
+from resumable.saving.snapshot import Snapshot
+
+_real_copy = snapshot._copy
+_real_run = Snapshot._run
+
+
+class Training:
+    """Three parameters and an optimizer, with an image that is taken behind a fence."""
+
+    def __init__(self) -> None:
+        size = image_file._SMALL // 4
+        self.parameters = [nn.Parameter(torch.full((size,), float(i))) for i in (1, 2, 3)]
+        self.optimizer = torch.optim.Adam(self.parameters, lr=1.0)
+        self.image = Image([self.optimizer], worth_a_fence=0)
+        self.memo: codec.Memo = {}
+        self.step()
+
+    def step(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = torch.ones_like(parameter)
+        self.optimizer.step()
+
+    def take(self) -> Snapshot:
+        tensors = dict(zip("abc", self.parameters, strict=True))
+        return self.image.take({"file": codec.encode(tensors, memo=self.memo)})
+
+    def values(self) -> list[list[float]]:
+        return [parameter.tolist() for parameter in self.parameters]
+
+
+def values(taken: Snapshot) -> list[list[float]]:
+    return [tensor.tolist() for tensor in taken.tensors("file").values()]
+
+
+@pytest.fixture
+def go(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Until it is set, the image's thread does nothing; each tensor is a piece."""
+    event = threading.Event()
+    monkeypatch.setattr(Snapshot, "_run", lambda self: (event.wait(20), _real_run(self))[1])
+    monkeypatch.setattr(snapshot, "_AT_A_TIME", 1)
+    yield event
+    event.set()
+    for thread in threading.enumerate():
+        if thread.name == "resumable-image":
+            thread.join(20)
+
+
+def test_a_step_copies_by_itself_what_no_thread_has_begun(go: threading.Event) -> None:
+    training = Training()
+    before = training.values()
+    taken = training.take()
+
+    training.step()
+    training.step()
+
+    assert not go.is_set(), "the image's thread had no turn"
+    assert training.values() != before
+    go.set()
+    assert values(taken) == before
+
+
+def test_two_returns_to_saves_that_steps_have_copied_are_exact(
+    run_dir: Path, go: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    defaults = Image.__init__.__defaults__
+    assert defaults
+    monkeypatch.setattr(Image.__init__, "__defaults__", (*defaults[:-1], 0))
+    once, again = Training(), Training()
+    for _ in range(4):
+        once.step()
+    model = nn.ParameterList(again.parameters)
+    with RunState.load(run_dir, model=model, optimizer=again.optimizer) as state:
+        for _ in range(2):
+            again.step()
+            go.clear()
+            saved = state.save()
+            again.step()
+            go.set()
+            saved.wait()
+            state.restore("newest")
+        again.step()
+        again.step()
+
+    assert again.values() == once.values()
+
+
+def test_a_step_waits_for_a_piece_in_hand_and_copies_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot, "_AT_A_TIME", 1)
+    begun, may_end, by = threading.Event(), threading.Event(), []
+
+    def copy(copies: Sequence[Copy]) -> None:
+        by.append(threading.current_thread().name)
+        if by[-1] == "resumable-image":
+            begun.set()
+            assert may_end.wait(20)
+        _real_copy(copies)
+
+    monkeypatch.setattr(snapshot, "_copy", copy)
+    training = Training()
+    before = training.values()
+    taken = training.take()
+    assert begun.wait(20)
+    stepping = threading.Thread(target=training.step, name="step")
+    stepping.start()
+    stepping.join(0.05)
+    assert stepping.is_alive()
+    assert training.values() == before
+    may_end.set()
+    stepping.join(20)
+
+    assert values(taken) == before != training.values()
+    assert sorted(name for name in by if name != "MainThread") == ["resumable-image", "step", "step"]
+
+
+def test_a_write_around_is_found_by_a_step_that_copies_by_itself(go: threading.Event) -> None:
+    training = Training()
+    taken = training.take()
+    with torch.no_grad():
+        # Of so little only the count of changes tells.
+        training.parameters[1][1] += 1
+    training.step()
+    go.set()
+
+    with pytest.raises(SaveFailed, match=r"b was written to after save\(\), but not by a step"):
+        values(taken)
+
+
+def test_a_write_through_data_is_found_though_the_step_copied(go: threading.Event) -> None:
+    training = Training()
+    taken = training.take()
+    training.parameters[2].data.fill_(9)
+    training.step()
+    go.set()
+
+    with pytest.raises(SaveFailed, match=r"c was written to after save\(\), but not by a step"):
+        values(taken)
+
+
+def failing(error: BaseException, times: int) -> Callable[[Sequence[Copy]], None]:
+    """Return a copy that fails some times in the main thread, after the first tensor."""
+    count = iter(range(99))
+
+    def copy(copies: Sequence[Copy]) -> None:
+        if threading.current_thread() is threading.main_thread() and 1 <= next(count) <= times:
+            raise error
+        _real_copy(copies)
+
+    return copy
+
+
+def test_an_error_of_the_copy_in_a_step_is_the_saves(
+    go: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training()
+    taken = training.take()
+    monkeypatch.setattr(snapshot, "_copy", failing(RuntimeError("lost"), 1))
+    before = training.values()
+    training.step()
+    assert training.values() != before
+    go.set()
+
+    for _ in range(2):
+        with pytest.raises(SaveFailed, match=r"could not be copied.*lost") as told:
+            values(taken)
+    assert isinstance(told.value.__cause__, RuntimeError)
+    training.step()
+    assert values(training.take()) == training.values()
+
+
+def test_a_step_that_is_interrupted_loses_no_piece(
+    go: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training()
+    before = training.values()
+    taken = training.take()
+    monkeypatch.setattr(snapshot, "_copy", failing(KeyboardInterrupt(), 1))
+    with pytest.raises(KeyboardInterrupt):
+        training.step()
+    assert training.values() == before, "it has not begun"
+    go.set()
+
+    assert values(taken) == before
+
+
+def copies(*sizes: int, dtype: torch.dtype = torch.uint8) -> list[Copy]:
+    """Return copies of random tensors that lie in one file, one after the other."""
+    found, begin = [], 0
+    for size in sizes:
+        source = torch.randint(0, 100, (size,), dtype=torch.uint8).to(dtype)
+        found.append(Copy("file", str(len(found)), begin, torch.zeros_like(source), source))
+        begin += source.nbytes
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.complex128], ids=str)
+@pytest.mark.parametrize("size", [1, 63, 64, 65, 1000])
+def test_a_large_tensor_is_copied_in_several_pieces(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, size: int
+) -> None:
+    monkeypatch.setattr(pieces, "_LONGEST", 64)
+    given = copies(size, 5, dtype=dtype)
+    seen: list[int] = []
+    there = Pieces(given, 64, threading.Condition())
+    there.finish(lambda some: (seen.append(sum(one.view.nbytes for one in some)), _real_copy(some))[1])
+
+    assert all(torch.equal(copy.view, copy.source) for copy in given)
+    assert max(seen) <= 128
+    assert sum(seen) == sum(copy.view.nbytes for copy in given)
+
+
+def test_a_file_is_there_as_far_as_no_piece_before_is_missing() -> None:
+    held, begun, changed = threading.Event(), threading.Event(), threading.Condition()
+    there = Pieces(copies(4, 4, 4), 4, changed)
+    needed = [there.needed("file", end) for end in (0, 1, 4, 5, 12, 99)]
+    assert needed == [0, 1, 1, 2, 3, 3]
+    assert there.needed("another", 9) == 0
+    first = threading.Thread(target=there.finish, args=(lambda some: (begun.set(), held.wait(20)),))
+    first.start()
+    assert begun.wait(20)
+    second = threading.Thread(target=there.finish, args=(_real_copy,))
+    second.start()
+    second.join(0.05)
+
+    assert second.is_alive(), "the first piece is still being copied"
+    assert there.copied() == 0
+    held.set()
+    first.join(20)
+    second.join(20)
+    assert there.copied() == 3
+
+
+def test_of_a_large_tensor_the_file_needs_only_the_parts_in_front(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "_LONGEST", 64)
+    there = Pieces(copies(200, dtype=torch.bfloat16), 64, threading.Condition())
+
+    assert [there.needed("file", end) for end in (1, 64, 65, 128, 129, 400)] == [1, 1, 2, 2, 3, 7]
+
+
+def test_what_is_stopped_copies_nothing_more_when_stop_returns() -> None:
+    held, begun, changed, done = threading.Event(), threading.Event(), threading.Condition(), []
+    there = Pieces(copies(4, 4), 4, changed)
+    copying = threading.Thread(
+        target=there.finish, args=(lambda some: (begun.set(), held.wait(20), done.append(1)),)
+    )
+    copying.start()
+    assert begun.wait(20)
+    stopping = threading.Thread(target=there.stop)
+    stopping.start()
+    stopping.join(0.05)
+    assert stopping.is_alive()
+    held.set()
+    stopping.join(20)
+    copying.join(20)
+
+    assert done == [1]
+
+
+def test_what_a_training_may_wait_for_has_its_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    def priority() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    seen: dict[str, int] = {}
+
+    def copy(copies: Sequence[Copy]) -> None:
+        seen[threading.current_thread().name] = priority()
+        _real_copy(copies)
+
+    monkeypatch.setattr(snapshot, "_copy", copy)
+    training = Training()
+    training.image.reserve(1 << 21, lambda scratch: seen.update(reserving=priority()))
+    values(training.take())
+    training.image.close()
+
+    assert seen["resumable-image"] == seen["reserving"] == priority()
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="needs Linux")
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_an_image_asks_for_huge_pages_and_does_without(
+    monkeypatch: pytest.MonkeyPatch, is_refused: bool
+) -> None:
+    asked: list[int] = []
+
+    class Map(mmap.mmap):
+        def madvise(self, advice: int, *rest: Any) -> None:
+            asked.append(advice)
+            if is_refused and advice == mmap.MADV_HUGEPAGE:
+                raise OSError(22, "no such pages")
+            super().madvise(advice, *rest)
+
+    monkeypatch.setattr(mmap, "mmap", Map)
+    memory = host_memory.HostMemory(1 << 22)
+    memory.touch()
+
+    assert mmap.MADV_HUGEPAGE in asked
+    assert bytes(memory.bytes[-4:]) == bytes(4)
