@@ -95,7 +95,7 @@ class _Decoder:
         place = self._place
         devices = {place((*path, key), "cpu") for key in keys}
         is_plain = devices == {_HOST} == {tensor.device for tensor in stored}
-        if not is_plain or {*map(type, stored)} != {torch.Tensor} or len({*names}) < len(names):
+        if not is_plain or {*map(type, stored)} != {torch.Tensor}:
             steps = ((*path, key) for key in keys)
             return [self.tensor(name, step) for name, step in zip(names, steps, strict=True)]
         made = self._made

@@ -11,6 +11,8 @@ from torch import nn
 
 from resumable import RunState
 from resumable.errors import StateMismatch
+from resumable.files.tensor_file import Slot
+from resumable.parts import places
 
 
 def many(seed: int, like: str) -> nn.Module:
@@ -91,3 +93,53 @@ def test_one_other_shape_or_dtype_among_many_is_named(run_dir: Path, change: Any
     with pytest.raises(StateMismatch, match=told):
         RunState.load(run_dir, model=model)
     assert bits(model) == before
+
+
+with torch.inference_mode():
+    INFERENCE = torch.zeros(2, 3)
+LIVES = {
+    "plain": torch.zeros(2, 3),
+    "parameter": nn.Parameter(torch.zeros(2, 3)),
+    "transposed": torch.zeros(3, 2).t(),
+    "booleans": torch.zeros(2, 3, dtype=torch.bool),
+    "complex": torch.zeros(2, 3, dtype=torch.complex64),
+    "no elements": torch.zeros(0, 3),
+    "inference": INFERENCE,
+    "elsewhere": torch.zeros(2, 3, device="meta"),
+}
+
+
+@pytest.mark.parametrize("kind", LIVES)
+def test_what_fits_together_is_what_fits_one_by_one(kind: str) -> None:
+    live, fitting = LIVES[kind], torch.zeros(4)
+    slot = Slot("one", live.dtype, tuple(live.shape), 0, live.nbytes)
+    other = Slot("other", fitting.dtype, (4,), live.nbytes, live.nbytes + 16)
+    wrong = [slot._replace(shape=(3, 2)), slot._replace(dtype=torch.int16)]
+
+    assert places.all_fit([live, fitting], [slot, other]) is places.fits(slot, places.HOST, live)
+    assert not any(places.all_fit([live, fitting], [one, other]) for one in wrong)
+
+
+def stepped(seed: int) -> tuple[nn.Linear, torch.optim.Adam]:
+    torch.manual_seed(seed)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def test_moments_that_lie_in_another_order_come_back_in_that_order(run_dir: Path) -> None:
+    model, optimizer = stepped(1)
+    for key in ("exp_avg", "exp_avg_sq"):
+        optimizer.state[model.weight][key] = torch.randn(4, 4).t()
+    with RunState.load(run_dir, model=model, optimizer=optimizer) as state:
+        state.save()
+    for seed in (2, 3):
+        again, resumed = stepped(seed)
+        with RunState.load(run_dir, model=again, optimizer=resumed) as state:
+            state.save()
+        moment = resumed.state[again.weight]["exp_avg"]
+        assert moment.stride() == (1, 4)
+        assert torch.equal(moment, optimizer.state[model.weight]["exp_avg"])
