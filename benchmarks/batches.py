@@ -17,14 +17,14 @@ from . import data
 from .apart import Apart
 from .rounds import Figures, Values, in_turns, tell
 
-WARM_UP, BATCHES = 100, 2_000
+WARM_UP = 100
 _samples = {"nothing drawn": data.Samples(count=20_000), "numbers drawn": data.Samples(True, count=20_000)}
-SETUPS: dict[str, data.Setup] = {
-    "0 workers, nothing drawn": partial(data.shuffled, _samples["nothing drawn"]),
-    "0 workers, numbers drawn": partial(data.shuffled, _samples["numbers drawn"]),
-    "2 workers, numbers drawn": partial(data.shuffled, _samples["numbers drawn"], **data.W2),
+SETUPS: dict[str, tuple[data.Setup, int]] = {
+    "0 workers, nothing drawn": (partial(data.shuffled, _samples["nothing drawn"]), 2_000),
+    "0 workers, numbers drawn": (partial(data.shuffled, _samples["numbers drawn"]), 2_000),
+    "2 workers, numbers drawn": (partial(data.shuffled, _samples["numbers drawn"], **data.W2), 600),
 }
-"""All in batches of eight scalars; the numbers come from all three generators."""
+"""Loaders of batches of eight scalars, and how many are timed; the numbers come from all three generators."""
 LOOPS = {"plain": data.plain, "ours": data.ours}
 
 
@@ -44,8 +44,8 @@ def _rounds(connection: Connection, rounds: int, folder: Path) -> None:
     torch.set_num_threads(1)
     tempfile.tempdir = str(folder)
     jobs = {
-        f"{setup}, {loop}": partial(_leg, _Timed(contender, make))
-        for setup, make in SETUPS.items()
+        f"{setup}, {loop}": partial(_leg, _Timed(contender, make, batches))
+        for setup, (make, batches) in SETUPS.items()
         for loop, contender in LOOPS.items()
     }
     errors: dict[str, dict[str, str]] = {}
@@ -63,12 +63,13 @@ def _leg(timed: _Timed, number: int) -> Figures:
 class _Timed:
     contender: data.Contender
     setup: data.Setup
+    batches: int
 
     def __call__(self) -> Figures:
-        clock = _Clock()
+        clock = _Clock(self.batches)
         with suppress(data.Stopped):
             self.contender(partial(data.build, self.setup), clock, Path(tempfile.mkdtemp()), False)
-        return {name: seconds / BATCHES for name, seconds in clock.taken.items()}
+        return {name: seconds / self.batches for name, seconds in clock.taken.items()}
 
 
 class _Clock:
@@ -76,8 +77,8 @@ class _Clock:
 
     epochs = 1
 
-    def __init__(self) -> None:
-        self.done = 0
+    def __init__(self, batches: int) -> None:
+        self.done, self.last = 0, WARM_UP + batches
         self.taken: Figures = {}
 
     def step(self, epoch: int, batch: Any) -> bool:
@@ -85,7 +86,7 @@ class _Clock:
         self.done += 1
         if self.done == WARM_UP:
             self.started = time.perf_counter(), time.thread_time()
-        elif self.done == WARM_UP + BATCHES:
+        elif self.done == self.last:
             ended = time.perf_counter(), time.thread_time()
             self.taken = dict(zip(("batch", "main"), map(float.__sub__, ended, self.started), strict=True))
             raise data.Stopped
