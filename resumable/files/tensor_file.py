@@ -42,7 +42,7 @@ DTYPES = {
 """Other dtypes are stored as their bytes (U8), and the JSON beside them says what they are."""
 
 _DTYPES_BY_CODE = {code: dtype for dtype, code in DTYPES.items()}
-_MOST_REMEMBERED = 4 << 20
+_MOST_REMEMBERED = 2 << 20
 _ALIGNMENT = 16  # what the widest dtype, complex128, needs
 
 
@@ -148,7 +148,7 @@ def _read_header(header: bytes, size: int) -> list[Slot]:
         raise ValueError(f"this version of torch has no {exc.args[0]}") from exc
 
 
-_remembered = functools.lru_cache(8)(_read_header)
+_remembered = functools.lru_cache(4)(_read_header)
 
 
 def from_safetensors(data: memoryview) -> dict[str, torch.Tensor]:

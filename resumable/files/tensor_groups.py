@@ -68,8 +68,12 @@ def guard_of(tensors: list[Any]) -> Guard | None:
     guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
     if not hasattr(guards, "TensorGuards") or not {*map(type, tensors)} <= _PLAIN:
         return None
-    check = guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-    return lambda now: bool(check(*now))
+    try:
+        check = guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    except TypeError:
+        return None
+    # Asked for its strides, a nested tensor would abort the process.
+    return lambda now: not any(map(attrgetter("is_nested"), now)) and bool(check(*now))
 
 
 dumps: Callable[[Json], str] = partial(json.dumps, allow_nan=False, separators=(",", ":"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -65,7 +66,8 @@ def encoded(chosen: Iterable[Part], *, is_all: bool = True) -> Trees:
             if stem in trees:
                 merge(trees[stem], found)
             else:
-                trees[stem] = found
+                # Its JSON may be that of a group, which the next encoding uses again.
+                trees[stem] = replace(found, json={**found.json})
     return trees
 
 

@@ -15,6 +15,9 @@ Modules = Sequence[tuple[str, nn.Module]]
 def walk(module: nn.Module, name: str = "", into: list[tuple[str, nn.Module]] | None = None) -> Modules:
     """Return what `named_modules(remove_duplicate=False)` yields."""
     found = [] if into is None else into
+    if type(module).named_modules is not nn.Module.named_modules:
+        found += module.named_modules(prefix=name, remove_duplicate=False)
+        return found
     found.append((name, module))
     for key, one in module._modules.items():
         if one is not None:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from .gpu_copies import Copy
 
 _LONGEST = 16 << 20
+_PATIENCE = 0.1
+"""Seconds in which a step has mostly copied what it has in hand."""
 
 
 class Pieces:
@@ -22,7 +24,9 @@ class Pieces:
         self._pieces = [*_cut(copies, size)]
         self._left = deque(range(len(self._pieces)))
         self._in_hand: dict[int, int] = {}
-        """By thread: the piece that it copies."""
+        """By thread: the piece that it copies, unless another has taken it over."""
+        self._copying: set[int] = set()
+        """The threads that are copying."""
         self._changed = changed
         self._places: dict[str, list[tuple[int, int]]] = {}
         for number, piece in enumerate(self._pieces):
@@ -43,14 +47,30 @@ class Pieces:
         """Return how many pieces are copied of which all before are copied, too."""
         return min((*self._left, *self._in_hand.values()), default=len(self._pieces))
 
-    def finish(self, copy: Callable[[Sequence[Copy]], None]) -> None:
-        """Copy, together with the other threads that do so; return when all is copied, or stopped."""
-        while self._left or self._in_hand:
+    def help(self, copy: Callable[[Sequence[Copy]], None]) -> None:
+        """Copy for a step, which would change the tensors; return when no thread copies any more."""
+        is_done = False
+        while not is_done:
             while self._copy_next(copy):
                 pass
             with self._changed:
                 # One that fails in another thread comes back.
-                self._changed.wait_for(lambda: self._left or not self._in_hand)
+                self._changed.wait_for(lambda: self._left or not self._copying)
+                is_done = not self._left
+
+    def finish(self, copy: Callable[[Sequence[Copy]], None]) -> None:
+        """Copy until all is copied, or stopped; steps may help."""
+        is_done = False
+        while not is_done:
+            while self._copy_next(copy):
+                pass
+            with self._changed:
+                if not self._changed.wait_for(lambda: self._left or not self._in_hand, _PATIENCE):
+                    # The handler of a signal may have interrupted a step, and wait for this save. What the
+                    # step has in hand stays as it is until it has returned.
+                    self._left.extend(sorted(self._in_hand.values()))
+                    self._in_hand.clear()
+                is_done = not self._left
 
     def _copy_next(self, copy: Callable[[Sequence[Copy]], None]) -> bool:
         me = threading.get_ident()
@@ -60,10 +80,12 @@ class Pieces:
                     return False
                 # In this order: an interrupt may come in between, and must lose no piece.
                 self._in_hand[me] = self._left[0]
-                self._left.popleft()
-            copy(self._pieces[self._in_hand[me]])
+                self._copying.add(me)
+                piece = self._pieces[self._left.popleft()]
+            copy(piece)
             with self._changed:
-                del self._in_hand[me]
+                self._in_hand.pop(me, None)
+                self._copying.discard(me)
                 self._changed.notify_all()
         except BaseException:
             self._give_back(me)
@@ -73,6 +95,7 @@ class Pieces:
     def _give_back(self, thread: int) -> None:
         with self._changed:
             number = self._in_hand.pop(thread, None)
+            self._copying.discard(thread)
             if number is not None and number not in self._left:
                 self._left.appendleft(number)
             self._changed.notify_all()

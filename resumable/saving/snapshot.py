@@ -170,14 +170,14 @@ class Snapshot:
             )
 
     def _hold_back(self) -> None:
-        """Make a step wait until the snapshot is complete, and copy meanwhile what nobody has begun to."""
+        """Make a step wait until the snapshot is complete, and copy meanwhile what no thread has begun to."""
         try:
-            with self._progress:
-                if not self._is_complete and not self._has_passed:
-                    self._has_passed = True
-                    self._refuse_changed(Copy.has_another_version)
+            if not self._is_complete and not self._has_passed:
+                # Without the lock: the handler of a signal may wait for this save in between.
+                self._refuse_changed(Copy.has_another_version)
+                self._has_passed = True
             with torch.no_grad():
-                self._pieces.finish(_copy)
+                self._pieces.help(_copy)
         except Exception as exc:
             # The save reports it, not the step.
             self._fail(exc)

@@ -120,12 +120,14 @@ def _parsed(found: Json) -> Wrote | None:
     if one.way not in WAYS or type(one.disk) is not str or type(one.size) is not int:
         return None
     is_time = one.seconds is None or (type(one.seconds) is float and 0 < one.seconds < 1 << 32)
-    return one if is_time and 0 < one.size < 1 << 63 else None
+    return one if is_time and 0 < one.size < 1 << 63 and one.speed < _FASTEST else None
 
 
 _WORTH_LEARNING = 64 << 20
 """What is smaller is written in some milliseconds, which tell more of what else the disk had to do."""
 _REMEMBERED = 256
+_FASTEST = 1 << 40
+"""Bytes a second that no disk reaches."""
 _RECENT = 5
 _NOISE = 1.1
 _BETWEEN_TRIES = 3

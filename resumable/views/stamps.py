@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -50,8 +51,10 @@ class Look:
             # Until they meet: all, if the other is killed.
             self._read(range(len(self._names) - 1, -1, -1))
         finally:
-            if self._child is not None:
-                os.waitpid(self._child, 0)
+            # The system forgets a child at once if this process ignores SIGCHLD.
+            with contextlib.suppress(ChildProcessError):
+                if self._child is not None:
+                    os.waitpid(self._child, 0)
         return {name: one for name, one in zip(self._names, self._found, strict=False) if one != MISSING}
 
     def _read(self, places: Iterable[int]) -> None:
