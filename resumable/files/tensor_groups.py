@@ -66,14 +66,18 @@ def guard_of(tensors: list[Any]) -> Guard | None:
     """
     # torch.compile checks its inputs by this class. Asking each tensor takes twice as long.
     guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
-    if not hasattr(guards, "TensorGuards") or not {*map(type, tensors)} <= _PLAIN:
+    if not hasattr(guards, "TensorGuards") or not _are_plain(tensors):
         return None
     try:
         check = guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     except TypeError:
         return None
+    return lambda now: _are_plain(now) and bool(check(*now))
+
+
+def _are_plain(values: list[Any]) -> bool:
     # Asked for its strides, a nested tensor would abort the process.
-    return lambda now: not any(map(attrgetter("is_nested"), now)) and bool(check(*now))
+    return {*map(type, values)} <= _PLAIN and not any(map(attrgetter("is_nested"), values))
 
 
 dumps: Callable[[Json], str] = partial(json.dumps, allow_nan=False, separators=(",", ":"))

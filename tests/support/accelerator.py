@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from resumable.files import file_reader, threads
-from resumable.parts import device_lanes, reading
+from resumable.parts import device_lanes, places
 from resumable.position import to_device
 from resumable.saving import gpu_buffers, gpu_copies, host_memory
 from tests.support.device_memory import HostMemory, Memory
@@ -395,7 +395,7 @@ def make_small(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(gpu_copies, name, value)
     patch.setattr(host_memory, "_REGISTERED", 4096)
     patch.setattr(file_reader, "_PIECE", 256)
-    patch.setattr(reading, "_SMALL", 48)
+    patch.setattr(places, "_SMALL", 48)
     patch.setattr(device_lanes, "_ROOM", 256)
 
 
