@@ -96,6 +96,7 @@ def test_a_save_as_it_is_written_matches_the_pattern(run: Run) -> None:
 
 def test_a_long_history_says_what_parsing_each_line_says(lines: list[Line]) -> None:
     lines[500]["superseded"] = True
+    del lines[501]["wrote"]
     lines += [{**lines[0], "attempt": 2}, {**lines[300], "attempt": None}, {**lines[301], "durable": None}]
     lines += [{**lines[302], "durable": 9}, {"event": "end", "attempt": 2, "how": "closed"}]
 
@@ -164,6 +165,12 @@ def test_a_long_history_tells_what_to_skip_and_what_was_allowed(run: Run, lines:
     # 1 and 7 were saved again after that.
     assert history_scan.skipped(run.path) == {12: "again"}
     assert history_scan.allowed(run.path) == ["model.*"]
+
+
+def test_one_that_cannot_be_read_says_nothing_of_what_to_skip_or_allow(tmp_path: Path) -> None:
+    (tmp_path / history.NAME).mkdir()
+
+    assert (history_scan.skipped(tmp_path), history_scan.allowed(tmp_path)) == ({}, [])
 
 
 def test_a_start_after_a_long_history_adds_and_marks_what_it_must(run: Run, lines: list[Line]) -> None:
