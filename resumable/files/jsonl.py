@@ -84,11 +84,6 @@ def plain(value: Json) -> Json:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def mentions(path: Path, text: bytes) -> bool:
-    """Return whether a file contains these bytes, which is much faster than reading its lines."""
-    return text in content(path)
-
-
 def _text(line: Line) -> bytes:
     try:
         text = _ENCODER.encode(line).encode()

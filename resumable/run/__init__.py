@@ -13,6 +13,7 @@ __all__ = [
     "directory",
     "environment",
     "history",
+    "history_scan",
     "history_writer",
     "manifest",
     "markup",

@@ -71,34 +71,9 @@ def pushed(lines: Iterable[Line]) -> dict[str, set[int]]:
     return there
 
 
-def skipped(folder: Path) -> dict[int, str]:
-    """Return the checkpoints that a start must not resume from, and why."""
-    found: dict[int, str] = {}
-    # A training needs no history; the writer reports one that cannot be read.
-    with contextlib.suppress(OSError):
-        if jsonl.mentions(folder / NAME, b'"skip"'):
-            for line in jsonl.read(folder / NAME):
-                if line.get("event") == "skip" and _holds(line, number=int, problem=str):
-                    found[line["number"]] = line["problem"]
-                elif is_save(line):
-                    # The folder had lost its newest checkpoint: this is another one of the same number.
-                    found.pop(line["number"], None)
-    return found
-
-
 def exists(folder: Path) -> bool:
     """Return whether the run in a folder has a history."""
     return (folder / NAME).exists()
-
-
-def allowed(folder: Path) -> list[str]:
-    """Return the patterns of `allow=` that earlier starts resumed with."""
-    found: list[str] = []
-    with contextlib.suppress(OSError):
-        for line in jsonl.read(folder / NAME):
-            if line.get("event") == "start" and _holds(line, allowed=list):
-                found += [one for one in line["allowed"] if isinstance(one, str)]
-    return found
 
 
 def remote(lines: Sequence[Line]) -> dict[str, str] | None:
@@ -170,6 +145,11 @@ def is_start(line: Line) -> bool:
 def is_end(line: Line) -> bool:
     """Return whether a line is the end of a start, as this library writes it."""
     return line.get("event") == "end" and _holds(line, attempt=int, how=str)
+
+
+def is_skip(line: Line) -> bool:
+    """Return whether a line says that resuming from a checkpoint failed, as this library writes it."""
+    return line.get("event") == "skip" and _holds(line, number=int, problem=str)
 
 
 def _previous(start: Line) -> Line | None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 from collections import deque
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from functools import partial
-from typing import TypeGuard
 
 from ..errors import CannotRead, ResumableError, warn
 from ..files import jsonl
@@ -17,6 +17,7 @@ from ..files.strict_json import Json
 from . import history
 from .checkpoint import HIGHEST
 from .directory import Run
+from .history_scan import scan
 from .manifest import Manifest
 from .policy import Took
 
@@ -71,18 +72,19 @@ class History:
         """Note that a process, described by `facts`, resumes from a checkpoint or starts fresh."""
         with self._guard:
             try:
-                lines = history.read(self._run.path)
+                found = scan(history.content(self._run.path))
             except CannotRead as exc:
                 self._tell(exc)
                 return None
-            self._take_in(lines)
-            self.wrote = [line["wrote"] for line in lines if history.is_save(line) and "wrote" in line]
-            self.last_took = next(filter(None, map(_took, reversed(lines))), None)
-            last = max([line["attempt"] for line in filter(history.is_start, lines)], default=0)
+            self._parents, self._superseded = found.parents, found.superseded
+            self.wrote, self.last_took = [*map(json.loads, found.noted)], found.took()
+            last = max([line["attempt"] for line in filter(history.is_start, found.others)], default=0)
             late = [_save(about, last or None) for about in self._unknown()]
             self._take_in(late)
+            saves = [*late, {"number": found.last[last]}] if last in found.last else late
+            newest = max([line["number"] for line in saves], default=None)
             self.attempt = last + 1
-            previous = _how_it_ended(last, [*lines, *late], facts)
+            previous = _how_it_ended(last, newest, found.others, facts)
             self._go_on_from(came_from)
             self._write(*late, self._line("start", **facts, **{"from": came_from}, previous=previous))
             return self.attempt
@@ -165,12 +167,11 @@ class History:
         # A process killed between the commit and the line has left a checkpoint without one.
         numbers: list[int] = []
         with contextlib.suppress(ResumableError):
-            numbers = self._run.numbers()
+            numbers = [number for number in self._run.numbers() if number not in self._parents]
         for number in numbers:
             # The next start looks again.
             with contextlib.suppress(ResumableError):
-                if number not in self._parents:
-                    yield self._run.open(number).about
+                yield self._run.open(number).about
 
     def _take_in(self, lines: Iterable[Line]) -> None:
         for line in filter(history.is_save, lines):
@@ -246,24 +247,14 @@ def _rounded(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 4)
 
 
-def _took(line: Line) -> tuple[float | None, float] | None:
-    if not history.is_save(line):
-        return None
-    lost, durable = line.get("lost"), line.get("durable")
-    return (lost if _is_time(lost) else None, durable) if _is_time(durable) else None
-
-
-def _is_time(value: Json) -> TypeGuard[float]:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1 << 53
-
-
-def _how_it_ended(attempt: int, lines: Sequence[Line], now: Mapping[str, Json]) -> Line | None:
+def _how_it_ended(
+    attempt: int, last: int | None, lines: Sequence[Line], now: Mapping[str, Json]
+) -> Line | None:
     if not attempt:
         return None
     mine = [line for line in lines if line.get("attempt") == attempt]
     start = next(filter(history.is_start, mine))
     word = next(filter(history.is_end, mine), {}).get("how")
-    last = max([line["number"] for line in filter(history.is_save, mine)], default=None)
     return {"attempt": attempt, "how": word or _what_is_likely(start, now), "last": last}
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from ..files.threads import no_garbage_collection
 from . import checkpoint
 from .manifest import Best, Goal
 
@@ -71,7 +72,9 @@ class Listing:
         """Return this, with its `numbers` and `names`, oldest first."""
         if self._text:
             started = time.perf_counter()
-            self.names = dict(sorted([(int(number), name) for name, number, _ in _OURS.findall(self._text)]))
+            with no_garbage_collection():
+                found = [(int(number), name) for name, number, _ in _OURS.findall(self._text)]
+                self.names = dict(sorted(found))
             self.numbers = [*self.names]
             self._text, self.folders, self._newest = "", [], None
             self.seconds += time.perf_counter() - started

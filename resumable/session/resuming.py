@@ -28,7 +28,7 @@ from ..parts.reading import Reading
 from ..parts.renaming import renamed
 from ..parts.restore import forget_gradients, restore
 from ..position import position, spikes
-from ..run import changes, environment, history
+from ..run import changes, environment, history, history_scan
 from ..run.checkpoint import Checkpoint
 from ..run.manifest import NO_CHECKPOINT, Best
 from ..run.resume_choice import Which
@@ -76,7 +76,9 @@ class Resuming:
         """
         if which not in ("auto", "must") or expect:
             return self.choose(which, expect), ""
-        listed = self._crew.ranks.first("what to skip", lambda: [*history.skipped(self._run.path).items()])
+        listed = self._crew.ranks.first(
+            "what to skip", lambda: [*history_scan.skipped(self._run.path).items()]
+        )
         problems = dict(listed)
         found = self.choose(which, expect, problems)
         if found is None or not problems:
@@ -157,7 +159,7 @@ class Resuming:
     def _allowed_before(self, allow: Sequence[str]) -> list[str]:
         """Return the patterns that named something at an earlier start; all, if that cannot be known."""
         is_known = not self._copies or history.exists(self._run.path)
-        return history.allowed(self._run.path) if is_known else [*allow]
+        return history_scan.allowed(self._run.path) if is_known else [*allow]
 
     def _warn_of_missing(self, reading: Reading) -> None:
         for name in self._parts.found - reading.about.parts.keys():
