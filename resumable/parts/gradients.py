@@ -101,7 +101,11 @@ class Gradients:
 
     def stepped(self) -> None:
         """Note that the optimizer has made a step with the current gradients."""
-        self._used = {id(p): (weakref.ref(g), g._version) for p, g in self._all() if not g.is_inference()}
+        self._used = used = {}
+        for group in self._live.param_groups:
+            for p in group["params"]:
+                if (g := p.grad) is not None and not g.is_inference():
+                    used[id(p)] = weakref.ref(g), g._version
         self._is_first, self._restored = True, []
         if self._watch is None and not self._are_kept:
             self._begin_to_watch()

@@ -42,6 +42,10 @@ class Stage(Enum):
     """No batches are left, or the loop was left."""
 
 
+_FIRST, _STRAIGHT = Stage.FIRST, Stage.STRAIGHT
+"""To look them up in their class at every batch takes longer than the rest of what asks for them."""
+
+
 def begin(at: LoaderPosition, hooks: Hooks, way: Way, *, is_in_thread: bool) -> Loop | Over | ThreadLoop:
     """Return the batches that are left: one counts as done when the next is requested.
 
@@ -99,12 +103,13 @@ class Loop:
             # It is handled no more. Kept, it would keep its frames, and with them this loop and its workers.
             self._outer = None
         at = self._at
-        if self._stage is Stage.SECOND:
-            self._look_ahead(sys._getframe(1))
-        if self._stage is Stage.ONE_AHEAD:
-            return self._next_ahead()
-        if self._stage is Stage.ENDED:
-            raise StopIteration
+        if self._stage is not _STRAIGHT:
+            if self._stage is Stage.SECOND:
+                self._look_ahead(sys._getframe(1))
+            if self._stage is Stage.ONE_AHEAD:
+                return self._next_ahead()
+            if self._stage is Stage.ENDED:
+                raise StopIteration
         if at.in_hand is not None:
             try:
                 self._hooks.body_ended()
@@ -115,7 +120,7 @@ class Loop:
                 if shorten(error):
                     raise error  # RESUMABLE_FULL_TRACEBACK=1 shows where
                 raise
-        if self._stage is Stage.FIRST:
+        if self._stage is _FIRST:
             self._ask_first(sys._getframe(1))
         elif self._sums.is_looking:
             self._sums.go_on(sys._getframe(1))

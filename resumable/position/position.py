@@ -176,7 +176,7 @@ class Position(CountedLoops):
 
     def is_step_without_loop(self) -> bool:
         """Whether the optimizer has made more than one step, and the script has used no loop of ours."""
-        return self.updates > 1 and self.is_outside() and not self.streams.has_used_loops
+        return self.updates > 1 and not self.streams.has_used_loops and self.is_outside()
 
     def is_behind_last_batch(self) -> bool:
         """Whether a resume in mid-epoch found no batch left: the loop over them was empty."""

@@ -195,10 +195,10 @@ class TrainingCounters:
         self.streams.note_training(in_loop=False)
         self.before_loop.forget()
         self._warn_of_saved_end()
-        if self.is_outside():
-            self.streams.put_back_late()
-        for loader in self._known.all:
-            if not self._known.is_training():
+        if not self._known.is_training():
+            if self._body is None:
+                self.streams.put_back_late()
+            for loader in self._known.all:
                 loader.habits.warn_of_late_step()
         for loader in self._known.all if is_first else ():
             loader.stepped()

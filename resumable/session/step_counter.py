@@ -107,6 +107,9 @@ def _weakly(method: Callable[..., object], *given: Any) -> Callable[..., None]:
 
 def _is_inner_step(optimizer: Any, frame: FrameType | None) -> bool:
     """Whether this step of an optimizer was called by another: its class calls super().step()."""
+    kind = type(optimizer)
+    if kind.__module__.startswith(_TORCHS) and kind.step.__module__.startswith(_TORCHS):
+        return False
     wrappers = 0
     while frame is not None and wrappers < 2:
         is_wrapper = frame.f_code is _STEP_WRAPPER and frame.f_locals["args"][0] is optimizer
@@ -114,5 +117,6 @@ def _is_inner_step(optimizer: Any, frame: FrameType | None) -> bool:
     return wrappers == 2
 
 
+_TORCHS = "torch.optim."  # the optimizers there call no step() in theirs
 _STEP_WRAPPER = torch.optim.Optimizer.profile_hook_step(lambda self: None).__code__
 """What torch wraps around the step() of every optimizer class: it calls the hooks."""

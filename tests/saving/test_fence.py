@@ -154,7 +154,7 @@ def test_a_graph_that_is_captured_ends_the_trust_for_ever(monkeypatch: pytest.Mo
     waited: list[int] = []
     fence.shut(lambda: waited.append(1))
     with monkeypatch.context() as capturing:
-        capturing.setattr(torch.cuda, "is_available", lambda: True)
+        capturing.setattr(torch.cuda, "is_initialized", lambda: True)
         capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         step(optimizer, parameters)
 

@@ -460,7 +460,7 @@ def test_a_step_in_a_captured_graph_is_not_waited_for_and_nothing_is_guarded_aga
 ) -> None:
     training = Training(size=big())
     with monkeypatch.context() as capturing:
-        capturing.setattr(torch.cuda, "is_available", lambda: True)
+        capturing.setattr(torch.cuda, "is_initialized", lambda: True)
         capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         training.step()
     training.step()
