@@ -112,7 +112,7 @@ class Pieces:
 
 
 def _cut(copies: Sequence[Copy], size: int) -> Iterator[list[Copy]]:
-    """Yield the copies in pieces of about so many bytes; a large tensor is in several of them."""
+    """Yield the copies in pieces of about `size` bytes; a large tensor is in several of them."""
     piece: list[Copy] = []
     room = size
     for copy in copies:

@@ -59,9 +59,9 @@ class Ways:
         disk = _disk(self._folder)
         seen = [one for one in self._seen if one.disk == disk and _class(one.size) == _class(size)]
         # Even a slow one has to end before the next save, and those at a training's end are waited for.
-        goes_on = why == "called" or why.startswith("every ")
+        is_in_training = why == "called" or why.startswith("every ")
         has_time = began is not None and now - began > _TIMES_LONGER * ((seen and seen[-1].seconds) or 0)
-        return chosen(seen, may_try=goes_on and has_time)
+        return chosen(seen, may_try=is_in_training and has_time)
 
     def note(self, way: Way, files: Iterable[Written], seconds: float) -> Mapping[str, Json] | None:
         """Learn from a save, and return what a later process can `recall`; None if it is too small."""

@@ -1,4 +1,4 @@
-"""A thread that nobody waits for gives way to the training."""
+"""A thread that no training waits for gives way to the training."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def in_a_thread() -> int:
     return seen[0]
 
 
-def test_a_thread_gives_way_to_the_training_and_the_training_unheard() -> None:
+def test_a_thread_gives_way_to_the_training_which_it_leaves_alone() -> None:
     before = priority()
 
     assert in_a_thread() == min(19, max(before, 5))

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from resumable import RunState
+from resumable import CannotStore, RunState
 from resumable.files import encoder
+from resumable.parts import collect
 
 
 class Experts(nn.Module):
@@ -186,3 +187,44 @@ def _counted(method: Callable[..., Any], calls: list[Any]) -> Callable[..., Any]
         return method(self, values, *rest)
 
     return counting
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_in_the_place_of_a_plain_one_is_refused(run_dir: Path) -> None:
+    values = {"a": torch.zeros(3), "b": torch.zeros(4)}
+    with RunState.load(run_dir, extra={"values": values}, every=None) as state:
+        for _ in range(3):
+            state.save().wait()
+        values["b"] = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
+
+        with pytest.raises(CannotStore, match="a dense tensor"):
+            state.save()
+        values["b"] = torch.ones(4)
+
+
+class OneTensor:
+    """A part whose whole state is a tensor."""
+
+    def __init__(self) -> None:
+        self.tensor = torch.zeros(3)
+
+    def state_dict(self) -> torch.Tensor:
+        return self.tensor
+
+    def load_state_dict(self, state: torch.Tensor) -> None:
+        self.tensor = state
+
+
+def test_what_a_save_has_in_hand_does_not_follow_the_next_encoding(run_dir: Path) -> None:
+    counter = {"n": 1}
+    with RunState.load(run_dir, extra={"a": OneTensor(), "counter": counter}, every=None) as state:
+        parts = state._training.parts
+        for _ in range(2):
+            collect.encoded(parts.all)
+        before = collect.encoded(parts.all)["extra"].json
+        text = repr(before)
+        counter["n"] = 99
+
+        collect.encoded(parts.all)
+
+        assert repr(before) == text

@@ -66,6 +66,13 @@ def go(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
             thread.join(20)
 
 
+def fence_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the smallest state be worth a fence."""
+    defaults = Image.__init__.__defaults__
+    assert defaults
+    monkeypatch.setattr(Image.__init__, "__defaults__", (*defaults[:-1], 0))
+
+
 def test_a_step_copies_by_itself_what_no_thread_has_begun(go: threading.Event) -> None:
     training = Training()
     before = training.values()
@@ -83,9 +90,7 @@ def test_a_step_copies_by_itself_what_no_thread_has_begun(go: threading.Event) -
 def test_two_returns_to_saves_that_steps_have_copied_are_exact(
     run_dir: Path, go: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    defaults = Image.__init__.__defaults__
-    assert defaults
-    monkeypatch.setattr(Image.__init__, "__defaults__", (*defaults[:-1], 0))
+    fence_all(monkeypatch)
     once, again = Training(), Training()
     for _ in range(4):
         once.step()
@@ -211,6 +216,35 @@ def copies(*sizes: int, dtype: torch.dtype = torch.uint8) -> list[Copy]:
         found.append(Copy("file", str(len(found)), begin, torch.zeros_like(source), source))
         begin += source.nbytes
     return found
+
+
+def test_the_handler_of_a_signal_in_a_step_that_copies_may_wait_for_the_save(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, go: threading.Event
+) -> None:
+    model = nn.Linear(300, 300)
+    optimizer = torch.optim.Adam(model.parameters())
+    fence_all(monkeypatch)
+    with RunState.load(run_dir, model=model, optimizer=optimizer, every=None) as state:
+        model(torch.ones(1, 300)).sum().backward()
+        optimizer.step()
+        kept = model.weight.detach().clone()
+        saved = state.save()
+
+        def copy(piece: Sequence[Copy]) -> None:
+            _real_copy(piece)
+            if threading.current_thread() is threading.main_thread():
+                # As a handler does that runs when the copy returns.
+                monkeypatch.setattr(snapshot, "_copy", _real_copy)
+                go.set()
+                saved.wait()
+
+        monkeypatch.setattr(snapshot, "_copy", copy)
+        optimizer.step()
+
+        assert snapshot._copy is _real_copy
+        assert not torch.equal(model.weight, kept)
+        state.restore("newest")
+        assert torch.equal(model.weight, kept)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.complex128], ids=str)

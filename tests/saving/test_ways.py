@@ -179,6 +179,7 @@ GOOD = {"way": "uncached", "disk": "sda", "size": SIZE, "seconds": 0.5}
         {**GOOD, "size": 1 << 80},
         {**GOOD, "size": True},
         {**GOOD, "seconds": -1.0},
+        {**GOOD, "seconds": 5e-324},
         {**GOOD, "seconds": "nan"},
         {**GOOD, "seconds": 1e300},
     ],

@@ -76,6 +76,7 @@ def test_both_processes_read_some(folder: Path) -> None:
         "def of(*a, of=stamps.of): return of(*a) if os.getpid() == parent else os.kill(os.getpid(), 9)",
         "os.fork = lambda: 1 / 0",
         "os.fork = lambda: os.stat('none')",
+        "signal.signal(signal.SIGCHLD, signal.SIG_IGN)",
         "import threading; threading.Thread(target=time.sleep, args=[0.5]).start()",
     ],
 )
