@@ -218,6 +218,8 @@ class LoaderPosition(EpochPlace):
         """Note that the loop has come to the end of the batches."""
         self.finish()
         self._loop, self.ended_at = None, self.done
+        # A resume may have left it no batch: it is then opened where it is asked.
+        self.opened = self.opened or self.training.next_opened()
         self.training.batches_ended(self)
 
     def leave(self, outer: BaseException | None) -> None:

@@ -787,6 +787,12 @@ def test_several_loaders_in_one_epoch_all_continue(
     assert training.chain(run_dir, at) == training.uninterrupted()
 
 
+def test_a_loop_that_a_resume_left_no_batch_is_still_inside_the_other(run_dir: Path) -> None:
+    training = Training(two, unlabelled)
+
+    assert training.chain(run_dir, [(0, 6), (0, 7)]) == training.uninterrupted()
+
+
 # Other loops.
 
 
