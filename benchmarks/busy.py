@@ -22,6 +22,8 @@ from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import torch
+
 from .apart import Apart
 from .contenders import CONTENDERS, Contender
 from .rounds import Figures, Values, in_turns
@@ -33,7 +35,7 @@ _seconds = time.perf_counter
 
 @contextlib.contextmanager
 def busy(count: int) -> Iterator[None]:
-    """Keep so many other processes at work, at this one's priority, as the workers of a loader are."""
+    """Keep `count` other processes at work, at this one's priority, as the workers of a loader are."""
     with contextlib.ExitStack() as workers:
         started = [workers.enter_context(Apart(_work)) for _ in range(count)]
         for worker in started:
@@ -46,6 +48,15 @@ def _work(connection: Connection) -> None:
     connection.send("at work")
     while not connection.poll():
         zlib.decompress(zlib.compress(sample, 1))
+
+
+@contextlib.contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Let torch compute in `count` threads: several wait for each other, and on busy cores for each turn."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    yield
+    torch.set_num_threads(before)
 
 
 def lost(training: Training, contender: Contender, number: int, steps: int) -> Figures:
@@ -93,7 +104,7 @@ def measure(size: float, others: int, rounds: int, folder: Path, names: Sequence
     """Return the figures of each contender, as `name: column`."""
     training = gpt(size, "cpu")
     errors: dict[str, dict[str, str]] = {}
-    with busy(others):
+    with busy(others), _threads(1 if others else torch.get_num_threads()):
         made = {name: CONTENDERS[name](training.parts, folder / name, "cpu") for name in names}
         training.steps(2)
         steps = max(steps_for(training, contender) for contender in made.values())
