@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -228,8 +229,9 @@ class Saving:
         )
 
     def _commit(self, save: _Save) -> None:
-        # This thread has the interpreter, and save() would wait until it gives it up.
-        time.sleep(_UNTIL_SAVE_HAS_RETURNED)
+        # This thread has the interpreter, and save() would wait until it gives it up. Not by a sleep, which
+        # fails where the clock jumps under it.
+        threading.Event().wait(_UNTIL_SAVE_HAS_RETURNED)
         about, rank = save.about, self._crew.ranks.rank
         before = self._written
         files = save.taken.contents(before)
