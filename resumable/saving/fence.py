@@ -124,7 +124,7 @@ class _Gate:
 
     def _after_step(self, *_: object) -> None:
         self.steps += 1
-        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if not _is_gpu_in_use():
             return
         for device in self._gpus():
             self.streams[device] = torch.cuda.current_stream(device)
@@ -155,9 +155,13 @@ class _Gate:
 
 def is_capturing() -> bool:
     """Whether this thread captures a CUDA graph: what it queues runs whenever the graph is replayed."""
-    # Where none is in use, to look for a GPU would take most of the time of the hooks.
+    return _is_gpu_in_use() and torch.cuda.is_current_stream_capturing()
+
+
+def _is_gpu_in_use() -> bool:
+    # To look for a GPU would take most of the time of the hooks.
     is_in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return is_in_use and torch.cuda.is_current_stream_capturing()
+    return is_in_use
 
 
 def _has_more_methods(live: torch.optim.Optimizer) -> bool:

@@ -64,6 +64,7 @@ def test_two_processes_find_what_one_finds(folder: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="one process elsewhere")
 def test_both_processes_read_some(folder: Path) -> None:
+    # Slow, or one process might have read all before the other begins.
     as_stamp = "stamps.of = lambda *_: time.sleep(0.001) or os.getpid()"
 
     assert looked(folder, as_stamp).startswith(f"{COUNT} 2 ")
