@@ -120,6 +120,7 @@ def test_fish_completes(place: Path, line: str, found: list[str]) -> None:
     assert sorted(row.partition("\t")[0] for row in done.stdout.splitlines()) == found
 
 
+@pytest.mark.quick(2)
 @needs_zsh
 @pytest.mark.parametrize(
     ("line", "typed"),

@@ -266,6 +266,7 @@ def test_two_of_these_callbacks_are_refused(run_dir: Path) -> None:
     assert not run_dir.exists()
 
 
+@pytest.mark.heavy
 def test_processes_that_are_spawned_are_refused_by_name(run_dir: Path) -> None:
     with pytest.raises(torch.multiprocessing.ProcessRaisedException, match="forked or spawned"):
         Case(strategy="ddp_spawn", devices=1).fit(Resumable(run_dir))

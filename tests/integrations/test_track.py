@@ -98,6 +98,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Points]:
 
 
 # Before the first save, in mid-epoch, at the last batch of an epoch, at its end
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("stops", [(1, 3), (3, 4), (4, 8), (7, 7)], ids=str)
 def test_each_step_is_there_once_after_two_resumes(
     stops: tuple[int, ...], straight: dict[str, Points], run_dir: Path
@@ -126,6 +127,7 @@ def test_going_back_continues_the_curve_from_there(straight: dict[str, Points], 
         assert points == [*known, *((step, pytest.approx(value + 1)) for step, value in new)]
 
 
+@pytest.mark.heavy
 def test_a_branch_that_was_never_saved_is_not_in_the_curve(
     straight: dict[str, Points], run_dir: Path
 ) -> None:
@@ -269,6 +271,7 @@ def _log_on_all(rank: int, run: Path) -> bool:
     return tracker.run is None
 
 
+@pytest.mark.heavy
 def test_of_several_processes_the_first_one_logs(run_dir: Path) -> None:
     ended = gloo.run(2, _log_on_all, run_dir, folder=run_dir.parent)
 

@@ -99,6 +99,7 @@ CASES: dict[str, tuple[Callable[[], dict[str, Any]], tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("case", CASES)
 def test_a_trainer_that_is_stopped_ends_with_the_same_bits(case: str, tmp_path: Path) -> None:
     changed, stops = CASES[case]

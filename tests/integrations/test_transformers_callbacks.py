@@ -71,6 +71,7 @@ class Looks(TrainerCallback):
     on_train_begin = on_epoch_begin = on_step_end = look
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_callback_may_take_batches_from_the_loader(workers: int, tmp_path: Path) -> None:
     def make() -> Any:

@@ -433,6 +433,7 @@ LOST = {
 }
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("dataset", USED)
 def test_a_counter_on_which_something_may_depend_is_warned_of(run_dir: Path, dataset: Any) -> None:
     (text,) = told(run_dir, over(dataset))

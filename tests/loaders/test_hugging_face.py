@@ -142,6 +142,7 @@ def chain(run_dir: Path, name: str, way: str | None, stops: list[Stop]) -> Seen:
     return [event for seed, stop in legs for event in leg(run_dir, name, way, stop, seed)]
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(("name", "way"), EXACT)
 @pytest.mark.sampled(4)
 def test_a_dataset_stopped_in_mid_epoch_gives_what_it_would_have_given(

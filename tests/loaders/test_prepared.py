@@ -50,7 +50,7 @@ def _one_accelerator() -> Iterator[None]:
 
 @pytest.mark.parametrize("stops", STOPS, ids=str)
 @pytest.mark.parametrize(("maker", "options"), SETUPS)
-@pytest.mark.quick(2)
+@pytest.mark.quick(5)
 @pytest.mark.sampled(2)
 def test_a_prepared_loader_resumes_with_the_bits_of_the_plain_script(
     maker: str, options: Any, stops: list[Stop], run_dir: Path

@@ -104,6 +104,7 @@ def _resumes(rank: int, run_dir: Path, is_there: bool) -> list[str]:
     return made
 
 
+@pytest.mark.heavy
 def test_a_resumed_process_has_the_tracker_that_the_one_before_had(tmp_path: Path) -> None:
     def start(is_there: bool) -> Any:
         return values(gloo.run(2, _resumes, tmp_path / "exp", is_there, folder=tmp_path))

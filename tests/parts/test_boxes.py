@@ -104,6 +104,7 @@ def _fully_sharded(rank: int, rows: int) -> bool:
     return wrong
 
 
+@pytest.mark.quick(3)
 @pytest.mark.skipif(not CAN_SHARD, reason=WHY_NOT)
 @pytest.mark.parametrize("rows", [1, 7, 10, 13, 16])
 def test_fsdp_over_tensor_parallelism_is_described_as_torch_makes_it(rows: int, tmp_path: Path) -> None:

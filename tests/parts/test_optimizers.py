@@ -497,6 +497,7 @@ def test_a_scaler_may_be_switched_on_and_off(run_dir: Path, enabled: tuple[bool,
         assert scaler.get_scale() == (64.0 if on else 1.0)
 
 
+@pytest.mark.heavy
 @gloo.alone
 def test_an_optimizer_whose_state_is_split_over_the_processes_is_refused(run_dir: Path) -> None:
     from torch.distributed.optim import ZeroRedundancyOptimizer

@@ -404,6 +404,7 @@ def skips(run_dir: Path) -> list[Any]:
     return [line for line in lines if line["event"] == "skip"]
 
 
+@pytest.mark.heavy
 def test_a_script_without_with_is_reported_at_its_end(run_dir: Path, tmp_path: Path) -> None:
     behind(run_dir, epoch=1)
     script = """

@@ -59,6 +59,7 @@ def shards(folder: Path, node: int) -> set[str]:
     return {file for file in about.files if codec.shard_of(file) is not None}
 
 
+@pytest.mark.heavy
 @pytest.mark.proves("exact")
 @pytest.mark.parametrize(("kind", "nodes"), _CASES)
 def test_each_node_resumes_from_its_own_disk(tmp_path: Path, kind: str, nodes: list[int]) -> None:
@@ -74,6 +75,7 @@ def test_each_node_resumes_from_its_own_disk(tmp_path: Path, kind: str, nodes: l
         assert now["drawn"].tobytes() == then["drawn"].tobytes()
 
 
+@pytest.mark.heavy
 def test_a_disk_has_what_its_processes_need_and_replicas_are_whole(tmp_path: Path) -> None:
     run("fsdp-2", tmp_path / "exp", 2, tmp_path, nodes=[0, 1])
     run("hsdp", tmp_path / "replicas", 2, tmp_path, nodes=[0, 0, 1, 1])
@@ -89,6 +91,7 @@ def test_a_disk_has_what_its_processes_need_and_replicas_are_whole(tmp_path: Pat
         assert about.is_first_part is (node == 0)
 
 
+@pytest.mark.heavy
 def test_a_part_says_what_is_missing_and_is_whole_when_all_is_copied_together(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -119,6 +122,7 @@ def test_a_part_says_what_is_missing_and_is_whole_when_all_is_copied_together(
         assert differing(one["begun"], saved[0]["ended"]) == []
 
 
+@pytest.mark.heavy
 def test_nodes_that_have_changed_their_places_are_told(tmp_path: Path) -> None:
     values(run("fsdp-2", tmp_path / "exp", 2, tmp_path, nodes=[0, 1]))
 
@@ -240,6 +244,7 @@ def test_a_tensor_that_no_copy_would_have_as_a_whole_is_refused(tmp_path: Path) 
     assert all(Run(str(of_node(tmp_path / "exp", node))).numbers() == [] for node in (0, 1))
 
 
+@pytest.mark.heavy
 def test_the_commands_that_the_message_names_make_a_part_whole(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -265,6 +270,7 @@ def test_one_push_by_hand_from_each_node_and_one_more_are_enough(tmp_path: Path)
     assert [*Remote(Store(url)).numbers()] == [1, 2, 3]
 
 
+@pytest.mark.heavy
 def test_nodes_of_another_replica_leave_what_is_in_the_remote_alone(tmp_path: Path) -> None:
     plan = {"nodes": [0, 1, 2, 3], **_with_remote(tmp_path, "newest")}
     run("hsdp", tmp_path / "exp", 2, tmp_path, **plan)
@@ -286,6 +292,7 @@ def test_fewer_nodes_go_on_from_what_the_remote_has(tmp_path: Path) -> None:
     assert len(alone["seen"]) == 1, "it has not gone on behind step 2, which is what the remote has"
 
 
+@pytest.mark.heavy
 def test_each_push_is_completed_though_saves_follow_each_other_fast(tmp_path: Path) -> None:
     plan = {"nodes": [0, 1], "every": 1, **_with_remote(tmp_path, "newest"), "slow": 0.3}
     run("fsdp-2", tmp_path / "exp", 9, tmp_path, **plan)

@@ -219,6 +219,7 @@ def diverged(rank: int, run_dir: Path, whose: str, keywords: dict[str, Any]) -> 
     return state.step
 
 
+@pytest.mark.heavy
 @pytest.mark.proves("never a silent change")
 def test_a_tensor_that_has_diverged_is_named(tmp_path: Path) -> None:
     keywords = {"check_replicas": True}

@@ -40,7 +40,7 @@ def both(rank: int, folder: Path, stops: list[Stop], maker: str, options: Any) -
 
 @pytest.mark.parametrize("stops", [[2, 4], [], [5, 7, 11], ["epoch 0", 13]], ids=str)
 @pytest.mark.parametrize("setup", SETUPS)
-@pytest.mark.quick(2)
+@pytest.mark.quick(6)
 @pytest.mark.sampled(3)
 def test_two_processes_end_with_the_bits_of_the_plain_script(
     setup: str, stops: list[Stop], tmp_path: Path
@@ -62,6 +62,7 @@ def succeeded(found: list[gloo.Ended]) -> None:
     assert all(one.error is None for one in found), found[0].printed
 
 
+@pytest.mark.heavy
 def test_another_number_of_processes_is_refused_in_mid_epoch_and_taken_between_epochs(tmp_path: Path) -> None:
     succeeded(gloo.run(2, until, tmp_path / "run", 7, 2, folder=tmp_path))
     (alone,) = gloo.run(1, until, tmp_path / "run", "epoch 1", 1, folder=tmp_path)
@@ -88,6 +89,7 @@ def apart(rank: int, run_dir: Path) -> list[int]:
     return found
 
 
+@pytest.mark.heavy
 def test_a_process_that_has_no_batch_left_is_not_waited_for(tmp_path: Path) -> None:
     found = gloo.run(2, apart, tmp_path / "run", folder=tmp_path)
     succeeded(found)

@@ -51,6 +51,7 @@ _QUICK = ("fsdp-2", "fsdp-tp")
 TWICE = [kind if kind in _QUICK else pytest.param(kind, marks=pytest.mark.heavy) for kind in SHARDED]
 
 
+@pytest.mark.heavy
 @pytest.mark.proves("exact")
 @pytest.mark.parametrize("kind", TWICE)
 def test_a_sharded_training_that_is_killed_three_times_ends_with_the_same_bits(
@@ -107,6 +108,7 @@ def _draws(rank: int, run_dir: Path, kind: str) -> tuple[int, bytes]:
     return share[0], drawn
 
 
+@pytest.mark.heavy
 def test_generators_go_with_the_share_of_the_data(tmp_path: Path) -> None:
     run("fsdp-2", tmp_path / "exp", 2, tmp_path, torch=True)
 
@@ -164,6 +166,7 @@ def _saves_odd(rank: int, run_dir: Path, size: int, seed: int) -> dict[str, byte
     return {name: bytes(tensor_file.as_bytes(one)) for name, one in wholes.items()}
 
 
+@pytest.mark.heavy
 def test_tensors_of_any_dtype_stand_beside_sharded_ones(tmp_path: Path) -> None:
     saved = values(gloo.run(2, _saves_odd, tmp_path / "exp", 2, 0, folder=tmp_path))[0]
 
@@ -254,6 +257,7 @@ def _averaged(rank: int, run_dir: Path, steps: int, seed: int) -> list[bytes]:
     return [local(one).numpy().tobytes() for one in (*average.state_dict().values(), *kept.values())]
 
 
+@pytest.mark.heavy
 @pytest.mark.proves("exact")
 def test_averages_are_resumed_in_shards(tmp_path: Path) -> None:
     whole = values(gloo.run(2, _averaged, tmp_path / "whole", 5, 0, folder=tmp_path))
@@ -291,6 +295,7 @@ def _in_windows(rank: int, run_dir: Path, kind: str, stop: int, seed: int, reduc
     return told or found
 
 
+@pytest.mark.heavy
 @pytest.mark.proves("exact")
 @pytest.mark.parametrize("kind", ["fsdp-2", "tp"])
 def test_a_window_of_accumulation_is_resumed_in_shards(tmp_path: Path, kind: str) -> None:
@@ -402,6 +407,7 @@ def _goes_back(rank: int, run_dir: Path, how: str) -> Any:
     return told, differing(now, seen[1]), differing(now, seen[2]), weights
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("how", ["back", "only", "refused"])
 def test_a_sharded_training_goes_back_or_stays_as_it_was(tmp_path: Path, how: str) -> None:
     for told, from_second, from_third, weights in values(
@@ -429,6 +435,7 @@ def _with_other_layers(rank: int, run_dir: Path) -> Any:
     return before, sharded_training.whole(model, optimizer)
 
 
+@pytest.mark.heavy
 def test_what_fits_is_restored_where_a_layer_has_another_shape(tmp_path: Path) -> None:
     saved = values(run("fsdp-2", tmp_path / "exp", 2, tmp_path))[0]["ended"]
     resized = {"up.weight", "up.bias", "down.weight"}
@@ -445,6 +452,7 @@ def _takes_weights(rank: int, run_dir: Path) -> dict[str, Any]:
     return sharded_training.whole(model, optimizer)
 
 
+@pytest.mark.heavy
 def test_weights_are_loaded_into_a_sharded_model(tmp_path: Path) -> None:
     saved = values(run("fsdp-3", tmp_path / "exp", 2, tmp_path))[0]["ended"]
 
@@ -478,6 +486,7 @@ def _alone(run_dir: Path, **options: Any) -> tuple[Net, torch.optim.Optimizer]:
     return model, optimizer
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("is_pinned", [False, True])
 def test_one_process_reads_what_four_have_written(
     exp: Path, saved: tuple[Path, dict[str, Any]], is_pinned: bool
@@ -885,6 +894,7 @@ def _larger(rank: int, run_dir: Path, size: int, seed: int) -> Any:
     return sharded_training.gathered(model.weight.data).numpy().tobytes()
 
 
+@pytest.mark.heavy
 def test_a_process_reads_and_verifies_the_blocks_that_it_needs(tmp_path: Path) -> None:
     saved = values(gloo.run(3, _larger, tmp_path / "exp", 3, 0, folder=tmp_path))
     for number, size in enumerate((2, 3, 4), 1):

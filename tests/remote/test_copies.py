@@ -514,6 +514,7 @@ def test_processes_without_a_disk_resume_at_one_checkpoint_that_each_node_pulls_
     assert there(place) == [1, 2]
 
 
+@pytest.mark.heavy
 @HERE
 def test_only_the_first_process_pushes(place: Place, tmp_path: Path) -> None:
     ended(tmp_path, False, [1.0, 2.0], **at(place))

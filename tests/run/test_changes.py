@@ -279,6 +279,7 @@ def test_each_process_tells_what_only_it_has_found(tmp_path: Path) -> None:
         assert re.search("may change bits  threads  1  -> 2", text)
 
 
+@pytest.mark.heavy
 def test_what_all_processes_have_found_is_reported_once(tmp_path: Path) -> None:
     gloo.run(2, body, tmp_path / "exp", (1, 1), folder=tmp_path / "2")
 

@@ -172,6 +172,7 @@ class Training:
         return [*(p.tolist() for p in self.model.parameters()), self.there["t"].tolist()]
 
 
+@pytest.mark.heavy
 def test_a_default_device_changes_nothing(run_dir: Path, tmp_path: Path) -> None:
     expected = Training(tmp_path / "whole").go_to(6)
     torch.set_default_device("meta")

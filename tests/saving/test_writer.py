@@ -175,6 +175,7 @@ def _run_script(script: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, check=True)
 
 
+@pytest.mark.heavy
 def test_the_interpreter_waits_at_its_end_for_the_save_in_flight() -> None:
     ended = _run_script(
         "import threading\n"

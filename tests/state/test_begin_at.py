@@ -501,6 +501,7 @@ def _on_all(rank: int, run: Path) -> tuple[list[Any], list[Any]]:
     return seen, whole[4:]
 
 
+@pytest.mark.heavy
 def test_each_of_several_processes_skips_its_own_share(run_dir: Path) -> None:
     for ended in gloo.run(2, _on_all, run_dir, folder=run_dir.parent):
         assert ended.value is not None, ended

@@ -284,6 +284,7 @@ def test_processes_that_stand_at_different_batches_warn_and_end(tmp_path: Path) 
     assert not Run(tmp_path / "run").numbers()
 
 
+@pytest.mark.heavy
 def test_a_run_that_was_not_closed_says_what_was_lost(tmp_path: Path) -> None:
     script = """
 import torch

@@ -300,6 +300,7 @@ def test_numbers_have_six_digits_unless_they_would_look_equal(
     assert re.search(r"0\.1 +-> 0\.100000000001", capsys.readouterr().out)
 
 
+@pytest.mark.heavy
 def test_a_comparison_is_no_wider_than_the_terminal(pair: Pair) -> None:
     runs = pair(lambda training: training.extra["flags"].update(text="x" * 200))
     command = [sys.executable, "-m", "resumable", "diff", *runs]
