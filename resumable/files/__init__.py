@@ -1,6 +1,7 @@
 """Bytes that survive a power cut: files, locks, hashes and how a state is laid out in them."""
 
 __all__ = [
+    "block_queue",
     "codec",
     "disk",
     "file_reader",

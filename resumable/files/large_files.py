@@ -1,4 +1,4 @@
-"""Large files: hashed by several threads while they are written."""
+"""Large files: their blocks, the hashes of them, and the ways to write them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from typing import Any, Literal, NamedTuple
 
 import xxhash
 
-from ..errors import SaveFailed
 from . import disk
 
 if sys.platform != "win32":
@@ -45,7 +44,7 @@ def digest(data: Any) -> str:
     view = memoryview(data)
     if view.nbytes <= BLOCK:
         return xxhash.xxh3_128_digest(view).hex()
-    return fold([xxhash.xxh3_128_digest(view[at : at + BLOCK]) for at in _blocks(view.nbytes)])
+    return fold([xxhash.xxh3_128_digest(view[at : at + BLOCK]) for at in blocks(view.nbytes)])
 
 
 def fold(digests: Sequence[bytes]) -> str:
@@ -53,17 +52,18 @@ def fold(digests: Sequence[bytes]) -> str:
     return (digests[0] if len(digests) == 1 else xxhash.xxh3_128_digest(b"".join(digests))).hex()
 
 
-def _blocks(size: int) -> range:
-    return range(0, size, BLOCK)
+def blocks(size: int) -> range:
+    """Return where the blocks of a file begin; an empty file has one, too."""
+    return range(0, max(size, 1), BLOCK)
 
 
 def in_threads(job: Callable[[int], bytes], size: int, threads: int) -> list[bytes]:
     """Return the result of `job` for each block; the first error stops the other threads."""
     if size <= BLOCK:
         return [job(0)]
-    blocks = _blocks(size)
+    begins = blocks(size)
     if threads == 1:
-        return list(map(job, blocks))
+        return list(map(job, begins))
     failed = threading.Event()
 
     def unless_failed(at: int) -> bytes:
@@ -78,8 +78,8 @@ def in_threads(job: Callable[[int], bytes], size: int, threads: int) -> list[byt
     # Imported late: it takes longer than everything else where no large file is read or written.
     from concurrent.futures import ThreadPoolExecutor
 
-    with ThreadPoolExecutor(min(threads, len(blocks))) as pool:
-        return list(pool.map(unless_failed, blocks))
+    with ThreadPoolExecutor(min(threads, len(begins))) as pool:
+        return list(pool.map(unless_failed, begins))
 
 
 class Content:
@@ -128,18 +128,12 @@ class Content:
             self._ready(self.data.nbytes)
         return self.data
 
-    def unchanged(self) -> Written | None:
-        """Return the file of the last save, if this has exactly the same bytes."""
+    @property
+    def before(self) -> Written | None:
+        """The file of the last save, if this may be a link to it."""
         before = self._before
-        if before is None or before.size != self.size or before.size < _WORTH_A_LINK:
-            return None
-        # A file that has changed has mostly changed in its first block.
-        if self._digest(0) != before.blocks[0]:
-            return None
-        return before if in_threads(self._digest, before.size, _WRITERS) == before.blocks else None
-
-    def _digest(self, at: int) -> bytes:
-        return xxhash.xxh3_128_digest(self.block(at))
+        is_alike = before and before.size == self.size and before.size >= _WORTH_A_LINK
+        return before if is_alike and not self.is_share else None
 
 
 class Written(NamedTuple):
@@ -159,40 +153,17 @@ class Written(NamedTuple):
         return fold(self.blocks)
 
 
-def put(path: Path, content: Content, way: Way = "paced") -> Written:
-    """Create the file, flushed: written, or as a hard link to the last save's if nothing has changed."""
-    before = content.unchanged()
-    if before:
-        # If that file is gone or was touched, or hard links are not supported, write the content.
-        with contextlib.suppress(OSError):
-            if identity(os.stat(before.path)) == before.identity:
-                os.link(before.path, path)
-                return before._replace(path=path, way=None)
-    return write(path, content, way)
-
-
-def write(path: Path, content: Content, way: Way = "paced") -> Written:
-    """Create the file, write the content, and flush."""
-    if content.is_share:
-        raise ValueError(f"others write to {path} too: create() it, and write_share()")
-    with disk.created(path) as fd:
-        _preallocate(fd, content.size)
-        digests, way = _write_blocks(fd, content, way)
-        seen = identity(os.fstat(fd))
-    return Written(path, content.size, digests, seen, way)
-
-
 def create(path: Path, size: int) -> None:
     """Create a file for several processes to write, each its share."""
     with disk.created(path) as fd:
-        _preallocate(fd, size)
+        preallocate(fd, size)
         os.ftruncate(fd, size)
 
 
 def receive(path: Path, size: int, read: Callable[[int, int], Any], piece: int, threads: int) -> str:
     """Create a file from what `read(begin, end)` returns, piece by piece, flushed; return its digest."""
     with disk.created(path) as fd:
-        _preallocate(fd, size)
+        preallocate(fd, size)
 
         def job(at: int) -> bytes:
             hasher = xxhash.xxh3_128()
@@ -206,27 +177,13 @@ def receive(path: Path, size: int, read: Callable[[int, int], Any], piece: int, 
         return fold(in_threads(job, size, threads))
 
 
-def write_share(path: Path, content: Content, way: Way = "paced") -> Written:
-    """Write a share of a file that was created for several, flush, and return it with its own blocks."""
-    # Each process flushes: a flush by another does not cover what is written after it.
-    with disk.joined(path) as fd:
-        if (found := os.fstat(fd).st_size) != content.size:
-            raise SaveFailed(
-                f"{path} has {found:,} bytes, but this process has a share of {content.size:,}: "
-                "its model or its optimizer is not that of the others.",
-                fix="make the same model and the same optimizer in every process. "
-                "The checkpoints before it are untouched.",
-            )
-        digests, way = _write_blocks(fd, content, way)
-    return Written(path, content.size, digests, way=way)
-
-
 def identity(found: os.stat_result) -> tuple[int, ...]:
     """Return a value that changes when a file is replaced or written to."""
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _preallocate(fd: int, size: int) -> None:
+def preallocate(fd: int, size: int) -> None:
+    """Reserve room for a file, if the disk can."""
     if size < _PREALLOCATE or not hasattr(os, "posix_fallocate"):
         return
     try:
@@ -237,55 +194,19 @@ def _preallocate(fd: int, size: int) -> None:
             raise
 
 
-def _write_blocks(fd: int, content: Content, way: Way) -> tuple[list[bytes], Way]:
-    """Write all blocks; return their digests, and the way that was possible."""
-    try:
-        if way == "direct" and _begins_a_page(content.data):
-            return _write_directly(fd, content), way
-        return _write_cached(fd, content, way), way
-    except OSError as exc:
-        # Not every disk can be written past the page cache. If that was not the cause, it fails again.
-        if way not in ("direct", "uncached") or exc.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-            raise
-    return _write_cached(fd, content, "paced"), "paced"
-
-
-def _write_cached(fd: int, content: Content, way: Way) -> list[bytes]:
-    def job(at: int) -> bytes:
-        block = content.block(at)
-        found = xxhash.xxh3_128_digest(block)
-        place = content.begin + at
-        _write_at(fd, block, place, _pwrite_uncached if way == "uncached" else _pwrite)
-        if way == "paced":
-            # By default the kernel begins at the flush, and the disk idles until then.
-            _begin_flush(fd, place, block.nbytes)
-        return found
-
-    return in_threads(job, content.data.nbytes, _WRITERS)
-
-
-def _begins_a_page(data: memoryview) -> bool:
-    # O_DIRECT needs page-aligned memory, which a `bytes` object never is.
+def begins_a_page(data: memoryview) -> bool:
+    """Return whether bytes can be written with O_DIRECT."""
+    # It needs page-aligned memory, which a `bytes` object never is.
     is_one = data.nbytes >= mmap.PAGESIZE and not data.readonly
     return is_one and ctypes.addressof(ctypes.c_char.from_buffer(data)) % mmap.PAGESIZE == 0
 
 
-def _write_directly(fd: int, content: Content) -> list[bytes]:
-    whole = content.data.nbytes // mmap.PAGESIZE * mmap.PAGESIZE
-
-    def job(at: int) -> bytes:
-        block = content.block(at)
-        found = xxhash.xxh3_128_digest(block)
-        _write_at(fd, block[: max(0, whole - at)], content.begin + at)
-        return found
-
-    _set_direct(fd, True)
-    try:
-        digests = in_threads(job, content.data.nbytes, _WRITERS)
-    finally:
-        _set_direct(fd, False)
-    _write_at(fd, content.data[whole:], content.begin + whole)
-    return digests
+def write_block(fd: int, block: memoryview, at: int, way: Way) -> None:
+    """Write all bytes of a block; the file is flushed later."""
+    _write_at(fd, block, at, _pwrite_uncached if way == "uncached" else _pwrite)
+    if way == "paced":
+        # By default the kernel begins at the flush, and the disk idles until then.
+        _begin_flush(fd, at, block.nbytes)
 
 
 def _write_at(
@@ -308,14 +229,12 @@ if sys.platform == "win32":
     def _pwrite(fd: int, data: memoryview, at: int) -> int:
         os.lseek(fd, at, os.SEEK_SET)
         return os.write(fd, data)
-
-    _WRITERS = 1
 else:
     _pwrite = os.pwrite
-    _WRITERS = 2  # more slow the training down more than they speed up the disk
 
 
-def _set_direct(fd: int, is_on: bool) -> None:
+def set_direct(fd: int, is_on: bool) -> None:
+    """Switch O_DIRECT on or off for an open file."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if is_on else flags & ~os.O_DIRECT)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import CannotRead, FormatTooNew, ResumableError, SaveFailed
-from ..files import disk, file_reader, large_files, safetensors_header
+from ..files import block_queue, disk, file_reader, large_files, safetensors_header
 from ..files.file_reader import Lane, Target
 from ..files.large_files import Content, Way, Written
 from ..files.pin import Pin
@@ -245,18 +245,13 @@ class Stage:
     def write(self, files: Mapping[str, Content], way: Way = "paced") -> dict[str, Written]:
         """Write files, or link the unchanged ones of the last save, flushed."""
         self._size += sum([content.data.nbytes for content in files.values()])
-        written = {}
-        # A small file may be complete only with the last tensor: in front, it would hold up the large ones.
-        for file, content in sorted(files.items(), key=lambda item: item[1].data.nbytes < large_files.BLOCK):
-            path = self.path / file
-            if not path.parent.is_dir():
+        for folder in dict.fromkeys((self.path / file).parent for file in files):
+            if not folder.is_dir():
                 # Another process may have made it first.
-                path.parent.mkdir(exist_ok=True)
-            if content.is_share:
-                written[file] = large_files.write_share(path, content, way)
-            else:
-                written[file] = large_files.put(path, content, way)
-        return written
+                folder.mkdir(exist_ok=True)
+        # A small file may be complete only with the last tensor: in front, it would hold up the large ones.
+        small_last = sorted(files, key=lambda file: files[file].data.nbytes < large_files.BLOCK)
+        return block_queue.write(self.path, {file: files[file] for file in small_last}, way)
 
     def flush(self) -> None:
         """Make the names in the folders of the stage durable."""

@@ -25,9 +25,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from resumable import CannotRead, CheckpointDamaged, SaveFailed
-from resumable.files import disk, file_reader, large_files
+from resumable.files import block_queue, disk, file_reader, large_files
 from resumable.files.file_reader import Lane, Target
-from resumable.files.large_files import Content, Way
+from resumable.files.large_files import Content, Way, Written
 
 PAGE = mmap.PAGESIZE
 WAYS: list[Way] = ["uncached", "paced", "direct", "plain"]
@@ -47,7 +47,7 @@ def sized(sizes: Sizes) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(large_files, "BLOCK", sizes.block)
         patch.setattr(file_reader, "_PIECE", sizes.piece)
-        patch.setattr(large_files, "_WRITERS", sizes.threads)
+        patch.setattr(block_queue, "_WRITERS", sizes.threads)
         patch.setattr(file_reader, "_READERS", sizes.threads)
         patch.setattr(large_files, "_PREALLOCATE", 1)
         patch.setattr(large_files, "_WORTH_A_LINK", 0)
@@ -68,11 +68,16 @@ def in_pages(data: bytes) -> memoryview:
     return memory
 
 
+def put(path: Path, content: Content, way: Way = "paced") -> Written:
+    """Write one file."""
+    return block_queue.write(path.parent, {path.name: content}, way)[path.name]
+
+
 def is_possible(way: Way) -> bool:
     """Whether this system can write in that way."""
     with tempfile.TemporaryDirectory() as folder:
         try:
-            large_files.write(Path(folder) / "file", Content(in_pages(bytes(PAGE))), way)
+            put(Path(folder) / "file", Content(in_pages(bytes(PAGE))), way)
         except OSError:
             return False
     return True
@@ -122,7 +127,7 @@ def digest_of(data: bytes) -> str:
 def test_the_digest_of_a_file_is_that_of_its_blocks_digests(tmp_path: Path, size: int) -> None:
     data = secrets.token_bytes(size)
 
-    written = large_files.write(tmp_path / "file", Content(data))
+    written = put(tmp_path / "file", Content(data))
 
     assert large_files.digest(data) == written.digest == digest_of(data)
     assert written[:3] == (tmp_path / "file", size, written.blocks)
@@ -147,7 +152,7 @@ def test_the_bytes_are_the_same_whatever_the_way(
 ) -> None:
     data = secrets.token_bytes(size)
     with sized(Sizes(block=2 * PAGE)):
-        written = large_files.write(tmp_path / "file", Content(memory(data)), way)
+        written = put(tmp_path / "file", Content(memory(data)), way)
 
         assert (tmp_path / "file").read_bytes() == data
         assert (written.size, written.digest) == (size, digest_of(data))
@@ -165,7 +170,7 @@ def test_a_file_is_written_past_the_page_cache_but_for_what_is_left_of_a_page(
 
     monkeypatch.setattr(large_files, "_pwrite", pwrite)
     with sized(Sizes(block=2 * PAGE, threads=1)):
-        large_files.write(tmp_path / "file", Content(in_pages(bytes(3 * PAGE + 5))), "direct")
+        put(tmp_path / "file", Content(in_pages(bytes(3 * PAGE + 5))), "direct")
 
     assert passed == [(0, 2 * PAGE, True), (2 * PAGE, PAGE, True), (3 * PAGE, 5, False)]
 
@@ -193,8 +198,7 @@ def test_processes_write_their_shares_into_one_file(tmp_path: Path) -> None:
     with sized(Sizes(block=PAGE)):
         large_files.create(tmp_path / "file", len(data))
         written = [
-            large_files.write_share(tmp_path / "file", Content(share, begin=begin, size=len(data)))
-            for share, begin in shares
+            put(tmp_path / "file", Content(share, begin=begin, size=len(data))) for share, begin in shares
         ]
 
         assert (tmp_path / "file").read_bytes() == data
@@ -209,17 +213,14 @@ def test_a_disk_that_takes_only_a_part_at_a_time_gets_all_of_a_file(
     real = large_files._pwrite
     monkeypatch.setattr(large_files, "_pwrite", lambda fd, data, at: real(fd, data[:7], at))
 
-    large_files.write(tmp_path / "file", Content(DATA), way)
+    put(tmp_path / "file", Content(DATA), way)
 
     assert (tmp_path / "file").read_bytes() == DATA
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("put", [large_files.write, large_files.put])
-def test_a_file_that_is_there_is_never_written_again(
-    tmp_path: Path, put: Callable[[Path, Content], object]
-) -> None:
-    before = large_files.write(tmp_path / "parent", Content(b"other"))
+def test_a_file_that_is_there_is_never_written_again(tmp_path: Path) -> None:
+    before = put(tmp_path / "parent", Content(b"other"))
     (tmp_path / "file").write_bytes(b"committed")
 
     for content in (Content(b"other"), Content(b"other", None, before)):
@@ -240,7 +241,7 @@ def test_a_file_is_flushed_once_after_its_last_byte(
     monkeypatch.setattr(large_files, "_pwrite_uncached", lambda *a: (uncached(*a), events.append("write"))[0])
     monkeypatch.setattr(os, "fsync", lambda fd: (fsync(fd), events.append("fsync"))[0])
 
-    large_files.write(tmp_path / "file", Content(DATA), way)
+    put(tmp_path / "file", Content(DATA), way)
 
     assert events == ["write"] * 11 + ["fsync"]
 
@@ -249,7 +250,7 @@ def test_a_file_is_flushed_once_after_its_last_byte(
 def test_the_permissions_of_a_file_follow_the_umask(tmp_path: Path, umask: int, expected: int) -> None:
     before = os.umask(umask)
     try:
-        large_files.write(tmp_path / "file", Content(b"x"))
+        put(tmp_path / "file", Content(b"x"))
     finally:
         os.umask(before)
 
@@ -276,7 +277,7 @@ def test_no_byte_is_looked_at_before_it_is_there(tmp_path: Path, way: Way, threa
     data = secrets.token_bytes(7 * PAGE + 11)
     filling = Filling(data)
     with sized(Sizes(block=2 * PAGE, threads=threads)):
-        written = large_files.write(tmp_path / "file", Content(filling.memory, filling.ready), way)
+        written = put(tmp_path / "file", Content(filling.memory, filling.ready), way)
 
         assert (tmp_path / "file").read_bytes() == data
         assert written.digest == digest_of(data)
@@ -287,7 +288,7 @@ def test_no_byte_is_looked_at_before_it_is_there(tmp_path: Path, way: Way, threa
 def test_nothing_is_waited_for_in_an_empty_file(tmp_path: Path) -> None:
     filling = Filling(b"")
 
-    large_files.write(tmp_path / "file", Content(filling.memory, filling.ready))
+    put(tmp_path / "file", Content(filling.memory, filling.ready))
 
     assert filling.ends == [0]
 
@@ -315,7 +316,7 @@ def test_an_error_in_one_thread_ends_the_write_and_nothing_is_flushed(
     flushed, written = recorded(monkeypatch, os, "fsync"), recorded(monkeypatch, large_files, "_pwrite")
     descriptors, running = os.listdir("/dev/fd"), threading.active_count()
     with sized(Sizes(block=PAGE, threads=threads)), pytest.raises(type(error)) as caught:
-        large_files.write(tmp_path / "file", Content(in_pages(bytes(200 * PAGE)), ready), way)
+        put(tmp_path / "file", Content(in_pages(bytes(200 * PAGE)), ready), way)
 
     assert caught.value is error
     assert flushed == []
@@ -338,7 +339,7 @@ def test_an_error_in_one_thread_ends_the_write_while_another_still_waits(
 
     written = recorded(monkeypatch, large_files, "_pwrite")
     with sized(Sizes(block=PAGE, threads=2)), pytest.raises(ZeroDivisionError):
-        large_files.write(tmp_path / "file", Content(bytes(200 * PAGE), ready))
+        put(tmp_path / "file", Content(bytes(200 * PAGE), ready))
 
     assert len(written) <= 2
 
@@ -351,7 +352,7 @@ def test_an_error_of_a_write_names_the_file_and_nothing_is_flushed(
     monkeypatch.setattr(large_files, "_pwrite", failing(errno.ENOSPC))
 
     with pytest.raises(OSError, match=r"No space left on device: '.*weights'"):
-        large_files.write(tmp_path / "weights", Content(DATA))
+        put(tmp_path / "weights", Content(DATA))
 
     assert flushed == []
 
@@ -365,9 +366,24 @@ def test_a_full_disk_says_so_before_the_work(
     monkeypatch.setattr(os, "posix_fallocate", failing(errno.ENOSPC))
 
     with pytest.raises(OSError, match=r"No space left on device: '.*weights'"):
-        large_files.write(tmp_path / "weights", Content(DATA, asked.append), way)
+        put(tmp_path / "weights", Content(DATA, asked.append), way)
 
     assert asked == []
+
+
+def test_a_file_that_could_not_be_made_is_not_made_again_by_another_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        time.sleep(0.1)  # Meanwhile the other thread comes to make the file, too
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    opened = recorded(monkeypatch, os, "open")
+    with sized(Sizes(threads=2)), pytest.raises(OSError, match="full"):
+        put(tmp_path / "file", Content(DATA))
+
+    assert [path for path, *_ in opened] == [tmp_path / "file"]
 
 
 @pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS], ids=errno.errorcode.get)
@@ -377,7 +393,7 @@ def test_a_disk_that_cannot_reserve_is_written_anyway(
 ) -> None:
     monkeypatch.setattr(os, "posix_fallocate", failing(code))
 
-    large_files.write(tmp_path / "file", Content(DATA))
+    put(tmp_path / "file", Content(DATA))
 
     assert (tmp_path / "file").read_bytes() == DATA
 
@@ -387,8 +403,8 @@ def test_as_much_is_reserved_as_will_be_written_and_nothing_for_small_files(
 ) -> None:
     asked = recorded(monkeypatch, os, "posix_fallocate")
 
-    large_files.write(tmp_path / "large", Content(bytes(1 << 20)))
-    large_files.write(tmp_path / "small", Content(bytes((1 << 20) - 1)))
+    put(tmp_path / "large", Content(bytes(1 << 20)))
+    put(tmp_path / "small", Content(bytes((1 << 20) - 1)))
 
     assert [(begin, size) for _, begin, size in asked] == [(0, 1 << 20)]
 
@@ -400,7 +416,7 @@ def test_a_system_that_lacks_a_call_is_written_anyway(
 ) -> None:
     monkeypatch.delattr(os, name)
 
-    large_files.write(tmp_path / "file", Content(DATA), "paced")
+    put(tmp_path / "file", Content(DATA), "paced")
 
     assert (tmp_path / "file").read_bytes() == DATA
 
@@ -411,7 +427,7 @@ def test_a_disk_that_takes_no_advice_is_written_anyway(
 ) -> None:
     monkeypatch.setattr(os, "posix_fadvise", failing(errno.EINVAL))
 
-    large_files.write(tmp_path / "file", Content(DATA), "paced")
+    put(tmp_path / "file", Content(DATA), "paced")
 
     assert (tmp_path / "file").read_bytes() == DATA
 
@@ -423,7 +439,7 @@ def test_only_a_paced_file_is_begun_to_be_flushed_block_by_block(
 ) -> None:
     advised = recorded(monkeypatch, os, "posix_fadvise")
 
-    large_files.write(tmp_path / "file", Content(DATA), way)
+    put(tmp_path / "file", Content(DATA), way)
 
     expected = [(at, min(1000, len(DATA) - at)) for at in range(0, len(DATA), 1000)][:count]
     assert sorted((at, size) for _, at, size, _ in advised) == expected
@@ -449,12 +465,13 @@ def test_a_file_that_is_written_in_shares_is_the_file_that_is_written_at_once(
 ) -> None:
     data = secrets.token_bytes(size)
     with sized(Sizes(block=2 * PAGE)):
-        large_files.create(tmp_path / "file", size)
+        if edges:
+            large_files.create(tmp_path / "file", size)
         shares = shared(data, *edges)
-        found = [large_files.write_share(tmp_path / "file", share, way).blocks for share in reversed(shares)]
+        found = [put(tmp_path / "file", share, way).blocks for share in reversed(shares)]
 
         assert (tmp_path / "file").read_bytes() == data
-        expected = large_files.write(tmp_path / "one", Content(data)).blocks
+        expected = put(tmp_path / "one", Content(data)).blocks
     assert [*itertools.chain(*reversed(found))] == expected
 
 
@@ -466,7 +483,7 @@ def test_a_way_that_the_disk_refuses_falls_back_to_another(
     monkeypatch.setattr(module, name, failing(code))
 
     with sized(Sizes(block=2 * PAGE)):
-        written = large_files.write(tmp_path / "file", Content(in_pages(bytes(5 * PAGE))), way)
+        written = put(tmp_path / "file", Content(in_pages(bytes(5 * PAGE))), way)
 
     assert (tmp_path / "file").read_bytes() == bytes(5 * PAGE)
     assert written.way == "paced"
@@ -487,7 +504,7 @@ def test_a_refused_direct_write_leaves_the_file_to_the_page_cache(
 
     monkeypatch.setattr(large_files, "_pwrite", pwrite)
 
-    written = large_files.write(tmp_path / "file", Content(in_pages(bytes(PAGE))), "direct")
+    written = put(tmp_path / "file", Content(in_pages(bytes(PAGE))), "direct")
 
     assert (written.way, flags) == ("paced", [os.O_DIRECT, 0])
 
@@ -496,7 +513,7 @@ def test_another_error_is_not_taken_for_a_refusal(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(os, "pwritev", failing(errno.EIO))
 
     with pytest.raises(OSError, match="Input/output"):
-        large_files.write(tmp_path / "file", Content(DATA), "uncached")
+        put(tmp_path / "file", Content(DATA), "uncached")
 
 
 def test_several_write_their_shares_at_the_same_time_each_in_its_own_way(tmp_path: Path) -> None:
@@ -504,10 +521,7 @@ def test_several_write_their_shares_at_the_same_time_each_in_its_own_way(tmp_pat
     with sized(Sizes(block=2 * PAGE)):
         large_files.create(tmp_path / "file", len(data))
         jobs = zip(shared(data, 30, 70, 110), itertools.cycle(WAYS_HERE), strict=False)
-        writers = [
-            threading.Thread(target=large_files.write_share, args=(tmp_path / "file", share, way))
-            for share, way in jobs
-        ]
+        writers = [threading.Thread(target=put, args=(tmp_path / "file", share, way)) for share, way in jobs]
         for writer in writers:
             writer.start()
         for writer in writers:
@@ -569,7 +583,7 @@ def test_a_share_is_flushed_once_after_its_last_byte_and_reserves_nothing(
     # Where a disk cannot, the C library writes to every page, which another may be writing just now
     monkeypatch.setattr(os, "posix_fallocate", failing(errno.EIO))
 
-    large_files.write_share(tmp_path / "file", share, way)
+    put(tmp_path / "file", share, way)
 
     assert events == ["write"] * 3 + ["fsync"]
 
@@ -581,7 +595,7 @@ def test_only_the_bytes_of_a_share_are_written_and_handed_to_the_disk(
     (tmp_path / "file").write_bytes(b"x" * len(DATA))
     advised = recorded(monkeypatch, os, "posix_fadvise")
 
-    large_files.write_share(tmp_path / "file", shared(DATA, 2, 4)[1], "paced")
+    put(tmp_path / "file", shared(DATA, 2, 4)[1], "paced")
 
     assert sorted((at, size) for _, at, size, _ in advised) == [(2000, 1000), (3000, 1000)]
     expected = b"x" * 2000 + DATA[2000:4000] + b"x" * (len(DATA) - 4000)
@@ -594,7 +608,7 @@ def test_a_share_is_waited_for_from_its_own_first_byte_on(tmp_path: Path, thread
     with sized(Sizes(block=2 * PAGE, threads=threads)):
         share = Content(filling.memory, filling.ready, begin=4 * PAGE, size=9 * PAGE)
         large_files.create(tmp_path / "file", 9 * PAGE)
-        large_files.write_share(tmp_path / "file", share)
+        put(tmp_path / "file", share)
 
     assert sorted(filling.ends) == [2 * PAGE, 4 * PAGE, 5 * PAGE]
     assert (tmp_path / "file").read_bytes() == bytes(4 * PAGE) + filling.memory
@@ -611,7 +625,7 @@ def test_an_error_of_a_share_is_raised_and_nothing_is_flushed(
     large_files.create(tmp_path / "weights", 3000)
     flushed, descriptors = recorded(monkeypatch, os, "fsync"), os.listdir("/dev/fd")
     with pytest.raises(type(error)) as caught:
-        large_files.write_share(tmp_path / "weights", Content(bytes(2000), ready, begin=1000, size=3000))
+        put(tmp_path / "weights", Content(bytes(2000), ready, begin=1000, size=3000))
 
     assert caught.value is error
     assert not isinstance(error, OSError) or error.filename == str(tmp_path / "weights")
@@ -624,12 +638,12 @@ def test_a_share_of_another_file_is_refused_before_anything_is_written(tmp_path:
     large_files.create(tmp_path / "file", 3000)
 
     with pytest.raises(SaveFailed, match="3,000 bytes, but this process has a share of 4,000") as told:
-        large_files.write_share(tmp_path / "file", Content(b"x" * 1000, begin=1000, size=4000))
+        put(tmp_path / "file", Content(b"x" * 1000, begin=1000, size=4000))
 
     assert "in every process" in told.value.fix
     assert (tmp_path / "file").read_bytes() == bytes(3000)
     with pytest.raises(FileNotFoundError):
-        large_files.write_share(tmp_path / "missing", Content(b"x"))
+        put(tmp_path / "missing", Content(b"x" * 1000, begin=1000, size=4000))
 
 
 @pytest.mark.parametrize(
@@ -650,15 +664,125 @@ def test_only_whole_blocks_can_be_shared(begin: int, count: int, size: int) -> N
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("put", [large_files.write, large_files.put])
-def test_a_share_is_never_taken_for_a_file(tmp_path: Path, put: Callable[[Path, Content], object]) -> None:
-    before = large_files.write(tmp_path / "parent", Content(DATA[:1000]))
+def test_a_share_is_never_taken_for_a_file(tmp_path: Path) -> None:
+    before = put(tmp_path / "parent", Content(DATA[:2000]))
 
     for share in (Content(DATA[:1000], None, before, size=2000), Content(bytes(1000), begin=1000, size=2000)):
-        with pytest.raises(ValueError, match="others write"):
+        with pytest.raises(FileNotFoundError):
             put(tmp_path / "file", share)
 
     assert not (tmp_path / "file").exists()
+
+
+# Several files
+
+
+class Arriving:
+    """Files whose last blocks are there only when the first blocks of all are written."""
+
+    def __init__(self, firsts: int) -> None:
+        self._rest, self._guard = firsts, threading.Lock()
+        self._are_written = threading.Event()
+
+    def ready(self, end: int) -> None:
+        if end > PAGE:
+            assert self._are_written.wait(20)
+
+    def pwrite(self, fd: int, data: memoryview, at: int) -> int:
+        with self._guard:
+            self._rest -= at == 0
+            if not self._rest:
+                self._are_written.set()
+        return os.pwrite(fd, data, at)
+
+
+@pytest.mark.parametrize("way", WAYS_HERE)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_last_block_of_a_file_holds_up_no_other_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: Way, threads: int
+) -> None:
+    arriving = Arriving(4)
+    monkeypatch.setattr(large_files, "_pwrite", arriving.pwrite)
+    monkeypatch.setattr(large_files, "_pwrite_uncached", lambda fd, data, at: arriving.pwrite(fd, data, at))
+    data = {name: secrets.token_bytes(PAGE + 100) for name in "abcd"}
+    contents = {name: Content(in_pages(data[name]), arriving.ready) for name in data}
+
+    with sized(Sizes(block=PAGE, threads=threads)):
+        written = block_queue.write(tmp_path, contents, way)
+
+        for name, file in written.items():
+            assert (tmp_path / name).read_bytes() == data[name]
+            assert (file.path, file.digest) == (tmp_path / name, digest_of(data[name]))
+
+
+@pytest.mark.usefixtures("small")
+def test_among_changed_files_the_unchanged_ones_are_links(tmp_path: Path) -> None:
+    befores = block_queue.write(tmp_path, {name: Content(DATA) for name in "abcd"})
+    (after := tmp_path / "after").mkdir()
+    changed = DATA[:-1] + b"!"
+    data = {"a": DATA, "b": changed, "c": DATA, "d": changed}
+
+    block_queue.write(after, {name: Content(data[name], None, befores[name]) for name in data})
+
+    assert {name: (after / name).read_bytes() for name in data} == data
+    assert [inode(after / name) == inode(tmp_path / name) for name in data] == [True, False, True, False]
+
+
+def test_small_files_need_no_other_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading.Thread, "start", None)
+
+    block_queue.write(tmp_path, {name: Content(DATA) for name in "abc"})
+
+    assert {(tmp_path / name).read_bytes() for name in "abc"} == {DATA}
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.usefixtures("small")
+def test_an_error_in_one_file_flushes_none_that_is_not_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    def ready(end: int) -> None:
+        if end == len(DATA):
+            raise error
+
+    flushed, descriptors = recorded(monkeypatch, os, "fsync"), os.listdir("/dev/fd")
+    with pytest.raises(type(error)) as caught:
+        block_queue.write(tmp_path, {name: Content(DATA, ready) for name in "abc"})
+
+    assert caught.value is error
+    assert not isinstance(error, OSError) or error.filename[:-1] == str(tmp_path / "a")[:-1]
+    assert flushed == []
+    assert len(os.listdir("/dev/fd")) == len(descriptors)
+
+
+def test_a_way_that_is_refused_to_two_threads_at_once_falls_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = threading.Barrier(2)
+
+    def refused(fd: int, data: memoryview, at: int) -> int:
+        both.wait(20)
+        raise OSError(errno.EOPNOTSUPP, "refused")
+
+    monkeypatch.setattr(large_files, "_pwrite_uncached", refused)
+    with sized(Sizes(block=6000, threads=2)):
+        written = put(tmp_path / "file", Content(DATA), "uncached")
+
+    assert (tmp_path / "file").read_bytes() == DATA
+    assert written.way == "paced"
+
+
+@pytest.mark.usefixtures("small")
+def test_a_thread_that_cannot_be_started_ends_the_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(block_queue, "_WRITERS", 2)
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    with pytest.raises(RuntimeError, match="start new thread"):
+        put(tmp_path / "file", Content(DATA))
 
 
 # What has not changed
@@ -675,11 +799,11 @@ def inode(path: Path) -> int:
 def test_what_has_not_changed_is_a_link_to_what_was_written_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: Way, data: bytes
 ) -> None:
-    before = large_files.put(tmp_path / "parent", Content(data), way)
+    before = put(tmp_path / "parent", Content(data), way)
     written = recorded(monkeypatch, large_files, "_pwrite")
 
-    after = large_files.put(tmp_path / "child", Content(data, None, before), way)
-    third = large_files.put(tmp_path / "grandchild", Content(data, None, after), way)
+    after = put(tmp_path / "child", Content(data, None, before), way)
+    third = put(tmp_path / "grandchild", Content(data, None, after), way)
 
     assert inode(tmp_path / "parent") == inode(tmp_path / "child") == inode(tmp_path / "grandchild")
     assert (after, third) == (
@@ -694,11 +818,11 @@ def test_what_has_not_changed_is_a_link_to_what_was_written_before(
 def test_one_changed_byte_in_any_block_is_written_and_leaves_the_one_before_alone(
     tmp_path: Path, position: int
 ) -> None:
-    before = large_files.put(tmp_path / "parent", Content(DATA))
+    before = put(tmp_path / "parent", Content(DATA))
     data = bytearray(DATA)
     data[position] ^= 1
 
-    after = large_files.put(tmp_path / "child", Content(data, None, before))
+    after = put(tmp_path / "child", Content(data, None, before))
 
     assert inode(tmp_path / "parent") != inode(tmp_path / "child")
     assert (tmp_path / "parent").read_bytes() == DATA
@@ -711,9 +835,9 @@ def test_one_changed_byte_in_any_block_is_written_and_leaves_the_one_before_alon
 )
 @pytest.mark.usefixtures("small")
 def test_content_of_another_length_is_written(tmp_path: Path, data: bytes) -> None:
-    before = large_files.put(tmp_path / "parent", Content(DATA[:4000]))
+    before = put(tmp_path / "parent", Content(DATA[:4000]))
 
-    after = large_files.put(tmp_path / "child", Content(data, None, before))
+    after = put(tmp_path / "child", Content(data, None, before))
 
     assert (tmp_path / "child").read_bytes() == data
     assert after.digest == digest_of(data)
@@ -724,10 +848,10 @@ def test_content_of_another_length_is_written(tmp_path: Path, data: bytes) -> No
 def test_where_no_link_can_be_made_the_content_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    before = large_files.put(tmp_path / "parent", Content(DATA))
+    before = put(tmp_path / "parent", Content(DATA))
     monkeypatch.setattr(os, "link", failing(code))
 
-    after = large_files.put(tmp_path / "child", Content(DATA, None, before))
+    after = put(tmp_path / "child", Content(DATA, None, before))
 
     assert inode(tmp_path / "parent") != inode(tmp_path / "child")
     assert (tmp_path / "child").read_bytes() == DATA
@@ -736,20 +860,20 @@ def test_where_no_link_can_be_made_the_content_is_written(
 
 @pytest.mark.usefixtures("small")
 def test_where_the_one_before_was_pruned_the_content_is_written(tmp_path: Path) -> None:
-    before = large_files.put(tmp_path / "parent", Content(DATA))
+    before = put(tmp_path / "parent", Content(DATA))
     (tmp_path / "parent").unlink()
 
-    large_files.put(tmp_path / "child", Content(DATA, None, before))
+    put(tmp_path / "child", Content(DATA, None, before))
 
     assert (tmp_path / "child").read_bytes() == DATA
 
 
 @pytest.mark.usefixtures("small")
 def test_what_is_compared_with_the_last_save_is_waited_for_too(tmp_path: Path) -> None:
-    before = large_files.put(tmp_path / "parent", Content(DATA))
+    before = put(tmp_path / "parent", Content(DATA))
     filling = Filling(DATA)
 
-    large_files.put(tmp_path / "child", Content(filling.memory, filling.ready, before))
+    put(tmp_path / "child", Content(filling.memory, filling.ready, before))
 
     assert inode(tmp_path / "parent") == inode(tmp_path / "child")
     assert {*filling.ends} == {*range(1000, 10_001, 1000), len(DATA)}
@@ -758,11 +882,11 @@ def test_what_is_compared_with_the_last_save_is_waited_for_too(tmp_path: Path) -
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("touch", [b"another content", b""])
 def test_a_file_that_another_process_has_touched_is_not_shared(tmp_path: Path, touch: bytes) -> None:
-    before = large_files.put(tmp_path / "parent", Content(DATA))
+    before = put(tmp_path / "parent", Content(DATA))
     with open(tmp_path / "parent", "r+b") as file:
         file.write(touch or DATA)
 
-    large_files.put(tmp_path / "child", Content(DATA, None, before))
+    put(tmp_path / "child", Content(DATA, None, before))
 
     assert (tmp_path / "child").read_bytes() == DATA
     assert inode(tmp_path / "parent") != inode(tmp_path / "child")
@@ -773,9 +897,9 @@ def test_a_small_file_is_not_shared_since_damage_would_be_too(
     tmp_path: Path, size: int, is_shared: bool
 ) -> None:
     data = bytes(size)
-    before = large_files.put(tmp_path / "parent", Content(data))
+    before = put(tmp_path / "parent", Content(data))
 
-    large_files.put(tmp_path / "child", Content(data, None, before))
+    put(tmp_path / "child", Content(data, None, before))
 
     assert (inode(tmp_path / "parent") == inode(tmp_path / "child")) == is_shared
 
@@ -1140,7 +1264,7 @@ def test_a_size_that_is_only_claimed_takes_no_memory(
 def test_what_is_written_in_one_way_is_read_in_blocks_of_its_true_size(tmp_path: Path) -> None:
     data = in_pages(bytes(large_files.BLOCK) + secrets.token_bytes(70_001))
     for way in WAYS_HERE:
-        written = large_files.write(tmp_path / way, Content(data), way)
+        written = put(tmp_path / way, Content(data), way)
         assert len(written.blocks) == 2
         assert file_reader.read(tmp_path, way, written.size, written.digest) == data
         assert disk.read_small(tmp_path, way) == data

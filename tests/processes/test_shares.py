@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from resumable import SaveFailed
-from resumable.files import codec, large_files, tensor_file
+from resumable.files import block_queue, codec, large_files, tensor_file
 from resumable.files.codec import Encoded
 from resumable.processes import write_shares
 from resumable.processes.write_shares import Range
@@ -202,7 +202,7 @@ def by_one(groups: Mapping[str, Encoded], folder: Path) -> dict[str, Made]:
     """Return the files that one process writes."""
     folder.mkdir()
     contents = Image().take(groups).contents({})
-    written = {path: large_files.write(folder / path, content) for path, content in contents.items()}
+    written = block_queue.write(folder, contents)
     return {path: Made((folder / path).read_bytes(), file.digest) for path, file in written.items()}
 
 
@@ -211,10 +211,12 @@ def by_several(takens: Sequence[Snapshot], folder: Path, way: large_files.Way = 
     folder.mkdir()
     digests: dict[str, list[bytes]] = {}
     for taken in takens:
-        for path, content in taken.contents({}).items():
-            if path not in digests:
+        contents = taken.contents({})
+        for path, content in contents.items():
+            if content.is_share and path not in digests:
                 large_files.create(folder / path, content.size)
-            digests.setdefault(path, []).extend(large_files.write_share(folder / path, content, way).blocks)
+        for path, written in block_queue.write(folder, contents, way).items():
+            digests.setdefault(path, []).extend(written.blocks)
     return {path: Made((folder / path).read_bytes(), large_files.fold(digests[path])) for path in digests}
 
 
@@ -347,7 +349,7 @@ def test_a_share_takes_memory_for_its_own_bytes_only() -> None:
 def test_a_share_begins_a_page_so_that_it_can_be_written_past_the_page_cache() -> None:
     for taken in take_shares([encoded(state())] * 3, [Image() for _ in range(3)]):
         for content in taken.contents({}).values():
-            assert content.data.nbytes < PAGE or large_files._begins_a_page(content.data)
+            assert content.data.nbytes < PAGE or large_files.begins_a_page(content.data)
 
 
 @pytest.mark.usefixtures("small")

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from resumable import Preempt, Preempted, Run, RunState, StateMismatch
-from resumable.files import large_files, tensor_file
+from resumable.files import block_queue, tensor_file
 from resumable.loaders.generators import rng, worker_rng
 from resumable.parts import devices
 from resumable.parts.gradients import Gradients
@@ -328,13 +328,13 @@ def test_a_save_on_its_way_keeps_no_tensor_that_the_training_has_dropped(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_write = threading.Event()
-    write = large_files.write
+    write = block_queue.write
 
     def late(*args: Any, **given: Any) -> Any:
         assert may_write.wait(20)
         return write(*args, **given)
 
-    monkeypatch.setattr(large_files, "write", late)
+    monkeypatch.setattr(block_queue, "write", late)
     made: list[weakref.ref[torch.Tensor]] = []
 
     class Average:

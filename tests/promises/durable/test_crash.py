@@ -18,7 +18,7 @@ import pytest
 from tiny import DEBRIS, Training, assert_all_verify, assert_goes_on, debris, load, save_next
 
 from resumable import ResumableWarning, RunState, SaveFailed
-from resumable.files import large_files
+from resumable.files import block_queue, large_files
 from resumable.files.large_files import Way
 from resumable.run import environment
 
@@ -71,7 +71,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(large_files, "_PREALLOCATE", 1)
     monkeypatch.setattr(large_files, "_WORTH_A_LINK", 0)
     # In more threads the calls would come in another order each time
-    monkeypatch.setattr(large_files, "_WRITERS", 1)
+    monkeypatch.setattr(block_queue, "_WRITERS", 1)
 
 
 class Wire:
@@ -236,7 +236,7 @@ def test_a_kill_at_any_disk_call_of_a_save_leaves_the_newest_committed_state(
 def test_a_kill_while_threads_write_leaves_the_newest_committed_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(large_files, "_WRITERS", 3)
+    monkeypatch.setattr(block_queue, "_WRITERS", 3)
     monkeypatch.setattr(large_files, "BLOCK", 512)
     folder = _prepare(tmp_path, 1)
     scenario = Scenario(1, 0.5, ("save",))

@@ -15,7 +15,7 @@ from counted import Tally
 from next_start import Opening, scratch
 from strace_log import Tell, Traced
 
-from resumable.files import large_files
+from resumable.files import block_queue, large_files
 
 pytestmark = pytest.mark.proves("durable")
 
@@ -36,7 +36,7 @@ def look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tally: Tally) -> Itera
     def through(name: str, most: int, each: int) -> int:
         scenario = scenarios.ALL[name]
         for key, value in scenario.blocks.items():
-            monkeypatch.setattr(large_files, key, value)
+            monkeypatch.setattr(block_queue if key == "_WRITERS" else large_files, key, value)
         found = strace_log.trace(scenario.begin(root), root, tmp_path / "logs", scenario.delays)
         opening = Opening(scenario, found, place, scenarios.remote(root))
         problems = [

@@ -29,7 +29,7 @@ from tiny import (
 )
 
 from resumable import ResumableError, ResumableWarning, RunState, SaveFailed
-from resumable.files import large_files
+from resumable.files import block_queue, large_files
 from resumable.run import environment
 
 pytestmark = [pytest.mark.proves("durable"), pytest.mark.usefixtures("needs_strace", "small_blocks")]
@@ -68,7 +68,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the files of a small model have room that is reserved, and links."""
     monkeypatch.setattr(large_files, "_PREALLOCATE", 1)
     monkeypatch.setattr(large_files, "_WORTH_A_LINK", 0)
-    monkeypatch.setattr(large_files, "_WRITERS", 1)
+    monkeypatch.setattr(block_queue, "_WRITERS", 1)
     # Once a process, by a process of its own, git is asked.
     environment.attempt()
 
