@@ -1,4 +1,4 @@
-"""A start that reads only from the last summary on writes the history that one that reads everything writes."""
+"""A start that reads from the last summary on writes the history that one that reads it all writes."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def test_any_training_writes_the_same_history_without_summaries(tmp_path: Path, 
 
 
 def written(run: Run, seed: int, uses_summaries: bool) -> Run:
-    """Return a run after a few processes that save, go back, skip, lose checkpoints, and are killed or end."""
+    """Return a run after a few processes that save, go back, skip, lose checkpoints, are killed or end."""
     draw, number, at = random.Random(seed), 0, None
     run.acquire()
     for _ in range(8):
