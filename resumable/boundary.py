@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 
 class Boundary(Enum):
@@ -24,8 +24,7 @@ class Boundary(Enum):
     """No loop of ours was running."""
 
 
-@dataclass(frozen=True, slots=True)
-class Due:
+class Due(NamedTuple):
     """What is to be done at a boundary: to save, and perhaps to leave as a signal asks."""
 
     why: str

@@ -7,7 +7,6 @@ import os
 import signal
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, get_args
 
 from . import intervals
@@ -17,8 +16,7 @@ from .run.manifest import Goal
 from .run.policy import Every, Keep, Push
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
+class Options(NamedTuple):
     """The arguments of `RunState.load`, checked."""
 
     run_dir: str | os.PathLike[str]

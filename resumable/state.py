@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Generic, Protocol, overload
+from typing import TYPE_CHECKING, Any, Generic, Protocol, overload
 
 import torch
 from typing_extensions import TypeVar
@@ -27,8 +27,9 @@ from .session.loops import Loops
 from .session.observer import Unregistered, audit
 from .session.session import Session, told
 from .tracebacks import short_methods
-from .views import report
-from .views.report import Report
+
+if TYPE_CHECKING:
+    from .views.report import Report
 
 B = TypeVar("B", default=Any)
 """What a batch is."""
@@ -545,6 +546,9 @@ the batches since are left out (1 of 3 times)
         <Report shown.html>
         """
         self.wait()
+        # Only here: a training needs no pages.
+        from .views import report
+
         return report.write([self.run], path)[0] if self._training.crew.is_first else None
 
     def wait(self) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.utils.data import DistributedSampler
 
@@ -21,18 +20,18 @@ from .parts.watch import Watch
 from .position.position import Position
 from .processes.alone import Alone
 from .processes.crew import Crew
-from .processes.joint import Joint
 from .processes.ranks import Ranks, of_this_training
 from .processes.stages import ranks_of
 from .progress import Progress
 from .remote import url
-from .remote.in_training import Copies
 from .run.directory import Run
 from .run.manifest import Goal
 
+if TYPE_CHECKING:
+    from .remote.in_training import Copies
 
-@dataclass(frozen=True, slots=True)
-class Training:
+
+class Training(NamedTuple):
     """One training: its run directory, its processes, its parts, its place in the data."""
 
     options: Options
@@ -67,10 +66,18 @@ class Training:
             watch.hold_settings,
             watch.hold_gradients,
         )
-        copied = options.copied(remote)
-        warn = position.once.warn
-        copies = copied and Copies(run, crew, copied, options.goal, progress, warn)
-        return cls(options, run, crew, parts, variables, position, progress, copies)
+        training = cls(options, run, crew, parts, variables, position, progress, None)
+        return training._replace(copies=training._copies(remote))
+
+    def _copies(self, remote: str | None) -> Copies | None:
+        copied = self.options.copied(remote)
+        if copied is None:
+            return None
+        # Not above: most trainings have no remote, and do not wait for what one takes.
+        from .remote.in_training import Copies
+
+        warn = self.position.once.warn
+        return Copies(self.run, self.crew, copied, self.goal, self.progress, warn)
 
     @property
     def goal(self) -> Goal | None:
@@ -153,6 +160,8 @@ def _crew(options: Options, run: Run, position: Position) -> Crew:
     ranks = Ranks(options.timeout, position.stands_at)
     if ranks.is_alone:
         return Alone(run, ranks)
+    from .processes.joint import Joint
+
     return Joint(run, ranks, is_shared=options.is_shared, all_write=options.all_write)
 
 

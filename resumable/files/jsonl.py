@@ -44,7 +44,8 @@ def append(path: Path, lines: Iterable[Line]) -> None:
             rewrite(path, lambda line: line, lines)
             return
         end, glue = _tail(fd)
-        os.ftruncate(fd, end)
+        if end < os.fstat(fd).st_size:
+            os.ftruncate(fd, end)
         try:
             _put(fd, glue + b"".join(map(_text, lines)))
         except OSError:
@@ -104,6 +105,15 @@ def content(path: Path) -> bytes:
     """Return the bytes of a file; none if there is no such file."""
     with contextlib.suppress(FileNotFoundError), _opened(path, os.O_RDONLY) as fd:
         return _rest(fd)
+    return b""
+
+
+def ending(path: Path, most: int) -> bytes:
+    """Return the last whole lines of a file, of at most so many bytes; none if there is no such file."""
+    with contextlib.suppress(FileNotFoundError), _opened(path, os.O_RDONLY) as fd:
+        skipped = os.lseek(fd, 0, os.SEEK_END) - most
+        os.lseek(fd, max(0, skipped), os.SEEK_SET)
+        return _rest(fd).partition(b"\n")[2] if skipped > 0 else _rest(fd)
     return b""
 
 

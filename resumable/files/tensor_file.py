@@ -7,7 +7,6 @@ import itertools
 import json
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -56,8 +55,7 @@ class Slot(NamedTuple):
     end: int
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(NamedTuple):
     """A safetensors file without its data: the same for as long as no tensor changes its shape."""
 
     header: bytes

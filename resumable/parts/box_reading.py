@@ -36,8 +36,7 @@ class Stored(NamedTuple):
     box: Box
 
 
-@dataclass(frozen=True, slots=True)
-class BoxFile:
+class BoxFile(NamedTuple):
     """A file of boxes, each block of which can be verified by itself."""
 
     folder: Any

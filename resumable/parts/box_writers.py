@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,8 +27,7 @@ def table(boxes: Sequence[Box]) -> Table:
     return [[*box.begin, *box.shape] for box in boxes]
 
 
-@dataclass(frozen=True, slots=True)
-class Sharded:
+class Sharded(NamedTuple):
     """A sharded tensor: its shape, the bytes that each element stands for, and the table of each process."""
 
     shape: tuple[int, ...]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..errors import StateMismatch
 from ..files import codec
@@ -19,8 +19,7 @@ from .reading import Reading
 _NOT_GIVEN = "in the checkpoint, but not given to RunState"
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     """What a restore from one checkpoint will do."""
 
     reading: Reading

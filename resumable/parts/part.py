@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,16 +36,22 @@ NAMERS: dict[str, Callable[[codec.Path], str]] = {
 """By tree: the function that names a tensor in its file by its path."""
 
 
-@dataclass(frozen=True, slots=True)
 class Saved:
     """The state of one part in a checkpoint."""
 
-    _trees: Mapping[str, Encoded]
-    _part: str
-    _views: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """The trees that are decoded already, by file and part; each is decoded once."""
-    restoring: Any = None
-    """Restores the containers of all parts, see `containers.Restoring`."""
+    def __init__(
+        self,
+        trees: Mapping[str, Encoded],
+        part: str,
+        views: dict[str, dict[str, Any]] | None = None,
+        restoring: Any = None,
+    ) -> None:
+        self._trees = trees
+        self._part = part
+        # The trees that are decoded already, by file and part; each is decoded once.
+        self._views: dict[str, dict[str, Any]] = {} if views is None else views
+        self.restoring = restoring
+        """Restores the containers of all parts, see `containers.Restoring`."""
 
     def view(self, stem: str) -> Any:
         """Return the decoded tree, for reading only; its tensors share the checkpoint's memory."""
@@ -107,8 +112,7 @@ def shape(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
+class Difference(NamedTuple):
     """A difference between a checkpoint and a live object."""
 
     part: str

@@ -328,7 +328,9 @@ def _is_of_rank(name: str, live: Any, per_rank: AbstractSet[str]) -> bool:
 
 def _scaler_of(optimizer: Any) -> Any:
     """Return the gradient scaler with which Accelerate or Fabric has wrapped an optimizer."""
-    wrapped = optimizer.values() if isinstance(optimizer, Mapping) else [optimizer]
+    # First: for a class that it has not seen, Mapping asks every kind of mapping there is.
+    is_one = isinstance(optimizer, torch.optim.Optimizer) or not isinstance(optimizer, Mapping)
+    wrapped = [optimizer] if is_one else optimizer.values()
     return next((scaler for live in wrapped if (scaler := wrappers.scaler_of(live)) is not None), None)
 
 

@@ -36,6 +36,8 @@ Show = Callable[[str, int], contextlib.AbstractContextManager[Told | None]]
 
 @dataclass(slots=True)
 class _File:
+    """A file with tensors, and what is read of it."""
+
     path: str
     stem: str
     size: int

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -97,8 +97,7 @@ def refuse_unknown(rename: Mapping[str, str], names: Mapping[str, Names]) -> Non
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Renamed:
+class Renamed(NamedTuple):
     """The trees of a checkpoint under new names."""
 
     trees: dict[str, dict[str, Json]]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from enum import Enum
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import UsageError
 from ..tracebacks import shorten
@@ -18,8 +17,7 @@ from .script import habits
 from .script.running_sums import RunningSums
 
 
-@dataclass(frozen=True, slots=True)
-class Hooks:
+class Hooks(NamedTuple):
     """Calls at the beginning and the end of a loop over batches, and after each body."""
 
     begin: Hook

@@ -149,7 +149,7 @@ class Position(CountedLoops):
             "seed": self.seed,
             "metrics": self.metrics,
             "means": self.means.collect(),
-            "spikes": [self.spikes.count, self.spikes.newest],
+            "spikes": [self.spikes.times, self.spikes.newest],
             "logged": self.logged.collect(),
             "iterables": {name: at.collect() for name, at in self._known.found.items()},
             "outside": self.outside.collect(),

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import UsageError, warn
 from .loader_position import LoaderPosition
@@ -13,8 +12,7 @@ Through = Callable[[Iterator[Any]], Any]
 """Makes an iterable of the same batches, such as a thread that loads them ahead."""
 
 
-@dataclass(frozen=True, slots=True)
-class Way:
+class Way(NamedTuple):
     """How the batches get from the loader to the training."""
 
     through: Through | None = None

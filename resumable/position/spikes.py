@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import CheckpointDamaged, CheckpointNotFound, UsageError
 from ..run.directory import Run
 
 
-@dataclass(frozen=True, slots=True)
-class Spikes:
+class Spikes(NamedTuple):
     """How often the training went back recently."""
 
-    count: int = 0
+    times: int = 0
     newest: int = 0
     """The highest save number when it did so last."""
 
@@ -24,7 +22,7 @@ class Spikes:
         >>> Spikes(2, newest=7).lately(9, limit=3), Spikes(2, newest=7).lately(10, limit=3)
         (2, 0)
         """
-        return 0 if newest - self.newest >= limit else self.count
+        return 0 if newest - self.newest >= limit else self.times
 
 
 def is_spike(loss: float, above: float) -> bool:

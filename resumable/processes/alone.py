@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from ..files.codec import Encoded
 from ..files.large_files import Content, Way, Written
@@ -14,7 +14,9 @@ from ..run.manifest import Manifest
 from ..run.resume_choice import Copies, Which
 from .crew import Crew
 from .stages import Told
-from .write_shares import Range
+
+if TYPE_CHECKING:
+    from .write_shares import Range
 
 T = TypeVar("T")
 

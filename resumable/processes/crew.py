@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from ..errors import SaveFailed, UsageError
 from ..files.codec import Encoded
@@ -17,7 +17,9 @@ from ..run.manifest import Manifest
 from ..run.resume_choice import Copies, Which
 from .ranks import Ranks
 from .stages import Told
-from .write_shares import Range
+
+if TYPE_CHECKING:
+    from .write_shares import Range
 
 T = TypeVar("T")
 

@@ -15,6 +15,8 @@ from .ranks import Ranks
 
 @dataclass(slots=True)
 class _Call:
+    """A request, and the boundary at which all ranks act on it."""
+
     turn: int
     asked: Json = None
     """What is to be done: the request of the process that asked first."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from fractions import Fraction
+from typing import TYPE_CHECKING
 
 from ..files import large_files
+
+if TYPE_CHECKING:
+    from fractions import Fraction
 
 Range = tuple[int, int]
 """The begin and the end of some bytes of a file."""
@@ -41,6 +44,9 @@ def plan(sizes: Mapping[str, int], count: int, whole: Collection[str] = ()) -> l
 
 def _positions(loads: Sequence[int], total: int) -> Iterator[Fraction]:
     """Yield the bounds of the stretches that level the amounts as far as possible."""
+    # Not above: each start of a training would wait for decimal numbers, too.
+    from fractions import Fraction
+
     lower = sorted(loads)
     while lower[-1] > (level := Fraction(total + sum(lower), len(lower))):
         lower.pop()

@@ -53,7 +53,7 @@ class Catalog:
     def path_of(self, number: int) -> Path | None:
         """Return the folder of a checkpoint, if it exists."""
         with self._guard:
-            name = self._look().parsed().names.get(number)
+            name = self._look().name_of(number)
         return None if name is None else self.folder / name
 
     def debris(self) -> list[Path]:

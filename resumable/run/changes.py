@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..files.strict_json import Json
 
@@ -17,8 +16,7 @@ CHECKPOINTS, CODES, OVERRIDES = "checkpoint", "code", "override"
 """Whose value of a setting is used: the checkpoint's, or the code's, always or by `override=`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
+class Difference(NamedTuple):
     """A change since the checkpoint was made."""
 
     name: str
@@ -37,7 +35,7 @@ class Difference:
         >>> Difference("torch", "2.12.0", "2.13.0", MAY).to_json()["now"]
         '2.13.0'
         """
-        return asdict(self)
+        return self._asdict()
 
 
 def of_setting(name: str, then: Any, now: Any, used: str, known: tuple[str, str] | None = None) -> Difference:

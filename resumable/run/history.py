@@ -6,10 +6,12 @@ import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import TypeGuard
 
 from ..errors import CannotRead
 from ..files import jsonl
 from ..files.jsonl import Line
+from ..files.strict_json import Json
 
 NAME = "history.jsonl"
 
@@ -25,10 +27,10 @@ def read(folder: Path) -> list[Line]:
     return jsonl.parsed(content(folder))
 
 
-def content(folder: Path) -> bytes:
-    """Return the bytes of the history of the run in a folder."""
+def content(folder: Path, last: int | None = None) -> bytes:
+    """Return the bytes of the history of the run in a folder, or its `last` ones, in whole lines."""
     try:
-        return jsonl.content(folder / NAME)
+        return jsonl.content(folder / NAME) if last is None else jsonl.ending(folder / NAME, last)
     except OSError as exc:
         raise CannotRead(
             f"{folder / NAME} cannot be read: {exc.strerror}.",
@@ -133,13 +135,17 @@ _SUMMARY = ("attempt", "time", "host", "pid", "argv", "git", "dirty", "versions"
 
 def is_start(line: Line) -> bool:
     """Return whether a line is a start, as this library writes it."""
-    attempt = line.get("attempt")
-    # Longer numbers than Python prints were not written by it.
-    if line.get("event") != "start" or type(attempt) is not int or not 0 <= attempt < 1 << 53:
+    if line.get("event") != "start" or not is_attempt(line.get("attempt")):
         return False
     with contextlib.suppress(ValueError, TypeError):
         return datetime.fromisoformat(line.get("time")).tzinfo is not None  # type: ignore[arg-type]
     return False
+
+
+def is_attempt(number: Json) -> TypeGuard[int]:
+    """Return whether this is the number of a start, as this library writes it."""
+    # Longer numbers than Python prints were not written by it.
+    return type(number) is int and 0 <= number < 1 << 53
 
 
 def is_end(line: Line) -> bool:

@@ -14,10 +14,11 @@ from ..errors import CannotRead, ResumableError, warn
 from ..files import jsonl
 from ..files.jsonl import Line
 from ..files.strict_json import Json
-from . import history
+from . import history, history_summary
 from .checkpoint import HIGHEST
 from .directory import Run
-from .history_scan import scan
+from .history_scan import Scan, scan, scan_end
+from .history_summary import Summary
 from .manifest import Manifest
 from .policy import Took
 
@@ -45,8 +46,16 @@ class History:
         self._path = run.path / history.NAME
         # A save is noted in the background, while the script may restore or end.
         self._guard = threading.Lock()
-        self._parents: dict[int, int | None] = {}
+        self._parents: dict[int, int | None] | None = None
+        """All saves; None until something asks for them."""
         self._superseded: set[int] = set()
+        self.highest = 0
+        """The highest known save number, including checkpoints that no longer exist."""
+        self._last: int | None = None
+        self._branch: int | None = None
+        self._is_marked = True
+        """Whether the saves that are not on this branch are known."""
+        self._skipped: dict[int, str] = {}
         # Lines that are not in the file yet; bounded, because the file may stay unwritable.
         self._due: deque[Line] = deque(maxlen=_MOST_DUE)
         self._marks: dict[int, bool] = {}
@@ -63,22 +72,17 @@ class History:
         self.attempt: int | None = None
         """The number of this start of the run, from 1; None before it, after its end, and if unknown."""
 
-    @property
-    def highest(self) -> int:
-        """The highest known save number, including checkpoints that no longer exist."""
-        return max([number for number in self._parents if number <= HIGHEST], default=0)
-
     def begin(self, facts: Mapping[str, Json], came_from: int | None) -> int | None:
         """Note that a process, described by `facts`, resumes from a checkpoint or starts fresh."""
         with self._guard:
             try:
-                found = scan(history.content(self._run.path))
+                found = self._read(came_from)
             except CannotRead as exc:
                 self._tell(exc)
                 return None
-            self._parents, self._superseded = found.parents, found.superseded
+            self.highest, self._branch, self._skipped = found.highest, found.stands_on, found.skipped
             self.wrote, self.last_took = [*map(json.loads, found.noted)], found.took()
-            last = max([line["attempt"] for line in filter(history.is_start, found.others)], default=0)
+            last = found.attempt
             late = [_save(about, last or None) for about in self._unknown()]
             self._take_in(late)
             saves = [*late, {"number": found.last[last]}] if last in found.last else late
@@ -86,8 +90,22 @@ class History:
             self.attempt = last + 1
             previous = _how_it_ended(last, newest, found.others, facts)
             self._go_on_from(came_from)
-            self._write(*late, self._line("start", **facts, **{"from": came_from}, previous=previous))
+            self._write(*late, self._end("start", **facts, **{"from": came_from}, previous=previous))
             return self.attempt
+
+    def _read(self, came_from: int | None) -> Scan:
+        """Read as little as a start that continues from a checkpoint needs."""
+        found = scan_end(self._run.path)
+        with contextlib.suppress(ResumableError):
+            is_known = (self._run.highest() or 0) <= found.highest
+            if found.before and is_known and came_from is not None and came_from == found.stands_on:
+                return found
+        return self._read_all()
+
+    def _read_all(self) -> Scan:
+        found = scan(history.content(self._run.path))
+        self._parents, self._superseded = found.parents, found.superseded
+        return found
 
     def saved(
         self,
@@ -105,13 +123,18 @@ class History:
         with self._guard:
             if self.attempt is None:
                 return
-            # The folder has lost its newest checkpoints: this is another one of the same number.
-            self._replaced |= {about.number} & self._parents.keys()
+            if about.number in (range(self.highest + 1) if self._parents is None else self._parents):
+                # The folder has lost its newest checkpoints: this is another one of the same number.
+                self._replaced.add(about.number)
             self.stands_on = None
             times = {key: _rounded(seconds) for key, seconds in (took or Took())._asdict().items()}
             more = {"wrote": wrote} if wrote else {}
             line = _save(about, self.attempt, why=why, interval=interval, **times, **more)
             self._take_in([line])
+            self._last, self._branch = about.number, about.number
+            self._skipped.pop(about.number, None)
+            if (durable := times["durable"]) is not None:
+                self.last_took = times["lost"], durable
             self._write(line)
 
     def loop(self, **total: int) -> None:
@@ -133,7 +156,8 @@ class History:
         """Note that resuming from this checkpoint failed, so that the next start skips it."""
         with self._guard:
             if self.attempt is not None:
-                self._write(self._line("skip", number=number, problem=problem[:_LONGEST_TEXT]))
+                self._skipped[number] = problem[:_LONGEST_TEXT]
+                self._write(self._line("skip", number=number, problem=self._skipped[number]))
 
     def pushed(
         self, number: int, to: str, *, sent: int, copied: int, seconds: float, removed: Sequence[int] = ()
@@ -155,7 +179,7 @@ class History:
         """Note how and where this process has ended; only the first call counts."""
         with self._guard:
             if self.attempt is not None:
-                line = self._line("end", how=how[:_LONGEST_TEXT], **place)
+                line = self._end("end", how=how[:_LONGEST_TEXT], **place)
                 self.attempt = None
                 self._write(line)
 
@@ -163,11 +187,17 @@ class History:
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         return {"event": event, "attempt": self.attempt, "time": now, **about}
 
+    def _end(self, event: str, **about: Json) -> Line:
+        """Return a line from which on the next start reads."""
+        known = Summary(self.highest, self._branch, self._last, self._skipped, self.last_took)
+        return self._line(event, **about, **{history_summary.KEY: known.to_json()})
+
     def _unknown(self) -> Iterator[Manifest]:
         # A process killed between the commit and the line has left a checkpoint without one.
         numbers: list[int] = []
+        parents = self._parents
         with contextlib.suppress(ResumableError):
-            numbers = [number for number in self._run.numbers() if number not in self._parents]
+            numbers = [n for n in self._run.numbers() if n not in parents] if parents is not None else []
         for number in numbers:
             # The next start looks again.
             with contextlib.suppress(ResumableError):
@@ -175,17 +205,34 @@ class History:
 
     def _take_in(self, lines: Iterable[Line]) -> None:
         for line in filter(history.is_save, lines):
-            self._parents[line["number"]] = line["parent"]
+            self.highest = max(self.highest, line["number"] if line["number"] <= HIGHEST else 0)
+            if self._parents is not None:
+                self._parents[line["number"]] = line["parent"]
             (self._superseded.add if line["superseded"] else self._superseded.discard)(line["number"])
 
     def _go_on_from(self, number: int | None) -> None:
         self.stands_on = number
-        left = history.abandoned(self._parents, number, self._superseded)
+        self._is_marked &= self._parents is None and number == self._branch
+        self._branch = number
+        self._mark()
+
+    def _mark(self) -> None:
+        if self._is_marked:
+            return
+        if self._parents is None:
+            try:
+                self._read_all()
+            except CannotRead as exc:
+                self._tell(exc)
+                return
+            self._take_in(self._due)
+        left = history.abandoned(self._parents or {}, self._branch, self._superseded)
         self._marks |= {other: other in left for other in left ^ self._superseded}
-        self._superseded = left
+        self._superseded, self._is_marked = left, True
 
     def _write(self, *lines: Line) -> None:
         self._due.extend(lines)
+        self._mark()
         for line in filter(history.is_save, self._due):
             line["superseded"] = self._marks.pop(line["number"], line["superseded"])
         try:
@@ -253,8 +300,8 @@ def _how_it_ended(
     if not attempt:
         return None
     mine = [line for line in lines if line.get("attempt") == attempt]
-    start = next(filter(history.is_start, mine))
     word = next(filter(history.is_end, mine), {}).get("how")
+    start = next(filter(history.is_start, mine), {})
     return {"attempt": attempt, "how": word or _what_is_likely(start, now), "last": last}
 
 

@@ -68,13 +68,22 @@ class Listing:
             return self._newest
         return self.names[self.numbers[-1]] if self.parsed().numbers else None
 
+    def name_of(self, number: int) -> str | None:
+        """Return the name of a checkpoint, if it exists."""
+        newest = self.newest()
+        # Most often it is asked for the newest: then the others need not be parsed.
+        return newest if newest and number_of(newest) == number else self.parsed().names.get(number)
+
     def parsed(self) -> Listing:
         """Return this, with its `numbers` and `names`, oldest first."""
         if self._text:
             started = time.perf_counter()
             with no_garbage_collection():
-                found = [(int(number), name) for name, number, _ in _OURS.findall(self._text)]
-                self.names = dict(sorted(found))
+                names = sorted(_OURS.findall(self._text))
+                numbers = [int(name.partition("-")[0]) for name in names]
+                self.names = dict(zip(numbers, names, strict=True))
+                if _WIDE.search(self._text):
+                    self.names = dict(sorted(self.names.items()))
             self.numbers = [*self.names]
             self._text, self.folders, self._newest = "", [], None
             self.seconds += time.perf_counter() - started
@@ -112,7 +121,7 @@ _COARSEST_TIME = 3_000_000_000
 # this many times as long as a listing.
 _PATIENCE = 200
 
-_OURS = re.compile(rf"/({checkpoint.NAME.pattern})(?=/)")
+_OURS = re.compile(rf"(?<=/){checkpoint.NAME.pattern.replace('(', '(?:')}(?=/)")
 _DEBRIS = re.compile(rf"/({checkpoint.DEBRIS.pattern})(?=/)")
 _WIDE = re.compile("/[0-9]{7}")
 

@@ -39,8 +39,7 @@ class FileRecord(NamedTuple):
     """The hashes of its blocks, for a file that may be read in part."""
 
 
-@dataclass(frozen=True, slots=True)
-class Goal:
+class Goal(NamedTuple):
     """The metric that decides what is best, and its direction."""
 
     metric: str
@@ -54,8 +53,7 @@ NO_CHECKPOINT = 0
 """The number of the best if the value is that of a training that began without this library."""
 
 
-@dataclass(frozen=True, slots=True)
-class Best:
+class Best(NamedTuple):
     """The best value so far and the save number that has it."""
 
     goal: Goal

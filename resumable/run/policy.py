@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from .manifest import Best, Goal, Manifest
@@ -54,7 +54,7 @@ def update_best(
     leader = update_leader(best, goal, metrics, number)
     if best is None or goal is None or leader != best or goal.metric not in metrics:
         return leader
-    return replace(best, since=best.since + 1)
+    return best._replace(since=best.since + 1)
 
 
 def update_leader(
@@ -81,8 +81,7 @@ def best_of(goal: Goal | None, history: Iterable[tuple[int, Mapping[str, float]]
     return best
 
 
-@dataclass(frozen=True, slots=True)
-class Every:
+class Every(NamedTuple):
     """When to save automatically: whichever of the given rules is due first."""
 
     seconds: float | None = None
@@ -116,16 +115,14 @@ class Took(NamedTuple):
     """What saving has taken from the training since the save before: their sum is the total."""
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
+class Cost(NamedTuple):
     """The measured cost of a save, in seconds: training time `lost`, and time until it is `durable`."""
 
     lost: float
     durable: float
 
 
-@dataclass(frozen=True, slots=True)
-class Since:
+class Since(NamedTuple):
     """The progress since the last save of any kind."""
 
     seconds: float
@@ -133,8 +130,7 @@ class Since:
     epochs: int
 
 
-@dataclass(frozen=True, slots=True)
-class Interval:
+class Interval(NamedTuple):
     """The interval that the measured cost allows, and why."""
 
     seconds: float
@@ -204,8 +200,7 @@ _SHORTEST = 10.0
 _SLACK = 1.2
 
 
-@dataclass(frozen=True, slots=True)
-class Keep:
+class Keep(NamedTuple):
     """Which checkpoints stay: the `newest`, the `best`, the first at or after each multiple of `every`."""
 
     newest: int
@@ -219,15 +214,14 @@ class Keep:
         return f"newest {self.newest}, best {self.best}" + (f", every {self.every}" if self.every else "")
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
+class Facts(NamedTuple):
     """The facts that decide whether a checkpoint stays; `saved` is a time.time()."""
 
     number: int
     step: int
     epoch: int = 0
     saved: float = 0.0
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = MappingProxyType({})
 
 
 def facts_of(about: Manifest) -> Facts:

@@ -6,7 +6,6 @@ import contextlib
 import difflib
 import os
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Generic, Protocol, TypeGuard, TypeVar
@@ -96,15 +95,20 @@ def _is_folder(path: Path) -> bool:
         ) from exc
 
 
-@dataclass(frozen=True, slots=True)
 class Choice(Generic[T]):
-    """Finds the checkpoint to resume from and reads it; takes from the copies what is missing or damaged."""
+    """Finds the checkpoint to resume from and reads it; takes from the copies what is missing or damaged.
 
-    catalog: Catalog
-    run: str
-    """The path of the run as the user wrote it."""
-    read: Callable[[Checkpoint], T]
-    copies: Copies | None
+    Args:
+        catalog: The checkpoints that are here.
+        run: The path of the run as the user wrote it.
+        read: Reads and verifies a checkpoint.
+        copies: The checkpoints elsewhere.
+    """
+
+    def __init__(
+        self, catalog: Catalog, run: str, read: Callable[[Checkpoint], T], copies: Copies | None
+    ) -> None:
+        self.catalog, self.run, self.read, self.copies = catalog, run, read, copies
 
     def find(self, which: Which, skip: Container[int]) -> tuple[Checkpoint, T] | None:
         """Return the checkpoint that `which` means and the result of `read` for it; None to start fresh."""

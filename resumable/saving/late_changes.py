@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..boundary import Boundary
 from ..errors import SaveFailed
@@ -65,8 +64,7 @@ class LateChanges:
         return changed
 
 
-@dataclass(frozen=True, slots=True)
-class _Save:
+class _Save(NamedTuple):
     number: int
     step: int
     body: Any

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+from functools import partial
 
 from ..files import large_files
 from ..run import policy
@@ -38,6 +39,8 @@ class Preparation:
             return
         # If the disk cannot be asked, the save itself reports it.
         with contextlib.suppress(OSError):
-            there, free = len(run.numbers()), shutil.disk_usage(run.path).free
-            if text := policy.room(options.keep, options.goal, size, there, free):
+            free = shutil.disk_usage(run.path).free
+            missing = partial(policy.room, options.keep, options.goal, size, free=free)
+            # Nearly always there is room without the checkpoints that are there, which takes time to count.
+            if missing(there=0) and (text := missing(there=len(run.numbers()))):
                 self._training.once.warn(f"{run}: {text}", about="room")

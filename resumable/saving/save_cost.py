@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from ..run.policy import Cost
 
@@ -102,7 +101,7 @@ class SaveCost:
 
     def body(self) -> float:
         """Return the usual duration of a body during which nothing is saved; 0 if it is unknown."""
-        return statistics.median(self._quiet) if self._quiet else 0.0
+        return median(self._quiet) if self._quiet else 0.0
 
     def save_began(self, waited: float = 0.0) -> Callable[[], float]:
         """Note that a save has begun, that many seconds ago; call what is returned when it is durable.
@@ -158,3 +157,16 @@ _WEIGHT = 0.3
 _MARGIN = 2.0
 _UNKNOWN = 30.0
 _AT_LEAST = 2.0
+
+
+def median(values: Iterable[float]) -> float:
+    """Return the middle one of some numbers, or the mean of the two in the middle.
+
+    `statistics` imports decimal numbers and fractions for its own, which takes 2 ms at each start.
+
+    >>> median([9.0, 1.0, 2.0]), median([1.0, 2.0])
+    (2.0, 1.5)
+    """
+    ordered = sorted(values)
+    half = len(ordered) // 2
+    return (ordered[half] + ordered[~half]) / 2

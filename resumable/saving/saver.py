@@ -7,10 +7,10 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from datetime import datetime, timezone
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -259,7 +259,7 @@ class Saving:
             # The cost of this save only the bodies after it will show.
             lost = self.save_cost.cost.lost if self.save_cost.cost else None
             took = Took(lost, durable, self.save_cost.lost_since())
-            interval = asdict(save.interval) if save.interval else None
+            interval = save.interval._asdict() if save.interval else None
             self.history.saved(committed, save.why, interval=interval, took=took, wrote=wrote)
             tidy_after(self._training, committed)
 
@@ -400,8 +400,7 @@ def end(history: History, run: Run, position: Position, how: str) -> None:
         run.release()
 
 
-@dataclass(frozen=True, slots=True)
-class _Save:
+class _Save(NamedTuple):
     """One save, from its image to the durable checkpoint."""
 
     about: Manifest

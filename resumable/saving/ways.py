@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import NamedTuple
 
 from ..files.large_files import BLOCK, WAYS, Way, Written
 from ..files.strict_json import Json
+from .save_cost import median
 
 
 class Wrote(NamedTuple):
@@ -98,7 +98,7 @@ def chosen(seen: Sequence[Wrote], *, may_try: bool) -> Way:
 
 
 def _speed(seen: Iterable[Wrote], way: Way) -> float:
-    return statistics.median([one.speed for one in seen if one.way == way][-_RECENT:])
+    return median([one.speed for one in seen if one.way == way][-_RECENT:])
 
 
 def _class(size: int) -> int:

@@ -13,7 +13,6 @@ from ..boundary import Due
 from ..errors import printable
 from ..parts.parts import Parts
 from ..position.position import Position
-from ..trace import tracer
 
 AUDIT = "RESUMABLE_AUDIT"
 """The environment variable that has the plan of an audited process, as JSON."""
@@ -64,7 +63,12 @@ def observer(
         watching: Observer = audit("recorder").Audit.follow(plan, parts, position, rank or 0, given)
         return watching
     trace = os.path.expanduser(os.environ.get("RESUMABLE_TRACE", trace) or "")
-    return tracer.Trace(tracer.path_of(trace, rank, run), parts, position, every) if trace else None
+    if not trace:
+        return None
+    # Not above: most trainings have no trace.
+    from ..trace import tracer
+
+    return tracer.Trace(tracer.path_of(trace, rank, run), parts, position, every)
 
 
 class Unregistered(NamedTuple):

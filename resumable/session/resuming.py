@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,8 +35,7 @@ from ..saving.saver import Saving
 from ..training import Training
 
 
-@dataclass(frozen=True, slots=True)
-class Fit:
+class Fit(NamedTuple):
     """How a checkpoint fits the training, as far as differences are allowed."""
 
     plan: Plan

@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import determinism
 from ..boundary import Boundary, Due
@@ -24,7 +24,6 @@ from ..position import last_batch
 from ..position.position import Position
 from ..processes.signals import LeftAtOnce, Signals
 from ..progress import Progress
-from ..remote.in_training import Copies
 from ..run import changes, directory
 from ..run.directory import Run
 from ..run.history_writer import History
@@ -39,6 +38,9 @@ from .rest import Rest
 from .resuming import Resuming
 from .save_warnings import SaveWarnings
 from .step_counter import StepCounter
+
+if TYPE_CHECKING:
+    from ..remote.in_training import Copies
 
 # By text: a Path compares itself by a module that is gone when the interpreter removes the last entries.
 _open: weakref.WeakValueDictionary[str, Session] = weakref.WeakValueDictionary()

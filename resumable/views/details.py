@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any, TypeVar
 
 from ..errors import printable
@@ -35,7 +34,11 @@ _DTYPES = 3
 def facts(held: Contents, measured: Measured, why: str | None) -> Row:
     """Return all facts about one checkpoint."""
     about = held.found.about
-    best = about.best and {**asdict(about.best.goal), "value": about.best.value, "number": about.best.number}
+    best = about.best and {
+        **about.best.goal._asdict(),
+        "value": about.best.value,
+        "number": about.best.number,
+    }
     same = ("number", "run_id", "parent", "saved", "epoch", "batch", "step", "samples", "size")
     return {name: getattr(about, name) for name in same} | {
         "path": str(held.found.path),

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -441,4 +440,4 @@ def test_the_facts_of_a_pulled_checkpoint_are_known_to_the_run(run: Run, tmp_pat
     for number, loss in ((1, 0.1), (2, 0.2)):
         push(remote, commit(source, number, best=1, loss=loss), nowhere)
         pull.pull(remote, remote.numbers()[number], run, nowhere)
-    assert run.best(goal.goal) == replace(goal, value=0.1)
+    assert run.best(goal.goal) == goal._replace(value=0.1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -123,6 +124,19 @@ def loaded_modules(code: str) -> set[str]:
 
 def test_importing_the_package_imports_neither_torch_nor_numpy() -> None:
     assert not loaded_modules("import resumable") & {"torch", "numpy"}
+
+
+def test_a_plain_training_waits_for_no_remote_no_trace_and_no_report(tmp_path: Path) -> None:
+    found = loaded_modules(f"""
+import os, torch
+from resumable import RunState
+os.chdir({str(tmp_path)!r})
+with RunState.load("exp", model=torch.nn.Linear(2, 1), quiet=True) as state:
+    state.save()
+""")
+
+    rare = {"remote.in_training", "trace.tracer", "views.report", "processes.joint"}
+    assert not found & {"statistics", "fractions", *(f"resumable.{name}" for name in rare)}
 
 
 def test_no_search_for_garbage_while_the_state_is_imported() -> None:

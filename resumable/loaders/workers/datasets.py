@@ -56,7 +56,7 @@ class Stream(IterableDataset[Any]):
         """
         self._start, self._root, self._watch, self._has_ended = start, root, watch, has_ended
         if start and not self.continues_exactly(start.standing):
-            self._start = replace(start, standing=replace(start.standing, data={}))
+            self._start = start._replace(standing=replace(start.standing, data={}))
 
     def continues_exactly(self, at: Standing) -> bool:
         """Whether the dataset continues exactly from its state."""

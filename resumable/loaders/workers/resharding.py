@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
@@ -14,8 +13,7 @@ Base = Mapping[str, Any]
 """The source of an epoch's order before it is sharded: the sampler, its seed, the number of samples."""
 
 
-@dataclass(frozen=True, slots=True)
-class Deal:
+class Deal(NamedTuple):
     """How samples are sharded, and which of the ranks this is."""
 
     shards: int = 1

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -79,8 +79,7 @@ class Standing:
         return cls(**{**saved, "data": {name: freeze(state) for name, state in saved["data"].items()}})
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
+class Start(NamedTuple):
     """The state in which a worker begins."""
 
     standing: Standing

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -62,8 +62,7 @@ class Called:
         return self._found[key]
 
 
-@dataclass(frozen=True)
-class _Scope:
+class _Scope(NamedTuple):
     """A function, with its variables."""
 
     code: CodeType

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
 from types import CodeType
+from typing import NamedTuple
 
 from .bytecode import Bytecode, loops_around, read_code
 from .events import Call, Calls, Name, Written, owner_of, root_of
@@ -20,8 +20,7 @@ _SETTINGS = ("['lr']", "['weight_decay']", "['momentum']", "['betas']")
 _CLOCKS = {"time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "now"}
 
 
-@dataclass(frozen=True)
-class Carried:
+class Carried(NamedTuple):
     """The variables that decide in the loops around a place, and come there from the body before."""
 
     assigned: frozenset[Name] = frozenset()

@@ -5,10 +5,9 @@ from __future__ import annotations
 import dis
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
 from types import CodeType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 Name = str
 """A variable such as "best", an attribute such as "self.best", or an item such as "seen['best']"."""
@@ -17,8 +16,7 @@ Written = tuple[Name, frozenset[Name]]
 """A container with an element that is assigned, and the variables in the element's index or key."""
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """What a function that is called does with the variables outside of it."""
 
     read: frozenset[Name] = frozenset()

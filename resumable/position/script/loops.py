@@ -7,10 +7,9 @@ import inspect
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from functools import cache
 from types import CodeType, FrameType, MemberDescriptorType
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import bytecode, script_frames
 from .called import NO_VALUES, Called, Found, content, own_of
@@ -22,8 +21,7 @@ DICTS = (dict, OrderedDict)
 TOP = __name__.partition(".")[0]
 
 
-@dataclass(frozen=True)
-class Running:
+class Running(NamedTuple):
     """A function of the script that is running."""
 
     variables: dict[str, Any]
@@ -99,7 +97,7 @@ def running(called: Called) -> list[Running]:
             one = Running(variables, frame.f_globals, carried, frame.f_code, functions)
             # A function or a module stays what it is: leave it out of the looks that follow.
             kept = frozenset(name for name in carried.kept if one.may_change(name))
-            functions.carried[place] = replace(carried, kept=kept)
+            functions.carried[place] = carried._replace(kept=kept)
         carried = functions.carried[place]
         found.append(Running(variables, frame.f_globals, carried, frame.f_code, functions))
     return found

@@ -1,0 +1,69 @@
+"""What the start and the end of a process repeat of the lines before, so that no start has to read them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple, TypeGuard
+
+from ..files.strict_json import Json
+from .checkpoint import HIGHEST
+
+KEY = "known"
+"""The key of the line that has it."""
+
+
+class Summary(NamedTuple):
+    """A history up to a line, as far as a start that continues from its last checkpoint asks for it."""
+
+    highest: int
+    """The highest save number."""
+    stands_on: int | None
+    """The checkpoint that the training stands on; each `superseded` in the file is as seen from there."""
+    last: int | None
+    """The last save of the attempt."""
+    skipped: Mapping[int, str]
+    """The checkpoints that a start must not resume from, and why."""
+    took: tuple[float | None, float] | None
+    """The cost of the last save that has one: seconds lost, if known, and until durable."""
+
+    def to_json(self) -> Json:
+        """Return it as it stands in a line."""
+        skipped = [[number, why] for number, why in self.skipped.items()]
+        return {**self._asdict(), "skipped": skipped, "took": self.took and [*self.took]}
+
+
+def parsed(found: Json) -> Summary | None:
+    """Return the summary in a line; None if there is none as this library writes it.
+
+    >>> parsed({"highest": 9, "stands_on": 9, "last": 9, "skipped": [[3, "no rest"]], "took": [None, 0.5]})
+    Summary(highest=9, stands_on=9, last=9, skipped={3: 'no rest'}, took=(None, 0.5))
+    """
+    if not isinstance(found, dict) or found.keys() != {*Summary._fields}:
+        return None
+    one = Summary(**found)
+    numbers = [number for number in (one.stands_on, one.last) if number is not None]
+    if not all(map(_is_number, [one.highest, *numbers])) or not _is_cost(one.took):
+        return None
+    if not isinstance(one.skipped, list) or not all(map(_is_skip, one.skipped)):
+        return None
+    return one._replace(skipped=dict(one.skipped), took=one.took and (one.took[0], one.took[1]))
+
+
+def is_time(value: Json) -> TypeGuard[float]:
+    """Return whether this is a number of seconds."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1 << 53
+
+
+def _is_number(value: Json) -> bool:
+    return type(value) is int and 0 <= value <= HIGHEST
+
+
+def _is_skip(value: Json) -> bool:
+    return isinstance(value, list) and len(value) == 2 and _is_number(value[0]) and isinstance(value[1], str)
+
+
+def _is_cost(value: Json) -> bool:
+    if value is None:
+        return True
+    is_pair = isinstance(value, list) and len(value) == 2
+    return is_pair and is_time(value[1]) and (value[0] is None or is_time(value[0]))

@@ -1,0 +1,258 @@
+"""A start that reads from the last summary on writes the history that one that reads it all writes."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from resumable import Boundary
+from resumable.files.large_files import Content
+from resumable.run import checkpoint, history, history_summary
+from resumable.run.directory import Run
+from resumable.run.history_scan import scan_end, skipped
+from resumable.run.history_writer import History
+from resumable.run.manifest import Manifest
+from resumable.run.policy import Took
+
+HERE = {"host": "node7", "pid": 4711, "boot": "b1"}
+
+
+def about(number: int, parent: int | None) -> Manifest:
+    place = {"boundary": Boundary.BATCH, "epoch": 1, "batch": 2, "step": number, "samples": 64}
+    empty: dict[str, Any] = {name: {} for name in ("files", "parts", "built", "environment")}
+    times = {"run_id": "a1b2", "saved": "2026-01-01T00:00:00+00:00", "best": None, "metrics": {}}
+    return Manifest(number=number, parent=parent, **place, **times, **empty)  # type: ignore[arg-type]
+
+
+def commit(run: Run, number: int, parent: int | None) -> Manifest:
+    with run.adding(about(number, parent)):
+        checkpoint.commit(run.folder, about(number, parent), {"model.safetensors": Content(b"weights")})
+    return run.open(number).about
+
+
+def save(found: History, run: Run, number: int, parent: int | None) -> None:
+    wrote = {"way": "direct", "disk": "sda", "size": number, "seconds": 0.5}
+    found.saved(commit(run, number, parent), "called", took=Took(0.25, float(number)), wrote=wrote)
+
+
+@pytest.fixture
+def trained(run_dir: Path) -> Run:
+    """A run whose first process has saved 1 to 5, and closed it."""
+    run = Run(run_dir)
+    run.acquire()
+    found = History(run)
+    found.begin(HERE, None)
+    for number in range(1, 6):
+        save(found, run, number, number - 1 or None)
+    found.ended("closed", epoch=1, batch=2, step=5)
+    return run
+
+
+def change(run: Run, how: Callable[[list[bytes]], list[bytes]]) -> None:
+    path = run.path / history.NAME
+    path.write_bytes(b"".join(how(path.read_bytes().splitlines(keepends=True))))
+
+
+def begun(run: Run, came_from: int | None = 5) -> History:
+    found = History(run)
+    found.begin(HERE, came_from)
+    return found
+
+
+def superseded(run: Run) -> list[int]:
+    lines = history.read(run.path)
+    return [line["number"] for line in lines if history.is_save(line) and line["superseded"]]
+
+
+def without_summaries(run: Run) -> list[dict[str, Any]]:
+    lines = history.read(run.path)
+    return [{key: line[key] for key in line if key not in ("known", "unknown", "time")} for line in lines]
+
+
+def test_a_start_needs_nothing_before_the_last_end(trained: Run) -> None:
+    change(trained, lambda lines: lines[-1:])
+
+    found = begun(trained)
+
+    assert (found.attempt, found.highest, found.last_took) == (2, 5, (0.25, 5.0))
+    assert history.read(trained.path)[-1]["previous"] == {"attempt": 1, "how": "closed", "last": 5}
+
+
+def test_after_a_kill_the_saves_since_the_start_count(trained: Run) -> None:
+    save(begun(trained), trained, 6, 5)
+    change(trained, lambda lines: lines[-2:])
+
+    found = begun(trained, 6)
+
+    assert (found.attempt, found.highest, found.last_took) == (3, 6, (0.25, 6.0))
+    assert history.read(trained.path)[-1]["previous"] == {"attempt": 2, "how": history.NO_EXIT, "last": 6}
+
+
+def test_a_start_elsewhere_reads_everything_and_marks_what_it_leaves(trained: Run) -> None:
+    begun(trained, 2)
+
+    assert superseded(trained) == [3, 4, 5]
+
+
+def test_going_back_after_a_short_start_marks_what_it_leaves(trained: Run) -> None:
+    found = begun(trained)
+    save(found, trained, 6, 5)
+    found.went_back(3, "3")
+
+    assert superseded(trained) == [4, 5, 6]
+
+
+def test_what_a_killed_process_went_back_behind_is_no_longer_left(trained: Run) -> None:
+    begun(trained).went_back(3, "3")
+    assert superseded(trained) == [4, 5]
+
+    begun(trained, 5)
+
+    assert superseded(trained) == []
+
+
+def test_a_number_that_was_taken_has_one_line_after_a_short_start(trained: Run) -> None:
+    found = begun(trained)
+    trained.remove([5])
+    save(found, trained, 5, 4)
+
+    saves = [line["number"] for line in history.read(trained.path) if history.is_save(line)]
+    assert saves == [1, 2, 3, 4, 5]
+
+
+def test_a_checkpoint_whose_line_a_kill_has_cost_gets_it(trained: Run) -> None:
+    begun(trained)
+    commit(trained, 6, 5)
+
+    begun(trained, 5)
+
+    lines = history.read(trained.path)
+    assert [line["number"] for line in lines if history.is_save(line)] == [1, 2, 3, 4, 5, 6]
+    assert superseded(trained) == [6]
+
+
+def test_an_older_checkpoint_that_was_pulled_gets_its_line(trained: Run) -> None:
+    change(trained, lambda lines: [line for line in lines if b'"number": 2' not in line])
+    History(trained, by_hand=True).pulled(2, "s3://bucket/exp", size=7, seconds=0.1)
+
+    begun(trained)
+
+    assert 2 in [line["number"] for line in history.read(trained.path) if history.is_save(line)]
+
+
+def test_what_to_skip_is_known_until_it_is_saved_again(trained: Run) -> None:
+    found = begun(trained)
+    found.skip(4, "no rest")
+    found.skip(5, "no batch")
+    found.ended("closed", epoch=1, batch=2, step=5)
+    change(trained, lambda lines: lines[-1:])
+    assert skipped(trained.path) == {4: "no rest", 5: "no batch"}
+
+    found = begun(trained)
+    trained.remove([5])
+    save(found, trained, 5, 4)
+    found.ended("closed", epoch=1, batch=2, step=5)
+    assert skipped(trained.path) == {4: "no rest"}
+
+
+def test_the_last_ways_to_write_are_found_before_the_summary_too(trained: Run) -> None:
+    found = begun(trained)
+
+    assert [one["size"] for one in found.wrote] == [1, 2, 3, 4, 5]  # type: ignore[index, call-overload]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("highest", -1),
+        ("highest", "9"),
+        ("highest", 1 << 60),
+        ("stands_on", True),
+        ("last", 2.5),
+        ("skipped", {}),
+        ("skipped", [[4]]),
+        ("skipped", [[4, None]]),
+        ("skipped", [["4", "no rest"]]),
+        ("took", [0.1]),
+        ("took", [0.1, -1]),
+        ("took", ["1", 2]),
+        ("more", 1),
+    ],
+)
+def test_a_summary_that_is_not_as_it_is_written_is_not_used(trained: Run, key: str, value: Any) -> None:
+    line = history.read(trained.path)[-1]
+    line[history_summary.KEY][key] = value
+    change(trained, lambda lines: [*lines[:-1], json.dumps(line).encode() + b"\n"])
+
+    assert scan_end(trained.path).before is None or key != "more"
+    assert (begun(trained).highest, skipped(trained.path)) == (5, {})
+
+
+@pytest.mark.parametrize("attempt", [None, -1, 1 << 60])
+def test_a_summary_of_no_attempt_is_not_used(trained: Run, attempt: Any) -> None:
+    line = history.read(trained.path)[-1] | {"attempt": attempt}
+    change(trained, lambda lines: [*lines[:-1], json.dumps(line).encode() + b"\n"])
+
+    assert begun(trained).attempt == 2
+
+
+def test_of_a_torn_end_nothing_is_used(trained: Run) -> None:
+    change(trained, lambda lines: [*lines[:-1], lines[-1][:-9]])
+
+    assert begun(trained).highest == 5
+    assert history.read(trained.path)[-1]["previous"]["how"] == history.NO_EXIT
+
+
+def test_a_summary_far_before_the_end_is_found(trained: Run) -> None:
+    change(trained, lambda lines: [*lines, b'{"event": "loop", "epochs": 3}\n' * 3000])
+
+    assert scan_end(trained.path).before is not None
+    assert begun(trained).attempt == 2
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_training_writes_the_same_history_without_summaries(tmp_path: Path, seed: int) -> None:
+    short, whole = (written(Run(tmp_path / name), seed, name == "short") for name in ("short", "whole"))
+
+    assert without_summaries(short) == without_summaries(whole)
+
+
+def written(run: Run, seed: int, uses_summaries: bool) -> Run:
+    """Return a run after a few processes that save, go back, skip, lose checkpoints, are killed or end."""
+    draw, number, at = random.Random(seed), 0, None
+    run.acquire()
+    for _ in range(8):
+        if not uses_summaries and history.exists(run.path):
+            change(run, lambda lines: [line.replace(b'"known"', b'"unknown"') for line in lines])
+        there = run.numbers()
+        at = draw.choice([there[-1], there[-1], at, *there]) if there else None
+        at = at if at in there else None
+        found = begun(run, at)
+        number = max(number, found.highest)
+        for what in draw.choices("sssrkdl", k=5):
+            if what == "s":
+                number += 1
+                save(found, run, number, at)
+                at = number
+            elif what == "r" and run.numbers():
+                at = draw.choice(run.numbers())
+                found.went_back(at, "best")
+            elif what == "k" and at:
+                found.skip(at, "no rest")
+            elif what == "d" and len(run.numbers()) > 2:
+                run.remove(draw.sample(run.numbers()[:-1], 1))
+            elif what == "l" and draw.random() < 0.3:
+                number += 1
+                commit(run, number, at)
+                at = number
+                break
+        else:
+            if draw.random() < 0.6:
+                found.ended("closed", epoch=1, batch=2, step=number)
+    run.release()
+    return run
