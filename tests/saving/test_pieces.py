@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import nn
 from resumable import RunState, SaveFailed
 from resumable.files import codec
 from resumable.saving import host_memory, image_file, pieces, snapshot
+from resumable.saving.condition import ConditionWithoutLock
 from resumable.saving.gpu_copies import Copy
 from resumable.saving.image import Image
 from resumable.saving.pieces import Pieces
@@ -255,7 +257,7 @@ def test_a_large_tensor_is_copied_in_several_pieces(
     monkeypatch.setattr(pieces, "_LONGEST", 64)
     given = copies(size, 5, dtype=dtype)
     seen: list[int] = []
-    there = Pieces(given, 64, threading.Condition())
+    there = Pieces(given, 64, ConditionWithoutLock())
     there.finish(lambda some: (seen.append(sum(one.view.nbytes for one in some)), _real_copy(some))[1])
 
     assert all(torch.equal(copy.view, copy.source) for copy in given)
@@ -264,7 +266,7 @@ def test_a_large_tensor_is_copied_in_several_pieces(
 
 
 def test_a_file_is_there_as_far_as_no_piece_before_is_missing() -> None:
-    held, begun, changed = threading.Event(), threading.Event(), threading.Condition()
+    held, begun, changed = threading.Event(), threading.Event(), ConditionWithoutLock()
     there = Pieces(copies(4, 4, 4), 4, changed)
     needed = [there.needed("file", end) for end in (0, 1, 4, 5, 12, 99)]
     assert needed == [0, 1, 1, 2, 3, 3]
@@ -286,13 +288,14 @@ def test_a_file_is_there_as_far_as_no_piece_before_is_missing() -> None:
 
 def test_of_a_large_tensor_the_file_needs_only_the_parts_in_front(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "_LONGEST", 64)
-    there = Pieces(copies(200, dtype=torch.bfloat16), 64, threading.Condition())
+    there = Pieces(copies(200, dtype=torch.bfloat16), 64, ConditionWithoutLock())
 
     assert [there.needed("file", end) for end in (1, 64, 65, 128, 129, 400)] == [1, 1, 2, 2, 3, 7]
 
 
-def test_what_is_stopped_copies_nothing_more_when_stop_returns() -> None:
-    held, begun, changed, done = threading.Event(), threading.Event(), threading.Condition(), []
+def test_what_is_stopped_copies_nothing_more_when_stop_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "_PATIENCE", 0.01)
+    held, begun, changed, done = threading.Event(), threading.Event(), ConditionWithoutLock(), []
     there = Pieces(copies(4, 4), 4, changed)
     copying = threading.Thread(
         target=there.finish, args=(lambda some: (begun.set(), held.wait(20), done.append(1)),)
@@ -308,6 +311,50 @@ def test_what_is_stopped_copies_nothing_more_when_stop_returns() -> None:
     copying.join(20)
 
     assert done == [1]
+
+
+def test_what_is_stopped_keeps_no_tensor_alive() -> None:
+    given = copies(4, 4)
+    sources = [weakref.ref(one.source) for one in given]
+    there = Pieces(given, 4, ConditionWithoutLock())
+    del given
+    there.stop()
+
+    assert [source() for source in sources] == [None, None]
+
+
+def test_to_stop_does_not_wait_for_a_step_whose_handler_waits_for_it() -> None:
+    there, waited = Pieces(copies(4, 4), 4, ConditionWithoutLock()), []
+
+    def interrupted(some: Sequence[Copy]) -> None:
+        stopping = threading.Thread(target=there.stop)
+        stopping.start()
+        stopping.join(20)
+        waited.append(stopping.is_alive())
+
+    there.help(interrupted)
+
+    assert waited == [False]
+
+
+def test_a_step_waits_for_the_save_that_a_handler_makes_while_it_copies(
+    go: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, second = Training(), list[Snapshot]()
+    first, before = training.take(), training.values()
+
+    def copy(some: Sequence[Copy]) -> None:
+        monkeypatch.setattr(snapshot, "_copy", _real_copy)
+        go.set()
+        assert not first.has_failed()
+        go.clear()
+        second.append(training.take())
+
+    monkeypatch.setattr(snapshot, "_copy", copy)
+    training.step()
+    go.set()
+
+    assert values(second[0]) == values(first) == before != training.values()
 
 
 def test_what_a_training_may_wait_for_has_its_priority(monkeypatch: pytest.MonkeyPatch) -> None:
