@@ -313,6 +313,39 @@ def test_what_is_stopped_copies_nothing_more_when_stop_returns(monkeypatch: pyte
     assert done == [1]
 
 
+def test_a_step_waits_until_a_piece_that_was_taken_over_is_copied_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pieces, "_PATIENCE", 0.01)
+    there = Pieces(copies(4), 4, ConditionWithoutLock())
+    held, begun, taken_over = threading.Event(), threading.Event(), threading.Event()
+    step = threading.Thread(target=there.help, args=(lambda some: (begun.set(), taken_over.wait(20)),))
+    step.start()
+    assert begun.wait(20)
+    image = threading.Thread(target=there.finish, args=(lambda some: (taken_over.set(), held.wait(20)),))
+    image.start()
+    step.join(0.05)
+
+    assert taken_over.is_set()
+    assert step.is_alive(), "the other thread still reads what the step would change"
+    held.set()
+    step.join(20)
+    image.join(20)
+    assert not step.is_alive()
+
+
+def test_a_thread_looks_again_if_the_one_to_wake_it_was_interrupted() -> None:
+    changed, seen = ConditionWithoutLock(), list[int]()
+    waiting = threading.Thread(target=changed.wait_for, args=(lambda: bool(seen),))
+    waiting.start()
+    seen.append(1)
+    waiting.join(20)
+
+    assert not waiting.is_alive()
+    assert not changed._waiting
+    assert not changed.wait_for(lambda: False, 0.01)
+
+
 def test_what_is_stopped_keeps_no_tensor_alive() -> None:
     given = copies(4, 4)
     sources = [weakref.ref(one.source) for one in given]
