@@ -233,7 +233,7 @@ def test_a_resumed_run_recalls_what_its_saves_have_noted(
         with RunState.load(run_dir, model=torch.nn.Linear(4096, 1)) as state:
             state.save()
             state.wait()
-            seen = [*state._saving.ways._seen]
+            seen = [*state._saving.files.ways._seen]
 
     noted = [line["wrote"] for line in history.read(run_dir) if "wrote" in line]
     assert [Wrote(**one) for one in noted] == seen
