@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from fenced import Training, values
 from torch import nn
 
 from resumable import RunState, SaveFailed
-from resumable.files import codec
 from resumable.saving import host_memory, image_file, pieces, snapshot
 from resumable.saving.condition import ConditionWithoutLock
 from resumable.saving.gpu_copies import Copy
@@ -27,32 +27,9 @@ _real_copy = snapshot._copy
 _real_run = Snapshot._run
 
 
-class Training:
-    """Three parameters and an optimizer, with an image that is taken behind a fence."""
-
-    def __init__(self) -> None:
-        size = image_file._SMALL // 4
-        self.parameters = [nn.Parameter(torch.full((size,), float(i))) for i in (1, 2, 3)]
-        self.optimizer = torch.optim.Adam(self.parameters, lr=1.0)
-        self.image = Image([self.optimizer], worth_a_fence=0)
-        self.memo: codec.Memo = {}
-        self.step()
-
-    def step(self) -> None:
-        for parameter in self.parameters:
-            parameter.grad = torch.ones_like(parameter)
-        self.optimizer.step()
-
-    def take(self) -> Snapshot:
-        tensors = dict(zip("abc", self.parameters, strict=True))
-        return self.image.take({"file": codec.encode(tensors, memo=self.memo)})
-
-    def values(self) -> list[list[float]]:
-        return [parameter.tolist() for parameter in self.parameters]
-
-
-def values(taken: Snapshot) -> list[list[float]]:
-    return [tensor.tolist() for tensor in taken.tensors("file").values()]
+def three() -> Training:
+    """Return a training with three parameters that are copied one by one."""
+    return Training(torch.optim.Adam, image_file._SMALL // 4, count=3)
 
 
 @pytest.fixture
@@ -76,7 +53,7 @@ def fence_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_step_copies_by_itself_what_no_thread_has_begun(go: threading.Event) -> None:
-    training = Training()
+    training = three()
     before = training.values()
     taken = training.take()
 
@@ -93,7 +70,7 @@ def test_two_returns_to_saves_that_steps_have_copied_are_exact(
     run_dir: Path, go: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fence_all(monkeypatch)
-    once, again = Training(), Training()
+    once, again = three(), three()
     for _ in range(4):
         once.step()
     model = nn.ParameterList(again.parameters)
@@ -124,7 +101,7 @@ def test_a_step_waits_for_a_piece_in_hand_and_copies_the_others(monkeypatch: pyt
         _real_copy(copies)
 
     monkeypatch.setattr(snapshot, "_copy", copy)
-    training = Training()
+    training = three()
     before = training.values()
     taken = training.take()
     assert begun.wait(20)
@@ -141,7 +118,7 @@ def test_a_step_waits_for_a_piece_in_hand_and_copies_the_others(monkeypatch: pyt
 
 
 def test_a_write_around_is_found_by_a_step_that_copies_by_itself(go: threading.Event) -> None:
-    training = Training()
+    training = three()
     taken = training.take()
     with torch.no_grad():
         # Of so little only the count of changes tells.
@@ -154,7 +131,7 @@ def test_a_write_around_is_found_by_a_step_that_copies_by_itself(go: threading.E
 
 
 def test_a_write_through_data_is_found_though_the_step_copied(go: threading.Event) -> None:
-    training = Training()
+    training = three()
     taken = training.take()
     training.parameters[2].data.fill_(9)
     training.step()
@@ -179,7 +156,7 @@ def failing(error: BaseException, times: int) -> Callable[[Sequence[Copy]], None
 def test_an_error_of_the_copy_in_a_step_is_the_saves(
     go: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    training = Training()
+    training = three()
     taken = training.take()
     monkeypatch.setattr(snapshot, "_copy", failing(RuntimeError("lost"), 1))
     before = training.values()
@@ -198,7 +175,7 @@ def test_an_error_of_the_copy_in_a_step_is_the_saves(
 def test_a_step_that_is_interrupted_loses_no_piece(
     go: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    training = Training()
+    training = three()
     before = training.values()
     taken = training.take()
     monkeypatch.setattr(snapshot, "_copy", failing(KeyboardInterrupt(), 1))
@@ -373,7 +350,7 @@ def test_to_stop_does_not_wait_for_a_step_whose_handler_waits_for_it() -> None:
 def test_a_step_waits_for_the_save_that_a_handler_makes_while_it_copies(
     go: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    training, second = Training(), list[Snapshot]()
+    training, second = three(), list[Snapshot]()
     first, before = training.take(), training.values()
 
     def copy(some: Sequence[Copy]) -> None:
@@ -401,7 +378,7 @@ def test_what_a_training_may_wait_for_has_its_priority(monkeypatch: pytest.Monke
         _real_copy(copies)
 
     monkeypatch.setattr(snapshot, "_copy", copy)
-    training = Training()
+    training = three()
     touch = host_memory.HostMemory.touch
     monkeypatch.setattr(
         host_memory.HostMemory, "touch", lambda memory: (seen.update(reserving=priority()), touch(memory))[1]
