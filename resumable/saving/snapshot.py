@@ -89,12 +89,12 @@ class Snapshot:
         self._on_devices = {copy.path for copies in by_device.values() for copy in copies}
         self._pieces = Pieces(self._later, _AT_A_TIME, self._progress)
         if self._later or self._transfers:
-            self._is_complete = False
-            self._fence.shut(self._hold_back)
             try:
+                self._is_complete = False
+                self._fence.shut(self._hold_back)
                 threading.Thread(target=self._run, name="resumable-image").start()
             except BaseException:
-                # The system may refuse another thread; without it, the fence would stay shut.
+                # The system may refuse another thread, or a signal may come; the fence must not stay shut.
                 self._is_complete = True
                 self._fence.open()
                 self._pieces.stop()

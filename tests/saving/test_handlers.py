@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from fenced import Training, values
 from safetensors.torch import load_file
 from torch import nn
 
@@ -35,6 +36,7 @@ def _behind_the_fence(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Image.__init__.__defaults__
     monkeypatch.setattr(Image.__init__, "__defaults__", (*Image.__init__.__defaults__[:-1], 0))
     monkeypatch.setattr(snapshot, "_AT_A_TIME", 1)
+    monkeypatch.setattr(image_file, "_SMALL", 1)
     monkeypatch.setattr(pieces, "_PATIENCE", 0.01)
     monkeypatch.setattr(condition, "_LONGEST", 0.01)
 
@@ -56,7 +58,7 @@ def interrupted_at(place: int, handler: Callable[[], object], *, opcodes: bool) 
 
     def hangs(*_: object) -> None:
         sys.settrace(None)
-        raise AssertionError(f"hangs when it is interrupted at {seen[place - 1]}")
+        raise AssertionError(f"hangs when it is interrupted at {seen[place - 1 :][:1]}")
 
     before = signal.signal(signal.SIGUSR1, lambda *_: handler()), signal.signal(signal.SIGALRM, hangs)
     traced = sys.gettrace()
@@ -83,7 +85,6 @@ class Interrupted:
         real_run = snapshot.Snapshot._run
         monkeypatch.setattr(snapshot.Snapshot, "_run", lambda taken: (self.go.wait(20), real_run(taken))[1])
         monkeypatch.setattr(snapshot, "_copy", self.copy)
-        monkeypatch.setattr(image_file, "_SMALL", 64)
         self.model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
         self.is_stepping = False
@@ -113,6 +114,25 @@ class Interrupted:
     def values(self) -> dict[str, bytes]:
         return _bits(self.model.state_dict())
 
+    def close_in_save(self, place: int) -> bool:
+        """Return whether a save came to the place, after the run is found to be whole."""
+        self.go.set()
+        self.optimizer.step()
+
+        def handler() -> None:
+            with contextlib.suppress(RuntimeError):
+                self.state.close()
+            raise SystemExit
+
+        may_raise = contextlib.suppress(SystemExit, RuntimeError)
+        with interrupted_at(place, handler, opcodes=False) as seen, may_raise:
+            self.state.save()
+        for number in self.state.run.numbers():
+            self.state.run.open(number).verify()
+        self.state.close()
+        self.begin()
+        return len(seen) >= place
+
     def step(self, place: int, what: str, *, opcodes: bool) -> bool:
         """Return whether the step came to the place, after all that was saved is found to be whole."""
         self.go.set()
@@ -134,33 +154,86 @@ class Interrupted:
         self.go.set()
         with contextlib.suppress(SaveFailed):
             self.state.wait()
-        for saved, values in self.saves:
+        for saved, expected in self.saves:
             if self.fails and not saved.path.exists():
                 with pytest.raises(SaveFailed, match="lost"):
                     saved.wait()
                 continue
             saved.wait()
             self.state.run.open(saved.number).verify()
-            assert _bits(load_file(saved.path / "model.safetensors")) == values
+            assert _bits(load_file(saved.path / "model.safetensors")) == expected
         return len(seen) >= place
 
 
 @pytest.mark.parametrize(
-    ("what", "fails", "opcodes"),
+    ("what", "fails", "opcodes", "stride"),
     [
-        ("wait", "", False),
-        *(pytest.param(*case, False, marks=pytest.mark.heavy) for case in CASES[1:]),
-        *(pytest.param(*case, True, marks=pytest.mark.nightly) for case in CASES[:3]),
+        *((*case, False, 13) for case in CASES[:4]),
+        *(pytest.param(*case, False, 1, marks=pytest.mark.heavy) for case in CASES),
+        *(pytest.param(*case, True, 1, marks=pytest.mark.nightly) for case in CASES[:3]),
     ],
 )
 def test_a_handler_at_any_line_of_a_step_that_copies_may_wait(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, what: str, fails: str, opcodes: bool
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, what: str, fails: str, opcodes: bool, stride: int
 ) -> None:
     training = Interrupted(run_dir, fails, monkeypatch)
-    places = itertools.count(1)
+    places = itertools.count(1, stride)
     while training.step(next(places), what, opcodes=opcodes):
         if what == "close":
             training.begin()
     training.state.close()
 
     assert next(places) > 60
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_a_handler_at_any_line_of_a_save_that_begins_to_copy_may_close_the_run(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, is_refused: bool
+) -> None:
+    training = Interrupted(run_dir, "", monkeypatch)
+    start = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name == "resumable-image" and is_refused:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    places = itertools.count(1)
+    while training.close_in_save(next(places)):
+        pass
+
+    assert next(places) > 20
+
+
+def test_a_handler_may_close_the_image_of_a_save_that_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training()
+
+    def handler(_: threading.Thread) -> None:
+        training.image.close()
+        raise SystemExit
+
+    with monkeypatch.context() as patched, interrupted_at(0, training.step, opcodes=False):
+        patched.setattr(threading.Thread, "start", handler)
+        with pytest.raises(SystemExit):
+            training.take()
+    training.step()
+
+    assert not training.optimizer._optimizer_step_pre_hooks
+
+
+def test_a_save_that_is_interrupted_as_it_shuts_the_fence_opens_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    training, shut = Training(), fence.Fence.shut
+
+    def interrupted(*given: Any) -> None:
+        shut(*given)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fence.Fence, "shut", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            training.take()
+    with interrupted_at(0, training.step, opcodes=False):
+        training.step()
+        assert values(training.take()) == training.values()
