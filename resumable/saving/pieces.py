@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from .condition import ConditionWithoutLock
 from .gpu_copies import Copy
@@ -52,38 +52,31 @@ class Pieces:
 
     def help(self, copy: CopyAll) -> None:
         """Copy for a step, which would change the tensors; return when no thread copies any more."""
-        while self._copy_next(copy):
-            pass
+        self._copy(self._next, copy)
         self._changed.wait_for(lambda: self._is_over() and not self._copying)
 
     def finish(self, copy: CopyAll) -> None:
         """Copy until all is copied, or stopped; steps may help."""
-        while self._copy_next(copy):
-            pass
+        self._copy(self._next, copy)
         while not self._changed.wait_for(self._is_over, _PATIENCE):
             # The handler of a signal may have interrupted a step, and wait for this save. What the step
             # copies stays as it is until it has returned, so that both copy the same.
-            for number in range(len(self._is_copied)):
-                self._copy(number, copy)
+            self._copy(range(len(self._is_copied)), copy)
 
     def _is_over(self) -> bool:
         return not self._pieces or 0 not in self._is_copied
 
-    def _copy_next(self, copy: CopyAll) -> bool:
-        number = next(self._next, None)
-        if number is not None:
-            self._copy(number, copy)
-        return number is not None
-
-    def _copy(self, number: int, copy: CopyAll) -> None:
+    def _copy(self, numbers: Iterable[int], copy: CopyAll) -> None:
         me = threading.get_ident()
-        # Before it looks at the others: whoever waits for all threads looks at them in the other order.
-        self._copying.add(me)
         try:
-            pieces = self._pieces
-            if pieces and not self._is_copied[number]:
-                copy(pieces[number])
-                self._is_copied[number] = True
+            # Before it looks at the pieces: whoever waits for all threads looks at the pieces first.
+            self._copying.add(me)
+            for number in numbers:
+                pieces = self._pieces
+                if pieces and not self._is_copied[number]:
+                    copy(pieces[number])
+                    self._is_copied[number] = True
+                    self._changed.notify_all()
         finally:
             self._copying.discard(me)
             self._changed.notify_all()

@@ -25,7 +25,7 @@ from resumable.saving.image import Image
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs signals that end a hang")
 FILES = {condition.__file__, fence.__file__, pieces.__file__, snapshot.__file__}
-CASES = [*itertools.product(["wait", "save", "close"], ["", "step", "image"])]
+CASES = [*itertools.product(["wait", "save", "close", "raise"], ["", "step", "image"])]
 """What the handler calls, and which thread fails to copy."""
 _real_copy = snapshot._copy
 
@@ -108,7 +108,7 @@ class Interrupted:
         self.go.set()
         if what == "save":
             self.saves.append((self.state.save(), self.values()))
-        else:
+        elif what != "raise":
             getattr(self.state, what)()
 
     def values(self) -> dict[str, bytes]:
@@ -144,13 +144,16 @@ class Interrupted:
             self.is_stepping = False
             with contextlib.suppress(SaveFailed):
                 self.handle(what)
-            if what == "close":
+            if what != "save" and what != "wait":
                 raise SystemExit
 
         self.is_stepping = True
         with interrupted_at(place, handler, opcodes=opcodes) as seen, contextlib.suppress(SystemExit):
             self.optimizer.step()
         self.is_stepping = False
+        if what == "raise":
+            with interrupted_at(0, self.optimizer.step, opcodes=False):
+                self.optimizer.step()
         self.go.set()
         with contextlib.suppress(SaveFailed):
             self.state.wait()

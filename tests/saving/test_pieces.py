@@ -16,7 +16,7 @@ from fenced import Training, values
 from torch import nn
 
 from resumable import RunState, SaveFailed
-from resumable.saving import host_memory, image_file, pieces, snapshot
+from resumable.saving import condition, host_memory, image_file, pieces, snapshot
 from resumable.saving.condition import ConditionWithoutLock
 from resumable.saving.gpu_copies import Copy
 from resumable.saving.image import Image
@@ -261,6 +261,20 @@ def test_a_file_is_there_as_far_as_no_piece_before_is_missing() -> None:
     first.join(20)
     second.join(20)
     assert there.copied() == 3
+
+
+def test_who_waits_for_a_piece_is_woken_before_the_next_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(condition, "_LONGEST", 60)
+    changed, awake, seen = ConditionWithoutLock(), threading.Event(), list[bool]()
+    there = Pieces(copies(4, 4), 4, changed)
+    waiting = threading.Thread(target=lambda: (changed.wait_for(lambda: there.copied() == 1), awake.set()))
+    waiting.start()
+    while not changed._waiting:
+        pass
+    there.finish(lambda some: seen.append(there.copied() == 0 or awake.wait(20)))
+    waiting.join(20)
+
+    assert seen == [True, True]
 
 
 def test_of_a_large_tensor_the_file_needs_only_the_parts_in_front(monkeypatch: pytest.MonkeyPatch) -> None:
