@@ -172,7 +172,8 @@ class Interrupted:
     ("what", "fails", "opcodes", "stride"),
     [
         *((*case, False, 13) for case in CASES[:4]),
-        *(pytest.param(*case, False, 1, marks=pytest.mark.heavy) for case in CASES),
+        *(pytest.param(*case, False, 5, marks=pytest.mark.heavy) for case in CASES),
+        *(pytest.param(*case, False, 1, marks=pytest.mark.nightly) for case in CASES),
         *(pytest.param(*case, True, 1, marks=pytest.mark.nightly) for case in CASES[:3]),
     ],
 )
@@ -189,10 +190,12 @@ def test_a_handler_at_any_line_of_a_step_that_copies_may_wait(
     assert next(places) > 60
 
 
-@pytest.mark.heavy
+@pytest.mark.parametrize(
+    "stride", [pytest.param(5, marks=pytest.mark.heavy), pytest.param(1, marks=pytest.mark.nightly)]
+)
 @pytest.mark.parametrize("is_refused", [False, True])
-def test_a_handler_at_any_line_of_a_save_that_begins_to_copy_may_close_the_run(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, is_refused: bool
+def test_a_handler_at_any_line_of_a_save_may_close_the_run(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, is_refused: bool, stride: int
 ) -> None:
     training = Interrupted(run_dir, "", monkeypatch)
     start = threading.Thread.start
@@ -203,7 +206,7 @@ def test_a_handler_at_any_line_of_a_save_that_begins_to_copy_may_close_the_run(
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", refused)
-    places = itertools.count(1)
+    places = itertools.count(1, stride)
     while training.close_in_save(next(places)):
         pass
 
