@@ -27,6 +27,9 @@ def walk(module: nn.Module, name: str = "", into: list[tuple[str, nn.Module]] | 
 
 def parameters_of(module: nn.Module) -> list[nn.Parameter]:
     """Return what `parameters()` yields, but a shared one several times."""
+    kind = type(module)
+    if (kind.parameters, kind.named_parameters) != (nn.Module.parameters, nn.Module.named_parameters):
+        return [*module.parameters()]
     return [one for _, inner in walk(module) for one in inner._parameters.values() if one is not None]
 
 

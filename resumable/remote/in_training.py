@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from ..errors import CheckpointDamaged, CheckpointNotFound, RemoteError
+from ..errors import CheckpointDamaged, CheckpointNotFound, RemoteError, warn
 from ..options import Copied
 from ..processes.crew import Crew
 from ..progress import Progress
@@ -169,6 +169,20 @@ class Copies:
         self._store.close()
         if self._pusher:
             self._pusher.close(self._copied.patience)
+
+    def close_after(self, failed: type[BaseException] | None) -> None:
+        """Close when the last save has ended, with this error or with none."""
+        if failed and not issubclass(failed, Exception):
+            # After one interrupted wait, do not begin another.
+            self.leave()
+            return
+        try:
+            self.close()
+        except RemoteError as exc:
+            if failed is None:
+                raise
+            # Raised here, it would hide that a save has failed.
+            warn(exc.problem)
 
     def hand_over(self) -> None:
         """Stop at once, because another training of this process takes over."""

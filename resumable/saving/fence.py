@@ -85,10 +85,13 @@ class Fence:
         self._may_settle = False
 
     def _pass(self) -> None:
-        # The thread that opens it did not come along into a process that was forked meanwhile.
-        if (wait := self._wait) and self._owner == os.getpid():
+        passed: Callable[[], None] | None = None
+        # The thread that opens it did not come along into a process that was forked meanwhile. While a step
+        # waits, the handler of a signal may save, too.
+        while (wait := self._wait) and wait is not passed and self._owner == os.getpid():
             with self._waiting():
                 wait()
+            passed = wait
 
     def remove(self) -> None:
         """Take the hooks away."""

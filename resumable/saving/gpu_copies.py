@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..files import tensor_file
+from .condition import ConditionWithoutLock
 from .gpu_buffers import Buffers, side_stream
 from .host_memory import registered_apart
 
@@ -199,7 +199,8 @@ class Transfer:
         # One that spins would take a processor from the training.
         self._copied = _cuda.Event(blocking=True)
         self._may_step = _cuda.Event() if self._settled else self._copied
-        self._is_queued = threading.Event()
+        self._is_queued = False
+        self._changed = ConditionWithoutLock()
         self._is_over = False
 
     def _pack(self, together: Sequence[Copy]) -> bool:
@@ -253,12 +254,16 @@ class Transfer:
                 side.wait_event(self._begun)
                 self._copy(self._pairs)
                 self._may_step.record(side)
-                self._is_queued.set()
+                self._let_steps_pass()
                 if self._settled:
                     self._copy(self._settled)
                     self._copied.record(side)
         finally:
-            self._is_queued.set()
+            self._let_steps_pass()
+
+    def _let_steps_pass(self) -> None:
+        self._is_queued = True
+        self._changed.notify_all()
 
     def _copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         for to, of in pairs:
@@ -277,13 +282,13 @@ class Transfer:
 
     def hold_back(self) -> None:
         """Make work that the training queues from now on wait for the copies of what steps change."""
-        self._is_queued.wait()
+        self._changed.wait_for(lambda: self._is_queued)
         with torch.cuda.device(self._device):
             torch.cuda.current_stream().wait_event(self._may_step)
 
     def end(self) -> None:
         """Release those that wait for copies which will not be queued; return when the others have ended."""
-        self._is_queued.set()
+        self._let_steps_pass()
         if not self._is_over:
             # After an error. A device that is gone copies nothing any more.
             with contextlib.suppress(RuntimeError), torch.cuda.device(self._device):

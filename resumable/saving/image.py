@@ -141,7 +141,7 @@ class Image:
         # The training's peak is known after its second step: the first one makes moments and gradients.
         # Where no hook tells of steps, a save stands for one.
         may_clone = max(self._fence.steps(), self._taken) >= _STEPS_TO_PEAK
-        snapshot = self._last = Snapshot(self._fence, self._buffers, may_clone)
+        snapshot = Snapshot(self._fence, self._buffers, may_clone)
         self._taken += 1
         try:
             for path, group in groups.items():
@@ -151,6 +151,9 @@ class Image:
         except BaseException:
             self._forget()
             raise
+        finally:
+            # No earlier: the handler of a signal that closes the image would wait for what has not begun.
+            self._last = snapshot
         return snapshot
 
     def _plan(self, groups: Mapping[str, Encoded], mine: Mapping[str, Range] | None) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import bisect
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from .condition import ConditionWithoutLock
 from .gpu_copies import Copy
+
+CopyAll = Callable[[Sequence[Copy]], None]
 
 _LONGEST = 16 << 20
 _PATIENCE = 0.1
@@ -17,16 +19,16 @@ _PATIENCE = 0.1
 class Pieces:
     """What is still to be copied, in the order of the files; every thread that waits for it may help.
 
-    A step that waited for another thread alone would wait for that thread's turn on a busy core, too.
+    A step that waited for another thread alone would wait for that thread's turn on a busy core, too. There
+    is no lock: the handler of a signal may interrupt a step at any line, and wait for the save.
     """
 
-    def __init__(self, copies: Sequence[Copy], size: int, changed: threading.Condition) -> None:
+    def __init__(self, copies: Sequence[Copy], size: int, changed: ConditionWithoutLock) -> None:
         self._pieces = [*_cut(copies, size)]
-        self._left = deque(range(len(self._pieces)))
-        self._in_hand: dict[int, int] = {}
-        """By thread: the piece that it copies, unless another has taken it over."""
+        self._next = iter(range(len(self._pieces)))
+        self._is_copied = bytearray(len(self._pieces))
         self._copying: set[int] = set()
-        """The threads that are copying."""
+        """The threads that may be copying."""
         self._changed = changed
         self._places: dict[str, list[tuple[int, int]]] = {}
         for number, piece in enumerate(self._pieces):
@@ -45,70 +47,50 @@ class Pieces:
 
     def copied(self) -> int:
         """Return how many pieces are copied of which all before are copied, too."""
-        return min((*self._left, *self._in_hand.values()), default=len(self._pieces))
+        first = self._is_copied.find(0)
+        return len(self._is_copied) if first < 0 else first
 
-    def help(self, copy: Callable[[Sequence[Copy]], None]) -> None:
+    def help(self, copy: CopyAll) -> None:
         """Copy for a step, which would change the tensors; return when no thread copies any more."""
-        is_done = False
-        while not is_done:
-            while self._copy_next(copy):
-                pass
-            with self._changed:
-                # One that fails in another thread comes back.
-                self._changed.wait_for(lambda: self._left or not self._copying)
-                is_done = not self._left
+        self._copy(self._next, copy)
+        self._changed.wait_for(lambda: self._is_over() and not self._copying)
 
-    def finish(self, copy: Callable[[Sequence[Copy]], None]) -> None:
+    def finish(self, copy: CopyAll) -> None:
         """Copy until all is copied, or stopped; steps may help."""
-        is_done = False
-        while not is_done:
-            while self._copy_next(copy):
-                pass
-            with self._changed:
-                if not self._changed.wait_for(lambda: self._left or not self._in_hand, _PATIENCE):
-                    # The handler of a signal may have interrupted a step, and wait for this save. What the
-                    # step has in hand stays as it is until it has returned.
-                    self._left.extend(sorted(self._in_hand.values()))
-                    self._in_hand.clear()
-                is_done = not self._left
+        self._copy(self._next, copy)
+        while not self._changed.wait_for(self._is_over, _PATIENCE):
+            # The handler of a signal may have interrupted a step, and wait for this save. What the step
+            # copies stays as it is until it has returned, so that both copy the same.
+            self._copy(range(len(self._is_copied)), copy)
 
-    def _copy_next(self, copy: Callable[[Sequence[Copy]], None]) -> bool:
+    def _is_over(self) -> bool:
+        return not self._pieces or 0 not in self._is_copied
+
+    def _copy(self, numbers: Iterable[int], copy: CopyAll) -> None:
         me = threading.get_ident()
         try:
-            with self._changed:
-                if not self._left:
-                    return False
-                # In this order: an interrupt may come in between, and must lose no piece.
-                self._in_hand[me] = self._left[0]
-                self._copying.add(me)
-                piece = self._pieces[self._left.popleft()]
-            copy(piece)
-            with self._changed:
-                self._in_hand.pop(me, None)
-                self._copying.discard(me)
-                self._changed.notify_all()
-        except BaseException:
-            self._give_back(me)
-            raise
-        return True
-
-    def _give_back(self, thread: int) -> None:
-        with self._changed:
-            number = self._in_hand.pop(thread, None)
-            self._copying.discard(thread)
-            if number is not None and number not in self._left:
-                self._left.appendleft(number)
+            # Before it looks at the pieces: whoever waits for all threads looks at the pieces first.
+            self._copying.add(me)
+            for number in numbers:
+                pieces = self._pieces
+                if pieces and not self._is_copied[number]:
+                    copy(pieces[number])
+                    self._is_copied[number] = True
+                    self._changed.notify_all()
+        finally:
+            self._copying.discard(me)
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Let no thread begin another piece; return when none copies any more."""
-        with self._changed:
-            self._left.clear()
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._in_hand)
-            self._left.clear()
-            # They kept the sources alive, even if the training has dropped them.
-            self._pieces = []
+        """Let no thread begin another piece; return when none copies any more.
+
+        The main thread is not waited for if it seems to be interrupted: by a handler that waits for this.
+        """
+        # They kept the sources alive, too, even if the training has dropped them.
+        self._pieces = []
+        self._changed.notify_all()
+        if not self._changed.wait_for(lambda: not self._copying, _PATIENCE):
+            self._changed.wait_for(lambda: self._copying <= {threading.main_thread().ident})
 
 
 def _cut(copies: Sequence[Copy], size: int) -> Iterator[list[Copy]]:

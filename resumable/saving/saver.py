@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import options
-from ..errors import CannotRead, RemoteError, ResumableError, SaveFailed, UsageError, warn
-from ..files import codec, large_files
+from ..errors import CannotRead, ResumableError, SaveFailed, UsageError
+from ..files import codec
 from ..files.strict_json import Json
 from ..files.threads import no_garbage_collection
 from ..parts.collect import collect, notes, split
@@ -35,10 +35,10 @@ from .image import Image
 from .late_changes import LateChanges
 from .preparation import Preparation
 from .save_cost import SaveCost
+from .saved_files import SavedFiles
 from .snapshot import Snapshot, WrittenAround
 from .started_with import started_with
 from .tidying import tidy_after
-from .ways import Ways
 from .writer import PendingSave, Writer
 
 
@@ -77,10 +77,7 @@ class Saving:
         self._image = Image(optimizers, self._parts.written_in_forward, waiting=waiting)
         self.late = LateChanges(training, self._image)
         self.preparation = Preparation(training)
-        self.ways = Ways(self._run.path)
-        self._written: Mapping[str, large_files.Written] = {}
-        self._settled: set[str] = set()
-        """The files that were the same in the last two saves."""
+        self.files = SavedFiles(training)
 
     @property
     def stood_at(self) -> tuple[int, int]:
@@ -153,7 +150,7 @@ class Saving:
             if self._checks_replicas:
                 self._crew.compare(groups, self._parts.differing())
             mine = self._crew.share(partial(self._image.sizes, groups), self._image.headers)
-            taken = self._image.take(groups, mine, self._settled)
+            taken = self._image.take(groups, mine, self.files.settled)
         self._warn_of_slow_copies(taken)
         self._place = counters = self._position.counters()
         about = self._describe(number, metrics or {}, kinds, counters)
@@ -232,21 +229,14 @@ class Saving:
         # This thread has the interpreter, and save() would wait until it gives it up. Not by a sleep, which
         # fails where the clock jumps under it.
         threading.Event().wait(_UNTIL_SAVE_HAS_RETURNED)
-        about, rank = save.about, self._crew.ranks.rank
-        before = self._written
-        files = save.taken.contents(before)
-        for path, text in codec.to_texts(save.trees, rank, self._parts.led()).items():
-            if self._crew.leads or codec.has_one_writer(path):
-                files[path] = large_files.Content(text)
+        about, files = save.about, self.files.contents(save.taken, save.trees)
         try:
             with self._progress.saving(about.number, about.metrics), _failing(f"checkpoint {about.number}"):
                 if self._crew.leads:
                     about = self._crew.decided(about.number) or about
                 adding = self._run.adding(about) if self._crew.leads else contextlib.nullcontext()
                 with adding:
-                    committed, wrote = self._write(about, files, save.why)
-            both = before.keys() & self._written.keys()
-            self._settled = {path for path in both if before[path].blocks == self._written[path].blocks}
+                    committed, wrote = self.files.commit(about, files, save.why)
         except BaseException:
             # A flush can fail after the rename: then the checkpoint is there all the same.
             if not self._is_there(about.number):
@@ -262,15 +252,6 @@ class Saving:
             interval = save.interval._asdict() if save.interval else None
             self.history.saved(committed, save.why, interval=interval, took=took, wrote=wrote)
             tidy_after(self._training, committed)
-
-    def _write(
-        self, about: Manifest, files: Mapping[str, large_files.Content], why: str
-    ) -> tuple[Manifest | None, Mapping[str, Json] | None]:
-        """Return the manifest, if this process leads, and how the disk was written."""
-        size = sum(content.data.nbytes for path, content in files.items() if path not in self._settled)
-        way, began = self.ways.choose(size, why), time.perf_counter()
-        committed, self._written = self._crew.commit(about, files, way)
-        return committed, self.ways.note(way, self._written.values(), time.perf_counter() - began)
 
     def _is_there(self, number: int) -> bool:
         # Of a disk that cannot be read nothing is known.
@@ -296,7 +277,7 @@ class Saving:
         position.metrics = dict(ranks.first("the metrics", lambda: position.metrics))
         is_ours = self._run.holds(chosen)
         self.parent = chosen.about.number if is_ours else None
-        self._written = reading.written() if is_ours else {}
+        self.files.start_from(reading.written() if is_ours else {})
         if is_ours and (saved := moment(chosen.about.saved)) is not None:
             self._progress.saved(chosen.about.number, saved, position.metrics)
 
@@ -321,7 +302,7 @@ class Saving:
             where = {"remote": self._copies.told()} if self._copies else {}
             about = {**environment.attempt(), "settings": started_with(self._training)}
             self.history.begin({**about, **where, **facts}, self.parent)
-            self.ways.recall(self.history.wrote)
+            self.files.ways.recall(self.history.wrote)
             if self.history.last_took:
                 self.save_cost.expect(*self.history.last_took)
             if self._copies:
@@ -352,28 +333,14 @@ class Saving:
             try:
                 self.hear_first()
                 leave()
-                self._close_copies(failed)
+                if self._copies:
+                    self._copies.close_after(failed)
             finally:
                 # After an interrupted wait the writer is still at work: the run stays locked until it ends.
                 if not self._writer.is_busy():
                     self.late.forget()
                     self._image.close()
                     end(self.history, self._run, self._position, how)
-
-    def _close_copies(self, failed: type[BaseException] | None) -> None:
-        if self._copies is None:
-            return
-        if failed and not issubclass(failed, Exception):
-            # After one interrupted wait, do not begin another.
-            self._copies.leave()
-            return
-        try:
-            self._copies.close()
-        except RemoteError as exc:
-            if failed is None:
-                raise
-            # Raised here, it would hide that a save has failed.
-            warn(exc.problem)
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from ..errors import SaveFailed
 from ..files.codec import Encoded
 from ..files.large_files import Content, Written
 from ..files.threads import allow_captures
+from .condition import ConditionWithoutLock
 from .fence import Fence
 from .gpu_buffers import Buffers
 from .gpu_copies import Copy, Transfer
@@ -40,7 +41,7 @@ class Snapshot:
         self._copies: list[Copy] = []
         self._later: list[Copy] = []
         self._transfers: list[Transfer] = []
-        self._progress = threading.Condition()
+        self._progress = ConditionWithoutLock()
         self._pieces = Pieces([], 0, self._progress)
         self._on_devices: set[str] = set()
         self._is_complete = True
@@ -88,12 +89,12 @@ class Snapshot:
         self._on_devices = {copy.path for copies in by_device.values() for copy in copies}
         self._pieces = Pieces(self._later, _AT_A_TIME, self._progress)
         if self._later or self._transfers:
-            self._is_complete = False
-            self._fence.shut(self._hold_back)
             try:
+                self._is_complete = False
+                self._fence.shut(self._hold_back)
                 threading.Thread(target=self._run, name="resumable-image").start()
             except BaseException:
-                # The system may refuse another thread; without it, the fence would stay shut.
+                # The system may refuse another thread, or a signal may come; the fence must not stay shut.
                 self._is_complete = True
                 self._fence.open()
                 self._pieces.stop()
@@ -119,11 +120,10 @@ class Snapshot:
             self._pieces.stop()
             for transfer in self._transfers:
                 transfer.end()
-            with self._progress:
-                # These references kept the sources alive, even if the training has dropped them.
-                self._later, self._transfers = [], []
-                self._is_complete = True
-                self._progress.notify_all()
+            # These references kept the sources alive, even if the training has dropped them.
+            self._later, self._transfers = [], []
+            self._is_complete = True
+            self._progress.notify_all()
 
     def _fail(self, exc: BaseException) -> None:
         """Keep an error for the reader; what is not copied yet is not needed any more."""
@@ -173,7 +173,6 @@ class Snapshot:
         """Make a step wait until the snapshot is complete, and copy meanwhile what no thread has begun to."""
         try:
             if not self._is_complete and not self._has_passed:
-                # Without the lock: the handler of a signal may wait for this save in between.
                 self._refuse_changed(Copy.has_another_version)
                 self._has_passed = True
             with torch.no_grad():
@@ -189,17 +188,15 @@ class Snapshot:
         needed = self._pieces.needed(path, end)
         # An error is known only when everything is copied, so no file is complete before.
         is_last = end >= len(self._data[path]) or path in self._on_devices
-        with self._progress:
-            self._progress.wait_for(
-                lambda: self._is_complete or (not is_last and self._pieces.copied() >= needed)
-            )
+        self._progress.wait_for(
+            lambda: self._is_complete or (not is_last and self._pieces.copied() >= needed)
+        )
         if self._error:
             raise self._error
 
     def has_failed(self) -> bool:
         """Wait for the end of the copying, and return whether it failed."""
-        with self._progress:
-            self._progress.wait_for(lambda: self._is_complete)
+        self._progress.wait_for(lambda: self._is_complete)
         return self._error is not None
 
     def paths(self) -> list[str]:

@@ -258,6 +258,40 @@ def test_a_file_of_another_size_than_its_header_says_is_refused(size: int) -> No
         tensor_file.read_header(header, len(header) + size)
 
 
+def test_a_remembered_header_hides_no_other_content() -> None:
+    header = bytearray(made({"a": entry()}))
+    size = len(header) + 8
+    for name in ("a", "b", "a"):
+        header[header.index(b'"') + 1] = ord(name)
+        assert [slot.name for slot in tensor_file.read_header(header, size)] == [name]
+    for at in range(8, len(header)):
+        broken = bytearray(header)
+        broken[at] = 0
+        with pytest.raises(ValueError, match=r"."):
+            tensor_file.read_header(broken, size)
+    assert [slot.name for slot in tensor_file.read_header(header, size)] == ["a"]
+
+
+def test_what_a_caller_does_to_the_slots_is_not_remembered() -> None:
+    header = made({"a": entry()})
+    tensor_file.read_header(header, len(header) + 8).clear()
+
+    assert [slot.name for slot in tensor_file.read_header(header, len(header) + 8)] == ["a"]
+
+
+def test_four_headers_are_remembered_and_none_of_more_than_2_mib() -> None:
+    remembered = tensor_file._remembered
+    for length in range(1, 9):
+        header = made({"a" * length: entry()})
+        tensor_file.read_header(header, len(header) + 8)
+    assert remembered.cache_info().currsize == 4
+    remembered.cache_clear()
+    for length, expected in ((2 << 20, 0), (1 << 20, 1)):
+        header = made({"a" * length: entry()})
+        tensor_file.read_header(header, len(header) + 8)
+        assert remembered.cache_info().currsize == expected
+
+
 def test_a_dtype_that_this_torch_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     header = made({"of a dtype to come": entry()})
     monkeypatch.setattr(tensor_file, "_DTYPES_BY_CODE", {})

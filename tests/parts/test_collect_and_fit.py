@@ -816,3 +816,21 @@ def test_the_devices_of_a_models_tensors_are_known_from_the_checkpoint(
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta"))
     parts = Parts({**dict.fromkeys(SLOTS), "model": model}, {}, Position({}))
     assert devices(parts, trees)[1] == {"meta"}
+
+
+class Spread(nn.Linear):
+    """A module with a parameter that only its own method knows."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+        self.far = [nn.Parameter(torch.zeros(1, device="meta"))]
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        yield from super().named_parameters(*args, **kwargs)
+        yield "far", self.far[0]
+
+
+def test_a_device_that_only_a_models_own_method_knows_is_in_use() -> None:
+    parts = Parts({**dict.fromkeys(SLOTS), "model": Spread()}, {}, Position({}))
+
+    assert parts.devices_in_use() == {"cpu", "meta"}

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from fenced import Training, values
 from torch import Tensor, nn
 
 from resumable import RunState, SaveFailed
@@ -127,32 +128,6 @@ def _join(name: str) -> None:
     for thread in threading.enumerate():
         if thread.name == name:
             thread.join(20)
-
-
-class Training:
-    """Two parameters and an optimizer, with an image that is taken behind a fence."""
-
-    def __init__(self, make: Callable[..., Any] = torch.optim.SGD, size: int = 300) -> None:
-        self.parameters = [nn.Parameter(torch.full((size,), float(i))) for i in (1, 2)]
-        self.optimizer = make(self.parameters, lr=1.0)
-        self.image = Image([self.optimizer], worth_a_fence=0)
-        self.memo: codec.Memo = {}
-        self.step()
-
-    def step(self) -> None:
-        for parameter in self.parameters:
-            parameter.grad = torch.ones_like(parameter)
-        self.optimizer.step()
-
-    def take(self) -> Snapshot:
-        return self.image.take(groups(dict(zip("ab", self.parameters, strict=True)), memo=self.memo))
-
-    def values(self) -> list[list[float]]:
-        return [parameter.tolist() for parameter in self.parameters]
-
-
-def values(taken: Snapshot) -> list[list[float]]:
-    return [tensor.tolist() for tensor in taken.tensors("file").values()]
 
 
 def big() -> int:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import mmap
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fenced import Training, values
 from torch import nn
 
 from resumable import RunState, SaveFailed
-from resumable.files import codec
-from resumable.saving import host_memory, image_file, pieces, snapshot
+from resumable.saving import condition, host_memory, image_file, pieces, snapshot
+from resumable.saving.condition import ConditionWithoutLock
 from resumable.saving.gpu_copies import Copy
 from resumable.saving.image import Image
 from resumable.saving.pieces import Pieces
@@ -25,32 +27,9 @@ _real_copy = snapshot._copy
 _real_run = Snapshot._run
 
 
-class Training:
-    """Three parameters and an optimizer, with an image that is taken behind a fence."""
-
-    def __init__(self) -> None:
-        size = image_file._SMALL // 4
-        self.parameters = [nn.Parameter(torch.full((size,), float(i))) for i in (1, 2, 3)]
-        self.optimizer = torch.optim.Adam(self.parameters, lr=1.0)
-        self.image = Image([self.optimizer], worth_a_fence=0)
-        self.memo: codec.Memo = {}
-        self.step()
-
-    def step(self) -> None:
-        for parameter in self.parameters:
-            parameter.grad = torch.ones_like(parameter)
-        self.optimizer.step()
-
-    def take(self) -> Snapshot:
-        tensors = dict(zip("abc", self.parameters, strict=True))
-        return self.image.take({"file": codec.encode(tensors, memo=self.memo)})
-
-    def values(self) -> list[list[float]]:
-        return [parameter.tolist() for parameter in self.parameters]
-
-
-def values(taken: Snapshot) -> list[list[float]]:
-    return [tensor.tolist() for tensor in taken.tensors("file").values()]
+def three() -> Training:
+    """Return a training with three parameters that are copied one by one."""
+    return Training(torch.optim.Adam, image_file._SMALL // 4, count=3)
 
 
 @pytest.fixture
@@ -74,7 +53,7 @@ def fence_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_step_copies_by_itself_what_no_thread_has_begun(go: threading.Event) -> None:
-    training = Training()
+    training = three()
     before = training.values()
     taken = training.take()
 
@@ -91,7 +70,7 @@ def test_two_returns_to_saves_that_steps_have_copied_are_exact(
     run_dir: Path, go: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fence_all(monkeypatch)
-    once, again = Training(), Training()
+    once, again = three(), three()
     for _ in range(4):
         once.step()
     model = nn.ParameterList(again.parameters)
@@ -122,7 +101,7 @@ def test_a_step_waits_for_a_piece_in_hand_and_copies_the_others(monkeypatch: pyt
         _real_copy(copies)
 
     monkeypatch.setattr(snapshot, "_copy", copy)
-    training = Training()
+    training = three()
     before = training.values()
     taken = training.take()
     assert begun.wait(20)
@@ -139,7 +118,7 @@ def test_a_step_waits_for_a_piece_in_hand_and_copies_the_others(monkeypatch: pyt
 
 
 def test_a_write_around_is_found_by_a_step_that_copies_by_itself(go: threading.Event) -> None:
-    training = Training()
+    training = three()
     taken = training.take()
     with torch.no_grad():
         # Of so little only the count of changes tells.
@@ -152,7 +131,7 @@ def test_a_write_around_is_found_by_a_step_that_copies_by_itself(go: threading.E
 
 
 def test_a_write_through_data_is_found_though_the_step_copied(go: threading.Event) -> None:
-    training = Training()
+    training = three()
     taken = training.take()
     training.parameters[2].data.fill_(9)
     training.step()
@@ -177,7 +156,7 @@ def failing(error: BaseException, times: int) -> Callable[[Sequence[Copy]], None
 def test_an_error_of_the_copy_in_a_step_is_the_saves(
     go: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    training = Training()
+    training = three()
     taken = training.take()
     monkeypatch.setattr(snapshot, "_copy", failing(RuntimeError("lost"), 1))
     before = training.values()
@@ -196,7 +175,7 @@ def test_an_error_of_the_copy_in_a_step_is_the_saves(
 def test_a_step_that_is_interrupted_loses_no_piece(
     go: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    training = Training()
+    training = three()
     before = training.values()
     taken = training.take()
     monkeypatch.setattr(snapshot, "_copy", failing(KeyboardInterrupt(), 1))
@@ -255,7 +234,7 @@ def test_a_large_tensor_is_copied_in_several_pieces(
     monkeypatch.setattr(pieces, "_LONGEST", 64)
     given = copies(size, 5, dtype=dtype)
     seen: list[int] = []
-    there = Pieces(given, 64, threading.Condition())
+    there = Pieces(given, 64, ConditionWithoutLock())
     there.finish(lambda some: (seen.append(sum(one.view.nbytes for one in some)), _real_copy(some))[1])
 
     assert all(torch.equal(copy.view, copy.source) for copy in given)
@@ -264,7 +243,7 @@ def test_a_large_tensor_is_copied_in_several_pieces(
 
 
 def test_a_file_is_there_as_far_as_no_piece_before_is_missing() -> None:
-    held, begun, changed = threading.Event(), threading.Event(), threading.Condition()
+    held, begun, changed = threading.Event(), threading.Event(), ConditionWithoutLock()
     there = Pieces(copies(4, 4, 4), 4, changed)
     needed = [there.needed("file", end) for end in (0, 1, 4, 5, 12, 99)]
     assert needed == [0, 1, 1, 2, 3, 3]
@@ -284,15 +263,30 @@ def test_a_file_is_there_as_far_as_no_piece_before_is_missing() -> None:
     assert there.copied() == 3
 
 
+def test_who_waits_for_a_piece_is_woken_before_the_next_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(condition, "_LONGEST", 60)
+    changed, awake, seen = ConditionWithoutLock(), threading.Event(), list[bool]()
+    there = Pieces(copies(4, 4), 4, changed)
+    waiting = threading.Thread(target=lambda: (changed.wait_for(lambda: there.copied() == 1), awake.set()))
+    waiting.start()
+    while not changed._waiting:
+        pass
+    there.finish(lambda some: seen.append(there.copied() == 0 or awake.wait(20)))
+    waiting.join(20)
+
+    assert seen == [True, True]
+
+
 def test_of_a_large_tensor_the_file_needs_only_the_parts_in_front(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "_LONGEST", 64)
-    there = Pieces(copies(200, dtype=torch.bfloat16), 64, threading.Condition())
+    there = Pieces(copies(200, dtype=torch.bfloat16), 64, ConditionWithoutLock())
 
     assert [there.needed("file", end) for end in (1, 64, 65, 128, 129, 400)] == [1, 1, 2, 2, 3, 7]
 
 
-def test_what_is_stopped_copies_nothing_more_when_stop_returns() -> None:
-    held, begun, changed, done = threading.Event(), threading.Event(), threading.Condition(), []
+def test_what_is_stopped_copies_nothing_more_when_stop_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "_PATIENCE", 0.01)
+    held, begun, changed, done = threading.Event(), threading.Event(), ConditionWithoutLock(), []
     there = Pieces(copies(4, 4), 4, changed)
     copying = threading.Thread(
         target=there.finish, args=(lambda some: (begun.set(), held.wait(20), done.append(1)),)
@@ -310,6 +304,83 @@ def test_what_is_stopped_copies_nothing_more_when_stop_returns() -> None:
     assert done == [1]
 
 
+def test_a_step_waits_until_a_piece_that_was_taken_over_is_copied_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pieces, "_PATIENCE", 0.01)
+    there = Pieces(copies(4), 4, ConditionWithoutLock())
+    held, begun, taken_over = threading.Event(), threading.Event(), threading.Event()
+    step = threading.Thread(target=there.help, args=(lambda some: (begun.set(), taken_over.wait(20)),))
+    step.start()
+    assert begun.wait(20)
+    image = threading.Thread(target=there.finish, args=(lambda some: (taken_over.set(), held.wait(20)),))
+    image.start()
+    step.join(0.05)
+
+    assert taken_over.is_set()
+    assert step.is_alive(), "the other thread still reads what the step would change"
+    held.set()
+    step.join(20)
+    image.join(20)
+    assert not step.is_alive()
+
+
+def test_a_thread_looks_again_if_the_one_to_wake_it_was_interrupted() -> None:
+    changed, seen = ConditionWithoutLock(), list[int]()
+    waiting = threading.Thread(target=changed.wait_for, args=(lambda: bool(seen),))
+    waiting.start()
+    seen.append(1)
+    waiting.join(20)
+
+    assert not waiting.is_alive()
+    assert not changed._waiting
+    assert not changed.wait_for(lambda: False, 0.01)
+
+
+def test_what_is_stopped_keeps_no_tensor_alive() -> None:
+    given = copies(4, 4)
+    sources = [weakref.ref(one.source) for one in given]
+    there = Pieces(given, 4, ConditionWithoutLock())
+    del given
+    there.stop()
+
+    assert [source() for source in sources] == [None, None]
+
+
+def test_to_stop_does_not_wait_for_a_step_whose_handler_waits_for_it() -> None:
+    there, waited = Pieces(copies(4, 4), 4, ConditionWithoutLock()), []
+
+    def interrupted(some: Sequence[Copy]) -> None:
+        stopping = threading.Thread(target=there.stop)
+        stopping.start()
+        stopping.join(20)
+        waited.append(stopping.is_alive())
+
+    there.help(interrupted)
+
+    assert waited == [False]
+
+
+def test_a_step_waits_for_the_save_that_a_handler_makes_while_it_copies(
+    go: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, second = three(), list[Snapshot]()
+    first, before = training.take(), training.values()
+
+    def copy(some: Sequence[Copy]) -> None:
+        monkeypatch.setattr(snapshot, "_copy", _real_copy)
+        go.set()
+        assert not first.has_failed()
+        go.clear()
+        second.append(training.take())
+
+    monkeypatch.setattr(snapshot, "_copy", copy)
+    training.step()
+    go.set()
+
+    assert values(second[0]) == values(first) == before != training.values()
+
+
 def test_what_a_training_may_wait_for_has_its_priority(monkeypatch: pytest.MonkeyPatch) -> None:
     def priority() -> int:
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
@@ -321,7 +392,7 @@ def test_what_a_training_may_wait_for_has_its_priority(monkeypatch: pytest.Monke
         _real_copy(copies)
 
     monkeypatch.setattr(snapshot, "_copy", copy)
-    training = Training()
+    training = three()
     touch = host_memory.HostMemory.touch
     monkeypatch.setattr(
         host_memory.HostMemory, "touch", lambda memory: (seen.update(reserving=priority()), touch(memory))[1]

@@ -126,6 +126,34 @@ def test_small_files_teach_nothing(tmp_path: Path) -> None:
     assert saves.ways.note("direct", [link], 1.0) is None
 
 
+def test_files_of_one_block_teach_nothing_however_many_they_are(tmp_path: Path) -> None:
+    one_block = Written(tmp_path / "model", BLOCK, [b""], way="paced")
+    many = Written(tmp_path / "optimizer", SIZE, [b""] * 10, way="direct")
+
+    assert Ways(tmp_path).note("paced", [one_block] * 10, 1.0) is None
+    noted = Ways(tmp_path).note("direct", [one_block, many], 1.0)
+    assert noted is not None
+    assert (noted["size"], noted["seconds"]) == (SIZE, 1.0)
+
+
+def test_what_has_not_changed_does_not_count_as_written(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, choose = list[int](), Ways.choose
+    monkeypatch.setattr(Ways, "choose", lambda w, size, why: (sizes.append(size), choose(w, size, why))[1])
+    frozen = torch.nn.Linear(512, 1024, bias=False).requires_grad_(False)
+    model = torch.nn.Sequential(frozen, torch.nn.Linear(4, 4))
+    with RunState.load(run_dir, model=model) as state:
+        for _ in range(4):
+            state.save().wait()
+        with torch.no_grad():
+            frozen.weight.add_(1)
+        for _ in range(2):
+            state.save().wait()
+
+    assert [size > frozen.weight.nbytes for size in sizes] == [True, True, False, False, False, True]
+
+
 def test_of_a_shared_file_only_the_own_blocks_count(tmp_path: Path) -> None:
     share = Written(tmp_path / "model", 9 * SIZE, [b""] * 10, way="direct")
 
@@ -205,7 +233,7 @@ def test_a_resumed_run_recalls_what_its_saves_have_noted(
         with RunState.load(run_dir, model=torch.nn.Linear(4096, 1)) as state:
             state.save()
             state.wait()
-            seen = [*state._saving.ways._seen]
+            seen = [*state._saving.files.ways._seen]
 
     noted = [line["wrote"] for line in history.read(run_dir) if "wrote" in line]
     assert [Wrote(**one) for one in noted] == seen

@@ -152,6 +152,20 @@ print(2 in found, gc.isenabled())
     assert done.stdout.split() == ["False", "True"]
 
 
+@pytest.mark.parametrize("state", ["enable", "disable"])
+@pytest.mark.parametrize("name", ["RunState", "Trace"])
+def test_the_garbage_collector_is_left_as_the_script_has_set_it(state: str, name: str) -> None:
+    code = f"""
+import gc, torch, resumable
+gc.{state}()
+resumable.{name}
+print(gc.isenabled())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert done.stdout.split() == [str(state == "enable")]
+
+
 def test_the_help_and_ls_of_the_command_line_do_not_import_torch() -> None:
     code = """
 from resumable.cli.app import main

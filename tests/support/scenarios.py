@@ -164,7 +164,7 @@ def past_the_cache(script: Script) -> Iterator[None]:
     training, state = script.load()
     script.save(training, state, 1.0)
     yield
-    state._saving.ways.small = "direct"
+    state._saving.files.ways.small = "direct"
     with state:
         script.save(training, state, 0.5)
 

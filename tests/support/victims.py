@@ -198,7 +198,7 @@ class Chain:
 
     def _go_on(self, tell: Tell) -> None:
         training, state = self.load()
-        state._saving.ways.small = self.way
+        state._saving.files.ways.small = self.way
         self.check(training, state)
         tell(f"found {state.step}")
         found = state.step

@@ -186,7 +186,7 @@ def _save_in_child(
 def _child(run_dir: Path, scenario: Scenario, wire: Wire) -> None:
     wire.is_tapped = "load" in scenario.tapped
     training, state = load(run_dir)
-    state._saving.ways.small = scenario.way
+    state._saving.files.ways.small = scenario.way
     wire.is_tapped = "save" in scenario.tapped
     save_next(training, state, scenario.loss)
     wire.tell("acknowledged")

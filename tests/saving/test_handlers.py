@@ -1,0 +1,245 @@
+"""The handler of a signal may interrupt a step that copies for a save at any line, and wait for the save."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from fenced import Training, values
+from safetensors.torch import load_file
+from torch import nn
+
+from resumable import RunState, SaveFailed
+from resumable.saving import condition, fence, image_file, pieces, snapshot
+from resumable.saving.gpu_copies import Copy
+from resumable.saving.image import Image
+
+pytestmark = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs signals that end a hang")
+FILES = {condition.__file__, fence.__file__, pieces.__file__, snapshot.__file__}
+CASES = [*itertools.product(["wait", "save", "close", "raise"], ["", "step", "image"])]
+"""What the handler calls, and which thread fails to copy."""
+_real_copy = snapshot._copy
+
+
+@pytest.fixture(autouse=True)
+def _behind_the_fence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the smallest state be worth a fence, each tensor be a piece, and nothing be waited for long."""
+    assert Image.__init__.__defaults__
+    monkeypatch.setattr(Image.__init__, "__defaults__", (*Image.__init__.__defaults__[:-1], 0))
+    monkeypatch.setattr(snapshot, "_AT_A_TIME", 1)
+    monkeypatch.setattr(image_file, "_SMALL", 1)
+    monkeypatch.setattr(pieces, "_PATIENCE", 0.01)
+    monkeypatch.setattr(condition, "_LONGEST", 0.01)
+
+
+@contextlib.contextmanager
+def interrupted_at(place: int, handler: Callable[[], object], *, opcodes: bool) -> Iterator[list[str]]:
+    """Raise a signal when the main thread comes to its n-th line (or bytecode) in the files."""
+    seen: list[str] = []
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code.co_filename not in FILES:
+            return None
+        frame.f_trace_opcodes = opcodes
+        if event == ("opcode" if opcodes else "line"):
+            seen.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
+            if len(seen) == place:
+                signal.raise_signal(signal.SIGUSR1)
+        return trace
+
+    def hangs(*_: object) -> None:
+        sys.settrace(None)
+        raise AssertionError(f"hangs when it is interrupted at {seen[place - 1 :][:1]}")
+
+    before = signal.signal(signal.SIGUSR1, lambda *_: handler()), signal.signal(signal.SIGALRM, hangs)
+    traced = sys.gettrace()
+    signal.setitimer(signal.ITIMER_REAL, 10)
+    sys.settrace(trace)
+    try:
+        yield seen
+    finally:
+        sys.settrace(traced)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, one in zip((signal.SIGUSR1, signal.SIGALRM), before, strict=True):
+            signal.signal(number, one)
+
+
+def _bits(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
+    return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
+
+
+class Interrupted:
+    """A training whose step copies for its last save, until the handler lets the image's thread do so."""
+
+    def __init__(self, run_dir: Path, fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.run_dir, self.fails, self.go = run_dir, fails, threading.Event()
+        real_run = snapshot.Snapshot._run
+        monkeypatch.setattr(snapshot.Snapshot, "_run", lambda taken: (self.go.wait(20), real_run(taken))[1])
+        monkeypatch.setattr(snapshot, "_copy", self.copy)
+        self.model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
+        self.is_stepping = False
+        self.begin()
+
+    def copy(self, copies: Sequence[Copy]) -> None:
+        by = "step" if threading.current_thread() is threading.main_thread() else "image"
+        # What is copied before the first save() returns is not behind the fence.
+        if by == self.fails and self.is_stepping and copies:
+            raise RuntimeError("lost")
+        _real_copy(copies)
+
+    def begin(self) -> None:
+        self.state = RunState.load(
+            self.run_dir, model=self.model, optimizer=self.optimizer, every=None, keep=2, quiet=True
+        )
+        for parameter in self.model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+
+    def handle(self, what: str) -> None:
+        self.go.set()
+        if what == "save":
+            self.saves.append((self.state.save(), self.values()))
+        elif what != "raise":
+            getattr(self.state, what)()
+
+    def values(self) -> dict[str, bytes]:
+        return _bits(self.model.state_dict())
+
+    def close_in_save(self, place: int) -> bool:
+        """Return whether a save came to the place, after the run is found to be whole."""
+        self.go.set()
+        self.optimizer.step()
+
+        def handler() -> None:
+            with contextlib.suppress(RuntimeError):
+                self.state.close()
+            raise SystemExit
+
+        may_raise = contextlib.suppress(SystemExit, RuntimeError)
+        with interrupted_at(place, handler, opcodes=False) as seen, may_raise:
+            self.state.save()
+        for number in self.state.run.numbers():
+            self.state.run.open(number).verify()
+        self.state.close()
+        self.begin()
+        return len(seen) >= place
+
+    def step(self, place: int, what: str, *, opcodes: bool) -> bool:
+        """Return whether the step came to the place, after all that was saved is found to be whole."""
+        self.go.set()
+        self.optimizer.step()
+        self.go.clear()
+        self.saves = [(self.state.save(), self.values())]
+
+        def handler() -> None:
+            self.is_stepping = False
+            with contextlib.suppress(SaveFailed):
+                self.handle(what)
+            if what != "save" and what != "wait":
+                raise SystemExit
+
+        self.is_stepping = True
+        with interrupted_at(place, handler, opcodes=opcodes) as seen, contextlib.suppress(SystemExit):
+            self.optimizer.step()
+        self.is_stepping = False
+        if what == "raise":
+            with interrupted_at(0, self.optimizer.step, opcodes=False):
+                self.optimizer.step()
+        self.go.set()
+        with contextlib.suppress(SaveFailed):
+            self.state.wait()
+        for saved, expected in self.saves:
+            if self.fails and not saved.path.exists():
+                with pytest.raises(SaveFailed, match="lost"):
+                    saved.wait()
+                continue
+            saved.wait()
+            self.state.run.open(saved.number).verify()
+            assert _bits(load_file(saved.path / "model.safetensors")) == expected
+        return len(seen) >= place
+
+
+@pytest.mark.parametrize(
+    ("what", "fails", "opcodes", "stride"),
+    [
+        *((*case, False, 13) for case in CASES[:4]),
+        *(pytest.param(*case, False, 5, marks=pytest.mark.heavy) for case in CASES),
+        *(pytest.param(*case, False, 1, marks=pytest.mark.nightly) for case in CASES),
+        *(pytest.param(*case, True, 1, marks=pytest.mark.nightly) for case in CASES[:3]),
+    ],
+)
+def test_a_handler_at_any_line_of_a_step_that_copies_may_wait(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, what: str, fails: str, opcodes: bool, stride: int
+) -> None:
+    training = Interrupted(run_dir, fails, monkeypatch)
+    places = itertools.count(1, stride)
+    while training.step(next(places), what, opcodes=opcodes):
+        if what == "close":
+            training.begin()
+    training.state.close()
+
+    assert next(places) > 60
+
+
+@pytest.mark.parametrize(
+    "stride", [pytest.param(5, marks=pytest.mark.heavy), pytest.param(1, marks=pytest.mark.nightly)]
+)
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_a_handler_at_any_line_of_a_save_may_close_the_run(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, is_refused: bool, stride: int
+) -> None:
+    training = Interrupted(run_dir, "", monkeypatch)
+    start = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name == "resumable-image" and is_refused:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    places = itertools.count(1, stride)
+    while training.close_in_save(next(places)):
+        pass
+
+    assert next(places) > 20
+
+
+def test_a_handler_may_close_the_image_of_a_save_that_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training()
+
+    def handler(_: threading.Thread) -> None:
+        training.image.close()
+        raise SystemExit
+
+    with monkeypatch.context() as patched, interrupted_at(0, training.step, opcodes=False):
+        patched.setattr(threading.Thread, "start", handler)
+        with pytest.raises(SystemExit):
+            training.take()
+    training.step()
+
+    assert not training.optimizer._optimizer_step_pre_hooks
+
+
+def test_a_save_that_is_interrupted_as_it_shuts_the_fence_opens_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    training, shut = Training(), fence.Fence.shut
+
+    def interrupted(*given: Any) -> None:
+        shut(*given)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fence.Fence, "shut", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            training.take()
+    with interrupted_at(0, training.step, opcodes=False):
+        training.step()
+        assert values(training.take()) == training.values()
