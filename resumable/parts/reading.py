@@ -125,10 +125,7 @@ class Reading:
         names = renames(trees)
         trees, self.renamed = names.trees, names.new
         """By part: the names in the checkpoint that are others in the script."""
-        devices = {one.device for tree in live.values() for one in tree.values() if not one.is_cpu}
-        # Most are in host memory, and to ask each of ten thousand for its device takes twice as long.
-        devices |= {HOST} if any(one.is_cpu for tree in live.values() for one in tree.values()) else set()
-        self._used = {*used, *map(str, devices)}
+        self._used = {*used, *_devices_of(live)}
         self._facts = {stem: codec.tensor_facts(tree) for stem, tree in trees.items()}
         self._moved = moved_trees(trees, self._facts, self._used, is_alone=found.about.world_size == 1)
         self.without_device = _without_device(self._moved.get("rank", {}))
@@ -331,6 +328,13 @@ class Reading:
                 self._folder, file.path, file.size, file.blocks, targets, lane
             ),
         )
+
+
+def _devices_of(live: Live) -> set[str]:
+    tensors = [one for tree in live.values() for one in tree.values()]
+    # Most are in host memory, and to ask each of ten thousand for its device takes twice as long.
+    on_host = {str(HOST)} if any(one.is_cpu for one in tensors) else set()
+    return on_host | {str(one.device) for one in tensors if not one.is_cpu}
 
 
 def _without_device(moved: Mapping[str, str]) -> list[str]:
