@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import itertools
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sized
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import numpy as np
@@ -43,28 +45,35 @@ def decode(
     tensors: Mapping[str, torch.Tensor],
     place: Place | None = None,
     kept: Collection[str] = (),
+    *,
+    is_by_device: bool = False,
 ) -> Any:
     """Return the tree that was encoded; ValueError if `tree` cannot come from `encode`.
 
     Without `place` the tensors share the memory of `tensors`; with it they are new ones, but for
-    those that are `kept` and lie well.
+    those that are `kept` and lie well. `is_by_device`: `place` looks at the device only, not at the path.
     """
     if type(tree) not in _NESTED:
         return tree
     try:
-        return _Decoder(tensors, place, kept).decode(tree, ())
+        return _Decoder(tensors, place, kept, is_by_device).decode(tree, ())
     except (KeyError, TypeError, OverflowError, RuntimeError, RecursionError) as exc:
         raise ValueError(f"it holds something that is no value: {exc!r}") from exc
 
 
 class _Decoder:
     def __init__(
-        self, tensors: Mapping[str, torch.Tensor], place: Place | None, kept: Collection[str]
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        place: Place | None,
+        kept: Collection[str],
+        is_by_device: bool,
     ) -> None:
         self._tensors = tensors
         self._place = place
         self._kept = kept
-        self._made: dict[Any, torch.Tensor] = {}
+        self._is_by_device = is_by_device
+        self._made: dict[torch.device, dict[str, torch.Tensor]] = defaultdict(dict)
 
     def decode(self, value: Json, path: Path) -> Any:
         kind = type(value)
@@ -92,18 +101,25 @@ class _Decoder:
         stored = [*map(self._tensors.__getitem__, names)]
         if self._place is None:
             return stored
-        place = self._place
-        devices = {place((*path, key), "cpu") for key in keys}
-        is_plain = devices == {_HOST} == {tensor.device for tensor in stored}
-        if not is_plain or {*map(type, stored)} != {torch.Tensor}:
+        if not self._are_all_on_host(path, keys, stored):
             steps = ((*path, key) for key in keys)
             return [self.tensor(name, step) for name, step in zip(names, steps, strict=True)]
-        made = self._made
-        fresh = [name for name in names if name not in self._kept and (name, _HOST) not in made]
-        copies = map(torch.clone, map(self._tensors.__getitem__, fresh))
-        made.update(zip([(name, _HOST) for name in fresh], copies, strict=True))
-        pairs = zip(names, stored, strict=True)
-        return [one if name in self._kept else made[name, _HOST] for name, one in pairs]
+        if self._kept and frozenset(self._kept).issuperset(names):
+            return stored
+        made = self._made[_HOST]
+        fresh = [name for name in names if name not in self._kept and name not in made]
+        made.update(zip(fresh, map(torch.clone, map(self._tensors.__getitem__, fresh)), strict=True))
+        # Those that are kept have not been made.
+        return [*map(made.get, names, stored)]
+
+    def _are_all_on_host(self, path: Path, keys: Collection[str], stored: list[torch.Tensor]) -> bool:
+        assert self._place
+        asked = itertools.islice(keys, 1) if self._is_by_device else keys
+        return (
+            {self._place((*path, key), "cpu") for key in asked} == {_HOST}
+            and {*map(type, stored)} == {torch.Tensor}
+            and all(map(attrgetter("is_cpu"), stored))
+        )
 
     def each(self, value: Json, path: Path) -> list[Any]:
         found: list[Any] = self.decode(typed(list, value), path)
@@ -167,14 +183,14 @@ class _Decoder:
         if name in self._kept and (lies_well or is_sharded(stored)):
             return stored
         # Tied tensors stay tied.
-        key = (name, device)
-        if key not in self._made:
+        made = self._made[device]
+        if name not in made:
             if "stride" in about:
                 fresh = torch.empty_strided(stored.shape, about["stride"], dtype=stored.dtype, device=device)
-                self._made[key] = fresh.copy_(stored)
+                made[name] = fresh.copy_(stored)
             else:
-                self._made[key] = stored.to(device, copy=True)
-        return self._made[key]
+                made[name] = stored.to(device, copy=True)
+        return made[name]
 
 
 _DECODERS: dict[str, Callable[[_Decoder, Any, Path], Any]] = {

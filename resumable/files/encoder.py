@@ -10,6 +10,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from operator import itemgetter
 from typing import Any, Literal
 
 import numpy as np
@@ -159,6 +160,8 @@ class _Encoder:
         if group and group.facts == facts:
             group.guard(values)
             return self._same_group(values, group)
+        if group and self._memo:
+            del self._memo[path]
         # One look at all keys nearly always suffices.
         names = "".join(values) if {*map(type, values)} <= {str} else "$"
         if ("$" in names or not names.isascii()) and not all(map(_is_name, values)):
@@ -378,10 +381,12 @@ def plain_names(value: Json) -> list[str]:
     first = next(iter(items), None)
     if not isinstance(first, dict) or "$tensor" not in first:
         return []
-    if {*map(type, items)} != {dict} or {*map(len, items)} != {1}:
+    try:
+        # Only objects have such an item.
+        names = [*map(itemgetter("$tensor"), items)]
+    except (KeyError, TypeError):
         return []
-    names = [item.get("$tensor") for item in items]
-    return names if {*map(type, names)} == {str} else []
+    return names if {*map(type, names)} == {str} and {*map(len, items)} == {1} else []
 
 
 def tensor_names(tree: Json) -> list[str]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from operator import attrgetter
+from functools import partial
+from itertools import chain
+from operator import attrgetter, itemgetter, mul, sub
 from typing import Any, NamedTuple
 
 from .strict_json import Json, parse, typed
@@ -48,16 +50,43 @@ def entries_of(header: bytes | memoryview, size: int) -> list[Entry]:
     start = len(header)
     entries = typed(dict, parse(header[8:]))
     typed(dict, entries.pop("__metadata__", {}))
-    found = [_entry(name, entry, start) for name, entry in entries.items()]
-    position = start
-    found.sort(key=attrgetter("begin", "end"))
-    for entry in found:
-        if entry.begin != position or entry.end > size:
-            raise ValueError(f"{entry.name} does not begin where the tensor before it ends")
-        position = entry.end
-    if position != size:
+    found = _entries(entries, start)
+    found.sort(key=itemgetter(3, 4))
+    ends = [start, *map(attrgetter("end"), found)]
+    if [*map(attrgetter("begin"), found)] != ends[:-1]:
+        wrong = next(entry for entry, end in zip(found, ends, strict=False) if entry.begin != end)
+        raise ValueError(f"{wrong.name} does not begin where the tensor before it ends")
+    if ends[-1] != size:
         raise ValueError("there are bytes that belong to no tensor")
     return found
+
+
+def _entries(entries: Mapping[str, Json], start: int) -> list[Entry]:
+    """Return the entries of a header, whose questions are asked of all at once."""
+    try:
+        shapes, offsets, codes = (
+            [*map(itemgetter(key), entries.values())] for key in ("shape", "data_offsets", "dtype")
+        )
+        widths = [*map(SIZES.__getitem__, codes)]
+        begins, ends = zip(*offsets, strict=True) if offsets else ((), ())
+        are_plain = (
+            {*map(len, entries.values())} <= {3}
+            and {*map(type, shapes)} <= {list}
+            and {*map(type, chain(begins, ends, *shapes))} <= {int}
+            and min(chain(begins, *shapes), default=0) >= 0
+            and max(map(len, shapes), default=0) <= _MOST_DIMENSIONS
+            and [*map(sub, ends, begins)] == [*map(mul, map(math.prod, shapes), widths)]
+        )
+    except (KeyError, TypeError, ValueError):
+        are_plain = False
+    if not are_plain:
+        # One of them raises an error that says which it is.
+        return [_entry(name, entry, start) for name, entry in entries.items()]
+    places = [map(start.__add__, row) for row in (begins, ends)]
+    # Not Entry(...), which is a function of Python.
+    return [
+        *map(partial(tuple.__new__, Entry), zip(entries, codes, map(tuple, shapes), *places, strict=True))
+    ]
 
 
 _BOXES, _BEGIN = "DCP_SHARDING_INFO", "saved_offsets"  # as torch.distributed.checkpoint names them

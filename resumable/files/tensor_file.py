@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -53,6 +54,30 @@ class Slot(NamedTuple):
     shape: tuple[int, ...]
     begin: int
     end: int
+
+
+class Slots(tuple[Slot, ...]):
+    """The tensors of a file, in its order; what is asked of all of them is made once."""
+
+    @functools.cached_property
+    def names(self) -> list[str]:
+        """Their names."""
+        return [slot.name for slot in self]
+
+    @functools.cached_property
+    def kinds(self) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+        """Their dtypes and shapes."""
+        return [slot[1:3] for slot in self]
+
+    @functools.cached_property
+    def dtypes(self) -> set[torch.dtype]:
+        """Their dtypes, each once."""
+        return {slot.dtype for slot in self}
+
+    @functools.cached_property
+    def sizes(self) -> list[int]:
+        """Their bytes."""
+        return [slot.end - slot.begin for slot in self]
 
 
 class Layout(NamedTuple):
@@ -129,19 +154,20 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(array)
 
 
-def read_header(header: bytes | memoryview, size: int) -> list[Slot]:
+def read_header(header: bytes | memoryview, size: int) -> Slots:
     """Return the tensors of a file of `size` bytes; ValueError if it is not a safetensors file."""
     # The next load of a run mostly reads the same header again.
     read = _remembered if len(header) <= _MOST_REMEMBERED else _read_header
-    return [*read(bytes(header), size)]
+    return read(bytes(header), size)
 
 
-def _read_header(header: bytes, size: int) -> list[Slot]:
+def _read_header(header: bytes, size: int) -> Slots:
     try:
-        return [
-            Slot(name, _DTYPES_BY_CODE[code], shape, begin, end)
-            for name, code, shape, begin, end in safetensors_header.entries_of(header, size)
-        ]
+        entries = safetensors_header.entries_of(header, size)
+        names, codes, shapes, begins, ends = zip(*entries, strict=True) if entries else [()] * 5
+        dtypes = map(_DTYPES_BY_CODE.__getitem__, codes)
+        rows = zip(names, dtypes, shapes, begins, ends, strict=True)
+        return Slots(map(functools.partial(tuple.__new__, Slot), rows))
     except KeyError as exc:
         raise ValueError(f"this version of torch has no {exc.args[0]}") from exc
 
@@ -164,22 +190,54 @@ def from_row(
     On a device they are views too: of what is copied there in one go for each dtype.
     """
     found: list[torch.Tensor] = []
+    for flat, row in _by_dtype(raw, slots, device):
+        shapes = [slot.shape for slot in row]
+        if flat is None:
+            found += [empty(slot, device) for slot in row]
+        elif shapes.count(shapes[0]) == len(shapes):
+            found += flat.view(len(row), *shapes[0]).unbind()
+        else:
+            parts = torch.split(flat, [*map(math.prod, shapes)])
+            found += [
+                empty(slot, device)
+                if not part.numel()
+                else part
+                if len(slot.shape) == 1
+                else part.view(slot.shape)
+                for slot, part in zip(row, parts, strict=True)
+            ]
+    return found
+
+
+def copied_from_row(raw: memoryview, slots: Sequence[Slot]) -> list[torch.Tensor]:
+    """Return the tensors whose bytes are in `raw`, each in host memory of its own."""
+    found: list[torch.Tensor] = []
+    for flat, row in _by_dtype(raw, slots, None):
+        shapes = [slot.shape for slot in row]
+        if flat is not None and shapes.count(shapes[0]) == len(shapes):
+            found += _UNBIND_COPY(flat.view(len(row), *shapes[0]))
+        else:
+            begin, end = row[0].begin - slots[0].begin, row[-1].end - slots[0].begin
+            found += map(torch.clone, from_row(raw[begin:end], row))
+    return found
+
+
+_UNBIND_COPY: Any = torch.unbind_copy  # its type says that it returns nothing
+
+
+def _by_dtype(
+    raw: memoryview, slots: Sequence[Slot], device: torch.device | None
+) -> Iterator[tuple[torch.Tensor | None, list[Slot]]]:
+    """Yield the tensors of each dtype, as one on the device that has their bytes; None if there are none."""
     for dtype, same in itertools.groupby(slots, key=attrgetter("dtype")):
         row = [*same]
         content = raw[row[0].begin - slots[0].begin : row[-1].end - slots[0].begin]
         if not content.nbytes:
-            found += [empty(slot, device) for slot in row]
+            yield None, row
             continue
         flat = torch.frombuffer(content, dtype=torch.uint8)
         refuse_no_booleans(flat, dtype)
-        flat = flat.to(device) if device else flat
-        counts = [(slot.end - slot.begin) // dtype.itemsize for slot in row]
-        parts = torch.split(viewed(flat, dtype), counts)
-        found += [
-            empty(slot, device) if not count else part if len(slot.shape) == 1 else part.view(slot.shape)
-            for slot, part, count in zip(row, parts, counts, strict=True)
-        ]
-    return found
+        yield viewed(flat.to(device) if device else flat, dtype), row
 
 
 def refuse_no_booleans(flat: torch.Tensor, dtype: torch.dtype) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from operator import attrgetter
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..files import sharded_tensor
 
+_SMALL = 64 << 10  # a call for each takes longer than its copy
+_FACTS = attrgetter("is_cpu", "dtype", "shape")
 _SHARE = 1 / 3  # the restore needs room too, for what it reads
 
 
@@ -36,6 +40,42 @@ def clones_nearby(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         name: clone_nearby(tensor) if tensor.device in roomy else _on_host(tensor)
         for name, tensor in tensors.items()
     }
+
+
+@torch.no_grad()
+def taken(tensors: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
+    """Copy tensors, and return a function that returns the copies by name.
+
+    Small ones of one shape are copied by one call: they become tensors again only if they are needed.
+
+    >>> live = {"weight": torch.zeros(2), "bias": torch.ones(2)}
+    >>> before = taken(live)
+    >>> _ = live["weight"].add_(1)
+    >>> before()
+    {'weight': tensor([0., 0.]), 'bias': tensor([1., 1.])}
+    """
+    rest = tensors
+    rows: list[tuple[list[str], Tensor]] = []
+    if {*map(type, tensors.values())} <= {Tensor, nn.Parameter}:
+        alike: dict[Any, list[str]] = defaultdict(list)
+        for name, facts in zip(tensors, map(_FACTS, tensors.values()), strict=True):
+            alike[facts].append(name)
+        rest = {}
+        for names in alike.values():
+            some = [*map(tensors.__getitem__, names)]
+            if len(some) > 1 and some[0].is_cpu and some[0].nbytes <= _SMALL:
+                rows.append((names, torch.stack(some)))
+            else:
+                rest.update(zip(names, some, strict=True))
+    apart = clones_nearby(rest)
+
+    def copies() -> dict[str, Tensor]:
+        found = dict(apart)
+        for names, row in rows:
+            found.update(zip(names, row.unbind(), strict=True))
+        return found
+
+    return copies
 
 
 def _room(device: torch.device) -> int:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from ..files import codec
 from ..files.strict_json import Json
+
+Facts = Mapping[str, Mapping[str, Json]]
+"""What the JSON of a tree says of its tensors, by name."""
 
 
 def moved(saved: Collection[str], used: Collection[str]) -> dict[str, str]:
@@ -27,21 +29,22 @@ def _by_index(device: str) -> tuple[str, int]:
 
 
 def moved_trees(
-    trees: Mapping[str, Json], used: Collection[str], *, is_alone: bool
+    trees: Mapping[str, Json], facts: Mapping[str, Facts], used: Collection[str], *, is_alone: bool
 ) -> dict[str, dict[str, str]]:
     """Return, by tree, the device of this process for each device of the process that saved.
 
     The model and the optimizer decide: everything else follows them, or stays on its device.
+    `facts`: by tree, what its JSON says of its tensors.
     """
     if not used:
         return {}
-    trained = {device for stem in ("model", "optimizer") if stem in trees for device in _devices(trees[stem])}
+    trained = {device for stem in ("model", "optimizer") for device in _devices(facts.get(stem, {}))}
     own = _own_devices(trees["rank"]) or (trained if is_alone else set())
     found = {}
-    for stem, tree in trees.items():
+    for stem in trees:
         theirs = own if stem == "rank" else trained
         # Another rank's GPU may be in use by a third process here.
-        found[stem] = moved(theirs if is_alone else theirs | _devices(tree), used)
+        found[stem] = moved(theirs if is_alone else theirs | _devices(facts[stem]), used)
     return found
 
 
@@ -52,5 +55,5 @@ def _own_devices(tree: Json) -> set[str]:
     return {str(device) for device in found} if isinstance(found, list) else set()
 
 
-def _devices(tree: Json) -> set[str]:
-    return {str(about["device"]) for about in codec.tensor_facts(tree).values() if "device" in about}
+def _devices(facts: Facts) -> set[str]:
+    return {str(about["device"]) for about in facts.values() if "device" in about}

@@ -88,12 +88,20 @@ class ModulePart(Part):
         self._given = shapes(parameters), shapes(persistent_buffers(modules))
         self._guard: tensor_groups.Guard | None = None
         """Compares parameters with those that were as the script gave them."""
+        self._group_as_given: tensor_groups.Group | None = None
+        """What the encoder had of its state_dict when they last were."""
 
     def outgrown(self) -> Iterator[str]:
         """Yield that its tensors have changed since the script passed it."""
+        group = self._encoded_group()
+        if group is not None and group is self._group_as_given:
+            # The encoder has just found that nothing but the values has changed.
+            return
         walked = self._walk()
         parameters, modules = self.parameters(walked), self._modules(walked)
         if self._is_as_given(parameters, modules):
+            # Of several processes only one may have encoded it for this save.
+            self._group_as_given = group if self.rank is None and self.is_torchs_own() else None
             return
         given = {**self._given[0], **self._given[1]}
         now = {**shapes(parameters), **shapes(persistent_buffers(modules))}
@@ -105,6 +113,11 @@ class ModulePart(Part):
                 "original model. Build it before RunState.load as it is to be trained; only a buffer with "
                 "persistent=False, and a tensor in state.vars or in a dict in extra=, may come, go and grow."
             )
+
+    def _encoded_group(self) -> tensor_groups.Group | None:
+        """Return what the encoder knows of its state_dict."""
+        path = (self.name,) if self.stem == "model" else (self.name, "weights")
+        return self.memos.get(self.stem, {}).get(path)
 
     def _is_as_given(self, parameters: Mapping[str, nn.Parameter], modules: Modules) -> bool:
         then, tensors = self._given[0], [*parameters.values()]
@@ -131,8 +144,10 @@ class ModulePart(Part):
         """Whether its state_dict contains the very tensors that it uses."""
         if not self.is_torchs_own():
             return False
-        tensors = [*map(sharded_tensor.local, self.live.state_dict(keep_vars=True).values())]
-        return {*map(type, tensors)} <= {Tensor, nn.Parameter} and not any(map(Tensor.is_neg, tensors))
+        tensors = [*self.live.state_dict(keep_vars=True).values()]
+        if not {*map(type, tensors)} <= _PLAIN:
+            tensors = [*map(sharded_tensor.local, tensors)]
+        return {*map(type, tensors)} <= _PLAIN and not any(map(Tensor.is_neg, tensors))
 
     def size(self) -> int:
         """Return the bytes of its parameters and buffers."""
@@ -267,7 +282,8 @@ class ModulePart(Part):
         rest = saved.view(self.rest_stem)
         then = saved.view("model") if self.stem == "model" else rest["weights"]
         now, values = self._weights()
-        both = then.keys() & now.keys()
+        changed = {*built["frozen"]} ^ {*self.built["frozen"]}
+        both = [name for name in sorted(changed) if name in then and name in now]
         if [*then] == [*now] and all(map(operator.is_, then.values(), now.values())):
             # Tensors that are read in place are equal to themselves: skip ten thousand comparisons.
             then = now = {}
@@ -283,11 +299,9 @@ class ModulePart(Part):
             if names <= then.keys() & now.keys():
                 where = "checkpoint" if names in ties else "code"
                 yield Difference(self.name, " = ".join(sorted(names)), f"one tensor only in the {where}")
-        for name in sorted({*built["frozen"]} ^ {*self.built["frozen"]}):
-            if name in both:
-                state = "frozen" if name in self.built["frozen"] else "trained"
-                text = f"{state} in the code now, not so before"
-                yield Difference(self.name, f"{name}.requires_grad", text)
+        for name in both:
+            state = "frozen" if name in self.built["frozen"] else "trained"
+            yield Difference(self.name, f"{name}.requires_grad", f"{state} in the code now, not so before")
 
     def restore(self, saved: Saved, unfit: AbstractSet[str], code_wins: AbstractSet[str]) -> None:
         """Copy the weights into the live tensors, and set the flags."""
@@ -296,14 +310,18 @@ class ModulePart(Part):
         then = {**weights, **rest["values"]}
         bare = bare_name(self.live)
         state = self._state()
-        size = len(state)
-        for name in list(state):
-            # A tensor that is the live one itself is filled later.
-            if bare(name) in unfit or then[bare(name)] is state[name]:
-                del state[name]
-            else:
-                state[name] = then[bare(name)]
-        if len(state) == size:
+        names = [*map(bare, state)]
+        # A tensor that is the live one itself is filled later.
+        others = {
+            name: then[known]
+            for name, known, live in zip(state, names, state.values(), strict=True)
+            if known not in unfit and then[known] is not live
+        }
+        is_whole = len(others) == len(state)
+        # Not a dict of our own: torch keeps the versions of the modules with this one.
+        state.clear()
+        state.update(others)
+        if is_whole:
             self.live.load_state_dict(state)
         elif state:
             self.live.load_state_dict(state, strict=False)
@@ -314,9 +332,12 @@ class ModulePart(Part):
             self._restore_own(modules, saved.of_rank(), unfit)
         for name, module in modules:
             module.training = name not in rest["eval"]
-        for name, parameter in self.parameters().items():
-            if name not in unfit and f"{name}.requires_grad" not in unfit:
-                parameter.requires_grad_(name not in rest["frozen"])
+        parameters, frozen = self.parameters(), rest["frozen"]
+        if _frozen(parameters) != frozen:
+            frozen = {*frozen}
+            for name, parameter in parameters.items():
+                if name not in unfit and f"{name}.requires_grad" not in unfit:
+                    parameter.requires_grad_(name not in frozen)
         if not unfit:
             self._restore_orders(modules, rest.get("buckets", {}))
 
@@ -403,6 +424,7 @@ def _restore_buffer(module: nn.Module, leaf: str, value: Tensor | None, device: 
             live.copy_(value)
 
 
+_PLAIN = {Tensor, nn.Parameter}
 _SMALL = 256 << 10  # larger buffers are tables and masks, which stay the same
 _EXTRA = "_extra_state"
 _OWN = frozenset(

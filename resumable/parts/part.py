@@ -75,13 +75,13 @@ class Saved:
     def copy(self, stem: str, place: Place) -> Any:
         """Return the tree with tensors of its own, on the devices that `place` names."""
         tree = self._trees[stem]
-        if not tree.moved:
-            return codec.decode(tree.json[self._part], tree.tensors, place, tree.kept)
+        json, is_by_device = tree.json[self._part], place is same_device
 
         def place_here(path: codec.Path, device: str) -> torch.device:
             return place(path, tree.moved.get(device, device))
 
-        return codec.decode(tree.json[self._part], tree.tensors, place_here, tree.kept)
+        placed = place_here if tree.moved else place
+        return codec.decode(json, tree.tensors, placed, tree.kept, is_by_device=is_by_device)
 
 
 def same_device(_: codec.Path, device: str) -> torch.device:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import repeat
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeGuard
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from ..errors import CannotRead
 from ..files import tensor_file
 from ..files.file_reader import Target
-from ..files.tensor_file import Slot
+from ..files.tensor_file import Slot, Slots
 from .device_lanes import send
 
 HOST = torch.device("cpu")
@@ -46,20 +47,40 @@ def fits(slot: Slot, device: torch.device, live: Tensor | None) -> bool:
     )
 
 
-def all_fit(lives: Sequence[Any], slots: Sequence[Slot]) -> TypeGuard[Sequence[Tensor]]:
+def all_fit(lives: Sequence[Any], slots: Slots) -> TypeGuard[Sequence[Tensor]]:
     """Whether `fits` is true of all of them, in the memory of the host: each question is one call for all."""
     if not {*map(type, lives)} <= {Tensor, nn.Parameter}:
         return False
-    dtypes = [slot.dtype for slot in slots]
     return (
-        [one.dtype for one in lives] == dtypes
-        and [one.shape for one in lives] == [slot.shape for slot in slots]
-        and {one.device for one in lives} == {HOST}
+        [*map(_KIND, lives)] == slots.kinds
+        and all(map(_IS_CPU, lives))
         and all(map(Tensor.is_contiguous, lives))
-        and all(map(Tensor.numel, lives))
-        and not any(dtype == torch.bool or dtype.is_complex for dtype in {*dtypes})
+        and all(slots.sizes)
+        and not any(dtype == torch.bool or dtype.is_complex for dtype in slots.dtypes)
         and not any(map(Tensor.is_inference, lives))
     )
+
+
+_KIND, _IS_CPU = attrgetter("dtype", "shape"), attrgetter("is_cpu")
+
+
+class _Row(NamedTuple):
+    """Small tensors that follow each other in the file, and the memory that they are read into."""
+
+    slots: Sequence[Slot]
+    devices: Sequence[torch.device]
+    lives: list[Any]
+    memory: memoryview
+
+
+def on_host(slots: Sequence[Slot], lives: Sequence[Tensor] = ()) -> Places:
+    """Return places in host memory, new or that of the live tensors."""
+    if isinstance(slots, Slots) and slots and max(slots.sizes) < _SMALL:
+        # The tensors of a whole file follow each other.
+        places = Places(())
+        places.add(slots, [HOST] * len(slots), lives)
+        return places
+    return Places([*map(Wanted, slots, repeat(HOST), lives or repeat(None))])
 
 
 class Places:
@@ -68,7 +89,7 @@ class Places:
     def __init__(self, wanted: Sequence[Wanted]) -> None:
         self.devices = {want.device for want in wanted if want.device.type == "cuda"}
         self._large: list[tuple[Slot, Tensor]] = []
-        self._rows: list[tuple[Sequence[Wanted], memoryview]] = []
+        self._rows: list[_Row] = []
         self.targets: list[Target] = []
         row: list[Wanted] = []
         for want in sorted(wanted, key=attrgetter("slot.begin")):
@@ -84,10 +105,14 @@ class Places:
             self._add_row(row)
 
     def _add_row(self, row: Sequence[Wanted]) -> None:
-        begin, end = row[0].slot.begin, row[-1].slot.end
+        self.add(*zip(*row, strict=True))
+
+    def add(self, slots: Sequence[Slot], devices: Sequence[torch.device], lives: Sequence[Any]) -> None:
+        """Add small tensors that follow each other in the file."""
+        begin, end = slots[0].begin, slots[-1].end
         memory = memoryview(bytearray(end - begin))
         self.targets.append(Target(begin, end, memory))
-        self._rows.append((row, memory))
+        self._rows.append(_Row(slots, devices, [*lives], memory))
 
     def _add_large(self, want: Wanted) -> None:
         slot = want.slot
@@ -103,48 +128,47 @@ class Places:
         else:
             self.targets.append(Target(slot.begin, slot.end, None, partial(send, flat)))
 
-    def large_names(self) -> set[str]:
-        """Return the names of the tensors that are read directly into their memory."""
-        return {slot.name for slot, _ in self._large}
-
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors by name, after they have been read."""
+        """Return the tensors by name, each in memory of its own, after they have been read."""
         for slot, tensor in self._large:
             tensor_file.refuse_no_booleans(tensor.view(-1).view(torch.uint8), slot.dtype)
         found = {slot.name: tensor for slot, tensor in self._large}
-        for pairs in self._pairs():
-            for want, tensor in pairs:
-                found[want.slot.name] = tensor if want.device == HOST else tensor.to(want.device, copy=True)
+        for row in self._rows:
+            if {*row.devices} == {HOST}:
+                made = tensor_file.copied_from_row(row.memory, row.slots)
+                found.update(zip([slot.name for slot in row.slots], made, strict=True))
+                continue
+            for part, there in self._on_devices(row):
+                pairs = zip(part, there, strict=True)
+                found.update({want.slot.name: one.to(want.device, copy=True) for want, one in pairs})
         return found
 
     @torch.no_grad()
     def move(self) -> None:
         """Copy the tensors that were read in rows into the live tensors."""
-        for pairs in self._pairs():
-            lives = [want.live for want, _ in pairs if want.live is not None]
-            found = [tensor for _, tensor in pairs]
-            if pairs[0][0].device != HOST:
-                # As bits: a GPU cannot copy some dtypes together.
-                lives = [_bits(live.detach()) for live in lives]
-                found = [*map(_bits, found)]
-            torch._foreach_copy_(lives, found)
-
-    def _pairs(self) -> Iterator[Sequence[tuple[Wanted, Tensor]]]:
-        """Yield the tensors that were read in rows, by device: on a GPU views of a copy there."""
-        for row, memory in self._rows:
-            if not self.devices:
-                slots = [want.slot for want in row]
-                yield [*zip(row, tensor_file.from_row(memory, slots), strict=True)]
+        for row in self._rows:
+            if {*row.devices} == {HOST}:
+                torch._foreach_copy_(row.lives, tensor_file.from_row(row.memory, row.slots))
                 continue
-            places = [want.device if want.device.type == "cuda" else HOST for want in row]
-            for device in {*places}:
-                slots = [want.slot for want in row]
-                try:
-                    there = tensor_file.from_row(memory, slots, device)
-                except torch.OutOfMemoryError:
-                    there = tensor_file.from_row(memory, slots)
-                every = zip(row, there, places, strict=True)
-                yield [(want, tensor) for want, tensor, place in every if place == device]
+            for part, found in self._on_devices(row):
+                lives = [want.live for want in part if want.live is not None]
+                if part[0].device != HOST:
+                    # As bits: a GPU cannot copy some dtypes together.
+                    lives = [_bits(live.detach()) for live in lives]
+                    found = [*map(_bits, found)]
+                torch._foreach_copy_(lives, found)
+
+    def _on_devices(self, row: _Row) -> Iterator[tuple[list[Wanted], list[Tensor]]]:
+        """Yield the tensors of a row by device: on a GPU views of a copy there."""
+        places = [device if device.type == "cuda" else HOST for device in row.devices]
+        wanted = [*map(Wanted, row.slots, row.devices, row.lives)]
+        for device in {*places}:
+            try:
+                there = tensor_file.from_row(row.memory, row.slots, device)
+            except torch.OutOfMemoryError:
+                there = tensor_file.from_row(row.memory, row.slots)
+            here = [number for number, place in enumerate(places) if place == device]
+            yield [wanted[number] for number in here], [there[number] for number in here]
 
 
 def _bytes_of(slot: Slot) -> int:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -18,14 +19,14 @@ from ..files import large_files as blocks
 from ..files.codec import Encoded
 from ..files.file_reader import Lane, Target
 from ..files.strict_json import LONGEST, Json
-from ..files.tensor_file import Slot
+from ..files.tensor_file import Slot, Slots
 from ..progress import Told
 from ..run.checkpoint import Checkpoint
 from . import box_reading
 from .device_lanes import on_lanes
 from .devices import moved_trees
 from .part import Saved, Trees, same_device
-from .places import HOST, Places, Wanted, all_fit, fits, room_for
+from .places import HOST, Places, Wanted, all_fit, fits, on_host, room_for
 from .renaming import Renamed, renamed
 from .sharded_reading import Live, ShardedTensors
 
@@ -43,9 +44,28 @@ class _File:
     size: int
     blocks: list[bytes] = field(default_factory=list)
     identity: tuple[int, ...] = ()
+    slots: Slots = field(default_factory=Slots)
     in_place: dict[str, tuple[Slot, Tensor]] = field(default_factory=dict)
     names: set[str] = field(default_factory=set)
     """The tensors that are read as a whole."""
+
+    def size_of(self, names: Sequence[str]) -> int:
+        """Return the bytes of tensors that are read in place."""
+        if len(names) == len(self.slots):
+            return sum(self.slots.sizes)
+        slots = [self.in_place[name][0] for name in names]
+        return sum([slot.end - slot.begin for slot in slots])
+
+    def take(self, names: Sequence[str]) -> Places:
+        """Return places for tensors that are read in place, which is done once."""
+        if len(names) == len(self.slots):
+            # In the order of the file.
+            lives = [live for _, live in self.in_place.values()]
+            if all(map(attrgetter("is_cpu"), lives)):
+                self.in_place = {}
+                return on_host(self.slots, lives)
+        pairs = [self.in_place.pop(name) for name in names]
+        return Places([Wanted(slot, live.device, live) for slot, live in pairs])
 
 
 def _show_nothing(what: str, size: int) -> contextlib.AbstractContextManager[None]:
@@ -107,9 +127,9 @@ class Reading:
         names = renames(trees)
         trees, self.renamed = names.trees, names.new
         """By part: the names in the checkpoint that are others in the script."""
-        devices = {tensor.device for tree in live.values() for tensor in tree.values()}
-        self._used = {*used, *map(str, devices)}
-        self._moved = moved_trees(trees, self._used, is_alone=found.about.world_size == 1)
+        self._used = {*used, *_devices_of(live)}
+        self._facts = {stem: codec.tensor_facts(tree) for stem, tree in trees.items()}
+        self._moved = moved_trees(trees, self._facts, self._used, is_alone=found.about.world_size == 1)
         self.without_device = _without_device(self._moved.get("rank", {}))
         """The devices of the process that saved that have no counterpart in this process."""
         self._live = live = names.without_others(live)
@@ -132,7 +152,7 @@ class Reading:
         with self._show(f"reading checkpoint {self._number}", size) as told:
             for path, file in self._files.items():
                 digest = self.about.files[path].xxh3_128
-                tensors[path] = self._read(file, digest, trees.get(file.stem), told)
+                tensors[path] = self._read(file, digest, told)
         for stem in self._sharded.stems():
             whole = {name for file in self._files.values() if file.stem == stem for name in file.names}
             tensors[stem] = self._sharded.read(stem, trees.get(stem, {}), whole, self._place_of)
@@ -157,20 +177,18 @@ class Reading:
             raise disk.damaged(self._folder, f"{path} has {size:,} bytes; at most {LONGEST:,} make sense")
         return found.read_file(path, self._pin)
 
-    def _read(self, file: _File, digest: str, tree: Json, told: Told | None) -> dict[str, Tensor]:
+    def _read(self, file: _File, digest: str, told: Told | None) -> dict[str, Tensor]:
         path, size = file.path, file.size
         with contextlib.suppress(OSError):
             file.identity = blocks.identity(os.stat(self._folder / path))
         try:
             header = self._found.read_header(path)
-            slots = tensor_file.read_header(header, size)
-            facts = codec.tensor_facts(tree)
+            slots = file.slots = tensor_file.read_header(header, size)
         except CheckpointDamaged:
             raise
         except ValueError as exc:
             raise disk.damaged(self._folder, f"{path}: {exc}") from exc
-        fresh, shared = self._sorted(file, slots, facts)
-        places = Places(fresh)
+        places, shared = self._sorted(file, slots, self._facts.get(file.stem, {}))
         again = memoryview(bytearray(len(header)))
         targets = _telling(_of_all([Target(0, len(header), again), *places.targets], size), told)
         also = self._pin.file(path) if self._pin else None
@@ -182,27 +200,29 @@ class Reading:
             raise disk.damaged(self._folder, f"{path} has changed while it was read")
         if shared:
             self._sharded.cut(file.stem, box_reading.cut(self._found, path, file.blocks, header, shared))
-        file.names = {slot.name for slot in slots} - {slot.name for slot in shared}
-        self._kept.setdefault(file.stem, set()).update(places.large_names(), file.in_place)
+        file.names = {*slots.names}.difference([slot.name for slot in shared])
+        self._kept.setdefault(file.stem, set()).update(file.names)
         try:
             made = places.tensors()
         except ValueError as exc:
             raise disk.damaged(self._folder, f"{path}: {exc}") from exc
-        return made | {name: tensor for name, (_, tensor) in file.in_place.items()}
+        made.update(zip(file.in_place, map(itemgetter(1), file.in_place.values()), strict=True))
+        return made
 
     def _sorted(
-        self, file: _File, slots: Sequence[Slot], facts: Mapping[str, Mapping[str, Json]]
-    ) -> tuple[list[Wanted], list[Slot]]:
-        """Return the tensors to read into new memory, and the sharded ones; note those read in place."""
+        self, file: _File, slots: Slots, facts: Mapping[str, Mapping[str, Json]]
+    ) -> tuple[Places, list[Slot]]:
+        """Return places for what is read into new memory, and what is sharded; note what is read in place."""
         live = self._live.get(file.stem, {})
-        lives = [live.get(slot.name) for slot in slots]
         is_plain = not (facts or self._pin or self._sharded.has_models())
-        if is_plain and all(one is None for one in lives):
-            return [Wanted(slot, HOST) for slot in slots], []
+        lives = [*map(live.get, slots.names)] if is_plain else []
+        if is_plain and {*map(type, lives)} <= {type(None)}:
+            return on_host(slots), []
         if is_plain and all_fit(lives, slots):
-            file.in_place = {slot.name: (slot, one) for slot, one in zip(slots, lives, strict=True)}
-            return [], []
-        return self._sorted_one_by_one(file, slots, facts)
+            file.in_place = dict(zip(slots.names, zip(slots, lives, strict=True), strict=True))
+            return Places(()), []
+        fresh, shared = self._sorted_one_by_one(file, slots, facts)
+        return Places(fresh), shared
 
     def _sorted_one_by_one(
         self, file: _File, slots: Sequence[Slot], facts: Mapping[str, Mapping[str, Json]]
@@ -275,7 +295,7 @@ class Reading:
         """Read the tensors of a part into new memory instead of the live tensors."""
         for file, names in self._of_parts([part]):
             slots = [file.in_place.pop(name)[0] for name in names]
-            places = Places([Wanted(slot, HOST) for slot in slots])
+            places = on_host(slots)
             self._read_again(file, places.targets, places.devices)
             tree = self.trees[file.stem]
             tree.tensors.update(places.tensors())
@@ -288,18 +308,17 @@ class Reading:
     def fill(self, parts: Collection[str]) -> None:
         """Read the tensors of some parts into the live tensors."""
         chosen = [*self._of_parts(parts)]
-        size = sum([file.in_place[name][1].nbytes for file, names in chosen for name in names])
+        size = sum(file.size_of(names) for file, names in chosen)
         with self._show(f"putting checkpoint {self._number} in its place", size) as told:
             for file, names in chosen:
-                pairs = [file.in_place.pop(name) for name in names]
-                places = Places([Wanted(slot, live.device, live) for slot, live in pairs])
+                places = file.take(names)
                 self._read_again(file, _telling(places.targets, told), places.devices)
                 places.move()
         self._sharded.fill(self.trees, parts)
 
     def _of_parts(self, parts: Collection[str]) -> Iterator[tuple[_File, list[str]]]:
         for file in self._files.values():
-            json = self.trees[file.stem].json
+            json = self.trees[file.stem].json if file.in_place else {}
             names = {name for part in parts if part in json for name in codec.tensor_names(json[part])}
             if there := [name for name in file.in_place if name in names]:
                 yield file, there
@@ -311,6 +330,13 @@ class Reading:
                 self._folder, file.path, file.size, file.blocks, targets, lane
             ),
         )
+
+
+def _devices_of(live: Live) -> set[str]:
+    tensors = [one for tree in live.values() for one in tree.values()]
+    # Most are in host memory, and to ask each of ten thousand for its device takes twice as long.
+    on_host = {str(HOST)} if any(one.is_cpu for one in tensors) else set()
+    return on_host | {str(one.device) for one in tensors if not one.is_cpu}
 
 
 def _without_device(moved: Mapping[str, str]) -> list[str]:

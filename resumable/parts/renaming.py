@@ -109,8 +109,9 @@ class Renamed(NamedTuple):
     def without_others(self, live: Live) -> Live:
         """Return the live tensors to read into, without those of a name that another tensor had."""
         return {
-            stem: {name: one for name, one in tree.items() if name not in self.tensors.get(stem, ())}
+            stem: {name: one for name, one in tree.items() if name not in others} if others else tree
             for stem, tree in live.items()
+            for others in [self.tensors.get(stem)]
         }
 
 

@@ -15,7 +15,7 @@ from ..files.threads import no_garbage_collection
 from ..loaders.generators import rng
 from . import collect
 from .containers import Restoring
-from .copies import clones_nearby
+from .copies import taken
 from .fit import Plan
 from .other_parts import GeneratorPart
 from .part import Part, Saved, Trees
@@ -82,13 +82,13 @@ class _Undo:
 
     def __call__(self) -> StateMismatch | None:
         """Put all back; return the error of a part of torch's own that could not be put back."""
-        lost = None
+        lost, before = None, self._before()
         self._restoring.undo()
         for put_back in self._groups:
             put_back()
         for part in self._others:
             try:
-                restore_part(part, Saved(self._before, part.name), set(), set())
+                restore_part(part, Saved(before, part.name), set(), set())
             except StateMismatch as exc:
                 # One of the user's may refuse even its own state. The others get theirs all the same.
                 lost = exc if part.is_torchs_own() else lost
@@ -96,15 +96,24 @@ class _Undo:
         return lost
 
 
-def _copied(trees: Trees, reading: Reading, *, is_all: bool) -> Trees:
-    """Return the trees with copies of their tensors, except those that are filled after the last refusal."""
-    copied = {}
+def _copied(trees: Trees, reading: Reading, *, is_all: bool) -> Callable[[], Trees]:
+    """Copy the tensors of trees, except those that are filled after the last refusal.
+
+    Return a function that returns the trees with the copies.
+    """
+    left, copies = {}, {}
     for stem, tree in trees.items():
-        left = set() if is_all else tree.tensors.keys() & reading.names_in_place(stem)
-        own = {name: tensor for name, tensor in tree.tensors.items() if name not in left}
-        tensors = {**clones_nearby(own), **{name: tree.tensors[name] for name in left}}
-        copied[stem] = replace(tree, tensors=tensors, kept=frozenset(left))
-    return copied
+        left[stem] = set() if is_all else tree.tensors.keys() & reading.names_in_place(stem)
+        own = {name: one for name, one in tree.tensors.items() if name not in left[stem]}
+        copies[stem] = taken(own)
+
+    def before() -> Trees:
+        return {
+            stem: replace(tree, tensors={**tree.tensors, **copies[stem]()}, kept=frozenset(left[stem]))
+            for stem, tree in trees.items()
+        }
+
+    return before
 
 
 def restore_part(

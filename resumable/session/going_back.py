@@ -8,6 +8,7 @@ from typing import Any
 from .. import options
 from ..errors import Diverged, UsageError
 from ..files import pin
+from ..files.threads import no_garbage_collection
 from ..position import spikes
 from ..position.spikes import Spikes
 from ..run.resume_choice import Which
@@ -23,6 +24,7 @@ class GoingBack:
         self._is_calm = True
         """Whether the loss has not spiked since the last time."""
 
+    @no_garbage_collection()
     def restore(self, which: Which, only: str | None, skip: bool, expect: str | None) -> None:
         """Restore everything, only one part, or all but the place in the data and the generators."""
         self._session.refuse_closed()

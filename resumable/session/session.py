@@ -17,6 +17,7 @@ from ..boundary import Boundary, Due
 from ..errors import Preempted, RemoteError, ResumableError, UsageError, warn
 from ..files import pin
 from ..files.strict_json import Json
+from ..files.threads import no_garbage_collection
 from ..loaders import loader_warnings
 from ..options import Options
 from ..parts import allowed
@@ -100,6 +101,7 @@ class Session:
             session._close("closed")
             raise
 
+    @no_garbage_collection()
     def _load(self) -> None:
         started, options, training = time.perf_counter(), self.training.options, self.training
         run, crew, copies = training.run, training.crew, training.copies

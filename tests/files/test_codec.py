@@ -1292,6 +1292,23 @@ def test_each_tensor_of_a_dict_goes_to_its_own_device() -> None:
     assert [one.device.type for one in codec.decode(json, small(2), place).values()] == ["cpu", "meta"]
 
 
+def test_a_dict_of_tensors_that_are_all_kept_is_not_copied() -> None:
+    json = codec.encode({"a": torch.zeros(1), "b": torch.zeros(1)}).json
+    there = {one["$tensor"]: torch.zeros(1) for one in json.values()}
+
+    found = codec.decode(json, there, lambda path, device: torch.device(device), {*there})
+    assert [*map(id, found.values())] == [*map(id, there.values())]
+
+
+@pytest.mark.parametrize("kept", [(), ("t0", "t1")])
+def test_tensors_that_lie_elsewhere_are_not_taken_as_they_are(kept: tuple[str, ...]) -> None:
+    json = codec.encode({"a": torch.zeros(1), "b": torch.zeros(1)}).json
+    elsewhere = {json["a"]["$tensor"]: torch.zeros(1, device="meta"), json["b"]["$tensor"]: torch.zeros(1)}
+
+    with pytest.raises(ValueError, match="no value"):
+        codec.decode(json, elsewhere, lambda path, device: torch.device("cpu"), kept and {*elsewhere})
+
+
 @pytest.mark.parametrize(
     "item", [{"$tensor": 1}, {"$tensor": "unknown"}, {"$tensor": "t0", "b": 1}, {"$x": 1}]
 )

@@ -101,6 +101,10 @@ HOSTILE = {
     "nothing": b"",
     "a key twice": b'{"a": 1, "a": 1}',
     "a key twice, deep inside": b'[{"a": {"b": 1, "\\u0062": 2}}]',
+    "a key twice, and colons in texts": b'{"a": 1, "a": ":", "b": "::"}',
+    "a key twice, and devices": b'{"a": {"b": "cuda:0"}, "a": "cuda:cuda:"}',
+    "a key twice in what another hides": b'{"a": {"b": 1, "b": 2}, "a": {"b": 1, "c": 2}}',
+    "a key twice, and spaces": b'{"a" : 1, "a" : 2}',
     "NaN": b"[NaN]",
     "Infinity": b"[Infinity]",
     "-Infinity": b"[-Infinity]",
@@ -120,6 +124,12 @@ HOSTILE = {
     "a number with a zero before it": b"01",
     "UTF-16": '{"a": 1}'.encode("utf-16"),
 }
+
+
+def test_colons_in_texts_and_keys_are_no_keys_that_come_twice() -> None:
+    value = {"a": "cuda:0", "cuda:": [":", {"b:": "cuda:cuda:", "c": [{"d": 1}, []]}], "e": {}}
+
+    assert strict_json.parse(json.dumps(value).encode()) == value
 
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)

@@ -29,7 +29,7 @@ from resumable import CannotRead, CheckpointDamaged, ResumableWarning, Run, RunS
 from resumable.files import file_reader, large_files, tensor_file
 from resumable.parts import collect, restore, watch
 from resumable.parts import reading as loading
-from resumable.parts.copies import clones
+from resumable.parts.copies import taken
 from resumable.parts.reading import Reading
 from resumable.run import manifest
 
@@ -398,7 +398,7 @@ class _Interrupter:
 
 CRUCIAL = {
     *("scan", "scan_again", "fill", "restore", "restore_part", "move", "_read", "_read_again", "apart"),
-    *("load_state_dict", "_copied", "clones_nearby", "_keep_types", "_keep_memory", "_set_last_lr"),
+    *("load_state_dict", "_copied", "taken", "clones_nearby", "_keep_types", "_keep_memory", "_set_last_lr"),
 }
 
 
@@ -1149,9 +1149,9 @@ class _Counting:
 
         def counting(tensors: Any) -> Any:
             self.copied += sum(tensor.nbytes for tensor in tensors.values())
-            return clones(tensors)
+            return taken(tensors)
 
-        monkeypatch.setattr(restore, "clones_nearby", counting)
+        monkeypatch.setattr(restore, "taken", counting)
         monkeypatch.setattr(watch, "clones", counting)
 
     def _counting(self, make: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -68,6 +68,25 @@ def test_a_model_that_changes_in_mid_training_is_named_once(
         RunState.load(run_dir, **{slot: given})
 
 
+def _complex(model: Net) -> None:
+    model.head.weight = nn.Parameter(model.head.weight.detach().to(torch.complex64))
+
+
+@pytest.mark.parametrize("change", [_grow, _widen, _add, _complex])
+@pytest.mark.parametrize("slot", ["model", "extra"])
+def test_a_model_that_changes_after_equal_saves_is_named(
+    run_dir: Path, change: Callable[[Net], None], slot: str
+) -> None:
+    model = Net()
+    given: Any = model if slot == "model" else {"net": model}
+    with RunState.load(run_dir, **{slot: given}) as state:
+        for _ in range(3):
+            state.save().wait()
+        change(model)
+        with pytest.warns(ResumableWarning, match=rf"{slot}.* has changed since it was given"):
+            state.save().wait()
+
+
 def test_a_group_that_is_added_in_mid_training_is_named_once(run_dir: Path) -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.head.parameters(), lr=0.5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ from torch import nn
 
 from resumable import RunState
 from resumable.errors import StateMismatch
-from resumable.files.tensor_file import Slot
-from resumable.parts import places
+from resumable.files.tensor_file import Slot, Slots
+from resumable.parts import copies, places
 
 
 def many(seed: int, like: str) -> nn.Module:
@@ -51,10 +52,19 @@ def test_a_tensor_unlike_the_others_changes_no_bit_of_a_resume(run_dir: Path, li
         assert [one.data_ptr() for one in resumed.parameters()] == places
 
 
+SHAPES: dict[str, list[tuple[int, ...]]] = {
+    "alike": [(7,)],
+    "in rows": [(2, 3)],
+    "scalars": [()],
+    "others": [(7,), (2, 3), (), (1, 7)],
+}
+
+
 class Tensors:
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, shapes: str = "alike") -> None:
         torch.manual_seed(seed)
-        self.held = {f"tensor{number}": torch.randn(7) for number in range(40)}
+        of = SHAPES[shapes]
+        self.held = {f"tensor{number}": torch.randn(of[number % len(of)]) for number in range(40)}
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         return dict(self.held)
@@ -63,17 +73,95 @@ class Tensors:
         self.held = dict(state)
 
 
-def test_an_object_that_keeps_its_state_gets_tensors_of_their_own(run_dir: Path) -> None:
-    first = Tensors(1)
+@pytest.mark.parametrize("shapes", SHAPES)
+def test_an_object_that_keeps_its_state_gets_tensors_of_their_own(run_dir: Path, shapes: str) -> None:
+    first = Tensors(1, shapes)
     with RunState.load(run_dir, extra={"tensors": first}) as state:
         state.save()
     for seed in (2, 3):
-        resumed = Tensors(seed)
+        resumed = Tensors(seed, shapes)
         with RunState.load(run_dir, extra={"tensors": resumed}) as state:
             state.save()
-        assert all(torch.equal(one, first.held[name]) for name, one in resumed.held.items())
-        sizes = {one.untyped_storage().nbytes() for one in resumed.held.values()}
-        assert sizes == {7 * 4}
+        for name, one in resumed.held.items():
+            assert torch.equal(one, first.held[name])
+            assert one.untyped_storage().nbytes() == one.nbytes
+            assert one._base is None
+
+
+class Copying(Tensors):
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        for name, one in self.held.items():
+            one.copy_(state[name])
+
+
+class Refusing:
+    def state_dict(self) -> dict[str, int]:
+        return {"a": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        raise ValueError("not this")
+
+
+@pytest.mark.parametrize("shapes", SHAPES)
+def test_a_load_that_a_later_object_refuses_puts_back_many_tensors(run_dir: Path, shapes: str) -> None:
+    with RunState.load(run_dir, extra={"a": Tensors(1, shapes), "z": Refusing()}) as state:
+        state.save()
+    live = Copying(2, shapes)
+    before = {name: one.clone() for name, one in live.held.items()}
+
+    with pytest.raises(StateMismatch, match="not this"):
+        RunState.load(run_dir, extra={"a": live, "z": Refusing()})
+    assert [*live.held] == [*before]
+    assert all(torch.equal(one, before[name]) for name, one in live.held.items())
+
+
+def test_going_back_sets_the_flags_of_many_parameters_again(run_dir: Path) -> None:
+    model = many(1, "plain")
+    model.weight3.requires_grad_(False)
+    with RunState.load(run_dir, model=model) as state:
+        state.save().wait()
+        model.weight3.requires_grad_(True)
+        model.weight4.requires_grad_(False)
+        state.restore("newest")
+    assert [name for name, one in model.named_parameters() if not one.requires_grad] == ["weight3"]
+
+
+class Versioned(nn.Linear):
+    _version = 2
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        self.seen = metadata.get("version")
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
+@pytest.mark.parametrize("allow", [(), ("model.bias",)])
+def test_a_module_is_told_the_version_of_its_state(run_dir: Path, allow: tuple[str, ...]) -> None:
+    with RunState.load(run_dir, model=Versioned(2, 2)) as state:
+        state.save()
+    resumed = Versioned(2, 3 if allow else 2)
+    if allow:
+        resumed.weight = nn.Parameter(torch.zeros(2, 2))
+    RunState.load(run_dir, model=resumed, allow=allow).close()
+    assert resumed.seen == 2
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_no_garbage_is_collected_among_what_a_load_makes(run_dir: Path, is_on: bool) -> None:
+    model, found = many(1, "plain"), []
+    with RunState.load(run_dir, model=model) as state:
+        state.save().wait()
+        was_on, before = gc.isenabled(), gc.get_threshold()
+        (gc.enable if is_on else gc.disable)()
+        gc.callbacks.append(collecting := lambda phase, info: found.append(phase))
+        gc.set_threshold(1)
+        try:
+            state.restore("newest")
+            assert gc.isenabled() is is_on
+        finally:
+            gc.callbacks.remove(collecting)
+            gc.set_threshold(*before)
+            (gc.enable if was_on else gc.disable)()
+    assert found.count("start") < (10 if is_on else 1)
 
 
 @pytest.mark.parametrize(
@@ -116,8 +204,30 @@ def test_what_fits_together_is_what_fits_one_by_one(kind: str) -> None:
     other = Slot("other", fitting.dtype, (4,), live.nbytes, live.nbytes + 16)
     wrong = [slot._replace(shape=(3, 2)), slot._replace(dtype=torch.int16)]
 
-    assert places.all_fit([live, fitting], [slot, other]) is places.fits(slot, places.HOST, live)
-    assert not any(places.all_fit([live, fitting], [one, other]) for one in wrong)
+    assert places.all_fit([live, fitting], Slots([slot, other])) is places.fits(slot, places.HOST, live)
+    assert not any(places.all_fit([live, fitting], Slots([one, other])) for one in wrong)
+
+
+def test_copies_are_of_the_moment_and_in_memory_of_their_own() -> None:
+    torch.manual_seed(1)
+    live = {
+        "a": torch.randn(3),
+        "b": nn.Parameter(torch.randn(2, 2)),
+        "c": torch.randn(3).double(),
+        "d": torch.randn(4, 2).t(),
+        "e": torch.randn(3),
+        "f": nn.Parameter(torch.randn(2, 2)),
+        "g": torch.randn(70_000),
+        "h": torch.randn(70_000),
+    }
+    then = {name: one.detach().clone() for name, one in live.items()}
+
+    found = copies.taken(live)
+    for one in live.values():
+        one.detach().zero_()
+    assert found().keys() == then.keys()
+    assert all(torch.equal(found()[name], one) for name, one in then.items())
+    assert not any(one.requires_grad for one in found().values())
 
 
 def stepped(seed: int) -> tuple[nn.Linear, torch.optim.Adam]:

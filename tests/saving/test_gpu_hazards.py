@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from resumable import Preempt, Preempted, Run, RunState, StateMismatch
-from resumable.files import block_queue, tensor_file
+from resumable.files import block_queue, codec, tensor_file
 from resumable.loaders.generators import rng, worker_rng
 from resumable.parts import devices
 from resumable.parts.gradients import Gradients
@@ -94,24 +94,27 @@ def on(device: str) -> dict[str, Any]:
     return {"part": {"$tensor": ["name", {"device": device}]}}
 
 
+def moved(trees: Any, used: set[str], is_alone: bool) -> Any:
+    facts = {stem: codec.tensor_facts(tree) for stem, tree in trees.items()}
+    return devices.moved_trees(trees, facts, used, is_alone=is_alone)
+
+
 @pytest.mark.parametrize("is_alone", [True, False])
 def test_all_tensors_follow_what_is_trained_to_another_gpu(is_alone: bool) -> None:
     trees = {"model": on("cuda:0"), "extra": on("cuda:0"), "rank": {}}
-    moved = devices.moved_trees(trees, {"cuda:1"}, is_alone=is_alone)
-    assert moved["extra"] == moved["model"] == {"cuda:0": "cuda:1"}
+    found = moved(trees, {"cuda:1"}, is_alone)
+    assert found["extra"] == found["model"] == {"cuda:0": "cuda:1"}
 
 
 def test_nothing_moves_while_what_is_trained_stays() -> None:
     trees = {"model": on("cuda:0"), "extra": on("cuda:1"), "rank": {}}
-    moved = devices.moved_trees(trees, {"cuda:0"}, is_alone=True)
-    assert not any(moved.values())
+    assert not any(moved(trees, {"cuda:0"}, True).values())
 
 
 def test_each_ranks_own_state_follows_its_own_device() -> None:
     rank = {"position": {"devices": ["cuda:3"]}}
     trees = {"model": on("cuda:0"), "rank": rank}
-    moved = devices.moved_trees(trees, {"cuda:0"}, is_alone=False)
-    assert moved == {"model": {}, "rank": {"cuda:3": "cuda:0"}}
+    assert moved(trees, {"cuda:0"}, False) == {"model": {}, "rank": {"cuda:3": "cuda:0"}}
 
 
 def test_a_worker_leaves_the_generator_of_a_gpu_alone() -> None:
