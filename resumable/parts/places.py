@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import accumulate, pairwise
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeGuard
 
@@ -63,45 +64,33 @@ def all_fit(lives: Sequence[Any], slots: Sequence[Slot]) -> TypeGuard[Sequence[T
 
 
 class Places:
-    """The memory that the tensors of a file are read into: large ones directly, small ones in rows."""
+    """The memory that the tensors of a file are read into: large ones directly, small ones together."""
 
     def __init__(self, wanted: Sequence[Wanted]) -> None:
         self.devices = {want.device for want in wanted if want.device.type == "cuda"}
-        self._large: list[tuple[Slot, Tensor]] = []
-        self._rows: list[tuple[Sequence[Wanted], memoryview]] = []
-        self.targets: list[Target] = []
-        row: list[Wanted] = []
-        for want in sorted(wanted, key=attrgetter("slot.begin")):
-            is_large = want.slot.end - want.slot.begin >= _SMALL and want.device.type in ("cpu", "cuda")
-            if row and (is_large or row[-1].slot.end != want.slot.begin):
-                self._add_row(row)
-                row = []
-            if is_large:
-                self._add_large(want)
-            else:
-                row.append(want)
-        if row:
-            self._add_row(row)
+        ordered = sorted(wanted, key=attrgetter("slot.begin"))
+        large = [want for want in ordered if _is_large(want)]
+        self._large = [(want.slot, room_for(want) if want.live is None else want.live) for want in large]
+        self._small = [want for want in ordered if not _is_large(want)]
+        self._slots, self._memory = _packed([want.slot for want in self._small])
+        targets = [*map(_target, self._large), *self._targets_of_small()]
+        self.targets = sorted(targets, key=attrgetter("begin"))
+        for want in large:
+            if want.live is not None:
+                # Otherwise neither autograd nor a running save would notice the write.
+                torch.autograd.graph.increment_version(want.live)
 
-    def _add_row(self, row: Sequence[Wanted]) -> None:
-        begin, end = row[0].slot.begin, row[-1].slot.end
-        memory = memoryview(bytearray(end - begin))
-        self.targets.append(Target(begin, end, memory))
-        self._rows.append((row, memory))
-
-    def _add_large(self, want: Wanted) -> None:
-        slot = want.slot
-        tensor = room_for(want) if want.live is None else want.live
-        if want.live is not None:
-            # Otherwise neither autograd nor a running save would notice the write.
-            torch.autograd.graph.increment_version(tensor)
-        flat = tensor.detach().view(-1).view(torch.uint8)
-        self._large.append((slot, tensor))
-        if tensor.is_cpu:
-            array: Any = flat.numpy()
-            self.targets.append(Target(slot.begin, slot.end, memoryview(array)))
-        else:
-            self.targets.append(Target(slot.begin, slot.end, None, partial(send, flat)))
+    def _targets_of_small(self) -> Iterator[Target]:
+        """Yield where the small tensors are read to: those that follow each other in the file together."""
+        begin = end = at = 0
+        for want, slot in zip(self._small, self._slots, strict=True):
+            if want.slot.begin != end:
+                if end > begin:
+                    yield Target(begin, end, self._memory[at : slot.begin])
+                begin, at = want.slot.begin, slot.begin
+            end = want.slot.end
+        if end > begin:
+            yield Target(begin, end, self._memory[at:])
 
     def large_names(self) -> set[str]:
         """Return the names of the tensors that are read directly into their memory."""
@@ -112,39 +101,58 @@ class Places:
         for slot, tensor in self._large:
             tensor_file.refuse_no_booleans(tensor.view(-1).view(torch.uint8), slot.dtype)
         found = {slot.name: tensor for slot, tensor in self._large}
-        for pairs in self._pairs():
-            for want, tensor in pairs:
-                found[want.slot.name] = tensor if want.device == HOST else tensor.to(want.device, copy=True)
+        for want, tensor in self._pairs():
+            found[want.slot.name] = tensor if want.device == HOST else tensor.to(want.device, copy=True)
         return found
 
     @torch.no_grad()
     def move(self) -> None:
-        """Copy the tensors that were read in rows into the live tensors."""
-        for pairs in self._pairs():
-            lives = [want.live for want, _ in pairs if want.live is not None]
-            found = [tensor for _, tensor in pairs]
-            if pairs[0][0].device != HOST:
+        """Copy the small tensors, which were read together, into the live tensors."""
+        pairs = [(want.live, tensor) for want, tensor in self._pairs() if want.live is not None]
+        for device in {live.device for live, _ in pairs}:
+            lives = [live for live, _ in pairs if live.device == device]
+            found = [tensor for live, tensor in pairs if live.device == device]
+            if device != HOST:
                 # As bits: a GPU cannot copy some dtypes together.
                 lives = [_bits(live.detach()) for live in lives]
                 found = [*map(_bits, found)]
             torch._foreach_copy_(lives, found)
 
-    def _pairs(self) -> Iterator[Sequence[tuple[Wanted, Tensor]]]:
-        """Yield the tensors that were read in rows, by device: on a GPU views of a copy there."""
-        for row, memory in self._rows:
-            if not self.devices:
-                slots = [want.slot for want in row]
-                yield [*zip(row, tensor_file.from_row(memory, slots), strict=True)]
-                continue
-            places = [want.device if want.device.type == "cuda" else HOST for want in row]
-            for device in {*places}:
-                slots = [want.slot for want in row]
-                try:
-                    there = tensor_file.from_row(memory, slots, device)
-                except torch.OutOfMemoryError:
-                    there = tensor_file.from_row(memory, slots)
-                every = zip(row, there, places, strict=True)
-                yield [(want, tensor) for want, tensor, place in every if place == device]
+    def _pairs(self) -> Sequence[tuple[Wanted, Tensor]]:
+        """Return the small tensors that were read: on a GPU views of a copy there."""
+        if not self.devices:
+            return [*zip(self._small, tensor_file.from_row(self._memory, self._slots), strict=True)]
+        pairs = []
+        places = [want.device if want.device.type == "cuda" else HOST for want in self._small]
+        for device in {*places}:
+            try:
+                there = tensor_file.from_row(self._memory, self._slots, device)
+            except torch.OutOfMemoryError:
+                there = tensor_file.from_row(self._memory, self._slots)
+            every = zip(self._small, there, places, strict=True)
+            pairs += [(want, tensor) for want, tensor, place in every if place == device]
+        return pairs
+
+
+def _is_large(want: Wanted) -> bool:
+    return want.slot.end - want.slot.begin >= _SMALL and want.device.type in ("cpu", "cuda")
+
+
+def _packed(slots: Sequence[Slot]) -> tuple[list[Slot], memoryview]:
+    """Return memory for some tensors, and the place of each in it."""
+    ends = [*accumulate([slot.end - slot.begin for slot in slots], initial=0)]
+    begins = zip(slots, pairwise(ends), strict=True)
+    packed = [slot._replace(begin=begin, end=end) for slot, (begin, end) in begins]
+    return packed, memoryview(bytearray(ends[-1]))
+
+
+def _target(place: tuple[Slot, Tensor]) -> Target:
+    slot, tensor = place
+    flat = tensor.detach().view(-1).view(torch.uint8)
+    if not tensor.is_cpu:
+        return Target(slot.begin, slot.end, None, partial(send, flat))
+    array: Any = flat.numpy()
+    return Target(slot.begin, slot.end, memoryview(array))
 
 
 def _bytes_of(slot: Slot) -> int:
