@@ -183,7 +183,10 @@ def _share(do: Callable[[T], object], jobs: Sequence[T], threads: int) -> None:
         for one in others:
             one.start()
         work()
+        for one in others:
+            one.join()
     except BaseException as exc:
+        # An interrupt: none of the others may write into a live tensor after it.
         errors.append(exc)
     finally:
         for one in others:

@@ -20,6 +20,8 @@ from .device_lanes import send
 
 HOST = torch.device("cpu")
 _SMALL = 64 << 10  # smaller tensors are read together, in bytes
+_CAST = (torch.float32, torch.float64, torch.float16)
+"""The dtypes whose memory Python itself can take for bytes."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -99,7 +101,7 @@ class Places:
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors by name, after they have been read."""
         for slot, tensor in self._large:
-            tensor_file.refuse_no_booleans(tensor.view(-1).view(torch.uint8), slot.dtype)
+            tensor_file.refuse_no_booleans(_flat(tensor), slot.dtype)
         found = {slot.name: tensor for slot, tensor in self._large}
         for want, tensor in self._pairs():
             found[want.slot.name] = tensor if want.device == HOST else tensor.to(want.device, copy=True)
@@ -148,11 +150,19 @@ def _packed(slots: Sequence[Slot]) -> tuple[list[Slot], memoryview]:
 
 def _target(place: tuple[Slot, Tensor]) -> Target:
     slot, tensor = place
-    flat = tensor.detach().view(-1).view(torch.uint8)
     if not tensor.is_cpu:
-        return Target(slot.begin, slot.end, None, partial(send, flat))
-    array: Any = flat.numpy()
+        return Target(slot.begin, slot.end, None, partial(send, _flat(tensor)))
+    array: Any
+    if tensor.dtype in _CAST:
+        # A fifth of the time, for each of hundreds of tensors.
+        array = tensor.detach().numpy()
+        return Target(slot.begin, slot.end, memoryview(array).cast("B"))
+    array = _flat(tensor).numpy()
     return Target(slot.begin, slot.end, memoryview(array))
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.detach().view(-1).view(torch.uint8)
 
 
 def _bytes_of(slot: Slot) -> int:
