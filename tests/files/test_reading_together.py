@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 import time
@@ -114,6 +115,19 @@ def test_rows_are_filled_by_a_disk_that_gives_a_part_at_a_time(
     monkeypatch.setattr(file_reader, "_preadv", sparing)
     file_reader.scan_files(tmp_path, files)
     assert is_filled(files)
+
+
+def test_a_hasher_of_all_bytes_gets_those_of_each_file_in_order(
+    tmp_path: Path, files: list[tuple[Scan, str]]
+) -> None:
+    hashers = [hashlib.sha256() for _ in files]
+    hashed = [
+        (one._replace(also=hasher), expected) for (one, expected), hasher in zip(files, hashers, strict=True)
+    ]
+
+    file_reader.scan_files(tmp_path, hashed)
+
+    assert [one.digest() for one in hashers] == [hashlib.sha256(data).digest() for data in FILES.values()]
 
 
 @pytest.mark.parametrize(("at_once", "calls"), [(512, 1), (3, 4)])
