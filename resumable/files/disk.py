@@ -13,7 +13,7 @@ from functools import partial
 from io import FileIO
 from pathlib import Path
 
-from ..errors import CannotRead, CheckpointDamaged, SaveFailed, warn
+from ..errors import CannotRead, CheckpointDamaged, ResumableError, SaveFailed, warn
 
 _BINARY = getattr(os, "O_BINARY", 0)
 # NOFOLLOW: a link must not lead outside the folder. NONBLOCK: a pipe must not hang the training.
@@ -90,8 +90,10 @@ def opened(folder: Path, name: str, size: int | None = None) -> Iterator[FileIO]
             if size is not None and found.st_size != size:
                 raise damaged(folder, f"{name} has {found.st_size:,} bytes, its manifest says {size:,}")
             yield file
+    except ResumableError:
+        raise
     except OSError as exc:
-        raise _unread(folder, name, exc) from exc
+        raise unread(folder, name, exc) from exc
 
 
 def look(folder: Path, name: str) -> os.stat_result:
@@ -99,13 +101,14 @@ def look(folder: Path, name: str) -> os.stat_result:
     try:
         found = os.lstat(f"{folder}/{name}")
     except OSError as exc:
-        raise _unread(folder, name, exc) from exc
+        raise unread(folder, name, exc) from exc
     if not stat.S_ISREG(found.st_mode):
         raise damaged(folder, f"{name} is not a regular file")
     return found
 
 
-def _unread(folder: Path, name: str, exc: OSError) -> CannotRead | CheckpointDamaged:
+def unread(folder: Path, name: str, exc: OSError) -> CannotRead | CheckpointDamaged:
+    """Return the error for a file that cannot be read."""
     if exc.errno in _NOT_ITS_FAULT:
         return CannotRead(
             f"{folder / name} cannot be read: {exc.strerror}.",

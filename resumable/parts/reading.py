@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter, itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from ..errors import CheckpointDamaged
 from ..files import codec, disk, file_reader, pin, tensor_file
 from ..files import large_files as blocks
 from ..files.codec import Encoded
-from ..files.file_reader import Lane, Target
+from ..files.file_reader import Scan, Target
 from ..files.strict_json import LONGEST, Json
 from ..files.tensor_file import Slot, Slots
 from ..progress import Told
@@ -30,7 +30,6 @@ from .places import HOST, Places, Wanted, all_fit, fits, on_host, room_for
 from .renaming import Renamed, renamed
 from .sharded_reading import Live, ShardedTensors
 
-Take = Callable[[Lane, int, memoryview], None]
 Show = Callable[[str, int], contextlib.AbstractContextManager[Told | None]]
 """Shows a progress bar for a number of bytes, and returns a function that advances it."""
 
@@ -49,13 +48,6 @@ class _File:
     names: set[str] = field(default_factory=set)
     """The tensors that are read as a whole."""
 
-    def size_of(self, names: Sequence[str]) -> int:
-        """Return the bytes of tensors that are read in place."""
-        if len(names) == len(self.slots):
-            return sum(self.slots.sizes)
-        slots = [self.in_place[name][0] for name in names]
-        return sum([slot.end - slot.begin for slot in slots])
-
     def take(self, names: Sequence[str]) -> Places:
         """Return places for tensors that are read in place, which is done once."""
         if len(names) == len(self.slots):
@@ -66,6 +58,18 @@ class _File:
                 return on_host(self.slots, lives)
         pairs = [self.in_place.pop(name) for name in names]
         return Places([Wanted(slot, live.device, live) for slot, live in pairs])
+
+
+class _Planned(NamedTuple):
+    """A file to be read: what is in it, and where it goes."""
+
+    file: _File
+    header: memoryview
+    again: memoryview
+    """The memory for the header that is verified."""
+    places: Places
+    shared: Sequence[Slot]
+    """The tensors of which this process wants boxes."""
 
 
 def _show_nothing(what: str, size: int) -> contextlib.AbstractContextManager[None]:
@@ -147,12 +151,11 @@ class Reading:
 
     def _read_all(self, trees: Mapping[str, Json]) -> dict[str, dict[str, Tensor]]:
         """Return the tensors of each file, and by their tree those that are sharded there or here."""
-        tensors = {}
-        size = sum([file.size for file in self._files.values()])
-        with self._show(f"reading checkpoint {self._number}", size) as told:
-            for path, file in self._files.items():
-                digest = self.about.files[path].xxh3_128
-                tensors[path] = self._read(file, digest, told)
+        files = [*self._files.values()]
+        planned = [*map(self._plan, files)]
+        with self._show(f"reading checkpoint {self._number}", sum([file.size for file in files])) as told:
+            self._scan(planned, told)
+        tensors = {one.file.path: self._taken(one) for one in planned}
         for stem in self._sharded.stems():
             whole = {name for file in self._files.values() if file.stem == stem for name in file.names}
             tensors[stem] = self._sharded.read(stem, trees.get(stem, {}), whole, self._place_of)
@@ -177,7 +180,7 @@ class Reading:
             raise disk.damaged(self._folder, f"{path} has {size:,} bytes; at most {LONGEST:,} make sense")
         return found.read_file(path, self._pin)
 
-    def _read(self, file: _File, digest: str, told: Told | None) -> dict[str, Tensor]:
+    def _plan(self, file: _File) -> _Planned:
         path, size = file.path, file.size
         with contextlib.suppress(OSError):
             file.identity = blocks.identity(os.stat(self._folder / path))
@@ -189,23 +192,37 @@ class Reading:
         except ValueError as exc:
             raise disk.damaged(self._folder, f"{path}: {exc}") from exc
         places, shared = self._sorted(file, slots, self._facts.get(file.stem, {}))
-        again = memoryview(bytearray(len(header)))
-        targets = _telling(_of_all([Target(0, len(header), again), *places.targets], size), told)
-        also = self._pin.file(path) if self._pin else None
-        file.blocks = on_lanes(
-            places.devices,
-            lambda lane: file_reader.scan(self._folder, path, size, digest, targets, lane, also),
-        )
-        if again != header:
-            raise disk.damaged(self._folder, f"{path} has changed while it was read")
-        if shared:
-            self._sharded.cut(file.stem, box_reading.cut(self._found, path, file.blocks, header, shared))
         file.names = {*slots.names}.difference([slot.name for slot in shared])
+        return _Planned(file, header, memoryview(bytearray(len(header))), places, shared)
+
+    def _scan(self, planned: Sequence[_Planned], told: Told | None) -> None:
+        """Read and verify the files together."""
+        files = []
+        for one in planned:
+            path = one.file.path
+            targets = [Target(0, len(one.header), one.again), *one.places.targets]
+            also = self._pin.file(path) if self._pin else None
+            files.append((Scan(path, one.file.size, targets, also, told), self.about.files[path].xxh3_128))
+        digests = on_lanes(
+            {device for one in planned for device in one.places.devices},
+            lambda lane: file_reader.scan_files(self._folder, files, lane),
+        )
+        for one, of_file in zip(planned, digests, strict=True):
+            one.file.blocks = of_file
+            if one.again != one.header:
+                raise disk.damaged(self._folder, f"{one.file.path} has changed while it was read")
+
+    def _taken(self, planned: _Planned) -> dict[str, Tensor]:
+        """Return the tensors of a file that was read, by name."""
+        file, places, shared = planned.file, planned.places, planned.shared
+        if shared:
+            cut = box_reading.cut(self._found, file.path, file.blocks, planned.header, shared)
+            self._sharded.cut(file.stem, cut)
         self._kept.setdefault(file.stem, set()).update(file.names)
         try:
             made = places.tensors()
         except ValueError as exc:
-            raise disk.damaged(self._folder, f"{path}: {exc}") from exc
+            raise disk.damaged(self._folder, f"{file.path}: {exc}") from exc
         made.update(zip(file.in_place, map(itemgetter(1), file.in_place.values()), strict=True))
         return made
 
@@ -296,7 +313,7 @@ class Reading:
         for file, names in self._of_parts([part]):
             slots = [file.in_place.pop(name)[0] for name in names]
             places = on_host(slots)
-            self._read_again(file, places.targets, places.devices)
+            self._read_again([(file, places)], f"reading {part} of checkpoint {self._number}")
             tree = self.trees[file.stem]
             tree.tensors.update(places.tensors())
             tree.kept -= {*names}
@@ -308,12 +325,10 @@ class Reading:
     def fill(self, parts: Collection[str]) -> None:
         """Read the tensors of some parts into the live tensors."""
         chosen = [*self._of_parts(parts)]
-        size = sum(file.size_of(names) for file, names in chosen)
-        with self._show(f"putting checkpoint {self._number} in its place", size) as told:
-            for file, names in chosen:
-                places = file.take(names)
-                self._read_again(file, _telling(places.targets, told), places.devices)
-                places.move()
+        filled = [(file, file.take(names)) for file, names in chosen]
+        self._read_again(filled, f"putting checkpoint {self._number} in its place")
+        for _, places in filled:
+            places.move()
         self._sharded.fill(self.trees, parts)
 
     def _of_parts(self, parts: Collection[str]) -> Iterator[tuple[_File, list[str]]]:
@@ -323,13 +338,16 @@ class Reading:
             if there := [name for name in file.in_place if name in names]:
                 yield file, there
 
-    def _read_again(self, file: _File, targets: Sequence[Target], devices: Collection[torch.device]) -> None:
-        on_lanes(
-            devices,
-            lambda lane: file_reader.scan_again(
-                self._folder, file.path, file.size, file.blocks, targets, lane
-            ),
-        )
+    def _read_again(self, filled: Sequence[tuple[_File, Places]], what: str) -> None:
+        scans = [Scan(file.path, file.size, places.targets) for file, places in filled]
+        with self._show(what, sum([scan.size_of_blocks() for scan in scans])) as told:
+            again = [
+                (scan._replace(told=told), file.blocks) for scan, (file, _) in zip(scans, filled, strict=True)
+            ]
+            on_lanes(
+                {device for _, places in filled for device in places.devices},
+                lambda lane: file_reader.scan_files_again(self._folder, again, lane),
+            )
 
 
 def _devices_of(live: Live) -> set[str]:
@@ -343,27 +361,3 @@ def _without_device(moved: Mapping[str, str]) -> list[str]:
     found = sorted(there for there, here in moved.items() if here == "cpu")
     # A process that works on the CPU only is reported as a change of devices.
     return [] if len(found) == len(moved) else found
-
-
-def _telling(targets: Sequence[Target], told: Told | None) -> Sequence[Target]:
-    """Return the targets, each reporting the bytes that it takes."""
-    if told is None:
-        return targets
-    return [target._replace(take=partial(_take, told, target.take)) for target in targets]
-
-
-def _of_all(targets: Sequence[Target], size: int) -> list[Target]:
-    """Return the targets of a file of `size` bytes, and targets that take nothing for the gaps."""
-    found, end = [], 0
-    for target in [*targets, Target(size, size, None)]:
-        if end < target.begin:
-            found.append(Target(end, target.begin, None))
-        found.append(target)
-        end = target.end
-    return found
-
-
-def _take(told: Told, take: Take | None, lane: Lane, at: int, piece: memoryview) -> None:
-    if take:
-        take(lane, at, piece)
-    told(piece.nbytes)

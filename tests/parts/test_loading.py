@@ -28,7 +28,6 @@ from torch.utils.data import DataLoader
 from resumable import CannotRead, CheckpointDamaged, ResumableWarning, Run, RunState, StateMismatch
 from resumable.files import file_reader, large_files, tensor_file
 from resumable.parts import collect, restore, watch
-from resumable.parts import reading as loading
 from resumable.parts.copies import taken
 from resumable.parts.reading import Reading
 from resumable.run import manifest
@@ -397,8 +396,9 @@ class _Interrupter:
 
 
 CRUCIAL = {
-    *("scan", "scan_again", "fill", "restore", "restore_part", "move", "_read", "_read_again", "apart"),
-    *("load_state_dict", "_copied", "taken", "clones_nearby", "_keep_types", "_keep_memory", "_set_last_lr"),
+    *("scan_files", "scan_files_again", "fill", "restore", "restore_part", "move", "_scan", "_read_again"),
+    *("apart", "load_state_dict", "_copied", "taken", "clones_nearby"),
+    *("_keep_types", "_keep_memory", "_set_last_lr"),
 }
 
 
@@ -1491,8 +1491,7 @@ def test_what_goes_to_a_device_goes_there_when_it_is_reported_too(tmp_path: Path
     (tmp_path / "file").write_bytes(content)
     took, told = bytearray(), []
     target = file_reader.Target(0, 200, None, lambda lane, at, piece: took.extend(piece))
-    file_reader.scan(
-        tmp_path, "file", 200, large_files.digest(content), loading._telling([target], told.append)
-    )
+    scan = file_reader.Scan("file", 200, [target], told=told.append)
+    file_reader.scan_files(tmp_path, [(scan, large_files.digest(content))])
 
     assert (took, told) == (content, [200])
