@@ -257,12 +257,13 @@ class EpochReader(Source):
             batch, stamped = loaded
             self.came_out(stamped, None)
             return batch
-        on_its_way = self._order.on_its_way
-        self._last = last = on_its_way.popleft() if on_its_way else None
         self._batches += 1
-        if last is not None:
-            self._samples += last.samples * self._order.deal.shards
-            self._size = last.samples
+        if on_its_way := self._order.on_its_way:
+            self._last = last = on_its_way.popleft()
+            self._size = size = last.samples
+            self._samples += size * self._order.deal.shards
+        else:
+            self._last = None
         return loaded
 
     def _count(self, number: int | None) -> None:
@@ -343,9 +344,11 @@ class EpochReader(Source):
 
     def mark(self) -> Mark:
         workers: Mapping[int, Standing] = self._workers
-        if not self.loader.num_workers and self._stream is not None and self._is_open:
+        if self._stream is not None and self._is_open and not self.loader.num_workers:
             workers = {0: self._standing_here(self._stream)}
-        return Mark(self._batches, self._samples, self._turn, self._last, workers, self._draws)
+        # Not by its own constructor, which is a function of Python.
+        found = self._batches, self._samples, self._turn, self._last, workers, self._draws
+        return tuple.__new__(Mark, found)
 
     def _standing_here(self, stream: Stream) -> Standing:
         return Standing(
