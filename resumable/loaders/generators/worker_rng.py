@@ -22,6 +22,7 @@ States = dict[str, Pieces]
 """By generator: python, numpy, torch, and those of the user's own by their paths."""
 
 _WORDS = 624 * 4
+_Words = ctypes.c_char * _WORDS
 
 
 def read(own: Mapping[str, rng.Generator]) -> States:
@@ -37,10 +38,9 @@ class Watch:
     """
 
     def __init__(self, own: Mapping[str, rng.Generator], is_global: bool = True) -> None:
-        self._readers: dict[str, Callable[[], Pieces]] = {}
+        self._readers: dict[str, _Reader] = {}
         if is_global:
-            self._readers = {"python": _Python().read, "numpy": _Numpy().read, "torch": _read_torch}
-        self._seen = {name: read() for name, read in self._readers.items()}
+            self._readers = {"python": _Python(), "numpy": _Numpy(), "torch": _Torch()}
         self._reported: set[str] = set()
         self._own: dict[str, rng.Generator] = {}
         self.add(own)
@@ -50,26 +50,74 @@ class Watch:
         for path, generator in own.items():
             if self._own.get(path) is not generator and not _is_on_gpu(generator):
                 name, self._own[path] = f"own.{path}", generator
-                self._readers[name] = partial(_read_own, generator)
-                self._seen[name] = {"state": None} if is_new else self._readers[name]()
+                self._readers[name] = reader = _Reader(partial(_read_own, generator))
+                if is_new:
+                    reader.seen = {"state": None}
 
     def states(self) -> States:
         """Return the states of all of them."""
-        return {name: read() for name, read in self._readers.items()}
+        return {name: reader.read() for name, reader in self._readers.items()}
 
     def changes(self) -> States:
         """Return what has changed since the last call."""
         found: States = {}
-        for name, read in self._readers.items():
-            now, seen = read(), self._seen[name]
-            changed = {
-                piece: value for piece, value in now.items() if not rng.is_same(value, seen.get(piece))
-            }
-            if changed:
-                self._seen[name] = now
-                found[name] = changed if name in self._reported else now
-                self._reported.add(name)
+        for name, reader in self._readers.items():
+            if changed := reader.changes():
+                if name not in self._reported:
+                    self._reported.add(name)
+                    changed = reader.read()
+                found[name] = changed
         return found
+
+
+class _Reader:
+    """Reads a generator, and finds what has changed since the last look."""
+
+    def __init__(self, read: Callable[[], Pieces]) -> None:
+        self.read = read
+        self.seen = read()
+        """Its state at the last look."""
+
+    def changes(self) -> Pieces:
+        """Return the pieces that have changed since the last call."""
+        now, seen = self.read(), self.seen
+        changed = {piece: value for piece, value in now.items() if not rng.is_same(value, seen.get(piece))}
+        if changed:
+            self.seen = now
+        return changed
+
+
+class _InMemory(_Reader):
+    """Reads a global generator where it lies in memory: this is done with every batch."""
+
+    pieces: tuple[str, ...]
+
+    def __init__(self) -> None:
+        self._last = self.values()
+        super().__init__(self._read)
+
+    def values(self) -> tuple[Any, ...] | None:
+        """Return the values of the pieces; None where it is unknown how they lie in memory."""
+        raise NotImplementedError
+
+    def read_slowly(self) -> Pieces:
+        """Return what its library says."""
+        raise NotImplementedError
+
+    def _read(self) -> Pieces:
+        values = self.values()
+        return self.read_slowly() if values is None else dict(zip(self.pieces, values, strict=True))
+
+    def changes(self) -> Pieces:
+        """Return the pieces that have changed since the last call."""
+        last, self._last = self._last, self.values()
+        if last is None or self._last is None:
+            self.seen = self.seen if last is None else dict(zip(self.pieces, last, strict=True))
+            return super().changes()
+        if last == self._last:
+            return {}
+        both = zip(self.pieces, last, self._last, strict=True)
+        return {piece: now for piece, before, now in both if now != before}
 
 
 def merged(states: Mapping[str, Pieces], changes: Mapping[str, Pieces]) -> States:
@@ -115,21 +163,24 @@ def restore(states: Mapping[str, Pieces], root: object) -> list[str]:
     return lost
 
 
-class _Python:
+class _Python(_InMemory):
+    pieces = ("words", "place", "gauss")
+
     def __init__(self) -> None:
         # `getstate` makes a tuple of 625 numbers. CPython has them behind the object's head.
         self._generator: Any = random.getstate.__self__  # type: ignore[attr-defined]
-        self._address = id(self._generator) + object.__basicsize__
+        address = id(self._generator) + object.__basicsize__
+        self._place, self._words = ctypes.c_int.from_address(address), _Words.from_address(address + 4)
         has_room = type(self._generator).__basicsize__ >= object.__basicsize__ + 4 + _WORDS
-        self._is_seen = has_room and self._read_memory() == _read_python()
+        self._is_seen = has_room
+        self._is_seen = has_room and self._read() == _read_python()
+        super().__init__()
 
-    def _read_memory(self) -> Pieces:
-        raw = ctypes.string_at(self._address, 4 + _WORDS)
-        place = int.from_bytes(raw[:4], sys.byteorder)
-        return {"words": raw[4:], "place": place, "gauss": self._generator.gauss_next}
+    def values(self) -> tuple[Any, ...] | None:
+        return (self._words.raw, self._place.value, self._generator.gauss_next) if self._is_seen else None
 
-    def read(self) -> Pieces:
-        return self._read_memory() if self._is_seen else _read_python()
+    def read_slowly(self) -> Pieces:
+        return _read_python()
 
 
 def _read_python() -> Pieces:
@@ -146,25 +197,36 @@ def _global_bits() -> Any:
     return np.random.get_bit_generator()  # type: ignore[attr-defined]
 
 
-class _Numpy:
+class _Numpy(_InMemory):
     """Numpy's global generator, whose `get_state` takes longer than all the others together."""
+
+    pieces = ("state", "words", "place", "has_gauss", "gauss")
 
     def __init__(self) -> None:
         self._bits: Any = None
-        self._words = self._gauss = 0
-        """Where the words, and the number that is kept for the next randn(), lie in memory; 0: unknown."""
+        self._fields: tuple[Any, ...] = ()
+        """The words, and the number that is kept for the next randn(), in memory; none: unknown."""
+        super().__init__()
 
-    def read(self) -> Pieces:
+    def values(self) -> tuple[Any, ...] | None:
         if _global_bits() is not self._bits:
             self._bits = _global_bits()
-            self._words, self._gauss = _find_numpy(self._bits)
-        if not self._words:
-            return _read_numpy()
-        raw = ctypes.string_at(self._words, _WORDS + 4)
-        has_gauss, gauss = struct.unpack("=i4xd", ctypes.string_at(self._gauss, 16))
-        place = int.from_bytes(raw[_WORDS:], sys.byteorder)
-        rest = {"place": place, "has_gauss": has_gauss, "gauss": gauss}
-        return {"state": None, "words": raw[:_WORDS], **rest}
+            self._fields = _fields(*_find_numpy(self._bits))
+        if not self._fields:
+            return None
+        words, place, has_gauss, gauss = self._fields
+        # Without "state" the merged pieces would keep the state of another kind of generator.
+        return None, words.raw, place.value, has_gauss.value, gauss.value
+
+    def read_slowly(self) -> Pieces:
+        return _read_numpy()
+
+
+def _fields(words: int, gauss: int) -> tuple[Any, ...]:
+    if not words:
+        return ()
+    place, kept = ctypes.c_int.from_address(words + _WORDS), ctypes.c_double.from_address(gauss + 8)
+    return _Words.from_address(words), place, ctypes.c_int.from_address(gauss), kept
 
 
 def _find_numpy(bits: Any) -> tuple[int, int]:
@@ -223,10 +285,33 @@ def _write_numpy(pieces: Mapping[str, Any]) -> None:
 _TORCH_WORDS = slice(24, 24 + 624 * 8)
 
 
+class _Torch(_InMemory):
+    pieces = ("head", "words", "tail")
+
+    def __init__(self) -> None:
+        self._whole = b""
+        self._cut: tuple[Any, ...] = ()
+        self._kind = ctypes.c_char * torch.default_generator.get_state().nbytes
+        super().__init__()
+
+    def values(self) -> tuple[Any, ...] | None:
+        state = torch.default_generator.get_state()
+        # numpy() and tobytes() would take four times as long.
+        whole = self._kind.from_address(state.data_ptr()).raw
+        if whole != self._whole:
+            self._whole, self._cut = whole, _cut(whole)
+        return self._cut
+
+    def read_slowly(self) -> Pieces:
+        return _read_torch()
+
+
+def _cut(state: bytes) -> tuple[bytes, ...]:
+    return state[: _TORCH_WORDS.start], state[_TORCH_WORDS], state[_TORCH_WORDS.stop :]
+
+
 def _read_torch() -> Pieces:
-    state = torch.get_rng_state().numpy().tobytes()
-    head, tail = state[: _TORCH_WORDS.start], state[_TORCH_WORDS.stop :]
-    return {"head": head, "words": state[_TORCH_WORDS], "tail": tail}
+    return dict(zip(_Torch.pieces, _cut(torch.get_rng_state().numpy().tobytes()), strict=True))
 
 
 def _write_torch(pieces: Mapping[str, Any]) -> None:
