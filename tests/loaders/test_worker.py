@@ -132,7 +132,7 @@ class Mapped:
         else:
             samples = [self.dataset[index] for index in indices]
         batch, stamped = self.worker(samples)
-        self.at = self.at.after(pickle.loads(pickle.dumps(stamped)))
+        self.at = self.at.after([pickle.loads(pickle.dumps(stamped))])
         return batch
 
 
@@ -298,8 +298,8 @@ def test_a_standing_is_saved_and_restored_as_it_is() -> None:
 def test_a_stamp_changes_of_a_standing_only_what_it_tells() -> None:
     at = Standing({"a": {"x": 1, "y": 2}}, {"a": {"x": 0}}, {"dataset": 1}, False, True, 3, [[4]])
 
-    quiet = at.after((0, 4, False, {}, None, {}, []))
-    told = at.after((0, 4, True, {"a": {"x": 5}}, {"a": {"x": 6}}, {"iterator": 7}, []))
+    quiet = at.after([(0, 4, False, {}, None, {}, [])])
+    told = at.after([(0, 4, True, {"a": {"x": 5}}, {"a": {"x": 6}}, {"iterator": 7}, [])])
 
     assert quiet == Standing(at.generators, at.began, at.data, False, False, 4, ())
     assert told == Standing(
@@ -464,7 +464,7 @@ class Streaming:
         with contextlib.suppress(StopIteration):
             while len(found) < count:
                 batch, stamped = self.fetcher.fetch([None] * (self.loader.batch_size or 1))
-                self.at = self.at.after(pickle.loads(pickle.dumps(stamped)))
+                self.at = self.at.after([pickle.loads(pickle.dumps(stamped))])
                 found.append(batch)
         return found
 

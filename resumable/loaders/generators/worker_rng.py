@@ -71,7 +71,10 @@ class Watch:
 
 
 class _Reader:
-    """Reads a generator, and finds what has changed since the last look."""
+    """Reads a generator, and finds what has changed since the last look.
+
+    Those of the global generators compare piece by piece by hand: this is done with every batch.
+    """
 
     def __init__(self, read: Callable[[], Pieces]) -> None:
         self.read = read
@@ -87,42 +90,17 @@ class _Reader:
         return changed
 
 
-class _InMemory(_Reader):
-    """Reads a global generator where it lies in memory: this is done with every batch."""
-
-    pieces: tuple[str, ...]
-
-    def __init__(self) -> None:
-        self._last = self.values()
-        super().__init__(self._read)
-
-    def values(self) -> tuple[Any, ...] | None:
-        """Return the values of the pieces; None where it is unknown how they lie in memory."""
-        raise NotImplementedError
-
-    def read_slowly(self) -> Pieces:
-        """Return what its library says."""
-        raise NotImplementedError
-
-    def _read(self) -> Pieces:
-        values = self.values()
-        return self.read_slowly() if values is None else dict(zip(self.pieces, values, strict=True))
-
-    def changes(self) -> Pieces:
-        """Return the pieces that have changed since the last call."""
-        last, self._last = self._last, self.values()
-        if last is None or self._last is None:
-            self.seen = self.seen if last is None else dict(zip(self.pieces, last, strict=True))
-            return super().changes()
-        if last == self._last:
-            return {}
-        both = zip(self.pieces, last, self._last, strict=True)
-        return {piece: now for piece, before, now in both if now != before}
-
-
 def merged(states: Mapping[str, Pieces], changes: Mapping[str, Pieces]) -> States:
     """Return a copy of the states with the changes in it."""
-    return {**states, **{name: {**states.get(name, {}), **pieces} for name, pieces in changes.items()}}
+    found = {name: {**pieces} for name, pieces in states.items()}
+    merge(found, changes)
+    return found
+
+
+def merge(states: States, changes: Mapping[str, Pieces]) -> None:
+    """Put the changes into the states."""
+    for name, pieces in changes.items():
+        states.setdefault(name, {}).update(pieces)
 
 
 def differences(then: Mapping[str, Pieces], now: Mapping[str, Pieces]) -> States:
@@ -163,24 +141,32 @@ def restore(states: Mapping[str, Pieces], root: object) -> list[str]:
     return lost
 
 
-class _Python(_InMemory):
-    pieces = ("words", "place", "gauss")
-
+class _Python(_Reader):
     def __init__(self) -> None:
         # `getstate` makes a tuple of 625 numbers. CPython has them behind the object's head.
         self._generator: Any = random.getstate.__self__  # type: ignore[attr-defined]
         address = id(self._generator) + object.__basicsize__
         self._place, self._words = ctypes.c_int.from_address(address), _Words.from_address(address + 4)
         has_room = type(self._generator).__basicsize__ >= object.__basicsize__ + 4 + _WORDS
-        self._is_seen = has_room
-        self._is_seen = has_room and self._read() == _read_python()
-        super().__init__()
+        self._is_seen = has_room and self._read_memory() == _read_python()
+        super().__init__(self._read_memory if self._is_seen else _read_python)
 
-    def values(self) -> tuple[Any, ...] | None:
-        return (self._words.raw, self._place.value, self._generator.gauss_next) if self._is_seen else None
+    def _read_memory(self) -> Pieces:
+        gauss = self._generator.gauss_next
+        return {"words": self._words.raw, "place": self._place.value, "gauss": gauss}
 
-    def read_slowly(self) -> Pieces:
-        return _read_python()
+    def changes(self) -> Pieces:
+        if not self._is_seen:
+            return super().changes()
+        found: Pieces = {}
+        seen = self.seen
+        if (words := self._words.raw) != seen["words"]:
+            seen["words"] = found["words"] = words
+        if (place := self._place.value) != seen["place"]:
+            seen["place"] = found["place"] = place
+        if (gauss := self._generator.gauss_next) != seen["gauss"]:
+            seen["gauss"] = found["gauss"] = gauss
+        return found
 
 
 def _read_python() -> Pieces:
@@ -197,29 +183,43 @@ def _global_bits() -> Any:
     return np.random.get_bit_generator()  # type: ignore[attr-defined]
 
 
-class _Numpy(_InMemory):
+class _Numpy(_Reader):
     """Numpy's global generator, whose `get_state` takes longer than all the others together."""
-
-    pieces = ("state", "words", "place", "has_gauss", "gauss")
 
     def __init__(self) -> None:
         self._bits: Any = None
         self._fields: tuple[Any, ...] = ()
         """The words, and the number that is kept for the next randn(), in memory; none: unknown."""
-        super().__init__()
+        super().__init__(self._read)
 
-    def values(self) -> tuple[Any, ...] | None:
+    def _find(self) -> tuple[Any, ...]:
         if _global_bits() is not self._bits:
             self._bits = _global_bits()
             self._fields = _fields(*_find_numpy(self._bits))
-        if not self._fields:
-            return None
-        words, place, has_gauss, gauss = self._fields
-        # Without "state" the merged pieces would keep the state of another kind of generator.
-        return None, words.raw, place.value, has_gauss.value, gauss.value
+        return self._fields
 
-    def read_slowly(self) -> Pieces:
-        return _read_numpy()
+    def _read(self) -> Pieces:
+        if not (fields := self._find()):
+            return _read_numpy()
+        words, place, has_gauss, gauss = fields
+        rest = {"place": place.value, "has_gauss": has_gauss.value, "gauss": gauss.value}
+        # Without "state" the merged pieces would keep the state of another kind of generator.
+        return {"state": None, "words": words.raw, **rest}
+
+    def changes(self) -> Pieces:
+        fields, seen = self._find(), self.seen
+        if not fields or "words" not in seen:
+            return super().changes()
+        found: Pieces = {}
+        if (words := fields[0].raw) != seen["words"]:
+            seen["words"] = found["words"] = words
+        if (place := fields[1].value) != seen["place"]:
+            seen["place"] = found["place"] = place
+        if (has_gauss := fields[2].value) != seen["has_gauss"]:
+            seen["has_gauss"] = found["has_gauss"] = has_gauss
+        if (gauss := fields[3].value) != seen["gauss"]:
+            seen["gauss"] = found["gauss"] = gauss
+        return found
 
 
 def _fields(words: int, gauss: int) -> tuple[Any, ...]:
@@ -285,33 +285,33 @@ def _write_numpy(pieces: Mapping[str, Any]) -> None:
 _TORCH_WORDS = slice(24, 24 + 624 * 8)
 
 
-class _Torch(_InMemory):
-    pieces = ("head", "words", "tail")
-
+class _Torch(_Reader):
     def __init__(self) -> None:
-        self._whole = b""
-        self._cut: tuple[Any, ...] = ()
-        self._kind = ctypes.c_char * torch.default_generator.get_state().nbytes
-        super().__init__()
+        self._last = b""
+        super().__init__(lambda: _cut(_whole()))
 
-    def values(self) -> tuple[Any, ...] | None:
-        state = torch.default_generator.get_state()
-        # numpy() and tobytes() would take four times as long.
-        whole = self._kind.from_address(state.data_ptr()).raw
-        if whole != self._whole:
-            self._whole, self._cut = whole, _cut(whole)
-        return self._cut
-
-    def read_slowly(self) -> Pieces:
-        return _read_torch()
+    def changes(self) -> Pieces:
+        whole = _whole()
+        if whole == self._last:
+            return {}
+        self._last = whole
+        seen, self.seen = self.seen, _cut(whole)
+        return {piece: value for piece, value in self.seen.items() if value != seen[piece]}
 
 
-def _cut(state: bytes) -> tuple[bytes, ...]:
-    return state[: _TORCH_WORDS.start], state[_TORCH_WORDS], state[_TORCH_WORDS.stop :]
+def _whole() -> bytes:
+    state = torch.default_generator.get_state()
+    # numpy() and tobytes() would take twice as long.
+    return ctypes.string_at(state.data_ptr(), state.nbytes)
+
+
+def _cut(state: bytes) -> Pieces:
+    head, tail = state[: _TORCH_WORDS.start], state[_TORCH_WORDS.stop :]
+    return {"head": head, "words": state[_TORCH_WORDS], "tail": tail}
 
 
 def _read_torch() -> Pieces:
-    return dict(zip(_Torch.pieces, _cut(torch.get_rng_state().numpy().tobytes()), strict=True))
+    return _cut(_whole())
 
 
 def _write_torch(pieces: Mapping[str, Any]) -> None:

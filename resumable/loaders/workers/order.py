@@ -219,7 +219,10 @@ class Order:
 
     def came_out(self, number: int | None = None) -> Pulled | None:
         """Note that a batch has come out of the loader: that of a number, or the oldest."""
-        for pulled in self.on_its_way:
+        on_its_way = self.on_its_way
+        if on_its_way and (number is None or on_its_way[0].number == number):
+            return on_its_way.popleft()
+        for pulled in on_its_way:
             if number is None or pulled.number == number:
                 self.on_its_way.remove(pulled)
                 return pulled
