@@ -303,12 +303,10 @@ class LoaderPosition(EpochPlace):
             if lap != self.lap:
                 raise StopIteration
             source, digest = self.source, self.training.handed.digest
+            size, mark = source.size(batch), source.mark() if self._has_marks else None
             found = digest(batch) if digest else None
-            mark = source.mark() if self._has_marks else None
-            self.in_hand, self._mark = (
-                InHand(source.size(batch), self._mark, None, self.training.updates),
-                mark,
-            )
+            self.in_hand = InHand(size, self._mark, None, self.training.updates)
+            self._mark = mark
             return batch, found
         finally:
             self.lock.release()

@@ -271,7 +271,7 @@ class TrainingCounters:
         """
         if self._body is _STEP or (self.counts_steps and not self._stepped):
             return None
-        if not self._known.is_outermost(at):
+        if len(self._known.all) > 1 and not self._known.is_outermost(at):
             return None
         step = self.step if self.counts_steps else self.steps_done()
         return (step, self.epoch, at) if self._body else (step, self.epochs_done(), None)

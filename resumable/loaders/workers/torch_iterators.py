@@ -13,9 +13,11 @@ from multiprocessing import resource_tracker, util
 from typing import Any, Protocol
 
 from torch._utils import ExceptionWrapper
+from torch.autograd import profiler
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import (
     _BaseDataLoaderIter,
+    _DatasetKind,
     _MultiProcessingDataLoaderIter,
     _SingleProcessDataLoaderIter,
 )
@@ -136,10 +138,29 @@ _PATIENCE = 5
 """Seconds for a worker to end as the process exits."""
 
 
+class _Unlabelled(_BaseDataLoaderIter):
+    """An iterator whose batches have torch's label in a profile, and only there.
+
+    To make the label takes longer than all that is done here with a batch.
+    """
+
+    def __next__(self) -> Any:
+        is_stream = self._dataset_kind != _DatasetKind.Map
+        if profiler._is_profiler_enabled or is_stream or self._sampler_iter is None:
+            return super().__next__()
+        batch: Any = self._next_data()
+        self._num_yielded += 1
+        return batch
+
+
+class _Here(_Unlabelled, _SingleProcessDataLoaderIter):
+    pass
+
+
 def in_process(view: DataLoader[Any]) -> Iterator[Any]:
     """Return an iterator over stamped batches that are loaded in this process."""
-    # The class of the view may make iterators of its own, as torchdata's does.
-    return DataLoader._get_iterator(view)
+    # Not by the view, whose class may make iterators of its own, as torchdata's does.
+    return _Here(view)
 
 
 def copied(loader: DataLoader[Any]) -> DataLoader[Any]:
@@ -275,7 +296,7 @@ def _ended(*_: object) -> Any:
     raise StopIteration
 
 
-class Workers(_MultiProcessingDataLoaderIter):
+class Workers(_Unlabelled, _MultiProcessingDataLoaderIter):
     """An iterator over batches from workers, which reports the state of each."""
 
     def __new__(cls, *args: Any) -> Workers:
