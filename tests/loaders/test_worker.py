@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, _DatasetKind,
 from resumable import CannotStore, ResumableWarning, RunState, progress
 from resumable.loaders.generators import rng, worker_rng
 from resumable.loaders.workers.datasets import Seeded, Stream, StreamEnded, put_back
-from resumable.loaders.workers.states import Standing, Start, freeze, thaw
+from resumable.loaders.workers.states import Standing, Standings, Start, freeze, thaw
 from resumable.loaders.workers.worker import Worker
 
 pytestmark = [
@@ -308,6 +308,24 @@ def test_a_stamp_changes_of_a_standing_only_what_it_tells() -> None:
 
 
 # Streams.
+
+
+def stamp(number: int, data: dict[str, Any]) -> Any:
+    return number % 2, 4, False, {"python": {"place": number}}, None, data, []
+
+
+@pytest.mark.parametrize("data", [{}, {"dataset": b"large"}])
+def test_standings_at_a_mark_are_those_of_the_stamps_before_it(data: dict[str, Any]) -> None:
+    standings, marks = Standings({0: Standing({"numpy": {"place": 9}}, batches=5)}), []
+    expected = [standings.at()]
+    for number in range(150):
+        standings = standings.add(stamp(number, data))
+        marks.append((standings, len(standings.stamps)))
+        before, by = expected[-1], number % 2
+        expected.append({**before, by: before.get(by, Standing()).after([stamp(number, data)])})
+
+    assert [at.at(count) for at, count in marks] == expected[1:]
+    assert max(count for _, count in marks) == (0 if data else 63)
 
 
 class Plain(IterableDataset[Any]):
