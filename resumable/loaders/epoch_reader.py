@@ -159,7 +159,6 @@ class Mark(NamedTuple):
     last: Pulled | None
     workers: Standings
     stamps: int
-    """How many of their stamps had come."""
     draws: Draws | None
     """The generators before that batch was loaded, if it is loaded in this process."""
 
@@ -229,8 +228,8 @@ class EpochReader(Source):
     def batches_begin(self) -> None:
         """Count from the beginning: no batch of the epoch before is left."""
         if self._opening and self._opening.is_new_epoch:
-            workers = self._workers.at()
-            self._workers = Standings({number: replace(at, batches=0) for number, at in workers.items()})
+            now = {number: replace(at, batches=0) for number, at in self._workers.at().items()}
+            self._workers = Standings(now)
 
     def discarded(self, stamped: Stamp) -> None:
         """Note the worker's state after a batch that is discarded."""
@@ -238,9 +237,8 @@ class EpochReader(Source):
 
     def ran_out(self, worker: int) -> None:
         """Note that a worker's stream has ended."""
-        workers = self._workers.at()
-        ended = self._through(worker, workers.get(worker, Standing()))
-        self._workers = Standings({**workers, worker: ended})
+        at = self._workers.at().get(worker, Standing())
+        self._workers = self._workers.put(worker, self._through(worker, at))
 
     def _through(self, worker: int, at: Standing) -> Standing:
         draws_late = bool(self._late and self._late[worker])
@@ -267,12 +265,11 @@ class EpochReader(Source):
             self.came_out(stamped, None)
             return batch
         self._batches += 1
+        self._last = None
         if on_its_way := self._order.on_its_way:
             self._last = last = on_its_way.popleft()
-            self._size = size = last.samples
-            self._samples += size * self._order.deal.shards
-        else:
-            self._last = None
+            self._size = last.samples
+            self._samples += self._size * self._order.deal.shards
         return loaded
 
     def _count(self, number: int | None) -> None:
@@ -325,11 +322,10 @@ class EpochReader(Source):
             self._count(number)
             if self.loader.num_workers:
                 by = self._turn if worker is None else worker
-                workers = self._workers.at()
-                at = workers.get(by, Standing())
+                at = self._workers.at().get(by, Standing())
                 if self._last:
                     failed = [*at.failed, self._last.indices]
-                    self._workers = Standings({**workers, by: replace(at, failed=failed)})
+                    self._workers = self._workers.put(by, replace(at, failed=failed))
                 self._turn = (by + 1) % self.loader.num_workers
         return count
 
@@ -350,17 +346,15 @@ class EpochReader(Source):
         """Note that the epoch has no more batches."""
         self._is_through = True
         if self.loader.num_workers and self._stream is not None:
-            workers = self._workers.at()
-            self._workers = Standings({number: self._through(number, at) for number, at in workers.items()})
+            for number, at in self._workers.at().items():
+                self._workers = self._workers.put(number, self._through(number, at))
 
     def mark(self) -> Mark:
         workers = self._workers
         if self._stream is not None and self._is_open and not self.loader.num_workers:
             workers = Standings({0: self._standing_here(self._stream)})
-        stamps, last = len(workers.stamps), self._last
-        # Not by its own constructor, which is a function of Python.
-        found = self._batches, self._samples, self._turn, last, workers, stamps, self._draws
-        return tuple.__new__(Mark, found)
+        place = self._batches, self._samples, self._turn, self._last, workers, len(workers.stamps)
+        return tuple.__new__(Mark, (*place, self._draws))  # its constructor is a function of Python
 
     def _standing_here(self, stream: Stream) -> Standing:
         return Standing(

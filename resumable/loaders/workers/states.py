@@ -101,6 +101,10 @@ class Standings:
         # The states of data may be large, and each stamp has them whole.
         return Standings(self.at()) if stamped[5] or len(self.stamps) == _MOST else self
 
+    def put(self, worker: int, standing: Standing) -> Standings:
+        """Return these with another state of one worker."""
+        return Standings({**self.at(), worker: standing})
+
     def at(self, count: int = _MOST) -> dict[int, Standing]:
         """Return the states after that many of the stamps."""
         by_worker: dict[int, list[Stamp]] = {}

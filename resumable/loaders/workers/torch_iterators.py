@@ -288,8 +288,7 @@ class _WatchedWorkers(Watched, _MultiProcessingDataLoaderIter):
     pass
 
 
-_Torchs = _MultiProcessingDataLoaderIter
-"""Asked by name for what is asked at every batch: `super()` takes longer."""
+_Torchs = _MultiProcessingDataLoaderIter  # by name: at every batch, `super()` takes longer
 
 
 def _ended(*_: object) -> Any:
@@ -323,7 +322,6 @@ class Workers(_Unlabelled, _MultiProcessingDataLoaderIter):
     def end(self) -> None:
         """End the workers; another thread that waits for a batch gets StopIteration."""
         self._has_ended = True
-        # On this object: methods of the class would ask at every batch.
         self._next_data = self._try_get_data = _ended  # type: ignore[method-assign]
         self._shutdown_workers()
 
@@ -367,8 +365,7 @@ class Workers(_Unlabelled, _MultiProcessingDataLoaderIter):
         try:
             found = _Torchs._get_data(self)  # type: ignore[no-untyped-call]
         except RuntimeError:
-            # It was ended while it waited, with a timeout.
-            if self._has_ended:
+            if self._has_ended:  # while it waited, with a timeout
                 raise StopIteration from None
             raise
         number, data = found
