@@ -131,12 +131,11 @@ class Progress:
             self._outer.move(self._epoch + self._batches.share())
         self._draw_if_due()
 
-    def count_batches(self, loop: object, done: int) -> None:
-        """Set the number of finished batches of the epoch."""
+    def count_batches(self, loop: object, done: int, now: float | None = None) -> None:
+        """Set the number of finished batches of the epoch; `now`: the clock's time, if it was read."""
         if loop == self.batches_of and self._batches:
             self._batches.done = done
-            # A call would cost each batch more than the look at the clock.
-            if time.monotonic() >= self._next:
+            if (time.monotonic() if now is None else now) >= self._next:
                 self._draw()
 
     def end_batches(self, loop: object) -> None:

@@ -20,7 +20,7 @@ from .workers import resharding
 from .workers.datasets import Stream, StreamEnded
 from .workers.object_counters import Counter, LoaderCounters
 from .workers.order import Draws, Generators, Order, Pulled
-from .workers.states import Stamp, Standing, Start, freeze
+from .workers.states import Stamp, Standing, Standings, Start, freeze
 
 Saved = Mapping[str, Any]
 """A state that `LoaderSource.collect` returned."""
@@ -157,9 +157,14 @@ class Mark(NamedTuple):
     """The samples that all ranks together have had: each as many as this one."""
     turn: int
     last: Pulled | None
-    workers: Mapping[int, Standing]
+    workers: Standings
+    stamps: int
     draws: Draws | None
     """The generators before that batch was loaded, if it is loaded in this process."""
+
+    def standings(self) -> dict[int, Standing]:
+        """Return the states of the workers."""
+        return self.workers.at(self.stamps)
 
 
 class EpochReader(Source):
@@ -182,7 +187,7 @@ class EpochReader(Source):
         """Whether batches are requested before the training wants them."""
         self._late: Any = None
         """Shared with persistent workers: which of them have drawn since their last stamp."""
-        self._workers: dict[int, Standing] = {}
+        self._workers = Standings({})
         self._stand_at_beginning()
 
     def _stand_at_beginning(self) -> None:
@@ -200,7 +205,7 @@ class EpochReader(Source):
 
     def _stand(self, workers: Mapping[int, Standing], turn: int, late: Any) -> None:
         """Set the states in which the workers begin, and whose turn it is."""
-        self._workers, self._turn, self._late = dict(workers), turn, late
+        self._workers, self._turn, self._late = Standings(workers), turn, late
 
     def _resume(self, batches: int, samples: int, began: States) -> None:
         """Continue to count from the checkpoint."""
@@ -223,15 +228,17 @@ class EpochReader(Source):
     def batches_begin(self) -> None:
         """Count from the beginning: no batch of the epoch before is left."""
         if self._opening and self._opening.is_new_epoch:
-            self._workers = {number: replace(at, batches=0) for number, at in self._workers.items()}
+            now = {number: replace(at, batches=0) for number, at in self._workers.at().items()}
+            self._workers = Standings(now)
 
     def discarded(self, stamped: Stamp) -> None:
         """Note the worker's state after a batch that is discarded."""
-        self._workers[stamped[0]] = self._workers.get(stamped[0], Standing()).after(stamped)
+        self._workers = self._workers.add(stamped)
 
     def ran_out(self, worker: int) -> None:
         """Note that a worker's stream has ended."""
-        self._workers[worker] = self._through(worker, self._workers.get(worker, Standing()))
+        at = self._workers.at().get(worker, Standing())
+        self._workers = self._workers.put(worker, self._through(worker, at))
 
     def _through(self, worker: int, at: Standing) -> Standing:
         draws_late = bool(self._late and self._late[worker])
@@ -243,12 +250,12 @@ class EpochReader(Source):
             # A failed batch counts only if the training continues without it.
             self._failed.append((number, worker))
             return
-        worker, self._size, self._is_short, *_, found = stamped
+        worker, self._size, self._is_short, _, _, _, found = stamped
         if found:
             self._counters.note(Counter(*one) for one in found)
         self._count(number)
         if worker >= 0:
-            self._workers = {**self._workers, worker: self._workers.get(worker, Standing()).after(stamped)}
+            self._workers = self._workers.add(stamped)
             self._turn = (worker + 1) % self.loader.num_workers
 
     def _came_out_here(self, loaded: Any) -> Any:
@@ -257,12 +264,12 @@ class EpochReader(Source):
             batch, stamped = loaded
             self.came_out(stamped, None)
             return batch
-        on_its_way = self._order.on_its_way
-        self._last = last = on_its_way.popleft() if on_its_way else None
         self._batches += 1
-        if last is not None:
-            self._samples += last.samples * self._order.deal.shards
+        self._last = None
+        if on_its_way := self._order.on_its_way:
+            self._last = last = on_its_way.popleft()
             self._size = last.samples
+            self._samples += self._size * self._order.deal.shards
         return loaded
 
     def _count(self, number: int | None) -> None:
@@ -315,10 +322,10 @@ class EpochReader(Source):
             self._count(number)
             if self.loader.num_workers:
                 by = self._turn if worker is None else worker
-                at = self._workers.get(by, Standing())
+                at = self._workers.at().get(by, Standing())
                 if self._last:
                     failed = [*at.failed, self._last.indices]
-                    self._workers = {**self._workers, by: replace(at, failed=failed)}
+                    self._workers = self._workers.put(by, replace(at, failed=failed))
                 self._turn = (by + 1) % self.loader.num_workers
         return count
 
@@ -339,13 +346,15 @@ class EpochReader(Source):
         """Note that the epoch has no more batches."""
         self._is_through = True
         if self.loader.num_workers and self._stream is not None:
-            self._workers = {number: self._through(number, at) for number, at in self._workers.items()}
+            for number, at in self._workers.at().items():
+                self._workers = self._workers.put(number, self._through(number, at))
 
     def mark(self) -> Mark:
-        workers: Mapping[int, Standing] = self._workers
-        if not self.loader.num_workers and self._stream is not None and self._is_open:
-            workers = {0: self._standing_here(self._stream)}
-        return Mark(self._batches, self._samples, self._turn, self._last, workers, self._draws)
+        workers = self._workers
+        if self._stream is not None and self._is_open and not self.loader.num_workers:
+            workers = Standings({0: self._standing_here(self._stream)})
+        place = self._batches, self._samples, self._turn, self._last, workers, len(workers.stamps)
+        return tuple.__new__(Mark, (*place, self._draws))  # its constructor is a function of Python
 
     def _standing_here(self, stream: Stream) -> Standing:
         return Standing(

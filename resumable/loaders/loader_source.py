@@ -220,7 +220,8 @@ class LoaderSource(EpochReader):
         on_its_way = [*(at.last for at in ahead if at.last), *self._order.on_its_way]
         # Workers that end with the epoch leave no state. Without workers, the stream itself stays.
         keeps_workers = is_under_way or self._pool is not None or not self.loader.num_workers
-        number, dataset = max(mark.workers, default=-1), self._states("dataset").get("dataset")
+        workers, dataset = mark.standings(), self._states("dataset").get("dataset")
+        number = max(workers, default=-1)
         return {
             "num_workers": self.loader.num_workers,
             "dealt": loader_changes.dealt(self.loader),
@@ -229,7 +230,7 @@ class LoaderSource(EpochReader):
             "samplers": self._order.states(),
             "turn": mark.turn,
             "made": self._made if is_under_way or self._pool is not None else None,
-            "workers": [mark.workers[i].collect() if i in mark.workers else None for i in range(number + 1)]
+            "workers": [workers[i].collect() if i in workers else None for i in range(number + 1)]
             if keeps_workers
             else [],
             "order": self._order.collect(mark.last, on_its_way) if is_under_way or is_left else None,

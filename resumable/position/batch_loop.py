@@ -124,7 +124,10 @@ class Loop:
             self._sums.go_on(sys._getframe(1))
         at.ask()
         try:
-            batch = at.load(self._batches, self._lap) if self._through is None else self._come_through()
+            if self._through is None:
+                batch, digest = at.load_in_hand(self._batches, self._lap)
+            else:
+                batch = self._come_through()
         except StopIteration:
             self._end()
             raise
@@ -133,7 +136,10 @@ class Loop:
             if shorten(error):
                 raise error  # RESUMABLE_FULL_TRACEBACK=1 shows where
             raise
-        at.hand_out()
+        if self._through is None:
+            at.begin_body(digest)
+        else:
+            at.hand_out()
         return batch
 
     def _ask_first(self, asked_by: FrameType) -> None:

@@ -89,11 +89,17 @@ class EpochPlace:
     def hand_out(self) -> None:
         """Note that the training has the oldest batch that was loaded."""
         loaded = self.ahead.popleft()
-        hand = self.in_hand = InHand(loaded.size, self._mark, loaded.draws, self.training.updates)
+        self.in_hand = InHand(loaded.size, self._mark, loaded.draws, self.training.updates)
         self._mark = loaded.mark
+        self.begin_body(loaded.digest)
+
+    def begin_body(self, digest: Any) -> None:
+        """Note that the training works on the batch in hand from now on."""
+        training, hand = self.training, self.in_hand
+        assert hand
         # An iterator may be made long before the loop that asks it.
-        self.opened = self.opened or self.training.next_opened()
-        hand.is_step = self.training.handed_out(self, loaded.digest)
+        self.opened = self.opened or training.next_opened()
+        hand.is_step = training.handed_out(self, digest)
 
     def take_back(self) -> None:
         """Note that the training is through with the batch in hand."""

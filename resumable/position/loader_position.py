@@ -14,7 +14,10 @@ from ..loaders.source import LoaderGenerators, Source
 from ..loaders.workers.datasets import EpochTooShort
 from .drawing import Drawing
 from .epoch_place import EpochPlace
-from .loaded_batches import Counters, Loaded, OpenLoop, Phase, StepCounted, ThroughDraws
+from .loaded_batches import Counters, InHand, Loaded, OpenLoop, Phase, StepCounted, ThroughDraws
+
+_LEFT = Phase.LEFT
+"""Until Python 3.12, looking up a member in its class takes longer than most of what asks for it."""
 
 
 class LoaderPosition(EpochPlace):
@@ -273,28 +276,47 @@ class LoaderPosition(EpochPlace):
 
     def ask(self) -> None:
         """Note that the training asks for a batch: the one in hand is done, one that has failed is left."""
-        if self.in_hand is not None:
-            self.take_back()
-        if (streams := self.training.streams).is_put_back_due:
-            streams.put_back()
+        training = self.training
+        if (hand := self.in_hand) is not None:
+            # As take_back(), without a call.
+            self.in_hand = None
+            self.done += 1
+            training.count_batch(self.done, hand)
+        if training.streams.is_put_back_due:
+            training.streams.put_back()
         self.is_beside = False
-        if self.phase is Phase.LEFT:
+        if self.phase is _LEFT:
             self.phase, self._left_under = Phase.DUE, None
         if self._has_failed:
             self._has_failed = False
             self.done += self.source.forgive()
+
+    def load_in_hand(self, batches: Iterator[Any], lap: int) -> tuple[Any, Any]:
+        """Load the next batch into the training's hand; return it, and its digest if there is a trace."""
+        # `with` would take twice as long.
+        self.lock.acquire()
+        try:
+            if self.draws.live is not None:
+                self.draws.catch_up()
+            batch = self._next(batches)
+            # The dataset's code may have moved the training elsewhere.
+            if lap != self.lap:
+                raise StopIteration
+            source, digest = self.source, self.training.handed.digest
+            size, mark = source.size(batch), source.mark() if self._has_marks else None
+            found = digest(batch) if digest else None
+            self.in_hand = InHand(size, self._mark, None, self.training.updates)
+            self._mark = mark
+            return batch, found
+        finally:
+            self.lock.release()
 
     def load(self, batches: Iterator[Any], lap: int) -> Any:
         """Load the next batch, for the training to have it later."""
         with self.lock:
             if self.draws.live is not None:
                 self.draws.catch_up()
-            self._unread = None
-            try:
-                batch = next(batches)
-            except Exception:
-                self._has_failed = True
-                raise
+            batch = self._next(batches)
             source, digest = self.source, self.training.handed.digest
             loaded = Loaded(
                 source.size(batch),
@@ -308,6 +330,14 @@ class LoaderPosition(EpochPlace):
                     raise StopIteration
                 self.ahead.append(loaded)
             return batch
+
+    def _next(self, batches: Iterator[Any]) -> Any:
+        self._unread = None
+        try:
+            return next(batches)
+        except Exception:
+            self._has_failed = True
+            raise
 
 
 def _behind_end(batch: int, length: int) -> UsageError:

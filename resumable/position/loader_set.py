@@ -67,7 +67,11 @@ class LoaderSet:
 
     def is_training(self) -> bool:
         """Whether a batch of any of them is in hand."""
-        return any(at.in_hand is not None for at in self.all)
+        # No generator, which takes longer: this is asked at every step.
+        for at in self.all:  # noqa: SIM110
+            if at.in_hand is not None:
+                return True
+        return False
 
     def is_under_way(self) -> bool:
         """Whether the batches of any of them have begun and not ended."""
@@ -86,7 +90,9 @@ class LoaderSet:
 
     def is_outermost(self, place: EpochPlace) -> bool:
         """Whether no other loop over batches is around this one."""
-        return not any(other.in_hand and other.opened < place.opened for other in self.all)
+        return len(self.all) == 1 or not any(
+            other.in_hand and other.opened < place.opened for other in self.all
+        )
 
     def is_in_inner_loop(self) -> bool:
         """Whether a loop over batches runs in the body of one over those of another loader."""

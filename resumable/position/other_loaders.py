@@ -19,6 +19,7 @@ from ..errors import CannotStore, Once, UsageError
 from ..loaders.generators import rng
 from ..loaders.loader_source import LoaderSource
 from ..loaders.workers import torch_iterators
+from ..loaders.workers.states import Standings
 
 Hook = Callable[[], None]
 
@@ -306,7 +307,7 @@ class _Kept:
         try:
             return {**self._source.collect(None, [], False), **rest}
         except CannotStore:
-            at = self._source.mark()._replace(workers={})
+            at = self._source.mark()._replace(workers=Standings({}))
             return {**self._source.collect(at, [], False), **rest, "workers": [None]}
 
 

@@ -16,6 +16,9 @@ from .random_streams import Streams
 from .script.first_lines import BeforeLoop, FirstLines
 from .script.running_sums import RunningSums
 
+_STEP = Boundary.STEP
+"""Until Python 3.12, looking up a member in its class takes longer than most of what asks for it."""
+
 
 class End(NamedTuple):
     """The end of a body, at which the loops may save."""
@@ -113,9 +116,13 @@ class TrainingCounters:
 
     def steps_done(self) -> int:
         """Return the optimizer steps; one in hand counts as done."""
-        if self._body is Boundary.STEP:
+        if self._body is _STEP:
             return self._step_in_hand + 1
-        return self.step + any(at.in_hand.is_step for at in self._known.all if at.in_hand)
+        # Plain loops, here and below: a generator would take longer than all that it does, at every batch.
+        for at in self._known.all:
+            if at.in_hand is not None and at.in_hand.is_step:
+                return self.step + 1
+        return self.step
 
     def epochs_done(self) -> int:
         """Return the epochs done; where `epochs()` runs, the one in hand does not count."""
@@ -184,7 +191,7 @@ class TrainingCounters:
 
         The batch of an inner loop, or of a loop in a body of `steps()`, is not a step.
         """
-        return not self.counts_steps and self._body is not Boundary.STEP and self._known.is_outermost(loader)
+        return not self.counts_steps and self._body is not _STEP and self._known.is_outermost(loader)
 
     def progress(self) -> object:
         """Return a value that changes with every step and every gradient; None if that is unknown."""
@@ -194,19 +201,20 @@ class TrainingCounters:
         """Note that an optimizer has made a step; those of the first are counted."""
         self.streams.note_training(in_loop=False)
         self.before_loop.forget()
-        self._warn_of_saved_end()
+        if self._has_saved_end:
+            self._warn_of_saved_end()
         if not self._known.is_training():
             if self._body is None:
                 self.streams.put_back_late()
             for loader in self._known.all:
                 loader.habits.warn_of_late_step()
-        for loader in self._known.all if is_first else ():
-            loader.stepped()
-        self.updates += is_first
         self.all_updates += 1
         if is_first:
+            for loader in self._known.all:
+                loader.stepped()
+            self.updates += 1
             # A body of steps() is one step, however many the optimizer makes in it.
-            self.step = self.step + 1 if self._body is not Boundary.STEP else self._step_in_hand + 1
+            self.step = self.step + 1 if self._body is not _STEP else self._step_in_hand + 1
         if self._stepped is not None:
             self._stepped.add(optimizer)
 
@@ -255,18 +263,18 @@ class TrainingCounters:
         self.samples += hand.size * self.processes
         self.step += hand.is_step
 
-    def batch_ends(self, at: LoaderPosition) -> End | None:
-        """Return the counters at the end of a loader's batch; None if that is no boundary.
+    def batch_ends(self, at: LoaderPosition) -> tuple[int, int, LoaderPosition | None] | None:
+        """Return the values of `End` at the end of a loader's batch; None if that is no boundary.
 
         It is no boundary in an accumulation window, in a body of `steps()`, or if the loop over another
         loader, around this one, has its next batch in hand already.
         """
-        if self._body is Boundary.STEP or (self.counts_steps and not self._stepped):
+        if self._body is _STEP or (self.counts_steps and not self._stepped):
             return None
         if len(self._known.all) > 1 and not self._known.is_outermost(at):
             return None
         step = self.step if self.counts_steps else self.steps_done()
-        return End(step, self.epoch, at) if self._body else End(step, self.epochs_done())
+        return (step, self.epoch, at) if self._body else (step, self.epochs_done(), None)
 
     def batches_ended(self, ended: EpochPlace) -> None:
         """Note that the loop over a loader's batches has ended.

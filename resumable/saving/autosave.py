@@ -65,11 +65,11 @@ class Autosave:
         """Whether the time between two saves has passed."""
         return time.monotonic() >= self._next_time
 
-    def may_be_due(self, step: int, epoch: int) -> bool:
-        """Whether anything may be due here; if not, `due` need not be asked."""
+    def may_be_due(self, step: int, epoch: int, now: float) -> bool:
+        """Whether anything may be due here, at this time of the monotonic clock; if not, do not ask `due`."""
         if self._always_asks or self._signals.received is not None:
             return True
-        return step >= self._next_step or epoch >= self._next_epoch or time.monotonic() >= self._next_time
+        return step >= self._next_step or epoch >= self._next_epoch or now >= self._next_time
 
     def due(self, step: int, epoch: int, *, is_rest_next: bool, is_saving: bool) -> Due | None:
         """Return what is to be done here; `is_rest_next`: only the rest of the epoch's body comes next.

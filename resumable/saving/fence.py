@@ -111,25 +111,21 @@ class _Gate:
         # One that does not call torch's constructor has hooks that nothing calls.
         is_hooked = isinstance(live, torch.optim.Optimizer) and getattr(type(live).step, "hooked", False)
         self.is_blind = not is_hooked or _has_more_methods(live)
+        self._waits = not self.is_blind
         self._hooks: list[Any] = []
         if is_hooked:
-            self._hooks.append(live.register_step_post_hook(untraced(self._after_step)))
-        if not self.is_blind:
+            # One hook: what keeps it out of a compiled step takes longer than what it does.
             self._hooks.append(live.register_step_pre_hook(untraced(self._before_step)))
 
     def _before_step(self, *_: object) -> None:
+        self.steps += 1
         self._recent += 1
         # Replays of the graph will not come this way.
         if is_capturing():
             self.is_blind = True
-        else:
+        elif self._waits:
             self._passed()
-
-    def _after_step(self, *_: object) -> None:
-        self.steps += 1
-        if not _is_gpu_in_use():
-            return
-        for device in self._gpus():
+        for device in self._gpus() if _is_gpu_in_use() else ():
             self.streams[device] = torch.cuda.current_stream(device)
 
     def _gpus(self) -> list[torch.device]:

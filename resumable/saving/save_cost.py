@@ -83,9 +83,10 @@ class SaveCost:
             self._rest, self.is_rest_known = max(self._rest, self._now() - self._last), True
         self._last, self._waited = None, 0.0
 
-    def body_ended(self) -> None:
-        """Note that a body has ended, and the next one begins."""
-        now, last, save, waited = self._now(), self._last, self._save, self._waited
+    def body_ended(self, now: float | None = None) -> None:
+        """Note that a body has ended, and the next one begins; `now`: the clock's time, if it was read."""
+        now = self._now() if now is None else now
+        last, save, waited = self._last, self._save, self._waited
         self._last, self._waited = now, 0.0
         if save is None:
             if last is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -143,15 +144,18 @@ class Loops:
         return self._position.find(loader)
 
     def _batch_ended(self, at: LoaderPosition) -> None:
-        if self._session.steps.unseen.optimizers:
-            self._session.steps.find_unseen()
+        session = self._session
+        if session.steps.unseen.optimizers:
+            session.steps.find_unseen()
         has_changed = self._body_ended()
+        # One look at the clock for all: this is the way of every batch.
+        now = time.monotonic()
         if self._progress.batches_of is at:
-            self._progress.count_batches(at, at.done + 1)
-        if end := self._position.batch_ends(at):
-            self._saving.save_cost.body_ended()
-            if self._session.trace or self._session.autosave.may_be_due(end.step, end.epoch):
-                self._at_boundary(has_changed, end)
+            self._progress.count_batches(at, at.done + 1, now)
+        if (end := self._position.batch_ends(at)) is not None:
+            self._saving.save_cost.body_ended(now)
+            if session.trace or session.autosave.may_be_due(end[0], end[1], now):
+                self._at_boundary(has_changed, End(*end))
 
     def _step_ended(self) -> None:
         has_changed = self._body_ended()
@@ -180,7 +184,7 @@ class Loops:
         """Save, or save and leave, if it is time to."""
         session = self._session
         due = session.trace.boundary() if session.trace else None
-        if due is None and session.autosave.may_be_due(end.step, end.epoch):
+        if due is None and session.autosave.may_be_due(end.step, end.epoch, time.monotonic()):
             if self._training.parts.hides_gradients():
                 # After the step they can be read.
                 return

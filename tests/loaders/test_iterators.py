@@ -22,7 +22,7 @@ import pytest
 import torch
 from places import ROOT
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
 
 from resumable import RunState, Unsupported
 from resumable.loaders.workers import forkserver
@@ -102,10 +102,12 @@ def test_torch_still_has_all_that_is_used_of_it() -> None:
     instance = iter(DataLoader(Numbers(), num_workers=1))
     missing = [name for name in METHODS if not inspect.isfunction(getattr(ITERATOR, name, None))]
     missing += [name for name in ATTRIBUTES if name not in vars(instance)]
-    inherited = {name for name in METHODS if name in vars(Workers)}
+    ended, _ = opened(DataLoader(Numbers(), num_workers=1), Log())
+    ended.end()
+    replaced = {name for name in METHODS if name in vars(Workers) or name in vars(ended)}
 
     assert not missing, f"{CHANGED}: it has no {', '.join(missing)} any more"
-    assert inherited == set(METHODS), "what torch_iterators.py replaces is not what it says it does"
+    assert replaced == set(METHODS), "what torch_iterators.py replaces is not what it says it does"
     for name, parameters in {
         "_reset": ["self", "loader", "first_iter"],
         "_try_put_index": ["self"],
@@ -117,6 +119,41 @@ def test_torch_still_has_all_that_is_used_of_it() -> None:
         taken = list(inspect.signature(getattr(ITERATOR, name)).parameters)
         assert taken[: len(parameters)] == parameters, f"{CHANGED}: {name} takes {taken}"
         assert len(taken) <= len(parameters) + (name in OR_MORE), f"{CHANGED}: {name} takes {taken}"
+
+
+def test_torch_does_no_more_for_a_batch_than_is_done_here() -> None:
+    done = {"_sampler_iter", "_reset", "_next_data", "_num_yielded"}
+    label = {"torch", "autograd", "profiler", "record_function", "_profile_name"}
+    of_streams = {"_dataset_kind", "_DatasetKind", "Iterable", "_IterableDataset_len_called"}
+    in_warning = {"_dataset", "_num_workers", "warnings", "warn"}
+    names = {*_BaseDataLoaderIter.__next__.__code__.co_names}
+
+    assert names <= done | label | of_streams | in_warning, f"{CHANGED}: it has other names"
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_iterator_counts_its_batches_as_torchs_own_does(workers: int) -> None:
+    loader = DataLoader(Numbers(), 5, num_workers=workers)
+    ours: Any = opened(loader, Log())[0] if workers else in_process(loader)
+    theirs: Any = iter(loader)
+
+    for _ in range(3):
+        next(ours), next(theirs)
+        assert ours._num_yielded == theirs._num_yielded
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_have_torchs_label_in_a_profile(run_dir: Path, workers: int) -> None:
+    loader = DataLoader(Numbers(), 2, num_workers=workers)
+    with RunState.load(run_dir, loader=loader, every=None, quiet=True) as state:
+        batches = iter(state.batches())
+        next(batches)
+        with torch.profiler.profile() as profile:
+            next(batches)
+        next(batches)
+
+    labels = [event for event in profile.key_averages() if event.key.startswith("enumerate(DataLoader)#")]
+    assert [event.count for event in labels] == [1]
 
 
 def test_what_torch_does_with_its_private_names_is_what_is_relied_upon() -> None:

@@ -1066,6 +1066,28 @@ def test_no_sample_that_was_trained_on_is_loaded_again(run_dir: Path, workers: i
     assert [*counted[2].counts] == [0] * 6 * BATCH + [1] * (SAMPLES - 6 * BATCH)
 
 
+def seen_until(run_dir: Path, stop: int | None) -> list[Any]:
+    """Return the batches of two workers up to a stop, in two epochs of 150; and what is drawn next."""
+    seeded(3)
+    found: list[Any] = []
+    state = RunState.load(run_dir, loader=on(Images(noise, 150), 1, num_workers=2), every=None, quiet=True)
+    with contextlib.suppress(Stopped), state:
+        for epoch in state.epochs(2):
+            for number, batch in enumerate(state.batches(), state.batch):
+                found.append(plain(batch))
+                if 150 * epoch + number + 1 == stop:
+                    state.save().wait()
+                    raise Stopped
+        found.append(noise())
+    return found
+
+
+def test_a_resume_is_exact_however_many_stamps_have_come(run_dir: Path) -> None:
+    legs = [seen_until(run_dir / "stopped", stop) for stop in (63, 64, 65, 130, 149, 150, 215, None)]
+
+    assert [*itertools.chain(*legs)] == seen_until(run_dir / "whole", None)
+
+
 class Held(Images):
     """A dataset whose first batch is ready only when the other worker has loaded more than a batch."""
 

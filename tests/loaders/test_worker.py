@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, _DatasetKind,
 from resumable import CannotStore, ResumableWarning, RunState, progress
 from resumable.loaders.generators import rng, worker_rng
 from resumable.loaders.workers.datasets import Seeded, Stream, StreamEnded, put_back
-from resumable.loaders.workers.states import Standing, Start, freeze, thaw
+from resumable.loaders.workers.states import Standing, Standings, Start, freeze, thaw
 from resumable.loaders.workers.worker import Worker
 
 pytestmark = [
@@ -132,7 +132,7 @@ class Mapped:
         else:
             samples = [self.dataset[index] for index in indices]
         batch, stamped = self.worker(samples)
-        self.at = self.at.after(pickle.loads(pickle.dumps(stamped)))
+        self.at = self.at.after([pickle.loads(pickle.dumps(stamped))])
         return batch
 
 
@@ -298,8 +298,8 @@ def test_a_standing_is_saved_and_restored_as_it_is() -> None:
 def test_a_stamp_changes_of_a_standing_only_what_it_tells() -> None:
     at = Standing({"a": {"x": 1, "y": 2}}, {"a": {"x": 0}}, {"dataset": 1}, False, True, 3, [[4]])
 
-    quiet = at.after((0, 4, False, {}, None, {}, []))
-    told = at.after((0, 4, True, {"a": {"x": 5}}, {"a": {"x": 6}}, {"iterator": 7}, []))
+    quiet = at.after([(0, 4, False, {}, None, {}, [])])
+    told = at.after([(0, 4, True, {"a": {"x": 5}}, {"a": {"x": 6}}, {"iterator": 7}, [])])
 
     assert quiet == Standing(at.generators, at.began, at.data, False, False, 4, ())
     assert told == Standing(
@@ -308,6 +308,24 @@ def test_a_stamp_changes_of_a_standing_only_what_it_tells() -> None:
 
 
 # Streams.
+
+
+def stamp(number: int, data: dict[str, Any]) -> Any:
+    return number % 2, 4, False, {"python": {"place": number}}, None, data, []
+
+
+@pytest.mark.parametrize("data", [{}, {"dataset": b"large"}])
+def test_standings_at_a_mark_are_those_of_the_stamps_before_it(data: dict[str, Any]) -> None:
+    standings, marks = Standings({0: Standing({"numpy": {"place": 9}}, batches=5)}), []
+    expected = [standings.at()]
+    for number in range(150):
+        standings = standings.add(stamp(number, data))
+        marks.append((standings, len(standings.stamps)))
+        before, by = expected[-1], number % 2
+        expected.append({**before, by: before.get(by, Standing()).after([stamp(number, data)])})
+
+    assert [at.at(count) for at, count in marks] == expected[1:]
+    assert max(count for _, count in marks) == (0 if data else 63)
 
 
 class Plain(IterableDataset[Any]):
@@ -464,7 +482,7 @@ class Streaming:
         with contextlib.suppress(StopIteration):
             while len(found) < count:
                 batch, stamped = self.fetcher.fetch([None] * (self.loader.batch_size or 1))
-                self.at = self.at.after(pickle.loads(pickle.dumps(stamped)))
+                self.at = self.at.after([pickle.loads(pickle.dumps(stamped))])
                 found.append(batch)
         return found
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, SubsetRandomSampler, TensorDataset
 
 from resumable import Boundary, ResumableWarning, Run, RunState, StateMismatch, UsageError
 
@@ -1160,3 +1160,37 @@ def test_a_save_in_an_inner_loop_over_batches_is_reported(run_dir: Path) -> None
                 training.state.save()
             break
         break
+
+
+class GoesBack(Dataset[int]):
+    """A dataset that restores the run as one of its samples is loaded, once."""
+
+    state: Any = None
+
+    def __len__(self) -> int:
+        return 9
+
+    def __getitem__(self, index: int) -> int:
+        if index == 5 and (state := self.state):
+            self.state = None
+            state.restore("newest")
+        return index
+
+
+def go_back_in_a_sample(run_dir: Path, seen: list[int]) -> None:
+    data = GoesBack()
+    with RunState.load(run_dir, loader=DataLoader(data, 1), every=None, quiet=True) as state:
+        for _ in state.epochs(2):
+            for batch in state.batches():
+                seen.append(int(batch))
+                if seen == [0, 1]:
+                    state.save().wait()
+                    data.state = state
+
+
+def test_a_batch_whose_loading_moves_the_training_is_not_handed_out(run_dir: Path) -> None:
+    seen: list[int] = []
+
+    with pytest.raises(UsageError, match="looped over already"):
+        go_back_in_a_sample(run_dir, seen)
+    assert seen == [0, 1, 2, 3, 4]

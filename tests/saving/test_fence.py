@@ -215,6 +215,26 @@ def test_a_step_waits_before_it_writes_and_before_its_closure(with_closure: bool
     assert parameter.tolist() == [0.0, 0.0]
 
 
+def test_a_step_of_an_optimizer_that_guards_nothing_does_not_wait() -> None:
+    parameters, waits = weights(), []
+    optimizer = TwoSteps(parameters, lr=0.1)
+    fence = Fence([optimizer])
+    fence.shut(lambda: waits.append(True))
+    step(optimizer, parameters)
+
+    assert waits == []
+
+
+def test_the_steps_are_those_of_the_optimizer_that_has_made_most() -> None:
+    first, second = weights(), weights()
+    optimizers = [torch.optim.SGD(first), TwoSteps(second)]
+    fence = Fence(optimizers)
+    step(optimizers[0], first)
+    step(optimizers[1], second), step(optimizers[1], second)
+
+    assert fence.steps() == 2
+
+
 def test_an_open_fence_lets_a_step_pass() -> None:
     parameters = weights()
     optimizer = torch.optim.SGD(parameters)

@@ -22,6 +22,7 @@ States = dict[str, Pieces]
 """By generator: python, numpy, torch, and those of the user's own by their paths."""
 
 _WORDS = 624 * 4
+_Words = ctypes.c_char * _WORDS
 
 
 def read(own: Mapping[str, rng.Generator]) -> States:
@@ -37,10 +38,9 @@ class Watch:
     """
 
     def __init__(self, own: Mapping[str, rng.Generator], is_global: bool = True) -> None:
-        self._readers: dict[str, Callable[[], Pieces]] = {}
+        self._readers: dict[str, _Reader] = {}
         if is_global:
-            self._readers = {"python": _Python().read, "numpy": _Numpy().read, "torch": _read_torch}
-        self._seen = {name: read() for name, read in self._readers.items()}
+            self._readers = {"python": _Python(), "numpy": _Numpy(), "torch": _Torch()}
         self._reported: set[str] = set()
         self._own: dict[str, rng.Generator] = {}
         self.add(own)
@@ -50,31 +50,57 @@ class Watch:
         for path, generator in own.items():
             if self._own.get(path) is not generator and not _is_on_gpu(generator):
                 name, self._own[path] = f"own.{path}", generator
-                self._readers[name] = partial(_read_own, generator)
-                self._seen[name] = {"state": None} if is_new else self._readers[name]()
+                self._readers[name] = reader = _Reader(partial(_read_own, generator))
+                if is_new:
+                    reader.seen = {"state": None}
 
     def states(self) -> States:
         """Return the states of all of them."""
-        return {name: read() for name, read in self._readers.items()}
+        return {name: reader.read() for name, reader in self._readers.items()}
 
     def changes(self) -> States:
         """Return what has changed since the last call."""
         found: States = {}
-        for name, read in self._readers.items():
-            now, seen = read(), self._seen[name]
-            changed = {
-                piece: value for piece, value in now.items() if not rng.is_same(value, seen.get(piece))
-            }
-            if changed:
-                self._seen[name] = now
-                found[name] = changed if name in self._reported else now
-                self._reported.add(name)
+        for name, reader in self._readers.items():
+            if changed := reader.changes():
+                if name not in self._reported:
+                    self._reported.add(name)
+                    changed = reader.read()
+                found[name] = changed
         return found
+
+
+class _Reader:
+    """Reads a generator, and finds what has changed since the last look.
+
+    Those of the global generators compare piece by piece by hand: this is done with every batch.
+    """
+
+    def __init__(self, read: Callable[[], Pieces]) -> None:
+        self.read = read
+        self.seen = read()
+        """Its state at the last look."""
+
+    def changes(self) -> Pieces:
+        """Return the pieces that have changed since the last call."""
+        now, seen = self.read(), self.seen
+        changed = {piece: value for piece, value in now.items() if not rng.is_same(value, seen.get(piece))}
+        if changed:
+            self.seen = now
+        return changed
 
 
 def merged(states: Mapping[str, Pieces], changes: Mapping[str, Pieces]) -> States:
     """Return a copy of the states with the changes in it."""
-    return {**states, **{name: {**states.get(name, {}), **pieces} for name, pieces in changes.items()}}
+    found = {name: {**pieces} for name, pieces in states.items()}
+    merge(found, changes)
+    return found
+
+
+def merge(states: States, changes: Mapping[str, Pieces]) -> None:
+    """Put the changes into the states."""
+    for name, pieces in changes.items():
+        states.setdefault(name, {}).update(pieces)
 
 
 def differences(then: Mapping[str, Pieces], now: Mapping[str, Pieces]) -> States:
@@ -115,21 +141,32 @@ def restore(states: Mapping[str, Pieces], root: object) -> list[str]:
     return lost
 
 
-class _Python:
+class _Python(_Reader):
     def __init__(self) -> None:
         # `getstate` makes a tuple of 625 numbers. CPython has them behind the object's head.
         self._generator: Any = random.getstate.__self__  # type: ignore[attr-defined]
-        self._address = id(self._generator) + object.__basicsize__
+        address = id(self._generator) + object.__basicsize__
+        self._place, self._words = ctypes.c_int.from_address(address), _Words.from_address(address + 4)
         has_room = type(self._generator).__basicsize__ >= object.__basicsize__ + 4 + _WORDS
         self._is_seen = has_room and self._read_memory() == _read_python()
+        super().__init__(self._read_memory if self._is_seen else _read_python)
 
     def _read_memory(self) -> Pieces:
-        raw = ctypes.string_at(self._address, 4 + _WORDS)
-        place = int.from_bytes(raw[:4], sys.byteorder)
-        return {"words": raw[4:], "place": place, "gauss": self._generator.gauss_next}
+        gauss = self._generator.gauss_next
+        return {"words": self._words.raw, "place": self._place.value, "gauss": gauss}
 
-    def read(self) -> Pieces:
-        return self._read_memory() if self._is_seen else _read_python()
+    def changes(self) -> Pieces:
+        if not self._is_seen:
+            return super().changes()
+        found: Pieces = {}
+        seen = self.seen
+        if (words := self._words.raw) != seen["words"]:
+            seen["words"] = found["words"] = words
+        if (place := self._place.value) != seen["place"]:
+            seen["place"] = found["place"] = place
+        if (gauss := self._generator.gauss_next) != seen["gauss"]:
+            seen["gauss"] = found["gauss"] = gauss
+        return found
 
 
 def _read_python() -> Pieces:
@@ -146,25 +183,50 @@ def _global_bits() -> Any:
     return np.random.get_bit_generator()  # type: ignore[attr-defined]
 
 
-class _Numpy:
+class _Numpy(_Reader):
     """Numpy's global generator, whose `get_state` takes longer than all the others together."""
 
     def __init__(self) -> None:
         self._bits: Any = None
-        self._words = self._gauss = 0
-        """Where the words, and the number that is kept for the next randn(), lie in memory; 0: unknown."""
+        self._fields: tuple[Any, ...] = ()
+        """The words, and the number that is kept for the next randn(), in memory; none: unknown."""
+        super().__init__(self._read)
 
-    def read(self) -> Pieces:
+    def _find(self) -> tuple[Any, ...]:
         if _global_bits() is not self._bits:
             self._bits = _global_bits()
-            self._words, self._gauss = _find_numpy(self._bits)
-        if not self._words:
+            self._fields = _fields(*_find_numpy(self._bits))
+        return self._fields
+
+    def _read(self) -> Pieces:
+        if not (fields := self._find()):
             return _read_numpy()
-        raw = ctypes.string_at(self._words, _WORDS + 4)
-        has_gauss, gauss = struct.unpack("=i4xd", ctypes.string_at(self._gauss, 16))
-        place = int.from_bytes(raw[_WORDS:], sys.byteorder)
-        rest = {"place": place, "has_gauss": has_gauss, "gauss": gauss}
-        return {"state": None, "words": raw[:_WORDS], **rest}
+        words, place, has_gauss, gauss = fields
+        rest = {"place": place.value, "has_gauss": has_gauss.value, "gauss": gauss.value}
+        # Without "state" the merged pieces would keep the state of another kind of generator.
+        return {"state": None, "words": words.raw, **rest}
+
+    def changes(self) -> Pieces:
+        fields, seen = self._find(), self.seen
+        if not fields or "words" not in seen:
+            return super().changes()
+        found: Pieces = {}
+        if (words := fields[0].raw) != seen["words"]:
+            seen["words"] = found["words"] = words
+        if (place := fields[1].value) != seen["place"]:
+            seen["place"] = found["place"] = place
+        if (has_gauss := fields[2].value) != seen["has_gauss"]:
+            seen["has_gauss"] = found["has_gauss"] = has_gauss
+        if (gauss := fields[3].value) != seen["gauss"]:
+            seen["gauss"] = found["gauss"] = gauss
+        return found
+
+
+def _fields(words: int, gauss: int) -> tuple[Any, ...]:
+    if not words:
+        return ()
+    place, kept = ctypes.c_int.from_address(words + _WORDS), ctypes.c_double.from_address(gauss + 8)
+    return _Words.from_address(words), place, ctypes.c_int.from_address(gauss), kept
 
 
 def _find_numpy(bits: Any) -> tuple[int, int]:
@@ -223,10 +285,33 @@ def _write_numpy(pieces: Mapping[str, Any]) -> None:
 _TORCH_WORDS = slice(24, 24 + 624 * 8)
 
 
-def _read_torch() -> Pieces:
-    state = torch.get_rng_state().numpy().tobytes()
+class _Torch(_Reader):
+    def __init__(self) -> None:
+        self._last = b""
+        super().__init__(lambda: _cut(_whole()))
+
+    def changes(self) -> Pieces:
+        whole = _whole()
+        if whole == self._last:
+            return {}
+        self._last = whole
+        seen, self.seen = self.seen, _cut(whole)
+        return {piece: value for piece, value in self.seen.items() if value != seen[piece]}
+
+
+def _whole() -> bytes:
+    state = torch.default_generator.get_state()
+    # numpy() and tobytes() would take twice as long.
+    return ctypes.string_at(state.data_ptr(), state.nbytes)
+
+
+def _cut(state: bytes) -> Pieces:
     head, tail = state[: _TORCH_WORDS.start], state[_TORCH_WORDS.stop :]
     return {"head": head, "words": state[_TORCH_WORDS], "tail": tail}
+
+
+def _read_torch() -> Pieces:
+    return _cut(_whole())
 
 
 def _write_torch(pieces: Mapping[str, Any]) -> None:

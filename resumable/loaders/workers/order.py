@@ -130,13 +130,15 @@ class Order:
         self._loader = loader
         self._keeps_draws = keeps_draws
         self._is_batched = loader.batch_sampler is not None
+        self._batch_size = loader.batch_size or 0
         self._sampler: Any = loader.batch_sampler if self._is_batched else loader.sampler
         self._is_stream = isinstance(loader.dataset, IterableDataset)
         samplers = (loader.sampler, loader.batch_sampler)
         # The count of one that counts is that of the whole pass as it ends: loaded, it would be empty.
         self._stateful: list[Any] = [s for s in samplers if is_stateful(s) and not counts_its_samples(s)]
         self.counters = Counters("sampler", self._sampler, is_run_again=True)
-        self._may_draw_late = not draws_at_once(self._sampler)
+        self._logs_draws = not (self._is_stream or draws_at_once(self._sampler))
+        """Whether the sampler may draw after its first batch."""
         self._generators = generators
         self.deal = resharding.deal(loader)
         # With in_order=False a batch may overtake one that was requested earlier.
@@ -217,7 +219,10 @@ class Order:
 
     def came_out(self, number: int | None = None) -> Pulled | None:
         """Note that a batch has come out of the loader: that of a number, or the oldest."""
-        for pulled in self.on_its_way:
+        on_its_way = self.on_its_way
+        if on_its_way and (number is None or on_its_way[0].number == number):
+            return on_its_way.popleft()
+        for pulled in on_its_way:
             if number is None or pulled.number == number:
                 self.on_its_way.remove(pulled)
                 return pulled
@@ -301,8 +306,7 @@ class Order:
     def pull(self, inner: Iterator[Any]) -> Any:
         """Return the indices of the next batch; StopIteration if there is none."""
         # After the first two batches most samplers show nothing new.
-        is_plain = self.pulled > 1 and self._seeded_epoch is None
-        is_plain = is_plain and (self._is_stream or not self._may_draw_late)
+        is_plain = self.pulled > 1 and self._seeded_epoch is None and not self._logs_draws
         indices = next(inner, _END) if is_plain else self._ask(inner)
         if indices is _END:
             # A sampler may draw again as it ends.
@@ -311,16 +315,18 @@ class Order:
             raise StopIteration
         pulled = self._numbered(indices)
         self.on_its_way.append(pulled)
-        self.sent = pulled.number
-        return pulled.indices if self._seeded_epoch is None else self.placed(pulled)
+        if self._seeded_epoch is not None:
+            return self.placed(pulled)
+        self.sent, _, _, indices = pulled
+        return indices
 
     def _ask(self, inner: Iterator[Any]) -> Any:
         """Ask the sampler for a batch, and look for counters that this changes in it."""
         self.kept = None
         self.counters.before_batch(self.pulled)
         # The draws for the first batch may be those of the whole order.
-        is_plain = self._is_stream or not self.pulled or not self._may_draw_late
-        indices = next(inner, _END) if is_plain else self._ask_logged(inner)
+        is_logged = self._logs_draws and self.pulled
+        indices = self._ask_logged(inner) if is_logged else next(inner, _END)
         self.counters.after_batch(self.pulled)
         return indices
 
@@ -344,14 +350,17 @@ class Order:
         return next(inner, _END)
 
     def _numbered(self, indices: Any) -> Pulled:
-        if self._is_batched and not hasattr(indices, "__len__"):
-            indices = list(indices)
-        samples = len(indices) if self._is_batched else 1
-        pulled = Pulled(self.pulled, self._samples + self.deal.rank, samples, indices)
-        # After a short batch the sampler has ended.
-        self._is_short = self._is_batched and samples < (self._loader.batch_size or 0)
-        self.pulled, self._samples = self.pulled + 1, self._samples + samples * self.deal.shards
-        return pulled
+        samples, deal = 1, self.deal
+        if self._is_batched:
+            if type(indices) is not list and not hasattr(indices, "__len__"):
+                indices = list(indices)
+            samples = len(indices)
+            # After a short batch the sampler has ended.
+            self._is_short = samples < self._batch_size
+        number, before = self.pulled, self._samples
+        self.pulled, self._samples = number + 1, before + samples * deal.shards
+        # Not by its own constructor, which is a function of Python.
+        return tuple.__new__(Pulled, (number, before + deal.rank, samples, indices))
 
     def placed(self, pulled: Pulled) -> Any:
         """Return the indices as they are sent: each with its place in the epoch, if that seeds it."""

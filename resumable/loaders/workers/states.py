@@ -23,6 +23,10 @@ the stream began, states of the data, and counters that no state has.
 A plain tuple: sending a class of ours would cost twice as much."""
 
 
+_MOST = 64
+"""Stamps that are kept before they are merged: the words of three generators in each are 10 KB."""
+
+
 @dataclass(frozen=True, slots=True)
 class Standing:
     """The state of one worker: all its stamps in one."""
@@ -43,15 +47,19 @@ class Standing:
     draws_late: bool = False
     """Whether the stream has drawn after its last batch, which is in no stamp."""
 
-    def after(self, stamped: Stamp) -> Standing:
-        """Return its state after one more batch."""
-        _, _, is_short, generators, began, data, _ = stamped
+    def after(self, stamps: Sequence[Stamp]) -> Standing:
+        """Return its state after these batches too."""
+        generators, began, data = worker_rng.merged(self.generators, {}), self.began, {**self.data}
+        for _, _, _, changed, begun, states, _ in stamps:
+            worker_rng.merge(generators, changed)
+            began = began if begun is None else begun
+            data |= states
         return Standing(
-            generators=worker_rng.merged(self.generators, generators) if generators else self.generators,
-            began=self.began if began is None else began,
-            data={**self.data, **data} if data else self.data,
-            is_short=is_short,
-            batches=self.batches + 1,
+            generators=generators,
+            began=began,
+            data=data,
+            is_short=stamps[-1][2],
+            batches=self.batches + len(stamps),
         )
 
     def renamed(self, now: Collection[str]) -> Standing:
@@ -77,6 +85,36 @@ class Standing:
     def restored(cls, saved: Mapping[str, Any]) -> Standing:
         """Return the state that `collect` returned."""
         return cls(**{**saved, "data": {name: freeze(state) for name, state in saved["data"].items()}})
+
+
+class Standings:
+    """The states of all workers, as the stamps that have come: few are ever asked for."""
+
+    def __init__(self, first: Mapping[int, Standing]) -> None:
+        self._first = first
+        self.stamps: list[Stamp] = []
+        """Those that have come since; only ever added to."""
+
+    def add(self, stamped: Stamp) -> Standings:
+        """Add a stamp; return what the next one is to be added to."""
+        self.stamps.append(stamped)
+        # The states of data may be large, and each stamp has them whole.
+        return Standings(self.at()) if stamped[5] or len(self.stamps) == _MOST else self
+
+    def put(self, worker: int, standing: Standing) -> Standings:
+        """Return these with another state of one worker."""
+        return Standings({**self.at(), worker: standing})
+
+    def at(self, count: int = _MOST) -> dict[int, Standing]:
+        """Return the states after that many of the stamps."""
+        by_worker: dict[int, list[Stamp]] = {}
+        for stamped in self.stamps[:count]:
+            by_worker.setdefault(stamped[0], []).append(stamped)
+        now = {worker: self._of(worker).after(stamps) for worker, stamps in by_worker.items()}
+        return {**self._first, **now}
+
+    def _of(self, worker: int) -> Standing:
+        return self._first.get(worker) or Standing()
 
 
 class Start(NamedTuple):

@@ -13,9 +13,11 @@ from multiprocessing import resource_tracker, util
 from typing import Any, Protocol
 
 from torch._utils import ExceptionWrapper
+from torch.autograd import profiler
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import (
     _BaseDataLoaderIter,
+    _DatasetKind,
     _MultiProcessingDataLoaderIter,
     _SingleProcessDataLoaderIter,
 )
@@ -136,10 +138,29 @@ _PATIENCE = 5
 """Seconds for a worker to end as the process exits."""
 
 
+class _Unlabelled(_BaseDataLoaderIter):
+    """An iterator whose batches have torch's label in a profile, and only there.
+
+    To make the label takes longer than all that is done here with a batch.
+    """
+
+    def __next__(self) -> Any:
+        is_stream = self._dataset_kind != _DatasetKind.Map
+        if profiler._is_profiler_enabled or is_stream or self._sampler_iter is None:
+            return super().__next__()
+        batch: Any = self._next_data()
+        self._num_yielded += 1
+        return batch
+
+
+class _Here(_Unlabelled, _SingleProcessDataLoaderIter):
+    pass
+
+
 def in_process(view: DataLoader[Any]) -> Iterator[Any]:
     """Return an iterator over stamped batches that are loaded in this process."""
-    # The class of the view may make iterators of its own, as torchdata's does.
-    return DataLoader._get_iterator(view)
+    # Not by the view, whose class may make iterators of its own, as torchdata's does.
+    return _Here(view)
 
 
 def copied(loader: DataLoader[Any]) -> DataLoader[Any]:
@@ -267,7 +288,14 @@ class _WatchedWorkers(Watched, _MultiProcessingDataLoaderIter):
     pass
 
 
-class Workers(_MultiProcessingDataLoaderIter):
+_Torchs = _MultiProcessingDataLoaderIter  # by name: at every batch, `super()` takes longer
+
+
+def _ended(*_: object) -> Any:
+    raise StopIteration
+
+
+class Workers(_Unlabelled, _MultiProcessingDataLoaderIter):
     """An iterator over batches from workers, which reports the state of each."""
 
     def __new__(cls, *args: Any) -> Workers:
@@ -294,6 +322,7 @@ class Workers(_MultiProcessingDataLoaderIter):
     def end(self) -> None:
         """End the workers; another thread that waits for a batch gets StopIteration."""
         self._has_ended = True
+        self._next_data = self._try_get_data = _ended  # type: ignore[method-assign]
         self._shutdown_workers()
 
     def _shutdown_workers(self) -> None:
@@ -304,17 +333,6 @@ class Workers(_MultiProcessingDataLoaderIter):
     def processes(self) -> set[int | None]:
         """Return the process ids of the workers."""
         return {worker.pid for worker in self._workers}
-
-    def _next_data(self) -> Any:
-        if self._has_ended:
-            raise StopIteration
-        return super()._next_data()  # type: ignore[no-untyped-call]
-
-    def _try_get_data(self, *timeout: float) -> tuple[bool, Any]:
-        found: tuple[bool, Any] = super()._try_get_data(*timeout)  # type: ignore[no-untyped-call]
-        if self._has_ended and not found[0]:
-            raise StopIteration
-        return found
 
     def begin_epoch(self, view: DataLoader[Any]) -> None:
         """Begin another epoch with the same workers."""
@@ -344,12 +362,18 @@ class Workers(_MultiProcessingDataLoaderIter):
             self._observer.ran_out(data.worker_id)
 
     def _get_data(self) -> Any:
-        number, data = super()._get_data()  # type: ignore[no-untyped-call]
+        try:
+            found = _Torchs._get_data(self)  # type: ignore[no-untyped-call]
+        except RuntimeError:
+            if self._has_ended:  # while it waited, with a timeout
+                raise StopIteration from None
+            raise
+        number, data = found
         if self._is_draining:
             self._report_lost(data)
         if isinstance(data, ExceptionWrapper) and number in self._task_info:
             self._failed_by[id(data)] = self._task_info[number][0]
-        return number, data
+        return found
 
     def _try_put_index(self) -> None:
         if self._send_idx == 0 and not self._given:
@@ -360,14 +384,17 @@ class Workers(_MultiProcessingDataLoaderIter):
                 next(self._worker_queue_idx_cycle)
             self._turn = 0
         sent = self._send_idx
-        super()._try_put_index()
+        _Torchs._try_put_index(self)
         if self._send_idx > sent:
             self._given[self._task_info[sent][0]].append(self._order.sent)
 
     def _process_data(self, data: Any, *worker: int) -> Any:
-        is_error = not isinstance(data, (tuple, list))
-        stamp = None if is_error else data[1]
-        by = stamp[0] if stamp else self._failed_by.pop(id(data), None)
-        number = self._given[by].popleft() if by is not None else None
-        self._observer.came_out(stamp, number, by)
-        return super()._process_data(data if is_error else data[0], *worker)  # type: ignore[no-untyped-call]
+        if isinstance(data, (tuple, list)):
+            data, stamp = data
+            by = stamp[0]
+            self._observer.came_out(stamp, self._given[by].popleft(), by)
+        else:
+            by = self._failed_by.pop(id(data), None)
+            number = self._given[by].popleft() if by is not None else None
+            self._observer.came_out(None, number, by)
+        return _Torchs._process_data(self, data, *worker)  # type: ignore[no-untyped-call]

@@ -150,7 +150,13 @@ class Worker:
         return {"dataset": self._dataset, "collate_fn": self._collate, "extra": self._own}
 
     def _changed_data(self) -> dict[str, Any]:
-        states = self._stream.state() if self._stream else states_of(self._parts())
+        if self._stream is not None:
+            states = self._stream.state()
+        elif hasattr(self._dataset, "state_dict") or hasattr(self._collate, "state_dict"):
+            states = states_of(self._parts())
+        else:
+            # Most loaders: with every batch, each call counts.
+            return {}
         frozen = {name: freeze(state) for name, state in states.items()}
         changed = {name: state for name, state in frozen.items() if self._sent.get(name) != state}
         self._sent |= changed
