@@ -13,7 +13,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Collection, Iterator, Sequence
-from multiprocessing import RawValue, util
+from multiprocessing import sharedctypes, util
 from types import FrameType
 from typing import Any
 
@@ -190,7 +190,7 @@ class _Flag:
     def __reduce__(self) -> Any:
         # A shared value needs a file, so it is created only when one is needed.
         if self._sent is None:
-            self._sent = RawValue(ctypes.c_bool, self.value)
+            self._sent = sharedctypes.RawValue(ctypes.c_bool, self.value)
         return _identity, (self._sent,)
 
 

@@ -272,13 +272,6 @@ def test_a_remembered_header_hides_no_other_content() -> None:
     assert [slot.name for slot in tensor_file.read_header(header, size)] == ["a"]
 
 
-def test_what_a_caller_does_to_the_slots_is_not_remembered() -> None:
-    header = made({"a": entry()})
-    tensor_file.read_header(header, len(header) + 8).clear()
-
-    assert [slot.name for slot in tensor_file.read_header(header, len(header) + 8)] == ["a"]
-
-
 def test_four_headers_are_remembered_and_none_of_more_than_2_mib() -> None:
     remembered = tensor_file._remembered
     for length in range(1, 9):

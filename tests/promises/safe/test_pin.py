@@ -30,7 +30,7 @@ from resumable import (
     load_weights,
 )
 from resumable.cli import app
-from resumable.files import disk, file_reader, large_files, tensor_file
+from resumable.files import block_queue, disk, file_reader, large_files, tensor_file
 from resumable.run import manifest
 from resumable.run.checkpoint import Checkpoint, open_checkpoint
 
@@ -196,7 +196,7 @@ class Weak:
 def weak(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files are vouched for by what can be forged: only what is pinned is certain then."""
     weak = SimpleNamespace(xxh3_128=Weak, xxh3_128_digest=lambda _: bytes(16))
-    for module in (file_reader, large_files):
+    for module in (file_reader, large_files, block_queue):
         monkeypatch.setattr(module, "xxhash", weak)
 
 
