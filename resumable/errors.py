@@ -288,7 +288,7 @@ def warn(text: str) -> None:
     """Warn at the line of the script that called the library."""
     text = printable(text)
     level, frame = 2, sys._getframe(1)
-    while frame.f_back and _top(frame) in (__package__, "torch"):
+    while frame.f_back and _top(frame) in (__package__, "torch", "contextlib"):
         level, frame = level + 1, frame.f_back
     if frame.f_globals.get("__name__") in ("threading", "weakref"):
         # In a background thread or at exit, no line of the script is on the stack.

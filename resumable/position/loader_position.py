@@ -293,9 +293,7 @@ class LoaderPosition(EpochPlace):
 
     def load_in_hand(self, batches: Iterator[Any], lap: int) -> tuple[Any, Any]:
         """Load the next batch into the training's hand; return it, and its digest if there is a trace."""
-        # `with` would take twice as long.
-        self.lock.acquire()
-        try:
+        with self.lock:
             if self.draws.live is not None:
                 self.draws.catch_up()
             batch = self._next(batches)
@@ -308,8 +306,6 @@ class LoaderPosition(EpochPlace):
             self.in_hand = InHand(size, self._mark, None, self.training.updates)
             self._mark = mark
             return batch, found
-        finally:
-            self.lock.release()
 
     def load(self, batches: Iterator[Any], lap: int) -> Any:
         """Load the next batch, for the training to have it later."""

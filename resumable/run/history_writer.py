@@ -61,6 +61,8 @@ class History:
         self._marks: dict[int, bool] = {}
         self._replaced: set[int] = set()
         self._has_warned = False
+        self._is_summed_up = True
+        """Whether every checkpoint that was made since the start has its line."""
         self.last_took: tuple[float | None, float] | None = None
         """The cost of the last save of earlier attempts: seconds lost, if known, and until durable."""
         self.wrote: Sequence[Json] = ()
@@ -97,9 +99,11 @@ class History:
         """Read as little as a start that continues from a checkpoint needs."""
         found = scan_end(self._run.path)
         with contextlib.suppress(ResumableError):
-            is_known = (self._run.highest() or 0) <= found.highest
-            if found.before and is_known and came_from is not None and came_from == found.stands_on:
-                return found
+            if found.before and came_from is not None and came_from == found.stands_on:
+                # A number without a line: its save failed after the commit, or its process was killed.
+                has_all = found.highest == found.before.highest + len(found.parents)
+                if has_all and (self._run.highest() or 0) <= found.highest:
+                    return found
         return self._read_all()
 
     def _read_all(self) -> Scan:
@@ -123,6 +127,7 @@ class History:
         with self._guard:
             if self.attempt is None:
                 return
+            self._is_summed_up &= about.number == self.highest + 1
             if about.number in (range(self.highest + 1) if self._parents is None else self._parents):
                 # The folder has lost its newest checkpoints: this is another one of the same number.
                 self._replaced.add(about.number)
@@ -168,6 +173,7 @@ class History:
 
     def pulled(self, number: int, origin: str, *, size: int, seconds: float) -> None:
         """Note that a checkpoint was pulled from a remote."""
+        self._is_summed_up = False
         self._moved("pull", number=number, origin=origin, size=size, seconds=_rounded(seconds))
 
     def _moved(self, event: str, **about: Json) -> None:
@@ -189,7 +195,8 @@ class History:
 
     def _end(self, event: str, **about: Json) -> Line:
         """Return a line from which on the next start reads."""
-        known = Summary(self.highest, self._branch, self._last, self._skipped, self.last_took)
+        stands_on = self._branch if self._is_summed_up else None
+        known = Summary(self.highest, stands_on, self._last, self._skipped, self.last_took)
         return self._line(event, **about, **{history_summary.KEY: known.to_json()})
 
     def _unknown(self) -> Iterator[Manifest]:

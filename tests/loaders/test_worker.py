@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -326,6 +327,21 @@ def test_standings_at_a_mark_are_those_of_the_stamps_before_it(data: dict[str, A
 
     assert [at.at(count) for at, count in marks] == expected[1:]
     assert max(count for _, count in marks) == (0 if data else 63)
+
+
+def test_a_merge_of_stamps_that_was_interrupted_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    standings, after = Standings({}), Standing.after
+    for number in range(63):
+        standings = standings.add(stamp(number, {}))
+    monkeypatch.setattr(Standing, "after", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        standings.add(stamp(63, {}))
+    monkeypatch.setattr(Standing, "after", after)
+
+    standings = standings.add(stamp(64, {}))
+
+    assert standings.stamps == []
+    assert [one.batches for one in standings.at().values()] == [33, 32]
 
 
 class Plain(IterableDataset[Any]):

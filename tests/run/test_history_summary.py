@@ -93,6 +93,34 @@ def test_after_a_kill_the_saves_since_the_start_count(trained: Run) -> None:
     assert history.read(trained.path)[-1]["previous"] == {"attempt": 2, "how": history.NO_EXIT, "last": 6}
 
 
+@pytest.mark.parametrize("how", ["closed", "killed"])
+def test_a_save_that_failed_after_its_commit_gets_its_line(trained: Run, how: str) -> None:
+    found = begun(trained)
+    commit(trained, 6, 5)
+    save(found, trained, 7, 5)
+    if how == "closed":
+        found.ended("closed", epoch=1, batch=2, step=7)
+
+    begun(trained, 7)
+
+    numbers = [line["number"] for line in history.read(trained.path) if history.is_save(line)]
+    assert numbers == [1, 2, 3, 4, 5, 7, 6]
+
+
+def test_a_checkpoint_that_is_pulled_in_a_training_gets_its_line(trained: Run) -> None:
+    found = begun(trained)
+    save(found, trained, 7, 5)
+    found.ended("closed", epoch=1, batch=2, step=7)
+    found = begun(trained, 7)
+    commit(trained, 6, 5)
+    found.pulled(6, "s3://bucket/exp", size=7, seconds=0.5)
+    found.ended("closed", epoch=1, batch=2, step=7)
+
+    begun(trained, 7)
+
+    assert 6 in [line["number"] for line in history.read(trained.path) if history.is_save(line)]
+
+
 def test_a_start_elsewhere_reads_everything_and_marks_what_it_leaves(trained: Run) -> None:
     begun(trained, 2)
 

@@ -1227,6 +1227,15 @@ def test_a_warning_points_at_the_line_of_the_script(run_dir: Path) -> None:
     assert [warning.filename for warning in told] == [__file__]
 
 
+def test_a_warning_of_a_load_points_at_the_line_of_the_script(run_dir: Path) -> None:
+    unordered = DataLoader(range(4), num_workers=1, in_order=False)
+
+    with pytest.warns(ResumableWarning) as told, RunState.load(run_dir, loader=unordered):
+        pass
+
+    assert {warning.filename for warning in told} == {__file__}
+
+
 @pytest.mark.parametrize("given", [["acc"], True])
 def test_a_goal_that_is_no_name_is_refused(run_dir: Path, given: Any) -> None:
     with pytest.raises(UsageError, match="is not the name of a metric"):

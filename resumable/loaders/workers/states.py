@@ -99,14 +99,14 @@ class Standings:
         """Add a stamp; return what the next one is to be added to."""
         self.stamps.append(stamped)
         # The states of data may be large, and each stamp has them whole.
-        return Standings(self.at()) if stamped[5] or len(self.stamps) == _MOST else self
+        return Standings(self.at()) if stamped[5] or len(self.stamps) >= _MOST else self
 
     def put(self, worker: int, standing: Standing) -> Standings:
         """Return these with another state of one worker."""
         return Standings({**self.at(), worker: standing})
 
-    def at(self, count: int = _MOST) -> dict[int, Standing]:
-        """Return the states after that many of the stamps."""
+    def at(self, count: int | None = None) -> dict[int, Standing]:
+        """Return the states after that many of the stamps, or after all."""
         by_worker: dict[int, list[Stamp]] = {}
         for stamped in self.stamps[:count]:
             by_worker.setdefault(stamped[0], []).append(stamped)
