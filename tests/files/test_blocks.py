@@ -674,6 +674,17 @@ def test_a_share_is_never_taken_for_a_file(tmp_path: Path) -> None:
     assert not (tmp_path / "file").exists()
 
 
+@pytest.mark.usefixtures("small")
+def test_a_file_is_not_compared_with_a_share_of_it(tmp_path: Path) -> None:
+    large_files.create(tmp_path / "parent", len(DATA))
+    before = put(tmp_path / "parent", Content(DATA[:1000], size=len(DATA)))
+
+    written = put(tmp_path / "file", Content(DATA, None, before))
+
+    assert (tmp_path / "file").read_bytes() == DATA
+    assert written.digest == digest_of(DATA)
+
+
 # Several files
 
 
