@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import gc
 import hashlib
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -188,3 +192,26 @@ def test_after_an_interrupt_no_thread_reads_on(
         file_reader.scan_files(tmp_path, files)
 
     assert threading.active_count() == running
+
+
+class Memory(bytearray):
+    """Memory of which a test can know whether it was freed."""
+
+
+def test_an_error_leaves_no_cycle_that_keeps_what_was_read(
+    tmp_path: Path, files: list[tuple[Scan, str]]
+) -> None:
+    def failing(lane: Lane, at: int, piece: memoryview) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    held, (scan, digest) = Memory(17), files[0]
+    freed, targets = weakref.ref(held), [Target(0, 17, memoryview(held)), Target(17, 40, None, failing)]
+    del held
+    gc.disable()
+    try:
+        with contextlib.suppress(CheckpointDamaged):
+            file_reader.scan_files(tmp_path, [(scan._replace(targets=targets), digest), *files[1:]])
+        del targets
+        assert freed() is None
+    finally:
+        gc.enable()
