@@ -195,7 +195,8 @@ def _share(do: Callable[[T], object], jobs: Sequence[T], threads: int) -> None:
             if one.is_alive():
                 one.join()
     if errors:
-        error = errors[0]
+        # An interrupt is no damage that another checkpoint could make good.
+        error = next((one for one in errors if not isinstance(one, Exception)), errors[0])
         # Its traceback holds this frame and all that was read: a cycle would keep that until a collection.
         errors.clear()
         try:
