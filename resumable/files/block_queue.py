@@ -49,8 +49,10 @@ class _Queue:
         started = []
         try:
             for thread in threads:
-                thread.start()
-                started.append(thread)
+                # Where the system refuses a thread, those that there are do all.
+                with contextlib.suppress(RuntimeError):
+                    thread.start()
+                    started.append(thread)
             self._work()
         except BaseException as exc:
             self._errors.append(exc)

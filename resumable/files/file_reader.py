@@ -180,11 +180,15 @@ def _share(do: Callable[[T], object], jobs: Sequence[T], threads: int) -> None:
             failed.set()
 
     others = [threading.Thread(target=work) for _ in range(min(threads, len(jobs)) - 1)]
+    started = []
     try:
         for one in others:
-            one.start()
+            # Where the system refuses a thread, those that there are do all.
+            with contextlib.suppress(RuntimeError):
+                one.start()
+                started.append(one)
         work()
-        for one in others:
+        for one in started:
             one.join()
     except BaseException as exc:
         # An interrupt: none of the others may write into a live tensor after it.

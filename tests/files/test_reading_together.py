@@ -237,3 +237,20 @@ def test_an_interrupt_comes_before_the_error_of_another_thread(
     monkeypatch.setattr(file_reader, "_preadv", failing)
     with pytest.raises(KeyboardInterrupt):
         file_reader.scan_files(tmp_path, files)
+
+
+@pytest.mark.parametrize("most", [0, 1])
+@pytest.mark.parametrize("small", [3], indirect=True)
+def test_files_are_read_where_threads_cannot_be_started(
+    tmp_path: Path, files: list[tuple[Scan, str]], monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    real, calls = threading.Thread.start, iter(range(9))
+
+    def refused(thread: threading.Thread) -> None:
+        if next(calls) >= most:
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    file_reader.scan_files(tmp_path, files)
+    assert is_filled(files)
