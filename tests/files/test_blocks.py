@@ -10,6 +10,7 @@ import math
 import mmap
 import os
 import secrets
+import signal
 import socket
 import stat
 import tempfile
@@ -796,6 +797,27 @@ def test_a_file_is_written_where_no_thread_can_be_started(
 
     assert (tmp_path / "file").read_bytes() == DATA
     assert written.digest == digest_of(DATA)
+
+
+def test_after_an_interrupt_at_the_start_of_a_thread_none_writes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, running = threading.Thread.start, threading.active_count()
+
+    def interrupted(thread: threading.Thread) -> None:
+        real(thread)
+        signal.raise_signal(signal.SIGINT)
+
+    def slow(fd: int, data: memoryview, at: int) -> int:
+        time.sleep(0.05)
+        return os.pwrite(fd, data, at)
+
+    monkeypatch.setattr(large_files, "_pwrite", slow)
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with sized(Sizes(threads=2)), pytest.raises(KeyboardInterrupt):
+        put(tmp_path / "file", Content(DATA))
+
+    assert threading.active_count() == running
 
 
 # What has not changed
