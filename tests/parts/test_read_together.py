@@ -230,6 +230,18 @@ def test_copies_are_of_the_moment_and_in_memory_of_their_own() -> None:
     assert not any(one.requires_grad for one in found().values())
 
 
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (0, 3)])
+def test_copies_of_one_shape_are_no_views_of_one_memory(shape: tuple[int, ...]) -> None:
+    live = {name: torch.full(shape, float(number)) for number, name in enumerate("abc")}
+
+    found = copies.taken(live)()
+
+    for name, one in found.items():
+        assert torch.equal(one, live[name])
+        assert not one._is_view()
+        assert one.untyped_storage().nbytes() == one.nbytes
+
+
 def stepped(seed: int) -> tuple[nn.Linear, torch.optim.Adam]:
     torch.manual_seed(seed)
     model = nn.Linear(4, 4)
