@@ -88,6 +88,24 @@ def test_an_object_that_keeps_its_state_gets_tensors_of_their_own(run_dir: Path,
             assert one._base is None
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("dtype", [torch.complex128, torch.complex32], ids=str)
+@pytest.mark.parametrize("size", [3, 9000], ids=["small", "large"])
+def test_tensors_of_a_rare_dtype_are_no_views_either(run_dir: Path, dtype: torch.dtype, size: int) -> None:
+    first = Tensors(1)
+    first.held = {name: torch.full((2, size), 1 + 2j, dtype=dtype) for name in "abc"}
+    with RunState.load(run_dir, extra={"tensors": first}) as state:
+        state.save()
+    for seed in (2, 3):
+        resumed = Tensors(seed)
+        with RunState.load(run_dir, extra={"tensors": resumed}) as state:
+            state.save()
+        for name, one in resumed.held.items():
+            assert one.view(torch.uint8).tolist() == first.held[name].view(torch.uint8).tolist()
+            assert not one._is_view()
+            assert one.untyped_storage().nbytes() == one.nbytes
+
+
 class Copying(Tensors):
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         for name, one in self.held.items():
