@@ -101,8 +101,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # Modules are no garbage, and to look for some among all that torch has made takes as long as they do.
     is_enabled = gc.isenabled()
-    gc.disable()
     try:
+        gc.disable()
         return getattr(import_module(_LAZY[name], __name__), name)
     finally:
         if is_enabled:

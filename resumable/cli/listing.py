@@ -40,8 +40,8 @@ def declare(commands: Any) -> None:
 def _ls(given: argparse.Namespace) -> int:
     # Many rows and no cycles: looking for garbage among them takes a tenth of the time.
     is_enabled = gc.isenabled()
-    gc.disable()
     try:
+        gc.disable()
         return _list(given)
     finally:
         if is_enabled:

@@ -46,18 +46,20 @@ class _Queue:
         # Small files take longer to be flushed than to be written, and are flushed one after the other.
         others = min(_WRITERS - 1, len(self._blocks) - len(self.files))
         threads = [threading.Thread(target=self._work, name="resumable-writer") for _ in range(others)]
-        started = []
         try:
             for thread in threads:
-                thread.start()
-                started.append(thread)
+                # Where the system refuses a thread, those that there are do all.
+                with contextlib.suppress(RuntimeError):
+                    thread.start()
             self._work()
         except BaseException as exc:
             self._errors.append(exc)
             raise
         finally:
-            for thread in started:
-                thread.join()
+            # One that was interrupted at its start runs, too.
+            for thread in threads:
+                if thread.is_alive():
+                    thread.join()
             with contextlib.ExitStack() as closing:
                 for file in self.files:
                     closing.callback(file.abandon)

@@ -276,7 +276,8 @@ def _as_dtype(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     # One that was never in a file still has its own dtype.
     if stored.dtype == dtype:
         return stored
-    return viewed(stored.reshape(-1), dtype).reshape(stored.shape[:-1])
+    # Not a view for autograd: it may be handed over as it is.
+    return viewed(stored.reshape(-1), dtype).reshape(stored.shape[:-1]).data
 
 
 def tensor_facts(tree: Json) -> dict[str, dict[str, Json]]:

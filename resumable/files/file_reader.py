@@ -167,33 +167,46 @@ def _digests(
 
 def _share(do: Callable[[T], object], jobs: Sequence[T], threads: int) -> None:
     """Do all jobs, in this thread and others; the first error stops them all."""
-    left, errors = iter(jobs), list[BaseException]()
+    left, errors, failed = iter(jobs), list[BaseException](), threading.Event()
 
     def work() -> None:
         try:
             for job in left:
-                if errors:
+                if failed.is_set():
                     break
                 do(job)
         except BaseException as exc:
             errors.append(exc)
+            failed.set()
 
     others = [threading.Thread(target=work) for _ in range(min(threads, len(jobs)) - 1)]
+    started = []
     try:
         for one in others:
-            one.start()
+            # Where the system refuses a thread, those that there are do all.
+            with contextlib.suppress(RuntimeError):
+                one.start()
+                started.append(one)
         work()
-        for one in others:
+        for one in started:
             one.join()
     except BaseException as exc:
         # An interrupt: none of the others may write into a live tensor after it.
         errors.append(exc)
+        failed.set()
     finally:
         for one in others:
             if one.is_alive():
                 one.join()
     if errors:
-        raise errors[0]
+        # An interrupt is no damage that another checkpoint could make good.
+        error = next((one for one in errors if not isinstance(one, Exception)), errors[0])
+        # Its traceback holds this frame and all that was read: a cycle would keep that until a collection.
+        errors.clear()
+        try:
+            raise error
+        finally:
+            del error
 
 
 class _Lanes(threading.local):

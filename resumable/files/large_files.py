@@ -132,8 +132,10 @@ class Content:
     def before(self) -> Written | None:
         """The file of the last save, if this may be a link to it."""
         before = self._before
+        # A share has no identity, and the digests of its own blocks only.
+        is_whole = before and before.identity and not self.is_share
         is_alike = before and before.size == self.size and before.size >= _WORTH_A_LINK
-        return before if is_alike and not self.is_share else None
+        return before if is_whole and is_alike else None
 
 
 class Written(NamedTuple):

@@ -54,8 +54,9 @@ def no_garbage_collection() -> Iterator[None]:
     that takes longer than everything else.
     """
     was_on = gc.isenabled()
-    gc.disable()
     try:
+        # Not before: an interrupt between the two would leave it off.
+        gc.disable()
         yield
     finally:
         if was_on:

@@ -72,10 +72,14 @@ def taken(tensors: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
     def copies() -> dict[str, Tensor]:
         found = dict(apart)
         for names, row in rows:
-            found.update(zip(names, row.unbind(), strict=True))
+            # Each in memory of its own: what takes them may keep them.
+            found.update(zip(names, _UNBIND_COPY(row), strict=True))
         return found
 
     return copies
+
+
+_UNBIND_COPY: Any = torch.unbind_copy  # its type says that it returns nothing
 
 
 def _room(device: torch.device) -> int:

@@ -136,7 +136,7 @@ class Choice(Generic[T]):
                     raise
                 # Warn of each: every skipped checkpoint is lost training.
                 warn(f"{exc.problem} It is skipped; an older checkpoint is used.")
-                last = exc
+                last = _without_frames(exc)
         if last is None:
             raise _missing(self.catalog.folder.parent)
         if isinstance(last, RemoteError):
@@ -194,6 +194,15 @@ class Choice(Generic[T]):
             fix="say which metric decides (maximize= or minimize=) and give it to save().",
             command=f"name another: `resumable ls {self.run}` shows the numbers and the metrics.",
         )
+
+
+def _without_frames(error: ResumableError) -> ResumableError:
+    """Drop the tracebacks of an error and its causes: their frames hold the tensors that were read."""
+    one: BaseException | None = error
+    while one:
+        one.__traceback__ = None
+        one = one.__cause__ or one.__context__
+    return error
 
 
 def _those_last(last: Container[int], numbers: Iterable[int]) -> Iterator[int]:

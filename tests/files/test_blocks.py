@@ -10,6 +10,7 @@ import math
 import mmap
 import os
 import secrets
+import signal
 import socket
 import stat
 import tempfile
@@ -674,6 +675,17 @@ def test_a_share_is_never_taken_for_a_file(tmp_path: Path) -> None:
     assert not (tmp_path / "file").exists()
 
 
+@pytest.mark.usefixtures("small")
+def test_a_file_is_not_compared_with_a_share_of_it(tmp_path: Path) -> None:
+    large_files.create(tmp_path / "parent", len(DATA))
+    before = put(tmp_path / "parent", Content(DATA[:1000], size=len(DATA)))
+
+    written = put(tmp_path / "file", Content(DATA, None, before))
+
+    assert (tmp_path / "file").read_bytes() == DATA
+    assert written.digest == digest_of(DATA)
+
+
 # Several files
 
 
@@ -773,7 +785,7 @@ def test_a_way_that_is_refused_to_two_threads_at_once_falls_back(
 
 
 @pytest.mark.usefixtures("small")
-def test_a_thread_that_cannot_be_started_ends_the_write(
+def test_a_file_is_written_where_no_thread_can_be_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(thread: threading.Thread) -> None:
@@ -781,8 +793,31 @@ def test_a_thread_that_cannot_be_started_ends_the_write(
 
     monkeypatch.setattr(block_queue, "_WRITERS", 2)
     monkeypatch.setattr(threading.Thread, "start", refused)
-    with pytest.raises(RuntimeError, match="start new thread"):
+    written = put(tmp_path / "file", Content(DATA))
+
+    assert (tmp_path / "file").read_bytes() == DATA
+    assert written.digest == digest_of(DATA)
+
+
+def test_after_an_interrupt_at_the_start_of_a_thread_none_writes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, running = threading.Thread.start, threading.active_count()
+
+    def interrupted(thread: threading.Thread) -> None:
+        real(thread)
+        signal.raise_signal(signal.SIGINT)
+
+    def slow(fd: int, data: memoryview, at: int) -> int:
+        time.sleep(0.05)
+        return os.pwrite(fd, data, at)
+
+    monkeypatch.setattr(large_files, "_pwrite", slow)
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with sized(Sizes(threads=2)), pytest.raises(KeyboardInterrupt):
         put(tmp_path / "file", Content(DATA))
+
+    assert threading.active_count() == running
 
 
 # What has not changed

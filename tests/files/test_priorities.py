@@ -1,13 +1,19 @@
-"""A thread that no training waits for gives way to the training."""
+"""A thread gives way to the training, and the garbage collector is on again whatever happens."""
 
 from __future__ import annotations
 
+import argparse
+import gc
 import os
+import signal
 import threading
+from collections.abc import Callable
 
 import pytest
 
-from resumable.files.threads import yield_to_training
+import resumable
+from resumable.cli import listing
+from resumable.files.threads import no_garbage_collection, yield_to_training
 
 
 def priority() -> int:
@@ -37,3 +43,25 @@ def test_a_sandbox_that_forbids_to_give_way_is_no_error(monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "setpriority", forbidden)
 
     assert in_a_thread() == priority()
+
+
+@pytest.mark.parametrize(
+    "disabling",
+    [
+        no_garbage_collection()(lambda: None),
+        lambda: resumable.__getattr__("RunState"),
+        lambda: listing._ls(argparse.Namespace()),
+    ],
+    ids=["a load", "an import", "a listing"],
+)
+def test_an_interrupt_leaves_the_garbage_collector_on(
+    monkeypatch: pytest.MonkeyPatch, disabling: Callable[[], object]
+) -> None:
+    disable = gc.disable
+    monkeypatch.setattr(gc, "disable", lambda: (disable(), signal.raise_signal(signal.SIGINT)))
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            disabling()
+        assert gc.isenabled()
+    finally:
+        gc.enable()

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import gc
 import hashlib
 import os
+import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -188,3 +193,64 @@ def test_after_an_interrupt_no_thread_reads_on(
         file_reader.scan_files(tmp_path, files)
 
     assert threading.active_count() == running
+
+
+class Memory(bytearray):
+    """Memory of which a test can know whether it was freed."""
+
+
+def test_an_error_leaves_no_cycle_that_keeps_what_was_read(
+    tmp_path: Path, files: list[tuple[Scan, str]]
+) -> None:
+    def failing(lane: Lane, at: int, piece: memoryview) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    held, (scan, digest) = Memory(17), files[0]
+    freed, targets = weakref.ref(held), [Target(0, 17, memoryview(held)), Target(17, 40, None, failing)]
+    del held
+    gc.disable()
+    try:
+        with contextlib.suppress(CheckpointDamaged):
+            file_reader.scan_files(tmp_path, [(scan._replace(targets=targets), digest), *files[1:]])
+        del targets
+        assert freed() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("small", [3], indirect=True)
+def test_an_interrupt_comes_before_the_error_of_another_thread(
+    tmp_path: Path, files: list[tuple[Scan, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running, main_reads = threading.active_count(), threading.Event()
+
+    def failing(fd: int, buffers: list[memoryview], at: int) -> int:
+        if threading.current_thread() is not threading.main_thread():
+            main_reads.wait(20)
+            raise OSError(errno.EIO, "Input/output error")
+        main_reads.set()
+        while threading.active_count() > running:
+            time.sleep(0.001)
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("not interrupted")
+
+    monkeypatch.setattr(file_reader, "_preadv", failing)
+    with pytest.raises(KeyboardInterrupt):
+        file_reader.scan_files(tmp_path, files)
+
+
+@pytest.mark.parametrize("most", [0, 1])
+@pytest.mark.parametrize("small", [3], indirect=True)
+def test_files_are_read_where_threads_cannot_be_started(
+    tmp_path: Path, files: list[tuple[Scan, str]], monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    real, calls = threading.Thread.start, iter(range(9))
+
+    def refused(thread: threading.Thread) -> None:
+        if next(calls) >= most:
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    file_reader.scan_files(tmp_path, files)
+    assert is_filled(files)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -130,6 +131,18 @@ def test_colons_in_texts_and_keys_are_no_keys_that_come_twice() -> None:
     value = {"a": "cuda:0", "cuda:": [":", {"b:": "cuda:cuda:", "c": [{"d": 1}, []]}], "e": {}}
 
     assert strict_json.parse(json.dumps(value).encode()) == value
+
+
+def test_a_colon_in_a_text_does_not_double_the_memory() -> None:
+    def peak(value: str) -> int:
+        text = json.dumps([{"number": n, "more": [n], "text": value} for n in range(1000, 9000)]).encode()
+        tracemalloc.start()
+        strict_json.parse(text)
+        found = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return found
+
+    assert peak("a:b") < 1.3 * peak("a b")
 
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)

@@ -88,6 +88,24 @@ def test_an_object_that_keeps_its_state_gets_tensors_of_their_own(run_dir: Path,
             assert one._base is None
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("dtype", [torch.complex128, torch.complex32], ids=str)
+@pytest.mark.parametrize("size", [3, 9000], ids=["small", "large"])
+def test_tensors_of_a_rare_dtype_are_no_views_either(run_dir: Path, dtype: torch.dtype, size: int) -> None:
+    first = Tensors(1)
+    first.held = {name: torch.full((2, size), 1 + 2j, dtype=dtype) for name in "abc"}
+    with RunState.load(run_dir, extra={"tensors": first}) as state:
+        state.save()
+    for seed in (2, 3):
+        resumed = Tensors(seed)
+        with RunState.load(run_dir, extra={"tensors": resumed}) as state:
+            state.save()
+        for name, one in resumed.held.items():
+            assert one.view(torch.uint8).tolist() == first.held[name].view(torch.uint8).tolist()
+            assert not one._is_view()
+            assert one.untyped_storage().nbytes() == one.nbytes
+
+
 class Copying(Tensors):
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         for name, one in self.held.items():
@@ -228,6 +246,18 @@ def test_copies_are_of_the_moment_and_in_memory_of_their_own() -> None:
     assert found().keys() == then.keys()
     assert all(torch.equal(found()[name], one) for name, one in then.items())
     assert not any(one.requires_grad for one in found().values())
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (0, 3)])
+def test_copies_of_one_shape_are_no_views_of_one_memory(shape: tuple[int, ...]) -> None:
+    live = {name: torch.full(shape, float(number)) for number, name in enumerate("abc")}
+
+    found = copies.taken(live)()
+
+    for name, one in found.items():
+        assert torch.equal(one, live[name])
+        assert not one._is_view()
+        assert one.untyped_storage().nbytes() == one.nbytes
 
 
 def stepped(seed: int) -> tuple[nn.Linear, torch.optim.Adam]:

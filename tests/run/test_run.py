@@ -8,6 +8,7 @@ import os
 import shutil
 import socket
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime
@@ -29,6 +30,7 @@ from resumable import (
     SaveFailed,
     UsageError,
 )
+from resumable.files import disk
 from resumable.files.large_files import Content
 from resumable.run import checkpoint, manifest
 from resumable.run.checkpoint import Checkpoint
@@ -628,6 +630,29 @@ def test_damage_is_named_and_the_newest_intact_one_is_used(
     with pytest.raises(CheckpointDamaged, match=f"{path.name} is damaged: {name}"):
         _choose(run, 3)
     assert _choose(run, 2) == (2, b"weights 2")
+
+
+class _Memory(bytearray):
+    """Memory of which a test can know whether it was freed."""
+
+
+def test_memory_of_a_refused_checkpoint_is_freed_before_the_next_is_read(run: Run) -> None:
+    refused = list[weakref.ref[_Memory]]()
+
+    def fail() -> None:
+        refused.append(weakref.ref(memory := _Memory(9)))
+        raise OSError(errno.EIO, f"Input/output error after {len(memory)} bytes")
+
+    def read(found: Checkpoint) -> int:
+        assert not any(one() for one in refused)
+        try:
+            return 1 if found.about.number == 1 else fail() or 0
+        except OSError as exc:
+            raise disk.unread(found.path, "model.safetensors", exc) from exc
+
+    with pytest.warns(ResumableWarning, match="after 9 bytes"):
+        assert run.choose("auto", read) is not None
+    assert len(refused) == 2
 
 
 @pytest.mark.proves("noticed")
