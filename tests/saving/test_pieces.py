@@ -389,6 +389,30 @@ def test_a_step_does_not_wait_for_one_that_was_interrupted_as_it_ended() -> None
     assert not second.is_alive()
 
 
+def test_an_interrupted_start_of_the_copying_thread_waits_for_its_end(
+    go: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, start = three(), threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            training.take()
+    settling = threading.Thread(target=training.image.settle)
+    settling.start()
+    settling.join(0.05)
+    assert settling.is_alive(), "the thread has not ended"
+    go.set()
+    settling.join(20)
+    training.step()
+
+    assert values(training.take()) == training.values()
+
+
 def test_a_step_waits_for_the_save_that_a_handler_makes_while_it_copies(
     go: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
