@@ -151,7 +151,7 @@ class Saving:
                 self._crew.compare(groups, self._parts.differing())
             mine = self._crew.share(partial(self._image.sizes, groups), self._image.headers)
             taken = self._image.take(groups, mine, self.files.settled)
-        self._warn_of_slow_copies(taken)
+        self.preparation.warn_of_slow_copies(self._image, taken)
         self._place = counters = self._position.counters()
         about = self._describe(number, metrics or {}, kinds, counters)
         self.number = self.parent = number
@@ -163,22 +163,6 @@ class Saving:
         # While the disk writes, the training may need the memory of tensors that it has dropped.
         texts = {stem: replace(tree, tensors={}) for stem, tree in trees.items()}
         return _Save(about, why, interval, texts, taken, durable_after, before, owner)
-
-    def _warn_of_slow_copies(self, taken: Snapshot) -> None:
-        if taken.waited_for:
-            self.once.warn(
-                f"the device has no room for a copy of {taken.waited_for:,} bytes of the state, so the "
-                "training waits while each save copies them to host memory. Parameters and moments of an "
-                "optimizer of torch.optim need no such copy.",
-                about="room on the device",
-            )
-        if self._image.is_pageable():
-            self.once.warn(
-                "the driver refused to register the host memory for saves, so copies from the GPU are "
-                "slower, and the step after each save waits for them. Raise the limit of locked memory "
-                "(ulimit -l), if there is one.",
-                about="pageable memory",
-            )
 
     def _wait_for_the_one_before(self) -> float:
         started = time.perf_counter()
