@@ -145,7 +145,7 @@ class Image:
         self._taken += 1
         try:
             for path, group in groups.items():
-                if path in self._files:
+                if mine is None or path in mine:
                     snapshot.add(self._files[path], group, is_settled=path in settled)
             snapshot.start(self._worth_a_fence, self._written_elsewhere)
         except BaseException:

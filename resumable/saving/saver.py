@@ -22,14 +22,13 @@ from ..files.threads import no_garbage_collection
 from ..parts.collect import collect, notes, split
 from ..parts.part import Trees
 from ..parts.reading import Reading
-from ..position.position import Position
 from ..run import checkpoint, environment, policy
 from ..run.checkpoint import Checkpoint
-from ..run.directory import Run
 from ..run.history_writer import History
 from ..run.manifest import NO_CHECKPOINT, Best, Manifest
 from ..run.policy import Interval, Took, moment
 from ..training import Training
+from .closing import closed, end
 from .goal_metric import GoalMetric
 from .image import Image
 from .late_changes import LateChanges
@@ -71,6 +70,7 @@ class Saving:
         """The save whose metrics, as rank 0 gave them, this process does not have yet."""
         self._failed = 0
         self._has_started = False
+        self._is_closed = self._has_let_go = False
         waiting = self.save_cost.waiting
         self._writer = Writer(waiting)
         optimizers = [part.live for part in self._parts.optimizers]
@@ -114,9 +114,18 @@ class Saving:
             self.note_start({})
             save = self._take(number, values, why, interval, self.save_cost.save_began(waited), own_run)
             path = self._run.folder / checkpoint.name(number, save.about.step)
-            return self._writer.submit(number, path, partial(self._commit, save))
+            handle = self._writer.submit(number, path, partial(self._commit, save))
+            if self._is_closed:
+                handle.wait()
+            return handle
         except BaseException as exc:
             self._crew.fail(number, exc)
+            if self._is_closed:
+                if self._has_let_go:
+                    # It may have taken memory and the lock once more.
+                    self._let_go()
+                if isinstance(exc, Exception):
+                    raise closed(self._run) from exc
             raise
 
     def _take(
@@ -151,6 +160,8 @@ class Saving:
                 self._crew.compare(groups, self._parts.differing())
             mine = self._crew.share(partial(self._image.sizes, groups), self._image.headers)
             taken = self._image.take(groups, mine, self.files.settled)
+            # The handler of a signal may have closed the image before all tensors were in it.
+            self._refuse_closed()
         self.preparation.warn_of_slow_copies(self._image, taken)
         self._place = counters = self._position.counters()
         about = self._describe(number, metrics or {}, kinds, counters)
@@ -163,6 +174,10 @@ class Saving:
         # While the disk writes, the training may need the memory of tensors that it has dropped.
         texts = {stem: replace(tree, tensors={}) for stem, tree in trees.items()}
         return _Save(about, why, interval, texts, taken, durable_after, before, owner)
+
+    def _refuse_closed(self) -> None:
+        if self._is_closed:
+            raise closed(self._run)
 
     def _wait_for_the_one_before(self) -> float:
         started = time.perf_counter()
@@ -213,6 +228,8 @@ class Saving:
         # This thread has the interpreter, and save() would wait until it gives it up. Not by a sleep, which
         # fails where the clock jumps under it.
         threading.Event().wait(_UNTIL_SAVE_HAS_RETURNED)
+        if self._has_let_go:
+            raise closed(self._run)
         about, files = save.about, self.files.contents(save.taken, save.trees)
         try:
             with self._progress.saving(about.number, about.metrics), _failing(f"checkpoint {about.number}"):
@@ -308,6 +325,7 @@ class Saving:
     def close(self, leave: Callable[[], None], how: str) -> None:
         """Wait for the last save, `leave` the other processes, and unlock the run."""
         failed: type[BaseException] | None = None
+        self._is_closed = True
         try:
             self._writer.wait()
         except BaseException as exc:
@@ -322,9 +340,13 @@ class Saving:
             finally:
                 # After an interrupted wait the writer is still at work: the run stays locked until it ends.
                 if not self._writer.is_busy():
-                    self.late.forget()
-                    self._image.close()
-                    end(self.history, self._run, self._position, how)
+                    self._has_let_go = True
+                    self._let_go(how)
+
+    def _let_go(self, how: str = "closed") -> None:
+        self.late.forget()
+        self._image.close()
+        end(self.history, self._run, self._position, how)
 
 
 @contextlib.contextmanager
@@ -340,15 +362,6 @@ def _failing(what: str) -> Iterator[None]:
             f"{what} could not be written: {problem}",
             fix="mend the cause and call save() again. The checkpoints before it are untouched.",
         ) from exc
-
-
-def end(history: History, run: Run, position: Position, how: str) -> None:
-    """Note how a process has ended, and let another one write the run."""
-    try:
-        epoch, batch, step = position.stands_at()
-        history.ended(how, epoch=epoch, batch=batch, step=step)
-    finally:
-        run.release()
 
 
 class _Save(NamedTuple):
