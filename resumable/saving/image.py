@@ -167,7 +167,6 @@ class Image:
             files[path] = file
         if files == self._files and self._memory:
             return
-        self._files = files
         size = sum(_in_pages(file.layout.size) for file in files.values())
         gpu = gpu_of(tensor for group in groups.values() for tensor in group.tensors.values())
         if self._memory is None or self._memory.size < size:
@@ -178,6 +177,8 @@ class Image:
         for file in files.values():
             file.place(self._memory, begin)
             begin += _in_pages(file.layout.size)
+        # Last: the handler of a signal that saves meanwhile has files of its own, which lie elsewhere.
+        self._files = files
 
 
 def _in_pages(size: int) -> int:

@@ -113,11 +113,12 @@ class Saving:
             own_run()
             self.note_start({})
             save = self._take(number, values, why, interval, self.save_cost.save_began(waited), own_run)
-            path = self._run.folder / checkpoint.name(number, save.about.step)
-            handle = self._writer.submit(number, path, partial(self._commit, save))
-            if self._is_closed:
-                handle.wait()
-            return handle
+            if save:
+                path = self._run.folder / checkpoint.name(number, save.about.step)
+                handle = self._writer.submit(number, path, partial(self._commit, save))
+                if self._is_closed:
+                    handle.wait()
+                return handle
         except BaseException as exc:
             self._crew.fail(number, exc)
             if self._is_closed:
@@ -127,6 +128,8 @@ class Saving:
                 if isinstance(exc, Exception):
                     raise closed(self._run) from exc
             raise
+        # The handler of a signal has made the save of this number meanwhile.
+        return self.save(why, metrics, own_run, interval)
 
     def _take(
         self,
@@ -136,8 +139,8 @@ class Saving:
         interval: Interval | None,
         durable_after: Callable[[], float],
         owner: object,
-    ) -> _Save:
-        """Take the image of everything, and note that this is the last save now."""
+    ) -> _Save | None:
+        """Take the image of everything, and note that this is the last save now; None if another is."""
         self.goal_metric.note(metrics or {}, has_best=self.best is not None)
         before = self.best, self.parent, self._position.metrics
         if metrics is None:
@@ -163,9 +166,14 @@ class Saving:
             # The handler of a signal may have closed the image before all tensors were in it.
             self._refuse_closed()
         self.preparation.warn_of_slow_copies(self._image, taken)
-        self._place = counters = self._position.counters()
+        counters = self._position.counters()
         about = self._describe(number, metrics or {}, kinds, counters)
-        self.number = self.parent = number
+        # In one line: the handler of a signal may save before it or after it.
+        last, self.number, self.parent = self.number, number, number
+        if last >= number:
+            self.number = self.parent = last
+            return None
+        self._place = counters
         if self._crew.is_first:
             self.best = about.best
         elif metrics is not None:

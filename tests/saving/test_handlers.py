@@ -238,10 +238,7 @@ def test_a_handler_at_any_line_of_a_save_may_close_the_run(
     assert next(places) > 20
 
 
-STRIDES = [17, pytest.param(1, marks=pytest.mark.nightly)]
-
-
-@pytest.mark.parametrize("stride", STRIDES)
+@pytest.mark.parametrize("stride", [29, pytest.param(1, marks=pytest.mark.nightly)])
 def test_a_save_whose_handler_closes_the_run_is_whole_or_refused(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, stride: int
 ) -> None:
@@ -253,6 +250,18 @@ def test_a_save_whose_handler_closes_the_run_is_whole_or_refused(
             break
 
     assert counts == {0, 1}
+
+
+@pytest.mark.parametrize("stride", [59, pytest.param(1, marks=pytest.mark.nightly)])
+def test_a_save_and_one_that_its_handler_makes_are_both_whole(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, stride: int
+) -> None:
+    training = Interrupted(run_dir, "", monkeypatch)
+    for place in itertools.count(1, stride):
+        made, is_reached = training.call_in_save(place, RunState.save)
+        assert len({one.number for one in made}) == 1 + is_reached
+        if not is_reached:
+            break
 
 
 def test_a_handler_may_close_the_image_of_a_save_that_begins(monkeypatch: pytest.MonkeyPatch) -> None:
