@@ -284,6 +284,9 @@ class ModulePart(Part):
         now, values = self._weights()
         changed = {*built["frozen"]} ^ {*self.built["frozen"]}
         both = [name for name in sorted(changed) if name in then and name in now]
+        if any(map(Tensor.is_inference, now.values())) and self.is_torchs_own():
+            for name in [name for name in now if name in then and now[name].is_inference()]:
+                yield Difference(self.name, name, _INFERENCE)
         if [*then] == [*now] and all(map(operator.is_, then.values(), now.values())):
             # Tensors that are read in place are equal to themselves: skip ten thousand comparisons.
             then = now = {}
@@ -424,6 +427,7 @@ def _restore_buffer(module: nn.Module, leaf: str, value: Tensor | None, device: 
             live.copy_(value)
 
 
+_INFERENCE = "made in torch.inference_mode(), so nothing can be loaded into it (make it outside)"
 _PLAIN = {Tensor, nn.Parameter}
 _SMALL = 256 << 10  # larger buffers are tables and masks, which stay the same
 _EXTRA = "_extra_state"

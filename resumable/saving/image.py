@@ -145,7 +145,7 @@ class Image:
         self._taken += 1
         try:
             for path, group in groups.items():
-                if path in self._files:
+                if mine is None or path in mine:
                     snapshot.add(self._files[path], group, is_settled=path in settled)
             snapshot.start(self._worth_a_fence, self._written_elsewhere)
         except BaseException:
@@ -167,7 +167,6 @@ class Image:
             files[path] = file
         if files == self._files and self._memory:
             return
-        self._files = files
         size = sum(_in_pages(file.layout.size) for file in files.values())
         gpu = gpu_of(tensor for group in groups.values() for tensor in group.tensors.values())
         if self._memory is None or self._memory.size < size:
@@ -178,6 +177,8 @@ class Image:
         for file in files.values():
             file.place(self._memory, begin)
             begin += _in_pages(file.layout.size)
+        # Last: the handler of a signal that saves meanwhile has files of its own, which lie elsewhere.
+        self._files = files
 
 
 def _in_pages(size: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -27,8 +28,8 @@ class Pieces:
         self._pieces = [*_cut(copies, size)]
         self._next = iter(range(len(self._pieces)))
         self._is_copied = bytearray(len(self._pieces))
-        self._copying: set[int] = set()
-        """The threads that may be copying."""
+        self._copying: dict[object, int] = {}
+        """The calls that may be copying, and the thread of each."""
         self._changed = changed
         self._places: dict[str, list[tuple[int, int]]] = {}
         for number, piece in enumerate(self._pieces):
@@ -53,7 +54,17 @@ class Pieces:
     def help(self, copy: CopyAll) -> None:
         """Copy for a step, which would change the tensors; return when no thread copies any more."""
         self._copy(self._next, copy)
-        self._changed.wait_for(lambda: self._is_over() and not self._copying)
+        while not self._changed.wait_for(lambda: self._is_over() and not self._copying, _PATIENCE):
+            self._forget_interrupted()
+
+    def _forget_interrupted(self) -> None:
+        # A KeyboardInterrupt may end a step in the very line that notes its end.
+        for call, thread in [*self._copying.items()]:
+            frame = sys._current_frames().get(thread)
+            while frame and frame.f_code is not Pieces._copy.__code__:
+                frame = frame.f_back
+            if frame is None:
+                self._copying.pop(call, None)
 
     def finish(self, copy: CopyAll) -> None:
         """Copy until all is copied, or stopped; steps may help."""
@@ -67,10 +78,10 @@ class Pieces:
         return not self._pieces or 0 not in self._is_copied
 
     def _copy(self, numbers: Iterable[int], copy: CopyAll) -> None:
-        me = threading.get_ident()
+        me = object()
         try:
             # Before it looks at the pieces: whoever waits for all threads looks at the pieces first.
-            self._copying.add(me)
+            self._copying[me] = threading.get_ident()
             for number in numbers:
                 pieces = self._pieces
                 if pieces and not self._is_copied[number]:
@@ -78,7 +89,7 @@ class Pieces:
                     self._is_copied[number] = True
                     self._changed.notify_all()
         finally:
-            self._copying.discard(me)
+            self._copying.pop(me, None)
             self._changed.notify_all()
 
     def stop(self) -> None:
@@ -90,7 +101,7 @@ class Pieces:
         self._pieces = []
         self._changed.notify_all()
         if not self._changed.wait_for(lambda: not self._copying, _PATIENCE):
-            self._changed.wait_for(lambda: self._copying <= {threading.main_thread().ident})
+            self._changed.wait_for(lambda: {*self._copying.values()} <= {threading.main_thread().ident})
 
 
 def _cut(copies: Sequence[Copy], size: int) -> Iterator[list[Copy]]:

@@ -11,6 +11,7 @@ from ..files import large_files
 from ..run import policy
 from ..training import Training
 from .image import Image
+from .snapshot import Snapshot
 
 _WORTH_PREPARING = 64 << 20
 
@@ -44,3 +45,21 @@ class Preparation:
             # Nearly always there is room without the checkpoints that are there, which takes time to count.
             if missing(there=0) and (text := missing(there=len(run.numbers()))):
                 self._training.once.warn(f"{run}: {text}", about="room")
+
+    def warn_of_slow_copies(self, image: Image, taken: Snapshot) -> None:
+        """Warn where the training waits for the copies of a save."""
+        once = self._training.once
+        if taken.waited_for:
+            once.warn(
+                f"the device has no room for a copy of {taken.waited_for:,} bytes of the state, so the "
+                "training waits while each save copies them to host memory. Parameters and moments of an "
+                "optimizer of torch.optim need no such copy.",
+                about="room on the device",
+            )
+        if image.is_pageable():
+            once.warn(
+                "the driver refused to register the host memory for saves, so copies from the GPU are "
+                "slower, and the step after each save waits for them. Raise the limit of locked memory "
+                "(ulimit -l), if there is one.",
+                about="pageable memory",
+            )

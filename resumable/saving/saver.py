@@ -22,14 +22,13 @@ from ..files.threads import no_garbage_collection
 from ..parts.collect import collect, notes, split
 from ..parts.part import Trees
 from ..parts.reading import Reading
-from ..position.position import Position
 from ..run import checkpoint, environment, policy
 from ..run.checkpoint import Checkpoint
-from ..run.directory import Run
 from ..run.history_writer import History
 from ..run.manifest import NO_CHECKPOINT, Best, Manifest
 from ..run.policy import Interval, Took, moment
 from ..training import Training
+from .closing import closed, end
 from .goal_metric import GoalMetric
 from .image import Image
 from .late_changes import LateChanges
@@ -71,6 +70,7 @@ class Saving:
         """The save whose metrics, as rank 0 gave them, this process does not have yet."""
         self._failed = 0
         self._has_started = False
+        self._is_closed = self._has_let_go = False
         waiting = self.save_cost.waiting
         self._writer = Writer(waiting)
         optimizers = [part.live for part in self._parts.optimizers]
@@ -113,11 +113,23 @@ class Saving:
             own_run()
             self.note_start({})
             save = self._take(number, values, why, interval, self.save_cost.save_began(waited), own_run)
-            path = self._run.folder / checkpoint.name(number, save.about.step)
-            return self._writer.submit(number, path, partial(self._commit, save))
+            if save:
+                path = self._run.folder / checkpoint.name(number, save.about.step)
+                handle = self._writer.submit(number, path, partial(self._commit, save))
+                if self._is_closed:
+                    handle.wait()
+                return handle
         except BaseException as exc:
             self._crew.fail(number, exc)
+            if self._is_closed:
+                if self._has_let_go:
+                    # It may have taken memory and the lock once more.
+                    self._let_go()
+                if isinstance(exc, Exception):
+                    raise closed(self._run) from exc
             raise
+        # The handler of a signal has made the save of this number meanwhile.
+        return self.save(why, metrics, own_run, interval)
 
     def _take(
         self,
@@ -127,8 +139,8 @@ class Saving:
         interval: Interval | None,
         durable_after: Callable[[], float],
         owner: object,
-    ) -> _Save:
-        """Take the image of everything, and note that this is the last save now."""
+    ) -> _Save | None:
+        """Take the image of everything, and note that this is the last save now; None if another is."""
         self.goal_metric.note(metrics or {}, has_best=self.best is not None)
         before = self.best, self.parent, self._position.metrics
         if metrics is None:
@@ -151,10 +163,17 @@ class Saving:
                 self._crew.compare(groups, self._parts.differing())
             mine = self._crew.share(partial(self._image.sizes, groups), self._image.headers)
             taken = self._image.take(groups, mine, self.files.settled)
-        self._warn_of_slow_copies(taken)
-        self._place = counters = self._position.counters()
+            # The handler of a signal may have closed the image before all tensors were in it.
+            self._refuse_closed()
+        self.preparation.warn_of_slow_copies(self._image, taken)
+        counters = self._position.counters()
         about = self._describe(number, metrics or {}, kinds, counters)
-        self.number = self.parent = number
+        # In one line: the handler of a signal may save before it or after it.
+        last, self.number, self.parent = self.number, number, number
+        if last >= number:
+            self.number = self.parent = last
+            return None
+        self._place = counters
         if self._crew.is_first:
             self.best = about.best
         elif metrics is not None:
@@ -164,21 +183,9 @@ class Saving:
         texts = {stem: replace(tree, tensors={}) for stem, tree in trees.items()}
         return _Save(about, why, interval, texts, taken, durable_after, before, owner)
 
-    def _warn_of_slow_copies(self, taken: Snapshot) -> None:
-        if taken.waited_for:
-            self.once.warn(
-                f"the device has no room for a copy of {taken.waited_for:,} bytes of the state, so the "
-                "training waits while each save copies them to host memory. Parameters and moments of an "
-                "optimizer of torch.optim need no such copy.",
-                about="room on the device",
-            )
-        if self._image.is_pageable():
-            self.once.warn(
-                "the driver refused to register the host memory for saves, so copies from the GPU are "
-                "slower, and the step after each save waits for them. Raise the limit of locked memory "
-                "(ulimit -l), if there is one.",
-                about="pageable memory",
-            )
+    def _refuse_closed(self) -> None:
+        if self._is_closed:
+            raise closed(self._run)
 
     def _wait_for_the_one_before(self) -> float:
         started = time.perf_counter()
@@ -229,6 +236,8 @@ class Saving:
         # This thread has the interpreter, and save() would wait until it gives it up. Not by a sleep, which
         # fails where the clock jumps under it.
         threading.Event().wait(_UNTIL_SAVE_HAS_RETURNED)
+        if self._has_let_go:
+            raise closed(self._run)
         about, files = save.about, self.files.contents(save.taken, save.trees)
         try:
             with self._progress.saving(about.number, about.metrics), _failing(f"checkpoint {about.number}"):
@@ -324,6 +333,7 @@ class Saving:
     def close(self, leave: Callable[[], None], how: str) -> None:
         """Wait for the last save, `leave` the other processes, and unlock the run."""
         failed: type[BaseException] | None = None
+        self._is_closed = True
         try:
             self._writer.wait()
         except BaseException as exc:
@@ -338,9 +348,13 @@ class Saving:
             finally:
                 # After an interrupted wait the writer is still at work: the run stays locked until it ends.
                 if not self._writer.is_busy():
-                    self.late.forget()
-                    self._image.close()
-                    end(self.history, self._run, self._position, how)
+                    self._has_let_go = True
+                    self._let_go(how)
+
+    def _let_go(self, how: str = "closed") -> None:
+        self.late.forget()
+        self._image.close()
+        end(self.history, self._run, self._position, how)
 
 
 @contextlib.contextmanager
@@ -356,15 +370,6 @@ def _failing(what: str) -> Iterator[None]:
             f"{what} could not be written: {problem}",
             fix="mend the cause and call save() again. The checkpoints before it are untouched.",
         ) from exc
-
-
-def end(history: History, run: Run, position: Position, how: str) -> None:
-    """Note how a process has ended, and let another one write the run."""
-    try:
-        epoch, batch, step = position.stands_at()
-        history.ended(how, epoch=epoch, batch=batch, step=step)
-    finally:
-        run.release()
 
 
 class _Save(NamedTuple):

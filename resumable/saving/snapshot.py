@@ -89,15 +89,18 @@ class Snapshot:
         self._on_devices = {copy.path for copies in by_device.values() for copy in copies}
         self._pieces = Pieces(self._later, _AT_A_TIME, self._progress)
         if self._later or self._transfers:
+            copying = threading.Thread(target=self._run, name="resumable-image")
             try:
                 self._is_complete = False
                 self._fence.shut(self._hold_back)
-                threading.Thread(target=self._run, name="resumable-image").start()
-            except BaseException:
+                copying.start()
+            except BaseException as exc:
                 # The system may refuse another thread, or a signal may come; the fence must not stay shut.
-                self._is_complete = True
-                self._fence.open()
-                self._pieces.stop()
+                self._fail(exc)
+                # A thread that has begun still queues copies to a GPU, and opens the fence at its end.
+                if not copying.is_alive():
+                    self._is_complete = True
+                    self._fence.open()
                 raise
         _copy(at_once)
 
@@ -105,6 +108,8 @@ class Snapshot:
         try:
             if self._transfers:
                 allow_captures()
+            if self._error:
+                raise self._error
             with torch.no_grad():
                 for transfer in self._transfers:
                     transfer.queue()

@@ -8,6 +8,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from ..processes.crew import SaveSkipped
@@ -39,6 +40,8 @@ class PendingSave:
         self._told = False
         # Not a daemon: the interpreter then waits for it at its end.
         self._thread = threading.Thread(target=self._run, name=f"resumable-save-{number}")
+
+    def _start(self) -> None:
         self._thread.start()
 
     def __repr__(self) -> str:
@@ -77,8 +80,10 @@ class PendingSave:
             self.wait()
 
     def _join(self) -> None:
-        with self._waiting():
-            self._thread.join()
+        # One that has not begun yet is refused then, if the handler of a signal closes the run before.
+        if self._is_on_its_way():
+            with self._waiting():
+                self._thread.join()
 
     def _tell_at_exit(self) -> None:
         assert self._error is not None
@@ -98,12 +103,21 @@ class Writer:
     def __init__(self, waiting: Waiting = contextlib.nullcontext) -> None:
         self._waiting = waiting
         self._pending: PendingSave | None = None
+        self._turn = threading.Lock()
+        """Held by the thread of a save: the handler of a signal may submit one while another is submitted."""
 
     def submit(self, number: int, path: Path, job: Callable[[], object]) -> PendingSave:
         """Start `job` in the background, after the one before it; raise what that one met."""
         self.wait()
-        self._pending = PendingSave(number, path, job, self._waiting)
-        return self._pending
+        # Known before it begins: the handler of a signal that closes the run then waits for it.
+        self._pending = pending = PendingSave(number, path, partial(self._in_turn, job), self._waiting)
+        pending._start()
+        self._pending = pending  # a handler that has waited meanwhile did not wait for it
+        return pending
+
+    def _in_turn(self, job: Callable[[], object]) -> None:
+        with self._turn:
+            job()
 
     def is_busy(self) -> bool:
         """Whether a save is in flight."""

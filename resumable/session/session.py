@@ -30,7 +30,8 @@ from ..run.directory import Run
 from ..run.history_writer import History
 from ..run.resume_choice import Which
 from ..saving.autosave import Autosave
-from ..saving.saver import Saving, end
+from ..saving.closing import closed, end
+from ..saving.saver import Saving
 from ..saving.writer import PendingSave
 from ..terminal import is_notebook
 from ..training import Training
@@ -189,6 +190,8 @@ class Session:
 
     def own(self) -> None:
         """Become the only session that writes the run."""
+        # The handler of a signal may have closed it during a save, and another may write the run since.
+        self.refuse_closed()
         # In a notebook a cell runs again: the new session takes over from the one that it replaces.
         run, copies = self.training.run, self.training.copies
         path = os.path.realpath(run.path)
@@ -228,10 +231,7 @@ class Session:
     def refuse_closed(self) -> None:
         """Raise UsageError if this session has ended."""
         if self._is_closed:
-            raise UsageError(
-                f"this RunState of {self.training.run} has been closed, or another has taken its place.",
-                fix="continue with the newer one, or make one with RunState.load(...).",
-            )
+            raise closed(self.training.run)
 
     def save(self, why: str, metrics: Mapping[str, Any] | None = None) -> PendingSave:
         """Save everything; without metrics, those given before stay."""

@@ -733,3 +733,23 @@ found = ["torch.distributed.fsdp", "torch.distributed.tensor", "torch.distribute
 assert not [name for name in found if name in sys.modules]
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_a_buffer_that_nothing_can_be_loaded_into_is_refused_at_first(run_dir: Path) -> None:
+    def make(seed: int) -> nn.Module:
+        model = Net(seed)
+        with torch.inference_mode():
+            model.register_buffer("table", torch.full((3,), float(seed)))
+        return model
+
+    with RunState.load(run_dir, model=make(0)) as state:
+        state.save()
+    model = make(1)
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+
+    with pytest.raises(StateMismatch, match=r"(?s)model\.table: made in torch\.inference_mode.*Nothing was"):
+        RunState.load(run_dir, model=model)
+    assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+    RunState.load(run_dir, model=model, allow=["model.table"]).close()
+    assert torch.equal(model.module.weight, make(0).module.weight)
+    state.run.open(1).verify()

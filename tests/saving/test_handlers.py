@@ -7,7 +7,7 @@ import itertools
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -18,13 +18,15 @@ from fenced import Training, values
 from safetensors.torch import load_file
 from torch import nn
 
-from resumable import RunState, SaveFailed
-from resumable.saving import condition, fence, image_file, pieces, snapshot
+from resumable import RunState, SaveFailed, UsageError
+from resumable.saving import condition, fence, image, image_file, pieces, saver, snapshot, writer
 from resumable.saving.gpu_copies import Copy
 from resumable.saving.image import Image
+from resumable.saving.writer import PendingSave
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs signals that end a hang")
 FILES = {condition.__file__, fence.__file__, pieces.__file__, snapshot.__file__}
+SAVING = {saver.__file__, image.__file__, snapshot.__file__, writer.__file__}
 CASES = [*itertools.product(["wait", "save", "close", "raise"], ["", "step", "image"])]
 """What the handler calls, and which thread fails to copy."""
 _real_copy = snapshot._copy
@@ -42,12 +44,14 @@ def _behind_the_fence(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.contextmanager
-def interrupted_at(place: int, handler: Callable[[], object], *, opcodes: bool) -> Iterator[list[str]]:
+def interrupted_at(
+    place: int, handler: Callable[[], object], *, opcodes: bool = False, files: Set[str] = FILES
+) -> Iterator[list[str]]:
     """Raise a signal when the main thread comes to its n-th line (or bytecode) in the files."""
     seen: list[str] = []
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
-        if frame.f_code.co_filename not in FILES:
+        if frame.f_code.co_filename not in files:
             return None
         frame.f_trace_opcodes = opcodes
         if event == ("opcode" if opcodes else "line"):
@@ -133,6 +137,27 @@ class Interrupted:
         self.begin()
         return len(seen) >= place
 
+    def call_in_save(self, place: int, call: Callable[[RunState], object]) -> tuple[list[PendingSave], bool]:
+        """Return the saves that were made, and whether one came to the place."""
+        self.go.set()
+        self.optimizer.step()
+        state, made = self.state, list[Any]()
+        interrupted = interrupted_at(place, lambda: made.append(call(state)), files=SAVING)
+        # Of a run that was closed meanwhile.
+        with interrupted as seen, contextlib.suppress(UsageError):
+            made.append(state.save())
+        made = [one for one in made if one is not None]
+        for one in made:
+            one.wait()
+            assert _bits(load_file(one.path / "model.safetensors")) == self.values()
+        state.close()
+        for number in state.run.numbers():
+            there = state.run.open(number)
+            there.verify()
+            assert (there.path / "model.safetensors").exists()
+        self.begin()
+        return made, len(seen) >= place
+
     def step(self, place: int, what: str, *, opcodes: bool) -> bool:
         """Return whether the step came to the place, after all that was saved is found to be whole."""
         self.go.set()
@@ -211,6 +236,32 @@ def test_a_handler_at_any_line_of_a_save_may_close_the_run(
         pass
 
     assert next(places) > 20
+
+
+@pytest.mark.parametrize("stride", [29, pytest.param(1, marks=pytest.mark.nightly)])
+def test_a_save_whose_handler_closes_the_run_is_whole_or_refused(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, stride: int
+) -> None:
+    training, counts = Interrupted(run_dir, "", monkeypatch), set[int]()
+    for place in itertools.count(1, stride):
+        made, is_reached = training.call_in_save(place, RunState.close)
+        counts.add(len(made))
+        if not is_reached:
+            break
+
+    assert counts == {0, 1}
+
+
+@pytest.mark.parametrize("stride", [59, pytest.param(1, marks=pytest.mark.nightly)])
+def test_a_save_and_one_that_its_handler_makes_are_both_whole(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, stride: int
+) -> None:
+    training = Interrupted(run_dir, "", monkeypatch)
+    for place in itertools.count(1, stride):
+        made, is_reached = training.call_in_save(place, RunState.save)
+        assert len({one.number for one in made}) == 1 + is_reached
+        if not is_reached:
+            break
 
 
 def test_a_handler_may_close_the_image_of_a_save_that_begins(monkeypatch: pytest.MonkeyPatch) -> None:

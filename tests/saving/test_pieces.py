@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import linecache
 import mmap
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -359,6 +362,55 @@ def test_to_stop_does_not_wait_for_a_step_whose_handler_waits_for_it() -> None:
     there.help(interrupted)
 
     assert waited == [False]
+
+
+def test_a_step_does_not_wait_for_one_that_was_interrupted_as_it_ended() -> None:
+    there = Pieces(copies(4), 4, ConditionWithoutLock())
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code is Pieces._copy.__code__ and event == "line" and 0 not in there._is_copied:
+            source = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+            if "self._copying." in source:
+                raise KeyboardInterrupt
+        return trace
+
+    traced = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            there.help(_real_copy)
+    finally:
+        sys.settrace(traced)
+    assert there._copying
+    second = threading.Thread(target=there.help, args=(_real_copy,), daemon=True)
+    second.start()
+    second.join(2)
+
+    assert not second.is_alive()
+
+
+def test_an_interrupted_start_of_the_copying_thread_waits_for_its_end(
+    go: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, start = three(), threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            training.take()
+    settling = threading.Thread(target=training.image.settle)
+    settling.start()
+    settling.join(0.05)
+    assert settling.is_alive(), "the thread has not ended"
+    go.set()
+    settling.join(20)
+    training.step()
+
+    assert values(training.take()) == training.values()
 
 
 def test_a_step_waits_for_the_save_that_a_handler_makes_while_it_copies(
