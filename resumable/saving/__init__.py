@@ -4,4 +4,4 @@
 the host `image` behind a `fence`, which makes the next optimizer step wait; from GPUs by `gpu_copies`.
 """
 
-__all__ = ["autosave", "fence", "saver", "unseen_optimizers", "writer"]
+__all__ = ["autosave", "closing", "fence", "saver", "unseen_optimizers", "writer"]
