@@ -45,6 +45,7 @@ class Snapshot:
         self._pieces = Pieces([], 0, self._progress)
         self._on_devices: set[str] = set()
         self._is_complete = True
+        self._thread: threading.Thread | None = None
         self._has_passed = False
         self._error: SaveFailed | None = None
 
@@ -89,18 +90,18 @@ class Snapshot:
         self._on_devices = {copy.path for copies in by_device.values() for copy in copies}
         self._pieces = Pieces(self._later, _AT_A_TIME, self._progress)
         if self._later or self._transfers:
-            copying = threading.Thread(target=self._run, name="resumable-image")
+            self._thread = threading.Thread(target=self._run, name="resumable-image")
             try:
                 self._is_complete = False
                 self._fence.shut(self._hold_back)
-                copying.start()
+                self._thread.start()
             except BaseException as exc:
                 # The system may refuse another thread, or a signal may come; the fence must not stay shut.
-                self._fail(exc)
                 # A thread that has begun still queues copies to a GPU, and opens the fence at its end.
-                if not copying.is_alive():
+                if not self._thread.is_alive():
                     self._is_complete = True
                     self._fence.open()
+                self._fail(exc)
                 raise
         _copy(at_once)
 
@@ -201,7 +202,9 @@ class Snapshot:
 
     def has_failed(self) -> bool:
         """Wait for the end of the copying, and return whether it failed."""
-        self._progress.wait_for(lambda: self._is_complete)
+        # A handler may have interrupted the lines that complete one whose thread was refused.
+        thread = self._thread
+        self._progress.wait_for(lambda: self._is_complete or not (thread and thread.is_alive()))
         return self._error is not None
 
     def paths(self) -> list[str]:
