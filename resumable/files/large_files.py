@@ -57,31 +57,6 @@ def blocks(size: int) -> range:
     return range(0, max(size, 1), BLOCK)
 
 
-def in_threads(job: Callable[[int], bytes], size: int, threads: int) -> list[bytes]:
-    """Return the result of `job` for each block; the first error stops the other threads."""
-    if size <= BLOCK:
-        return [job(0)]
-    begins = blocks(size)
-    if threads == 1:
-        return list(map(job, begins))
-    failed = threading.Event()
-
-    def unless_failed(at: int) -> bytes:
-        if failed.is_set():
-            return b""
-        try:
-            return job(at)
-        except BaseException:
-            failed.set()
-            raise
-
-    # Imported late: it takes longer than everything else where no large file is read or written.
-    from concurrent.futures import ThreadPoolExecutor
-
-    with ThreadPoolExecutor(min(threads, len(begins))) as pool:
-        return list(pool.map(unless_failed, begins))
-
-
 class Content:
     """The bytes of a file to be written, which may still be arriving in memory.
 
@@ -176,7 +151,32 @@ def receive(path: Path, size: int, read: Callable[[int, int], Any], piece: int, 
                 hasher.update(found)
             return hasher.digest()
 
-        return fold(in_threads(job, size, threads))
+        return fold(_in_threads(job, size, threads))
+
+
+def _in_threads(job: Callable[[int], bytes], size: int, threads: int) -> list[bytes]:
+    """Return the result of `job` for each block; the first error stops the other threads."""
+    if size <= BLOCK:
+        return [job(0)]
+    begins = blocks(size)
+    if threads == 1:
+        return list(map(job, begins))
+    failed = threading.Event()
+
+    def unless_failed(at: int) -> bytes:
+        if failed.is_set():
+            return b""
+        try:
+            return job(at)
+        except BaseException:
+            failed.set()
+            raise
+
+    # Imported late: it takes longer than everything else where no large file is read or written.
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(min(threads, len(begins))) as pool:
+        return list(pool.map(unless_failed, begins))
 
 
 def identity(found: os.stat_result) -> tuple[int, ...]:

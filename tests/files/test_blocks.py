@@ -186,6 +186,27 @@ def test_a_file_is_received_in_pieces_with_the_digest_of_a_written_one(tmp_path:
         assert found == digest_of(data)
 
 
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_part_that_does_not_come_ends_what_is_received(tmp_path: Path, threads: int) -> None:
+    has_failed, read = threading.Event(), []
+
+    def part(begin: int, end: int) -> bytes:
+        read.append(begin)
+        if begin == 1000 * (threads - 1):
+            has_failed.set()
+            raise RuntimeError("gone")
+        # The other thread has all the time to go on with what is left.
+        has_failed.wait()
+        time.sleep(0.05)
+        return bytes(end - begin)
+
+    with pytest.raises(RuntimeError, match="gone"):
+        large_files.receive(tmp_path / "file", 1_000_000, part, PAGE, threads)
+
+    assert len(read) <= threads
+
+
 def test_the_whole_content_is_waited_for() -> None:
     waited = list[int]()
 
