@@ -182,6 +182,7 @@ def test_after_an_interrupt_no_thread_reads_on(
     real, running = file_reader._preadv, threading.active_count()
 
     def slow(fd: int, buffers: list[memoryview], at: int) -> int:
+        # The others are still at work when the interrupt comes.
         time.sleep(0.001 if threading.current_thread() is threading.main_thread() else 0.05)
         return real(fd, buffers, at)
 
