@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("error::resumable.ResumableWarning"),
+    pytest.mark.filterwarnings("error::resumable.ResumableWarning", "ignore:save.. has waited:UserWarning"),
 ]
 offline = resumed.offline
 
