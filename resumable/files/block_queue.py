@@ -15,7 +15,7 @@ from pathlib import Path
 import xxhash
 
 from ..errors import SaveFailed
-from . import disk, large_files
+from . import disk, large_files, threads
 from .large_files import Content, Way, Written
 
 _WRITERS = 1 if sys.platform == "win32" else 2  # more slow the training down more than they speed up the disk
@@ -39,43 +39,30 @@ class _Queue:
         # The last block of a file, which may be a small one, is there only when all are.
         blocks = [(file, at) for file in files for at in file.blocks]
         self._blocks = deque(sorted(blocks, key=lambda block: block[1] == block[0].blocks[-1]))
-        self._errors: list[BaseException] = []
 
     def empty(self) -> None:
         """Write all blocks, in this thread and in others; the first error stops them all."""
         # Small files take longer to be flushed than to be written, and are flushed one after the other.
         others = min(_WRITERS - 1, len(self._blocks) - len(self.files))
-        threads = [threading.Thread(target=self._work, name="resumable-writer") for _ in range(others)]
         try:
-            for thread in threads:
-                # Where the system refuses a thread, those that there are do all.
-                with contextlib.suppress(RuntimeError):
-                    thread.start()
-            self._work()
-        except BaseException as exc:
-            self._errors.append(exc)
-            raise
+            threads.in_threads(self._put, self, 1 + others)
         finally:
-            # One that was interrupted at its start runs, too.
-            for thread in threads:
-                if thread.is_alive():
-                    thread.join()
             with contextlib.ExitStack() as closing:
                 for file in self.files:
                     closing.callback(file.abandon)
-        if self._errors:
-            raise self._errors[0]
 
-    def _work(self) -> None:
+    def __iter__(self) -> _Queue:
+        return self
+
+    def __next__(self) -> tuple[_File, int]:
         try:
-            while not self._errors:
-                try:
-                    file, at = self._blocks.popleft()
-                except IndexError:
-                    return
-                self._blocks.extend((file, other) for other in file.put(at))
-        except BaseException as exc:
-            self._errors.append(exc)
+            return self._blocks.popleft()
+        except IndexError:
+            raise StopIteration from None
+
+    def _put(self, block: tuple[_File, int]) -> None:
+        file, at = block
+        self._blocks.extend((file, other) for other in file.put(at))
 
 
 class _File:

@@ -11,15 +11,13 @@ import threading
 from collections.abc import Callable, Sequence
 from io import FileIO
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import xxhash
 
 from ..errors import ResumableError
-from . import disk, large_files
+from . import disk, large_files, threads
 from .pin import Hasher
-
-T = TypeVar("T")
 
 _PIECE = 1 << 20  # stays in the processor's cache between the read and the hash
 _MOST_IN_A_ROW = 512  # Linux takes 1024 at once
@@ -157,56 +155,12 @@ def _digests(
 
         jobs = [(number, at) for number, (_, blocks) in enumerate(wanted) for at in blocks]
         if any(one.also for one in scans):
-            _share(read, jobs, 1)
+            threads.in_threads(read, jobs, 1)
         else:
             # Short blocks come last, so that all threads end at about the same time.
             jobs.sort(key=lambda job: job[1] + large_files.BLOCK > scans[job[0]].size)
-            _share(read, jobs, _READERS)
+            threads.in_threads(read, jobs, min(_READERS, len(jobs)))
     return found
-
-
-def _share(do: Callable[[T], object], jobs: Sequence[T], threads: int) -> None:
-    """Do all jobs, in this thread and others; the first error stops them all."""
-    left, errors, failed = iter(jobs), list[BaseException](), threading.Event()
-
-    def work() -> None:
-        try:
-            for job in left:
-                if failed.is_set():
-                    break
-                do(job)
-        except BaseException as exc:
-            errors.append(exc)
-            failed.set()
-
-    others = [threading.Thread(target=work) for _ in range(min(threads, len(jobs)) - 1)]
-    started = []
-    try:
-        for one in others:
-            # Where the system refuses a thread, those that there are do all.
-            with contextlib.suppress(RuntimeError):
-                one.start()
-                started.append(one)
-        work()
-        for one in started:
-            one.join()
-    except BaseException as exc:
-        # An interrupt: none of the others may write into a live tensor after it.
-        errors.append(exc)
-        failed.set()
-    finally:
-        for one in others:
-            if one.is_alive():
-                one.join()
-    if errors:
-        # An interrupt is no damage that another checkpoint could make good.
-        error = next((one for one in errors if not isinstance(one, Exception)), errors[0])
-        # Its traceback holds this frame and all that was read: a cycle would keep that until a collection.
-        errors.clear()
-        try:
-            raise error
-        finally:
-            del error
 
 
 class _Lanes(threading.local):

@@ -8,7 +8,6 @@ import errno
 import mmap
 import os
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -16,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 import xxhash
 
 from . import disk
+from .threads import in_threads
 
 if sys.platform != "win32":
     import fcntl
@@ -139,44 +139,21 @@ def create(path: Path, size: int) -> None:
 
 def receive(path: Path, size: int, read: Callable[[int, int], Any], piece: int, threads: int) -> str:
     """Create a file from what `read(begin, end)` returns, piece by piece, flushed; return its digest."""
+    begins, digests = blocks(size), dict[int, bytes]()
     with disk.created(path) as fd:
         preallocate(fd, size)
 
-        def job(at: int) -> bytes:
+        def job(at: int) -> None:
             hasher = xxhash.xxh3_128()
             end = min(at + BLOCK, size)
             for begin in range(at, end, piece):
                 found = memoryview(read(begin, min(begin + piece, end)))
                 _write_at(fd, found, begin)
                 hasher.update(found)
-            return hasher.digest()
+            digests[at] = hasher.digest()
 
-        return fold(_in_threads(job, size, threads))
-
-
-def _in_threads(job: Callable[[int], bytes], size: int, threads: int) -> list[bytes]:
-    """Return the result of `job` for each block; the first error stops the other threads."""
-    if size <= BLOCK:
-        return [job(0)]
-    begins = blocks(size)
-    if threads == 1:
-        return list(map(job, begins))
-    failed = threading.Event()
-
-    def unless_failed(at: int) -> bytes:
-        if failed.is_set():
-            return b""
-        try:
-            return job(at)
-        except BaseException:
-            failed.set()
-            raise
-
-    # Imported late: it takes longer than everything else where no large file is read or written.
-    from concurrent.futures import ThreadPoolExecutor
-
-    with ThreadPoolExecutor(min(threads, len(begins))) as pool:
-        return list(pool.map(unless_failed, begins))
+        in_threads(job, begins, min(threads, len(begins)))
+    return fold([digests[at] for at in begins])
 
 
 def identity(found: os.stat_result) -> tuple[int, ...]:
