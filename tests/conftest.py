@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import random
 import signal
 import sys
@@ -18,7 +19,11 @@ from counted import nightly, tally  # noqa: F401 (pytest finds fixtures here)
 from forks import forks  # noqa: F401 (pytest finds fixtures here)
 from servers import place, proxied_s3, s3, sftp  # noqa: F401 (pytest finds fixtures here)
 
+from resumable.saving import saver
+
 torch.set_num_threads(1)
+# On a busy machine the disk may be slow at any time, and a warning of it is no test's business.
+saver.A_LONG_WAIT = math.inf
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell that starts the tests in the background lets them ignore it
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -195,7 +195,7 @@ class Saving:
             # It cannot happen again in this process, and would end each start at the same save.
             self.once.warn(str(exc))
         waited = time.perf_counter() - started
-        if waited > _A_LONG_WAIT:
+        if waited > A_LONG_WAIT:
             self.once.warn(
                 f"save() has waited {waited:.1f} s for the save before it: {self._run} is written more "
                 "slowly than saves follow each other. Save less often, or to a faster disk.",
@@ -389,5 +389,7 @@ class _Save(NamedTuple):
     """What owns the run: dropped before the save has ended, it would let others write the run."""
 
 
-_A_LONG_WAIT = 0.5
+A_LONG_WAIT = 0.5
+"""After so many seconds a save tells that the one before it is written slowly."""
+
 _UNTIL_SAVE_HAS_RETURNED = 0.0002

@@ -99,8 +99,6 @@ def test_the_code_on_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.
         warnings.filterwarnings("ignore", "(?s).* has changed since .*optimizer.lr", category=UserWarning)
         # A page shows what is lost.
         warnings.filterwarnings("ignore", "this loop draws from random generators", category=UserWarning)
-        # How fast this machine's disk is just now is not the page's business.
-        warnings.filterwarnings("ignore", "(?s)save.. has waited", category=UserWarning)
         for block in blocks(page):
             exec(compile(block, page, "exec"), names)
 

@@ -6,7 +6,6 @@ import ast
 import gc
 import random
 import re
-import warnings
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -126,10 +125,7 @@ def stopped_after(steps: int) -> Iterator[None]:
 def start(script: str, names: dict[str, Any]) -> None:
     random.seed(0)
     np.random.seed(0)
-    with warnings.catch_warnings():
-        # How fast this machine's disk is just now is not the recipe's business.
-        warnings.filterwarnings("ignore", "(?s)save.. has waited", category=UserWarning)
-        exec(compile(script, "recipe", "exec"), names)
+    exec(compile(script, "recipe", "exec"), names)
 
 
 def content(run_dir: Path) -> dict[str, bytes]:

@@ -255,7 +255,7 @@ def test_a_release_without_the_function_that_skips_is_refused(
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.filterwarnings("error::resumable.ResumableWarning", "ignore:save.. has waited:UserWarning")
+@pytest.mark.filterwarnings("error::resumable.ResumableWarning")
 def test_a_reference_model_that_is_synced_continues(tmp_path: Path) -> None:
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
     dice = random.Random(0)

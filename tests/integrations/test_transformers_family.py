@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("error::resumable.ResumableWarning", "ignore:save.. has waited:UserWarning"),
+    pytest.mark.filterwarnings("error::resumable.ResumableWarning"),
 ]
 offline = resumed.offline
 

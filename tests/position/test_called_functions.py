@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
-import our_warnings
 import pytest
 import torch
 from torch import nn
@@ -503,7 +503,8 @@ QUIET: list[Script] = [
 
 @pytest.mark.parametrize("script", QUIET, ids=lambda script: script.__name__)
 def test_what_is_shown_set_or_filled_in_each_body_is_not_warned_of(run_dir: Path, script: Script) -> None:
-    with our_warnings.raised():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ResumableWarning)
         run(run_dir, script)
 
 
@@ -520,7 +521,8 @@ def test_what_is_given_is_not_warned_of(run_dir: Path, given: str) -> None:
             state.save()
 
     extra = {"rates": {"rates": rates}, "replay": vars(replay)}
-    with our_warnings.raised():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ResumableWarning)
         run(run_dir, script, extra={given: extra[given]})
 
 
@@ -584,7 +586,8 @@ def test_a_variable_of_a_function_that_calls_locals_is_warned_of(run_dir: Path) 
 def test_a_function_that_calls_locals_and_carries_nothing_is_not_warned_of(
     run_dir: Path, script: Script
 ) -> None:
-    with our_warnings.raised():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ResumableWarning)
         run(run_dir, script)
 
 
@@ -693,5 +696,6 @@ def test_a_generator_of_an_installed_helper_that_is_given_or_rests_is_not_warned
             step(package.smooth(x) if name == "given" else package.scaled(x))
             state.save()
 
-    with our_warnings.raised():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ResumableWarning)
         run(run_dir, script, extra={"rng": package.rng} if name == "given" else {})

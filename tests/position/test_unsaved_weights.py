@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import our_warnings
 import pytest
 import torch
 from torch import nn
@@ -511,7 +511,8 @@ QUIET: list[Script] = [
 
 @pytest.mark.parametrize("script", QUIET)
 def test_what_a_checkpoint_has_or_each_pass_makes_is_not_warned_of(run_dir: Path, script: Script) -> None:
-    with our_warnings.raised():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ResumableWarning)
         script(run_dir)
 
 
@@ -542,7 +543,8 @@ def test_a_list_that_grows_while_it_is_looked_at_is_looked_at_once(run_dir: Path
         growing.append([])
         assert len(growing) < 2_000_000
 
-    with our_warnings.raised():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ResumableWarning)
         looked_at(run_dir, growing, grow)
 
 

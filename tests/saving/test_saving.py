@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import functools
 import random
+import re
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from resumable import ResumableWarning, RunState, SaveFailed
 from resumable.files import codec, tensor_file
 from resumable.parts.collect import collect
-from resumable.saving import host_memory, image_file, snapshot
+from resumable.saving import host_memory, image_file, saver, snapshot
 from resumable.saving.image import Image
 
 Files = dict[str, dict[str, Tensor]]
@@ -586,6 +588,25 @@ def test_a_save_waits_for_the_one_in_flight(run_dir: Path, held: Held) -> None:
     assert [handle.number for handle in handles] == [1, 2]
     for handle in handles:
         small.assert_holds(handle.path, first)
+
+
+def test_a_long_wait_for_the_save_before_is_told_once(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = Small(run_dir)
+    for longest, number in [(60.0, 1), (-1.0, 2), (-1.0, 3)]:
+        monkeypatch.setattr(saver, "A_LONG_WAIT", longest)
+        small.step()
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            small.state.save()
+        texts = [str(one.message) for one in told]
+        assert len(texts) == (number == 2)
+        if texts:
+            assert re.fullmatch(
+                r"save\(\) has waited \S+ s for the save before it: .* is written more slowly than saves "
+                r"follow each other\. Save less often, or to a faster disk\.",
+                texts[0],
+            )
+    small.state.close()
 
 
 def images() -> list[int]:

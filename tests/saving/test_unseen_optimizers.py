@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import our_warnings
 import pytest
 import torch
 from torch import nn
@@ -76,7 +76,8 @@ KEPT: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("kept", KEPT)
 def test_a_scheduler_inside_of_a_given_one_is_not_reported(run_dir: Path, kept: str) -> None:
-    with our_warnings.raised():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ResumableWarning)
         expected = _train(run_dir / "whole", KEPT[kept], 5)
 
         assert [_train(run_dir / "parts", KEPT[kept], total) for total in (2, 4, 5)][-1] == expected

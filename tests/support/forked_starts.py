@@ -12,13 +12,15 @@ import runpy
 import signal
 import sys
 import threading
+import warnings
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import our_warnings
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from resumable import ResumableWarning
 
 
 def import_what_it_imports(script: str) -> None:
@@ -50,7 +52,9 @@ def kill_after(steps: int, milliseconds: float, number: int) -> None:
 
 def run(script: str, order: dict[str, Any]) -> None:
     """Run the script as if it were started by itself, with our warnings as errors."""
-    our_warnings.raise_them()
+    warnings.simplefilter("error", ResumableWarning)
+    # How fast this machine's disk is just now is not the script's business.
+    warnings.filterwarnings("ignore", "save.. has waited", ResumableWarning)
     if order["kill"]:
         kill_after(*order["kill"])
     os.environ.update(order["environment"])
