@@ -9,8 +9,9 @@ import gc
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
 
@@ -66,25 +67,32 @@ def no_garbage_collection() -> Iterator[None]:
 def in_threads(job: Callable[[T], object], items: Iterable[T], count: int) -> None:
     """Run a job for each item in this thread and `count` - 1 others; the first error stops them all.
 
-    It returns when all have ended, after an interrupt, too: none may write into memory or a file after it.
+    No job runs any more when it returns or raises, after an interrupt too: a job may write into memory or a
+    file that its caller frees.
 
     >>> found = []
     >>> in_threads(found.append, [1, 2, 3], count=2)
     >>> sorted(found)
     [1, 2, 3]
     """
-    rest, errors = iter(items), list[BaseException]()
+    guard, rest, errors = threading.Lock(), iter(items), list[BaseException]()
+    stop, at_work = threading.Event(), set[int]()
 
     def work() -> None:
+        # First this, then a look at `stop`: who has set that looks at `at_work` afterwards.
+        at_work.add(threading.get_ident())
         try:
-            while not errors:
-                try:
-                    item = next(rest)
-                except StopIteration:
-                    return
-                job(item)
+            while not stop.is_set():
+                with guard:
+                    item = next(rest, stop)
+                if item is stop:
+                    break
+                job(cast("T", item))
         except BaseException as exc:
             errors.append(exc)
+            stop.set()
+        finally:
+            at_work.discard(threading.get_ident())
 
     others = [threading.Thread(target=work, name="resumable-files") for _ in range(count - 1)]
     try:
@@ -97,12 +105,16 @@ def in_threads(job: Callable[[T], object], items: Iterable[T], count: int) -> No
             if one.ident:
                 one.join()
     except BaseException as exc:
-        # An interrupt at the start of another, or while it was waited for
+        # An interrupt at the start of another, or while it was waited for.
         errors.append(exc)
-    finally:
-        for one in others:
-            if one.is_alive():
-                one.join()
+    while not stop.is_set() or at_work - {threading.get_ident()}:
+        # Not by what a thread says of itself: after an interrupt of its start or of a wait that is wrong.
+        try:
+            stop.set()
+            if at_work - {threading.get_ident()}:
+                time.sleep(0.001)
+        except BaseException as exc:
+            errors.append(exc)
     if errors:
         _raise_one(errors)
 
