@@ -22,7 +22,8 @@ from servers import place, proxied_s3, s3, sftp  # noqa: F401 (pytest finds fixt
 from resumable.saving import saver
 
 torch.set_num_threads(1)
-# On a busy machine the disk may be slow at any time, and a warning of it is no test's business.
+# On a busy machine the disk may be slow at any time, and a warning of it is no test's business. A process
+# that a test starts has the warning, unless it ignores it.
 saver.A_LONG_WAIT = math.inf
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell that starts the tests in the background lets them ignore it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import ctypes
 import functools
@@ -16,35 +17,46 @@ from torch import Tensor
 _KERNEL = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 _FREE = Path("/proc/buddyinfo")
 _RESERVE = 2  # others may take some meanwhile
-_WORTH_A_CALL = 4 << 20  # bytes of a tensor that have at least one huge page among them, mostly more
+_ADVICE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
 
 
 def ask(tensors: Sequence[Tensor]) -> None:
     """Ask for huge pages for tensors in host memory that nothing has been written to yet.
 
-    A page fault for each 4 KiB takes longer than to read them from the page cache. So does a kernel that
-    has to move others' memory first to make huge pages: it is asked only if enough of them are free.
+    A page fault for each 4 KiB takes longer than reading them from the page cache. To make huge pages by
+    moving other memory takes longer still, so the kernel is asked only if enough of them are free.
     """
-    large = [one for one in tensors if one.is_cpu and one.nbytes >= _WORTH_A_CALL]
-    if large and sys.platform == "linux" and _free() >= _RESERVE * sum([one.nbytes for one in large]):
+    if not (sys.platform == "linux" and _ADVICE and (size := _size())):
+        return
+    # One that is twice as large as a page has a whole page in it, wherever it begins.
+    large = [one for one in tensors if one.is_cpu and one.nbytes >= 2 * size]
+    if large and _free(size) >= _RESERVE * sum([one.nbytes for one in large]):
         for one in large:
             begin = one.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
             # Refused by a kernel that has none; the tensor is there without.
-            _libc().madvise(begin, one.data_ptr() + one.nbytes - begin, mmap.MADV_HUGEPAGE)
+            _libc().madvise(begin, one.data_ptr() + one.nbytes - begin, _ADVICE)
 
 
-def _free() -> int:
-    """Return how many bytes of free huge pages the kernel has; 0 where it does not tell."""
+def _size() -> int:
+    """Return the size of a huge page; 0 if there are none."""
     with contextlib.suppress(OSError, ValueError):
-        huge = int(_KERNEL.read_text())
-        # For each zone of memory: its free blocks of one page, of two, of four.
-        blocks = [
-            (int(count), mmap.PAGESIZE << order)
-            for zone in _FREE.read_text().splitlines()
-            for order, count in enumerate(zone.split()[4:])
-        ]
-        return sum([count * size for count, size in blocks if size >= huge])
+        return int(_KERNEL.read_text())
     return 0
+
+
+def _free(size: int) -> int:
+    """Return how many bytes of free huge pages each node of the memory has; 0 where it is not told."""
+    nodes: dict[str, int] = collections.defaultdict(int)
+    with contextlib.suppress(OSError, ValueError):
+        for line in _FREE.read_text().splitlines():
+            # "Node 0, zone Normal", and the free blocks of one page, of two, of four, and so on.
+            _, node, _, zone, *counts = line.split()
+            # The kernel keeps most of the others (DMA32, say) for those that can use no more.
+            if zone in ("Normal", "Movable"):
+                blocks = [(int(count), mmap.PAGESIZE << order) for order, count in enumerate(counts)]
+                nodes[node] += sum([count * block for count, block in blocks if block >= size])
+    # Which of them a process gets depends on where it runs, and on what it may use.
+    return min(nodes.values(), default=0)
 
 
 @functools.cache

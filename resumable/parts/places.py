@@ -16,7 +16,6 @@ from ..errors import CannotRead
 from ..files import tensor_file
 from ..files.file_reader import Target
 from ..files.tensor_file import Slot, Slots
-from . import huge_pages
 from .device_lanes import send
 
 HOST = torch.device("cpu")
@@ -94,8 +93,8 @@ class Places:
         ordered = sorted(wanted, key=attrgetter("slot.begin"))
         large = [want for want in ordered if _is_large(want)]
         self._large = [(want.slot, room_for(want) if want.live is None else want.live) for want in large]
-        new = [room for want, (_, room) in zip(large, self._large, strict=True) if want.live is None]
-        huge_pages.ask(new)
+        self.new = [room for want, (_, room) in zip(large, self._large, strict=True) if want.live is None]
+        """Large tensors that nothing was read into yet."""
         self._small = _together([want for want in ordered if not _is_large(want)])
         targets = [*map(_target, self._large), *self._small.targets]
         self.targets = sorted(targets, key=attrgetter("begin"))

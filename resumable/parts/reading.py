@@ -22,7 +22,7 @@ from ..files.strict_json import LONGEST, Json
 from ..files.tensor_file import Slot, Slots
 from ..progress import Told
 from ..run.checkpoint import Checkpoint
-from . import box_reading
+from . import box_reading, huge_pages
 from .device_lanes import on_lanes
 from .devices import moved_trees
 from .part import Saved, Trees, same_device
@@ -153,6 +153,7 @@ class Reading:
         """Return the tensors of each file, and by their tree those that are sharded there or here."""
         files = [*self._files.values()]
         planned = [*map(self._plan, files)]
+        huge_pages.ask([tensor for one in planned for tensor in one.places.new])
         with self._show(f"reading checkpoint {self._number}", sum([file.size for file in files])) as told:
             self._scan(planned, told)
         tensors = {one.file.path: self._taken(one) for one in planned}

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import mmap
 import re
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
-from resumable.files.tensor_file import Slot
+from resumable import RunState
 from resumable.parts import huge_pages
-from resumable.parts.places import on_host
 
 MIB = 1 << 20
-COUNTS = "Node 0, zone {:>8} " + " ".join(["{}"] * 11) + "\n"
 
-pytestmark = pytest.mark.skipif(not huge_pages._KERNEL.exists(), reason="a kernel without huge pages")
+pytestmark = pytest.mark.skipif(
+    not huge_pages._size() or mmap.PAGESIZE != 4096, reason="a kernel without huge pages, or with other pages"
+)
 
 
 class Libc:
@@ -49,8 +51,14 @@ def has_huge_pages(tensor: torch.Tensor) -> bool:
     raise AssertionError("this memory is not mapped")
 
 
-def slot(size: int) -> Slot:
-    return Slot("weight", torch.uint8, (size,), 0, size)
+def new(size: int) -> torch.Tensor:
+    """Return memory that nothing was written to."""
+    return torch.empty(size, dtype=torch.uint8)
+
+
+def zone(node: int, name: str, *counts: int) -> str:
+    """Return what the kernel tells of a zone: so many free blocks of one page, of two, of four."""
+    return f"Node {node}, zone {name:>8} {' '.join(map(str, counts))}\n"
 
 
 @pytest.fixture
@@ -58,19 +66,22 @@ def free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What the kernel tells of free memory: 40 MiB in huge pages of 2 MiB."""
     told, size = tmp_path / "buddyinfo", tmp_path / "size"
     told.write_text(
-        COUNTS.format("DMA32", 7, 7, 7, 7, 7, 7, 7, 7, 7, 2, 0)
-        + COUNTS.format("Normal", 9000, 8000, 900, 90, 9, 9, 9, 9, 9, 4, 7)
+        zone(0, "DMA32", 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 700)
+        + zone(0, "Normal", 9000, 8000, 900, 90, 9, 9, 9, 9, 9, 4, 7)
+        + zone(0, "Movable", 0, 0, 0, 0, 0, 0, 0, 0, 0, 2, 0)
     )
     size.write_text(f"{2 * MIB}\n")
     monkeypatch.setattr(huge_pages, "_FREE", told)
     monkeypatch.setattr(huge_pages, "_KERNEL", size)
-    monkeypatch.setattr("mmap.PAGESIZE", 4096)
     return told
 
 
-@pytest.mark.usefixtures("free")
-def test_the_free_huge_pages_of_all_zones_are_counted() -> None:
-    assert huge_pages._free() == (2 + 4) * 2 * MIB + 7 * 4 * MIB
+@pytest.mark.parametrize(("other", "expected"), [(0, 0), (3, 12), (10, 40)])
+def test_the_node_with_the_fewest_counts(free: Path, other: int, expected: int) -> None:
+    assert huge_pages._free(2 * MIB) == 40 * MIB
+
+    free.write_text(free.read_text() + zone(1, "Normal", 9, 9, 9, 9, 9, 9, 9, 9, 9, 0, other))
+    assert huge_pages._free(2 * MIB) == expected * MIB
 
 
 @pytest.mark.parametrize("text", ["", "Node 0, zone\n", "Node 0, zone Normal many\n", None])
@@ -79,32 +90,32 @@ def test_a_kernel_that_tells_nothing_has_none(free: Path, text: str | None) -> N
     if text is not None:
         free.write_text(text)
 
-    assert huge_pages._free() == 0
+    assert huge_pages._free(2 * MIB) == 0
 
 
 @pytest.mark.usefixtures("free")
 def test_new_tensors_get_huge_pages_if_twice_as_many_are_free(libc: Libc) -> None:
-    (new,) = on_host([slot(20 * MIB)]).tensors().values()
+    tensors = [new(14 * MIB), new(6 * MIB), new(MIB)]
+    huge_pages.ask(tensors)
 
-    assert has_huge_pages(new)
-    (asked,) = libc.asked
-    assert asked.start % 4096 == 0
-    assert new.data_ptr() - 4096 < asked.start <= new.data_ptr()
-    assert asked.stop == new.data_ptr() + 20 * MIB
+    assert [*map(has_huge_pages, tensors[:2])] == [True, True]
+    for tensor, asked in zip(tensors[:2], libc.asked, strict=True):
+        assert asked.start % mmap.PAGESIZE == 0
+        assert tensor.data_ptr() - mmap.PAGESIZE < asked.start <= tensor.data_ptr()
+        assert asked.stop == tensor.data_ptr() + tensor.nbytes
 
 
-@pytest.mark.parametrize("size", [20 * MIB + 1, 3 * MIB], ids=["too large", "too small"])
+@pytest.mark.parametrize("sizes", [[20 * MIB + 1], [14 * MIB, 7 * MIB], [3 * MIB]])
 @pytest.mark.usefixtures("free")
-def test_others_are_left_to_the_kernel(libc: Libc, size: int) -> None:
-    on_host([slot(size)])
+def test_what_is_too_small_or_too_much_is_left_to_the_kernel(libc: Libc, sizes: list[int]) -> None:
+    huge_pages.ask([*map(new, sizes)])
 
     assert libc.asked == []
 
 
-def test_a_live_tensor_keeps_the_pages_that_it_has(libc: Libc, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huge_pages, "_free", lambda: 1 << 40)
-    live = torch.zeros(32 * MIB, dtype=torch.uint8)
-    on_host([slot(live.nbytes)], [live])
+def test_no_page_is_asked_for_where_the_kernel_has_none(free: Path, libc: Libc) -> None:
+    (free.parent / "size").unlink()
+    huge_pages.ask([new(8 * MIB)])
 
     assert libc.asked == []
 
@@ -112,9 +123,39 @@ def test_a_live_tensor_keeps_the_pages_that_it_has(libc: Libc, monkeypatch: pyte
 def test_a_kernel_that_refuses_leaves_the_tensor_as_it_is(
     libc: Libc, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(huge_pages, "_free", lambda: 1 << 40)
-    monkeypatch.setattr("mmap.MADV_HUGEPAGE", 12345)
-    (new,) = on_host([slot(8 * MIB)]).tensors().values()
+    monkeypatch.setattr(huge_pages, "_free", lambda _: 1 << 40)
+    monkeypatch.setattr(huge_pages, "_ADVICE", 12345)
+    tensor = new(8 * MIB)
+    huge_pages.ask([tensor])
 
     assert libc.asked
-    assert new.fill_(3).sum() == 3 * 8 * MIB
+    assert tensor.fill_(3).sum() == 3 * 8 * MIB
+
+
+def test_a_resume_asks_for_the_moments_and_not_for_the_weights(
+    run_dir: Path, libc: Libc, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huge_pages, "_free", lambda _: 1 << 40)
+    for steps in (1, 2, 3):
+        torch.manual_seed(0)
+        model = nn.Linear(1024, 2048)
+        optimizer = torch.optim.Adam(model.parameters())
+        libc.asked.clear()
+        with RunState.load(run_dir, model=model, optimizer=optimizer) as state:
+            moments = optimizer.state.get(model.weight, {})
+            assert not any(model.weight.data_ptr() in asked for asked in libc.asked)
+            for name in ("exp_avg", "exp_avg_sq") if steps > 1 else ():
+                assert any(moments[name].data_ptr() in asked for asked in libc.asked)
+            for _ in state.steps(steps):
+                optimizer.zero_grad()
+                model(torch.ones(1, 1024)).sum().backward()
+                optimizer.step()
+            state.save().wait()
+    torch.manual_seed(0)
+    expected = nn.Linear(1024, 2048)
+    optimizer = torch.optim.Adam(expected.parameters())
+    for _ in range(3):
+        optimizer.zero_grad()
+        expected(torch.ones(1, 1024)).sum().backward()
+        optimizer.step()
+    assert torch.equal(model.weight, expected.weight)
