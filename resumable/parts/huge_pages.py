@@ -16,6 +16,7 @@ from torch import Tensor
 
 _KERNEL = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 _FREE = Path("/proc/buddyinfo")
+_WORTH_A_LOOK = 4 << 20
 _RESERVE = 2  # others may take some meanwhile
 _ADVICE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
 
@@ -26,10 +27,11 @@ def ask(tensors: Sequence[Tensor]) -> None:
     A page fault for each 4 KiB takes longer than reading them from the page cache. To make huge pages by
     moving other memory takes longer still, so the kernel is asked only if enough of them are free.
     """
-    if not (sys.platform == "linux" and _ADVICE and (size := _size())):
+    large = [one for one in tensors if one.is_cpu and one.nbytes >= _WORTH_A_LOOK]
+    if not (large and sys.platform == "linux" and _ADVICE and (size := _size())):
         return
     # One that is twice as large as a page has a whole page in it, wherever it begins.
-    large = [one for one in tensors if one.is_cpu and one.nbytes >= 2 * size]
+    large = [one for one in large if one.nbytes >= 2 * size]
     if large and _free(size) >= _RESERVE * sum([one.nbytes for one in large]):
         for one in large:
             begin = one.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
