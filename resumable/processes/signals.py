@@ -49,6 +49,8 @@ class Signals:
         self.has_left = False
         """Whether a second Ctrl-C has ended the loop without a save."""
         self._before: dict[int, Any] = {}
+        self._passing: set[int] = set()
+        """The signals that the handler before is being called for: it may call this one."""
         self._loops = 0
         self._is_in_loop: Any = None
         self._interrupts = 0
@@ -110,15 +112,16 @@ class Signals:
         received, self.received = self.received, None
         if received is None:
             return
-        before = self._before.get(received, signal.getsignal(received))
+        before = self._beneath(received, signal.getsignal(received))
         # Any other handler was called when the signal was noted.
         if not callable(before) or before is signal.default_int_handler:
             _do(received, None, before)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        before = self._before.get(number, signal.SIG_DFL)
-        # A forked child does not note signals.
-        if os.getpid() != self._process or not self._loops:
+        if number in self._passing:
+            return
+        before = self._beneath(number)
+        if not self._is_noting():
             if not self._is_loading_for_it():
                 _do(number, frame, before)
             return
@@ -128,7 +131,29 @@ class Signals:
             self.received, self.received_at = signal.Signals(number), time.monotonic()
         self._quiet_lost_workers()
         if callable(before) and before is not signal.default_int_handler:
-            before(number, frame)
+            self._passing.add(number)
+            try:
+                before(number, frame)
+            finally:
+                self._passing.discard(number)
+
+    def _is_noting(self) -> bool:
+        # A forked child does not note signals.
+        return self._loops > 0 and os.getpid() == self._process
+
+    def _beneath(self, number: int, otherwise: Any = signal.SIG_DFL) -> Any:
+        """Return the handler that was there before, and before all trainings whose loops are over."""
+        seen: list[Signals] = [self]
+        before = self._before.get(number, otherwise)
+        # A loop that an error has left may end, or be collected, in the loop of a later training: its
+        # handler would then do what the signal does by itself, before that one has saved.
+        while isinstance(owner := getattr(before, "__self__", None), Signals) and not owner._is_noting():
+            if owner in seen:
+                break
+            seen.append(owner)
+            before = owner._before.get(number, signal.SIG_DFL)
+        # One that began again, above a later one, comes round to itself.
+        return signal.SIG_DFL if owner in seen else before
 
     def _is_loading_for_it(self) -> bool:
         # Workers of loaders that RunState does not know (for validation) receive Ctrl-C in a terminal too.

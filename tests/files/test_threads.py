@@ -71,7 +71,7 @@ def test_a_job_that_runs_is_waited_for_through_two_interrupts(interrupts: list[b
         interrupts.extend([True, True])
         while interrupts:
             time.sleep(0.01)
-        time.sleep(0.1)
+        time.sleep(0.1)  # a caller that does not wait would be gone
         ended.append(number)
 
     with pytest.raises(KeyboardInterrupt):
@@ -85,7 +85,7 @@ def test_what_threads_share_may_be_a_generator() -> None:
 
     def slowly() -> Iterator[int]:
         for number in range(20):
-            time.sleep(0.001)
+            time.sleep(0.001)  # the others ask for the next one meanwhile
             yield number
 
     in_threads(done.append, slowly(), 4)

@@ -129,6 +129,70 @@ def test_two_trainings_that_loop_at_once_both_note(noting: Signals) -> None:
     assert noting.received is other.received is signal.SIGTERM
 
 
+@pytest.mark.parametrize("number", ALL)
+def test_a_training_notes_signals_though_loops_before_it_have_ended_meanwhile(
+    noting: Signals, number: signal.Signals
+) -> None:
+    second, last = Signals(ALL), Signals(ALL)
+    second.begin()
+    last.begin()
+    noting.end()
+    second.close()
+
+    signal.raise_signal(number)
+
+    assert last.received is number
+    assert noting.received is second.received is None
+    last.acted_on()
+    last.end()
+    assert ends_with(lambda: signal.raise_signal(number)) in (-number, 1)  # 1: a KeyboardInterrupt
+
+
+@pytest.mark.parametrize("number", ALL)
+@pytest.mark.parametrize("is_over", [False, True])
+def test_two_trainings_that_take_turns_note_a_signal_once(
+    noting: Signals, number: signal.Signals, is_over: bool
+) -> None:
+    other = Signals(ALL)
+    other.begin()
+    noting.end()
+    noting.begin()
+    if is_over:
+        other.end()
+
+    signal.raise_signal(number)
+
+    assert noting.received is number
+    assert other.received is (None if is_over else number)
+    noting.acted_on()
+    other.acted_on()
+    noting.end()
+    other.close()
+    assert ends_with(lambda: signal.raise_signal(number)) in (-number, 1)  # 1: a KeyboardInterrupt
+
+
+def test_what_was_noted_above_a_loop_that_has_ended_is_passed_on(noting: Signals) -> None:
+    later = Signals(ALL)
+    later.begin()
+    noting.end()
+    signal.raise_signal(signal.SIGINT)
+    later.end()
+
+    with pytest.raises(KeyboardInterrupt):
+        later.pass_on()
+
+
+@pytest.mark.parametrize("number", ALL)
+def test_a_training_in_a_forked_process_notes_signals_itself(noting: Signals, number: signal.Signals) -> None:
+    def train() -> None:
+        own = Signals(ALL)
+        own.begin()
+        signal.raise_signal(number)
+        os._exit(own.received is number)
+
+    assert ends_with(train) == 1
+
+
 def test_no_handler_is_set_from_another_thread() -> None:
     before = signal.getsignal(signal.SIGTERM)
     found = Signals(ALL)

@@ -465,6 +465,43 @@ def test_an_iterator_that_the_script_keeps_notes_no_signals_after_the_loops(
         assert signal.getsignal(signal.SIGTERM) is before
 
 
+def _fit(run_dir: Path, at: int | None, left: RunState | None = None) -> dict[str, Any]:
+    """Train two epochs; at a step another training is dropped in its loop, and a signal comes."""
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout())
+    optimizer = torch.optim.Adam(model.parameters())
+    loader = DataLoader(Augmented(), batch_size=8)
+    parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "loader": loader}
+    with RunState.load(run_dir, **parts, preempt=Preempt(on_preempt="raise")) as state:
+        for _ in state.epochs(2):
+            for batch in state.batches():
+                optimizer.zero_grad()
+                model(batch).square().mean().backward()
+                optimizer.step()
+                if left is not None and state.step == at:
+                    left.close()
+                    os.kill(os.getpid(), signal.SIGTERM)
+            state.save()
+    return {**model.state_dict(), "drawn": torch.rand(3)}
+
+
+@pytest.mark.parametrize("steps", [(2, 6), (3, 7), (4, 8)], ids=["middle", "last but one", "epoch's end"])
+def test_a_training_is_saved_though_another_one_that_was_left_ends_in_its_loop(
+    tmp_path: Path, steps: tuple[int, int]
+) -> None:
+    for at in steps:
+        # A loop that an error has left in a notebook, say.
+        left = RunState.load(tmp_path / f"left at {at}", model=nn.Linear(1, 1))
+        kept = iter(left.steps(9))
+        next(kept)
+        with pytest.raises(Preempted):
+            _fit(tmp_path / "stopped", at, left)
+
+    whole, stopped = _fit(tmp_path / "whole", None), _fit(tmp_path / "stopped", None)
+    assert all(torch.equal(whole[name], stopped[name]) for name in whole)
+
+
 def _refuse(*_: object) -> int:
     raise BrokenPipeError
 
