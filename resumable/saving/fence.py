@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator
+from types import CodeType
 from typing import Any
 
 import torch
@@ -37,12 +39,21 @@ class Fence:
         """Return the addresses of the tensors that change only in steps that wait here, if wanted.
 
         An optimizer counts only if its hook has seen a step since the last call: other code that has
-        changed its parameters may do so again at any moment.
+        changed its parameters may do so again at any moment. In a step, which has passed, nothing counts.
         """
+        is_wanted = is_wanted and not self._is_in_a_step()
         theirs: dict[bool, set[int]] = {True: set(), False: set()}
         for gate in self._gates:
             theirs[gate.is_proven()].update(gate.places() if is_wanted else ())
         return theirs[True] - theirs[False] - {0}
+
+    def _is_in_a_step(self) -> bool:
+        """Whether a step calls this: the handler of a signal that interrupts it, or a hook of the user."""
+        steps = {gate.step_code() for gate in self._gates}
+        frame = inspect.currentframe()
+        while frame and frame.f_code not in steps:
+            frame = frame.f_back
+        return frame is not None
 
     def left_alone(self, places: set[int]) -> set[int]:
         """Return the addresses that are of no optimizer's parameter; none after `distrust_frozen`."""
@@ -138,6 +149,11 @@ class _Gate:
 
     def parameters(self) -> list[Any]:
         return [p for group in getattr(self._live, "param_groups", ()) for p in group["params"]]
+
+    def step_code(self) -> CodeType | None:
+        step = getattr(type(self._live), "step", None)
+        code: CodeType | None = getattr(step, "__code__", None)
+        return code
 
     def is_proven(self) -> bool:
         steps, self._recent = self._recent, 0

@@ -144,6 +144,20 @@ def test_a_write_through_data_is_found_though_the_step_copied(go: threading.Even
         values(taken)
 
 
+def test_a_save_within_a_step_copies_before_that_step_goes_on(go: threading.Event) -> None:
+    training = three()
+    taken, before = [], training.values()
+    hook = training.optimizer.register_step_pre_hook(lambda *_: taken.append(training.take()))
+    training.step()
+    hook.remove()
+    training.step()
+    later, then = training.take(), training.values()
+    assert later._later, "steps that are over hold nothing against the fence"
+    go.set()
+
+    assert [values(taken[0]), values(later)] == [before, then]
+
+
 def failing(error: BaseException, times: int) -> Callable[[Sequence[Copy]], None]:
     """Return a copy that fails some times in the main thread, after the first tensor."""
     count = iter(range(99))
