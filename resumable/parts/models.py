@@ -81,7 +81,7 @@ class ModulePart(Part):
         parameters, modules = self.parameters(walked), self._modules(walked)
         buffers = buffers_of(modules)
         _refuse_lazy(name, {**parameters, **buffers})
-        self.built = {"frozen": _frozen(parameters)}
+        self.built = {"frozen": self._frozen(walked)}
         if meshes := _meshes(parameters):
             self.built["sharding"] = meshes
         self._buffers_of_the_script = buffers.keys()
@@ -164,7 +164,7 @@ class ModulePart(Part):
             # A buffer with persistent=False can still change.
             "buffers": {name: one for name, one in buffers if name not in weights and name not in values},
             "eval": [name for name, module in dict(modules).items() if not module.training],
-            "frozen": _frozen(self.parameters(walked)),
+            "frozen": self._frozen(walked),
         }
         if found := self._orders(modules):
             rest["buckets"] = found
@@ -255,6 +255,16 @@ class ModulePart(Part):
             if parameter is not None
         }
 
+    def _frozen(self, walked: Modules) -> list[str]:
+        # Only these are named: the names of ten thousand parameters take longer than their flags.
+        bare = bare_name(self.live, walked)
+        return [
+            bare(f"{path}.{leaf}" if path else leaf)
+            for path, module in walked
+            for leaf, parameter in module._parameters.items()
+            if parameter is not None and not parameter.requires_grad
+        ]
+
     def tensors(self) -> dict[str, Tensor]:
         """Return the parameters and buffers by their bare names."""
         walked = self._walk()
@@ -315,11 +325,13 @@ class ModulePart(Part):
         state = self._state()
         names = [*map(bare, state)]
         # A tensor that is the live one itself is filled later.
-        others = {
-            name: then[known]
-            for name, known, live in zip(state, names, state.values(), strict=True)
-            if known not in unfit and then[known] is not live
-        }
+        others = {}
+        if unfit or not all(map(operator.is_, map(then.get, names), state.values())):
+            others = {
+                name: then[known]
+                for name, known, live in zip(state, names, state.values(), strict=True)
+                if known not in unfit and then[known] is not live
+            }
         is_whole = len(others) == len(state)
         # Not a dict of our own: torch keeps the versions of the modules with this one.
         state.clear()
@@ -335,10 +347,9 @@ class ModulePart(Part):
             self._restore_own(modules, saved.of_rank(), unfit)
         for name, module in modules:
             module.training = name not in rest["eval"]
-        parameters, frozen = self.parameters(), rest["frozen"]
-        if _frozen(parameters) != frozen:
-            frozen = {*frozen}
-            for name, parameter in parameters.items():
+        if self._frozen(self._walk()) != rest["frozen"]:
+            frozen = {*rest["frozen"]}
+            for name, parameter in self.parameters().items():
                 if name not in unfit and f"{name}.requires_grad" not in unfit:
                     parameter.requires_grad_(name not in frozen)
         if not unfit:
@@ -401,11 +412,6 @@ def _meshes(parameters: Mapping[str, Any]) -> list[str]:
             ways = [f"{type(p).__name__}({getattr(p, 'dim', '')})" for p in one.placements]
             found.add(f"{', '.join(ways)} over {' x '.join(map(str, one.device_mesh.mesh.shape))}")
     return sorted(found)
-
-
-def _frozen(parameters: Mapping[str, nn.Parameter]) -> list[str]:
-    are_trained = map(operator.attrgetter("requires_grad"), parameters.values())
-    return [name for name, is_trained in zip(parameters, are_trained, strict=True) if not is_trained]
 
 
 def _refuse_lazy(part: str, tensors: Mapping[str, Tensor | None]) -> None:

@@ -335,8 +335,12 @@ class Reading:
     def _of_parts(self, parts: Collection[str]) -> Iterator[tuple[_File, list[str]]]:
         for file in self._files.values():
             json = self.trees[file.stem].json if file.in_place else {}
-            names = {name for part in parts if part in json for name in codec.tensor_names(json[part])}
-            if there := [name for name in file.in_place if name in names]:
+            there = [*file.in_place]
+            # Most often all parts are chosen, and to look for ten thousand names takes a while.
+            if not json.keys() <= {*parts}:
+                names = {name for part in parts if part in json for name in codec.tensor_names(json[part])}
+                there = [name for name in there if name in names]
+            if there:
                 yield file, there
 
     def _read_again(self, filled: Sequence[tuple[_File, Places]], what: str) -> None:
