@@ -21,6 +21,7 @@ from .pin import Hasher
 
 _PIECE = 1 << 20  # stays in the processor's cache between the read and the hash
 _MOST_IN_A_ROW = 512  # Linux takes 1024 at once
+_WORTH_A_THREAD = 1 << 20  # a thread takes longer to start than to read less
 
 
 class Lane:
@@ -159,7 +160,8 @@ def _digests(
         else:
             # Short blocks come last, so that all threads end at about the same time.
             jobs.sort(key=lambda job: job[1] + large_files.BLOCK > scans[job[0]].size)
-            threads.in_threads(read, jobs, min(_READERS, len(jobs)))
+            size = sum([min(large_files.BLOCK, scans[number].size - at) for number, at in jobs])
+            threads.in_threads(read, jobs, min(_READERS, len(jobs), 1 + size // _WORTH_A_THREAD))
     return found
 
 

@@ -50,6 +50,7 @@ def sized(sizes: Sizes) -> Iterator[None]:
         patch.setattr(file_reader, "_PIECE", sizes.piece)
         patch.setattr(block_queue, "_WRITERS", sizes.threads)
         patch.setattr(file_reader, "_READERS", sizes.threads)
+        patch.setattr(file_reader, "_WORTH_A_THREAD", 1)
         patch.setattr(large_files, "_PREALLOCATE", 1)
         patch.setattr(large_files, "_WORTH_A_LINK", 0)
         yield

@@ -29,6 +29,7 @@ def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(large_files, "BLOCK", 1000)
     monkeypatch.setattr(file_reader, "_PIECE", 300)
     monkeypatch.setattr(file_reader, "_READERS", request.param)
+    monkeypatch.setattr(file_reader, "_WORTH_A_THREAD", 1)
 
 
 @pytest.fixture
@@ -67,6 +68,20 @@ def test_files_read_together_give_what_each_gives_alone(
             target.memory[:] = bytes(len(target.memory))  # type: ignore[arg-type, index]
     file_reader.scan_files_again(tmp_path, again(files, digests))
     assert is_filled(files)
+
+
+def test_no_thread_is_started_for_what_is_read_sooner_than_it_starts(
+    tmp_path: Path, files: list[tuple[Scan, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size, started, start = sum(one.size for one, _ in files), [], threading.Thread.start
+    monkeypatch.setattr(
+        threading.Thread, "start", lambda thread: (started.append(thread.name), start(thread))[1]
+    )
+    for worth, expected in ((size + 1, 0), (size, 1), (1, 2)):
+        started.clear()
+        monkeypatch.setattr(file_reader, "_WORTH_A_THREAD", worth)
+        file_reader.scan_files(tmp_path, files)
+        assert started == ["resumable-files"] * min(expected, file_reader._READERS - 1)
 
 
 @pytest.mark.parametrize("name", ["first", "last"])
