@@ -245,11 +245,11 @@ def bad(scenario: Scenario, seeds: range, folder: Path) -> list[str]:
 
 
 ORDERS: list[tuple[Scenario, int, int]] = [
-    (save, 20, 800),
+    (save, 20, 400),
     (write_around, 20, 400),
-    (load, 10, 200),
-    (prefetch, 20, 600),
-    (chain, 2, 25),
+    (load, 10, 100),
+    (prefetch, 20, 400),
+    (chain, 2, 10),
 ]
 """Scenarios, and how many orders of each: among the quick tests, and among the heavy ones."""
 

@@ -54,6 +54,7 @@ def rate():
 
 @pytest.mark.proves("exact")
 @pytest.mark.timeout(1200)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seeds", SEEDS, ids=lambda seeds: f"{seeds.start}-{seeds.stop - 1}")
 def test_no_random_script_trains_something_else_without_a_warning(seeds: range, tally: Tally) -> None:
     verdicts = [programs.examine(programs.write(seed)) for seed in seeds]

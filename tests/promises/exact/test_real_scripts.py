@@ -151,14 +151,15 @@ def test_a_conversion_changes_at_most_eight_lines(name: str) -> None:
 
 @pytest.mark.proves("transparent")
 @pytest.mark.heavy
-@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_converted_script_prints_what_the_plain_one_does(forks: Forks, name: str, folder: Path) -> None:
     goes_on(forks, name, "kill", (), folder)
 
 
 @pytest.mark.proves("exact")
 @pytest.mark.heavy
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_script_that_is_killed_three_times_ends_with_the_same_bits(
     forks: Forks, name: str, folder: Path
@@ -179,6 +180,7 @@ def test_a_script_that_is_killed_three_times_ends_with_the_same_bits(
 
 @pytest.mark.proves("exact")
 @pytest.mark.heavy
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_script_whose_group_gets_sigterm_ends_with_the_same_bits(
     forks: Forks, name: str, folder: Path
