@@ -70,8 +70,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # -m leaves out what is nightly right after
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     counted.sample(items)
+    for item in [] if config.getoption("nightly") else items:
+        # Some take a minute, and three times as long where others work on the same cores.
+        if item.get_closest_marker("heavy") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(600))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
