@@ -39,7 +39,7 @@ class Fence:
         """Return the addresses of the tensors that change only in steps that wait here, if wanted.
 
         An optimizer counts only if its hook has seen a step since the last call: other code that has
-        changed its parameters may do so again at any moment. In a step, which has passed, nothing counts.
+        changed its parameters may do so again at any moment. Within a step none does: it has passed already.
         """
         is_wanted = is_wanted and not self._is_in_a_step()
         theirs: dict[bool, set[int]] = {True: set(), False: set()}
