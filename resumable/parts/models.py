@@ -326,7 +326,7 @@ class ModulePart(Part):
         names = [*map(bare, state)]
         # A tensor that is the live one itself is filled later.
         others = {}
-        if unfit or not all(map(operator.is_, map(then.get, names), state.values())):
+        if not all(map(operator.is_, map(then.get, names), state.values())):
             others = {
                 name: then[known]
                 for name, known, live in zip(state, names, state.values(), strict=True)
