@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import sys
+import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -314,6 +316,53 @@ def test_a_generator_with_several_ways_to_it_is_found_once() -> None:
 
 def test_a_generator_itself_is_found_without_a_path() -> None:
     assert list(search.find(random.Random(0))) == [""]
+
+
+@pytest.mark.parametrize("length", [200, 300], ids=["searched", "too long"])
+@pytest.mark.parametrize("held", [deque, dict, list, SimpleNamespace])
+def test_what_another_thread_changes_meanwhile_is_searched(
+    held: type, length: int, switching: None
+) -> None:
+    value, own, over = held(), random.Random(0), threading.Event()
+
+    def change() -> None:
+        while not over.is_set():
+            for number in range(length):
+                _put(value, number)
+            _clear(value)
+
+    changing = threading.Thread(target=change)
+    changing.start()
+    try:
+        found = [search.find({"changing": value, "own": own}) for _ in range(300)]
+        assert [*search.overlong(search.walk(value))] == []
+    finally:
+        over.set()
+        changing.join()
+
+    assert all(one["own"] is own for one in found)
+
+
+def _put(held: Any, number: int) -> None:
+    if isinstance(held, SimpleNamespace):
+        setattr(held, f"a{number}", [])
+    elif isinstance(held, dict):
+        held[number] = []
+    else:
+        held.append([])
+
+
+def _clear(held: Any) -> None:
+    vars(held).clear() if isinstance(held, SimpleNamespace) else held.clear()
+
+
+@pytest.fixture
+def switching() -> Iterator[None]:
+    """Let threads take turns as often as they can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
 
 
 def test_what_is_too_deep_or_too_long_is_not_searched() -> None:

@@ -218,7 +218,7 @@ def _packages_run() -> set[str]:
     main = sys.modules.get("__main__")
     found = {str(getattr(main, "__package__", None) or "")}
     if Path(getattr(main, "__file__", None) or "").parent == Path(sys.executable).parent:
-        found |= {one.__module__ for one in vars(main).values() if isinstance(one, FunctionType)}
+        found |= {one.__module__ for one in [*vars(main).values()] if isinstance(one, FunctionType)}
     return {name.partition(".")[0] for name in found}
 
 
@@ -226,7 +226,7 @@ def _packages_run() -> set[str]:
 def _constants(module: str) -> frozenset[str]:
     """Return the names of the generators that an installed module has, as it was when first asked for."""
     variables = vars(sys.modules[module]) if module in sys.modules else {}
-    return frozenset(name for name, value in variables.items() if isinstance(value, GENERATORS))
+    return frozenset(name for name, value in [*variables.items()] if isinstance(value, GENERATORS))
 
 
 @lru_cache(maxsize=16_384)

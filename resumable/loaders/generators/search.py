@@ -274,26 +274,29 @@ def _long(value: object) -> Any:
 
 
 def _ends(held: Any) -> list[Any]:
-    if isinstance(held, dict):
-        return [next(iter(dict.values(held))), next(reversed(dict.values(held)))]
-    return [held[0], held[-1]] if held else []
+    some = dict.values(held) if isinstance(held, dict) else held
+    try:
+        return [next(iter(some)), next(reversed(some))]
+    except (StopIteration, RuntimeError):
+        # Another thread has changed it meanwhile.
+        return []
 
 
 def _children(value: object) -> list[tuple[str, object]]:
-    # A long container is data, not configuration: looking at each of its items takes too long.
+    # Containers are copied in one go: while they are looked through, other threads may change them.
+    # A long one is data, not configuration: looking at each of its items takes too long.
     if isinstance(value, (dict, list, tuple, deque)) and len(value) > WIDEST:
         return []
     if isinstance(value, dict):
         # Only a dict: another mapping may load its items, and draw for it. A tensor as a key is not printed,
         # since that would read its values.
-        pairs = dict.items(value)
         items = [
             (key if type(key) is str else _text(key), item)
-            for key, item in pairs
+            for key, item in dict.items(dict.copy(value))
             if not issubclass(type(key), torch.Tensor)
         ]
     elif isinstance(value, (list, tuple, deque)):
-        items = [(str(i), item) for i, item in enumerate(value)]
+        items = [(str(i), item) for i, item in enumerate([*value])]
     elif isinstance(value, (torch.Tensor, np.ndarray, type, ModuleType)):
         items = []
     elif isinstance(value, partial):
@@ -307,7 +310,7 @@ def _children(value: object) -> list[tuple[str, object]]:
     else:
         slots = _slots(type(value))
         in_slots = [(name, getattr(value, name)) for name in slots if hasattr(value, name)] if slots else []
-        attributes = getattr(value, "__dict__", {}).items()
+        attributes = [*getattr(value, "__dict__", {}).items()]
         if isinstance(value, torch.nn.Module):
             # A model has thousands: no tensor leads to a generator, and most of these are empty.
             attributes = [(n, v) for n, v in attributes if n not in _OF_MODULES or (v and n not in _TENSORS)]

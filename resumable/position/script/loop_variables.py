@@ -113,7 +113,7 @@ def _values(function: Running, saved: Collection[int]) -> dict[Name, Any]:
             is_buffer = is_filled and reached not in carried.assigned
             found |= {} if is_buffer else glance(reached, value)
             if reached in carried.written and type(value) in SEQUENCES:
-                found[reached] = [*map(_element, islice(value, _MOST_ITEMS)), len(value)]
+                found[reached] = [*map(_element, [*islice(value, _MOST_ITEMS)]), len(value)]
     return {function.shown(name): value for name, value in found.items() if name not in carried.made}
 
 

@@ -126,7 +126,7 @@ def _is_hidden(code: CodeType) -> bool:
 def states_in(variables: Mapping[str, Any], frame: FrameType) -> frozenset[Name]:
     """Return the names of RunState, and of its object, in a frame."""
     seen = {**{name: frame.f_globals.get(name) for name in frame.f_code.co_names}, **variables}
-    seen |= {f"self.{name}": value for name, value in getattr(seen.get("self"), "__dict__", {}).items()}
+    seen |= {f"self.{name}": value for name, value in [*own_of(seen.get("self")).items()]}
     found = set[Name]()
     for name, value in seen.items():
         kind = value if isinstance(value, type) else type(value)
