@@ -18,6 +18,7 @@ import torch
 from counted import nightly, tally  # noqa: F401 (pytest finds fixtures here)
 from forks import forks  # noqa: F401 (pytest finds fixtures here)
 from servers import place, proxied_s3, s3, sftp  # noqa: F401 (pytest finds fixtures here)
+from turns import switching  # noqa: F401 (pytest finds fixtures here)
 
 from resumable.saving import saver
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 from collections import deque
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -114,7 +115,8 @@ def _items(value: Any) -> tuple[int, list[tuple[Any, Any]]]:
         length = dict.__len__(value)
         if length <= WIDEST:
             return length, [*dict.copy(value).items()]
-        return length, [(key, dict.get(value, key)) for key in _newest_keys(value)]
+        newest = [*islice(reversed(dict.keys(value)), WIDEST)]
+        return length, [(key, dict.get(value, key)) for key in newest]
     if set in kinds or frozenset in kinds:
         whole: Any = set if set in kinds else frozenset
         length = whole.__len__(value)
@@ -127,15 +129,6 @@ def _items(value: Any) -> tuple[int, list[tuple[Any, Any]]]:
     # The middle of a deque is slow to reach.
     spread = () if base is deque else range(0, length, max(1, length // WIDEST))
     return length, [(place, base.__getitem__(value, place)) for place in sorted({*ends, *spread})]
-
-
-def _newest_keys(value: Any) -> list[Any]:
-    keys = []
-    for key in reversed(dict.keys(value)):
-        keys.append(key)
-        if len(keys) == WIDEST:
-            break
-    return keys
 
 
 def modules_of(root: Any) -> list[Any]:

@@ -3,6 +3,7 @@
 __all__ = [
     "block_queue",
     "codec",
+    "container_copies",
     "disk",
     "file_reader",
     "fingerprint",

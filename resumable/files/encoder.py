@@ -119,7 +119,8 @@ class _Encoder:
         raise _cannot(path, f"is {_described(value)}, which cannot be stored", _advice(value))
 
     def _each(self, values: Iterable[Any], path: Path) -> list[Json]:
-        return self._all(enumerate(values), path)
+        # Copied in one call, as everywhere here: another thread of the script may change it meanwhile.
+        return self._all(enumerate([*values]), path)
 
     def _all(self, items: Iterable[tuple[Any, Any]], path: Path) -> list[Json]:
         found = []
@@ -139,7 +140,7 @@ class _Encoder:
             if len(path) >= DEEPEST:
                 found.append(self.encode(value, step))
             elif kind is list:
-                found.append(self._all(enumerate(value), step) if value else [])
+                found.append(self._all(enumerate(value.copy()), step) if value else [])
             elif kind is dict and not value:
                 found.append({})
             else:
@@ -148,11 +149,12 @@ class _Encoder:
         return found
 
     def _pairs(self, values: Mapping[Any, Any], path: Path) -> list[Json]:
-        items = [item for key, value in values.items() for item in (("key", key), (key, value))]
+        items = [item for key, value in [*values.items()] for item in (("key", key), (key, value))]
         found = self._all(items, path)
         return [[*pair] for pair in zip(found[::2], found[1::2], strict=True)]
 
     def _dict(self, values: dict[Any, Any], path: Path) -> Json:
+        values = values.copy()
         group = self._memo.get(path) if self._memo else None
         if group and group.is_of(values):
             return self._same_group(values, group)

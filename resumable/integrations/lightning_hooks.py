@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from copy import copy
 from typing import Any
@@ -81,10 +82,13 @@ def _copied(tree: Any) -> Any:
     """Return the dicts and lists of a tree copied, and its other values as they are."""
     if isinstance(tree, dict):
         # Weights are in a dict with an attribute, the versions of the modules.
-        copied = copy(tree)
-        copied.update({key: _copied(value) for key, value in tree.items()})
+        # In one call where it can be: another thread may change the tree meanwhile.
+        copied = tree.copy() if type(tree) in (dict, OrderedDict) else copy(tree)
+        if type(tree) is OrderedDict:
+            vars(copied).update(vars(tree))
+        copied.update({key: _copied(value) for key, value in [*copied.items()]})
         return copied
-    return [_copied(value) for value in tree] if type(tree) is list else tree
+    return [_copied(value) for value in [*tree]] if type(tree) is list else tree
 
 
 def _added(now: Mapping[Any, Any], before: Mapping[Any, Any]) -> dict[Any, Any]:

@@ -12,6 +12,8 @@ import torch
 from transformers import EarlyStoppingCallback
 from transformers.trainer_callback import ExportableState
 
+from ..files.container_copies import copied
+
 _STATE = (
     "epoch",
     "global_step",
@@ -165,7 +167,7 @@ class _Begun:
     def __init__(self, value: Any) -> None:
         self._is_large = _is_large(value)
         # To copy and compare a data set would stop the training at each save.
-        self._value = value if self._is_large else copy.deepcopy(value)
+        self._value = value if self._is_large else copy.deepcopy(copied({"value": value})["value"])
         self._length = len(value) if self._is_large else 0
 
     def is_same(self, value: Any) -> bool:
@@ -184,7 +186,8 @@ def _count(value: Any, limit: int) -> int:
     if not isinstance(value, (dict, list, tuple)):
         return 1
     found = len(value)
-    for one in value.values() if isinstance(value, dict) else value:
+    # Copied in one call, as everywhere here: another thread may change it meanwhile.
+    for one in [*value.values()] if isinstance(value, dict) else [*value]:
         if found >= limit:
             return limit
         found += _count(one, limit - found) - 1
@@ -194,9 +197,9 @@ def _count(value: Any, limit: int) -> int:
 def _is_plain(value: Any) -> bool:
     """Whether a value is made of numbers, strings and tensors alone."""
     if isinstance(value, dict):
-        return all(isinstance(key, (str, int)) and _is_plain(one) for key, one in value.items())
+        return all(isinstance(key, (str, int)) and _is_plain(one) for key, one in [*value.items()])
     if isinstance(value, (list, tuple)):
-        return all(map(_is_plain, value))
+        return all(map(_is_plain, [*value]))
     return value is None or type(value) in (bool, int, float, str, torch.Tensor)
 
 
@@ -213,9 +216,9 @@ def _is_same(one: Any, other: Any) -> bool:
 def _stored(value: Any) -> Any:
     """Return a copy of plain dicts, lists and tuples."""
     if isinstance(value, dict):
-        return {key: _stored(one) for key, one in value.items()}
+        return {key: _stored(one) for key, one in [*value.items()]}
     if isinstance(value, (list, tuple)):
-        return (tuple if isinstance(value, tuple) else list)(map(_stored, value))
+        return (tuple if isinstance(value, tuple) else list)(map(_stored, [*value]))
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 

@@ -35,13 +35,17 @@ def is_array(value: Any) -> TypeGuard[torch.Tensor | np.ndarray[Any, Any]]:
 
 def children(value: Any) -> Iterator[tuple[str, Any, Any]]:
     """Yield the items of a container, each with its step in a path and its key."""
+    # Copied in one call: another thread of the script may change it meanwhile.
     if isinstance(value, dict):
-        if not {*map(type, value.values())} <= _PLAIN:
-            for number, (key, item) in enumerate(value.items()):
+        held = value.copy() if type(value) is dict else dict(value.items())
+        if not {*map(type, held.values())} <= _PLAIN:
+            for number, (key, item) in enumerate(held.items()):
                 yield key if type(key) is str and not key.startswith("#") else f"#{number}", key, item
-    elif (isinstance(value, (list, deque)) or type(value) is tuple) and not {*map(type, value)} <= _PLAIN:
-        for number, item in enumerate(value):
-            yield str(number), number, item
+    elif isinstance(value, (list, deque)) or type(value) is tuple:
+        items = [*value]
+        if not {*map(type, items)} <= _PLAIN:
+            for number, item in enumerate(items):
+                yield str(number), number, item
 
 
 def nodes(value: Any, path: Path, seen: set[int]) -> Iterator[tuple[Path, Any]]:
@@ -213,10 +217,14 @@ class Aliases:
         self.notes: list[str] = []
         """The aliases that the last `collect` found and a resume does not restore."""
 
-    def _values(self) -> Iterator[tuple[Path, Any]]:
+    def contents(self) -> dict[str, Any]:
+        """Return what each container part holds, by its name."""
+        return {part.name: part.collect()[part.stem] for part in self.containers}
+
+    def _values(self, contents: Mapping[str, Any] | None = None) -> Iterator[tuple[Path, Any]]:
         seen: set[int] = set()
-        for part in self.containers:
-            yield from nodes(part.collect()[part.stem], (part.name,), seen)
+        for name, content in (self.contents() if contents is None else contents).items():
+            yield from nodes(content, (name,), seen)
 
     def _foreign(self) -> Iterator[tuple[Path, Any]]:
         # No other part has the parameters of an optimizer that is not torch's.
@@ -248,10 +256,13 @@ class Aliases:
         """Whether a value is a tensor or container in `extra` or `vars`."""
         return any(one is value for _, one in self._values())
 
-    def collect(self, others: Callable[[], Mapping[str, Sequence[torch.Tensor]]] = dict) -> Record | None:
+    def collect(
+        self, contents: Mapping[str, Any], others: Callable[[], Mapping[str, Sequence[torch.Tensor]]]
+    ) -> Record | None:
         """Return the relations of the tensors and containers; None if there are none.
 
-        `others`: by part, the tensors that other parts save and may replace in a restore.
+        `contents`: what each container part holds, as it is saved. `others`: by part, the tensors that other
+        parts save and may replace in a restore.
 
         `same`: the paths of one object, starting with its path in a model or an optimizer. `kept`: the path
         of a tensor that the script made, and its path when the script passed it. `leaves`: tensors that
@@ -259,7 +270,7 @@ class Aliases:
         offset, shape, strides, strides of the base, whether gradients flow.
         """
         self.notes = []
-        values = [*self._values()]
+        values = [*self._values(contents)]
         paths: dict[int, list[Path]] = {}
         for path, value in values:
             paths.setdefault(id(value), []).append(path)

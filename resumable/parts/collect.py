@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
 from ..files import codec
 from ..files.codec import Encoded
+from ..files.container_copies import copied
 from ..files.strict_json import Json
 from .models import ModulePart
 from .optimizers import OptimizerPart
@@ -17,6 +20,7 @@ from .other_parts import PositionPart, StatefulPart
 from .part import NAMERS, Part, Trees
 from .parts import Parts
 
+_NONE: Mapping[str, Any] = MappingProxyType({})
 _FLEETING = frozenset({"gradients", "used", "left_out", "syncs", "zeroed"})
 
 
@@ -48,21 +52,33 @@ def _collected(
     generators = streams.read()
     parts.position.show_held()
     try:
-        trees = encoded(chosen, is_all=is_all)
-        if has_aliases and (found := parts.aliases.collect(partial(_made_by_parts, parts, trees))):
+        collected = [(part, part.collect() if is_all else part.collect_of_rank()) for part in chosen]
+        if not has_aliases:
+            return _encoded(collected)
+        # Other threads of the script may change them: what is saved and its aliases are of one moment.
+        contents = copied(parts.aliases.contents())
+        trees = _encoded(collected, contents)
+        if found := parts.aliases.collect(contents, partial(_made_by_parts, parts, trees)):
             trees["rank"].json["position"]["aliases"] = found
+        return trees
     finally:
         streams.write(generators)
-    return trees
 
 
-def encoded(chosen: Iterable[Part], *, is_all: bool = True) -> Trees:
-    """Return the encoded trees of some parts; without `is_all` only what no other rank saves."""
+def encoded(chosen: Iterable[Part]) -> Trees:
+    """Return the encoded trees of some parts."""
+    return _encoded((part, part.collect()) for part in chosen)
+
+
+def _encoded(
+    collected: Iterable[tuple[Part, Mapping[str, Any]]], contents: Mapping[str, Any] = _NONE
+) -> Trees:
+    """Return the encoded trees of parts; `contents`: what to save instead of what container parts hold."""
     trees: Trees = {}
-    for part in chosen:
-        for stem, tree in (part.collect() if is_all else part.collect_of_rank()).items():
+    for part, own in collected:
+        for stem, tree in own.items():
             memo = part.memos.setdefault(stem, {})
-            found = codec.encode({part.name: tree}, NAMERS.get(stem, ".".join), memo)
+            found = codec.encode({part.name: contents.get(part.name, tree)}, NAMERS.get(stem, ".".join), memo)
             if stem in trees:
                 merge(trees[stem], found)
             else:

@@ -30,6 +30,16 @@ def _is_made_again(live: Any, then: Any) -> bool:
     return False
 
 
+def _item(live: Any, key: Any, kind: Any) -> Any:
+    """Return what a live container of a kind has at a key; None if nothing is there."""
+    if issubclass(kind, dict):
+        return live.get(key) if isinstance(live, dict) else None
+    try:
+        return live[key] if type(live) is kind else None
+    except IndexError:
+        return None
+
+
 class Restoring:
     """Restores the containers of a checkpoint into the live ones; `undo` reverts all of it."""
 
@@ -67,11 +77,7 @@ class Restoring:
     def _index(self, then: Any, live: Any, path: Path) -> None:
         self._then[path], self._live[path] = then, live
         for step, key, item in children(then):
-            if isinstance(then, dict):
-                there = live.get(key) if isinstance(live, dict) else None
-            else:
-                there = live[key] if type(live) is type(then) and key < len(live) else None
-            self._index(item, there, (*path, step))
+            self._index(item, _item(live, key, type(then)), (*path, step))
 
     @cached_property
     def _owned(self) -> dict[Path, torch.Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
-from copy import copy
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -201,7 +200,7 @@ def hold(value: Any, but: AbstractSet[int] = frozenset()) -> Callable[[], None]:
     """
     live = {id(one): one for _, one in nodes(value, (), set()) if id(one) not in but}
     then = [
-        (one, one.detach().clone() if isinstance(one, torch.Tensor) else copy(one)) for one in live.values()
+        (one, one.detach().clone() if isinstance(one, torch.Tensor) else one.copy()) for one in live.values()
     ]
 
     def put_back() -> None:

@@ -94,7 +94,7 @@ class Means(Mapping[str, float]):
         A process that has added nothing to a mean has no part in it.
         """
         totals: dict[str, list[float]] = {}
-        for told in self._gather({name: mean.totals() for name, mean in self._sums.items()}):
+        for told in self._gather({name: mean.totals() for name, mean in [*self._sums.items()]}):
             for name, (total, weight) in told.items():
                 sums = totals.setdefault(name, [0.0, 0.0])
                 sums[0] += total
@@ -105,14 +105,14 @@ class Means(Mapping[str, float]):
         """Return the means as text, without waiting: those on a device may be of an earlier glance."""
         if self._copy is None or self._copy.is_ready():
             self._shown = self._copy.text() if self._copy else self._shown
-            self._copy = _Copy(self._sums)
+            self._copy = _Copy({**self._sums})
             if self._copy.is_on_host:
                 self._shown, self._copy = self._copy.text(), None
         return self._shown
 
     def collect(self) -> dict[str, Any]:
         """Return the sums for a checkpoint."""
-        return {"epoch": self._epoch, "sums": {name: mean.collect() for name, mean in self._sums.items()}}
+        return {"epoch": self._epoch, "sums": {name: mean.collect() for name, mean in [*self._sums.items()]}}
 
     def restore(self, saved: Mapping[str, Any] | None) -> None:
         """Restore the sums of a checkpoint; one of an earlier version has none."""

@@ -1114,7 +1114,7 @@ def test_a_group_that_stays_is_read_and_written_as_text_once(monkeypatch: pytest
             tensor.add_(1)
         codec.to_texts({"extra": codec.encode(tree, memo=memo)})
 
-    assert sum(values is tree["g"] for values in read) == 2
+    assert sum(values.keys() == tree["g"].keys() for values in read) == 2
     assert len(texts) == 1
 
 

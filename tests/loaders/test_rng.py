@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -320,9 +319,7 @@ def test_a_generator_itself_is_found_without_a_path() -> None:
 
 @pytest.mark.parametrize("length", [200, 300], ids=["searched", "too long"])
 @pytest.mark.parametrize("held", [deque, dict, list, SimpleNamespace])
-def test_what_another_thread_changes_meanwhile_is_searched(
-    held: type, length: int, switching: None
-) -> None:
+def test_what_another_thread_changes_meanwhile_is_searched(held: type, length: int, switching: None) -> None:
     value, own, over = held(), random.Random(0), threading.Event()
 
     def change() -> None:
@@ -354,15 +351,6 @@ def _put(held: Any, number: int) -> None:
 
 def _clear(held: Any) -> None:
     vars(held).clear() if isinstance(held, SimpleNamespace) else held.clear()
-
-
-@pytest.fixture
-def switching() -> Iterator[None]:
-    """Let threads take turns as often as they can."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(before)
 
 
 def test_what_is_too_deep_or_too_long_is_not_searched() -> None:

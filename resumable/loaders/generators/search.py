@@ -274,10 +274,11 @@ def _long(value: object) -> Any:
 
 
 def _ends(held: Any) -> list[Any]:
-    some = dict.values(held) if isinstance(held, dict) else held
     try:
-        return [next(iter(some)), next(reversed(some))]
-    except (StopIteration, RuntimeError):
+        if isinstance(held, dict):
+            return [next(iter(dict.values(held))), next(reversed(dict.values(held)))]
+        return [held[0], held[-1]]
+    except (IndexError, StopIteration, RuntimeError):
         # Another thread has changed it meanwhile.
         return []
 
@@ -296,7 +297,9 @@ def _children(value: object) -> list[tuple[str, object]]:
             if not issubclass(type(key), torch.Tensor)
         ]
     elif isinstance(value, (list, tuple, deque)):
-        items = [(str(i), item) for i, item in enumerate([*value])]
+        # A list by its own method: that of a subclass may load its items, and draw for it.
+        held = list.copy(value) if isinstance(value, list) else [*value]
+        items = [(str(i), item) for i, item in enumerate(held)]
     elif isinstance(value, (torch.Tensor, np.ndarray, type, ModuleType)):
         items = []
     elif isinstance(value, partial):

@@ -23,6 +23,7 @@ from torch.utils.data import (
 
 from ...errors import StateMismatch
 from ...files import large_files
+from ...files.container_copies import copied
 from ..generators import draws_between, rng, search, worker_rng
 from ..generators.worker_rng import States
 from . import resharding
@@ -209,7 +210,8 @@ class Order:
     def states(self) -> list[Any]:
         """Return the states of samplers that have one."""
         # A copy: many samplers keep counting in the object that they return.
-        return [copy.deepcopy(sampler.state_dict()) for sampler in self._stateful]
+        states = {str(number): sampler.state_dict() for number, sampler in enumerate(self._stateful)}
+        return [copy.deepcopy(state) for state in copied(states).values()]
 
     def load_states(self, states: Sequence[Any]) -> None:
         """Put the samplers that have one into their states."""
