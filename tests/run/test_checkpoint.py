@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from resumable import Boundary, CannotRead, CheckpointDamaged, FormatTooNew, SaveFailed
-from resumable.files import large_files
+from resumable.files import block_queue, large_files
 from resumable.files.large_files import Content, Way, Written
 from resumable.run import checkpoint, manifest
 from resumable.run.checkpoint import Checkpoint
@@ -269,7 +269,8 @@ def test_a_file_that_several_write_is_made_at_once_and_is_what_one_would_write(t
         assert (stage.path / "model.safetensors").read_bytes() == whole
 
 
-def test_small_files_do_not_hold_up_the_large_ones(tmp_path: Path) -> None:
+def test_small_files_do_not_hold_up_the_large_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_queue, "_WRITERS", 1)
     asked: list[int] = []
     sizes = {"extra": 7, "model": large_files.BLOCK, "ranks": 9, "optimizer": large_files.BLOCK + 1}
     stage = checkpoint.Stage(tmp_path, 1, 10)

@@ -32,7 +32,7 @@ from resumable import (
 )
 from resumable.files import disk
 from resumable.files.large_files import Content
-from resumable.run import checkpoint, manifest
+from resumable.run import checkpoint, listing, manifest
 from resumable.run.checkpoint import Checkpoint
 from resumable.run.directory import Run
 from resumable.run.manifest import Best, Goal, Manifest
@@ -388,7 +388,11 @@ def test_a_save_among_many_lists_nothing_and_opens_no_manifest(
 )
 @pytest.mark.parametrize("when", ["before a save", "in a save", "after a save"])
 def test_what_is_done_by_hand_is_seen(
-    many: Run, when: str, change: Callable[[Callable[[int], Path]], object], expected: list[int]
+    many: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    when: str,
+    change: Callable[[Callable[[int], Path]], object],
+    expected: list[int],
 ) -> None:
     def at(number: int) -> Path:
         return many.folder / checkpoint.name(number, number * 10)
@@ -396,7 +400,8 @@ def test_what_is_done_by_hand_is_seen(
     def by_hand(now: str) -> None:
         if when == now:
             change(at)
-            # As long as it takes until a look is due in any case.
+            # As long as it takes until a look is due in any case, however slow the disk is.
+            monkeypatch.setattr(listing, "_PATIENCE", 1)
             time.sleep(0.1)
 
     assert many.numbers() == [*range(1, 51)]
