@@ -150,7 +150,7 @@ quick.main(["--store", "--stored", "stored.json"], tiny)
 """
 
 
-@pytest.mark.heavy
+@pytest.mark.nightly
 def test_a_run_measures_every_ratio_and_leaves_nothing_behind(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", RUN],

@@ -108,7 +108,7 @@ def assert_killed_or_not_all_the_same(example: str, folder: Path, seed: int, cou
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("example", SIZES)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 def test_an_example_that_is_killed_twice_ends_with_the_same_bits(example: str, tmp_path: Path) -> None:
     assert_killed_or_not_all_the_same(example, tmp_path, seed=0, count=2)
 

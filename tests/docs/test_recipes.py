@@ -33,9 +33,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from resumable import Remote, RemoteError, ResumableWarning, Run, RunState
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")]
 PAGES = ROOT / "docs" / "recipes"
-LIMIT = 60.0
+LIMIT = 200.0
 
 TRAIN = """
 import json

@@ -104,6 +104,7 @@ class Stops(TrainerCallback):
         ("stream", "on_epoch_end", (2, 4)),
     ],
 )
+@pytest.mark.quick(3)
 def test_a_training_that_a_callback_stops_continues(
     data: str, event: str, places: tuple[int, ...], tmp_path: Path
 ) -> None:

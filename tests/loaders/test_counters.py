@@ -600,7 +600,7 @@ def test_what_the_script_sets_or_loading_sets_once_is_no_counter(
 @pytest.mark.proves("exact")
 @pytest.mark.parametrize("workers", WORKERS, ids=["here", "new", "kept"])
 @pytest.mark.parametrize("name", ["refilled", "overwritten", "redrawn", "samples that are only counted"])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_what_is_not_warned_of_is_exact(run_dir: Path, name: str, workers: dict[str, Any]) -> None:
     make_loader, _ = QUIET[name]
 

@@ -153,7 +153,7 @@ def test_a_dataset_stopped_in_mid_epoch_gives_what_it_would_have_given(
 
 
 @pytest.mark.parametrize(("name", "way"), EXACT)
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(12)
 def test_a_dataset_stopped_at_an_epochs_edge_gives_what_it_would_have_given(
     run_dir: Path, name: str, way: str | None
 ) -> None:

@@ -662,7 +662,7 @@ def reference(name: str, workers: int, persists: bool = False) -> Seen:
 
 @pytest.mark.proves("transparent")
 @pytest.mark.parametrize(("name", "workers", "persists"), CASES)
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.quick(3)
 def test_batches_gives_what_the_loader_itself_gives(
     run_dir: Path, name: str, workers: int, persists: bool
@@ -674,7 +674,7 @@ def test_batches_gives_what_the_loader_itself_gives(
 
 @pytest.mark.proves("exact")
 @pytest.mark.parametrize(("name", "workers", "persists"), CASES)
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(24)
 @pytest.mark.quick(3)
 def test_a_training_that_is_stopped_repeatedly_matches_an_uninterrupted_one(
     run_dir: Path, name: str, workers: int, persists: bool
@@ -701,7 +701,7 @@ def test_a_stream_that_draws_its_order_at_once_is_stopped_and_continues(run_dir:
 @pytest.mark.parametrize(
     "name", ["own", "more than all", "numpy batches", "break", "stream, own", "stateful iterators"]
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_a_training_that_is_stopped_after_every_batch_matches_an_uninterrupted_one(
     run_dir: Path, name: str, persists: bool
 ) -> None:

@@ -304,7 +304,8 @@ def test_a_loader_that_keeps_its_position_gives_what_it_gives_without_us(run_dir
 
 
 @pytest.mark.parametrize(("name", "stops"), [*itertools.product(KINDS, STOPS)])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
+@pytest.mark.quick(3)
 def test_a_loader_that_keeps_its_position_continues_from_it(
     run_dir: Path, name: str, stops: list[Stop]
 ) -> None:

@@ -76,6 +76,7 @@ def _try_many(rank: int, size: int, seeds: range) -> tuple[list[str], Counter[st
 
 @pytest.mark.skipif(not CAN_SHARD, reason=WHY_NOT)
 @pytest.mark.parametrize("size", MESHES)
+@pytest.mark.quick(2)
 def test_random_placements_are_described_as_torch_makes_them(size: int, tmp_path: Path, tally: Tally) -> None:
     seeds = range(1000 * size, 1000 * size + 300)
     ended = gloo.run(size, _try_many, size, seeds, folder=tmp_path)

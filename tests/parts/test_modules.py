@@ -680,7 +680,7 @@ SPLIT: Mapping[str, tuple[Callable[[], nn.Module], str, str]] = {
 
 @pytest.mark.parametrize("kind", SPLIT)
 @gloo.alone
-@pytest.mark.quick(3)
+@pytest.mark.quick(5)
 def test_a_model_that_is_split_over_processes_is_refused(run_dir: Path, kind: str) -> None:
     build, text, tool = SPLIT[kind]
     model = build()

@@ -114,7 +114,7 @@ def test_an_iterable_that_is_batches_ahead_is_exact(run_dir: Path, ahead: int) -
 
 
 @pytest.mark.parametrize("name", DRAWS)
-@pytest.mark.quick(2)
+@pytest.mark.quick(4)
 def test_it_is_exact_whichever_generators_the_two_share(run_dir: Path, name: str) -> None:
     def loop(state: RunState, objects: dict[str, Any], tick: Callable[..., None]) -> None:
         for _ in state.epochs(2):

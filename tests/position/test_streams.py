@@ -522,7 +522,7 @@ def test_a_loop_left_before_a_step_and_entered_again_trains_that_batch(
         ("error", ("a", 0)),
     ],
 )
-@pytest.mark.quick(2)
+@pytest.mark.quick(4)
 def test_loops_over_two_loaders_that_are_entered_again_leave_out_nothing(
     run_dir: Path, fails: str, at: tuple[str, int]
 ) -> None:

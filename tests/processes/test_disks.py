@@ -137,7 +137,8 @@ def _with_remote(folder: Path, push: str) -> dict[str, Any]:
 
 
 @pytest.mark.proves("local first")
-@pytest.mark.parametrize("push", ["newest", pytest.param("all", marks=pytest.mark.heavy)])
+@pytest.mark.heavy
+@pytest.mark.parametrize("push", ["newest", "all"])
 def test_each_node_pushes_its_own_and_a_lost_node_is_replaced(tmp_path: Path, push: str) -> None:
     plan = {"nodes": [0, 1], **_with_remote(tmp_path, push)}
     whole = values(run("fsdp-2", tmp_path / "whole", 7, tmp_path))

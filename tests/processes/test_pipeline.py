@@ -142,7 +142,8 @@ def _run(folder: Path, run_dir: str, size: int, until: int, seed: int = 0, dies:
 
 
 @pytest.mark.proves("exact")
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.heavy)])
+@pytest.mark.heavy
+@pytest.mark.parametrize("size", [2, 4])
 def test_a_pipeline_that_is_killed_three_times_ends_with_the_same_bits(tmp_path: Path, size: int) -> None:
     never = values(_run(tmp_path, "whole", size, 8))
 

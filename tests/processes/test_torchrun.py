@@ -20,8 +20,8 @@ from places import ROOT
 
 from resumable import Run
 
-pytestmark = pytest.mark.timeout(300)
-LIMIT = 90.0
+pytestmark = pytest.mark.timeout(900)
+LIMIT = 250.0
 
 SCRIPT = """
 import hashlib

@@ -76,8 +76,14 @@ def nursery() -> Iterator[Nursery]:
     found.close()
 
 
+def test_each_mistake_can_be_made() -> None:
+    for patch in PATCHES:
+        subprocess.run(["git", "apply", "--check", str(patch)], cwd=ROOT, check=True)
+
+
 @pytest.mark.heavy
 @pytest.mark.parametrize("patch", PATCHES, ids=[patch.stem for patch in PATCHES])
+@pytest.mark.sampled(10)
 def test_a_mistake_is_caught_by_the_tests_that_are_named_with_it(
     copy: Path, nursery: Nursery, patch: Path, tally: Tally
 ) -> None:

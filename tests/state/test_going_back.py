@@ -139,7 +139,7 @@ PLACES: list[Where] = [("body", 0, 2), ("body", 1, 0), ("body", 1, 5), ("validat
 
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("which", ["best", 1, 6, 7])
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 def test_after_going_back_the_training_is_that_of_a_process_resumed_from_there(
     run_dir: Path, where: Where, which: Any
 ) -> None:
@@ -160,6 +160,7 @@ def test_the_same_with_workers_and_with_two_loaders(
 
 
 @pytest.mark.parametrize("kind", ["in process", "persistent workers"])
+@pytest.mark.quick(2)
 def test_the_same_when_it_goes_back_again_and_again(run_dir: Path, kind: str) -> None:
     way: list[tuple[Where, Any]] = [
         (("body", 1, 3), 3),
@@ -309,7 +310,7 @@ def test_what_is_left_out_is_not_trained_again_and_nothing_else_is_left_out(
 
 @pytest.mark.parametrize("kind", LOADERS)
 @pytest.mark.parametrize("stop", [(1, 3), (1, 5), (2, 1)])
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 def test_a_training_that_left_out_data_resumes_bit_for_bit(
     run_dir: Path, kind: str, stop: tuple[int, int]
 ) -> None:
@@ -495,6 +496,7 @@ AHEAD: dict[str, Callable[[RunState], Any]] = {
 
 @pytest.mark.parametrize("kind", AHEAD)
 @pytest.mark.parametrize("at", [1, 4, 5])
+@pytest.mark.sampled(4)
 def test_what_was_loaded_ahead_is_not_left_out(run_dir: Path, kind: str, at: int) -> None:
     training, seen = Training(run_dir, 1, lambda: loader(2)), []
     training.state.save()
@@ -738,6 +740,7 @@ def healthy(training: Training, stop: int | None) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("stop", [2, 4, 5])
+@pytest.mark.sampled(2)
 def test_a_training_with_bad_data_gets_through_and_resumes_bit_for_bit(
     run_dir: Path, workers: int, stop: int
 ) -> None:

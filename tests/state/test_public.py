@@ -154,6 +154,7 @@ print(2 in found, gc.isenabled())
 
 @pytest.mark.parametrize("state", ["enable", "disable"])
 @pytest.mark.parametrize("name", ["RunState", "Trace"])
+@pytest.mark.sampled(2)
 def test_the_garbage_collector_is_left_as_the_script_has_set_it(state: str, name: str) -> None:
     code = f"""
 import gc, torch, resumable

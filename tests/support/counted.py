@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
@@ -29,20 +30,27 @@ def tally(record_property: Callable[[str, object], None]) -> Tally:
     return note
 
 
+OF_HEAVY = 3
+"""Of the cases of a heavy test every third runs at each commit, unless it says how many do."""
+
+
 def sample(items: list[pytest.Item]) -> None:
     """Leave every n-th case of a test that is marked as quick(n), and make the others heavy.
 
-    So do those of one marked as sampled(n), of which the others are nightly.
+    Of a heavy test, and of one that is marked as sampled(n), the others are nightly.
     """
     # What takes longest begins first: at the end one process would work, and the others wait.
     items.sort(key=lambda item: ("test_remote_proofs" not in item.nodeid, "promises" not in item.path.parts))
     for name, elsewhere in (("quick", pytest.mark.heavy), ("sampled", pytest.mark.nightly)):
         seen: Counter[tuple[str, bool]] = Counter()
-        for item in items:
-            if (mark := item.get_closest_marker(name)) and not item.get_closest_marker(elsewhere.name):
+        # In an order of chance: every third of them may have the same argument.
+        for item in sorted(items, key=lambda item: zlib.crc32(item.nodeid.encode())):
+            is_heavy, mark = item.get_closest_marker("heavy") is not None, item.get_closest_marker(name)
+            each = mark.args[0] if mark else OF_HEAVY if is_heavy and name == "sampled" else 1
+            if not item.get_closest_marker(elsewhere.name):
                 # What is heavy is a series of its own: of both there is some at every commit.
-                series = item.nodeid.partition("[")[0], item.get_closest_marker("heavy") is not None
-                if seen[series] % mark.args[0]:
+                series = item.nodeid.partition("[")[0], is_heavy
+                if seen[series] % each:
                     item.add_marker(elsewhere)
                 seen[series] += 1
 

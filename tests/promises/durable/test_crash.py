@@ -302,7 +302,7 @@ def _told(training: Training, state: RunState) -> str:
 
 @pytest.mark.proves("durable")
 @pytest.mark.parametrize("name", [name for name in CALLS if name not in ("ftruncate", *HARMLESS)])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_a_disk_call_that_fails_is_reported_and_harms_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

