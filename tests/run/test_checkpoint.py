@@ -9,6 +9,7 @@ import stat
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -288,6 +289,17 @@ def test_a_full_disk_that_does_not_say_what_is_free_is_named_anyway(tmp_path: Pa
     error = stage.failed(OSError(errno.ENOSPC, "No space left on device"))
 
     assert error.problem.endswith("No space left on device. There were 0 bytes to write.")
+
+
+def test_a_disk_with_room_that_takes_no_more_files_says_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_disk = SimpleNamespace(f_files=1000, f_favail=0, f_bavail=10, f_frsize=4096)
+    monkeypatch.setattr(os, "statvfs", lambda _: of_disk)
+
+    error = checkpoint.Stage(tmp_path, 1, 10).failed(OSError(errno.ENOSPC, "No space left on device"))
+
+    assert error.problem.endswith("There were 0 bytes to write, and no more files can be made on its disk.")
 
 
 def test_a_broken_disk_is_named_with_the_cause_and_not_taken_for_a_full_one(
