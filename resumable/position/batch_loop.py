@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import Enum
 from types import FrameType
 from typing import Any, NamedTuple
@@ -240,9 +240,10 @@ class Loop:
             self._is_watched = False
             self._hooks.end()
 
-    def __del__(self) -> None:
-        # A loop that is left drops its iterator; at the interpreter's end that means nothing.
-        if not sys.is_finalizing():
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # A loop that is left drops its iterator; at the interpreter's end that means nothing, and the names
+        # of this module may be gone.
+        if not is_finalizing():
             self.close()
 
 

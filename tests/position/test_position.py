@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from itertools import cycle, islice
@@ -1194,3 +1196,23 @@ def test_a_batch_whose_loading_moves_the_training_is_not_handed_out(run_dir: Pat
     with pytest.raises(UsageError, match="looped over already"):
         go_back_in_a_sample(run_dir, seen)
     assert seen == [0, 1, 2, 3, 4]
+
+
+LEFT_OPEN = """
+import sys, torch
+from torch.utils.data import DataLoader
+from resumable import RunState
+model = torch.nn.Linear(1, 1)
+with RunState.load(sys.argv[1], model=model, loader=DataLoader(torch.zeros(9, 1))) as state:
+    batches = iter(state.batches())
+    for _ in state.steps(2):
+        next(batches)
+"""
+
+
+def test_an_iterator_that_is_there_at_the_scripts_end_says_nothing(run_dir: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LEFT_OPEN, str(run_dir)], capture_output=True, text=True, check=True
+    )
+
+    assert "Exception ignored" not in done.stderr

@@ -59,7 +59,7 @@ class Habits:
         if cycle in found:
             warn(
                 "after a resume, itertools.cycle() repeats only the batches that were loaded since. Give "
-                " RunState an iterable that begins again by itself."
+                "RunState an iterable that begins again by itself."
             )
 
     def warn_of_left_after_save(self) -> None:
