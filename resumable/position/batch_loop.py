@@ -56,6 +56,8 @@ def begin(at: LoaderPosition, hooks: Hooks, way: Way, *, is_in_thread: bool) -> 
         at.training.pass_begins()
         counted = CountedBySteps(at)
         return ThreadLoop(at, at.open(loads_ahead=True, step_counted=counted), counted, way)
+    if at.is_endless:
+        return Loop(at, at.open(loads_ahead=way.loads_ahead), hooks, way.through, is_watched=False)
     # Before there are workers: they inherit which signals are noted.
     hooks.begin()
     try:
@@ -69,13 +71,19 @@ class Loop:
     """One pass over the rest of an epoch."""
 
     def __init__(
-        self, at: LoaderPosition, batches: Iterator[Any], hooks: Hooks, through: Through | None
+        self,
+        at: LoaderPosition,
+        batches: Iterator[Any],
+        hooks: Hooks,
+        through: Through | None,
+        *,
+        is_watched: bool = True,
     ) -> None:
         self._at = at
         self._lap = at.lap
         self._stage = Stage.FIRST
         self._hooks = hooks
-        self._is_watched = False
+        self._is_watched = self._is_cut = False
         self._outer = sys.exc_info()[1]
         self._sums = at.training.sums
         self._is_direct = through is None
@@ -87,11 +95,12 @@ class Loop:
         self._batches = batches
         self._through: Iterator[Any] | None = None
         at.began(self)
+        self._begun_then = at.training.loops_begun
         # Most prefetchers fail where there is no batch.
         is_empty = at.done and at.done == at.length()
         if through is not None and (not is_empty or at.prepared):
             self._through = iter(through(Loading(at, batches)))
-        self._is_watched = True
+        self._is_watched = is_watched
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -106,6 +115,13 @@ class Loop:
                 self._look_ahead(sys._getframe(1))
             if self._stage is Stage.ONE_AHEAD:
                 return self._next_ahead()
+            if self._is_cut:
+                raise UsageError(
+                    "an iterator over state.batches() was asked for a batch in a later epoch than the one in "
+                    "which it was made, or after another one was made.",
+                    fix="make it before the loop over state.epochs(), and keep it in a variable: then it "
+                    "goes on from epoch to epoch. Or make a new one in the body of each epoch.",
+                )
             if self._stage is Stage.ENDED:
                 raise StopIteration
         if at.in_hand is not None:
@@ -154,7 +170,10 @@ class Loop:
             habits.warn_of_numbers(self, asked_by, at.done)
         at.habits.asked(asked_by, is_direct=self._is_direct)
         drawn, self._drawn_then = self._drawn_then, None
-        if drawn and at.habits.is_asked_by_hand and training.is_in_batches():
+        # The loader of another loop may have drawn its seed.
+        is_alone = self._begun_then == training.loops_begun
+        is_boundary = is_alone and training.is_in_batches() and not at.is_endless
+        if drawn and at.habits.is_asked_by_hand and is_boundary:
             habits.warn_of_draws_before_next(drawn, training.streams.read_draws())
 
     def _look_ahead(self, asked_by: FrameType) -> None:
@@ -178,7 +197,8 @@ class Loop:
         at = self._at
         if at.ahead:
             self._hooks.body_ended()
-            at.take_back()
+            if at.in_hand is not None:
+                at.take_back()
             at.hand_out()
         try:
             return at.load(self._batches, self._lap)
@@ -222,8 +242,11 @@ class Loop:
         at = self._at
         return start + at.done + (len(at.ahead) if self._stage is Stage.ONE_AHEAD else 0), batch
 
-    def close(self) -> None:
+    def close(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         """Leave the loop."""
+        if is_finalizing():
+            # It means nothing then, and names of this module may be gone.
+            return
         if self._stage is not Stage.ENDED and self._lap == self._at.lap:
             stage, self._stage = self._stage, Stage.ENDED
             self._at.close(self._outer, has_asked=stage is not Stage.FIRST)
@@ -234,17 +257,19 @@ class Loop:
         self._stage = Stage.ENDED
         self.unwatch()
 
+    def cut(self) -> None:
+        """Raise UsageError if another batch is asked for."""
+        self._is_cut = self._stage is not Stage.ENDED
+
     def unwatch(self) -> None:
         """Stop watching for signals; a second call does nothing."""
         if self._is_watched:
             self._is_watched = False
             self._hooks.end()
 
-    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        # A loop that is left drops its iterator; at the interpreter's end that means nothing, and the names
-        # of this module may be gone.
-        if not is_finalizing():
-            self.close()
+    def __del__(self) -> None:
+        # A loop that is left drops its iterator.
+        self.close()
 
 
 def _call(asked_by: FrameType) -> object:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from functools import partial
+from types import FrameType, GeneratorType
 from typing import Any, Generic, TypeVar
 
 from ..boundary import Boundary
 from ..errors import warn
 from . import batch_loop
 from .batch_loop import Hooks
+from .epoch_place import EpochPlace
 from .loader_position import LoaderPosition
 from .loader_set import LoaderSet
 from .prefetching import Way
 from .random_streams import Hook, Streams
-from .script import script_frames
+from .script import loops, script_frames
 from .training_counters import TrainingCounters
 
 
@@ -27,15 +31,18 @@ class CountedLoops(TrainingCounters):
         self.restores = 0
         """Counts how often the training was moved elsewhere: the body that runs then does not count."""
         self._resumed_at = Boundary.OUTSIDE
-        self._is_in_epochs = False
+        self._is_in_epochs = self._was_in_epochs = False
+        """Whether a body of `epochs()` is running, and whether one was at the checkpoint."""
         self._not_due: set[str] = set()
         """Loaders that an epoch has ended without."""
+        self._kept: weakref.WeakSet[GeneratorType[Any, Any, Any]] = weakref.WeakSet()
+        """The script's generators that were there as the body began."""
         self._left_for: str | None = None
         """The place at which a resume begins, if `epochs()` or `steps()` was left right after `save()`."""
 
     def epochs(self, total: int, body_ended: Hook) -> Iterator[int]:
         """Yield the epochs up to `total`."""
-        if any(loader.is_through() for loader in self._known.all):
+        if self._known.is_through():
             # An epoch's body was left after its last batch.
             self._begin_epoch(self.epoch + 1)
         number = self._begin_loop("epochs", total)
@@ -56,6 +63,7 @@ class CountedLoops(TrainingCounters):
                 self._stepped = set()
             self.first_lines.begin()
             asked_by = getattr(script_frames.caller(), "f_code", None)
+            self._keep_on(script_frames.caller())
             try:
                 yield self.epoch
             except GeneratorExit:
@@ -81,10 +89,23 @@ class CountedLoops(TrainingCounters):
         self.handed.loop_begins()
         return None if self._body is not None else self.streams.begin_loop(kind, total, done)
 
+    def _keep_on(self, frame: FrameType | None) -> None:
+        """Let what the script iterates over, as a body of `epochs()` begins, go on over the epoch's end."""
+        for loader in self._known.all:
+            # A loop that an exception has left may be open, too, as long as its traceback is there.
+            if loader.is_open and not loader.is_of_body:
+                loader.go_on_endlessly()
+        # A generator of the script's begins its loop in the body, at the first next().
+        self._kept = weakref.WeakSet(loops.generators_in(frame) if frame else ())
+
     def _end_body(self, body_ended: Hook) -> None:
         self._put_back_unlooped()
+        for loader in self._known.all:
+            if loader.is_endless and loader.in_hand is not None:
+                loader.take_back()
         self._not_due |= {n for n, at in self.loaders.items() if not (at.is_over or at.is_under_way())}
-        begun = [loader for loader in self._known.all if loader.is_over or loader.is_under_way()]
+        of_epochs = self._known.of_epochs()
+        begun = [loader for loader in of_epochs if loader.is_over or loader.is_under_way()]
         for loader in self._known.all:
             loader.habits.warn_of_left_after_save()
             if begun == [loader] and loader.is_open and not loader.is_over:
@@ -103,7 +124,7 @@ class CountedLoops(TrainingCounters):
 
     def _note_left(self, is_break: bool) -> None:
         """Note that the body of `epochs()` was left; only the batches know how much of it is done."""
-        is_over = is_break and any(loader.is_over for loader in self._known.all)
+        is_over = is_break and self._known.is_over()
         has_worked = self.all_updates > self._work_at_start or not self.counts_steps
         self._stay()
         is_in_batches = is_break and self._known.is_under_way()
@@ -113,20 +134,19 @@ class CountedLoops(TrainingCounters):
         # The next loops continue from here, as after a resume.
         for loader in self._known.all:
             loader.stay()
-        is_between = self._known.is_put_off() and any(loader.is_over for loader in self._known.all)
+        is_between = self._known.is_put_off() and self._known.is_over()
         if self._known.is_under_way() or is_between:
-            for loader in self._known.all:
+            for loader in self._known.of_epochs():
                 loader.pass_by()
             self._resumed_at = Boundary.BATCH
             self.streams.hold()
 
     def _begin_epoch(self, epoch: int, *, is_new_body: bool = True) -> None:
         self._put_back_unlooped()
-        for loader in self._known.all:
+        for loader in self._known.of_epochs():
             if loader.step_counted is not None:
                 loader.step_counted.warn_of_uncounted()
-            loader.leave(None)
-            loader.rewind()
+            loader.end_epoch()
         self.epoch, self.batch, self._has_left_body = epoch, 0, False
         self.sums.forget()
         self._resumed_at = Boundary.EPOCH
@@ -183,16 +203,48 @@ class CountedLoops(TrainingCounters):
     def batches(self, name: str, hooks: Hooks, way: Way) -> Batches[Any]:
         """Return the rest of the epoch's batches."""
         loader = self._known.at(name)
-        if self._body is not Boundary.EPOCH and loader.is_through():
-            # Without epochs(), another pass over the loader is the next epoch.
-            for at in self._known.all:
-                at.habits.warn_of_left_after_save()
-            self._begin_epoch(self.epoch + 1, is_new_body=False)
+        if (self._body is not Boundary.EPOCH or loader.is_endless) and loader.is_through():
+            self._begin_pass(loader)
         if self._body is None:
             self.handed.loop_begins()
             has_begun = any(at.is_over or at.is_under_way() for at in self._known.all)
             self.streams.begin_batches_by_hand(is_first=not has_begun)
-        return Batches(loader, hooks, way)
+        return Batches(loader, hooks, way, self._is_kept)
+
+    def _is_kept(self, frame: FrameType) -> bool:
+        """Whether this frame is that of a generator which was there as the body of `epochs()` began."""
+        return self._is_in_epochs and any(one.gi_frame is frame for one in self._kept)
+
+    def _begin_pass(self, loader: LoaderPosition) -> None:
+        """Begin another pass over a loader: without `epochs()`, that of the outermost is the next epoch."""
+        if self.is_repeated(loader) or (self._is_in_epochs and self._body is Boundary.STEP):
+            loader.rewind()
+            return
+        if self._is_in_epochs:
+            # It is refused as its loop begins.
+            return
+        for at in self._known.all:
+            at.habits.warn_of_left_after_save()
+            if at.is_open:
+                at.go_on_endlessly()
+        self._begin_epoch(self.epoch + 1, is_new_body=False)
+
+    def is_in_epochs(self) -> bool:
+        """Whether a body of `epochs()` is running, or has just ended."""
+        return self._is_in_epochs or self._has_ended_body
+
+    def reopened(self) -> None:
+        """Put the generators back if all loops over batches that were open are open again.
+
+        If `epochs()` follows, it does so itself.
+        """
+        is_before_epochs = self._was_in_epochs and not self._is_in_epochs
+        if not is_before_epochs and not self._known.is_awaited():
+            self.streams.put_back()
+
+    def is_repeated(self, place: EpochPlace) -> bool:
+        """Whether another pass over this loader may follow in the same epoch."""
+        return place.is_endless or not (self._is_in_epochs or self._known.is_outermost(place))
 
     def at(self, name: str) -> LoaderPosition:
         """Return the position of a loader, by its name."""
@@ -233,10 +285,13 @@ class Batches(Generic[B]):
     `len()` is how many the whole epoch has, where the loader knows; it stays the same in the loop.
     """
 
-    def __init__(self, loader: LoaderPosition, hooks: Hooks, way: Way) -> None:
+    def __init__(
+        self, loader: LoaderPosition, hooks: Hooks, way: Way, is_kept: Callable[[FrameType], bool]
+    ) -> None:
         self._loader = loader
         self._hooks = hooks
         self._way = way
+        self._is_kept = is_kept
         self._thread = threading.get_ident()
 
     def __len__(self) -> int:
@@ -244,6 +299,7 @@ class Batches(Generic[B]):
 
     def __iter__(self) -> Iterator[B]:
         is_in_thread = threading.get_ident() != self._thread
+        self._loader.is_endless |= not is_in_thread and self._is_kept(sys._getframe(1))
         return batch_loop.begin(self._loader, self._hooks, self._way, is_in_thread=is_in_thread)
 
 

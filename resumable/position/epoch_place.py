@@ -33,6 +33,8 @@ class EpochPlace:
         """Whether the loop was open at the checkpoint, and has not been opened again yet."""
         self.is_beside = False
         """Whether the loop in which it was asked has ended, and it was not asked since."""
+        self.is_endless = False
+        """Whether its passes go on over the ends of epochs: the script keeps its iterator for longer."""
         self.step_counted: StepCounted | None = None
         """Counts the batches by steps, where another thread loops over them."""
         self._mark: Any = None
@@ -82,9 +84,13 @@ class EpochPlace:
             self.phase = Phase.PASSED
         self.is_awaited = self.is_under_way()
 
-    def other_ended(self, opened: int) -> None:
+    def rank(self) -> tuple[bool, int]:
+        """Return a key that is smaller for the outer of two loops."""
+        return self.is_endless, self.opened
+
+    def other_ended(self, ended: EpochPlace) -> None:
         """Note that another loop has ended; one that was asked in its bodies has ended with it."""
-        self.is_beside |= not 0 < self.opened <= opened
+        self.is_beside |= not self.opened or self.rank() > ended.rank()
 
     def hand_out(self) -> None:
         """Note that the training has the oldest batch that was loaded."""
@@ -106,7 +112,7 @@ class EpochPlace:
         hand, self.in_hand = self.in_hand, None
         assert hand
         self.done += 1
-        self.training.count_batch(self.done, hand)
+        self.training.count_batch(self, hand)
 
     def expect_no_more(self) -> None:
         """Note that the training has the last batch, and does not ask for another."""
@@ -156,7 +162,7 @@ class EpochPlace:
         if self._is_put_off and self.ahead:
             self._mark = self.ahead.popleft().mark
             self.done += 1
-            self.training.count_batch(self.done, InHand(0, None, None, 0))
+            self.training.count_batch(self, InHand(0, None, None, 0))
         self._is_put_off = False
         if self.in_hand is None:
             return

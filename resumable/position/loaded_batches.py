@@ -185,6 +185,7 @@ class Counters(Protocol):
     handed: BatchDigests
     streams: Streams
     sums: RunningSums
+    loops_begun: int
 
     def next_opened(self) -> int:
         """Return the next number in the order in which loops have handed out their first batch."""
@@ -195,8 +196,8 @@ class Counters(Protocol):
     def handed_out(self, place: Any, digest: Any) -> bool:
         """Note that a batch is in hand, with its digest; return whether it counts as a step."""
 
-    def count_batch(self, done: int, hand: InHand) -> None:
-        """Count a batch that is done."""
+    def count_batch(self, place: Any, hand: InHand) -> None:
+        """Count a batch of a loader that is done."""
 
     def batches_ended(self, ended: Any) -> None:
         """Note that the loop over a loader's batches has ended."""
@@ -206,6 +207,12 @@ class Counters(Protocol):
 
     def has_one_loader(self) -> bool:
         """Whether there is one loader, given or looped over."""
+
+    def is_in_epochs(self) -> bool:
+        """Whether a body of `epochs()` is running, or has just ended."""
+
+    def is_repeated(self, place: Any) -> bool:
+        """Whether another pass over this loader may follow in the same epoch."""
 
     def is_in_batches(self) -> bool:
         """Whether the end of a batch is a boundary."""
@@ -225,3 +232,9 @@ class OpenLoop(Protocol):
 
     def abandon(self) -> None:
         """Give no more batches."""
+
+    def cut(self) -> None:
+        """Raise UsageError if another batch is asked for."""
+
+    def unwatch(self) -> None:
+        """Stop watching for signals."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
@@ -38,6 +39,10 @@ class LoaderPosition(EpochPlace):
         self.lock = threading.RLock()
         self._moving = threading.Lock()
         self._loop: weakref.ref[OpenLoop] | None = None
+        self.is_of_body = False
+        """Whether its loop has begun in a body of `epochs()`."""
+        self._has_lost_place = False
+        """Whether a checkpoint of an epoch's end lacks the place of an iterator that is open."""
         self._has_marks = self._has_failed = False
         """Whether the source is asked for a mark with each batch, and whether one could not be loaded."""
         self._unread: Mapping[str, Any] | None = None
@@ -66,22 +71,45 @@ class LoaderPosition(EpochPlace):
     def collect(self, *, is_searched: bool = False) -> dict[str, Any]:
         """Return the state for a checkpoint; `is_searched`: the generators have just been read."""
         with self.lock:
-            is_mid_epoch = self.training.is_mid_epoch()
+            is_mid_epoch = self.training.is_mid_epoch() or self.is_endless
             # The state_dict() of another loader's dataset may have made generators since.
             is_searched = is_searched and self.training.has_one_loader()
             under_way = is_mid_epoch and self.is_under_way()
+            self._warn_of_lost_place(is_lost=self.is_open and self.is_beside and not is_mid_epoch)
             return {
                 "batch": self.reached() if under_way else 0,
                 "is_asked_by_hand": self.habits.is_asked_by_hand,
                 "is_open": (self.is_open or self.is_awaited) and is_mid_epoch,
-                "is_over": self.is_over and is_mid_epoch,
+                "is_over": self.is_over and is_mid_epoch and not self.training.is_repeated(self),
+                "is_endless": self.is_endless,
+                "opened": self.opened if is_mid_epoch else 0,
                 "begins_here": self.begins_here and is_mid_epoch,
                 "generators": self.generators.collect(is_searched=is_searched),
                 "ahead_draws": [loaded.draws for loaded in self.ahead] if under_way else [],
                 "settings": self.source.settings(),
-                "source": self._collect_source(under_way),
+                "source": self._collect_source(under_way) if is_mid_epoch else self._collect_begun(),
                 **({"prepared": self.prepared.collect()} if self.prepared else {}),
             }
+
+    def _collect_begun(self) -> dict[str, Any]:
+        """Return the state of the source as an epoch begins."""
+        source = self.source
+        if self.is_awaited:
+            # The rest of the epoch that was resumed was not asked for, or not yet.
+            source = copy.copy(source)
+            source.rewind()
+        return source.collect(None, [], False)
+
+    def _warn_of_lost_place(self, *, is_lost: bool) -> None:
+        self._has_lost_place |= is_lost
+        if self._has_lost_place and self.is_endless:
+            self._has_lost_place = False
+            self.training.once.warn(
+                "an iterator over state.batches() goes on from epoch to epoch, which did not show before the "
+                "first epoch's end: a resume from a checkpoint saved there begins its pass anew. Loop over "
+                "state.epochs(), then what was made before it is known to go on.",
+                about="a pass that goes on",
+            )
 
     def _collect_source(self, under_way: bool) -> dict[str, Any]:
         if not under_way or self.begins_here:
@@ -96,7 +124,8 @@ class LoaderPosition(EpochPlace):
         self.rewind()
         self.done = saved["batch"]
         self.is_awaited = bool(saved.get("is_open", self.done))
-        # Checkpoints of older versions do not say it.
+        # Checkpoints of older versions do not say these.
+        self.is_endless, self.opened = saved.get("is_endless", False), saved.get("opened", 0)
         if saved.get("begins_here", False):
             self.begins_here = True
             self.training.streams.begin_elsewhere()
@@ -124,6 +153,10 @@ class LoaderPosition(EpochPlace):
 
     def may_loop(self) -> bool:
         """Return False if a resume has passed all batches; raise UsageError if no loop may begin."""
+        if self.is_open and self.is_endless:
+            # The script begins again, as it may with a loader of its own.
+            self._cut()
+            self.rewind()
         if self.is_over or self.in_hand is not None:
             if self.phase is not Phase.PASSED:
                 raise UsageError(
@@ -210,7 +243,25 @@ class LoaderPosition(EpochPlace):
 
     def began(self, loop: OpenLoop) -> None:
         """Note that a loop over the batches has begun."""
-        self.opened, self._loop = 0, weakref.ref(loop)
+        self._loop = weakref.ref(loop)
+        self.is_of_body = self.training.is_in_epochs()
+        self.training.loops_begun += 1
+
+    def go_on_endlessly(self) -> None:
+        """Let the loop that is open go on over the ends of epochs: other loops watch for signals."""
+        self.is_endless = True
+        if loop := self._loop and self._loop():
+            loop.unwatch()
+
+    def end_epoch(self) -> None:
+        """Leave the loop that is open, and return to the beginning of an epoch."""
+        self.leave(None)
+        self._cut()
+        self.rewind()
+
+    def _cut(self) -> None:
+        if loop := self._loop and self._loop():
+            loop.cut()
 
     def ask_ahead(self) -> None:
         """Note that from now on a batch is requested before the one in hand is trained."""
@@ -255,7 +306,7 @@ class LoaderPosition(EpochPlace):
     def rewind(self) -> None:
         """Return to the beginning of an epoch."""
         self._go_elsewhere(Phase.DUE)
-        self.done, self._left_under = 0, None
+        self.done, self.opened, self._left_under = 0, 0, None
         self._is_put_off = self._was_left = self.is_awaited = self.is_beside = self.begins_here = False
         self.habits.epoch_begins()
         self.source.rewind()
@@ -281,7 +332,7 @@ class LoaderPosition(EpochPlace):
             # As take_back(), without a call.
             self.in_hand = None
             self.done += 1
-            training.count_batch(self.done, hand)
+            training.count_batch(self, hand)
         if training.streams.is_put_back_due:
             training.streams.put_back()
         self.is_beside = False

@@ -61,21 +61,33 @@ class LoaderSet:
             if name in self._found_before:
                 at.restore(self._found_before[name], set())
 
+    def of_epochs(self) -> list[LoaderPosition]:
+        """Return those whose passes begin and end with the epochs."""
+        return [at for at in self.all if not at.is_endless]
+
     def in_hand(self) -> list[LoaderPosition]:
-        """Return those that have a batch in hand, the outermost loop first."""
-        return sorted((at for at in self.all if at.in_hand is not None), key=lambda at: at.opened)
+        """Return those of the epochs that have a batch in hand, the outermost loop first."""
+        return sorted((at for at in self.of_epochs() if at.in_hand is not None), key=lambda at: at.opened)
 
     def is_training(self) -> bool:
-        """Whether a batch of any of them is in hand."""
+        """Whether a batch of any of them is in hand; one of an endless loader may be, between two bodies."""
         # No generator, which takes longer: this is asked at every step.
         for at in self.all:  # noqa: SIM110
-            if at.in_hand is not None:
+            if at.in_hand is not None and not at.is_endless:
                 return True
         return False
 
     def is_under_way(self) -> bool:
-        """Whether the batches of any of them have begun and not ended."""
-        return any(at.is_under_way() for at in self.all)
+        """Whether the batches of any of them, in this epoch, have begun and not ended."""
+        return any(at.is_under_way() for at in self.of_epochs())
+
+    def is_through(self) -> bool:
+        """Whether looping over the batches of any of them again would be another epoch."""
+        return any(at.is_through() for at in self.of_epochs())
+
+    def is_over(self) -> bool:
+        """Whether any of them has no more batches in this epoch, or was left for good."""
+        return any(at.is_over for at in self.of_epochs())
 
     def is_put_off(self) -> bool:
         """Whether the loop of any of them was left by an exception before its batch was trained."""
@@ -91,18 +103,13 @@ class LoaderSet:
     def is_outermost(self, place: EpochPlace) -> bool:
         """Whether no other loop over batches is around this one."""
         return len(self.all) == 1 or not any(
-            other.in_hand and other.opened < place.opened for other in self.all
+            other.in_hand and other.rank() < place.rank() for other in self.all
         )
 
     def is_in_inner_loop(self) -> bool:
         """Whether a loop over batches runs in the body of one over those of another loader."""
         in_hand = [at.habits for at in self.in_hand()]
-        # zip() asks for all of them at one place.
-        return (
-            len(in_hand) > 1
-            and not in_hand[-1].is_asked_by_hand
-            and in_hand[-1].asked_at != in_hand[0].asked_at
-        )
+        return len(in_hand) > 1 and in_hand[-1].is_inside(in_hand[0])
 
 
 def _can_be(at: LoaderPosition, iterable: Any, is_in_epochs: bool) -> bool:

@@ -272,9 +272,9 @@ class _Kept:
         self._source = source
         self._check = check
         self._batches = source.open()
-        # Before multiprocessing ends its daemons by SIGTERM: torch would report them as killed.
+        # The workers end when the script drops its loader, but not by a process that was forked.
         # The reference is weak: the source leads to the run, and that to the script's variables.
-        self._end = util.Finalize(self, _end, (weakref.ref(source),), exitpriority=100)
+        self._end = util.Finalize(self, _end, (weakref.ref(source),))
 
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
         # Torch calls this when a loader with persistent workers is iterated again.

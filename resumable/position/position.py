@@ -59,7 +59,13 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "stepped": (list, _NONE),
     "body_start": (dict, _NONE),
 }
-_NEWER: dict[str, type] = {"loop_ends": list, "entry": str, "loop_draws": str, "logged": dict}
+_NEWER: dict[str, type] = {
+    "loop_ends": list,
+    "entry": str,
+    "loop_draws": str,
+    "logged": dict,
+    "is_in_epochs": bool,
+}
 """The entries that checkpoints of older versions lack."""
 
 
@@ -145,6 +151,7 @@ class Position(CountedLoops):
             **counters,
             **({"devices": gpus} if gpus else {}),
             **self.streams.collect(counters["boundary"]),
+            "is_in_epochs": self.is_in_epochs(),
             "stepped": None if self._stepped is None else sorted(self._stepped),
             "seed": self.seed,
             "metrics": self.metrics,
@@ -180,8 +187,8 @@ class Position(CountedLoops):
 
     def is_behind_last_batch(self) -> bool:
         """Whether a resume in mid-epoch found no batch left: the loop over them was empty."""
-        is_over = any(loader.is_through() for loader in self._known.all)
-        return self._resumed_at is Boundary.BATCH and not self._has_handed_out and is_over
+        is_behind = self._resumed_at is Boundary.BATCH and not self._has_handed_out
+        return is_behind and self._known.is_through()
 
     def _body_of_script(self) -> object:
         """Return a value that changes with every body and every step; None outside the loops."""
@@ -202,6 +209,7 @@ class Position(CountedLoops):
         self.metrics = dict(saved["metrics"])
         self.means.restore(saved.get("means"))
         self._resumed_at = saved["boundary"]
+        self._was_in_epochs = saved.get("is_in_epochs", False)
         if self._resumed_at is Boundary.BATCH:
             self.sums.resumed()
         self.streams.restore(saved)

@@ -60,7 +60,9 @@ class TrainingCounters:
         self.first_lines, self.before_loop, self.sums = FirstLines(), BeforeLoop(), RunningSums()
         self._body: Boundary | None = None
         """The kind of the body that is running."""
-        self._opened = self._step_in_hand = self._step_at_start = 0
+        self.loops_begun = 0
+        """How many loops over batches have begun."""
+        self._step_in_hand = self._step_at_start = 0
         self._updates_in_hand = self._work_at_start = 0
         self._has_looped = self._has_saved_end = self._has_left_body = False
         self._has_ended_body = False
@@ -80,11 +82,11 @@ class TrainingCounters:
         if self._has_ended_body:
             return Boundary.EPOCH
         for loader in self._known.all:
-            if loader.is_under_way() and not loader.is_beside:
+            if not loader.is_endless and loader.is_under_way() and not loader.is_beside:
                 return Boundary.BATCH
         if self._body is Boundary.STEP:
             return Boundary.STEP
-        if any(loader.is_over for loader in self._known.all):
+        if self._known.is_over():
             return Boundary.EPOCH
         if self._body is not Boundary.EPOCH:
             return Boundary.OUTSIDE
@@ -92,6 +94,9 @@ class TrainingCounters:
             # The loop was one over steps(), or over data that we do not know.
             return Boundary.EPOCH
         if self.step > self._step_at_start:
+            if any(loader.is_endless for loader in self._known.all):
+                # A loop of the script's own that calls next() on what it has made before.
+                return Boundary.EPOCH
             raise UsageError(
                 "the optimizer has made steps in this epoch, but not in a loop over state.batches().",
                 fix="loop over state.batches() instead of the loader, or do not give the loader to RunState: "
@@ -105,7 +110,8 @@ class TrainingCounters:
         batch, samples = self.batch, self.samples
         for loader in self._known.all:
             if loader.in_hand:
-                batch, samples = loader.reached(), samples + self.processes * loader.in_hand.size
+                batch = batch if loader.is_endless else loader.reached()
+                samples += self.processes * loader.in_hand.size
         return {
             "boundary": boundary,
             "epoch": self.epoch + (boundary is Boundary.EPOCH),
@@ -144,7 +150,7 @@ class TrainingCounters:
 
     def is_left_early(self) -> bool:
         """Whether a loop was left in the middle, so that a save would count what is left of it as done."""
-        return self._has_left_body or any(at.was_left() for at in self._known.all)
+        return self._has_left_body or any(at.was_left() for at in self._known.of_epochs())
 
     def work(self) -> tuple[int, int, int]:
         """Return numbers that grow with what is trained."""
@@ -237,12 +243,13 @@ class TrainingCounters:
 
     def next_opened(self) -> int:
         """Return the next number in the order in which loops have handed out their first batch."""
-        self._opened += 1
-        return self._opened
+        return 1 + max(at.opened for at in self._known.all)
 
     def handed_out(self, place: EpochPlace, digest: Any) -> bool:
         """Note that a batch is in hand, with its digest; return whether it counts as a step."""
-        self.batch, self._stepped = place.done, set()
+        if not place.is_endless:
+            self.batch = place.done
+        self._stepped = set()
         if not self._has_handed_out:
             self._has_handed_out = True
             self.streams.note_training(in_loop=True)
@@ -257,19 +264,25 @@ class TrainingCounters:
             self.handed.add(digest)
         return not self.counts_steps and self._is_step(place)
 
-    def count_batch(self, done: int, hand: InHand) -> None:
-        """Count a batch that is done."""
-        self.batch = done
+    def count_batch(self, place: EpochPlace, hand: InHand) -> None:
+        """Count a batch of a loader that is done."""
+        if not place.is_endless:
+            self.batch = place.done
         self.samples += hand.size * self.processes
         self.step += hand.is_step
+        if len(self._known.all) > 1:
+            # What was asked for in its body ends with it.
+            for other in self._known.all:
+                if other.in_hand is not None and other.rank() > place.rank():
+                    other.take_back()
 
     def batch_ends(self, at: LoaderPosition) -> tuple[int, int, LoaderPosition | None] | None:
         """Return the values of `End` at the end of a loader's batch; None if that is no boundary.
 
-        It is no boundary in an accumulation window, in a body of `steps()`, or if the loop over another
-        loader, around this one, has its next batch in hand already.
+        It is no boundary in an accumulation window, in a body of `steps()`, of an endless loader, or if the
+        loop over another loader, around this one, has its next batch in hand already.
         """
-        if self._body is _STEP or (self.counts_steps and not self._stepped):
+        if self._body is _STEP or (self.counts_steps and not self._stepped) or at.is_endless:
             return None
         if len(self._known.all) > 1 and not self._known.is_outermost(at):
             return None
@@ -283,14 +296,10 @@ class TrainingCounters:
         `epochs()`, the next body begins here.
         """
         for loader in self._known.all:
-            if loader.is_open:
-                loader.other_ended(ended.opened)
-        if self._body is None:
+            # After a resume a generator of the script's may not have opened its loop again.
+            if loader.is_open or (loader.is_awaited and loader.opened):
+                loader.other_ended(ended)
+        if self._body is None and self._known.is_outermost(ended):
             self.streams.end_batches_by_hand()
         if self._body is Boundary.EPOCH and not self._known.is_training():
             self.first_lines.go_on()
-
-    def reopened(self) -> None:
-        """Put the generators back if all loops over batches that were open are open again."""
-        if not self._known.is_awaited():
-            self.streams.put_back()

@@ -692,7 +692,7 @@ def test_an_iterator_that_was_kept_does_not_disturb_the_next_epoch(run_dir: Path
 
 
 @pytest.mark.filterwarnings("ignore:next.. took")
-def test_an_iterator_of_an_epoch_that_is_over_gives_no_more_batches(run_dir: Path) -> None:
+def test_an_iterator_of_an_epoch_that_is_over_is_refused(run_dir: Path) -> None:
     training = Training(run_dir)
     kept = []
 
@@ -701,9 +701,11 @@ def test_an_iterator_of_an_epoch_that_is_over_gives_no_more_batches(run_dir: Pat
         training.train(next(kept[-1]))
     later = iter(training.state.batches())
     training.train(next(later))
-    kept[0].close(), kept[1].close()
+    kept[0].close()
 
-    assert next(kept[0], None) is None
+    for iterator in kept:
+        with pytest.raises(UsageError, match="in a later epoch"):
+            next(iterator)
     assert training.counters() == (2, 0, 3, 8)
     assert len(list(later)) == 2
 

@@ -528,9 +528,14 @@ def accumulation_over_steps(s: Script) -> None:
 
 def next_batch(s: Script) -> None:
     """Ask for the next batch, of the next epoch if this one is over."""
+    next_of(s, "x", "iterator", "")
+
+
+def next_of(s: Script, batch: str, iterator: str, name: str) -> None:
+    """Ask an iterator for the next batch of a loader, of the next pass if this one is over."""
     s.add(
-        "try:\n    x = next(iterator)\n"
-        "except StopIteration:\n    iterator = iter(state.batches())\n    x = next(iterator)"
+        f"try:\n    {batch} = next({iterator})\n"
+        f"except StopIteration:\n    {iterator} = iter(state.batches({name}))\n    {batch} = next({iterator})"
     )
 
 
@@ -669,6 +674,34 @@ def a_loader_now_and_then(s: Script) -> None:
             train(s)
         if way == "now and then":
             s.add('state.vars["k"] = 0')
+
+
+@shape(4)
+def a_loader_that_goes_on(s: Script) -> None:
+    way = s.choose("", "iterator", "generator", "both in steps")
+    add_model(s)
+    add_loaders(s, "a", "b", kind=s.dice.choice([None, "tensor"]))
+    add_extras(s, epochs=way != "both in steps")
+    if way == "generator":
+        with s.block("def endless():"), s.block("while True:"):
+            s.add('yield from state.batches("b")')
+        s.add("other = endless()")
+    else:
+        s.add('other = iter(state.batches("b"))')
+
+    def body() -> None:
+        s.add("y = next(other)") if way == "generator" else next_of(s, "y", "other", '"b"')
+        s.add("x = torch.cat([x, y])")
+        train(s)
+
+    if way == "both in steps":
+        s.add('iterator = iter(state.batches("a"))')
+        with s.block(f"for step in state.steps({s.steps}):"):
+            next_of(s, "x", "iterator", '"a"')
+            body()
+    else:
+        with epochs(s), s.block('for x in state.batches("a"):'):
+            body()
 
 
 @shape(4)

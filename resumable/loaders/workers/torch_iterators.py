@@ -121,6 +121,11 @@ def sheltered(view: DataLoader[Any], numbers: Collection[int]) -> Iterator[None]
             _spared.update({*multiprocessing.active_children()} - before)
 
 
+def _end(reference: weakref.ref[Workers]) -> None:
+    if (workers := reference()) is not None:
+        workers.end()
+
+
 def _end_spared() -> None:
     """End the workers that are left as the process ends, with a timeout for each."""
     there = [worker for worker in multiprocessing.active_children() if worker in _spared]
@@ -318,6 +323,8 @@ class Workers(_Unlabelled, _MultiProcessingDataLoaderIter):
         self._failed_by: dict[int, int] = {}
         """The workers of errors that are to be handed out: older versions of torch do not tell."""
         super().__init__(view)
+        # Before multiprocessing ends its daemons by SIGTERM: torch would report them as killed.
+        util.Finalize(self, _end, (weakref.ref(self),), exitpriority=100)
 
     def end(self) -> None:
         """End the workers; another thread that waits for a batch gets StopIteration."""
@@ -325,9 +332,10 @@ class Workers(_Unlabelled, _MultiProcessingDataLoaderIter):
         self._next_data = self._try_get_data = _ended  # type: ignore[method-assign]
         self._shutdown_workers()
 
-    def _shutdown_workers(self) -> None:
-        # A forked process shares the event and the queues that end its parent's workers.
-        if os.getpid() == self._process:
+    def _shutdown_workers(self, getpid: Callable[[], int] = os.getpid) -> None:
+        # A forked process shares the event and the queues that end its parent's workers. At the interpreter's
+        # end the names of this module may be gone.
+        if getpid() == self._process:
             super()._shutdown_workers()
 
     def processes(self) -> set[int | None]:

@@ -36,6 +36,14 @@ class Habits:
         self.is_asked_by_hand = is_direct and script_frames.is_call(asked_by)
         self.asked_at = asked_by.f_code, asked_by.f_lasti
 
+    def is_inside(self, outer: Habits) -> bool:
+        """Whether the loop over the batches runs in the body of another: nobody asks it by next()."""
+        # zip() asks for all of them at one place.
+        if self.is_asked_by_hand or self.asked_at == outer.asked_at or not (self.asked_at and outer.asked_at):
+            return False
+        (code, _), (outer_code, _) = self.asked_at, outer.asked_at
+        return code is outer_code or not code.co_flags & inspect.CO_GENERATOR
+
     def left_after_save(self) -> None:
         """Note that the loop was left in the body that had called `save()`."""
         self._is_left_after_save = True

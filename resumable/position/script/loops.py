@@ -8,7 +8,7 @@ import sys
 from collections import OrderedDict, deque
 from collections.abc import Mapping
 from functools import cache
-from types import CodeType, FrameType, MemberDescriptorType
+from types import CodeType, FrameType, GeneratorType, MemberDescriptorType
 from typing import Any, NamedTuple
 
 from . import bytecode, script_frames
@@ -116,6 +116,12 @@ def variables_of(frame: FrameType) -> dict[str, Any]:
     if is_kept and sys.getrefcount(variables) <= 3:
         variables.clear()
     return found
+
+
+def generators_in(frame: FrameType) -> list[GeneratorType[Any, Any, Any]]:
+    """Return the generators in the variables that a frame of the script sees."""
+    seen = [*frame.f_globals.copy().values(), *variables_of(frame).values()]
+    return [one for one in seen if type(one) is GeneratorType]
 
 
 @cache
