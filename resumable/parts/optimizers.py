@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
@@ -39,6 +40,8 @@ class OptimizerPart(Part):
         self.gradients = Gradients(live)
         self.built = settings_of_groups(live.param_groups)
         self._given = self._sizes()
+        self._inner = [*inner_optimizers(live).values()]
+        self._with_its_groups = [one for one in self._inner if _are_same(one.param_groups, live.param_groups)]
 
     def _sizes(self) -> list[int]:
         return [len(group["params"]) for group in self.live.param_groups]
@@ -109,6 +112,10 @@ class OptimizerPart(Part):
         by_key = tree.get("state")
         state = [*by_key.values()] if isinstance(by_key, dict) else []
         return [*state, tree.get("gradients"), tree.get("loose")]
+
+    def steps_by(self, optimizer: Any) -> bool:
+        """Whether it makes its steps by this optimizer, which its `state_dict()` leaves out."""
+        return any(one is optimizer for one in self._inner)
 
     def note_step(self) -> None:
         """Note that it has made a step, which torch checks when a scheduler steps."""
@@ -253,6 +260,8 @@ class OptimizerPart(Part):
             for key, before in live.items():
                 if isinstance(after := self.live.state.get(key), dict):
                     _keep_memory(before, after, _is_like_on_gpu)
+        for inner in self._with_its_groups:
+            inner.param_groups = self.live.param_groups
         with torch.no_grad():
             for name in tree["loose"].keys() & loose - unfit:
                 parameters[name].copy_(tree["loose"][name])
@@ -280,6 +289,26 @@ class OptimizerPart(Part):
             for key in then.keys() & now.keys():
                 if getattr(now[key], "device", None) == getattr(then[key], "device", None):
                     now[key] = then[key]
+
+
+def inner_optimizers(live: Any) -> dict[str, torch.optim.Optimizer]:
+    """Return the optimizers in the attributes of one whose `state_dict()` does not know of them."""
+    is_plain = isinstance(live, torch.optim.Optimizer) and _has_plain_state(live)
+    found = {}
+    for name, value in vars(live).items() if is_plain else ():
+        several = isinstance(value, (list, tuple))
+        for number, one in enumerate(value if several else [value]):
+            if isinstance(one, torch.optim.Optimizer) and one.state is not live.state:
+                found[f"{name}.{number}" if several else name] = one
+    return found
+
+
+def _has_plain_state(live: torch.optim.Optimizer) -> bool:
+    return type(live).state_dict is torch.optim.Optimizer.state_dict and "state_dict" not in vars(live)
+
+
+def _are_same(groups: Sequence[Tree], others: Sequence[Tree]) -> bool:
+    return len(groups) == len(others) and all(map(operator.is_, groups, others))
 
 
 def _of_rank(gradients: Mapping[str, Any]) -> dict[str, Any]:

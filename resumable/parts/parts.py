@@ -49,8 +49,6 @@ class Parts:
         """Whether this process saves the state that all ranks share; it always saves its own."""
         self.models: list[ModulePart] = []
         found = None if slots["scaler"] is not None else _scaler_of(slots["optimizer"])
-        self.found: AbstractSet[str] = set() if found is None else {"scaler"}
-        """The parts that the user did not give: they may be missing from a checkpoint."""
         slots = slots if found is None else {**slots, "scaler": found}
         made = {slot: self._made(slot, slots[slot], per_rank) for slot in SLOTS}
         # Each place in the order prevents a wrong restore.
@@ -70,6 +68,11 @@ class Parts:
             RandomPart("random", self._mesh),  # last: any of the above may have drawn
         ]
         self.optimizers = [part for part in self.all if isinstance(part, OptimizerPart)]
+        inner = [one for one in self.optimizers if any(other.steps_by(one.live) for other in self.optimizers)]
+        self.found: AbstractSet[str] = {part.name for part in inner} | (
+            {"scaler"} if found is not None else set()
+        )
+        """The parts that were found in those given: they may be missing from a checkpoint."""
         trained_by = [one for one in self.optimizers if one.stem == "optimizer"]
         others = [part.live for part in made["extra"] if not isinstance(part, OptimizerPart)]
         refuse_foreign_optimizers(self.models, trained_by, others)
@@ -255,11 +258,13 @@ class Parts:
             if number == 0 or part.live.state:
                 part.note_step()
 
-    def stepped(self, name: str) -> None:
-        """Note that an optimizer has made a step."""
+    def stepped(self, optimizer: Any) -> list[str]:
+        """Note that an optimizer has made a step; return the names of those that step by it."""
+        outer = [part for part in self.optimizers if part.steps_by(optimizer)]
         for part in self.optimizers:
-            if part.name == name:
+            if part.live is optimizer or part in outer:
                 part.gradients.stepped()
+        return [part.name for part in outer]
 
     def note_captured(self, name: str) -> None:
         """Note that a captured graph replays an optimizer's steps, with gradients of its own."""

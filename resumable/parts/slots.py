@@ -11,7 +11,7 @@ from ..errors import UsageError
 from ..loaders import kinds, wrappers
 from ..loaders.generators import search
 from .models import ModulePart
-from .optimizers import OptimizerPart
+from .optimizers import OptimizerPart, inner_optimizers
 
 _EXPECTED = {
     "model": "a torch.nn.Module",
@@ -32,14 +32,28 @@ def named(slot: str, given: Any) -> dict[str, Any]:
                 f"extra is {kinds.described(given)}; each extra part needs a name.",
                 fix='write extra={"name": part}.',
             )
-        return {slot: _bare(slot, given)}
+        return _with_inner({slot: _bare(slot, given)})
     for name in given:
         if not isinstance(name, str) or not name or "." in name or not name.isprintable():
             raise UsageError(
                 f"{name!r} cannot name a part of {slot}.",
                 fix="use printable text without a dot, which joins the names of parts and tensors.",
             )
-    return {f"{slot}.{name}": _bare(slot, live) for name, live in given.items()}
+    return _with_inner({f"{slot}.{name}": _bare(slot, live) for name, live in given.items()})
+
+
+def _with_inner(given: dict[str, Any]) -> dict[str, Any]:
+    """Return these parts, and before each optimizer those by which it steps and whose state it leaves out.
+
+    Its `load_state_dict()` gives them its groups again.
+    """
+    found: dict[str, Any] = {}
+    for name, live in given.items():
+        for attribute, inner in inner_optimizers(live).items():
+            known = next((other for other, one in given.items() if one is inner), f"{name}.{attribute}")
+            found.setdefault(known, inner)
+        found.setdefault(name, live)
+    return found
 
 
 def _bare(slot: str, live: Any) -> Any:

@@ -161,9 +161,10 @@ class Resuming:
 
     def _warn_of_missing(self, reading: Reading) -> None:
         for name in self._parts.found - reading.about.parts.keys():
+            what = "a gradient scaler" if name == "scaler" else "another optimizer"
             self._saving.once.warn(
-                f"the optimizer steps with a gradient scaler, and the checkpoint has none, as it was saved "
-                f"without {name}=: the scale begins as the script makes it.",
+                f"the optimizer steps by {what}, which the checkpoint lacks ({name}): it begins as the "
+                "script makes it.",
                 about=f"missing {name}",
             )
 

@@ -70,7 +70,8 @@ class StepCounter:
             return
         if _is_inner_step(optimizer, sys._getframe(1)):
             return
-        self._parts.stepped(name)
+        for outer in self._parts.stepped(optimizer):
+            self.unseen.seen(outer)
         self._position.count_step(name, is_first)
         if is_first and self._position.is_step_without_loop() and self._lacks_saves():
             self._saving.once.warn(

@@ -133,5 +133,5 @@ def test_a_checkpoint_without_the_scaler_is_continued_with_a_warning(make: Any, 
     plain = {"model": parts["model"], "optimizer": wrappers.inside(parts["optimizer"])}
     with RunState.load(run_dir, **plain) as state:
         state.save()
-    with pytest.warns(ResumableWarning, match="the checkpoint has none"):
+    with pytest.warns(ResumableWarning, match="which the checkpoint lacks"):
         RunState.load(run_dir, **make()[0]).close()
