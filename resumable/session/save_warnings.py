@@ -29,7 +29,12 @@ class SaveWarnings:
         self._parts, self._position, self._once = training.parts, training.position, training.once
         generators = LoopGenerators(partial(_generators, self._parts, self._position))
         self._loop: tuple[LoopVariables, LoopGenerators, UnsavedWeights] | None
-        self._loop = LoopVariables(self._parts.given), generators, UnsavedWeights(self._parts.given)
+        given = self._parts.given
+        self._loop = (
+            LoopVariables(given, partial(_loaders, self._position)),
+            generators,
+            UnsavedWeights(given),
+        )
         self._begun: set[str] = set()
         self._called = Called()
 
@@ -171,6 +176,10 @@ class SaveWarnings:
                 f"the variables of this loop cannot be inspected ({exc!r}), so RunState does not warn of "
                 "those that are in no checkpoint."
             )
+
+
+def _loaders(position: Position) -> list[Any]:
+    return [at.source.loader for at in position.loaders.values()]
 
 
 def _generators(parts: Parts, position: Position) -> list[rng.Generator]:

@@ -30,6 +30,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partialmethod
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -1461,10 +1462,13 @@ class Ticker:
         """Digest these at each tick."""
         self._state, self._watched = state, watched
 
-    def __call__(self, *info: Any) -> None:
+    def _tick(self, *info: Any) -> None:
         self.log.append((self.digest(*info), digest_of_generators()))
         if len(self.log) == self._stop:
             self._end()
+
+    # Not a method that RunState follows: that it stops the script is no part of the script.
+    __call__ = partialmethod(_tick)
 
     def digest(self, *info: Any) -> str:
         """Return the digest of everything that is watched."""

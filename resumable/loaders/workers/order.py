@@ -484,6 +484,7 @@ def other_data(problem: str) -> StateMismatch:
     """Return the error for a loader that yields other samples than before."""
     return StateMismatch(
         f"the loader does not give the batches that it gave before: {problem}.",
-        fix="give it the dataset, sampler and batch size that the run was started with, or begin the "
-        "epoch's data again with allow=['loader'].",
+        fix="give it the dataset, sampler and batch size that the run was started with. What the script "
+        "changes in them as it trains, such as the weights of a sampler, needs a state_dict() and a "
+        "load_state_dict(). Or begin the epoch's data again with allow=['loader'].",
     )

@@ -98,6 +98,8 @@ class _Search:
                 ways[path] = _way(scope.values.get(path[0]), path[1:])
             way = ways[path]
             function = way[-1] if way else None
+            if is_object := type(function) is not FunctionType:
+                function = _called_as_function(function)
             if type(function) is not FunctionType or function.__code__ in codes:
                 continue
             if at < begin and not self._may_restore(function):
@@ -106,9 +108,10 @@ class _Search:
                 if path[-1] not in SHOWS and not code_names.is_known(str(function.__module__)):
                     self.found.installed.append(function)
                 continue
-            owner = way[-2] if len(way) > 1 and type(way[-2]) is not ModuleType else None
+            owners, steps = (way, path[1:]) if is_object else (way[:-1], path[1:-1])
+            owner = owners[-1] if owners and type(owners[-1]) is not ModuleType else None
             name = scope.names.get(path[0], path[0])
-            of_owner = "" if name.startswith("<") else ".".join((name, *path[1:-1]))
+            of_owner = "" if name.startswith("<") else ".".join((name, *steps))
             inner = self._scope(function, None if isinstance(owner, type) else owner, of_owner)
             deeper = self._calls_in(inner, codes) if len(codes) < _DEEPEST else ()
             calls.append((at, end, summary_of(inner.code, deeper, tuple(inner.names.items()), self._states)))
@@ -185,6 +188,20 @@ def _way(value: Any, attributes: Path) -> list[Any]:
             return []
         way.append(value)
     return way
+
+
+def _called_as_function(value: Any) -> Any:
+    """Return the method that a call of an object runs; None of a model, whose code may be long."""
+    method = "__call__"
+    if issubclass(type(value), torch.nn.Module):
+        method = "" if has_parameters(value) else "forward"
+    held = [vars(kind)[method] for kind in type(value).__mro__ if method in vars(kind)]
+    return held[0] if held else None
+
+
+def has_parameters(module: torch.nn.Module) -> bool:
+    """Whether a module, or one in it, has parameters."""
+    return next(module.parameters(), None) is not None
 
 
 def own_of(value: Any) -> Any:

@@ -14,6 +14,8 @@ from .statements import Statement
 
 _TRAINS = {"backward", "step"}
 """Methods that change what is trained: what they are called on or given decides how."""
+_ASKS = {"batches", "enumerate"}
+"""Methods of RunState that begin a loop over batches."""
 _SEEDS = {"manual_seed", "seed", "set_state", "setstate"}
 _SETTINGS = ("['lr']", "['weight_decay']", "['momentum']", "['betas']")
 """Items by which a script changes the settings of an optimizer."""
@@ -45,6 +47,10 @@ class Carried(NamedTuple):
     """Those of which a body assigns some elements, and leaves the others."""
     filled: frozenset[Name] = frozenset()
     """Those of which each body assigns all elements."""
+    renewed: frozenset[Name] = frozenset()
+    """Those to which a body gives values made from their own."""
+    placed: frozenset[Name] = frozenset()
+    """Those that a body assigns, or writes to, after the batches of the next one may have been asked for."""
     called: frozenset[str] = frozenset()
     """The functions and methods that the innermost loop calls, and those that these call."""
 
@@ -77,7 +83,7 @@ def _carried_by(
         found |= read.read_first(body) & stored
         replaced |= stored - read.left_at_end(body)
         kept |= read.accessed("load", body)
-        written |= _written_in_part(read, head, end)
+        written |= _written_in_part(read, head, end) | _shuffled(read, head, end)
     whole = read.between(start, loops[start])
     outer, assigned = read.read_first(whole), read.accessed("store", whole)
     outer_written = written - (assigned - outer)
@@ -90,6 +96,7 @@ def _carried_by(
     seeded = {name for one in statements if one.methods & _SEEDS for name in one.names("load")}
     made, restarted = assigned - found, (found & assigned) - outer
     found -= {name for name in found if name in known or owner_of(name) in restored}
+    placed = _placed(read, start, loops[start], states) | (outer & assigned)
     others = known | found
     named = assigned | outer | kept | found
     kept -= {name for name in kept if name in others or owner_of(name) in restored or root_of(name) in made}
@@ -109,6 +116,8 @@ def _carried_by(
         replaced=frozenset(replaced - outer),
         written=frozenset(written),
         filled=frozenset(name for at, (name, _) in read.written if start <= at <= loops[start]) - written,
+        renewed=frozenset(name for name in decides if read.renews(name, _following({name}, statements))),
+        placed=frozenset(name for name in placed if root_of(name) not in made),
         called=read.called(innermost, loops[innermost]),
     )
 
@@ -151,6 +160,29 @@ def _written_in_part(read: Bytecode, head: int, end: int) -> set[Name]:
         filling |= (read.read_first(own) & read.accessed("store", own)) - first
     filling = _following(filling, [one for one in read.statements if head <= one.first <= end])
     return {name for name, keys in written if name in first and not keys & filling}
+
+
+def _shuffled(read: Bytecode, head: int, end: int) -> set[Name]:
+    """Return what a body gives to a function that shuffles it in place, and has not made itself."""
+    given = {
+        name
+        for one in read.statements
+        if head <= one.first <= end and "shuffle" in one.methods | one.functions
+        for name in one.names("load")
+    }
+    return given & read.read_first(read.between(head, end))
+
+
+def _placed(read: Bytecode, head: int, end: int, states: frozenset[Name]) -> set[Name]:
+    """Return what a body assigns, or writes to, behind the place where its loop over batches begins."""
+    asks = [
+        one.first
+        for one in read.statements
+        if head <= one.first <= end and one.methods & _ASKS and one.reads(states)
+    ]
+    begin = min(asks or read.inner_loops(head, end), default=end)
+    behind = {name for at, (name, _) in read.written if begin <= at <= end}
+    return behind | read.accessed("store", read.between(begin, end))
 
 
 def _following(names: set[Name], statements: list[Statement]) -> set[Name]:
@@ -231,6 +263,7 @@ def summary_of(
         returned=frozenset(name for name in outer if any(one & following[name] for one in returned)),
         passes=frozenset((keys.get(name, name), targets) for name, targets in passes if targets),
         decides=frozenset(name for name in outer if _decides(name, read, statements, states)),
+        renewed=frozenset(name for name in outer & stored if read.renews(name, following[name])),
         written=frozenset(_written_outside(read, outer, keys)),
         parameters=parameters,
         given=frozenset(given),

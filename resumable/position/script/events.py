@@ -30,6 +30,8 @@ class Call(NamedTuple):
     """Each that reaches others, or a parameter that does, with these."""
     decides: frozenset[Name] = frozenset()
     """Those that decide in the function itself."""
+    renewed: frozenset[Name] = frozenset()
+    """Those to which it gives values made from their own."""
     written: frozenset[Written] = frozenset()
     parameters: tuple[Name, ...] = ()
     """Those that are given by position; "*" stands for all that have no name of their own."""

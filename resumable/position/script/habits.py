@@ -66,8 +66,9 @@ class Habits:
             )
         if cycle in found:
             warn(
-                "after a resume, itertools.cycle() repeats only the batches that were loaded since. Give "
-                "RunState an iterable that begins again by itself."
+                "after a resume, itertools.cycle() repeats only the batches that were loaded since. Call "
+                "next() on a generator that is made before the loop over the epochs instead: "
+                "while True: yield from state.batches(...)"
             )
 
     def warn_of_left_after_save(self) -> None:

@@ -33,6 +33,11 @@ def is_needed(attribute: str, functions: Collection[FunctionType]) -> bool:
     return any(_needs(code, attribute) for code in loading.union(*map(codes_in, _of_script())))
 
 
+def is_read(attribute: str, functions: Collection[FunctionType]) -> bool:
+    """Whether these functions do more with an attribute than to count it up, to show it, or to make it."""
+    return any(_needs(code, attribute) for one in functions for code in codes_in(one.__code__))
+
+
 def _of_script() -> Iterator[CodeType]:
     """Yield the code of the script that is running, and of its modules."""
     yield from (frame.f_code for frame in script_frames.of_script(sys._getframe()))

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ...loaders.generators import code_names, rng, search
-from . import called, loops
+from . import called, loader_data, loops
 from .events import Name, owner_of, root_of
 from .loops import DICTS, SEQUENCES, Running
 
@@ -22,6 +22,7 @@ _MOST_ITEMS = 256
 _ARRAYS = (torch.Tensor, np.ndarray)
 _LARGEST_ARRAY = 1 << 16
 _SAMPLED = 1024
+_ELEMENTS = 8
 _SEARCHES = {4**number for number in range(16)}
 
 
@@ -31,13 +32,16 @@ class _Tensor:
 
     number: int
     version: int
+    sample: str
+    """Some of its elements: a new tensor may be where an old one was."""
     device: torch.device
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Tensor):
             return False
         is_moved = self.device != other.device
-        return is_moved or (self.number, self.version) == (other.number, other.version)
+        seen = [(one.number, one.version, one.sample) for one in (self, other)]
+        return is_moved or seen[0] == seen[1]
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -45,11 +49,13 @@ class _Tensor:
 class LoopVariables:
     """The variables that affect the rest of the training, and that change from one save to the next.
 
-    `given` returns the objects that a checkpoint has.
+    `given` returns the objects that a checkpoint has, `loaders` those over which the script loops.
     """
 
-    def __init__(self, given: Callable[[], Collection[Any]]) -> None:
-        self._given = given
+    def __init__(
+        self, given: Callable[[], Collection[Any]], loaders: Callable[[], Collection[Any]] = tuple
+    ) -> None:
+        self._given, self._loaders = given, loaders
         self._seen: dict[object, dict[Name, Any]] = {}
         self._named: set[Name] = set()
 
@@ -60,22 +66,32 @@ class LoopVariables:
         """
         saved = self._saved()
         for one in functions:
-            now = _values(one, saved).items()
-            computed = {name: value for name, value in now if isinstance(value, (float, _Tensor, bytes))}
+            now = self._values(one, saved).items()
+            computed = {name: value for name, value in now if _is_computed(value)}
             self._seen[one.key] = computed | self._seen.get(one.key, {})
 
     def changed(self, functions: Collection[Running]) -> list[Name]:
         """Look at the loops around a save; return the variables that have changed for the first time."""
         saved, changed = self._saved(), set[Name]()
         for one in functions:
-            now, before = _values(one, saved), self._seen.get(one.key, {})
+            now, before = self._values(one, saved), self._seen.get(one.key, {})
             changed |= {name for name in now.keys() & before.keys() if now[name] != before[name]}
-            self._seen[one.key] = now
+            # Another place in the same loops need not carry all of them.
+            owners = set(map(owner_of, now))
+            others = {name: value for name, value in before.items() if owner_of(name) not in owners}
+            self._seen[one.key] = others | now
         # An element goes without saying beside its container.
         changed = {name for name in changed if owner_of(name) == name or owner_of(name) not in changed}
         new = sorted(changed - self._named)
         self._named.update(new)
         return new
+
+    def _values(self, function: Running, saved: Collection[int]) -> dict[Name, Any]:
+        found = _values(function, saved)
+        for name, value in loader_data.changed_in(function, self._loaders()).items():
+            if id(value) not in saved:
+                found |= {function.shown(name): _contents(value)}
+        return found
 
     def summed(self, functions: Collection[Running]) -> set[Name]:
         """Return the variables that each epoch begins again, and that are only saved as metrics."""
@@ -105,15 +121,22 @@ def _values(function: Running, saved: Collection[int]) -> dict[Name, Any]:
         if any(id(one) in saved or id(getattr(one, "__dict__", None)) in saved for one in way.values()):
             continue
         is_attribute = "." in name.partition("[")[0][len(root_of(name)) :]
-        if is_attribute and not all(map(_has_own_attributes, [*way.values()][:1])):
+        owner = [*way.values()][:1]
+        if is_attribute and not all(map(_may_carry, owner)):
+            continue
+        if name not in carried.renewed and any(issubclass(type(one), torch.nn.Module) for one in owner):
+            # A mask that is made again where it does not fit, or what is only shown.
             continue
         for reached, value in [*way.items()][-1:]:
             # A tensor or array that is only written into is mostly a buffer that each body fills.
-            is_filled = type(value) in _ARRAYS or reached in carried.filled
+            is_filled = issubclass(type(value), (*_ARRAYS, tuple)) or reached in carried.filled
             is_buffer = is_filled and reached not in carried.assigned
             found |= {} if is_buffer else glance(reached, value)
             if reached in carried.written and type(value) in SEQUENCES:
                 found[reached] = [*map(_element, [*islice(value, _MOST_ITEMS)]), len(value)]
+            elif reached in carried.written and type(value) in DICTS:
+                items = [*islice(value.items(), _MOST_ITEMS)]
+                found |= {f"{reached}[{key!r}]": _element(one) for key, one in items if type(key) in PLAIN}
     return {function.shown(name): value for name, value in found.items() if name not in carried.made}
 
 
@@ -169,19 +192,15 @@ def glance(name: Name, value: Any) -> dict[Name, Any]:
     if type(value) in PLAIN:
         return {name: _comparable(value)}
     if type(value) is torch.Tensor:
-        # A leaf that needs a gradient is a parameter. To read a value would wait for a GPU.
-        version = 0 if value.is_inference() else value._version
-        is_parameter = value.is_leaf and value.requires_grad
-        return {} if is_parameter else {name: _Tensor(id(value), version, value.device)}
+        return {} if _is_parameter(value) else {name: _tensor(value)}
+    if issubclass(type(value), tuple):
+        return {name: _element(value)}
     if type(value) in SEQUENCES:
         last = [value[-1]] if value else []
-        return {name: (len(value), *[_comparable(one) for one in last if type(one) in PLAIN])}
+        # Its tensors may be buffers that each body fills.
+        return {name: [len(value), *[id(one) if type(one) in _ARRAYS else _element(one) for one in last]]}
     if type(value) is np.ndarray:
-        return {
-            name: value.tobytes()
-            if value.nbytes <= _LARGEST_ARRAY and not value.dtype.hasobject
-            else _sample(value)
-        }
+        return {name: _array(value)}
     if type(value) in DICTS:
         return {
             f"{name}[{key!r}]": _comparable(one) for key, one in _plain_items(value) if type(key) in PLAIN
@@ -190,8 +209,52 @@ def glance(name: Name, value: Any) -> dict[Name, Any]:
     return {f"{name}.{key}": _comparable(one) for key, one in _plain_items(own)}
 
 
+def _is_computed(value: Any) -> bool:
+    is_inside = isinstance(value, tuple) and any(map(_is_computed, value))
+    return is_inside or isinstance(value, (float, _Tensor, bytes))
+
+
+def _contents(value: Any) -> Any:
+    """Return what a loader may load from in a form to compare."""
+    if type(value) in SEQUENCES:
+        return [len(value), *map(_element, islice(value, _MOST_ITEMS))]
+    return _element(value)
+
+
 def _element(value: Any) -> Any:
-    return _comparable(value) if type(value) in PLAIN else id(value)
+    """Return one of several values in a form to compare."""
+    if type(value) in PLAIN:
+        return _comparable(value)
+    if type(value) is torch.Tensor:
+        return id(value) if _is_parameter(value) else _tensor(value)
+    if type(value) is np.ndarray:
+        return _array(value)
+    if issubclass(type(value), tuple):
+        return tuple(map(_element, islice(tuple.__iter__(value), _MOST_ITEMS)))
+    return id(value)
+
+
+def _is_parameter(tensor: torch.Tensor) -> bool:
+    return tensor.is_leaf and tensor.requires_grad
+
+
+def _tensor(tensor: torch.Tensor) -> _Tensor:
+    version = 0 if tensor.is_inference() else tensor._version
+    # To read a value would wait for a GPU.
+    return _Tensor(id(tensor), version, sample(tensor) if tensor.is_cpu else "", tensor.device)
+
+
+def sample(tensor: torch.Tensor) -> str:
+    """Return some elements of a tensor, as text: nan is not equal to itself."""
+    if tensor.layout is not torch.strided or tensor.is_quantized or not tensor.numel():
+        return ""
+    row = tensor.detach()[(0,) * (tensor.dim() - 1)]
+    return str((row[:_ELEMENTS] if row.dim() else row).tolist())
+
+
+def _array(array: np.ndarray) -> Any:
+    is_small = array.nbytes <= _LARGEST_ARRAY and not array.dtype.hasobject
+    return array.tobytes() if is_small else _sample(array)
 
 
 def _sample(array: np.ndarray) -> object:
@@ -210,6 +273,14 @@ def _plain_items(values: dict[Any, Any]) -> list[tuple[Any, Any]]:
 def _comparable(value: Any) -> Any:
     # nan is not equal to itself.
     return value if value == value else "nan"
+
+
+def _may_carry(value: Any) -> bool:
+    """Whether an attribute of an object may be what a loop carries along."""
+    if issubclass(type(value), torch.nn.Module):
+        # A loss: those of a model are looked at with its weights.
+        return code_names.is_own(str(type(value).__module__)) and not called.has_parameters(value)
+    return _has_own_attributes(value)
 
 
 def _has_own_attributes(value: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Mapping
 from functools import cache
 from types import CodeType, FrameType, GeneratorType, MemberDescriptorType
@@ -17,7 +17,7 @@ from .carried import Carried, carried_in, states_of
 from .events import Name, root_of
 
 SEQUENCES = (list, deque)
-DICTS = (dict, OrderedDict)
+DICTS = (dict, OrderedDict, defaultdict, Counter)
 TOP = __name__.partition(".")[0]
 
 
@@ -73,10 +73,14 @@ class Running(NamedTuple):
                 return {}
             reached = f"{reached}.{attribute}"
             way[reached] = value
-        if bracket and type(value) in (*SEQUENCES, *DICTS):
-            index = key[1:-2] if key[0] in "'\"" else int(key[:-1])
+        is_tuple = issubclass(type(value), tuple)
+        if bracket and (is_tuple or type(value) in (*SEQUENCES, *DICTS)):
+            index: Any = key[1:-2] if key[0] in "'\"" else int(key[:-1])
+            if type(value) in DICTS and index not in value:
+                # A defaultdict would add it.
+                return {}
             try:
-                way[name] = value[index]
+                way[name] = tuple.__getitem__(value, index) if is_tuple else value[index]
             except (LookupError, TypeError):
                 return {}
         return way

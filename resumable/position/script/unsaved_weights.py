@@ -23,11 +23,11 @@ from .loops import Running
 
 _DEEPEST = 3
 _WIDEST = 256
+_MOST_SEEN = 8
 _LONGEST = 10_000
 """The most tensors in a container that may be a copy of a model's weights."""
 _MOST = 20_000
 """The most objects that one look passes."""
-_SAMPLED = 8
 _CLOSED = (
     *loop_variables.PLAIN,
     DataLoader,
@@ -183,6 +183,9 @@ def _copies(
     parameters = {model: [*model.parameters()] for model in given if isinstance(model, nn.Module)}
     in_models = {_memory(one) for own in parameters.values() for one in own}
     in_models |= {_memory(one) for module in modules for one in module.buffers(recurse=False)}
+    # An optimizer saves those of its parameters that no model has.
+    groups = [group for one in given if isinstance(one, Optimizer) for group in one.param_groups]
+    in_models |= {_memory(one) for group in groups for one in group["params"]}
     shapes = [Counter(one.shape for one in own) for own in parameters.values() if own]
     found: dict[tuple[int, Name], Any] = {}
     for name, holder, all_tensors in holders:
@@ -191,7 +194,7 @@ def _copies(
             own <= Counter(t.shape for t in tensors) for own in shapes
         )
         if tensors and is_copy:
-            found[0, name] = [_glance(one) for one in tensors[:_SAMPLED]]
+            found[0, name] = [_glance(one) for one in tensors[:_MOST_SEEN]]
     return found
 
 
@@ -306,8 +309,4 @@ def _glance(tensor: torch.Tensor) -> tuple[int, int, str]:
     """Return what differs if a tensor has changed: a write through `.data` is not in its version."""
     version = 0 if tensor.is_inference() else tensor._version
     is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
-    if not is_plain or tensor.is_meta or tensor.is_quantized or not tensor.numel():
-        return id(tensor), version, ""
-    row = tensor.detach()[(0,) * (tensor.dim() - 1)]
-    # As text, since nan is not equal to itself.
-    return id(tensor), version, str((row[:_SAMPLED] if row.dim() else row).tolist())
+    return id(tensor), version, loop_variables.sample(tensor) if is_plain and not tensor.is_meta else ""
