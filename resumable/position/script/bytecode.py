@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dis
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from functools import cache, cached_property
 from itertools import pairwise
 from types import CodeType
@@ -107,11 +107,6 @@ class Bytecode:
                 given = frozenset[Name]().union(*(arguments.get(one, {one}) for one in indices))
                 found += [(at, (name, given))] if given else []
         return found
-
-    def renews(self, name: Name, following: Collection[Name]) -> bool:
-        """Whether a variable gets a value made from its own; `following`: what is made from it, and it."""
-        is_inside = any(name in call.renewed for _, _, call in self._calls)
-        return is_inside or any(name in one.made_from({*following}) for one in self.statements)
 
     def called(self, first: int, last: int) -> frozenset[str]:
         """Return the functions and methods that are called between two offsets, and those that these call."""

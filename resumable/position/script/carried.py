@@ -116,7 +116,7 @@ def _carried_by(
         replaced=frozenset(replaced - outer),
         written=frozenset(written),
         filled=frozenset(name for at, (name, _) in read.written if start <= at <= loops[start]) - written,
-        renewed=frozenset(name for name in decides if read.renews(name, _following({name}, statements))),
+        renewed=frozenset(name for name in decides if _is_renewed(name, statements)),
         placed=frozenset(name for name in placed if root_of(name) not in made),
         called=read.called(innermost, loops[innermost]),
     )
@@ -195,6 +195,12 @@ def _following(names: set[Name], statements: list[Statement]) -> set[Name]:
     return known
 
 
+def _is_renewed(name: Name, statements: list[Statement]) -> bool:
+    """Whether a variable gets a value that is made from its own."""
+    known = _following({name}, statements)
+    return any(name in one.made_from(known) for one in statements)
+
+
 def _from_clocks(statements: list[Statement]) -> set[Name]:
     """Return the variables that depend on a clock: no two runs of a script have the same."""
     found: set[Name] = set()
@@ -255,7 +261,10 @@ def summary_of(
     for name in keys:
         following[name] = _following({name, *(one for one in loaded if root_of(one) == name)}, statements)
     returned = [one.names("load") for one in statements if one.is_return or _chooses_return(one, read)]
-    passes = [(name, frozenset(found & outer & stored - {name})) for name, found in following.items()]
+    renewed = {name for name in outer & stored if _is_renewed(name, statements)}
+    passes = [
+        (name, frozenset(found & outer & stored - ({name} - renewed))) for name, found in following.items()
+    ]
     return Call(
         read=frozenset(outer & read_first),
         stored=frozenset(outer & stored),
@@ -263,7 +272,6 @@ def summary_of(
         returned=frozenset(name for name in outer if any(one & following[name] for one in returned)),
         passes=frozenset((keys.get(name, name), targets) for name, targets in passes if targets),
         decides=frozenset(name for name in outer if _decides(name, read, statements, states)),
-        renewed=frozenset(name for name in outer & stored if read.renews(name, following[name])),
         written=frozenset(_written_outside(read, outer, keys)),
         parameters=parameters,
         given=frozenset(given),

@@ -27,11 +27,9 @@ class Call(NamedTuple):
     returned: frozenset[Name] = frozenset()
     """Those that reach what it returns."""
     passes: frozenset[tuple[Name, frozenset[Name]]] = frozenset()
-    """Each that reaches others, or a parameter that does, with these."""
+    """Each that reaches others, or itself, or a parameter that does, with these."""
     decides: frozenset[Name] = frozenset()
     """Those that decide in the function itself."""
-    renewed: frozenset[Name] = frozenset()
-    """Those to which it gives values made from their own."""
     written: frozenset[Written] = frozenset()
     parameters: tuple[Name, ...] = ()
     """Those that are given by position; "*" stands for all that have no name of their own."""
