@@ -139,7 +139,9 @@ def a_list_of_tensors(found: Objects, state: RunState) -> None:
             loss = found.train(found.model(batch).square().mean() / (1 + means[0].sum() + means[1].sum()))
             at = int(batch[0, 0] > 0)
             means[at] = 0.9 * means[at] + loss
-            state.save()
+            if state.batch == 1:
+                state.save()
+        # Here the loop over the epochs is the one around, which does not carry them.
         state.save()
 
 
