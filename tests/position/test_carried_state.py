@@ -67,6 +67,8 @@ class Objects:
         self.labels = torch.zeros(6, 1)
         if script is labels_that_are_replaced:
             self.data = TensorDataset(torch.rand(6, 1), self.labels)
+        if script is data_that_are_added:
+            self.data = [*torch.rand(6, 1)]
         self.sampler: Any = {
             weights_of_a_sampler: Weighted,
             weights_of_a_sampler_of_torch: lambda: WeightedRandomSampler(torch.ones(6).tolist(), 6),
@@ -257,6 +259,15 @@ def labels_that_are_replaced(found: Objects, state: RunState) -> None:
         state.save()
 
 
+def data_that_are_added(found: Objects, state: RunState) -> None:
+    samples = found.data
+    for epoch in state.epochs(3):
+        for batch in state.batches():
+            found.train(found.model(batch).square().mean())
+        samples.append(torch.full((1,), float(epoch)))
+        state.save()
+
+
 def an_order_that_is_shuffled(found: Objects, state: RunState) -> None:
     order = np.arange(6)
     for _ in state.epochs(3):
@@ -388,6 +399,57 @@ def a_loss_that_is_switched(found: Objects, state: RunState) -> None:
         state.save()
 
 
+class Windowed(Centered):
+    def forward(self, out: torch.Tensor) -> torch.Tensor:
+        if self.mask is not None and self.calls == out.shape[1]:
+            window = self.mask
+        else:
+            window = torch.ones(out.shape[1])
+        self.mask, self.calls = window, out.shape[1]
+        return (out * window).square().mean()
+
+
+def a_loss_that_makes_its_window_once(found: Objects, state: RunState) -> None:
+    criterion = Windowed()
+    criterion.mask = torch.zeros(3)
+    for _ in state.epochs(3):
+        for batch in state.batches():
+            found.train(criterion(found.model(batch)))
+            state.save()
+
+
+class Bar:
+    def __init__(self) -> None:
+        self.done, self.best = 0, 9.0
+
+    def __call__(self, loss: float) -> None:
+        self.done += 1
+        self.best = min(loss, self.best)
+        if self.done >= 3:
+            print(self.best)
+            self.done = 0
+
+
+def a_bar_that_is_called(found: Objects, state: RunState) -> None:
+    bar = Bar()
+    for _ in state.epochs(3):
+        for batch in state.batches():
+            bar(found.train(found.model(batch).square().mean()).item())
+            state.save()
+
+
+def data_in_two_modes(found: Objects, state: RunState) -> None:
+    data = found.data
+    for _ in state.epochs(3):
+        data.scale = 0.1
+        for batch in state.batches():
+            found.train(found.model(batch).square().mean())
+            state.save()
+        data.scale = 0.2
+        print(found.model(data[0]))
+        state.save()
+
+
 class Clock:
     def __init__(self) -> None:
         self.calls, self.last = 0, torch.zeros(1)
@@ -450,12 +512,22 @@ SILENT: list[Script] = [
     buffers_in_turn,
     a_loss_that_keeps_a_mask,
     a_loss_that_is_switched,
+    a_loss_that_makes_its_window_once,
+    a_bar_that_is_called,
+    data_in_two_modes,
     an_object_that_only_shows,
     data_of_each_epoch,
     data_that_count,
     data_that_know_themselves,
     an_order_of_each_body,
 ]
+
+
+def test_data_that_grow_are_only_warned_of_by_their_loader(run_dir: Path) -> None:
+    messages = said(run_dir, data_that_are_added)
+
+    assert messages
+    assert [one for one in messages if not one.startswith("loader: the dataset has")] == []
 
 
 WITHOUT_LOADER = an_order_that_is_shuffled, a_list_that_is_shuffled, an_order_of_each_body

@@ -91,7 +91,7 @@ class _Search:
         """Return the calls in a function's code; `around`: the functions that have called it."""
         calls, ways, codes = [], dict[Path, list[Any]](), (*around, scope.code)
         begin, last = (0, len(scope.code.co_code)) if around else self._loop
-        for at, end, path in _paths(scope.code):
+        for at, end, path, is_dropped in _paths(scope.code):
             if at > last:
                 break
             if path not in ways:
@@ -99,7 +99,8 @@ class _Search:
             way = ways[path]
             function = way[-1] if way else None
             if is_object := type(function) is not FunctionType:
-                function = _called_as_function(function)
+                # What an object returns that only shows something, such as a bar, is dropped.
+                function = None if is_dropped else _called_as_function(function)
             if type(function) is not FunctionType or function.__code__ in codes:
                 continue
             if at < begin and not self._may_restore(function):
@@ -219,12 +220,15 @@ def content(place: tuple[Any, str]) -> Any:
 
 
 @cache
-def _paths(code: CodeType) -> tuple[tuple[int, int, Path], ...]:
-    """Return the functions that code calls: between which offsets each is loaded, and by what names."""
+def _paths(code: CodeType) -> tuple[tuple[int, int, Path, bool], ...]:
+    """Return the functions that code calls: between which offsets each is loaded, and by what names.
+
+    The last value tells whether what it returns is dropped.
+    """
     return tuple(_find_paths(code, instructions_of(code)))
 
 
-def _find_paths(code: CodeType, instructions: list[dis.Instruction]) -> Iterator[tuple[int, int, Path]]:
+def _find_paths(code: CodeType, instructions: list[dis.Instruction]) -> Iterator[tuple[int, int, Path, bool]]:
     for number, one in enumerate(instructions):
         if not one.opname.startswith("LOAD_") or not _is_variable(one):
             continue
@@ -236,9 +240,13 @@ def _find_paths(code: CodeType, instructions: list[dis.Instruction]) -> Iterator
         last = number
         while instructions[last + 1].opname in _ATTRIBUTES and not is_method(instructions[last]):
             last += 1
-        if is_passed or call_of(instructions, code.co_consts, last + 1):
+        place = call_of(instructions, code.co_consts, last + 1)
+        if is_passed or place:
             attributes = (str(step.argval) for step in instructions[number + 1 : last + 1])
-            yield one.offset, instructions[last].offset, (name, *attributes)
+            # In Python 3.11 a call is two instructions.
+            after = [step.opname for step in instructions[place[0] + 1 :][:2]] if place else []
+            is_dropped = "POP_TOP" in after[: 1 + (after[:1] == ["CALL"])]
+            yield one.offset, instructions[last].offset, (name, *attributes), is_dropped
 
 
 def _is_variable(one: dis.Instruction) -> bool:

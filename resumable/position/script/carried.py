@@ -174,15 +174,24 @@ def _shuffled(read: Bytecode, head: int, end: int) -> set[Name]:
 
 
 def _placed(read: Bytecode, head: int, end: int, states: frozenset[Name]) -> set[Name]:
-    """Return what a body assigns, or writes to, behind the place where its loop over batches begins."""
+    """Return what a body assigns, or writes to, behind the place where its loop over batches begins.
+
+    What it assigns before, too, and not in that loop, is what it was where the next body loads.
+    """
     asks = [
         one.first
         for one in read.statements
         if head <= one.first <= end and one.methods & _ASKS and one.reads(states)
     ]
     begin = min(asks or read.inner_loops(head, end), default=end)
-    behind = {name for at, (name, _) in read.written if begin <= at <= end}
-    return behind | read.accessed("store", read.between(begin, end))
+    written = {name for at, (name, _) in read.written if begin <= at <= end}
+    loops = [last for first, last in read.inner_loops(head, end).items() if first >= begin]
+    last = min(loops, default=begin)
+    before, inside, behind = (
+        read.accessed("store", read.between(*place))
+        for place in ((head, begin - 1), (begin, last), (last + 1, end))
+    )
+    return written | inside | (behind - before)
 
 
 def _following(names: set[Name], statements: list[Statement]) -> set[Name]:

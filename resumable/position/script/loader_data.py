@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ...loaders.generators import code_names, search
 from . import kept_attributes, loops
-from .events import Name, root_of
+from .events import Name, owner_of, root_of
 from .loops import Running
 
 _WIDEST = 256
@@ -35,11 +35,13 @@ def changed_in(function: Running, loaders: Collection[Any]) -> dict[Name, Any]:
     def code() -> list[FunctionType]:
         return [one for loader in loaders for one in search.inside_code(_root(loader))]
 
-    for name in function.carried.placed:
+    # Of data that grow the loader itself tells.
+    names = {owner_of(name) for name in function.carried.placed if not name.endswith("[-1]")}
+    for name in names:
         way = [*function.way_to(name).values()]
         if not way or id(way[0]) not in objects() or any(hasattr(type(one), "state_dict") for one in way):
             continue
-        attribute = name.partition("[")[0][len(root_of(name)) + 1 :]
+        attribute = name[len(root_of(name)) + 1 :]
         is_own = code_names.is_own(str(type(way[0]).__module__))
         if not (attribute and is_own) or kept_attributes.is_read(attribute, code()):
             found[name] = way[-1]

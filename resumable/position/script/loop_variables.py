@@ -67,7 +67,12 @@ class LoopVariables:
         saved = self._saved()
         for one in functions:
             now = self._values(one, saved).items()
-            computed = {name: value for name, value in now if _is_computed(value)}
+            # What a loss keeps, such as a window, it may make at its first batch.
+            computed = {
+                name: value
+                for name, value in now
+                if _is_computed(value) and not issubclass(type(one.root(name)), torch.nn.Module)
+            }
             self._seen[one.key] = computed | self._seen.get(one.key, {})
 
     def changed(self, functions: Collection[Running]) -> list[Name]:
