@@ -18,8 +18,9 @@ from .generators import rng
 from .workers import torchdata
 from .workers.datasets import Seeded
 from .workers.order import Draws, draws_at_once
+from .workers.shelter import sheltered
 from .workers.states import is_stateful, states_of
-from .workers.torch_iterators import Workers, in_process, iterates_as_torchdata_does, sheltered, stand_in
+from .workers.torch_iterators import Workers, in_process, iterates_as_torchdata_does, stand_in
 from .workers.worker import Worker
 
 

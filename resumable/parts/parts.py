@@ -260,11 +260,14 @@ class Parts:
 
     def stepped(self, optimizer: Any) -> list[str]:
         """Note that an optimizer has made a step; return the names of those that step by it."""
-        outer = [part for part in self.optimizers if part.steps_by(optimizer)]
+        outer = []
         for part in self.optimizers:
-            if part.live is optimizer or part in outer:
+            if part.live is optimizer:
                 part.gradients.stepped()
-        return [part.name for part in outer]
+            elif part.steps_by(optimizer):
+                part.gradients.stepped()
+                outer.append(part.name)
+        return outer
 
     def note_captured(self, name: str) -> None:
         """Note that a captured graph replays an optimizer's steps, with gradients of its own."""

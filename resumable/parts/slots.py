@@ -43,10 +43,7 @@ def named(slot: str, given: Any) -> dict[str, Any]:
 
 
 def _with_inner(given: dict[str, Any]) -> dict[str, Any]:
-    """Return these parts, and before each optimizer those by which it steps and whose state it leaves out.
-
-    Its `load_state_dict()` gives them its groups again.
-    """
+    """Return these parts, and before each optimizer those by which it steps and whose state it leaves out."""
     found: dict[str, Any] = {}
     for name, live in given.items():
         for attribute, inner in inner_optimizers(live).items():

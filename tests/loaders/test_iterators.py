@@ -28,12 +28,12 @@ from resumable import RunState, Unsupported
 from resumable.loaders.workers import forkserver
 from resumable.loaders.workers.datasets import Stream
 from resumable.loaders.workers.order import Generators, Order
+from resumable.loaders.workers.shelter import sheltered
 from resumable.loaders.workers.torch_iterators import (
     ATTRIBUTES,
     METHODS,
     Workers,
     in_process,
-    sheltered,
     stand_in,
 )
 from resumable.loaders.workers.worker import Worker

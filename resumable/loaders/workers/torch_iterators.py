@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import multiprocessing
 import os
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterator
-from multiprocessing import resource_tracker, util
+from collections.abc import Callable, Iterator
+from multiprocessing import util
 from typing import Any, Protocol
 
 from torch._utils import ExceptionWrapper
@@ -27,6 +25,7 @@ from ...processes import signals
 from ...tracebacks import shorten
 from . import torchdata
 from .order import Order
+from .shelter import sheltered
 from .states import Stamp
 from .worker import Worker
 
@@ -96,51 +95,9 @@ def handed_out(value: object) -> int | None:
     return value.__dict__.get("_num_yielded", 0) if is_torchs else None
 
 
-@contextlib.contextmanager
-def sheltered(view: DataLoader[Any], numbers: Collection[int]) -> Iterator[None]:
-    """Let workers that are made for the loader `view` begin with these signals blocked."""
-    if not numbers or not signals.CAN_BLOCK:
-        yield
-        return
-    context: Any = view.multiprocessing_context or multiprocessing
-    if context.get_start_method() != "fork":
-        # Starting the tracker unblocks SIGINT and SIGTERM in this thread, so do it first.
-        resource_tracker.ensure_running()
-    if context.get_start_method() == "forkserver":
-        from .forkserver import Context
-
-        view.multiprocessing_context = Context()
-    before = {*multiprocessing.active_children()}
-    if not _spared:
-        # After the finalizers that end the loops, and before multiprocessing waits for its daemons.
-        util.Finalize(None, _end_spared, exitpriority=50)
-    with signals.blocked(numbers):
-        try:
-            yield
-        finally:
-            _spared.update({*multiprocessing.active_children()} - before)
-
-
 def _end(reference: weakref.ref[Workers]) -> None:
     if (workers := reference()) is not None:
         workers.end()
-
-
-def _end_spared() -> None:
-    """End the workers that are left as the process ends, with a timeout for each."""
-    there = [worker for worker in multiprocessing.active_children() if worker in _spared]
-    for worker in there:
-        worker.terminate()
-    for worker in there:
-        worker.join(_PATIENCE)
-        if worker.is_alive():
-            worker.kill()
-
-
-_spared: weakref.WeakSet[Any] = weakref.WeakSet()
-"""The workers that ignore signals."""
-_PATIENCE = 5
-"""Seconds for a worker to end as the process exits."""
 
 
 class _Unlabelled(_BaseDataLoaderIter):
