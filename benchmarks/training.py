@@ -42,17 +42,18 @@ class Training:
         self.synchronize()
         return time.perf_counter() - start
 
-    def each(self, count: int, *, reads: bool = False) -> list[float]:
-        """Do so many steps and return how long each takes; the last one ends when the device is done.
+    def each(self, count: int, *, reads: bool = False, ends: bool = True) -> list[float]:
+        """Do so many steps and return how long each takes.
 
-        `reads` the loss after each, as a script does that prints it.
+        `reads` the loss after each, as a script does that prints it. If it `ends`, the last step takes until
+        the device is done.
         """
         found, last = [], time.perf_counter()
         for left in range(count - 1, -1, -1):
             loss = self.step()
             if reads and isinstance(loss, torch.Tensor):
                 loss.item()
-            if not left:
+            if ends and not left:
                 self.synchronize()
             now = time.perf_counter()
             found.append(now - last)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,8 @@ TESTS = {
     ),
 }
 """The files with tests marked `cuda`, by the name of the process that runs them."""
+SIDE_BY_SIDE = (("killed trainings", "traces and means"), ("saves",))
+"""What runs at the same time. The tests of saves fill the memory of the GPU: others would find no room."""
 TINY = "tests/promises/exact/test_on_a_device.py::test_a_training_that_is_killed_ends_as_an_uninterrupted_one"
 _INI = """[pytest]
 pythonpath = {support}
@@ -58,18 +61,20 @@ def tests(name: str, folder: Path, seconds: float, *, is_tiny: bool) -> dict[str
 
 def saves(megabytes: float, folder: Path, seconds: float, *, is_tiny: bool) -> dict[str, Any]:
     """Measure saves and loads of a state of this size; return the figures, or the error."""
+    folder.mkdir()
     out = folder / "saves.json"
-    out.unlink(missing_ok=True)
     device = "cpu" if is_tiny else "cuda"
     arguments = map(str, (megabytes, device, folder, seconds, out))
     # What it has measured by then is there even if it does not come to its end.
     ended = _run([sys.executable, "-m", "benchmarks.gpu.saves", *arguments], seconds + 30)
     found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
+    shutil.rmtree(folder)
     return found | ({"error": ended["error"]} if ended["code"] else {})
 
 
 def _run(command: list[str], seconds: float) -> dict[str, Any]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    # In a narrow terminal pytest leaves out why a test failed.
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "COLUMNS": "300"}
     try:
         ended = subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=max(1.0, seconds)

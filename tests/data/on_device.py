@@ -72,10 +72,13 @@ def main() -> None:
     average = torch.optim.swa_utils.AveragedModel(model)
     if KIND == "sharded":
         shard(model, average.module)
-    settings: dict[str, Any] = {"fused": {"fused": True}, "captured": {"capturable": True}}.get(KIND, {})
+    settings: dict[str, Any] = {"lr": 1e-2, **({"fused": True} if KIND == "fused" else {})}
     if KIND == "capturable":
-        settings = {"capturable": ON_GPU, "foreach": True}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **settings)
+        settings |= {"capturable": ON_GPU, "foreach": True}
+    if KIND == "captured":
+        # A graph would keep a number as it was at the capture, whatever the scheduler does.
+        settings |= {"capturable": True, "lr": torch.tensor(1e-2, device=DEVICE)}
+    optimizer = torch.optim.AdamW(model.parameters(), **settings)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS)
     scaler = torch.amp.GradScaler(DEVICE, enabled=KIND == "fp16" and ON_GPU, init_scale=2.0**20)
     own = torch.Generator(DEVICE).manual_seed(3)
@@ -158,7 +161,8 @@ def shard(*models: nn.Module) -> None:
 
 
 def digest(steps: int, scheduler: Any, scaler: Any, *parts: Any) -> str:
-    total = hashlib.sha256(json.dumps([steps, scheduler.get_last_lr(), scaler.state_dict()]).encode())
+    rates = [float(rate) for rate in scheduler.get_last_lr()]
+    total = hashlib.sha256(json.dumps([steps, rates, scaler.state_dict()]).encode())
     tensors = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if ON_GPU else [])]
     for part in parts:
         if isinstance(part, nn.Module):

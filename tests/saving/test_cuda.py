@@ -264,7 +264,7 @@ def test_a_save_does_not_wait_for_frozen_weights(run_dir: Path) -> None:
     training = Training(layers=1)
     base = nn.Linear(LARGE, LARGE, device="cuda").requires_grad_(False)
     model = nn.ModuleDict({"base": base, "head": training.model})
-    state = RunState.load(run_dir, model=model, optimizer=training.optimizer, keep=None)
+    state = RunState.load(run_dir, model=model, optimizer=training.optimizer, every=None, keep=None)
     for _ in range(2):
         training.step()
         state.save().wait()
