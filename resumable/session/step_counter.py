@@ -67,6 +67,7 @@ class StepCounter:
         self.unseen.seen(name)
         if is_capturing():
             self._note_captured(name)
+            self._warn_of_rate(name, optimizer)
             return
         if _is_inner_step(optimizer, sys._getframe(1)):
             return
@@ -93,6 +94,17 @@ class StepCounter:
         self._parts.note_captured(name)
         self._position.before_loop.forget()
         self._position.note_captured(name == self._first)
+
+    def _warn_of_rate(self, name: str, optimizer: Any) -> None:
+        """Warn of a learning rate that a graph keeps from its capture, although a scheduler changes it."""
+        is_scheduled = any(part.live is optimizer for _, part in self._parts.schedules())
+        if is_scheduled and any(isinstance(group["lr"], float) for group in optimizer.param_groups):
+            self._saving.once.warn(
+                f"a CUDA graph is captured with {name}, whose learning rate is a number: the graph keeps the "
+                "one of the capture, whatever the scheduler does, and after a resume that is another one. "
+                'Make it a tensor: lr=torch.tensor(1e-3, device="cuda"), capturable=True.',
+                about="a captured learning rate",
+            )
 
 
 def _weakly(method: Callable[..., object], *given: Any) -> Callable[..., None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import warnings
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -192,10 +193,10 @@ def test_a_default_device_changes_nothing(run_dir: Path, tmp_path: Path) -> None
 class Captured:
     """A training whose step is captured in a graph: what it calls afterwards is no hook."""
 
-    def __init__(self) -> None:
+    def __init__(self, **settings: Any) -> None:
         torch.manual_seed(0)
         self.model = nn.Linear(8, 8).cuda()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), capturable=True)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), capturable=True, **settings)
         self.loader = DataLoader(TensorDataset(torch.randn(24, 8)), batch_size=1)
         self.parts = {"model": self.model, "optimizer": self.optimizer, "loader": self.loader}
         self.graph = torch.cuda.CUDAGraph()
@@ -230,6 +231,29 @@ def test_each_batch_with_a_captured_step_is_a_step(gpu: Accelerator, run_dir: Pa
     assert steps == [*range(3, 25, 3)]
     newest = Run(run_dir).open(8)
     assert (newest.path / "optimizer.safetensors").stat().st_size < 1500, "gradients were saved as state"
+
+
+@pytest.mark.parametrize(
+    ("is_tensor", "is_scheduled", "is_first"),
+    [(False, True, False), (True, True, False), (False, False, False), (False, True, True)],
+)
+def test_a_captured_learning_rate_that_a_scheduler_changes_is_warned_of(
+    gpu: Accelerator, run_dir: Path, is_tensor: bool, is_scheduled: bool, is_first: bool
+) -> None:
+    training = Captured(lr=torch.tensor(0.01) if is_tensor else 0.01)
+    if is_scheduled:
+        training.parts["scheduler"] = torch.optim.lr_scheduler.StepLR(training.optimizer, 1)
+    if is_first:
+        # Every start captures the one that the script gives.
+        training.capture()
+    with RunState.load(run_dir, **training.parts), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        if not is_first:
+            training.capture()
+    texts = [str(one.message) for one in told if "learning rate" in str(one.message)]
+
+    assert len(texts) == (not is_tensor and is_scheduled and not is_first)
+    assert all("captured with optimizer, whose learning rate is a number" in text for text in texts)
 
 
 def test_a_captured_step_resumes_where_it_was_saved(gpu: Accelerator, run_dir: Path) -> None:
