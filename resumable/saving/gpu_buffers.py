@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .gpu_packing import Packed, Packing
+
 _cuda: Any = torch.cuda
 _MARGIN = 0.8  # memory that is free may be in pieces too small for a tensor
 
@@ -17,7 +19,8 @@ _MARGIN = 0.8  # memory that is free may be in pieces too small for a tensor
 def side_stream(device: torch.device) -> Any:
     """Return the stream on which the copies of all saves are made."""
     # torch deals out the same 32 streams in turn: a new one for each save would soon be one of the user's.
-    return _cuda.Stream(device)
+    # Before the training's kernels: the small ones between two copies would wait for those that fill the GPU.
+    return _cuda.Stream(device, priority=-1)
 
 
 class Buffers:
@@ -30,13 +33,26 @@ class Buffers:
         self._device = device
         self._memory: Tensor | None = None
         self._samples: Tensor | None = None
+        self._packing: Packing | None = None
         self._peak = self._most = 0
         self._is_full = False
+
+    def packing(self, packed: Packed) -> Packing | None:
+        """Return the places on the device of what a save packs, or None if there is no room."""
+        packing = self._packing
+        if packing is None or not packing.is_for(packed):
+            self._packing = packing = Packing.planned(packed, self.memory)
+        return packing
+
+    def forget_packing(self) -> None:
+        """Let go of the memory on the host that was last packed for."""
+        self._packing = None
 
     def memory(self, size: int) -> Tensor | None:
         """Return at least `size` bytes on the device, or None if there is no room."""
         if self._memory is None or self._memory.numel() < size:
-            self._memory = None
+            # What is planned in it keeps it.
+            self._packing = self._memory = None
             # Whatever a clone found: without this little memory, all would be copied at once.
             self._memory = self._allocated([size], torch.uint8)
         return self._memory

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +12,7 @@ from torch import Tensor
 from ..files import tensor_file
 from .condition import ConditionWithoutLock
 from .gpu_buffers import Buffers, side_stream
+from .gpu_packing import Packed
 from .host_memory import registered_apart
 
 _cuda: Any = torch.cuda
@@ -22,8 +21,6 @@ _STAGED = 8 << 20
 _SMALL = 1 << 20  # tensors of fewer bytes are packed on the device, and cross the bus together
 _TOGETHER = 64 << 20
 _SAMPLES = 64
-_ALIGNMENT = 16  # what the widest dtype, complex128, needs
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 class Copy:
@@ -179,6 +176,7 @@ class Transfer:
         self._buffers = buffers
         self._pairs: list[tuple[Tensor, Tensor]] = []
         self._settled: list[tuple[Tensor, Tensor]] = []
+        self._sample_places: list[int] = []
         self.guarded: list[Copy] = []
         self.waited_for = 0
         """How many bytes were copied to the host at once, because the device has no room for a copy."""
@@ -205,23 +203,21 @@ class Transfer:
 
     def _pack(self, together: Sequence[Copy]) -> bool:
         """Copy small tensors, and samples of the guarded ones, side by side; False if there is no room."""
-        rows = [_Row.of_views(row) for row in _rows(together)]
-        samples = _Row.of_samples([copy.put_off() for copy in self.guarded])
-        staged = _STAGED if any(not copy.source.is_contiguous() for copy in self.guarded) else 0
-        sizes = [_ALIGNMENT, *(_aligned(row.size) for row in (*rows, samples))]
-        memory = self._buffers.memory(sum(sizes) + staged)
-        if memory is None:
+        samples = [copy.put_off().taken() for copy in self.guarded]
+        staging = _STAGED if any(not copy.source.is_contiguous() for copy in self.guarded) else 0
+        views, sources = [copy.view for copy in together], [copy.source for copy in together]
+        packed = Packed(views, sources, samples, staging)
+        packing = self._buffers.packing(packed)
+        if packing is None:
             return False
-        begins = [*itertools.accumulate(sizes)]
-        self._tick, self._staging = memory[:1], memory[begins[-1] : begins[-1] + staged]
-        _gather(memory, zip(begins, (*rows, samples), strict=False))
-        for begin, row in zip(begins, rows, strict=False):
-            self._pairs.append((row.place, memory[begin : begin + row.size]))
+        packing.fill(packed)
+        self._tick, self._staging, self._sample_places = packing.tick, packing.staging, packing.sample_places
+        self._pairs += packing.rows
         for copy in self.guarded:
             (self._settled if copy.is_settled else self._pairs).append((copy.view, copy.source))
-        if samples.size:
-            self._samples, begin = self._buffers.samples(samples.size), begins[len(rows)]
-            self._pairs.append((self._samples, memory[begin : begin + samples.size]))
+        if samples:
+            self._samples = self._buffers.samples(packing.samples.numel())
+            self._pairs.append((self._samples, packing.samples))
         return True
 
     def _clone(self, copies: Sequence[Copy], room: int) -> None:
@@ -302,32 +298,9 @@ class Transfer:
         self._is_over = True
         self._pairs.clear()
         self._settled.clear()
-        at = 0
-        for copy in self.guarded:
+        for copy, at in zip(self.guarded, self._sample_places, strict=True):
             sample = copy.taken()
             copy.keep_sample(self._samples[at : at + sample.nbytes].clone().view(sample.dtype))
-            at += _aligned(sample.nbytes)
-
-
-class _Row(NamedTuple):
-    """Tensors that are packed on the device: where each lies in the row, and the row's place on the host."""
-
-    place: Tensor
-    parts: Sequence[tuple[int, Tensor]]
-    size: int
-
-    @classmethod
-    def of_views(cls, copies: Sequence[Copy]) -> _Row:
-        begin = copies[0].view.data_ptr()
-        parts = [(copy.view.data_ptr() - begin, copy.source) for copy in copies]
-        size = parts[-1][0] + copies[-1].view.nbytes
-        return cls(copies[0].view.view(-1).view(torch.uint8).as_strided([size], [1]), parts, size)
-
-    @classmethod
-    def of_samples(cls, copies: Sequence[Copy]) -> _Row:
-        taken = [copy.taken() for copy in copies]
-        ends = [*itertools.accumulate((_aligned(one.nbytes) for one in taken), initial=0)]
-        return cls(torch.empty(0, device="cpu"), [*zip(ends, taken, strict=False)], ends[-1])
 
 
 def _split(copies: Sequence[Copy]) -> tuple[list[Copy], list[Copy]]:
@@ -342,46 +315,6 @@ def _split(copies: Sequence[Copy]) -> tuple[list[Copy], list[Copy]]:
     return together, apart
 
 
-def _rows(copies: Sequence[Copy]) -> list[list[Copy]]:
-    """Return the copies by rows of places that lie next to each other."""
-    rows: list[list[Copy]] = []
-    end = 0
-    for copy in copies:
-        if rows and copy.view.data_ptr() == end:
-            rows[-1].append(copy)
-        else:
-            rows.append([copy])
-        end = copy.view.data_ptr() + copy.view.nbytes
-    return rows
-
-
-def _gather(memory: Tensor, rows: Iterable[tuple[int, _Row]]) -> None:
-    """Copy the tensors of rows into the memory on the device, each row to where it begins."""
-    wholes = {bits: memory[: memory.numel() // size * size].view(bits) for size, bits in _BITS.items()}
-    groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
-    for begin, row in rows:
-        for at, source in row.parts:
-            # As bits: that takes one call for many dtypes, some of which torch cannot copy together.
-            bits = _BITS[source.element_size()]
-            source = source.detach().view(bits)
-            strides = source.stride() if source.is_contiguous() else _strides(source.shape)
-            place = wholes[bits].as_strided(source.shape, strides, (begin + at) // source.element_size())
-            places, sources = groups.setdefault((bits, source.is_contiguous()), ([], []))
-            places.append(place)
-            sources.append(source)
-    for places, sources in groups.values():
-        torch._foreach_copy_(places, sources)
-
-
-def _strides(shape: Sequence[int]) -> list[int]:
-    """Return the strides of a contiguous tensor."""
-    return [math.prod(shape[d + 1 :]) for d in range(len(shape))]
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
 def _pieces(to: Tensor, of: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield both as they are, or, if the tensor lies in another order, in pieces that can be staged."""
     if of.is_contiguous():
@@ -393,8 +326,13 @@ def _pieces(to: Tensor, of: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 def _cut(to: Tensor, of: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the bytes of both in pieces, none of them in two parts of the registered memory."""
     begin = to.data_ptr()
+    parts = [*registered_apart(to)]
+    if len(parts) == 1 and to.nbytes <= _PIECE:
+        # Each view would take longer than to queue the copy.
+        yield to, of
+        return
     to, of = to.view(-1).view(torch.uint8), of.view(-1).view(torch.uint8)
-    for first, last in registered_apart(to):
+    for first, last in parts:
         for at in range(first - begin, last - begin, _PIECE):
             end = min(at + _PIECE, last - begin)
             yield to[at:end], of[at:end]

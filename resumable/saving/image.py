@@ -113,6 +113,8 @@ class Image:
     def _release(self) -> None:
         for file in self._files.values():
             file.release()
+        for buffers in [*self._buffers.values()]:
+            buffers.forget_packing()
         if self._memory:
             self._memory.free()
         self._memory = None

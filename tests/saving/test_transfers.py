@@ -318,7 +318,7 @@ def test_steps_on_a_stream_of_their_own_are_waited_for(
         assert held(training.take()) == (training.value, buffer)
 
 
-def test_small_tensors_of_any_dtype_are_copied_as_bits(
+def test_small_tensors_of_any_dtype_keep_their_bits(
     gpus: Callable[[int], Accelerator], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = gpus(0)
@@ -337,7 +337,7 @@ def test_small_tensors_of_any_dtype_are_copied_as_bits(
     side(gpu, scene)
 
     assert scene.wrong() == []
-    assert dtypes == {torch.uint8, torch.int16, torch.int32, torch.int64}
+    assert dtypes == {torch.uint8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64}
 
 
 class OnOther(Tensor):
@@ -497,7 +497,7 @@ def test_a_frozen_tensor_is_copied_last_and_no_step_waits_for_it(gpus: Callable[
     assert copies[-len(last) :] == last
     queued = [*gpu.training.done, *(item.name for item in gpu.training.work)][len(names[0]) :]
     # Steps that may have to wait, the copy of the buffer, and the row of samples.
-    assert {*queued} <= {"kernel", "event", "_foreach_copy_", "copy_", "wait"}
+    assert {*queued} <= {"kernel", "event", "cat", "_foreach_copy_", "copy_", "wait"}
 
 
 @pytest.mark.parametrize("thaws", [True, False])

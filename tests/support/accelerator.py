@@ -163,6 +163,8 @@ class Accelerator(Queues):
         written = [number for number, arg in enumerate(func._schema.arguments) if _is_written(arg)]
         if written and all(one.alias_info for one in func._schema.returns):
             self.launch(name, later, device)
+            if "out" in kwargs:
+                return kwargs["out"]
             return args[written[0]] if func._schema.returns else None
         if func is _aten.empty_like.default or func is _aten.empty.memory_format:
             return self._empty_like(later(), index)

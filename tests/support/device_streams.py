@@ -16,7 +16,7 @@ Work = Callable[[], object]
 class Stream:
     """Work that is done in order, but nobody knows when."""
 
-    def __init__(self, device: Any = None) -> None:
+    def __init__(self, device: Any = None, priority: int = 0) -> None:
         gpu = present()
         self.device = gpu.device(device)
         self.work: deque[Item] = deque()

@@ -44,7 +44,7 @@ class Training:
 def held(taken: Snapshot) -> tuple[float, float]:
     found = taken.tensors("file")
     assert all(len(tensor.unique()) == 1 for tensor in found.values())
-    return found["weight"][0].item(), found["buffer"][0].item()
+    return found["weight"].flatten()[0].item(), found["buffer"].flatten()[0].item()
 
 
 def set_to(live: Tensor, value: int) -> None:
