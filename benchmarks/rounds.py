@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import sys
 from collections import defaultdict
@@ -28,11 +29,12 @@ def in_turns(
     rounds: int,
     budget: float,
     errors: dict[str, dict[str, str]],
+    until: float = math.inf,
 ) -> dict[str, Values]:
     """Do all jobs once a round, each round beginning with another one; the first round only warms up.
 
-    A job that has taken its budget of seconds is not repeated. One that fails is left out, its reason
-    goes to `errors`.
+    A job that has taken its budget of seconds is not repeated, and none begins after the moment `until`, by
+    `time.perf_counter()`. One that fails is left out, its reason goes to `errors`.
     """
     taken: dict[str, list[Figures]] = {name: [] for name in jobs}
     spent: dict[str, float] = defaultdict(float)
@@ -40,7 +42,7 @@ def in_turns(
         tell(f"{what}: {f'round {number} of {rounds}' if number else 'warming up'}")
         put_garbage_aside()
         for name in rotated(list(taken), number):
-            if spent[name] > budget:
+            if spent[name] > budget or perf_counter() > until:
                 continue
             # Nobody pays for the pages that the one before left dirty.
             os.sync()
@@ -51,7 +53,7 @@ def in_turns(
                 errors.setdefault(name, {})[what] = reason_of(exc)
                 del taken[name]
             spent[name] += perf_counter() - start
-    return {name: _by_column(figures[1:] or figures) for name, figures in taken.items()}
+    return {name: _by_column(figures[1:] or figures) for name, figures in taken.items() if figures}
 
 
 def put_garbage_aside() -> None:

@@ -120,7 +120,10 @@ def _size(label: str, size: Mapping[str, Any]) -> list[str]:
 
 
 def _cell(values: list[float] | None, factor: float) -> str:
-    return "-" if not values else f"{statistics.median(values) * factor:.3g}"
+    if not values:
+        return "-"
+    value = statistics.median(values) * factor
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def _row(cells: list[str]) -> str:

@@ -44,7 +44,7 @@ class Measured:
 
     def __init__(self, megabytes: float, device: str, folder: Path, seconds: float) -> None:
         self._megabytes, self._device, self._folder = megabytes, device, folder
-        self._end = time.monotonic() + seconds
+        self._end = time.perf_counter() + seconds
         self._contenders: dict[str, Contender] = {}
         self._errors: dict[str, dict[str, str]] = {}
         self._figures: dict[str, Values] = {}
@@ -113,7 +113,7 @@ class Measured:
         chosen = measured if isinstance(measured, Mapping) else self._contenders
         jobs = {name: partial(job, name, one) for name, one in self._contenders.items() if name in chosen}
         each = self._share(share) / max(1, len(jobs))
-        return in_turns(what, {**jobs, **(also or {})}, ROUNDS, each, self._errors)
+        return in_turns(what, {**jobs, **(also or {})}, ROUNDS, each, self._errors, self._end)
 
     def _known(self) -> list[str]:
         return [name for name in self._contenders if "durable" in self._figures.get(name, {})]
@@ -122,10 +122,10 @@ class Measured:
         """Return how many steps a background save takes, and some more: the GPU is not busy with it."""
         values = self._figures[name]
         background = statistics.median(values["durable"]) - statistics.median(values["call"])
-        return max(4, math.ceil(1.2 * background / self._training.step_seconds))
+        return max(4, math.ceil(1.6 * background / self._training.step_seconds))
 
     def _share(self, share: float) -> float:
-        return max(2.0, share * (self._end - time.monotonic()))
+        return max(2.0, share * (self._end - time.perf_counter()))
 
     def _add(self, values: Mapping[str, Values]) -> None:
         for name, columns in values.items():
