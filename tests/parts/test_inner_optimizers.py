@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from stopping import differences
 from torch import nn
 from torch.utils.data import DataLoader
@@ -99,6 +100,70 @@ def test_each_batch_is_one_step(run_dir: Path) -> None:
         for number, batch in enumerate(state.batches(), 1):
             train(found, batch)
             assert state.step == number
+
+
+def accumulating(state: RunState, found: dict[str, Any], tick: Callable[..., None]) -> None:
+    for _ in state.epochs(4):
+        for number, batch in state.enumerate():
+            found["model"](batch).square().mean().backward()
+            if number == 1:
+                found["optimizer"].perturb()
+                found["model"](batch).square().mean().backward()
+                found["optimizer"].step_there()
+            tick(state.step, [p.grad for p in found["model"].parameters()])
+
+
+def test_gradients_over_several_batches_are_exact(run_dir: Path) -> None:
+    assert differences(run_dir, make, accumulating) == []
+
+
+class Partly(Perturbed):
+    """Leaves only the weight to the other one, and writes to the bias itself."""
+
+    def __init__(self, parameters: Any, inner: Callable[..., torch.optim.Optimizer], **settings: Any) -> None:
+        weight, bias = parameters
+        super().__init__([weight], inner, **settings)
+        self.param_groups = [*self.inner.param_groups, {**self.inner.param_groups[0], "params": [bias]}]
+
+    @torch.no_grad()
+    def step_there(self) -> None:
+        bias = self.param_groups[1]["params"][0]
+        bias.sub_(0.1 * bias.grad)
+        super().step_there()
+
+
+def test_gradients_of_what_the_other_does_not_have_are_exact(run_dir: Path) -> None:
+    assert differences(run_dir, lambda: make(Partly), accumulating) == []
+
+
+def test_a_batch_that_only_adds_to_the_gradients_is_no_step(run_dir: Path) -> None:
+    found, steps = make(), list[int]()
+    with RunState.load(run_dir, **found) as state:
+        accumulating(state, found, lambda step, _: steps.append(step))
+
+    assert steps == [0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4]
+
+
+class Keeping(Perturbed):
+    """Leaves it to the script to zero the gradients."""
+
+    @torch.no_grad()
+    def step_there(self) -> None:
+        self.inner.step()
+
+
+def test_used_gradients_are_not_saved_in_the_middle_of_a_body(run_dir: Path) -> None:
+    found = make(Keeping)
+    with RunState.load(run_dir, **found) as state:
+        for batch in state.batches():
+            found["optimizer"].zero_grad()
+            found["model"](batch).square().mean().backward()
+            found["optimizer"].step_there()
+            state.save().wait()
+    files = [one.path / "optimizer.safetensors" for one in Run(run_dir).checkpoints()]
+    names = {name for file in files for name in load_file(file)}
+
+    assert [name for name in names if "grad" in name] == []
 
 
 def saved_parts(run_dir: Path) -> list[str]:

@@ -264,7 +264,7 @@ import sys, torch
 from torch.utils.data import DataLoader
 from resumable import RunState
 model = torch.nn.Linear(1, 1)
-loaders = {"a": DataLoader(torch.zeros(4, 1)), "b": DataLoader(torch.zeros(9, 1), num_workers=1)}
+loaders = {"a": DataLoader(torch.zeros(4, 1)), "b": DataLoader(torch.zeros(9, 1), num_workers=2)}
 def again():
     while True:
         yield from state.batches("b")
