@@ -103,7 +103,7 @@ def _figures(connection: Connection, name: str, megabytes: float, device: str, f
     for _ in range(3):
         contender.tidy()
         steady.append(measures.save(training, contender))
-    # Without a step after the last save there may be something else that writes to the state.
+    # Without a step since the last save, a copy of the whole state would be made on the device.
     training.steps(1)
     saved = digest(training.parts)
     wait = contender.save()

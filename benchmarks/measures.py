@@ -48,7 +48,7 @@ def steps_for(training: Training, figures: Figures) -> int:
 
 
 def lost(training: Training, contender: Contender, steps: int, number: int) -> Figures:
-    """Return the training time that a save takes: so many steps with it, and as many without.
+    """Return the training time that a save takes: so many steps and two before it, with it and without.
 
     With it: until both the steps are done and the save is durable. Which of the two comes first
     alternates. The save begins in a running loop, in which the processor is ahead of a GPU.

@@ -27,7 +27,8 @@ SIZES = {False: {"1.5 GB": 1493.0, "4.3 GB": 4257.0}, True: {"tiny": 4.0}}
 """Megabytes of weights and moments, with and without --tiny."""
 SHARE = {"1.5 GB": 0.6, "4.3 GB": 0.9, "tiny": 1.0}
 """How much of the time that is left a size may take."""
-TEST_SECONDS = 270.0
+TEST_SECONDS = 180.0
+"""The most that tests which run side by side may take."""
 
 
 def main() -> int:

@@ -123,7 +123,7 @@ def _cell(values: list[float] | None, factor: float) -> str:
     if not values:
         return "-"
     value = statistics.median(values) * factor
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+    return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
 
 
 def _row(cells: list[str]) -> str:

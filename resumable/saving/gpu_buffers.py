@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .gpu_packing import Packed, Packing
+from .gpu_packing import Plan, ToPack
 
 _cuda: Any = torch.cuda
 _MARGIN = 0.8  # memory that is free may be in pieces too small for a tensor
@@ -19,7 +19,7 @@ _MARGIN = 0.8  # memory that is free may be in pieces too small for a tensor
 def side_stream(device: torch.device) -> Any:
     """Return the stream on which the copies of all saves are made."""
     # torch deals out the same 32 streams in turn: a new one for each save would soon be one of the user's.
-    # Before the training's kernels: the small ones between two copies would wait for those that fill the GPU.
+    # Of high priority: the small kernel between two copies would wait behind kernels that fill the GPU.
     return _cuda.Stream(device, priority=-1)
 
 
@@ -33,26 +33,28 @@ class Buffers:
         self._device = device
         self._memory: Tensor | None = None
         self._samples: Tensor | None = None
-        self._packing: Packing | None = None
+        self._plan: Plan | None = None
         self._peak = self._most = 0
         self._is_full = False
 
-    def packing(self, packed: Packed) -> Packing | None:
+    def plan(self, to_pack: ToPack) -> Plan | None:
         """Return the places on the device of what a save packs, or None if there is no room."""
-        packing = self._packing
-        if packing is None or not packing.is_for(packed):
-            self._packing = packing = Packing.planned(packed, self.memory)
-        return packing
+        plan = self._plan
+        if plan is None or not plan.is_for(to_pack):
+            # Not kept here while new memory is allocated: it has slices of the old one.
+            plan = None
+            self._plan = plan = Plan.planned(to_pack, self.memory)
+        return plan
 
-    def forget_packing(self) -> None:
+    def forget_plan(self) -> None:
         """Let go of the memory on the host that was last packed for."""
-        self._packing = None
+        self._plan = None
 
     def memory(self, size: int) -> Tensor | None:
         """Return at least `size` bytes on the device, or None if there is no room."""
         if self._memory is None or self._memory.numel() < size:
-            # What is planned in it keeps it.
-            self._packing = self._memory = None
+            # The plan has slices of it.
+            self._plan = self._memory = None
             # Whatever a clone found: without this little memory, all would be copied at once.
             self._memory = self._allocated([size], torch.uint8)
         return self._memory

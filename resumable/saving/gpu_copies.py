@@ -12,7 +12,7 @@ from torch import Tensor
 from ..files import tensor_file
 from .condition import ConditionWithoutLock
 from .gpu_buffers import Buffers, side_stream
-from .gpu_packing import Packed
+from .gpu_packing import ToPack
 from .host_memory import registered_apart
 
 _cuda: Any = torch.cuda
@@ -206,18 +206,18 @@ class Transfer:
         samples = [copy.put_off().taken() for copy in self.guarded]
         staging = _STAGED if any(not copy.source.is_contiguous() for copy in self.guarded) else 0
         views, sources = [copy.view for copy in together], [copy.source for copy in together]
-        packed = Packed(views, sources, samples, staging)
-        packing = self._buffers.packing(packed)
-        if packing is None:
+        to_pack = ToPack(views, sources, samples, staging)
+        plan = self._buffers.plan(to_pack)
+        if plan is None:
             return False
-        packing.fill(packed)
-        self._tick, self._staging, self._sample_places = packing.tick, packing.staging, packing.sample_places
-        self._pairs += packing.rows
+        plan.fill(to_pack)
+        self._tick, self._staging, self._sample_places = plan.tick, plan.staging, plan.sample_places
+        self._pairs += plan.rows
         for copy in self.guarded:
             (self._settled if copy.is_settled else self._pairs).append((copy.view, copy.source))
         if samples:
-            self._samples = self._buffers.samples(packing.samples.numel())
-            self._pairs.append((self._samples, packing.samples))
+            self._samples = self._buffers.samples(plan.samples.numel())
+            self._pairs.append((self._samples, plan.samples))
         return True
 
     def _clone(self, copies: Sequence[Copy], room: int) -> None:
@@ -328,7 +328,7 @@ def _cut(to: Tensor, of: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     begin = to.data_ptr()
     parts = [*registered_apart(to)]
     if len(parts) == 1 and to.nbytes <= _PIECE:
-        # Each view would take longer than to queue the copy.
+        # To make views of the bytes would take longer than to queue the copy.
         yield to, of
         return
     to, of = to.view(-1).view(torch.uint8), of.view(-1).view(torch.uint8)

@@ -13,10 +13,11 @@ from torch import Tensor
 
 _ALIGNMENT = 16  # what the widest dtype, complex128, needs
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+# The usual dtypes, of which no save has to make views: torch copies many tensors of one in few calls.
 _COPIED_AS_THEY_ARE = {torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8}
 
 
-class Packed(NamedTuple):
+class ToPack(NamedTuple):
     """What a save packs: small tensors, with their views on the host, and samples of large ones."""
 
     views: Sequence[Tensor]
@@ -26,54 +27,57 @@ class Packed(NamedTuple):
     """How many bytes are needed besides, to put large tensors in order."""
 
 
-class Packing:
+class Plan:
     """The place on the device of each tensor and each sample, for all saves that pack the same kinds."""
 
-    def __init__(self, packed: Packed, plan: _Plan, memory: Tensor) -> None:
-        self._views, self._kinds = [*packed.views], _kinds(packed)
+    def __init__(self, to_pack: ToPack, offsets: _Offsets, memory: Tensor) -> None:
+        self._views, self._kinds = [*to_pack.views], _kinds(to_pack)
         self.tick = memory[:1]
         """A place to write to, for a kernel that has nothing to do."""
-        self.rows = [(row.view, memory[at : at + row.size]) for row, at in plan.rows]
+        self.rows = [(row.view, memory[at : at + row.size]) for row, at in offsets.rows]
         """The memory of each row on the host, and that on the device."""
-        first, last = plan.samples
-        self.samples, self.staging = memory[first:last], memory[last : last + packed.staging]
-        self.sample_places = [0] * len(packed.samples)
+        first, last = offsets.samples
+        self.samples, self.staging = memory[first:last], memory[last : last + to_pack.staging]
+        self.sample_places = [0] * len(to_pack.samples)
         """Where each of the samples begins among them."""
         self._sample_groups: list[tuple[Tensor, list[int]]] = []
-        for numbers, begin in plan.groups:
+        for numbers, begin in offsets.groups:
             at = begin
             for number in numbers:
                 self.sample_places[number] = at - first
-                at += packed.samples[number].nbytes
-            dtype = _as_copied(packed.samples[numbers[0]]).dtype
+                at += to_pack.samples[number].nbytes
+            dtype = _as_copied(to_pack.samples[numbers[0]]).dtype
             self._sample_groups.append((memory[begin:at].view(dtype), numbers))
-        self._groups = _grouped(packed.sources, [row for row, _ in plan.rows], [one for _, one in self.rows])
-
-    @classmethod
-    def planned(cls, packed: Packed, memory_of: Callable[[int], Tensor | None]) -> Packing | None:
-        """Plan the places, in memory of this size if there is room for it."""
-        plan = _plan(packed)
-        memory = memory_of(plan.size)
-        return None if memory is None else cls(packed, plan, memory)
-
-    def is_for(self, packed: Packed) -> bool:
-        """Whether the places are those of what is packed now."""
-        return (
-            len(packed.views) == len(self._views)
-            and all(map(operator.is_, packed.views, self._views))
-            and self._kinds == _kinds(packed)
+        self._groups = _grouped(
+            to_pack.sources, [row for row, _ in offsets.rows], [one for _, one in self.rows]
         )
 
-    def fill(self, packed: Packed) -> None:
+    @classmethod
+    def planned(cls, to_pack: ToPack, memory_of: Callable[[int], Tensor | None]) -> Plan | None:
+        """Plan the places, in memory of this size if there is room for it."""
+        offsets = _offsets(to_pack)
+        memory = memory_of(offsets.size)
+        return None if memory is None else cls(to_pack, offsets, memory)
+
+    def is_for(self, to_pack: ToPack) -> bool:
+        """Whether the places are those of what is to be packed now."""
+        # A view is the same object only while the shape of its tensor is the same.
+        return (
+            len(to_pack.views) == len(self._views)
+            and all(map(operator.is_, to_pack.views, self._views))
+            and self._kinds == _kinds(to_pack)
+        )
+
+    def fill(self, to_pack: ToPack) -> None:
         """Copy all into their places, in few calls."""
         for places, numbers in self._groups:
-            torch._foreach_copy_(places, [_as_copied(packed.sources[number]) for number in numbers])
+            torch._foreach_copy_(places, [_as_copied(to_pack.sources[number]) for number in numbers])
         for place, numbers in self._sample_groups:
-            torch.cat([_as_copied(packed.samples[number]) for number in numbers], out=place)
+            torch.cat([_as_copied(to_pack.samples[number]) for number in numbers], out=place)
 
 
-class _Plan(NamedTuple):
-    """Where in the memory what begins."""
+class _Offsets(NamedTuple):
+    """The offsets in the memory of the device."""
 
     rows: Sequence[tuple[_Row, int]]
     groups: Sequence[tuple[list[int], int]]
@@ -83,13 +87,13 @@ class _Plan(NamedTuple):
     size: int
 
 
-def _plan(packed: Packed) -> _Plan:
-    rows, groups = _rows(packed.views), _by_dtype(packed.samples)
-    sizes = [sum(packed.samples[number].nbytes for number in numbers) for numbers in groups]
-    begins = [*_laid_out([1, *(row.size for row in rows), *sizes, packed.staging])]
+def _offsets(to_pack: ToPack) -> _Offsets:
+    rows, groups = _rows(to_pack.views), _by_dtype(to_pack.samples)
+    sizes = [sum(to_pack.samples[number].nbytes for number in numbers) for numbers in groups]
+    begins = [*_laid_out([1, *(row.size for row in rows), *sizes, to_pack.staging])]
     of_rows, of_groups = begins[1 : 1 + len(rows)], begins[1 + len(rows) : -1]
     pairs = [*zip(groups, of_groups, strict=False)]
-    return _Plan([*zip(rows, of_rows, strict=True)], pairs, (of_groups[0], of_groups[-1]), begins[-1])
+    return _Offsets([*zip(rows, of_rows, strict=True)], pairs, (of_groups[0], of_groups[-1]), begins[-1])
 
 
 class _Row(NamedTuple):
@@ -106,10 +110,12 @@ def _rows(views: Sequence[Tensor]) -> list[_Row]:
     runs: list[list[Tensor]] = []
     end = 0
     for view in views:
-        if view.data_ptr() != end:
+        begin = view.data_ptr()
+        # The next file may begin right behind the last one, but not at a multiple of its own numbers' size.
+        if begin != end or (begin - runs[-1][0].data_ptr()) % view.element_size():
             runs.append([])
         runs[-1].append(view)
-        end = view.data_ptr() + view.nbytes
+        end = begin + view.nbytes
     return [_row(run) for run in runs]
 
 
@@ -153,11 +159,11 @@ def _as_copied(tensor: Tensor) -> Tensor:
     return tensor.detach().view(_BITS[tensor.element_size()])
 
 
-def _kinds(packed: Packed) -> tuple[object, ...]:
+def _kinds(to_pack: ToPack) -> tuple[object, ...]:
     return (
-        [(source.dtype, source.is_contiguous()) for source in packed.sources],
-        [(sample.dtype, sample.nbytes) for sample in packed.samples],
-        packed.staging,
+        [(source.dtype, source.is_contiguous()) for source in to_pack.sources],
+        [(sample.dtype, sample.nbytes) for sample in to_pack.samples],
+        to_pack.staging,
     )
 
 

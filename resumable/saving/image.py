@@ -114,7 +114,7 @@ class Image:
         for file in self._files.values():
             file.release()
         for buffers in [*self._buffers.values()]:
-            buffers.forget_packing()
+            buffers.forget_plan()
         if self._memory:
             self._memory.free()
         self._memory = None

@@ -98,13 +98,19 @@ class StepCounter:
     def _warn_of_rate(self, name: str, optimizer: Any) -> None:
         """Warn of a learning rate that a graph keeps from its capture, although a scheduler changes it."""
         is_scheduled = any(part.live is optimizer for _, part in self._parts.schedules())
-        if is_scheduled and any(isinstance(group["lr"], float) for group in optimizer.param_groups):
+        if is_scheduled and any(map(_has_number_as_rate, optimizer.param_groups)):
             self._saving.once.warn(
-                f"a CUDA graph is captured with {name}, whose learning rate is a number: the graph keeps the "
-                "one of the capture, whatever the scheduler does, and after a resume that is another one. "
-                'Make it a tensor: lr=torch.tensor(1e-3, device="cuda"), capturable=True.',
+                f"a CUDA graph is captured with {name}, whose learning rate is a number, or a tensor on the "
+                "CPU: the graph keeps the one of the capture, whatever the scheduler does, and a resume "
+                'captures another. Make it lr=torch.tensor(1e-3, device="cuda"), capturable=True.',
                 about="a captured learning rate",
             )
+
+
+def _has_number_as_rate(group: dict[str, Any]) -> bool:
+    # A tensor on the CPU is read at the capture, too.
+    rate = group.get("lr")
+    return rate is not None and not (isinstance(rate, torch.Tensor) and rate.is_cuda)
 
 
 def _weakly(method: Callable[..., object], *given: Any) -> Callable[..., None]:

@@ -234,13 +234,21 @@ def test_each_batch_with_a_captured_step_is_a_step(gpu: Accelerator, run_dir: Pa
 
 
 @pytest.mark.parametrize(
-    ("is_tensor", "is_scheduled", "is_first"),
-    [(False, True, False), (True, True, False), (False, False, False), (False, True, True)],
+    ("rate", "is_scheduled", "is_first", "is_told"),
+    [
+        (0.01, True, False, True),
+        (1, True, False, True),
+        ("on the CPU", True, False, True),
+        ("on the GPU", True, False, False),
+        (0.01, False, False, False),
+        (0.01, True, True, False),
+    ],
 )
 def test_a_captured_learning_rate_that_a_scheduler_changes_is_warned_of(
-    gpu: Accelerator, run_dir: Path, is_tensor: bool, is_scheduled: bool, is_first: bool
+    gpu: Accelerator, run_dir: Path, rate: Any, is_scheduled: bool, is_first: bool, is_told: bool
 ) -> None:
-    training = Captured(lr=torch.tensor(0.01) if is_tensor else 0.01)
+    tensors = {"on the CPU": torch.tensor(0.01), "on the GPU": gpu.put(torch.tensor(0.01))}
+    training = Captured(lr=tensors.get(rate, rate))
     if is_scheduled:
         training.parts["scheduler"] = torch.optim.lr_scheduler.StepLR(training.optimizer, 1)
     if is_first:
@@ -252,7 +260,7 @@ def test_a_captured_learning_rate_that_a_scheduler_changes_is_warned_of(
             training.capture()
     texts = [str(one.message) for one in told if "learning rate" in str(one.message)]
 
-    assert len(texts) == (not is_tensor and is_scheduled and not is_first)
+    assert len(texts) == is_told
     assert all("captured with optimizer, whose learning rate is a number" in text for text in texts)
 
 

@@ -6,14 +6,13 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 
 from resumable.files.codec import Encoded
 from resumable.saving import gpu_copies, image
-from resumable.saving.gpu_packing import Packing
+from resumable.saving.gpu_packing import Plan, ToPack
 from resumable.saving.host_memory import HostMemory
 from resumable.saving.snapshot import Snapshot
 from tests.support import accelerator
@@ -27,20 +26,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Accelerator]:
     accelerator.make_small(monkeypatch)
     with accelerator.installed(monkeypatch) as gpu:
         yield gpu
-
-
-@pytest.fixture
-def plans(monkeypatch: pytest.MonkeyPatch) -> list[Packing]:
-    """The plans that were made."""
-    made: list[Packing] = []
-    init = Packing.__init__
-
-    def noted(packing: Packing, *given: Any) -> None:
-        init(packing, *given)
-        made.append(packing)
-
-    monkeypatch.setattr(Packing, "__init__", noted)
-    return made
 
 
 class Growing(Training):
@@ -62,65 +47,112 @@ def saved(training: Training) -> tuple[float, float]:
     return held(taken)
 
 
-def test_a_plan_serves_all_saves_of_the_same_tensors(gpu: Accelerator, plans: list[Packing]) -> None:
+def plan_of(training: Training) -> object:
+    """Return the plan of the last save."""
+    return training.image._buffers[training.weight.device]._plan
+
+
+def test_a_plan_serves_all_saves_of_the_same_tensors(gpu: Accelerator) -> None:
     training = Training(gpu)
     training.buffer = gpu.put(torch.zeros(5))
+    assert saved(training) == (2, 3)
+    plan = plan_of(training)
+    assert plan
 
-    assert [saved(training) for _ in range(4)] == [(2, 3), (5, 6), (8, 9), (11, 12)]
-    assert len(plans) == 1
-
-
-def test_other_memory_of_a_tensor_needs_no_other_plan(gpu: Accelerator, plans: list[Packing]) -> None:
-    training = Training(gpu)
+    assert [saved(training) for _ in range(3)] == [(5, 6), (8, 9), (11, 12)]
+    # Other memory of a tensor needs no other plan.
     training.buffer = gpu.put(torch.zeros(5))
-    saved(training)
-    training.buffer = gpu.put(torch.zeros(5))
-
-    assert saved(training) == (5, 6)
-    assert len(plans) == 1
+    assert saved(training) == (14, 15)
+    assert plan_of(training) is plan
 
 
 @pytest.mark.parametrize("kind", ["transposed", "longer", "shorter", "halved"])
-def test_another_kind_of_tensor_is_planned_anew(gpu: Accelerator, plans: list[Packing], kind: str) -> None:
+def test_another_kind_of_tensor_has_another_plan(gpu: Accelerator, kind: str) -> None:
     training = Growing(gpu)
     training.buffer = gpu.put(torch.zeros(2, 3))
     assert saved(training) == (2, 3)
-    shape = {"longer": (3, 7), "shorter": (3, 1)}.get(kind, (3, 2))
+    plan = plan_of(training)
+    shape = {"longer": (7, 3), "shorter": (1, 3), "halved": (2, 3)}.get(kind, (3, 2))
     other = gpu.put(torch.zeros(shape, dtype=torch.half if kind == "halved" else torch.float32))
-    training.buffer = other.t()
-    training.key = kind if kind != "transposed" else "key"
+    training.buffer = other.t() if kind == "transposed" else other
+    training.key = "key" if kind == "transposed" else kind
     training.step()
     gpu.launch("kernel", lambda: set_to(other, 70))
     found = training.take().tensors("file")
 
     assert found["buffer"].unique().tolist() == [70]
     assert found["buffer"].shape == training.buffer.shape
-    assert len(plans) == 2
+    assert plan_of(training) is not plan
 
 
-def test_a_plan_with_samples_is_not_that_without(gpu: Accelerator, plans: list[Packing]) -> None:
+def test_a_plan_with_samples_is_not_that_without(gpu: Accelerator) -> None:
     training = Training(gpu)
     saved(training)
+    plan = plan_of(training)
     training.take().tensors("file")
     # Without a step in between nothing is guarded, and nothing has a sample.
     taken = training.take()
     training.write(training.weight)
 
     assert taken.tensors("file")["weight"].unique().tolist() == [4]
-    assert len(plans) == 2
+    assert plan_of(training) is not plan
 
 
 def test_a_plan_with_fewer_samples_is_not_that_with_more(
-    gpu: Accelerator, plans: list[Packing], monkeypatch: pytest.MonkeyPatch
+    gpu: Accelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_copies, "_SAMPLES", 10)
     training = Growing(gpu)
-    for number, size in enumerate((100, 27)):
+    for size, expected in ((100, (2, 3)), (27, (5, 6))):
         training.weight, training.key = gpu.put(torch.zeros(size)), f"{size}"
         training.optimizer.param_groups[0]["params"] = [training.weight]
-        assert saved(training) == ((2, 3), (5, 6))[number]
+        assert saved(training) == expected
 
-    assert len(plans) == 2
+
+def test_a_plan_has_room_to_put_a_tensor_in_order_that_lies_in_another(gpu: Accelerator) -> None:
+    training = Training(gpu)
+    for layout, expected in ((torch.contiguous_format, (2, 3)), (torch.channels_last, (5, 6))):
+        training.weight = gpu.put(torch.zeros(9, 3, 2, 2).to(memory_format=layout))
+        training.optimizer.param_groups[0]["params"] = [training.weight]
+        assert saved(training) == expected
+
+
+def test_a_larger_plan_finds_room_where_the_last_one_was(
+    gpu: Accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_copies, "_SMALL", 30_000)
+    training = Training(gpu)
+    training.weight, training.buffer = gpu.put(torch.zeros(10_000)), gpu.put(torch.zeros(5_000))
+    training.optimizer.param_groups[0]["params"] = [training.weight]
+    # No step counts yet: nothing is guarded in the first save, and its plan has no samples.
+    training.image._fence.guarded()
+    training.take().tensors("file")
+    training.step()
+    gpu.finish()
+    gpu.memory.forget_free()
+    gpu.memory.leave(1000)
+    taken = training.take()
+
+    assert taken.waited_for == 0
+    taken.tensors("file")
+
+
+def test_rows_of_two_files_are_apart_where_numbers_would_lie_across() -> None:
+    memory = torch.zeros(64, dtype=torch.uint8)
+    place = 16 - memory.data_ptr() % 16
+    views = [
+        memory[place + 14 : place + 16].view(torch.half),
+        memory[place + 16 : place + 24].view(torch.float),
+    ]
+    sources = [torch.ones(1, dtype=torch.half), torch.full([2], 3.0)]
+    to_pack = ToPack(views, sources, [], 0)
+    plan = Plan.planned(to_pack, lambda size: torch.zeros(size, dtype=torch.uint8))
+    assert plan
+    plan.fill(to_pack)
+    for host, device in plan.rows:
+        host.copy_(device)
+
+    assert [one.tolist() for one in views] == [[1], [3, 3]]
 
 
 def test_a_plan_keeps_no_memory_of_the_host_that_the_image_has_left(
