@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import threading
 import weakref
 from collections.abc import Iterator
 
@@ -166,12 +164,8 @@ def test_a_plan_keeps_no_memory_of_the_host_that_the_image_has_left(
     before, kept = weakref.ref(memory._map), list[bool]()
     del memory
 
-    # What has just come to its end may still have it.
     gpu.finish()
-    for thread in threading.enumerate():
-        if thread.name == "resumable-image":
-            thread.join()
-    gc.collect()
+    accelerator.collect()
 
     def made(size: int) -> HostMemory:
         kept.append(before() is not None)

@@ -388,6 +388,14 @@ def installed(patch: pytest.MonkeyPatch, seed: int = 0, count: int = 2) -> Itera
         yield gpu
     torch.set_num_threads(processors)
     # Memory that was dropped is unregistered with this driver.
+    collect()
+
+
+def collect() -> None:
+    """Let go of what is dropped; a thread that has just come to its end may still hold it."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("resumable-"):
+            thread.join(10)
     gc.collect()
 
 
