@@ -190,7 +190,7 @@ def test_a_training_that_pushes_and_is_killed_loses_nothing_here_nor_there(
     print(dict(chain.found))
     tally("kills", count, chain.bad)
     assert chain.found["begun"] > count // 20
-    assert chain.found["0 listed"] < count * 3 // 4
+    assert chain.found["0 listed"] <= count * 4 // 5
     _, state = chain.load()
     state.close()
     assert _whole(chain.copy) == sorted({state.step, victims.best(state.step)})
