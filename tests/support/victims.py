@@ -13,7 +13,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,19 @@ def dice() -> random.Random:
     seed = int(os.environ.get("VICTIMS") or secrets.randbits(32))
     print(f"the moments are those of VICTIMS={seed}")
     return random.Random(seed)
+
+
+def tries(count: int, found: Counter[str], more_than: Mapping[str, int]) -> Iterator[int]:
+    """Number so many tries, and more until each of what they are made for was found more often than that.
+
+    Moments that nobody chose may miss it for long: only ten times as many tell that it is never reached.
+    """
+    number = 0
+    while number < count or any(found[one] <= often for one, often in more_than.items()):
+        assert number < 10 * count, f"{number} tries found {dict(found)}, to be more than {more_than}"
+        yield number
+        number += 1
+    print(f"{number} tries found {dict(found)}")
 
 
 def loss(step: int) -> float:
