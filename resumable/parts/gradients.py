@@ -41,7 +41,7 @@ class Gradients:
         self.used: list[str] = []
         """The used gradients that `pending` returned last, which the script may zero."""
         self.has_left_out = False
-        """Whether `pending` left out used gradients when it was called last."""
+        """Whether `pending`, when it was called last, lacked used gradients that the script may keep."""
         self._restored: list[tuple[Tensor, Tensor]] = []
         """The parameters whose gradients were restored in mid-window, with these gradients."""
         self._watch: tuple[Tensor, Any] | None = None
@@ -118,7 +118,7 @@ class Gradients:
         be about to zero them, and a resume does not run the rest of the body. With several processes, each
         has its own, and another number of processes could not use them.
         """
-        self.used, self.has_left_out = [], False
+        self.used, self.has_left_out = [], self._is_without
         if self.is_captured:
             return {}
         found = {name: p.grad for name, p in parameters.items() if p.grad is not None}
@@ -128,8 +128,8 @@ class Gradients:
                 # A copy of all gradients on a device may take memory that the training needs.
                 self.used = sorted(name for name in used if found[name].is_cpu)
             left_out = used.difference(self.used)
-            self.has_left_out = bool(left_out) and self._has_body_ended is not None
-            self._has_left_out |= self.has_left_out
+            if left_out and self._has_body_ended is not None:
+                self.has_left_out = self._has_left_out = True
             found = {name: g for name, g in found.items() if name not in left_out}
         return found if any(map(_may_be_nonzero, found.values())) else {}
 

@@ -190,8 +190,8 @@ class Outside:
             if iterator is not None and iterator.is_under_way() and began != self._place():
                 self._once.warn(
                     f"a DataLoader over {name} was not given to RunState, and the training is in the middle "
-                    "of a pass over it: a resume from this checkpoint begins the pass again. Give it as "
-                    "loader=, and loop over state.batches()."
+                    "of a pass over it: a resume from this checkpoint begins the pass again. Make it before "
+                    "RunState.load, give it there as loader=, and loop over state.batches()."
                 )
 
     def _begin_given(self, name: str, loader: DataLoader[Any]) -> Iterator[Any]:

@@ -222,6 +222,26 @@ def test_a_resume_from_a_checkpoint_that_lacks_kept_gradients_is_reported(run_di
             objects["optimizer"].step()
 
 
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_checkpoint_that_lacks_kept_gradients_is_known_two_resumes_later(run_dir: Path, steps: int) -> None:
+    save_in_first_body(run_dir)
+    for _ in range(2):
+        objects = make()
+        with RunState.load(run_dir, **objects) as state:
+            for _ in state.steps(state.step + steps):
+                backward(objects, torch.ones(1, 2))
+                objects["optimizer"].step()
+            state.save()
+
+    objects = make()
+    with RunState.load(run_dir, **objects) as state:
+        for _ in state.steps(state.step + 1):
+            backward(objects, torch.ones(1, 2))
+            objects["optimizer"].step()
+        with pytest.warns(ResumableWarning, match="resumed from lacks them"):
+            backward(objects, torch.ones(1, 2))
+
+
 def test_a_resume_of_a_script_that_zeroes_its_gradients_first_lacks_nothing(run_dir: Path) -> None:
     save_in_first_body(run_dir)
 
