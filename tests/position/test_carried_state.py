@@ -6,8 +6,9 @@ import random
 import warnings
 from collections import Counter, defaultdict, deque, namedtuple
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -286,6 +287,84 @@ def a_list_that_is_shuffled(found: Objects, state: RunState) -> None:
         state.save()
 
 
+class Annealing:
+    temperature = 1.0
+    shown = 0
+
+
+def an_attribute_of_a_class(found: Objects, state: RunState) -> None:
+    for _ in state.epochs(3):
+        for x in state.batches():
+            found.train(found.model(x).square().mean() * Annealing.temperature)
+        Annealing.temperature *= 0.9
+        state.save()
+
+
+class Warmer(Annealing):
+    """It has the attributes of the class before it."""
+
+
+def an_attribute_that_a_class_inherits(found: Objects, state: RunState) -> None:
+    for _ in state.epochs(3):
+        for x in state.batches():
+            found.train(found.model(x).square().mean() * Warmer.temperature)
+        Warmer.temperature *= 0.9
+        state.save()
+
+
+def decayed(loss: torch.Tensor) -> torch.Tensor:
+    decayed.calls += 1  # type: ignore[attr-defined]
+    return loss * 0.9**decayed.calls  # type: ignore[attr-defined]
+
+
+decayed.calls = 0  # type: ignore[attr-defined]
+
+
+def an_attribute_of_a_function(found: Objects, state: RunState) -> None:
+    for _ in state.epochs(3):
+        for x in state.batches():
+            found.train(decayed(found.model(x).square().mean()))
+        state.save()
+
+
+class Settings(NamedTuple):
+    temperature: float = 1.0
+    epochs: int = 0
+
+
+def a_named_tuple_that_each_body_makes_from_the_last(found: Objects, state: RunState) -> None:
+    settings = Settings()
+    for _ in state.epochs(3):
+        for x in state.batches():
+            found.train(found.model(x).square().mean() * settings.temperature)
+        settings = Settings(settings.temperature * 0.9, settings.epochs + 1)
+        state.save()
+
+
+def a_named_tuple_of_tensors(found: Objects, state: RunState) -> None:
+    pair = Pair(torch.zeros(1), torch.ones(1))
+    for _ in state.epochs(3):
+        for x in state.batches():
+            loss = found.model(x).square().mean() / (1 + pair.mean)
+            found.train(loss)
+            pair = Pair(0.9 * pair.mean + 0.1 * loss.detach(), pair.count)
+        state.save()
+
+
+@dataclass(frozen=True)
+class Frozen:
+    temperature: float = 1.0
+
+
+def an_object_that_each_body_makes_from_the_last(found: Objects, state: RunState) -> None:
+    frozen = Frozen()
+    for _ in state.epochs(3):
+        for x in state.batches():
+            found.train(found.model(x).square().mean() * frozen.temperature)
+        frozen = Frozen(frozen.temperature * 0.9)
+        state.save()
+
+
 WARNED: dict[Script, str] = {
     a_hidden_state: "hidden",
     a_tuple_of_numbers: "mean",
@@ -304,6 +383,12 @@ WARNED: dict[Script, str] = {
     labels_that_are_replaced: "labels",
     an_order_that_is_shuffled: "order",
     a_list_that_is_shuffled: "order",
+    an_attribute_of_a_class: "Annealing.temperature",
+    an_attribute_that_a_class_inherits: "Warmer.temperature",
+    an_attribute_of_a_function: "decayed.calls",
+    a_named_tuple_that_each_body_makes_from_the_last: "settings.temperature",
+    a_named_tuple_of_tensors: "pair.mean",
+    an_object_that_each_body_makes_from_the_last: "frozen.temperature",
 }
 
 
@@ -504,7 +589,51 @@ def an_order_of_each_body(found: Objects, state: RunState) -> None:
         state.save()
 
 
+def an_attribute_of_a_class_that_is_only_shown(found: Objects, state: RunState) -> None:
+    for _ in state.epochs(3):
+        for x in state.batches():
+            found.train(found.model(x).square().mean())
+            Annealing.shown += 1
+            if Annealing.shown % 2 == 0:
+                print(Annealing.shown)
+        state.save()
+
+
+def an_attribute_of_a_class_that_each_body_sets(found: Objects, state: RunState) -> None:
+    for epoch in state.epochs(3):
+        Annealing.temperature = 0.9**epoch
+        for x in state.batches():
+            found.train(found.model(x).square().mean() * Annealing.temperature)
+        state.save()
+
+
+def named_tuples_of_each_body(found: Objects, state: RunState) -> None:
+    for epoch in state.epochs(3):
+        settings = Settings(0.9**epoch)
+        for x in state.batches():
+            settings = settings._replace(epochs=settings.epochs + 1)
+            found.train(found.model(x).square().mean() * settings.temperature)
+        print(settings.epochs)
+        state.save()
+
+
+def the_output_of_a_batch_that_the_next_epoch_shows(found: Objects, state: RunState) -> None:
+    settings = Settings()
+    for epoch in state.epochs(3):
+        if epoch:
+            print(settings.temperature)
+        for x in state.batches():
+            loss = found.model(x).square().mean()
+            settings = Settings(float(loss))
+            found.train(loss)
+        state.save()
+
+
 SILENT: list[Script] = [
+    an_attribute_of_a_class_that_is_only_shown,
+    an_attribute_of_a_class_that_each_body_sets,
+    named_tuples_of_each_body,
+    the_output_of_a_batch_that_the_next_epoch_shows,
     a_hidden_state_of_one_epoch,
     tuples_of_each_body,
     a_log,

@@ -251,6 +251,20 @@ class Bytecode:
         """Return the variables that a body may read before it stores them."""
         return _live_at_head(body, self._jumps, self.events)
 
+    def owners_read_first(self, body: list[dis.Instruction]) -> set[Name]:
+        """Return the variables that a body stores, and of which it may read an attribute before."""
+        stored = self.accessed("store", body)
+        owners = {root_of(name) for name in self.accessed("load", body) if "." in name} & stored
+        if not owners:
+            return set()
+        events: dict[int, list[Event]] = {}
+        for one in body:
+            pairs = ((how, name, root_of(name)) for how, name in self.events[one.offset])
+            events[one.offset] = [
+                (how, root) for how, name, root in pairs if root in owners and (how == "load" or name == root)
+            ]
+        return _live_at_head(body, self._jumps, events)
+
     def left_at_end(self, body: list[dis.Instruction]) -> set[Name]:
         """Return the variables that may come to the end of a body as they were at its head."""
         first, last = body[0].offset, body[-1].offset

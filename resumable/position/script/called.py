@@ -146,7 +146,7 @@ class _Search:
                 is_of_frame = variables is self._frame.f_globals and name not in self._local
                 label = name if is_of_frame else f"{variables.get('__name__')}:{name}"
             values[name] = value
-            if not isinstance(value, NO_VALUES):
+            if not isinstance(value, NO_VALUES) or _has_own_values(value):
                 names[name] = label
                 if not is_of_frame:
                     self.found.places[label] = place
@@ -171,6 +171,13 @@ def generators_of(function: FunctionType) -> dict[str, rng.Generator]:
                     seen.add(value)
                     waiting.append((value, depth + 1))
     return found
+
+
+def _has_own_values(value: Any) -> bool:
+    """Whether a function of the script has attributes, or a class is the script's."""
+    if not isinstance(value, (type, FunctionType)) or not code_names.is_own(str(value.__module__)):
+        return False
+    return isinstance(value, type) or bool(value.__dict__)
 
 
 def _way(value: Any, attributes: Path) -> list[Any]:

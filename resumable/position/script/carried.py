@@ -77,10 +77,12 @@ def _carried_by(
     loops = dict(around)
     start, innermost = min(loops), max(loops)
     found, kept, replaced, written = set[Name](), set[Name](), set[Name](), set[Name]()
+    owners = set[Name]()
     for head, end in loops.items():
         body = read.between(head, end)
         stored = read.accessed("store", body)
         found |= read.read_first(body) & stored
+        owners |= read.owners_read_first(body)
         replaced |= stored - read.left_at_end(body)
         kept |= read.accessed("load", body)
         written |= _written_in_part(read, head, end) | _shuffled(read, head, end)
@@ -94,12 +96,15 @@ def _carried_by(
     restored, known = _known(code, [one for one in read.statements if one.first < start], states)
     known |= _from_clocks(statements)
     seeded = {name for one in statements if one.methods & _SEEDS for name in one.names("load")}
-    made, restarted = assigned - found, (found & assigned) - outer
+    made, restarted = assigned - found - owners, (found & assigned) - outer
     found -= {name for name in found if name in known or owner_of(name) in restored}
     placed = _placed(read, start, loops[start], states) | (outer & assigned)
     others = known | found
     named = assigned | outer | kept | found
     kept -= {name for name in kept if name in others or owner_of(name) in restored or root_of(name) in made}
+    # An object that is made from the last one takes along what it has.
+    found |= {name for name in kept if {root_of(name)} & owners & _following({name}, statements)}
+    kept -= found
     found -= {name for name in found if root_of(name) in made}
     decides = {name for name in found if _decides(name, read, statements, states)}
     # Without the RunState's names no call of save() counts.

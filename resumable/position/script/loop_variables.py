@@ -6,7 +6,7 @@ from argparse import Namespace
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import islice
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -292,4 +292,6 @@ def _has_own_attributes(value: Any) -> bool:
     """Whether the script itself gives the object its attributes."""
     if isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):
         return False
+    if isinstance(value, (type, FunctionType)):
+        return code_names.is_own(str(value.__module__))
     return isinstance(value, (SimpleNamespace, Namespace)) or code_names.is_own(str(type(value).__module__))

@@ -151,11 +151,18 @@ def _attribute(value: Any, name: str) -> Any:
 
 
 def attributes(value: Any) -> dict[str, Any]:
-    """Return the attributes of an object, those in slots too."""
+    """Return the attributes of an object, those in slots too, and of a class, those it inherits too."""
     found: dict[str, Any] = {}
+    if isinstance(value, type):
+        for kind in value.__mro__:
+            found = {**vars(kind), **found}
+        return found
     for kind in type(value).__mro__:
         for name, one in vars(kind).items():
             if type(one) is MemberDescriptorType:
                 with contextlib.suppress(AttributeError):  # it has no value yet
                     found.setdefault(name, one.__get__(value))
+    if isinstance(value, tuple):
+        # A named one; of another, no attribute is a value
+        found |= zip(getattr(type(value), "_fields", ()), value, strict=False)
     return {**found, **own_of(value)}
