@@ -112,7 +112,12 @@ def _boot_id(file: Path = Path("/proc/sys/kernel/random/boot_id")) -> str | None
 
 
 def _script_folder() -> Path:
-    return Path(sys.argv[0] or ".").resolve().parent
+    return _folder_of(sys.argv[0] or ".")
+
+
+@cache
+def _folder_of(script: str) -> Path:
+    return Path(script).resolve().parent
 
 
 @cache
@@ -135,7 +140,9 @@ def _is_dirty(folder: Path, seconds: float = 2) -> bool | None:
     return None
 
 
+@cache
 def _git_commit(folder: Path) -> str | None:
+    """Return the commit at the first look: the process runs that code, whatever is committed later."""
     # Only a note for people: an unusual repository must not stop a save.
     with contextlib.suppress(OSError, ValueError):
         if git := _git_folder(folder):

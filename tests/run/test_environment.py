@@ -139,6 +139,14 @@ def test_a_start_says_which_process_of_which_program_it_is(repository: Path) -> 
     assert len(found["boot"]) == 36
 
 
+def test_what_is_committed_later_is_not_the_code_that_runs(repository: Path) -> None:
+    commit = environment.attempt()["git"]
+    git(repository, "commit", "--allow-empty", "-m", "second")
+
+    assert git(repository, "rev-parse", "HEAD") != commit
+    assert environment.describe()["git"] == environment.attempt()["git"] == commit
+
+
 def test_a_changed_file_makes_the_repository_dirty_and_a_new_one_does_not(repository: Path) -> None:
     (repository / "notes.txt").write_text("new")
     assert environment.attempt()["dirty"] is False
@@ -166,6 +174,7 @@ def test_the_commit_is_found_in_a_worktree_and_among_packed_branches(
     assert environment.describe()["git"] == commit
 
     git(repository, "pack-refs", "--all")
+    environment._git_commit.cache_clear()
     assert environment.describe()["git"] == commit
 
 
