@@ -24,6 +24,7 @@ from .events import (
     renamed,
     root_of,
 )
+from .liveness import left_at_end, live_at_head
 from .statements import NO_WAY_ON, Statement, statements_of
 
 
@@ -249,7 +250,7 @@ class Bytecode:
 
     def read_first(self, body: list[dis.Instruction]) -> set[Name]:
         """Return the variables that a body may read before it stores them."""
-        return _live_at_head(body, self._jumps, self.events)
+        return live_at_head(body, self._jumps, self.events)
 
     def owners_read_first(self, body: list[dis.Instruction]) -> set[Name]:
         """Return the variables that a body stores, and of which it may read an attribute before."""
@@ -263,18 +264,18 @@ class Bytecode:
             events[one.offset] = [
                 (how, root) for how, name, root in pairs if root in owners and (how == "load" or name == root)
             ]
-        return _live_at_head(body, self._jumps, events)
+        return live_at_head(body, self._jumps, events)
 
     def left_at_end(self, body: list[dis.Instruction]) -> set[Name]:
         """Return the variables that may come to the end of a body as they were at its head."""
         first, last = body[0].offset, body[-1].offset
         backward = {one.offset for one in body if self._jumps.get(one.offset) == first} | {last}
-        return _left_at_end(body, self._jumps, self.events, backward)
+        return left_at_end(body, self._jumps, self.events, backward)
 
     def left_at_return(self) -> set[Name]:
         """Return the variables that may be at the function's end as they were at its begin."""
         ends = {one.offset for one in self.instructions if one.opname in ("RETURN_VALUE", "RETURN_CONST")}
-        return _left_at_end(self.instructions, self._jumps, self.events, ends)
+        return left_at_end(self.instructions, self._jumps, self.events, ends)
 
 
 @cache
@@ -365,52 +366,3 @@ def _without_handlers(instructions: list[dis.Instruction], jumps: Mapping[int, i
         if not one.opname.startswith(NO_WAY_ON):
             waiting.append(number + 1)
     return [instructions[number] for number in sorted(reached)]
-
-
-def _live_at_head(
-    body: list[dis.Instruction], jumps: Mapping[int, int], events: Mapping[int, list[Event]]
-) -> set[Name]:
-    """Return the variables that a body may read before it stores them."""
-    numbers = {one.offset: number for number, one in enumerate(body)}
-    before: list[list[tuple[int, set[Name]]]] = [[] for _ in body]
-    for number, one in enumerate(body):
-        if (target := numbers.get(jumps.get(one.offset, -1))) is not None:
-            known = _set_in_loop(body, number, events) if one.opname == "FOR_ITER" else set()
-            before[target].append((number, known))
-        if not one.opname.startswith(NO_WAY_ON) and number + 1 < len(body):
-            before[number + 1].append((number, set()))
-    accessed = [events[one.offset] for one in body]
-    stored = [names_of(pairs, "store") if pairs else set() for pairs in accessed]
-    live = [_read_first(pairs) if pairs else set() for pairs in accessed]
-    waiting = [*range(len(body))]
-    while waiting:
-        number = waiting.pop()
-        for earlier, known in before[number]:
-            if new := live[number] - known - stored[earlier] - live[earlier]:
-                live[earlier] |= new
-                waiting.append(earlier)
-    return live[0]
-
-
-def _left_at_end(
-    body: list[dis.Instruction], jumps: Mapping[int, int], events: Mapping[int, list[Event]], ends: set[int]
-) -> set[Name]:
-    """Return the variables that may come to one of the ends of a body as they were at its head."""
-    stored = {name for one in body for how, name in events[one.offset] if how == "store"}
-    reads: list[Event] = [("load", name) for name in stored]
-    at_end = {one.offset: [event for event in events[one.offset] if event[0] == "store"] for one in body}
-    return _live_at_head(body, jumps, {at: reads if at in ends else some for at, some in at_end.items()})
-
-
-def _read_first(events: list[Event]) -> set[Name]:
-    """Return the variables that an instruction loads before it stores them."""
-    if len(events) == 2 and events[0] == ("store", events[1][1]):
-        return set()
-    return names_of(events, "load")
-
-
-def _set_in_loop(body: list[dis.Instruction], number: int, events: Mapping[int, list[Event]]) -> set[Name]:
-    """Return what is known at the end of the `for` at a place: it is taken to have run once at least."""
-    end = body[number].argval
-    inside = [other for other in body[number + 1 :] if other.offset < end]
-    return {name for other in inside for how, name in events[other.offset] if how == "store"}
