@@ -118,9 +118,10 @@ class Gradients:
         be about to zero them, and a resume does not run the rest of the body. With several processes, each
         has its own, and another number of processes could not use them.
         """
-        self.used, self.has_left_out = [], self._is_without
+        self.used, self.has_left_out = [], False
         if self.is_captured:
             return {}
+        self.has_left_out = self._is_without
         found = {name: p.grad for name, p in parameters.items() if p.grad is not None}
         if not self._are_kept:
             used = {name for name, g in found.items() if self._is_used(parameters[name], g)}
@@ -160,7 +161,7 @@ class Gradients:
     def _warn_of_left_out(self) -> None:
         if self._is_without:
             warn(
-                "this script keeps gradients after a step, and the checkpoint that this training was resumed "
+                "this script keeps gradients after a step, and a checkpoint that this training was resumed "
                 "from lacks them: it does not continue exactly. Later checkpoints have them; for an exact "
                 "training, start it over in another run directory."
             )
@@ -187,6 +188,7 @@ class Gradients:
         if is_there:
             self._are_kept = True
             self._warn_of_left_out()
+            self._is_without = False
             hook.remove()
         else:
             self._is_without = False

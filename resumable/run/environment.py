@@ -117,6 +117,7 @@ def _script_folder() -> Path:
 
 @cache
 def _folder_of(script: str) -> Path:
+    """Return the folder at the first look: the script may go to another one, and its name may be relative."""
     return Path(script).resolve().parent
 
 

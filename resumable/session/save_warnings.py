@@ -114,8 +114,9 @@ class SaveWarnings:
                 f"{names} {'controls' if is_one else 'control'} this loop and "
                 f"{'changes' if is_one else 'change'} as it runs, but no checkpoint has "
                 f"{'it' if is_one else 'them'}: a resume starts from the values assigned before the loop. "
-                "Keep such values in state.vars, or pass their object in extra={...}. If they only affect "
-                "what is shown, nothing is lost."
+                "Keep such values in state.vars (of a class or a named tuple, its fields), or pass an object "
+                "that has state_dict and load_state_dict in extra={...}. If they only affect what is shown, "
+                "nothing is lost."
             )
         if hidden:
             names, is_one = ", ".join(hidden), len(hidden) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import warnings
 import weakref
 from collections.abc import Callable
@@ -240,6 +241,12 @@ def test_a_checkpoint_that_lacks_kept_gradients_is_known_two_resumes_later(run_d
             objects["optimizer"].step()
         with pytest.warns(ResumableWarning, match="resumed from lacks them"):
             backward(objects, torch.ones(1, 2))
+        objects["optimizer"].step()
+        state.save()
+
+    # This one has them.
+    written = json.loads((run_dir / "newest" / "state.json").read_text())
+    assert written["optimizer"]["optimizer"]["left_out"] is False
 
 
 def test_a_resume_of_a_script_that_zeroes_its_gradients_first_lacks_nothing(run_dir: Path) -> None:

@@ -287,12 +287,10 @@ def a_list_that_is_shuffled(found: Objects, state: RunState) -> None:
         state.save()
 
 
-class Annealing:
-    temperature = 1.0
-    shown = 0
-
-
 def an_attribute_of_a_class(found: Objects, state: RunState) -> None:
+    class Annealing:
+        temperature = 1.0
+
     for _ in state.epochs(3):
         for x in state.batches():
             found.train(found.model(x).square().mean() * Annealing.temperature)
@@ -300,11 +298,13 @@ def an_attribute_of_a_class(found: Objects, state: RunState) -> None:
         state.save()
 
 
-class Warmer(Annealing):
-    """It has the attributes of the class before it."""
-
-
 def an_attribute_that_a_class_inherits(found: Objects, state: RunState) -> None:
+    class Annealing:
+        temperature = 1.0
+
+    class Warmer(Annealing):
+        pass
+
     for _ in state.epochs(1):
         for x in state.batches():
             found.train(found.model(x).square().mean() * Warmer.temperature)
@@ -312,19 +312,25 @@ def an_attribute_that_a_class_inherits(found: Objects, state: RunState) -> None:
         state.save()
 
 
-def decayed(loss: torch.Tensor) -> torch.Tensor:
-    decayed.calls += 1  # type: ignore[attr-defined]
-    return loss * 0.9**decayed.calls  # type: ignore[attr-defined]
-
-
-decayed.calls = 0  # type: ignore[attr-defined]
-
-
 def an_attribute_of_a_function(found: Objects, state: RunState) -> None:
+    def decayed(loss: torch.Tensor) -> torch.Tensor:
+        decayed.calls += 1  # type: ignore[attr-defined]
+        return loss * 0.9**decayed.calls  # type: ignore[attr-defined]
+
+    decayed.calls = 0  # type: ignore[attr-defined]
     for _ in state.epochs(3):
         for x in state.batches():
             found.train(decayed(found.model(x).square().mean()))
         state.save()
+
+
+class Best(NamedTuple):
+    """Its fields are known without its own code, which may fail."""
+
+    loss: float = 9e9
+
+    def __iter__(self) -> Any:
+        raise RuntimeError
 
 
 class Settings(NamedTuple):
@@ -338,6 +344,18 @@ def a_named_tuple_that_each_body_makes_from_the_last(found: Objects, state: RunS
         for x in state.batches():
             found.train(found.model(x).square().mean() * settings.temperature)
         settings = Settings(settings.temperature * 0.9, settings.epochs + 1)
+        state.save()
+
+
+def the_best_in_a_named_tuple(found: Objects, state: RunState) -> None:
+    best = Best()
+    for _ in state.epochs(6):
+        for x in state.batches():
+            loss = found.model(x).square().mean()
+            found.train(loss)
+        if loss.item() < best.loss:
+            best = Best(loss.item())
+            found.train(found.model(x).square().mean())
         state.save()
 
 
@@ -365,6 +383,19 @@ def an_object_that_each_body_makes_from_the_last(found: Objects, state: RunState
         state.save()
 
 
+def cooled(frozen: Frozen) -> Frozen:
+    return Frozen(frozen.temperature * 0.9)
+
+
+def an_object_that_a_function_makes_from_the_last(found: Objects, state: RunState) -> None:
+    frozen = Frozen()
+    for _ in state.epochs(3):
+        for x in state.batches():
+            found.train(found.model(x).square().mean() * frozen.temperature)
+        frozen = cooled(frozen)
+        state.save()
+
+
 WARNED: dict[Script, str] = {
     a_hidden_state: "hidden",
     a_tuple_of_numbers: "mean",
@@ -384,10 +415,12 @@ WARNED: dict[Script, str] = {
     an_order_that_is_shuffled: "order",
     a_list_that_is_shuffled: "order",
     an_attribute_of_a_class: "Annealing.temperature",
+    the_best_in_a_named_tuple: "best.loss",
     an_attribute_that_a_class_inherits: "Warmer.temperature",
     an_attribute_of_a_function: "decayed.calls",
     a_named_tuple_that_each_body_makes_from_the_last: "settings.temperature",
     a_named_tuple_of_tensors: "pair.mean",
+    an_object_that_a_function_makes_from_the_last: "frozen.temperature",
     an_object_that_each_body_makes_from_the_last: "frozen.temperature",
 }
 
@@ -590,20 +623,69 @@ def an_order_of_each_body(found: Objects, state: RunState) -> None:
 
 
 def an_attribute_of_a_class_that_is_only_shown(found: Objects, state: RunState) -> None:
+    class Seen:
+        batches = 0
+
     for _ in state.epochs(3):
         for x in state.batches():
             found.train(found.model(x).square().mean())
-            Annealing.shown += 1
-            if Annealing.shown % 2 == 0:
-                print(Annealing.shown)
+            Seen.batches += 1
+            if Seen.batches % 2 == 0:
+                print(Seen.batches)
         state.save()
 
 
 def an_attribute_of_a_class_that_each_body_sets(found: Objects, state: RunState) -> None:
+    class Annealing:
+        temperature = 1.0
+
     for epoch in state.epochs(3):
         Annealing.temperature = 0.9**epoch
         for x in state.batches():
             found.train(found.model(x).square().mean() * Annealing.temperature)
+        state.save()
+
+
+def a_class_and_a_function_that_the_epoch_chooses(found: Objects, state: RunState) -> None:
+    class Square:
+        """It has a docstring, as the other has none."""
+
+    class Absolute:
+        pass
+
+    def full(x: torch.Tensor) -> torch.Tensor:
+        """Return it as it is."""
+        return x
+
+    def half(x: torch.Tensor) -> torch.Tensor:
+        return x / 2
+
+    kind, scale = Square, full
+    for epoch in state.epochs(3):
+        if epoch == 1:
+            kind, scale = Absolute, half
+        for x in state.batches():
+            loss = scale(found.model(x))
+            found.train(loss.square().mean() if kind is Square else loss.abs().mean())
+        state.save()
+
+
+def a_named_tuple_that_is_kept_in_vars(found: Objects, state: RunState) -> None:
+    settings = Settings(state.vars.get("temperature", 1.0))
+    for _ in state.epochs(3):
+        for x in state.batches():
+            found.train(found.model(x).square().mean() * settings.temperature)
+        settings = Settings(settings.temperature * 0.9)
+        state.vars["temperature"] = settings.temperature
+        state.save()
+
+
+def a_named_tuple_that_each_body_sets(found: Objects, state: RunState) -> None:
+    settings = Settings()
+    for epoch in state.epochs(3):
+        settings = settings._replace(temperature=0.9**epoch)
+        for x in state.batches():
+            found.train(found.model(x).square().mean() * settings.temperature)
         state.save()
 
 
@@ -631,6 +713,9 @@ def the_output_of_a_batch_that_the_next_epoch_shows(found: Objects, state: RunSt
 SILENT: list[Script] = [
     an_attribute_of_a_class_that_is_only_shown,
     an_attribute_of_a_class_that_each_body_sets,
+    a_class_and_a_function_that_the_epoch_chooses,
+    a_named_tuple_that_is_kept_in_vars,
+    a_named_tuple_that_each_body_sets,
     named_tuples_of_each_body,
     the_output_of_a_batch_that_the_next_epoch_shows,
     a_hidden_state_of_one_epoch,
@@ -649,6 +734,21 @@ SILENT: list[Script] = [
     data_that_know_themselves,
     an_order_of_each_body,
 ]
+
+
+def test_a_sum_in_a_named_tuple_is_told_to_be_averaged(run_dir: Path) -> None:
+    def sums(found: Objects, state: RunState) -> None:
+        for _ in state.epochs(3):
+            settings = Settings(0.0)
+            for x in state.batches():
+                loss = found.model(x).square().mean()
+                found.train(loss)
+                settings = Settings(settings.temperature + loss.item(), settings.epochs + 1)
+                state.save(loss=settings.temperature / settings.epochs)
+
+    (message,) = said(run_dir, sums)
+
+    assert message.startswith("settings.epochs, settings.temperature are summed over the epoch")
 
 
 def test_data_that_grow_are_only_warned_of_by_their_loader(run_dir: Path) -> None:

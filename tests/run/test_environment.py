@@ -125,7 +125,8 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     git(folder, "add", "train.py")
     git(folder, "commit", "-m", "first")
     monkeypatch.setattr(sys, "argv", [str(folder / "train.py")])
-    environment._is_dirty.cache_clear()
+    for remembered in (environment._is_dirty, environment._git_commit, environment._folder_of):
+        remembered.cache_clear()
     return folder
 
 
@@ -145,6 +146,17 @@ def test_what_is_committed_later_is_not_the_code_that_runs(repository: Path) -> 
 
     assert git(repository, "rev-parse", "HEAD") != commit
     assert environment.describe()["git"] == environment.attempt()["git"] == commit
+
+
+def test_a_script_that_changes_its_folder_is_still_where_it_began(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    monkeypatch.chdir(repository)
+    environment.attempt()
+    monkeypatch.chdir(tmp_path)
+
+    assert environment.describe()["git"] == git(repository, "rev-parse", "HEAD")
 
 
 def test_a_changed_file_makes_the_repository_dirty_and_a_new_one_does_not(repository: Path) -> None:

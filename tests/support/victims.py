@@ -13,7 +13,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +47,17 @@ def dice() -> random.Random:
     return random.Random(seed)
 
 
-def tries(count: int, found: Counter[str], more_than: Mapping[str, int]) -> Iterator[int]:
-    """Number so many tries, and more until each of what they are made for was found more often than that.
+def tries(
+    count: int, found: Counter[str], minimums: Mapping[str, int], bad: Sequence[object]
+) -> Iterator[int]:
+    """Yield at least `count` numbers, and more until each count in `found` exceeds its minimum.
 
-    Moments that nobody chose may miss it for long: only ten times as many tell that it is never reached.
+    Of random moments few may hit what is meant: only after ten times as many is it taken for unreachable.
+    It ends after `count` if something went wrong, which the caller then reports.
     """
     number = 0
-    while number < count or any(found[one] <= often for one, often in more_than.items()):
-        assert number < 10 * count, f"{number} tries found {dict(found)}, to be more than {more_than}"
+    while number < count or (not bad and any(found[one] <= least for one, least in minimums.items())):
+        assert number < 10 * count, f"{number} tries found {dict(found)}, which should exceed {minimums}"
         yield number
         number += 1
     print(f"{number} tries found {dict(found)}")

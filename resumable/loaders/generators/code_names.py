@@ -173,6 +173,12 @@ def is_own(module: str) -> bool:
     return _is_own(module, getattr(sys.modules.get(module), "__file__", None))
 
 
+def is_own_definition(value: type | FunctionType) -> bool:
+    """Whether a class or a function is the user's."""
+    # A metaclass may have code of its own behind `__module__`.
+    return is_own(str(vars(value).get("__module__") if isinstance(value, type) else value.__module__))
+
+
 def is_own_code(code: CodeType, variables: Mapping[str, Any]) -> bool:
     """Whether code that runs with these global variables is the user's."""
     name = str(variables.get("__name__", "__main__"))

@@ -253,7 +253,7 @@ class Bytecode:
         return live_at_head(body, self._jumps, self.events)
 
     def owners_read_first(self, body: list[dis.Instruction]) -> set[Name]:
-        """Return the variables that a body stores, and of which it may read an attribute before."""
+        """Return the variables that a body stores, and that it may read before, or an attribute of theirs."""
         stored = self.accessed("store", body)
         owners = {root_of(name) for name in self.accessed("load", body) if "." in name} & stored
         if not owners:

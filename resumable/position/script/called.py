@@ -175,7 +175,7 @@ def generators_of(function: FunctionType) -> dict[str, rng.Generator]:
 
 def _has_own_values(value: Any) -> bool:
     """Whether a function of the script has attributes, or a class is the script's."""
-    if not isinstance(value, (type, FunctionType)) or not code_names.is_own(str(value.__module__)):
+    if not isinstance(value, (type, FunctionType)) or not code_names.is_own_definition(value):
         return False
     return isinstance(value, type) or bool(value.__dict__)
 

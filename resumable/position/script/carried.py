@@ -96,15 +96,19 @@ def _carried_by(
     restored, known = _known(code, [one for one in read.statements if one.first < start], states)
     known |= _from_clocks(statements)
     seeded = {name for one in statements if one.methods & _SEEDS for name in one.names("load")}
+    owners -= known | restored
     made, restarted = assigned - found - owners, (found & assigned) - outer
     found -= {name for name in found if name in known or owner_of(name) in restored}
     placed = _placed(read, start, loops[start], states) | (outer & assigned)
     others = known | found
     named = assigned | outer | kept | found
     kept -= {name for name in kept if name in others or owner_of(name) in restored or root_of(name) in made}
-    # An object that is made from the last one takes along what it has.
-    found |= {name for name in kept if {root_of(name)} & owners & _following({name}, statements)}
-    kept -= found
+    again = owners - {name for name in found if not _is_replaced(name, statements)}
+    fields = {name for name in kept if root_of(name) in again}
+    passed, decisive = _passed_on(fields, statements)
+    kept -= fields - decisive
+    found |= passed
+    restarted |= {name for name in passed if root_of(name) not in read.owners_read_first(whole)}
     found -= {name for name in found if root_of(name) in made}
     decides = {name for name in found if _decides(name, read, statements, states)}
     # Without the RunState's names no call of save() counts.
@@ -176,6 +180,19 @@ def _shuffled(read: Bytecode, head: int, end: int) -> set[Name]:
         for name in one.names("load")
     }
     return given & read.read_first(read.between(head, end))
+
+
+def _is_replaced(name: Name, statements: list[Statement]) -> bool:
+    """Whether a body gives a variable only copies of what it is, with other fields."""
+    stores = [one for one in statements if name in one.names("store")]
+    return all({"replace", "_replace"} & (one.methods | one.functions) for one in stores)
+
+
+def _passed_on(names: set[Name], statements: list[Statement]) -> tuple[set[Name], set[Name]]:
+    """Return the attributes from which a body makes their object anew, and those that a condition reads."""
+    passed = {name for name in names if root_of(name) in _following({name}, statements)}
+    read = {name for one in statements if one.is_condition for name in one.names("load")}
+    return passed, (names & read) - passed
 
 
 def _placed(read: Bytecode, head: int, end: int, states: frozenset[Name]) -> set[Name]:

@@ -211,7 +211,7 @@ def glance(name: Name, value: Any) -> dict[Name, Any]:
             f"{name}[{key!r}]": _comparable(one) for key, one in _plain_items(value) if type(key) in PLAIN
         }
     own = loops.attributes(value) if _has_own_attributes(value) else {}
-    return {f"{name}.{key}": _comparable(one) for key, one in _plain_items(own)}
+    return {f"{name}.{key}": _comparable(one) for key, one in _plain_items(own) if key[:2] != "__"}
 
 
 def _is_computed(value: Any) -> bool:
@@ -293,5 +293,5 @@ def _has_own_attributes(value: Any) -> bool:
     if isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):
         return False
     if isinstance(value, (type, FunctionType)):
-        return code_names.is_own(str(value.__module__))
+        return code_names.is_own_definition(value)
     return isinstance(value, (SimpleNamespace, Namespace)) or code_names.is_own(str(type(value).__module__))

@@ -8,7 +8,7 @@ import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Mapping
 from functools import cache
-from types import CodeType, FrameType, GeneratorType, MemberDescriptorType
+from types import CodeType, FrameType, FunctionType, GeneratorType, MemberDescriptorType
 from typing import Any, NamedTuple
 
 from . import bytecode, script_frames
@@ -153,6 +153,8 @@ def _attribute(value: Any, name: str) -> Any:
 def attributes(value: Any) -> dict[str, Any]:
     """Return the attributes of an object, those in slots too, and of a class, those it inherits too."""
     found: dict[str, Any] = {}
+    if isinstance(value, FunctionType):
+        return dict(own_of(value))
     if isinstance(value, type):
         for kind in value.__mro__:
             found = {**vars(kind), **found}
@@ -162,7 +164,7 @@ def attributes(value: Any) -> dict[str, Any]:
             if type(one) is MemberDescriptorType:
                 with contextlib.suppress(AttributeError):  # it has no value yet
                     found.setdefault(name, one.__get__(value))
-    if isinstance(value, tuple):
-        # A named one; of another, no attribute is a value
-        found |= zip(getattr(type(value), "_fields", ()), value, strict=False)
+    if issubclass(type(value), tuple):
+        # Only named tuples have fields.
+        found |= zip(getattr(type(value), "_fields", ()), tuple.__iter__(value), strict=False)
     return {**found, **own_of(value)}

@@ -59,11 +59,11 @@ def many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(large_files, "_PREALLOCATE", 1)
 
 
-def _kill(chain: Chain, count: int, of_starts: float, more_than: Mapping[str, int], tally: Tally) -> None:
-    """Kill trainings, a share of them while they start, until each was found more often than that."""
+def _kill(chain: Chain, count: int, of_starts: float, minimums: Mapping[str, int], tally: Tally) -> None:
+    """Kill trainings, a share of them while they start, until each count exceeds its minimum."""
     dice, folder = victims.dice(), chain.run_dir.parent
     start, first, second = Aim(None, "found"), Aim("found", "save 1 "), Aim("save 1 ", "save 2 ")
-    for number in victims.tries(count, chain.found, more_than):
+    for number in victims.tries(count, chain.found, minimums, chain.bad):
         if chain.is_over():
             chain = chain.another(folder / f"exp-{number}")
         chain.way = dice.choice(["paced", "direct", "plain"])
@@ -83,9 +83,9 @@ def test_saves_and_prunes_that_are_killed_lose_nothing(
 ) -> None:
     count = 3500 if nightly else 90
     # Else they were not killed in the middle of anything
-    more_than = {".stage": count // 10, ".trash": count // 100, "not acknowledged": count // 100}
+    minimums = {".stage": count // 10, ".trash": count // 100, "not acknowledged": count // 100}
 
-    _kill(Chain(tmp_path / "exp", keep), count, 0, more_than, tally)
+    _kill(Chain(tmp_path / "exp", keep), count, 0, minimums, tally)
 
 
 def test_starts_that_are_killed_amid_what_killed_saves_have_left_lose_nothing(
@@ -132,8 +132,8 @@ def test_what_is_listed_in_a_remote_copy_is_whole_whenever_a_push_is_killed(
     seconds = _seconds(partial(_push, run_dir, memory / "timed"))
     count, dice, found, bad = 3000 if nightly else 75, victims.dice(), Counter[str](), list[str]()
 
-    more_than = {"begun": count // 10, "0 listed": 0, "1 listed": 0, "2 listed": 0}
-    for _ in victims.tries(count, found, more_than):
+    minimums = {"begun": count // 10, "0 listed": 0, "1 listed": 0, "2 listed": 0}
+    for _ in victims.tries(count, found, minimums, bad):
         victim = Victim(partial(_push, run_dir, folder))
         time.sleep(dice.uniform(0, seconds))
         victim.kill()
@@ -158,8 +158,8 @@ def test_a_training_that_pushes_and_is_killed_loses_nothing_here_nor_there(
     chain = Chain(tmp_path / "exp", keep=2, is_copied=True)
     aims = [Aim("found", "save 2 "), Aim("save 2 ", "save 4 ")]
 
-    more_than = {"begun": count // 20, "something listed": count // 5}
-    for number in victims.tries(count, chain.found, more_than):
+    minimums = {"begun": count // 20, "something listed": count // 5}
+    for number in victims.tries(count, chain.found, minimums, chain.bad):
         if chain.is_over():
             chain = chain.another(tmp_path / f"exp-{number}")
         aim, victim = dice.choice(aims), chain.start()
@@ -198,7 +198,7 @@ def test_a_start_from_a_remote_copy_that_is_killed_is_made_up_by_the_next(
     seconds = _seconds(partial(_pull, memory / "timed", folder, steps))
     count, dice, found, bad = 2500 if nightly else 65, victims.dice(), Counter[str](), list[str]()
 
-    for number in victims.tries(count, found, {"begun": count // 40}):
+    for number in victims.tries(count, found, {"begun": count // 40}, bad):
         run_dir = memory / f"pulled-{number // 5}"
         victim = Victim(partial(_pull, run_dir, folder, steps))
         if number % 5 == 4:

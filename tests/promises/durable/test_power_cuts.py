@@ -177,7 +177,8 @@ def test_what_was_saved_before_a_power_cut_is_there_after_it(
     chain: Chain = _OnDisk(disk.path / "exp", keep)
     aims = [Aim("found", "save 1 "), Aim("save 1 ", "save 2 ")]
     # Else no cut came in the middle of anything
-    for number in victims.tries(count, chain.found, {".stage": count // 20, "told": count // 20}):
+    minimums = {".stage": count // 20, "told": count // 20}
+    for number in victims.tries(count, chain.found, minimums, chain.bad):
         if chain.is_over():
             chain = chain.another(disk.path / f"exp-{number}")
         chain.way = dice.choice(["paced", "direct", "plain"])
