@@ -165,8 +165,9 @@ def _of_bystanders(culprits: Sequence[Lost], rest: Sequence[Lost]) -> list[str]:
     names = naming.joined(
         [one.name for one in rest[:_MORE]] + ([f"{len(rest) - _MORE} more"] if rest[_MORE:] else [])
     )
+    verb, values = ("differs", "its value") if len(rest) == 1 else ("differ", "their values")
     return [
-        f"{names} differ after a resume too, but with their values put back the training is still another one"
+        f"{names} {verb} after a resume too, but with {values} put back the training is still another one"
     ]
 
 

@@ -99,9 +99,25 @@ def fix(place: Place, kind: str, value: Any, held: Held, use: str = "") -> str:
         return own
     if kind == "parameter":
         return f'make it an nn.Parameter, and extra={{"{place.leaf}": {{"{place.leaf}": {place.code}}}}}'
+    if is_named_tuple(value):
+        return _of_named_tuple(place)
     if kind in _VALUES or (use and (kind in _CONTAINERS or kind.endswith("tensors"))):
         return _of_plain(place.leaf, use)
     return _extra(place)
+
+
+def is_named_tuple(value: Any) -> bool:
+    """Whether a value is a tuple with named fields, which no checkpoint stores as such."""
+    return issubclass(type(value), tuple) and hasattr(type(value), "_fields")
+
+
+def _of_named_tuple(place: Place) -> str:
+    """Return where its fields are kept.
+
+    >>> _of_named_tuple(Place("plan", "plan"))
+    'state.vars["plan"], as tuple(plan)'
+    """
+    return f'state.vars["{place.leaf}"], as tuple({place.code})'
 
 
 def _of_plain(name: str, use: str) -> str:

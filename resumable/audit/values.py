@@ -17,6 +17,7 @@ from ..files import codec, tensor_file
 from ..files.strict_json import Json
 from ..loaders.generators import rng
 from . import containers
+from .fixes import is_named_tuple
 from .registered import TENSORS
 from .survey import Item, Survey
 
@@ -74,7 +75,8 @@ def _read(value: Any) -> dict[str, Any]:
         return {"state": value.state_dict(), "rates": rates}
     if hasattr(type(value), "state_dict"):
         return {"state": value.state_dict()}
-    return {"value": value}
+    # A named tuple cannot be stored as such; what is restored has the class of what is there.
+    return {"value": tuple(value) if is_named_tuple(value) else value}
 
 
 def _write(item: Item, found: Mapping[str, Any]) -> None:
@@ -101,7 +103,7 @@ def _replace(item: Item, new: Any) -> None:
         value.clear()
         value.extend(new) if isinstance(value, (list, deque)) else value.update(new)
     elif item.assign:
-        item.assign(new)
+        item.assign(tuple.__new__(type(value), new) if is_named_tuple(value) else new)
 
 
 def _copy(tensor: torch.Tensor, new: torch.Tensor) -> None:

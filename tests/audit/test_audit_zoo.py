@@ -58,6 +58,7 @@ BROKEN = {
     "set_epoch_by_own_count": ("data", "passes"),
     "set_epoch_too_late": ("data", "sampler.epoch"),
     "set_order": ("repeat: hash", "set of strings"),
+    "settings_in_a_named_tuple": ("state", "settings"),
     "split_by_a_fresh_generator": ("repeat: system", "splitter"),
     "state_dict_leaves_out": ("state", "loss_scale.seen"),
     "temperature_in_no_part": ("state", "log_temperature"),
