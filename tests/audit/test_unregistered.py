@@ -13,7 +13,7 @@ import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -472,7 +472,7 @@ given = {"metric": metric}
 @pytest.fixture(params=[pytest.param("torchmetrics itself", marks=pytest.mark.nightly), "one of its shape"])
 def summed(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., dict[str, Any]]:
+) -> Iterator[Callable[..., dict[str, Any]]]:
     """What runs a script with metrics, changed at its two places, and returns its variables."""
     if request.param == "torchmetrics itself":
         pytest.importorskip("torchmetrics")
@@ -491,7 +491,11 @@ def summed(
         variables = {"run": tmp_path / folder, "stop": stop}
         return runpy.run_path(str(script), init_globals=variables, run_name="__main__")
 
-    return run
+    yield run
+    if request.param != "torchmetrics itself":
+        # Else a later test imports the one that is no more.
+        for name in [name for name in sys.modules if name.partition(".")[0] == "torchmetrics"]:
+            del sys.modules[name]
 
 
 def test_the_sums_of_a_metric_are_reported_and_not_once_it_is_given(
