@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 
 from resumable import RunState
 from resumable.errors import ResumableWarning
-from resumable.position.script.loop_variables import LoopVariables
+from resumable.position.script.loop_variables import LoopVariables, glance
 
 Script = Callable[[RunState, Callable[..., torch.Tensor]], None]
 LOSSES = [0.5, 0.4, 0.6, 0.3, 0.7, 0.8, 0.9]
@@ -856,3 +856,10 @@ def test_a_tensor_that_moves_to_the_device_of_the_batches_is_not_warned_of(run_d
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
                 state.save().wait()
+
+
+def test_an_object_whose_attributes_are_not_all_named_by_text_is_looked_at() -> None:
+    holder = SimpleNamespace(bad=1, __doc__="no value of the loop")
+    vars(holder)[0] = 2  # type: ignore[index]
+
+    assert glance("holder", holder) == {"holder.bad": 1, "holder.0": 2}

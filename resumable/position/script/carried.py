@@ -103,12 +103,13 @@ def _carried_by(
     others = known | found
     named = assigned | outer | kept | found
     kept -= {name for name in kept if name in others or owner_of(name) in restored or root_of(name) in made}
-    again = owners - {name for name in found if not _is_replaced(name, statements)}
-    fields = {name for name in kept if root_of(name) in again}
+    remade = owners - {name for name in found if not _is_replaced(name, statements)}
+    fields = {name for name in kept if root_of(name) in remade}
     passed, decisive = _passed_on(fields, statements)
     kept -= fields - decisive
     found |= passed
-    restarted |= {name for name in passed if root_of(name) not in read.owners_read_first(whole)}
+    come = read.owners_read_first(whole) if passed else set[Name]()
+    restarted |= {name for name in passed if root_of(name) not in come}
     found -= {name for name in found if root_of(name) in made}
     decides = {name for name in found if _decides(name, read, statements, states)}
     # Without the RunState's names no call of save() counts.
@@ -189,7 +190,7 @@ def _is_replaced(name: Name, statements: list[Statement]) -> bool:
 
 
 def _passed_on(names: set[Name], statements: list[Statement]) -> tuple[set[Name], set[Name]]:
-    """Return the attributes from which a body makes their object anew, and those that a condition reads."""
+    """Return the attributes from which a body makes their object again, and those that a condition reads."""
     passed = {name for name in names if root_of(name) in _following({name}, statements)}
     read = {name for one in statements if one.is_condition for name in one.names("load")}
     return passed, (names & read) - passed

@@ -211,7 +211,9 @@ def glance(name: Name, value: Any) -> dict[Name, Any]:
             f"{name}[{key!r}]": _comparable(one) for key, one in _plain_items(value) if type(key) in PLAIN
         }
     own = loops.attributes(value) if _has_own_attributes(value) else {}
-    return {f"{name}.{key}": _comparable(one) for key, one in _plain_items(own) if key[:2] != "__"}
+    # An object may have keys that are no text among its attributes.
+    found = {f"{name}.{key}": _comparable(one) for key, one in _plain_items(own)}
+    return {reached: one for reached, one in found.items() if not reached.startswith(f"{name}.__")}
 
 
 def _is_computed(value: Any) -> bool:
