@@ -57,7 +57,7 @@ def source(tmp_path: Path) -> Run:
 @pytest.fixture
 def remote(place: Place, source: Run) -> Remote:
     """A remote with one checkpoint."""
-    made = Remote(Store(place.url, place.options(), patience=20))
+    made = Remote(Store(place.url, place.options()))
     made.claim("a1b2")
     push(made, source.open(1), nowhere)
     return made
@@ -214,7 +214,7 @@ def test_a_remote_without_a_name_is_that_of_its_checkpoints(run: Run, remote: Re
 @pytest.fixture
 def broken(proxied_s3: ProxiedS3, shelf: str, source: Run) -> Remote:
     """A remote with one checkpoint behind the proxy."""
-    made = Remote(Store(f"s3://{shelf}/{uuid.uuid4().hex}", proxied_s3.options(), patience=20))
+    made = Remote(Store(f"s3://{shelf}/{uuid.uuid4().hex}", proxied_s3.options()))
     made.claim("a1b2")
     push(made, source.open(1), nowhere)
     proxied_s3.proxy.forget()
@@ -303,7 +303,7 @@ def test_a_pull_that_is_killed_leaves_nothing_half_and_the_next_one_continues(
 ) -> None:
     contents = {name: os.urandom(9 << 20) for name in ("model.safetensors", "optimizer.safetensors")}
     found = commit(source, 2, {**contents, "state.json": b"state"})
-    remote = Remote(Store(place.url, place.options(), patience=20))
+    remote = Remote(Store(place.url, place.options()))
     push(remote, found, nowhere)
     about = json.dumps([place.url, place.options(), found.path.name, str(run_dir)])
     moved = []
@@ -386,7 +386,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_disk_without_room_says_so_before_anything_is_brought(
     disk: Path, place: Place, source: Run
 ) -> None:
-    remote = Remote(Store(place.url, place.options(), patience=20))
+    remote = Remote(Store(place.url, place.options()))
     found = commit(source, 2, {"model.safetensors": bytes(2 << 20)})
     push(remote, found, nowhere)
     run = Run(disk / "exp")
@@ -401,7 +401,7 @@ def test_a_disk_without_room_says_so_before_anything_is_brought(
 def test_a_disk_that_fills_up_meanwhile_says_so_and_the_next_pull_continues(
     disk: Path, place: Place, source: Run
 ) -> None:
-    remote = Remote(Store(place.url, place.options(), patience=20))
+    remote = Remote(Store(place.url, place.options()))
     found = commit(source, 2, {"model.safetensors": os.urandom(300_000), "state.json": os.urandom(300_000)})
     push(remote, found, nowhere)
     run = Run(disk / "exp")

@@ -111,19 +111,19 @@ def a_place(request: pytest.FixtureRequest) -> Iterator[Place]:
 @pytest.fixture
 def remote(place: Place) -> Remote:
     """An empty remote."""
-    return Remote(Store(place.url, place.options(), patience=20))
+    return Remote(Store(place.url, place.options()))
 
 
 @pytest.fixture
 def broken(proxied_s3: ProxiedS3, shelf: str) -> Remote:
     """An empty remote behind the proxy."""
     url = f"s3://{shelf}/{uuid.uuid4().hex}"
-    return Remote(Store(url, proxied_s3.options(), patience=20))
+    return Remote(Store(url, proxied_s3.options()))
 
 
 def behind(server: S3, broken: Remote) -> Remote:
     """Return the same remote without the proxy in between, with nothing remembered."""
-    return Remote(Store(broken.store.url, {**server.options(), "endpoint_url": server.direct}, patience=20))
+    return Remote(Store(broken.store.url, {**server.options(), "endpoint_url": server.direct}))
 
 
 @ALL
@@ -288,7 +288,7 @@ def test_a_frozen_group_goes_over_the_line_once(run: Run, broken: Remote, proxie
 
 
 def test_a_copy_of_what_is_damaged_there_is_not_made(run: Run, remote: Remote, s3: S3, shelf: str) -> None:
-    remote = Remote(Store(f"s3://{shelf}/{uuid.uuid4().hex}", s3.options(), patience=20))
+    remote = Remote(Store(f"s3://{shelf}/{uuid.uuid4().hex}", s3.options()))
     contents = {"model-frozen.safetensors": os.urandom(2 << 20)}
     push(remote, commit(run, 4, contents), nowhere)
     remote.store.write("checkpoints/000004-step-00000040/model-frozen.safetensors", bytes(2 << 20))

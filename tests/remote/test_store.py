@@ -40,7 +40,7 @@ def nowhere(size: int) -> None:
 @pytest.fixture
 def there(place: Place) -> Store:
     """The store at a place."""
-    return Store(place.url, place.options(), patience=20)
+    return Store(place.url, place.options())
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ class Broken:
         self.server, self.bucket, self.folder = server, bucket, folder
         self.rules, self.proxy = server.rules, server.proxy
 
-    def store(self, patience: float = 20, **options: Any) -> Store:
+    def store(self, patience: float = 60, **options: Any) -> Store:
         return Store(f"s3://{self.bucket}/{self.folder}", self.server.options(**options), patience=patience)
 
     def put(self, name: str, content: bytes) -> None:
@@ -603,7 +603,7 @@ class Relay:
 def test_a_connection_that_was_cut_is_made_again(sftp: Sftp, tmp_path: Path, client: str) -> None:
     with sftp.through(client), contextlib.closing(Relay(sftp.port)) as relay:
         place = replace(sftp, port=relay.port, folder=sftp.folder / tmp_path.name)
-        there = Store(place.url, place.options(client), patience=20)
+        there = Store(place.url, place.options(client))
         there.write("file", b"1")
         relay.cut()
         assert there.read("file", 10) == b"1"
@@ -613,7 +613,7 @@ def test_a_connection_that_was_cut_is_made_again(sftp: Sftp, tmp_path: Path, cli
 
 
 def test_what_is_given_up_ends_at_once_and_begins_nothing_more(broken: Broken, here: Path) -> None:
-    there = broken.store(patience=60)
+    there = broken.store()
     broken.rules.add("stall", method="PUT")
     errors: list[BaseException] = []
 
@@ -638,7 +638,7 @@ def test_what_is_given_up_ends_at_once_and_begins_nothing_more(broken: Broken, h
 
 def test_what_went_wrong_is_known_until_a_try_succeeds(broken: Broken, here: Path) -> None:
     broken.rules.add("status", status=500, method="PUT")
-    there = broken.store(patience=60)
+    there = broken.store()
     thread = threading.Thread(target=there.send, args=(here, "file", nowhere))
     thread.start()
     while there.trouble is None:
@@ -653,7 +653,7 @@ def test_what_went_wrong_is_known_until_a_try_succeeds(broken: Broken, here: Pat
 def test_what_waits_to_try_again_is_given_up_at_once(broken: Broken, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "_FIRST_DELAY", 59)
     broken.proxy.close()
-    there = broken.store(patience=60)
+    there = broken.store()
     leave = threading.Timer(1, there.abandon)
     leave.start()
     began = time.monotonic()

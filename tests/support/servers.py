@@ -114,7 +114,7 @@ class S3:
         """Return botocore's own client, which does nothing twice: to look behind the back of s3fs."""
         import botocore.config
 
-        once = {"retries": {"total_max_attempts": 1}, "read_timeout": 20, "connect_timeout": 5}
+        once = {"retries": {"total_max_attempts": 1}, "read_timeout": 60, "connect_timeout": 20}
         return _session().create_client(
             "s3",
             region_name="us-east-1",
