@@ -17,12 +17,13 @@ def say(text: str, level: int = logging.INFO) -> None:
     >>> say("pushed checkpoint 41", logging.DEBUG)
     """
     log = logging.getLogger("resumable")
-    if log.level == logging.NOTSET:
-        # The root logger's default level would hide which checkpoint a training continues from.
-        log.setLevel(logging.INFO)
+    # The root logger's default level would hide which checkpoint a training continues from.
+    least = log.level or logging.INFO
     if log.hasHandlers():
+        if log.level != least:
+            log.setLevel(least)
         log.log(level, "%s", text)
-    elif log.isEnabledFor(level):
+    elif level >= least and level > log.manager.disable:
         print(_wrapped(text), flush=True)
 
 

@@ -28,11 +28,13 @@ class Lane:
     """A buffer of one thread, for bytes that have no memory of their own to be read into."""
 
     def __init__(self) -> None:
-        self._memory = memoryview(bytearray(_PIECE))
+        self._memory = memoryview(bytearray())
 
-    def room(self) -> memoryview:
-        """Return memory to read a piece into."""
-        return self._memory
+    def room(self, size: int) -> memoryview:
+        """Return memory to read a piece of `size` bytes into, or a part of it."""
+        if self._memory.nbytes < min(size, _PIECE):
+            self._memory = memoryview(bytearray(min(size, _PIECE)))
+        return self._memory[:size]
 
 
 class Target(NamedTuple):
@@ -222,7 +224,7 @@ class _Reader:
         if target and target.memory is not None:
             piece = target.memory[at - target.begin : min(end, at + _PIECE) - target.begin]
         else:
-            piece = self._lanes.own().room()[: end - at]
+            piece = self._lanes.own().room(end - at)
         _read_at(self._fd, piece, at)
         self._note(hasher, piece)
         if target and target.take:
@@ -268,8 +270,10 @@ else:
 
 def read(folder: Path, name: str, size: int, expected: str, also: Hasher | None = None) -> memoryview:
     """Return the bytes of a file, verified in private memory that the caller may keep."""
-    with disk.opened(folder, name, size):
-        # First the size of the file: a manifest can claim any.
-        buffer = memoryview(bytearray(size))
+    if size > _PIECE:
+        # A manifest can claim any size.
+        with disk.opened(folder, name, size):
+            pass
+    buffer = memoryview(bytearray(size))
     scan(folder, name, size, expected, [Target(0, size, buffer)], also=also)
     return buffer

@@ -126,8 +126,13 @@ def _sign(fd: int, text: bytes) -> None:
     # Other content may be a user's file of the same name.
     if os.read(fd, 8) in (b"", b"process "):
         os.lseek(fd, 0, os.SEEK_SET)
-        os.ftruncate(fd, 0)
-        os.write(fd, text)
+        written = 0
+        try:
+            written = os.write(fd, text)
+        finally:
+            # A change of the size takes longer, and what follows would be of another process.
+            if os.fstat(fd).st_size != written:
+                os.ftruncate(fd, written)
 
 
 # struct flock, and where in it the kind of the lock stands.

@@ -31,7 +31,7 @@ class DeviceLane(Lane):
         self._sent: list[tuple[torch.device, torch.cuda.Event] | None] = [None, None]
         self._turn = 0
 
-    def room(self) -> memoryview:
+    def room(self, size: int) -> memoryview:
         self._turn = 1 - self._turn
         if sent := self._sent[self._turn]:
             device, event = sent
@@ -39,7 +39,7 @@ class DeviceLane(Lane):
             with torch.cuda.device(device):
                 event.synchronize()
         array: Any = self._buffers[self._turn].numpy()
-        return memoryview(array)
+        return memoryview(array)[:size]
 
     def send(self, to: Tensor) -> None:
         """Start to copy the buffer that was filled to the device."""

@@ -1000,8 +1000,8 @@ class SmallLane(Lane):
     def __init__(self) -> None:
         self._few = memoryview(bytearray(7))
 
-    def room(self) -> memoryview:
-        return self._few
+    def room(self, size: int) -> memoryview:
+        return self._few[:size]
 
 
 @st.composite

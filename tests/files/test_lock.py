@@ -69,6 +69,19 @@ def test_a_lock_that_another_process_holds_is_refused_with_its_number_and_host(t
     Lock(tmp_path / ".lock").release()
 
 
+def test_a_holder_that_cannot_write_its_number_does_not_leave_that_of_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(fd: int, text: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    (tmp_path / ".lock").write_text("process 1 on node7\n")
+    monkeypatch.setattr(os, "write", full)
+    Lock(tmp_path / ".lock").release()
+
+    assert (tmp_path / ".lock").read_text() == ""
+
+
 @pytest.mark.proves("durable")
 def test_a_lock_is_taken_over_at_once_from_a_process_that_was_killed(tmp_path: Path) -> None:
     with forked(lambda: Lock(tmp_path / ".lock")) as (child, hear):

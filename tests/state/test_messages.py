@@ -72,6 +72,16 @@ def test_a_level_that_the_user_has_set_stays(
     assert logging.getLogger("resumable").level == logging.WARNING
 
 
+def test_what_logging_disables_is_not_printed(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    logging.disable(logging.INFO)
+    try:
+        start(run_dir)
+    finally:
+        logging.disable(logging.NOTSET)
+
+    assert capsys.readouterr() == ("", "")
+
+
 def test_quiet_silences_messages_and_not_what_the_script_prints(
     run_dir: Path, capsys: pytest.CaptureFixture[str], handler: Kept
 ) -> None:

@@ -374,6 +374,9 @@ def test_a_disk_call_that_fails_at_a_start_leaves_nothing_in_the_way_of_the_next
     failed: list[Any] = [None]
     for number in itertools.count(1):
         run_dir = tmp_path / f"failed-{number}" / "exp"
+        if name == "ftruncate":
+            run_dir.mkdir(parents=True)
+            (run_dir / ".lock").write_text("process 1 on a host with a longer name than this one has\n")
         with monkeypatch.context() as patch:
             failed = _fail(patch, name, number)
             told = _told_of_start(run_dir)
