@@ -1,4 +1,4 @@
-"""Each error of the library, made to happen: the examples of docs/errors.md, for scripts/reference."""
+"""Each error of the library and a warning, made to happen: the examples of docs/errors.md."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EXP = "runs/exp"
 
 
 def examples() -> dict[str, str]:
-    """Return for each error, by its name, a message that the library gives."""
+    """Return for each error and for the warning, by its name, a message that the library gives."""
     here = os.getcwd()
     found = {}
     for kind, provoke in PROVOKE.items():
@@ -48,7 +48,7 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _message(kind: type[ResumableError], provoke: Callable[[], str | None]) -> str:
+def _message(kind: type[Exception], provoke: Callable[[], str | None]) -> str:
     try:
         told = provoke()
     except kind as error:
@@ -213,7 +213,17 @@ def _diverged() -> None:
             state.spiked(torch.tensor(float("nan")))
 
 
-PROVOKE: dict[type[ResumableError], Callable[[], str | None]] = {
+def _warned() -> None:
+    warnings.simplefilter("error", kinds.ResumableWarning)
+    model, temperature = nn.Linear(1, 1), 1.0
+    with RunState.load(EXP, model=model) as state:
+        for _ in state.steps(2):
+            model(torch.ones(1)).div(temperature).backward()
+            temperature *= 0.9
+            state.save()
+
+
+PROVOKE: dict[type[Exception], Callable[[], str | None]] = {
     kinds.UsageError: _usage,
     kinds.NotARun: _not_a_run,
     kinds.RunInUse: _in_use,
@@ -232,6 +242,7 @@ PROVOKE: dict[type[ResumableError], Callable[[], str | None]] = {
     kinds.SaveFailed: _save_failed,
     kinds.RemoteError: _remote,
     kinds.Diverged: _diverged,
+    kinds.ResumableWarning: _warned,
 }
 
 

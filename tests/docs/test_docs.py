@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
-from resumable import ResumableError
+from resumable import ResumableError, ResumableWarning
 from resumable.cli import app
 
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -185,7 +185,8 @@ def test_every_command_is_on_the_page_of_the_command_line() -> None:
 def test_every_error_is_on_the_page_of_the_errors() -> None:
     headings = re.findall(r"^## (\w+)$", (ROOT / "docs" / "errors.md").read_text(), re.MULTILINE)
 
-    assert sorted(headings) == sorted(kind.__name__ for kind in ResumableError.__subclasses__())
+    kinds = [*ResumableError.__subclasses__(), ResumableWarning]
+    assert sorted(headings) == sorted(kind.__name__ for kind in kinds)
 
 
 @pytest.mark.heavy
