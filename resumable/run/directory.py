@@ -145,7 +145,12 @@ class Run:
 
     def adding(self, about: Manifest) -> AbstractContextManager[None]:
         """Add a checkpoint, committed in the body, to the listing without reading the folder again."""
-        self._flush_names_above()
+        try:
+            self._flush_names_above()
+        except OSError as exc:
+            why = f"{exc.strerror} while the names that lead to {self.path} were flushed"
+            cause = OSError(exc.errno, why, exc.filename)
+            raise Stage(self.folder, about.number, about.step).failed(cause) from exc
         return self._catalog.adding(about)
 
     def take_in(self, stage: Stage, about: Manifest) -> Checkpoint:
@@ -156,8 +161,7 @@ class Run:
     def _flush_names_above(self) -> None:
         # Not at the start: nothing that is there before the first checkpoint is worth the wait.
         if not self._is_named:
-            with _writing(self.path):
-                disk.flush_names_above(self.path)
+            disk.flush_names_above(self.path)
             self._is_named = True
 
     def remove_pulls(self, but: Path | None = None) -> None:

@@ -464,6 +464,26 @@ def test_a_file_system_that_cannot_flush_folders_is_used_with_a_warning(
     Run(run_dir).open(1).verify()
 
 
+def test_a_failed_flush_of_what_leads_to_the_run_fails_the_save_and_the_next_one_repeats_it(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path.parent))
+
+    with RunState.load(run_dir, model=torch.nn.Linear(1, 1)) as state:
+        with monkeypatch.context() as patch:
+            patch.setattr(disk, "flush_names_above", fail)
+            state.save()
+            with pytest.raises(SaveFailed, match=f"while the names that lead to {run_dir} were flushed"):
+                state.wait()
+        assert state.run.numbers() == []
+        flushed: list[Path] = []
+        monkeypatch.setattr(disk, "flush_names_above", flushed.append)
+        for _ in range(2):
+            state.save().wait()
+        assert flushed == [run_dir]
+
+
 def test_a_failed_flush_of_a_folder_names_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(fd: int) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
