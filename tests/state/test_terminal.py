@@ -322,6 +322,7 @@ def test_what_a_sigkill_has_left_a_command_removes(
     terminal.until(lambda screen: any(line.endswith("Killed") for line in screen))
     terminal.type(python("-m", "resumable", "ls", "run"))
     terminal.until(lambda screen: any("no checkpoint" in line for line in screen))
+    terminal.until_prompt()
 
     assert bars_in(terminal.written) == []
     terminal.type("clear; seq 30")

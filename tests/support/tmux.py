@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -22,9 +23,10 @@ class Pane:
 
     def __init__(self, folder: Path, columns: int, lines: int) -> None:
         self._name = f"resumable-{uuid.uuid4().hex}"
+        self._prompts, self._seen = Path(tempfile.gettempdir()) / self._name, 0
         environment = {"PS1": "$ ", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""}
         shell = [
-            *("env", "-u", "PROMPT_COMMAND", "-u", "COLUMNS", "-u", "LINES"),
+            *("env", "-u", "COLUMNS", "-u", "LINES", f"PROMPT_COMMAND=echo >>{self._prompts}"),
             *(f"{name}={value}" for name, value in environment.items()),
             *("bash", "--norc", "--noprofile"),
         ]
@@ -41,7 +43,11 @@ class Pane:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
+    def _count(self) -> int:
+        return self._prompts.stat().st_size
+
     def type(self, text: str) -> None:
+        self._seen = self._count()
         self._call("send-keys", "-l", text)
         self.press("Enter")
 
@@ -71,12 +77,14 @@ class Pane:
         return screen
 
     def until_prompt(self, seconds: float = 100) -> list[str]:
-        """Wait until the shell asks for the next command."""
-        return self.until(lambda screen: screen and screen[-1] == "$", seconds)
+        """Wait until the shell, which had asked for the command that was typed, asks for the next one."""
+        # Before what was typed is on the screen, the prompt there is the old one.
+        return self.until(lambda screen: self._count() > self._seen and screen and screen[-1] == "$", seconds)
 
     def close(self) -> None:
         with contextlib.suppress(AssertionError):
             self._call("kill-server")
+        self._prompts.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
