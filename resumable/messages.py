@@ -23,7 +23,7 @@ def say(text: str, level: int = logging.INFO) -> None:
         if log.level != least:
             log.setLevel(least)
         log.log(level, "%s", text)
-    elif level >= least and level > log.manager.disable:
+    elif level >= least and not log.disabled and level > log.manager.disable:
         print(_wrapped(text), flush=True)
 
 

@@ -203,15 +203,11 @@ def make_folder(path: Path) -> None:
 
 
 def flush_names(path: Path) -> None:
-    """Make the names in an existing folder durable; warn if its file system cannot do that."""
-    if not flush_folder(path):
-        warn(f"the file system of {path} cannot flush folders: a power cut may take new checkpoints along.")
-
-
-def flush_names_above(path: Path) -> None:
-    """Make the names that lead to a folder durable."""
+    """Make the names in an existing folder durable, and those of its parents."""
     # Whoever made it (the script, a start that was killed) may not have flushed them: a power cut would
     # take everything that is flushed below along.
+    if not flush_folder(path):
+        warn(f"the file system of {path} cannot flush folders: a power cut may take new checkpoints along.")
     device = os.stat(path).st_dev
     # The parents of the target, if it is a link.
     for folder in Path(os.path.realpath(path)).parents:

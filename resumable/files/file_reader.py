@@ -31,7 +31,7 @@ class Lane:
         self._memory = memoryview(bytearray())
 
     def room(self, size: int) -> memoryview:
-        """Return memory to read a piece of `size` bytes into, or a part of it."""
+        """Return memory to read into, of at most `size` bytes."""
         if self._memory.nbytes < min(size, _PIECE):
             self._memory = memoryview(bytearray(min(size, _PIECE)))
         return self._memory[:size]
@@ -271,7 +271,7 @@ else:
 def read(folder: Path, name: str, size: int, expected: str, also: Hasher | None = None) -> memoryview:
     """Return the bytes of a file, verified in private memory that the caller may keep."""
     if size > _PIECE:
-        # A manifest can claim any size.
+        # A manifest can claim any size, for which there may be no memory; `scan` looks at small files.
         with disk.opened(folder, name, size):
             pass
     buffer = memoryview(bytearray(size))

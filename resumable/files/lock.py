@@ -130,7 +130,7 @@ def _sign(fd: int, text: bytes) -> None:
         try:
             written = os.write(fd, text)
         finally:
-            # A change of the size takes longer, and what follows would be of another process.
+            # What an earlier process wrote may be longer. To truncate first takes the file system longer.
             if os.fstat(fd).st_size != written:
                 os.ftruncate(fd, written)
 

@@ -150,8 +150,7 @@ class Joint(Crew):
             copies.pull(number)
 
     def _propose(self, found: Checkpoint, read: Callable[[Checkpoint], T]) -> T:
-        is_here = found.path.resolve().parent == self._run.folder.resolve()
-        path = found.path.name if is_here else str(found.path)
+        path = found.path.name if self._run.holds(found) else str(found.path)
         self.ranks.first("the choice", lambda: path, is_due=True)
         try:
             return self.ranks.each("reading the checkpoint", lambda: read(found))

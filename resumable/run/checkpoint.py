@@ -234,8 +234,7 @@ class Stage:
         advice, known = "mend the cause and call save() again", ""
         if cause.errno in (errno.ENOSPC, errno.EDQUOT):
             is_quota = cause.errno == errno.EDQUOT
-            if self._size:
-                known = f" There were {self._size:,} bytes to write{'' if is_quota else _free(self._folder)}."
+            known = f" There were {self._size:,} bytes to write{'' if is_quota else _free(self._folder)}."
             where = f"{'within the quota' if is_quota else 'on the disk'} of {self._folder}"
             advice = f"make room {where} and call save() again, or keep fewer (keep=)"
         return SaveFailed(

@@ -56,8 +56,6 @@ class Run:
         self._lock: lock.Lock | None = None
         self._is_free = threading.Event()
         self._is_free.set()
-        self._is_named = False
-        """Whether the names that lead to it are durable."""
 
     def __str__(self) -> str:
         return str(self._given)
@@ -102,6 +100,7 @@ class Run:
 
     def holds(self, found: Checkpoint) -> bool:
         """Return whether a checkpoint belongs to this run."""
+        # To resolve a path asks the disk for each folder of it.
         if found.path.parent == self.folder and not found.path.is_symlink():
             return True
         return found.path.resolve().parent == self.folder.resolve()
@@ -145,24 +144,11 @@ class Run:
 
     def adding(self, about: Manifest) -> AbstractContextManager[None]:
         """Add a checkpoint, committed in the body, to the listing without reading the folder again."""
-        try:
-            self._flush_names_above()
-        except OSError as exc:
-            why = f"{exc.strerror} while the names that lead to {self.path} were flushed"
-            cause = OSError(exc.errno, why, exc.filename)
-            raise Stage(self.folder, about.number, about.step).failed(cause) from exc
         return self._catalog.adding(about)
 
     def take_in(self, stage: Stage, about: Manifest) -> Checkpoint:
         """Commit a complete stage to this run, in place of a damaged checkpoint of that name."""
-        self._flush_names_above()
         return self._catalog.take_in(stage, about)
-
-    def _flush_names_above(self) -> None:
-        # Not at the start: nothing that is there before the first checkpoint is worth the wait.
-        if not self._is_named:
-            disk.flush_names_above(self.path)
-            self._is_named = True
 
     def remove_pulls(self, but: Path | None = None) -> None:
         """Remove what killed pulls have left, except for one."""
@@ -195,7 +181,6 @@ class Run:
         with _writing(self.path):
             disk.make_folder(self.path)
             disk.flush_names(self.path)
-            self._is_named = False
             self._lock = lock.Lock(self.path / ".lock")
             self._is_free.clear()
             left = [self.path / name for name in os.listdir(self.path) if _LINK_DEBRIS.fullmatch(name)]

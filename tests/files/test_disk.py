@@ -408,12 +408,12 @@ def test_the_names_that_lead_to_a_folder_are_flushed_but_not_those_of_other_disk
     monkeypatch.setattr(os, "stat", mounted)
     calls = _record(monkeypatch, "fsync")
 
-    disk.flush_names_above(folder)
+    disk.flush_names(folder)
 
-    assert calls == ["fsync runs", "fsync mount"]
+    assert calls == ["fsync exp", "fsync runs", "fsync mount"]
 
 
-def test_a_folder_above_that_may_not_be_looked_into_is_no_reason_not_to_save(
+def test_a_folder_above_that_may_not_be_looked_into_is_no_reason_not_to_begin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (folder := tmp_path / "runs" / "exp").mkdir(parents=True)
@@ -426,7 +426,7 @@ def test_a_folder_above_that_may_not_be_looked_into_is_no_reason_not_to_save(
 
     monkeypatch.setattr(os, "open", refusing)
 
-    disk.flush_names_above(folder)
+    disk.flush_names(folder)
 
 
 @pytest.mark.proves("durable")
@@ -438,9 +438,9 @@ def test_of_a_run_behind_a_link_the_names_that_lead_to_it_are_flushed(
     (tmp_path / "home" / "runs").symlink_to(tmp_path / "elsewhere" / "runs")
     calls = _record(monkeypatch, "fsync")
 
-    disk.flush_names_above(tmp_path / "home" / "runs" / "exp")
+    disk.flush_names(tmp_path / "home" / "runs" / "exp")
 
-    assert calls[:2] == ["fsync runs", "fsync elsewhere"]
+    assert calls[:3] == ["fsync exp", "fsync runs", "fsync elsewhere"]
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP], ids=errno.errorcode.get)
@@ -462,26 +462,6 @@ def test_a_file_system_that_cannot_flush_folders_is_used_with_a_warning(
 
     assert len(told) == 1
     Run(run_dir).open(1).verify()
-
-
-def test_a_failed_flush_of_what_leads_to_the_run_fails_the_save_and_the_next_one_repeats_it(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(path: Path) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path.parent))
-
-    with RunState.load(run_dir, model=torch.nn.Linear(1, 1)) as state:
-        with monkeypatch.context() as patch:
-            patch.setattr(disk, "flush_names_above", fail)
-            state.save()
-            with pytest.raises(SaveFailed, match=f"while the names that lead to {run_dir} were flushed"):
-                state.wait()
-        assert state.run.numbers() == []
-        flushed: list[Path] = []
-        monkeypatch.setattr(disk, "flush_names_above", flushed.append)
-        for _ in range(2):
-            state.save().wait()
-        assert flushed == [run_dir]
 
 
 def test_a_failed_flush_of_a_folder_names_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

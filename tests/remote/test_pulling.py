@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -19,7 +18,6 @@ from servers import Place, ProxiedS3
 from test_remote import a_place, a_shelf, about_of, commit, nowhere, sealed  # noqa: F401 (fixtures too)
 
 from resumable import CheckpointDamaged, FormatTooNew, RemoteError, SaveFailed
-from resumable.files import disk as disk_module
 from resumable.remote import pull
 from resumable.remote.push import push
 from resumable.remote.run_copy import Remote
@@ -433,20 +431,6 @@ def test_a_run_that_cannot_be_written_is_named(run: Run, remote: Remote) -> None
     run.folder.write_bytes(b"")
     with pytest.raises(SaveFailed, match=rf"{NAME} could not be written to .*exp: "):
         pull.pull(remote, NAME, run, nowhere)
-
-
-def test_a_flush_that_fails_at_the_end_is_named_and_the_next_pull_continues(
-    run: Run, remote: Remote, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(path: Path) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path.parent))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(disk_module, "flush_names_above", fail)
-        with pytest.raises(SaveFailed, match=rf"{NAME} could not be written to .*exp: .*Input/output error"):
-            pull.pull(remote, NAME, run, nowhere)
-    assert run.numbers() == []
-    assert is_as_it_was(pull.pull(remote, NAME, run, nowhere))
 
 
 def test_the_facts_of_a_pulled_checkpoint_are_known_to_the_run(run: Run, tmp_path: Path) -> None:

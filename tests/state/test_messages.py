@@ -72,12 +72,15 @@ def test_a_level_that_the_user_has_set_stays(
     assert logging.getLogger("resumable").level == logging.WARNING
 
 
-def test_what_logging_disables_is_not_printed(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    logging.disable(logging.INFO)
-    try:
-        start(run_dir)
-    finally:
-        logging.disable(logging.NOTSET)
+@pytest.mark.parametrize("what", ["all of it", "this logger"])
+def test_what_logging_disables_is_not_printed(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    if what == "this logger":
+        monkeypatch.setattr(logging.getLogger("resumable"), "disabled", True)
+    else:
+        monkeypatch.setattr(logging.root.manager, "disable", logging.INFO)
+    start(run_dir)
 
     assert capsys.readouterr() == ("", "")
 

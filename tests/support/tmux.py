@@ -26,7 +26,14 @@ class Pane:
         self._prompts, self._seen = Path(tempfile.gettempdir()) / self._name, 0
         environment = {"PS1": "$ ", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""}
         shell = [
-            *("env", "-u", "COLUMNS", "-u", "LINES", f"PROMPT_COMMAND=echo >>{self._prompts}"),
+            *(
+                "env",
+                "-u",
+                "COLUMNS",
+                "-u",
+                "LINES",
+                f"PROMPT_COMMAND=echo >>{shlex.quote(str(self._prompts))}",
+            ),
             *(f"{name}={value}" for name, value in environment.items()),
             *("bash", "--norc", "--noprofile"),
         ]
@@ -77,7 +84,7 @@ class Pane:
         return screen
 
     def until_prompt(self, seconds: float = 100) -> list[str]:
-        """Wait until the shell, which had asked for the command that was typed, asks for the next one."""
+        """Wait for the prompt after the command that was typed last."""
         # Before what was typed is on the screen, the prompt there is the old one.
         return self.until(lambda screen: self._count() > self._seen and screen and screen[-1] == "$", seconds)
 

@@ -288,9 +288,9 @@ def _copies_begin_at_once(patch: pytest.MonkeyPatch) -> None:
 def _lanes_are_filled_at_once(patch: pytest.MonkeyPatch) -> None:
     room = DeviceLane.room
 
-    def filled(lane: DeviceLane) -> memoryview:
+    def filled(lane: DeviceLane, size: int) -> memoryview:
         lane._sent = [None, None]
-        return room(lane)
+        return room(lane, size)
 
     patch.setattr(DeviceLane, "room", filled)
 
