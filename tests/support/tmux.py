@@ -25,15 +25,9 @@ class Pane:
         self._name = f"resumable-{uuid.uuid4().hex}"
         self._prompts, self._seen = Path(tempfile.gettempdir()) / self._name, 0
         environment = {"PS1": "$ ", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""}
+        count = f"PROMPT_COMMAND=echo >>{shlex.quote(str(self._prompts))}"
         shell = [
-            *(
-                "env",
-                "-u",
-                "COLUMNS",
-                "-u",
-                "LINES",
-                f"PROMPT_COMMAND=echo >>{shlex.quote(str(self._prompts))}",
-            ),
+            *("env", "-u", "COLUMNS", "-u", "LINES", count),
             *(f"{name}={value}" for name, value in environment.items()),
             *("bash", "--norc", "--noprofile"),
         ]
