@@ -52,14 +52,21 @@ class Nursery:
     def run(self, copy: Path, tests: list[str]) -> tuple[int, str]:
         """Return the exit code of pytest, and what it printed."""
         log = copy / "log"
-        # To show how a megabyte differs from another takes a minute
-        arguments = ["-x", "-rs", "-m", "", "-p", "no:cacheprovider", "--assert=plain", *tests]
-        order = {"folder": str(copy), "log": str(log), "arguments": arguments}
+        # To show how a megabyte differs from another takes a minute.
+        options = ["-x", "-rs", "-m", "", "-p", "no:cacheprovider", "--assert=plain"]
+        # A test that hangs is told with the stacks of all threads, before this one is out of time itself.
+        options += ["-o", "faulthandler_timeout=120", "-o", "timeout=240"]
+        order = {"folder": str(copy), "log": str(log), "arguments": [*options, *tests]}
         assert self._process.stdin
         assert self._process.stdout
         self._process.stdin.write(f"{json.dumps(order)}\n")
         self._process.stdin.flush()
-        return int(self._process.stdout.readline()), log.read_text(errors="replace")
+        try:
+            code = int(self._process.stdout.readline())
+        except BaseException:
+            print(log.read_text(errors="replace"))
+            raise
+        return code, log.read_text(errors="replace")
 
     def close(self) -> None:
         assert self._process.stdin
@@ -91,6 +98,7 @@ def test_a_mistake_is_caught_by_the_tests_that_are_named_with_it(
 
     code, told = nursery.run(copy, caught_by(patch))
 
+    assert "Failed: Timeout" not in told, told
     if code == 0 and not re.search(r"\d passed", told):
         pytest.skip(f"what would catch it does not run here: {told[-500:]}")
     tally("mistakes on purpose", 1, [] if code == FAILED else [f"{patch.stem}: {told[-2000:]}"])
