@@ -196,10 +196,16 @@ def make_folder(path: Path) -> None:
     if path.is_dir():
         return
     make_folder(path.parent)
-    # Another process may have made it first, with the same result.
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(path)
-    flush_folder(path.parent)
+    try:
+        # Another process may have made it first, with the same result.
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path)
+        flush_folder(path.parent)
+    except BaseException:
+        # Who finds it there takes it for durable. It stays only if another process has put something in it.
+        with contextlib.suppress(OSError):
+            os.rmdir(path)
+        raise
 
 
 def flush_names(path: Path) -> None:

@@ -186,6 +186,19 @@ def test_a_folder_that_another_process_makes_first_is_the_same_outcome(
     assert (tmp_path / "folder").is_dir()
 
 
+def test_a_folder_whose_name_cannot_be_flushed_is_not_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(fd: int) -> None:
+        raise OSError(errno.EIO, "the disk is gone")
+
+    monkeypatch.setattr(os, "fsync", failing)
+    with pytest.raises(OSError, match="the disk is gone"):
+        disk.make_folder(tmp_path / "folder")
+
+    assert _content(tmp_path) == []
+
+
 # Publishing, links, removing
 
 

@@ -6,6 +6,8 @@ then on no power cut may take it back.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import shutil
 import signal
@@ -15,13 +17,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import gloo
 import tiny
 from strace_log import Tell
 from tiny import Training
 
-from resumable import ResumableWarning, Run, RunState
+from resumable import ResumableWarning, Run, RunState, SaveFailed
 from resumable.remote.by_hand import Copying
 from resumable.remote.run_copy import Remote
 from resumable.remote.storage import Store
@@ -122,6 +125,22 @@ def in_a_folder_that_was_there(script: Script) -> Iterator[None]:
     yield
     script.run_dir.mkdir(parents=True)
     script.saves(1.0)
+
+
+def after_a_failed_flush(script: Script) -> Iterator[None]:
+    yield
+    training, state = script.load()
+    flush = os.fsync
+
+    def failing(fd: int) -> None:
+        if os.path.samestat(os.fstat(fd), os.stat(script.run_dir)):
+            raise OSError(errno.EIO, "the disk is gone")
+        flush(fd)
+
+    with state:
+        with mock.patch.object(os, "fsync", failing), contextlib.suppress(SaveFailed):
+            state.save(loss=1.0).wait()
+        script.save(training, state, 1.0)
 
 
 def again(script: Script) -> Iterator[None]:
@@ -345,6 +364,7 @@ def two(*delays: str, write: str = "one", program: Program = by_two) -> Scenario
 ALL: dict[str, Scenario] = {
     "first": Scenario(first),
     "in-a-folder-that-was-there": Scenario(in_a_folder_that_was_there),
+    "after-a-failed-flush": Scenario(after_a_failed_flush),
     "again": Scenario(again, {"keep": 2}),
     "one-kept": Scenario(one_kept),
     "best-moves": Scenario(best_moves),
