@@ -101,7 +101,7 @@ class Run:
     def holds(self, found: Checkpoint) -> bool:
         """Return whether a checkpoint belongs to this run."""
         # To resolve a path asks the disk for each folder of it.
-        if found.path.parent == self.folder and not found.path.is_symlink():
+        if found.path.parent == self.folder and not os.path.islink(found.path):
             return True
         return found.path.resolve().parent == self.folder.resolve()
 
