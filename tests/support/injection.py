@@ -137,7 +137,8 @@ class Child:
             with contextlib.redirect_stdout(io.StringIO()):
                 body(self)
         except BaseException:
-            self.tell(traceback.format_exc())
+            # By itself it may begin with a cause that was never raised.
+            self.tell(f"Traceback of the process:\n{traceback.format_exc()}")
         finally:
             os._exit(0)
 

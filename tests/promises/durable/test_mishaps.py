@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -235,6 +236,14 @@ def _told(training: Training, state: RunState) -> tuple[str, str]:
 NOBODY = 65534
 
 
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that every user may enter: each start of pytest closes the one above `tmp_path` to others."""
+    with tempfile.TemporaryDirectory() as path:
+        os.chmod(path, 0o755)
+        yield Path(path)
+
+
 def _as_nobody(child: Child, run_dir: Path, path: str, mode: int) -> None:
     os.setgid(NOBODY)
     os.setuid(NOBODY)
@@ -255,11 +264,9 @@ def _as_nobody(child: Child, run_dir: Path, path: str, mode: int) -> None:
 @pytest.mark.parametrize("path", ["..", ".", "checkpoints"])
 @pytest.mark.quick(3)
 def test_permissions_that_are_lost_in_mid_run_cost_a_save_and_nothing_else(
-    tmp_path: Path, path: str, mode: int
+    open_folder: Path, path: str, mode: int
 ) -> None:
-    for folder in (tmp_path, *tmp_path.parents):
-        folder.chmod(folder.stat().st_mode | 0o111)
-    run_dir = tmp_path / "runs" / "exp"
+    run_dir = open_folder / "runs" / "exp"
     training, state = load(run_dir)
     with state:
         save_next(training, state, 1.0)
