@@ -100,10 +100,8 @@ class Run:
 
     def holds(self, found: Checkpoint) -> bool:
         """Return whether a checkpoint belongs to this run."""
-        # To resolve a path asks the disk for each folder of it.
-        if found.path.parent == self.folder and not os.path.islink(found.path):
-            return True
-        return found.path.resolve().parent == self.folder.resolve()
+        # Most often it is; to resolve a path asks the disk for each folder of it.
+        return found.path.parent == self.folder or found.path.resolve().parent == self.folder.resolve()
 
     def path_of(self, number: int) -> Path | None:
         """Return the folder of a checkpoint, if it exists.

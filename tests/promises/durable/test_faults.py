@@ -308,7 +308,7 @@ def test_a_system_call_that_fails_at_a_start_is_reported_and_the_next_start_cont
 ) -> None:
     _prepare(folder)
     uninterrupted()
-    faults = [*_faults(_ordinals(folder, _start), nightly, strides=(3, 17))]
+    faults = [*_faults(_ordinals(folder, _start), nightly, strides=(3, 3))]
     count, bad = 0, []
     for fault in faults[shard::2]:
         found = _with(folder, fault, _start)
