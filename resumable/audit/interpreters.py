@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -117,8 +117,10 @@ class _Interpreter:
         child, code = 0, ""
         try:
             with contextlib.suppress(ConnectionError):
-                self._socket.sendall(json.dumps(order).encode() + b"\n")
-                child = int(self._said.readline() or 0)
+                # A signal that came before the number would leave nobody who can be asked to end.
+                with _signals_put_off():
+                    self._socket.sendall(json.dumps(order).encode() + b"\n")
+                    child = int(self._said.readline() or 0)
                 code = self._said.readline()
         except BaseException:
             self._end(child, plan)
@@ -152,6 +154,16 @@ class _Interpreter:
         self._process.wait()
         self._said.close()
         self._socket.close()
+
+
+@contextlib.contextmanager
+def _signals_put_off() -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    try:
+        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 _OF_A_START = ("AUDIT", "RUN_DIR", "RESUME", "REMOTE", "TRACE")
