@@ -151,6 +151,7 @@ LOOPS = [
 ]
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("second", [2, 5])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_passes_that_end_when_they_end_are_exact(run_dir: Path, loop: Any, second: int) -> None:
