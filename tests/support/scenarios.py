@@ -6,7 +6,6 @@ then on no power cut may take it back.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import shutil
@@ -20,6 +19,7 @@ from typing import Any
 from unittest import mock
 
 import gloo
+import pytest
 import tiny
 from strace_log import Tell
 from tiny import Training
@@ -138,7 +138,7 @@ def after_a_failed_flush(script: Script) -> Iterator[None]:
         flush(fd)
 
     with state:
-        with mock.patch.object(os, "fsync", failing), contextlib.suppress(SaveFailed):
+        with mock.patch.object(os, "fsync", failing), pytest.raises(SaveFailed, match="the disk is gone"):
             state.save(loss=1.0).wait()
         script.save(training, state, 1.0)
 
