@@ -7,7 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
-from ..errors import CheckpointDamaged, RemoteError, SaveFailed
+from ..errors import CheckpointDamaged, ResumableError, SaveFailed
 from ..files import disk, file_reader, large_files
 from ..run import manifest
 from ..run.checkpoint import Checkpoint, Stage
@@ -38,14 +38,14 @@ def pull(remote: Remote, name: str, run: Run, moved: Moved) -> Checkpoint:
         # Not replace(): a kill in it would leave a file in the checkpoint for good.
         (stage.path / manifest.NAME).unlink(missing_ok=True)
         disk.write(stage.path / manifest.NAME, text)
+        return run.take_in(stage, about)
     except OSError as exc:
-        if isinstance(exc, RemoteError):
+        if isinstance(exc, ResumableError):
             raise
         raise SaveFailed(
             f"{remote}/{FOLDER}/{name} could not be written to {run}: {exc}.",
             fix="mend the cause (room on the disk, permissions) and start again: it continues from there.",
         ) from exc
-    return run.take_in(stage, about)
 
 
 def adopt(run: Run, run_id: str) -> None:

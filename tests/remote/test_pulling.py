@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -431,6 +432,24 @@ def test_a_run_that_cannot_be_written_is_named(run: Run, remote: Remote) -> None
     run.folder.write_bytes(b"")
     with pytest.raises(SaveFailed, match=rf"{NAME} could not be written to .*exp: "):
         pull.pull(remote, NAME, run, nowhere)
+
+
+def test_a_disk_that_fails_at_the_end_is_named_and_the_next_pull_continues(
+    run: Run, remote: Remote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename = os.rename
+
+    def failing(source: Path, target: Path) -> None:
+        if Path(target).name == NAME:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(target))
+        rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", failing)
+        with pytest.raises(SaveFailed, match=rf"{NAME} could not be written to .*exp: .*Input/output error"):
+            pull.pull(remote, NAME, run, nowhere)
+    assert run.numbers() == []
+    assert is_as_it_was(pull.pull(remote, NAME, run, nowhere))
 
 
 def test_the_facts_of_a_pulled_checkpoint_are_known_to_the_run(run: Run, tmp_path: Path) -> None:
