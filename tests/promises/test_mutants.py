@@ -54,6 +54,8 @@ class Nursery:
         log = copy / "log"
         # To show how a megabyte differs from another takes a minute.
         options = ["-x", "-rs", "-m", "", "-p", "no:cacheprovider", "--assert=plain"]
+        # In a folder that pytest picks, it ends by removing those of earlier runs, which can take minutes.
+        options += ["--basetemp", str(copy.with_name("tmp"))]
         # A test that hangs is told with the stacks of all threads, before this one is out of time itself.
         options += ["-o", "faulthandler_timeout=120", "-o", "timeout=240"]
         order = {"folder": str(copy), "log": str(log), "arguments": [*options, *tests]}
