@@ -75,7 +75,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--others", nargs="+", type=int, help="other busy processes (0 2 4; quick: 2)")
     parser.add_argument("--into", type=Path, metavar="JSON", help="add to what is there; show nothing")
     parser.add_argument("--from", dest="stored", type=Path, metavar="JSON", help="measure nothing")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if not arguments.folder.is_dir():
+        parser.error(f"--folder {arguments.folder}: there is no such folder")
+    return arguments
 
 
 def _read(stored: Path) -> Result:

@@ -69,7 +69,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, default=Path(), help="the disk to measure (here)")
     out = Path(os.environ.get("OUT", "runs/gpu"))
     parser.add_argument("--out", type=Path, default=out, help="where the JSON goes ($OUT, or runs/gpu)")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if not arguments.folder.is_dir():
+        parser.error(f"--folder {arguments.folder}: there is no such folder")
+    return arguments
 
 
 def _store(result: dict[str, Any], out: Path) -> None:
