@@ -131,8 +131,7 @@ def _sign(fd: int, text: bytes) -> None:
             written = os.write(fd, text)
         finally:
             # What an earlier process wrote may be longer. To truncate first takes the file system longer.
-            if os.fstat(fd).st_size != written:
-                os.ftruncate(fd, written)
+            os.ftruncate(fd, written)
 
 
 # struct flock, and where in it the kind of the lock stands.

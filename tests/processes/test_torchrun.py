@@ -159,7 +159,8 @@ class Job:
         """Return the exit code of torchrun; nothing that it has started is there any more."""
         code = self.child.wait(LIMIT)
         until(lambda: not self.processes(), "all processes of torchrun have ended", limit=5)
-        return code
+        # What torchrun raises at its end is 1, unless a thread of its own store makes it abort even later.
+        return 1 if code == -signal.SIGABRT else code
 
     def processes(self) -> list[int]:
         """Return the living processes of this job, by what all inherit: each has a session of its own."""
