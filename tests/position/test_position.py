@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import subprocess
 import sys
 import warnings
@@ -1049,6 +1050,33 @@ def test_a_loop_that_is_cut_by_a_counter_of_pythons_is_reported(run_dir: Path, c
 
     with pytest.warns(ResumableWarning, match=rf"cut by {name}\(\), which counts from 0 again"):
         next(cut(training.state.batches()))
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    """Let objects grow old only where the test says so."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("cut", [lambda b: islice(b, 2), lambda b: zip(b, range(2), strict=False)])
+@pytest.mark.parametrize("before", [(), (0,), (1,)], ids=str)
+@pytest.mark.parametrize("after", [(), (0,), (1,)], ids=str)
+@pytest.mark.usefixtures("uncollected")
+def test_a_counter_is_found_however_old_the_two_are(
+    run_dir: Path, cut: Any, before: tuple[int, ...], after: tuple[int, ...]
+) -> None:
+    training = Training(run_dir)
+    batches = iter(training.state.batches())
+    for generation in before:
+        gc.collect(generation)
+    loop = cut(batches)
+    for generation in after:
+        gc.collect(generation)
+
+    with pytest.warns(ResumableWarning, match="which counts from 0 again"):
+        next(loop)
 
 
 def test_a_cycle_over_the_batches_is_reported(run_dir: Path) -> None:
