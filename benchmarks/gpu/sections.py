@@ -26,6 +26,7 @@ SIDE_BY_SIDE = (("killed trainings", "traces and means"), ("saves",))
 TINY = "tests/promises/exact/test_on_a_device.py::test_a_training_that_is_killed_ends_as_an_uninterrupted_one"
 _INI = """[pytest]
 pythonpath = {support}
+tmp_path_retention_count = 1000000
 markers =
     cuda: needs a GPU
     heavy: takes long
@@ -35,7 +36,10 @@ markers =
     proves(promise): proves a promise
     timeout(seconds): of a plugin that need not be there
 """
-"""Settings that need no plugin, unlike those of pyproject.toml."""
+"""Settings that need no plugin, unlike those of pyproject.toml.
+
+Folders of earlier runs stay: to remove them can take longer than the tests may.
+"""
 _OUTCOME = re.compile(r"^(\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED(?: \(.*\))?) +\[", re.MULTILINE)
 _FAILURE = re.compile(r"^FAILED (\S+::.+?) - (.*)$", re.MULTILINE)
 
