@@ -1052,31 +1052,21 @@ def test_a_loop_that_is_cut_by_a_counter_of_pythons_is_reported(run_dir: Path, c
         next(cut(training.state.batches()))
 
 
-@pytest.fixture
-def uncollected() -> Iterator[None]:
-    """Let objects grow old only where the test says so."""
-    gc.disable()
-    yield
-    gc.enable()
+class Collecting:
+    """Batches of indices that grow everything old whose loop is just being made."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        gc.collect()
+        return iter([[0], [1], [2]])
 
 
-@pytest.mark.parametrize("cut", [lambda b: islice(b, 2), lambda b: zip(b, range(2), strict=False)])
-@pytest.mark.parametrize("before", [(), (0,), (1,)], ids=str)
-@pytest.mark.parametrize("after", [(), (0,), (1,)], ids=str)
-@pytest.mark.usefixtures("uncollected")
-def test_a_counter_is_found_however_old_the_two_are(
-    run_dir: Path, cut: Any, before: tuple[int, ...], after: tuple[int, ...]
-) -> None:
-    training = Training(run_dir)
-    batches = iter(training.state.batches())
-    for generation in before:
-        gc.collect(generation)
-    loop = cut(batches)
-    for generation in after:
-        gc.collect(generation)
+def test_a_counter_that_is_older_than_the_loop_is_reported(run_dir: Path) -> None:
+    # zip() makes the tuple of its iterators before it asks for them.
+    loader = DataLoader(TensorDataset(torch.zeros(3)), batch_sampler=Collecting())
+    state = RunState.load(run_dir, loader=loader)
 
-    with pytest.warns(ResumableWarning, match="which counts from 0 again"):
-        next(loop)
+    with pytest.warns(ResumableWarning, match=r"cut by zip\(\)"):
+        next(zip(state.batches(), range(2), strict=False))
 
 
 def test_a_cycle_over_the_batches_is_reported(run_dir: Path) -> None:

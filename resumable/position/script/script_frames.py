@@ -15,7 +15,6 @@ from ...loaders.generators import code_names
 
 _LIBRARY = __name__.partition(".")[0] + "."
 _COUNTERS: tuple[type, ...] = (type(iter(range(0))), type(iter([])))
-_AROUND = frozenset((cycle, islice, zip, enumerate, tuple))
 
 
 def holders(iterator: Iterator[Any]) -> set[type]:
@@ -29,26 +28,18 @@ def holders(iterator: Iterator[Any]) -> set[type]:
     True
     """
     found: set[type] = set()
-    for holder in _around(iterator):
+    for holder in _referrers(iterator):
         if type(holder) in (cycle, islice):
             found.add(type(holder))
         elif type(holder) is tuple and any(type(item) in _COUNTERS for item in holder):
-            found |= {zip} & {type(outer) for outer in _around(holder)}
+            found |= {zip} & {type(outer) for outer in _referrers(holder)}
     return found
 
 
-def _around(value: Any) -> list[Any]:
-    """Return the iterators and tuples that were made with a value."""
-    # They are younger than it, so they are in no older generation of the garbage collector. To look through
-    # all objects of a process takes tens of milliseconds. Frames are left out at once: the one that asks
-    # would be kept alive by what it is given, and the value with it.
-    younger: list[Any] = []
-    for generation in (0, 1):
-        found = [one for one in gc.get_objects(generation) if one is value or type(one) in _AROUND]
-        younger += found
-        if any(one is value for one in found):
-            return [one for one in younger if any(held is value for held in gc.get_referents(one))]
-    return [one for one in gc.get_referrers(value) if type(one) in _AROUND]
+def _referrers(value: Any) -> list[Any]:
+    # Without frames: the one that asks would be kept alive by what it is given, and the iterator with it.
+    # Among all objects, not only young ones: zip() and enumerate() are older than the iterator they ask for.
+    return [one for one in gc.get_referrers(value) if type(one) is not FrameType]
 
 
 def numbers(iterator: Iterator[Any], frame: FrameType) -> Iterator[int]:
@@ -62,11 +53,11 @@ def numbers(iterator: Iterator[Any], frame: FrameType) -> Iterator[int]:
     >>> [*numbers(batches, sys._getframe())]
     [4]
     """
-    around = _around(iterator)
+    around = _referrers(iterator)
     if frame.f_code.co_flags & inspect.CO_GENERATOR:
         generators = [one for one in gc.get_objects() if type(one) is GeneratorType and one.gi_running]
         for generator in generators:
-            around += _around(generator) if generator.gi_frame is frame else []
+            around += _referrers(generator) if generator.gi_frame is frame else []
     for one in around:
         if type(one) is enumerate:
             yield int(one.__reduce__()[1][1])
