@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import chosen
 import counted
 import numpy as np
 import pytest
 import torch
-from counted import nightly, tally  # noqa: F401 (pytest finds fixtures here)
+from counted import tally, times  # noqa: F401 (pytest finds fixtures here)
 from forks import forks  # noqa: F401 (pytest finds fixtures here)
 from servers import place, proxied_s3, s3, sftp  # noqa: F401 (pytest finds fixtures here)
 from turns import switching  # noqa: F401 (pytest finds fixtures here)
@@ -67,13 +68,21 @@ def as_in_a_script(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--nightly", action="store_true", help="count ten to a hundred times as far")
+    parser.addoption("--nightly", action="store_true", help="run all cases, and count five times as far")
+    parser.addoption("--times", type=int, help="count so many times as far as at a commit")
+    parser.addoption("--seed", type=int, help="chooses the sample and the moments of kills: today")
+
+
+@pytest.hookimpl(tryfirst=True)  # hypothesis and xdist read the options after
+def pytest_configure(config: pytest.Config) -> None:
+    chosen.begin(config)
+    config.option.times = config.option.times or (5 if config.option.nightly else 1)
 
 
 @pytest.hookimpl(tryfirst=True)  # -m leaves out what is nightly right after
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    counted.sample(items)
-    for item in [] if config.getoption("nightly") else items:
+    chosen.sample(items, config.option.seed)
+    for item in [] if config.option.times > 1 else items:
         # Some take a minute, and three times as long where others work on the same cores.
         if item.get_closest_marker("heavy") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(600))
@@ -84,9 +93,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs a GPU")
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     reports = (one for kind in ("passed", "failed") for one in terminalreporter.stats.get(kind, ()))
-    if told := [*counted.lines(reports)]:
-        terminalreporter.section("counted")
-        for line in told:
-            terminalreporter.write_line(line)
+    failed = (one for kind in ("failed", "error") for one in terminalreporter.stats.get(kind, ()))
+    sections = {"counted": counted.lines(reports), "to repeat one alone": chosen.commands(config, failed)}
+    for title, lines in sections.items():
+        if told := [*lines]:
+            terminalreporter.section(title)
+            for line in told:
+                terminalreporter.write_line(line)
+    terminalreporter.write_line(f"the sample is that of --seed {config.option.seed}")

@@ -1,9 +1,8 @@
-"""What the tests that count have in common: how often, how many were bad, and which promise they prove."""
+"""What the tests that count have in common: how often, and how many were bad."""
 
 from __future__ import annotations
 
-import zlib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
@@ -13,9 +12,9 @@ Tally = Callable[[str, int, Collection[object]], None]
 
 
 @pytest.fixture
-def nightly(request: pytest.FixtureRequest) -> bool:
-    """Whether to count ten to a hundred times as far as CI does."""
-    return bool(request.config.getoption("nightly"))
+def times(request: pytest.FixtureRequest) -> int:
+    """How many times as far to count as at a commit: 1 there."""
+    return int(request.config.getoption("times"))
 
 
 @pytest.fixture
@@ -28,31 +27,6 @@ def tally(record_property: Callable[[str, object], None]) -> Tally:
         assert not bad, f"{method}: {len(bad)} of {count} are bad:\n{shown}"
 
     return note
-
-
-OF_HEAVY = 3
-"""Of the cases of a heavy test every third runs at each commit, unless it says how many do."""
-
-
-def sample(items: list[pytest.Item]) -> None:
-    """Leave every n-th case of a test that is marked as quick(n), and make the others heavy.
-
-    Of a heavy test, and of one that is marked as sampled(n), the others are nightly.
-    """
-    # What takes longest begins first: at the end one process would work, and the others wait.
-    items.sort(key=lambda item: ("test_remote_proofs" not in item.nodeid, "promises" not in item.path.parts))
-    for name, elsewhere in (("quick", pytest.mark.heavy), ("sampled", pytest.mark.nightly)):
-        seen: Counter[tuple[str, bool]] = Counter()
-        # In an order of chance: every third of them may have the same argument.
-        for item in sorted(items, key=lambda item: zlib.crc32(item.nodeid.encode())):
-            is_heavy, mark = item.get_closest_marker("heavy") is not None, item.get_closest_marker(name)
-            each = mark.args[0] if mark else OF_HEAVY if is_heavy and name == "sampled" else 1
-            if not item.get_closest_marker(elsewhere.name):
-                # What is heavy is a series of its own: of both there is some at every commit.
-                series = item.nodeid.partition("[")[0], is_heavy
-                if seen[series] % each:
-                    item.add_marker(elsewhere)
-                seen[series] += 1
 
 
 def lines(reports: Iterator[Any]) -> Iterator[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import random
-import secrets
 import select
 import signal
 import sys
@@ -38,13 +37,6 @@ def known() -> list[bytes]:
         training.step()
         digests.append(training.digest())
     return digests
-
-
-def dice() -> random.Random:
-    """Return what chooses the moments; the variable VICTIMS chooses the same ones as an earlier run."""
-    seed = int(os.environ.get("VICTIMS") or secrets.randbits(32))
-    print(f"the moments are those of VICTIMS={seed}")
-    return random.Random(seed)
 
 
 def tries(

@@ -211,9 +211,9 @@ def test_a_disk_that_cannot_be_read_is_named_and_nothing_is_taken_for_a_fresh_st
 @pytest.mark.heavy
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_disk_that_fails_now_and_then_keeps_all_that_was_reported_durable(
-    tmp_path: Path, kind: str, nightly: bool, tally: Tally
+    tmp_path: Path, kind: str, times: int, tally: Tally
 ) -> None:
-    count, bad = 60 if nightly else 3, []
+    count, bad = 3 * times, []
     for turn in range(count):
         with contextlib.closing(_make(kind, tmp_path / str(turn), share=(2, 10, 40)[turn % 3])) as disk:
             durable, text = _train_on(disk)

@@ -209,7 +209,7 @@ def _ordinals(folder: Path, body: Callable[[Child, Path], None] = _save) -> dict
     return injection.counts(whole.lines, whole.run_dir)
 
 
-def _faults(most: dict[str, int], nightly: bool, strides: Sequence[int]) -> Iterator[Fault]:
+def _faults(most: dict[str, int], times: int, strides: Sequence[int]) -> Iterator[Fault]:
     """Yield a fault for each call, once and for good, with each error.
 
     Or with one error after the other, and of those that change a disk, and of those that read, every so many
@@ -219,9 +219,8 @@ def _faults(most: dict[str, int], nightly: bool, strides: Sequence[int]) -> Iter
         for call, errors in calls.items():
             turns = itertools.cycle(errors)
             modes = itertools.product(range(1, most.get(call, 0) + 1), (False, True))
-            for number, persists in itertools.islice(modes, 0, None, 1 if nightly else stride):
-                is_whole = nightly or (call in FILLS and not persists)
-                chosen = errors if is_whole else [next(turns)]
+            for number, persists in itertools.islice(modes, 0, None, stride // times | 1):
+                chosen = errors if call in FILLS and not persists else [next(turns)]
                 yield from (Fault(call, number, error, persists) for error in chosen)
 
 
@@ -229,10 +228,10 @@ def _faults(most: dict[str, int], nightly: bool, strides: Sequence[int]) -> Iter
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("shard", range(4))
 def test_a_system_call_that_fails_in_a_save_is_reported_and_costs_no_checkpoint(
-    folder: Path, nightly: bool, tally: Tally, shard: int
+    folder: Path, times: int, tally: Tally, shard: int
 ) -> None:
     _prepare(folder)
-    faults = [*_faults(_ordinals(folder), nightly, strides=(1, 13))]
+    faults = [*_faults(_ordinals(folder), times, strides=(1, 13))]
     count, bad = 0, []
     for fault in faults[shard::4]:
         found = _with(folder, fault)
@@ -304,11 +303,11 @@ def _problems_of_start(fault: Fault, found: Outcome) -> Iterator[str]:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("shard", range(2))
 def test_a_system_call_that_fails_at_a_start_is_reported_and_the_next_start_continues(
-    folder: Path, nightly: bool, tally: Tally, shard: int
+    folder: Path, times: int, tally: Tally, shard: int
 ) -> None:
     _prepare(folder)
     uninterrupted()
-    faults = [*_faults(_ordinals(folder, _start), nightly, strides=(3, 3))]
+    faults = [*_faults(_ordinals(folder, _start), times, strides=(3, 3))]
     count, bad = 0, []
     for fault in faults[shard::2]:
         found = _with(folder, fault, _start)

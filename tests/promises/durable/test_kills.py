@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import chosen
 import pytest
 import tiny
 import victims
@@ -61,7 +62,7 @@ def many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _kill(chain: Chain, count: int, of_starts: float, minimums: Mapping[str, int], tally: Tally) -> None:
     """Kill trainings, a share of them while they start, until each count exceeds its minimum."""
-    dice, folder = victims.dice(), chain.run_dir.parent
+    dice, folder = chosen.dice(), chain.run_dir.parent
     start, first, second = Aim(None, "found"), Aim("found", "save 1 "), Aim("save 1 ", "save 2 ")
     for number in victims.tries(count, chain.found, minimums, chain.bad):
         if chain.is_over():
@@ -79,9 +80,9 @@ def _kill(chain: Chain, count: int, of_starts: float, minimums: Mapping[str, int
 
 @pytest.mark.parametrize("keep", [1, 3])
 def test_saves_and_prunes_that_are_killed_lose_nothing(
-    tmp_path: Path, many_blocks: None, tally: Tally, nightly: bool, keep: int
+    tmp_path: Path, many_blocks: None, tally: Tally, times: int, keep: int
 ) -> None:
-    count = 3500 if nightly else 90
+    count = 90 * times
     # Else they were not killed in the middle of anything
     minimums = {".stage": count // 10, ".trash": count // 100, "not acknowledged": count // 100}
 
@@ -89,9 +90,9 @@ def test_saves_and_prunes_that_are_killed_lose_nothing(
 
 
 def test_starts_that_are_killed_amid_what_killed_saves_have_left_lose_nothing(
-    tmp_path: Path, tally: Tally, nightly: bool
+    tmp_path: Path, tally: Tally, times: int
 ) -> None:
-    count = 7000 if nightly else 175
+    count = 175 * times
 
     _kill(Chain(tmp_path / "exp"), count, 0.7, {"in a start": count // 4, ".stage": count // 50}, tally)
 
@@ -126,11 +127,11 @@ def _push(run_dir: Path, folder: Path, tell: Tell) -> None:
 
 @pytest.mark.proves("local first")
 def test_what_is_listed_in_a_remote_copy_is_whole_whenever_a_push_is_killed(
-    memory: Path, tally: Tally, nightly: bool
+    memory: Path, tally: Tally, times: int
 ) -> None:
     run_dir, folder = _run_of(memory / "exp", 2), memory / "copy"
     seconds = _seconds(partial(_push, run_dir, memory / "timed"))
-    count, dice, found, bad = 3000 if nightly else 75, victims.dice(), Counter[str](), list[str]()
+    count, dice, found, bad = 75 * times, chosen.dice(), Counter[str](), list[str]()
 
     minimums = {"begun": count // 10, "0 listed": 0, "1 listed": 0, "2 listed": 0}
     for _ in victims.tries(count, found, minimums, bad):
@@ -152,9 +153,9 @@ def test_what_is_listed_in_a_remote_copy_is_whole_whenever_a_push_is_killed(
 
 @pytest.mark.proves("local first")
 def test_a_training_that_pushes_and_is_killed_loses_nothing_here_nor_there(
-    tmp_path: Path, tally: Tally, nightly: bool
+    tmp_path: Path, tally: Tally, times: int
 ) -> None:
-    count, dice = 1000 if nightly else 25, victims.dice()
+    count, dice = 25 * times, chosen.dice()
     chain = Chain(tmp_path / "exp", keep=2, is_copied=True)
     aims = [Aim("found", "save 2 "), Aim("save 2 ", "save 4 ")]
 
@@ -189,14 +190,14 @@ def _pull(run_dir: Path, folder: Path, steps: int, tell: Tell) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.proves("local first")
 def test_a_start_from_a_remote_copy_that_is_killed_is_made_up_by_the_next(
-    memory: Path, tally: Tally, nightly: bool
+    memory: Path, tally: Tally, times: int
 ) -> None:
     folder, steps = memory / "copy", 3
     _push(_run_of(memory / "exp", steps), folder, print)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     victims.known()
     seconds = _seconds(partial(_pull, memory / "timed", folder, steps))
-    count, dice, found, bad = 2500 if nightly else 65, victims.dice(), Counter[str](), list[str]()
+    count, dice, found, bad = 65 * times, chosen.dice(), Counter[str](), list[str]()
 
     for number in victims.tries(count, found, {"begun": count // 40}, bad):
         run_dir = memory / f"pulled-{number // 5}"

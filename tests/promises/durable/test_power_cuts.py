@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import chosen
 import pytest
 import tiny
 import victims
@@ -162,7 +163,7 @@ def test_what_was_saved_before_a_power_cut_is_there_after_it(
     monkeypatch: pytest.MonkeyPatch,
     disk_of: Callable[[str], Disk],
     tally: Tally,
-    nightly: bool,
+    times: int,
     kind: str,
     keep: int | None,
 ) -> None:
@@ -173,7 +174,7 @@ def test_what_was_saved_before_a_power_cut_is_there_after_it(
     tiny.load(tmp_path / "warm")[1].close()
     environment.attempt()
     disk = disk_of(kind)
-    count, dice = 700 if nightly else 34, victims.dice()
+    count, dice = 34 * times, chosen.dice()
     chain: Chain = _OnDisk(disk.path / "exp", keep)
     aims = [Aim("found", "save 1 "), Aim("save 1 ", "save 2 ")]
     # Else no cut came in the middle of anything

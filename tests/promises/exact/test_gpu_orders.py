@@ -266,8 +266,8 @@ def test_some_orders(scenario: Scenario, count: int, tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("scenario", "count"), [(one, count) for one, _, count in ORDERS])
-def test_orders(scenario: Scenario, count: int, tmp_path: Path, tally: Tally, nightly: bool) -> None:
-    seeds = range(1000, 1000 + count * (25 if nightly else 1))
+def test_orders(scenario: Scenario, count: int, tmp_path: Path, tally: Tally, times: int) -> None:
+    seeds = range(1000, 1000 + count * times)
     tally("orders of a GPU's work", len(seeds), bad(scenario, seeds, tmp_path))
 
 

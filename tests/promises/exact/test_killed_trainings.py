@@ -11,11 +11,11 @@ import time
 from functools import partial
 from pathlib import Path
 
+import chosen
 import compare
 import killed_training
 import pytest
 import tiny
-import victims
 from counted import Tally
 from victims import Tell, Victim
 
@@ -71,13 +71,13 @@ def _what_differs(whole: Path, killed: Path) -> str:
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 3])
 def test_a_training_that_is_killed_again_and_again_ends_with_the_same_bits(
-    tmp_path: Path, tally: Tally, nightly: bool, seed: int
+    tmp_path: Path, tally: Tally, times: int, seed: int
 ) -> None:
     environment.attempt()
     # What each process imports at its first step, those that are forked from this one have
     killed_training.main(tmp_path / "warm", 0)
     expected, seconds = _train(tmp_path / "whole", seed)
-    count, dice, kills, bad = 60 if nightly else 5, victims.dice(), 0, []
+    count, dice, kills, bad = 5 * times, chosen.dice(), 0, []
 
     for number in range(count):
         run_dir = tmp_path / f"killed-{number}"
@@ -97,7 +97,7 @@ def test_a_script_that_is_killed_and_started_with_the_same_command_ends_with_the
 ) -> None:
     environment.attempt()
     expected, _ = _train(tmp_path / "whole", seed)
-    run_dir, dice = tmp_path / "killed", victims.dice()
+    run_dir, dice = tmp_path / "killed", chosen.dice()
     command = [sys.executable, killed_training.__file__, str(run_dir), str(seed)]
 
     for number in (2, dice.randrange(4, 9)):

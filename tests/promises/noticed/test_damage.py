@@ -156,14 +156,14 @@ def accepted(path: Path, name: str) -> str | None:
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("shard", range(SHARDS))
 def test_no_corrupted_file_is_ever_accepted(
-    tmp_path: Path, tally: Tally, nightly: bool, shard: int, ranks: int
+    tmp_path: Path, tally: Tally, times: int, shard: int, ranks: int
 ) -> None:
     found = saved(tmp_path / "checkpoints", 1, ranks)
     before, count, bad = str(read(found.path)), 0, []
     for name in sorted([*found.about.files, "manifest.json"]):
         whole = (found.path / name).read_bytes()
-        accidents = (100_000 if nightly else 3_400) // ranks
-        cases = itertools.chain(damages(name, whole, is_all=nightly), swaps(whole, shard, accidents))
+        accidents = 3_400 * times // ranks
+        cases = itertools.chain(damages(name, whole, is_all=times >= 20), swaps(whole, shard, accidents))
         fd = os.open(found.path / name, os.O_WRONLY)
         for case in itertools.islice(cases, shard, None, SHARDS):
             overwrite(fd, case.content)
@@ -246,14 +246,14 @@ def test_what_lies_there_twice_harms_nothing_and_what_is_missing_is_named(tmp_pa
 @pytest.mark.heavy
 @pytest.mark.parametrize("shard", range(SHARDS))
 def test_a_training_that_is_refused_a_damaged_checkpoint_is_as_it_was_and_the_one_before_is_used_loudly(
-    run_dir: Path, tally: Tally, nightly: bool, shard: int
+    run_dir: Path, tally: Tally, times: int, shard: int
 ) -> None:
     training, state = tiny.load(run_dir, keep=3)
     with state:
         for loss in (1.0, 2.0):
             tiny.save_next(training, state, loss)
     found, bad, count = Run(run_dir).open(2), [], 0
-    each = (300 if nightly else 20) // SHARDS
+    each = 20 * times // SHARDS
     for name in sorted([*found.about.files, "manifest.json"]):
         path, whole = found.path / name, (found.path / name).read_bytes()
         path.unlink()
@@ -423,12 +423,12 @@ def test_a_header_that_is_another_one_for_a_moment_is_never_believed(
 @pytest.mark.heavy
 @pytest.mark.parametrize("change", [rewriting, replacing])
 def test_a_load_that_races_with_a_writer_gets_what_was_saved_or_an_error(
-    tmp_path: Path, tally: Tally, nightly: bool, change: Callable[[Path, bytes], None]
+    tmp_path: Path, tally: Tally, times: int, change: Callable[[Path, bytes], None]
 ) -> None:
     found, other = (saved(tmp_path / "checkpoints", number) for number in (1, 2))
     name = "model.safetensors"
     path, ours, theirs = found.path / name, (found.path / name).read_bytes(), (other.path / name).read_bytes()
-    before, bad, is_over, count = loaded(found), [], threading.Event(), 50_000 if nightly else 1_000
+    before, bad, is_over, count = loaded(found), [], threading.Event(), 1_000 * times
     refused = 0
 
     def race() -> None:

@@ -74,9 +74,9 @@ KINDS = [
 )
 @pytest.mark.parametrize("target", RUNS)
 def test_whatever_a_fuzzer_makes_is_a_value_or_an_error_that_says_what_is_wrong(
-    run_dir: Path, tmp_path: Path, tally: Tally, nightly: bool, target: str
+    run_dir: Path, tmp_path: Path, tally: Tally, times: int, target: str
 ) -> None:
-    corpus, runs = tmp_path / "corpus", RUNS[target] * (25 if nightly else 1)
+    corpus, runs = tmp_path / "corpus", RUNS[target] * times
     corpus.mkdir()
     for number, data in enumerate(seeds(target, run_dir)):
         (corpus / f"{number:03}").write_bytes(data)
