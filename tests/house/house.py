@@ -21,11 +21,11 @@ LOOSE = ("test lines", "words of docs", "words of README")
 """What may be below its ceiling; of all else the ceiling is the figure."""
 
 RISKY = {
-    "use sys._getframe": r"\b_getframe\(",
-    "use dis": r"^\s*(import dis\b|from dis )",
-    "use ast": r"^\s*(import ast\b|from ast )",
-    "use gc.get_objects": r"gc\.get_(objects|referrers)",
-    "use ctypes": r"^\s*(import ctypes\b|from ctypes )",
+    "users of sys._getframe": r"\b_getframe\(",
+    "users of dis": r"^\s*(import dis\b|from dis )",
+    "users of ast": r"^\s*(import ast\b|from ast )",
+    "users of gc.get_objects": r"gc\.get_(objects|referrers)",
+    "users of ctypes": r"^\s*(import ctypes\b|from ctypes )",
 }
 WARNS = r"\b(?:warn|warn_once|warnings\.warn)\("
 FLAG = re.compile(
@@ -49,7 +49,7 @@ def count(root: Path) -> Figures:
         room = folder.partition("/")[0]
         folders.add(path.parent)
         figures[folder, "entries"] += 1
-        figures[name, "length"] = length = code_lines(source, tree)
+        figures[name, "lines of code"] = length = code_lines(source, tree)
         for class_, later, flags in classes(tree):
             figures[f"{name}:{class_}", "attributes"] = later
             figures[f"{name}:{class_}", "flags"] = flags
