@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from house import HOUSE, LOOSE, ROOT, fallen, now, risen, said
 
-RAISE = "Take something away: a higher ceiling in tests/house/house.json needs a decision page in docs/decisions/."
+RAISE = "Make it smaller. A higher ceiling in tests/house/house.json takes a page in docs/decisions/."
 LOWER = "Run scripts/house --lower, and commit tests/house/house.json."
 
 
