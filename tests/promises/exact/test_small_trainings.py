@@ -7,7 +7,9 @@ found here.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
+import signal
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -19,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from resumable import RunState
+from resumable import ResumableWarning, Run, RunState
 
 EPOCHS = 2
 Seen = list[list[Any]]
@@ -119,7 +121,8 @@ class NoPlace:
 
 
 def noise(count: int = 5) -> Iterator[torch.Tensor]:
-    return (torch.tensor([number + draw()]) for number in range(count))
+    """Yield batches each of which has what was drawn for those before it."""
+    return (torch.tensor([total]) for total in itertools.accumulate(draw() for _ in range(count)))
 
 
 def on(dataset: Any = None, **how: Any) -> DataLoader[Any]:
@@ -286,3 +289,64 @@ def test_a_stopped_training_is_one_that_was_not(run_dir: Path, name: str) -> Non
     stopped = trained(run_dir / "stopped", case, *case.stops)
 
     assert stopped == trained(run_dir / "straight", case)
+
+
+def in_windows(training: Training, state: Any) -> None:
+    for batch in state.batches():
+        training.model(batch.reshape(-1, 1)).sum().backward()
+        if state.batch == 2:
+            signal.raise_signal(signal.SIGTERM)
+        if state.batch % 2:
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+
+
+def test_a_signal_in_an_accumulation_window_waits_for_its_step(run_dir: Path) -> None:
+    with pytest.raises(SystemExit, match="143"):
+        trained(run_dir, Case(in_windows))
+
+    assert [one.about.batch for one in Run(run_dir).checkpoints()] == [4]
+
+
+def changes_after_its_save(training: Training, state: Any) -> None:
+    for batch in state.batches():
+        training.train(batch)
+        state.save()
+        nn.init.constant_(training.model.weight, 7)
+        signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_signal_saves_what_has_changed_after_save(run_dir: Path) -> None:
+    with pytest.raises(SystemExit), pytest.warns(ResumableWarning, match=r"model changed after save\(\)"):
+        trained(run_dir, Case(changes_after_its_save))
+
+    training = Training(run_dir, on(), None)
+    training.state.close()
+    assert training.model.weight.item() == 7
+
+
+LARGE = 4096, 4100
+"""Of a tensor whose image is taken while the training continues."""
+
+
+def test_what_is_written_right_after_a_save_is_not_in_it(run_dir: Path) -> None:
+    model = nn.Linear(*LARGE, bias=False)
+    with RunState.load(run_dir, model=model, keep=None) as state:
+        for number in (1, 2, 3):
+            nn.init.constant_(model.weight, number)
+            state.save()
+        for number in (1, 2, 3):
+            state.restore(number, only="model")
+            assert (model.weight == number).all()
+
+
+def test_a_step_right_after_a_save_is_not_in_it(run_dir: Path) -> None:
+    model = nn.Linear(*LARGE, bias=False)
+    nn.init.zeros_(model.weight).grad = torch.ones(LARGE[::-1])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with RunState.load(run_dir, model=model, optimizer=optimizer, every=None) as state:
+        optimizer.step()
+        state.save()
+        optimizer.step()
+        state.restore(1, only="model")
+        assert (model.weight == -1).all()
