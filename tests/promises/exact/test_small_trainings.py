@@ -1,7 +1,7 @@
 """Small trainings, stopped and resumed in this process: each kind of loop and of loader in a second.
 
-What breaks one of them breaks a promise, whatever the library is made of: most of `tests/promises/mutants` is
-found here.
+What breaks one of them breaks a promise, whatever the library is made of: many of the deliberate bugs of
+`tests/promises/mutants` are caught here.
 """
 
 from __future__ import annotations
@@ -102,15 +102,6 @@ class OwnPlace:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.done = state["done"]
-
-
-class Fails(Noisy):
-    """A dataset of which one sample cannot be loaded."""
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        if index == 2:
-            raise ValueError
-        return super().__getitem__(index)
 
 
 class NoPlace:
@@ -231,20 +222,6 @@ def makes_an_iterable(training: Training, state: Any) -> None:
         training.note("end")
 
 
-def fails_to_load(training: Training, state: Any) -> None:
-    for _ in state.epochs(EPOCHS):
-        batches = iter(state.batches())
-        while True:
-            try:
-                batch = next(batches)
-            except ValueError:
-                continue
-            except StopIteration:
-                break
-            training.train(batch)
-        training.note("end")
-
-
 class Case(NamedTuple):
     """A script, what makes its loaders, and the events after which it stops; 6 ends the first epoch."""
 
@@ -278,7 +255,6 @@ CASES = {
     "function": Case(epochs, lambda: noise),
     "iterator": Case(breaks, lambda: noise(9), (2, 5)),
     "made-for-each-epoch": Case(makes_an_iterable, lambda: None),
-    "fails": Case(fails_to_load, partial(on, Fails(), num_workers=1), (2, 3)),
 }
 
 
