@@ -1,16 +1,27 @@
-"""Runs tests in forks of a process that has imported torch already: each line of its input is an order."""
+"""Runs tests on a copy of the library, in forks of a process that has imported what both need.
+
+Each line of its input is an order. What the library or a test imports of torch, and pytest's plugins, are
+imported once; the library itself and the tests are imported in each fork.
+"""
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
 
-import numpy  # noqa: F401 (what takes long to import is there once)
+import hypothesis  # noqa: F401 (what takes long to import is there once)
+import numpy  # noqa: F401
 import pytest
-import torch  # noqa: F401
+import torch
 
-sys.dont_write_bytecode = True
+# The first optimizer imports torch's compiler.
+torch.optim.SGD([torch.zeros(1)])
+os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+# What was imported is neither copied nor looked through again in every fork.
+gc.collect()
+gc.freeze()
 for line in sys.stdin:
     order = json.loads(line)
     if (child := os.fork()) == 0:
