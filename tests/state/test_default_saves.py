@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,6 @@ from torch.utils.data import DataLoader
 
 from resumable import ResumableWarning, Run, RunState
 from resumable.run import history
-from resumable.saving import autosave
 
 
 @pytest.fixture(autouse=True)
@@ -180,30 +178,6 @@ def test_a_metric_that_is_given_is_not_asked_for(run_dir: Path) -> None:
         training.state.close()
 
 
-def test_a_loop_of_ones_own_that_is_not_saved_for_long_is_told(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    training = Training(run_dir, loader=None)
-    training.step(), training.step()
-    now = time.monotonic() + 601
-    monkeypatch.setattr(autosave.time, "monotonic", lambda: now)
-
-    with pytest.warns(ResumableWarning, match=r"save only in loops over state\.epochs"):
-        training.step()
-    training.state.close()
-
-
-def test_epochs_over_data_of_ones_own_that_are_left_early_are_not_saved(run_dir: Path) -> None:
-    training = Training(run_dir, loader=None)
-    for _ in training.state.epochs(3):
-        training.step()
-        break
-
-    with pytest.warns(ResumableWarning, match="left before its end"):
-        training.state.close()
-    assert steps(run_dir) == []
-
-
 def test_an_evaluation_that_fails_does_not_end_the_epoch(run_dir: Path) -> None:
     training = Training(run_dir)
     with contextlib.suppress(RuntimeError):
@@ -226,24 +200,6 @@ def test_a_break_at_the_end_of_an_epoch_saves_it(run_dir: Path) -> None:
     training.state.close()
 
     assert [(one.about.epoch, one.about.step) for one in Run(run_dir).checkpoints()] == [(1, 6)]
-
-
-def test_steps_of_another_optimizer_are_saved_too(run_dir: Path) -> None:
-    models = {"first": nn.Linear(1, 1), "other": nn.Linear(1, 1)}
-    optimizers = {name: torch.optim.SGD(model.parameters()) for name, model in models.items()}
-    with RunState.load(run_dir, model=models, optimizer=optimizers):
-        models["other"](torch.ones(1)).backward()
-        optimizers["other"].step()
-
-    assert len(Run(run_dir).checkpoints()) == 1
-
-
-def test_epochs_without_an_optimizer_are_saved_at_their_end(run_dir: Path) -> None:
-    with RunState.load(run_dir) as state:
-        for _ in state.epochs(2):
-            pass
-
-    assert [one.about.epoch for one in Run(run_dir).checkpoints()] == [2]
 
 
 def test_a_training_in_an_except_block_is_saved_at_its_end(run_dir: Path) -> None:

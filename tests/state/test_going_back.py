@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
@@ -179,25 +178,6 @@ def test_the_same_in_the_middle_of_an_accumulation(run_dir: Path, which: int) ->
     compare(run_dir, [(("body", 1, 1), which)], loader, every=3)
 
 
-def test_going_back_twice_in_a_row_is_going_back_to_the_second(run_dir: Path) -> None:
-    training = Training(run_dir, 1)
-    done = []
-
-    def back(where: Where) -> bool:
-        if where == ("body", 1, 2) and not done:
-            training.state.wait()
-            shutil.copytree(run_dir, run_dir.with_name("copy"), symlinks=True)
-            training.state.restore(2), training.state.restore("newest"), training.state.restore(4)
-            done.append(max(training.state.run.numbers()))
-            return True
-        return False
-
-    script(training, 1, back)
-    script(Training(run_dir.with_name("copy"), 2, resume=4), 1, lambda _: False)
-
-    assert made_since(run_dir, done[0]) == made_since(run_dir.with_name("copy"), done[0])
-
-
 def test_a_save_right_after_going_back_is_the_same_checkpoint_again(run_dir: Path) -> None:
     training, pairs = Training(run_dir, 1), []
     for _ in training.state.epochs(2):
@@ -249,23 +229,6 @@ def test_after_going_back_in_steps_the_training_is_that_of_a_process_resumed_fro
 
     number = max(Run(copy).numbers()) - 5
     assert made_since(run_dir, number) == made_since(copy, number) != []
-
-
-def test_a_save_right_after_going_back_in_steps_is_the_same_checkpoint_again(run_dir: Path) -> None:
-    training, pairs = Training(run_dir, 1, dict), []
-    for step in training.state.steps(5):
-        training.backward(torch.randn(2, 3)), training.step()
-        training.state.save()
-        if step in (2, 4) and len(pairs) < 2:
-            training.state.restore(2)
-            pairs.append((2, training.state.save().number))
-    training.state.close()
-
-    run = Run(run_dir)
-    assert len(pairs) == 2
-    for then, again in pairs:
-        assert (run.open(again).about.parent, run.open(again).about.step) == (then, 2)
-        assert run.open(again).about.files == run.open(then).about.files
 
 
 # restore(skip=True): the training goes back, and the data do not.
@@ -341,20 +304,6 @@ def test_a_save_in_the_very_body_that_went_back_stands_behind_the_batch_in_hand(
 
     assert numbers == [0, 1, 2, 3, 4, 5]
     assert [one.about.samples for one in Run(run_dir).checkpoints()[::2]] == [1, 2, 3, 4, 5, 6]
-
-
-def test_samples_and_steps_that_were_gone_back_behind_do_not_count(run_dir: Path) -> None:
-    training = Training(run_dir, 1)
-    counted = []
-    for batch in training.batches():
-        counted.append((training.state.batch, training.state.step, training.state.samples))
-        training.backward(batch), training.step()
-        if training.state.batch == 0:
-            training.state.save()
-        if training.state.batch == 2:
-            training.state.restore("newest", skip=True)
-
-    assert counted == [(0, 0, 0), (1, 1, 3), (2, 2, 6), (3, 1, 3), (4, 2, 6), (5, 3, 9)]
 
 
 def test_after_a_break_the_batch_that_was_left_out_does_not_come_again(run_dir: Path) -> None:
@@ -434,34 +383,6 @@ def test_a_body_of_steps_that_went_back_to_the_beginning_counts_no_step(run_dir:
 
     assert steps == [0, 0, 1]
     assert Run(run_dir).open(2).about.step == 0
-
-
-def test_the_weights_go_back_and_what_was_learned_since_is_gone(run_dir: Path) -> None:
-    training = Training(run_dir, 1)
-    for batch in training.batches():
-        training.backward(batch), training.step()
-        if training.state.batch == 1:
-            training.state.vars["then"] = 1
-            training.state.save().wait()
-            then = [value.clone() for value in training.model.state_dict().values()]
-            lr = training.optimizer.param_groups[0]["lr"]
-        training.state.vars["then"] = training.state.batch
-    training.backward(batch)
-    training.state.restore(1, skip=True)
-
-    assert all(map(torch.equal, then, training.model.state_dict().values()))
-    assert training.optimizer.param_groups[0]["lr"] == lr
-    assert training.state.vars == {"then": 1}
-    assert all(parameter.grad is None for parameter in training.model.parameters())
-
-
-def test_the_line_says_that_batches_are_left_out(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    training = Training(run_dir, 1)
-    training.state.save()
-    training.state.restore("newest", skip=True)
-
-    line = r"went back in .* to checkpoint 1: epoch 0, step 0 \(\S+ m?s\); the batches since are left out\n"
-    assert re.fullmatch(line, capsys.readouterr().out.partition("\n")[2])
 
 
 def test_one_part_alone_has_nothing_to_skip(run_dir: Path) -> None:
@@ -653,18 +574,6 @@ def test_the_one_before_is_of_the_branch_that_it_is_on_and_not_of_one_that_was_l
 
     # 4 continues from 2; it is bad too, so 5 continues from 2 again; 6 and 5 are bad, so 7 does as well.
     assert parents == [None, 1, 2, 2, 2, 5, 2]
-
-
-def test_the_branch_that_was_left_stays_until_it_is_pruned(run_dir: Path) -> None:
-    with RunState.load(run_dir, keep=3) as state:
-        for loss in (1, 1, 1, math.nan, math.nan):
-            _ = state.spiked(loss) or state.save().wait()
-        numbers = [Run(run_dir).numbers()]
-        for _ in range(2):
-            state.save().wait()
-            numbers.append(Run(run_dir).numbers())
-
-    assert numbers == [[1, 2, 3], [2, 3, 4], [3, 4, 5]]
 
 
 def test_a_checkpoint_that_is_damaged_or_gone_is_passed_over(run_dir: Path) -> None:

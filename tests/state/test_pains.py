@@ -70,20 +70,6 @@ def test_a_save_holds_what_was_there_when_it_was_called_and_not_what_came_after(
         assert same(training.tensors(), then)
 
 
-def test_the_best_weights_do_not_follow_the_training(run_dir: Path) -> None:
-    training = Training(run_dir, minimize="loss")
-    training.step()
-    best = training.tensors()
-    for loss in (1.0, 2.0, 3.0):
-        training.state.save(loss=loss)
-        training.step()
-
-    for _ in range(2):
-        training.state.restore("best")
-        assert same(training.tensors(), best)
-        training.step()
-
-
 def early_stopping(run_dir: Path, legs: int) -> list[Any]:
     """Train until the patience is over, in so many legs; return what was decided."""
     losses = [3.0, 2.0, 2.5, 2.4, 2.3, 2.2, 1.0]
@@ -111,18 +97,6 @@ def test_patience_plateau_and_best_count_on_after_resumes(tmp_path: Path) -> Non
     assert [bad for _, _, bad, _ in never_stopped] == [0, 0, 1, 2, 3, 4]
 
 
-def test_the_average_of_the_weights_and_its_counter_come_back(run_dir: Path) -> None:
-    for count in range(3):
-        training = Training(run_dir, seed=count)
-        assert training.ema.n_averaged.item() == count
-        training.step()
-        average = training.tensors()
-        training.state.save()
-        training.state.close()
-
-    assert same(Training(run_dir, seed=9).tensors(), average)
-
-
 def test_a_resume_writes_into_the_weights_that_are_there_and_needs_no_second_set(run_dir: Path) -> None:
     Training(run_dir).state.save()
     training = Training(run_dir, seed=1)
@@ -132,21 +106,6 @@ def test_a_resume_writes_into_the_weights_that_are_there_and_needs_no_second_set
         training.state.restore("newest")
 
     assert [tensor.data_ptr() for tensor in training.model.state_dict().values()] == places
-
-
-def test_the_accuracy_after_a_resume_is_that_before_it(run_dir: Path) -> None:
-    probe = torch.ones(3, 2)
-    answers = []
-    for seed in range(3):
-        training = Training(run_dir, seed)
-        if seed == 0:
-            training.step(), training.model.eval()
-            training.state.save()
-        answers.append(training.model(probe))
-        training.state.close()
-
-    assert torch.equal(answers[0], answers[1])
-    assert torch.equal(answers[0], answers[2])
 
 
 def test_a_resume_of_an_unchanged_script_warns_of_nothing(run_dir: Path) -> None:
