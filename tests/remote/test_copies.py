@@ -33,7 +33,6 @@ from resumable import (
     RunExists,
     RunState,
 )
-from resumable.remote import in_training as copies_module
 from resumable.remote.run_copy import Remote
 from resumable.remote.storage import Store
 from resumable.run import history
@@ -184,31 +183,6 @@ def test_a_training_that_loses_its_disk_again_and_again_ends_as_one_that_does_no
     assert [batch for part in parts for batch in part.seen] == whole.seen
     assert parts[-1].ended_as == whole.ended_as != ""
     assert verified(tmp_path / "whole")[-1] == 2
-
-
-@HERE
-def test_the_pulled_checkpoint_is_reported_in_a_line_and_in_the_history(
-    place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    saved(tmp_path / "first", [3.0, 2.0], **at(place))
-    capsys.readouterr()
-
-    assert step_of(tmp_path / "other", **at(place)) == 2
-
-    assert f"pulled checkpoint 2 from {place.url}: " in capsys.readouterr().out
-    (pull,) = events(tmp_path / "other", "pull")
-    assert (pull["number"], pull["origin"]) == (2, place.url)
-    (start,) = events(tmp_path / "other", "start")
-    assert start["remote"] == {"url": place.url, "push": "newest"}
-
-
-@HERE
-def test_the_run_that_comes_back_is_the_same_run(place: Place, tmp_path: Path) -> None:
-    first = saved(tmp_path / "first", [1.0], **at(place))
-    other = saved(tmp_path / "other", [2.0], **at(place))
-
-    assert other.known_id() == first.known_id() is not None
-    assert verified(tmp_path / "other") == there(place) == [1, 2]
 
 
 @HERE
@@ -401,29 +375,6 @@ def test_a_run_continues_where_the_remote_cannot_be_looked_at(tmp_path: Path) ->
 
     assert [("was not looked at" in each, "nothing is pushed" in each) for each in told] == [(True, True)]
     assert verified(tmp_path / "run") == [1, 3]
-
-
-@pytest.mark.parametrize("place", ["s3"], indirect=True)
-@pytest.mark.heavy
-def test_a_run_continues_with_a_remote_that_is_gone_and_the_next_start_pushes_it(
-    place: Place, proxied_s3: ProxiedS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saved(tmp_path / "run", [2.0])
-    through = {"remote": place.url, "remote_options": proxied_s3.options()}
-    proxied_s3.proxy.close()
-
-    with monkeypatch.context() as quickly:
-        quickly.setattr(copies_module, "_QUICK", 0.5)
-        with (
-            heard() as told,
-            pytest.raises(RemoteError, match=r"checkpoints 2, 1 of .* did not get to s3://"),
-        ):
-            saved(tmp_path / "run", [3.0], push_timeout=1, **through)
-    assert "was not looked at" in told[0]
-    proxied_s3.proxy.open()
-
-    assert step_of(tmp_path / "run", **through) == 2
-    assert there(place) == verified(tmp_path / "run") == [1, 2]
 
 
 @pytest.mark.nightly

@@ -153,23 +153,6 @@ def test_a_manifest_that_is_not_this_checkpoints_is_refused(
     refused(remote, run, problem)
 
 
-def resealed(text: str) -> bytes:
-    """Return a JSON text of somebody who knows how to seal one."""
-    rest = text.encode()
-    return manifest.strict_json._first_line(rest) + rest
-
-
-def test_a_manifest_that_says_two_things_is_refused(run: Run, remote: Remote) -> None:
-    remote.store.write(f"checkpoints/{NAME}/manifest.json", resealed('\n "format": 1,\n "format": 1\n}'))
-    refused(remote, run, "it has a key twice")
-
-
-def test_a_manifest_that_is_nested_without_end_is_refused(run: Run, remote: Remote) -> None:
-    text = resealed(f'\n "format": {"[" * 200_000}{"]" * 200_000}\n}}')
-    remote.store.write(f"checkpoints/{NAME}/manifest.json", text)
-    refused(remote, run, "it is nested too deeply")
-
-
 def test_a_manifest_of_a_newer_version_is_refused_as_that(run: Run, remote: Remote) -> None:
     remote.store.write(f"checkpoints/{NAME}/manifest.json", manifest.strict_json.seal({"format": 99}))
     refused(remote, run, "it was written in format 99", FormatTooNew)
@@ -361,14 +344,6 @@ def test_what_is_intact_here_is_not_fetched(run: Run, remote: Remote) -> None:
     run.open(1).verify()
 
 
-def test_a_run_is_the_one_of_the_remote_unless_it_is_that_already(run: Run) -> None:
-    pull.adopt(run, "a1b2")
-    assert run.identity() == "a1b2"
-    pull.adopt(run, "a1b2")
-    pull.adopt(run, "c3d4")
-    assert run.identity() == "c3d4"
-
-
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A disk of one MB."""
@@ -450,13 +425,3 @@ def test_a_disk_that_fails_at_the_end_is_named_and_the_next_pull_continues(
             pull.pull(remote, NAME, run, nowhere)
     assert run.numbers() == []
     assert is_as_it_was(pull.pull(remote, NAME, run, nowhere))
-
-
-def test_the_facts_of_a_pulled_checkpoint_are_known_to_the_run(run: Run, tmp_path: Path) -> None:
-    source, remote = Run(tmp_path / "source"), Remote(Store(f"file://{tmp_path}/place"))
-    goal = about_of(1, best=1).best
-    assert goal
-    for number, loss in ((1, 0.1), (2, 0.2)):
-        push(remote, commit(source, number, best=1, loss=loss), nowhere)
-        pull.pull(remote, remote.numbers()[number], run, nowhere)
-    assert run.best(goal.goal) == goal._replace(value=0.1)

@@ -8,11 +8,8 @@ import gc
 import json
 import os
 import random
-import re
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -27,10 +24,10 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from grouped import grouped
-from servers import S3, Place, ProxiedS3
+from servers import S3, Place
 from test_copies import HERE, Training, at, damage, events, heard, saved, step_of, there, verified
 
-from resumable import RemoteError, ResumableWarning, Run, RunState, SaveFailed, progress
+from resumable import RemoteError, ResumableWarning, Run, RunState, SaveFailed
 from resumable.files.lock import Lock
 from resumable.remote import in_training
 from resumable.remote.run_copy import Remote
@@ -134,20 +131,6 @@ def test_only_what_is_asked_for_stays_there(
     )
     assert best == 2
     assert newest in (expected[-1], 2)
-
-
-@HERE
-def test_each_push_is_reported_in_the_history_and_not_printed(
-    place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = saved(tmp_path / "run", [3.0], push="all", remote_keep=1, **at(place))
-    saved(tmp_path / "run", [2.0], push="all", remote_keep=1, **at(place))
-
-    assert "pushed" not in capsys.readouterr().out
-    first, second = events(run.path, "push")
-    assert (first["number"], first["to"], first["removed"]) == (1, place.url, [])
-    assert (second["number"], second["removed"]) == (2, [1])
-    assert first["sent"] == run.open(1).about.size
 
 
 def test_a_training_without_news_sends_nothing_again(gated: dict[str, Any], tmp_path: Path) -> None:
@@ -393,33 +376,6 @@ def test_a_run_that_is_not_closed_says_what_is_missing_and_the_next_start_pushes
     assert 1 in names()
 
 
-SCRIPT = """
-import sys
-import torch
-from resumable import Remote, RunState
-
-model = torch.nn.Linear(2, 1)
-state = RunState.load(sys.argv[1], model=model, remote=Remote(sys.argv[2], timeout=1))
-for _ in state.steps(state.step + 1):
-    state.save().wait()
-"""
-
-
-@pytest.mark.heavy
-def test_a_script_that_ends_without_close_says_what_is_missing(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "run"), f"file://{tmp_path}/file/exp"]
-    saved_first = [sys.executable, "-c", SCRIPT, str(tmp_path / "run"), f"file://{tmp_path}/place"]
-    subprocess.run(saved_first, check=True, capture_output=True)
-
-    ended = subprocess.run(command, capture_output=True, text=True, check=True)
-
-    assert "Not a directory. It is tried again" in ended.stderr
-    assert "did not get to" in ended.stderr
-    assert "weakref" not in ended.stderr
-    assert verified(tmp_path / "run") == [1, 2]
-
-
 def preempted(rank: int, run_dir: Path, options: dict[str, Any]) -> None:
     """Be told to leave, with a remote that is gone."""
     os.setpgid(0, 0)
@@ -445,33 +401,6 @@ def test_a_training_that_is_asked_to_leave_leaves_although_the_remote_is_gone(s3
     assert ended.error.code == 128 + signal.SIGTERM
     assert verified(tmp_path / "run") == [1, 2]
     assert ended.seconds < 30
-
-
-@pytest.mark.heavy
-def test_what_is_missing_is_reported_with_what_went_wrong_last(s3: S3, run_dir: Path) -> None:
-    gone = {**s3.options(), "endpoint_url": "http://127.0.0.1:9"}
-    options = grouped(remote="s3://bucket/exp", remote_options=gone, push_timeout=8)
-    state = RunState.load(run_dir, model=torch.nn.Linear(2, 1), resume="never", **options)
-    state.save()
-
-    with pytest.raises(RemoteError, match=r"checkpoint 1 of .* did not get to .* not done in 8 s: .*onnect"):
-        state.close()
-
-
-@pytest.mark.heavy
-def test_a_push_that_takes_long_shows_its_progress(
-    proxied_s3: ProxiedS3, run_dir: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(progress, "_EVERY_LINE", 0.1)
-    proxied_s3.rules.add("slow", method="PUT", path="model.safetensors", speed=600_000)
-    where = {"remote": f"s3://{proxied_s3.bucket()}/exp", "remote_options": proxied_s3.options()}
-
-    with RunState.load(run_dir, model=torch.nn.Linear(1000, 300), progress=True, **grouped(**where)) as state:
-        state.save()
-
-    shown = capfd.readouterr()
-    assert re.search(r"^pushing checkpoint 1: \d+\.\d .B of 1\.2 MB, \d+%$", shown.err, re.MULTILINE)
-    assert "pushed checkpoint 1" not in shown.out
 
 
 # Secrets.

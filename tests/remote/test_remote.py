@@ -327,13 +327,6 @@ def test_what_is_damaged_here_is_not_pushed(run: Run, remote: Remote) -> None:
     assert remote.store.sizes() == {}
 
 
-def test_large_files_go_one_after_the_other(run: Run, broken: Remote, proxied_s3: ProxiedS3) -> None:
-    found = commit(run, 4, {"model.safetensors": os.urandom(17 << 20), "state.json": b"state"})
-    there = behind(proxied_s3, broken)
-    assert push(there, found, nowhere).sent == found.about.size
-    assert contents_of(there.store, found) == whole(found)
-
-
 # What a store may do behind our back: at the moment in which a file is told to have moved
 
 
@@ -422,29 +415,6 @@ def test_only_what_has_a_manifest_and_a_name_of_ours_is_a_checkpoint(remote: Rem
     assert [*remote.numbers().items()] == [(1, "000001-step-00000010"), (2, "000002-step-00000020")]
 
 
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        (None, "manifest.json is missing"),
-        (b"", "manifest.json: its checksum does not match"),
-        (sealed(2), "manifest.json is the one of 000002-step-00000020"),
-        (sealed(1, files={"../x": {"size": 1, "xxh3_128": ""}}), "'../x' cannot be the name of a file"),
-        (sealed(1, files={"/x": {"size": 1, "xxh3_128": ""}}), "'/x' cannot be the name"),
-        (sealed(1, files={"a\\x": {"size": 1, "xxh3_128": ""}}), r"'a\\\\x' cannot be the name"),
-        (sealed(1, number="1"), "'1' stands where int belongs"),
-        (sealed(1, more=1), "has ['more'] beyond the format"),
-    ],
-)
-def test_what_is_wrong_with_a_manifest_is_said(remote: Remote, text: bytes | None, problem: str) -> None:
-    name = "000001-step-00000010"
-    if text is not None:
-        remote.store.write(f"checkpoints/{name}/manifest.json", text)
-    with pytest.raises(CheckpointDamaged) as raised:
-        remote.about(name)
-    assert f"checkpoints/{name} is damaged: " in str(raised.value)
-    assert problem.replace("\\\\\\\\", "\\\\") in str(raised.value)
-
-
 def test_the_best_is_what_the_newest_that_can_be_read_says(run: Run, remote: Remote) -> None:
     assert remote.best(remote.numbers()) is None
     for number in (1, 2, 3):
@@ -469,12 +439,6 @@ def test_only_what_is_kept_stays(run: Run, remote: Remote) -> None:
     assert [*remote.numbers()] == [2, 3]
     assert remote.prune(Keep(1), None, [3]) == [2]
     assert {name.split("/")[1] for name in remote.store.sizes()} == {"000003-step-00000030"}
-
-
-def test_what_is_kept_for_its_metric_is_known_by_the_manifests(run: Run, remote: Remote) -> None:
-    for number in (1, 2, 3):
-        push(remote, run.open(number), nowhere)
-    assert Remote(remote.store).prune(Keep(newest=1, best=2), GOAL, []) == [1]
 
 
 def test_what_is_kept_by_time_is_known_by_the_manifests(run: Run, remote: Remote) -> None:
@@ -537,9 +501,3 @@ def test_the_pointers_say_which_is_the_newest_and_which_the_best(remote: Remote)
     for word, number, name in (("newest", 2, "000002-step-00000020"), ("best", 1, "000001-step-00000010")):
         text = remote.store.read(f"{word}.json", 1000)
         assert manifest.unseal(text or b"") == {"checkpoint": f"checkpoints/{name}", "number": number}
-
-
-def test_a_pointer_is_written_only_when_it_has_changed(broken: Remote, proxied_s3: ProxiedS3) -> None:
-    for number in (1, 1, 2, 2, 1):
-        broken.point("newest", checkpoint.name(number, 10))
-    assert len(proxied_s3.proxy.seen.of("PUT")) == 3

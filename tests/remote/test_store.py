@@ -200,13 +200,6 @@ def test_what_a_killed_write_has_left_is_written_over(there: Store, place: Place
     assert (".run.json.part" in there.sizes("a")) is (place.kind == "memory")
 
 
-@WITH_FOLDERS
-def test_only_a_limited_depth_of_folders_are_looked_at(there: Store) -> None:
-    there.write("a/b/c/d/file", b"1")
-    there.write("a/b/c/d/e/file", b"1")
-    assert there.sizes() == {"a/b/c/d/file": 1}
-
-
 def test_what_is_no_file_is_not_listed(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "file").write_bytes(b"1")
@@ -227,18 +220,6 @@ def test_a_folder_that_goes_while_it_is_listed_does_not_hide_the_others(tmp_path
     for folder in "abc":
         there.write(f"{folder}/file", b"1")
     assert there.sizes() == {"a/file": 1, "c/file": 1}
-
-
-def test_how_a_store_shows_itself() -> None:
-    there = Store(f"memory://ann:{HIDDEN}@exp/a")
-    assert str(there) == str(there.with_patience(1)) == there.url == "memory://ann@exp/a"
-
-
-def test_only_a_filesystem_with_many_connections_takes_several_calls_at_once(
-    s3: S3, shelf: str, tmp_path: Path
-) -> None:
-    assert Store(f"s3://{shelf}/x", s3.options()).at_once == 4
-    assert Store(f"file://{tmp_path}").at_once == 1
 
 
 # What arrives.
@@ -402,15 +383,6 @@ def test_a_part_that_stalls_is_an_error_and_nothing_arrives_later(broken: Broken
     assert broken.uploads(f"{broken.folder}/") == []
 
 
-def test_what_is_refused_for_ever_is_an_error_when_the_patience_is_over(broken: Broken, here: Path) -> None:
-    broken.rules.add("status", status=503)
-    began = time.monotonic()
-    with pytest.raises(RemoteError) as raised:
-        broken.store(patience=1).send(here, "file", nowhere)
-    assert time.monotonic() - began < 10
-    assert not raised.value.is_final
-
-
 def test_a_remote_that_is_gone_and_comes_back_is_waited_for(broken: Broken) -> None:
     broken.proxy.close()
     back = threading.Timer(1, broken.proxy.open)
@@ -477,34 +449,6 @@ def test_what_an_error_of_a_filesystem_tells_is_reported_without_secrets(
     )
     assert HIDDEN not in told_by(raised.value)
     assert "abcdef" not in told_by(raised.value)
-
-
-def test_an_error_without_words_is_reported_by_its_name_and_a_long_one_in_short(
-    telling: type[Telling], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    errors: list[BaseException] = [TypeError(), TypeError("x" * 5000)]
-
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise errors.pop(0)
-
-    monkeypatch.setattr(telling, "ls", fail)
-    there = Store("telling://exp")
-    with pytest.raises(RemoteError, match=r"cannot be listed: TypeError\."):
-        there.sizes()
-    with pytest.raises(RemoteError) as raised:
-        there.sizes()
-    assert len(raised.value.problem) < 600
-
-
-def test_what_the_interrupt_key_interrupts_is_interrupted(
-    telling: type[Telling], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(telling, "ls", fail)
-    with pytest.raises(KeyboardInterrupt):
-        Store("telling://exp").sizes()
 
 
 def test_an_error_known_only_by_the_name_of_its_class_is_final_by_that(
@@ -634,20 +578,6 @@ def test_what_is_given_up_ends_at_once_and_begins_nothing_more(broken: Broken, h
         there.sizes()
     assert there.copy("a", "tag", "b", len(BODY)) is None
     assert broken.names() == []
-
-
-def test_what_went_wrong_is_known_until_a_try_succeeds(broken: Broken, here: Path) -> None:
-    broken.rules.add("status", status=500, method="PUT")
-    there = broken.store()
-    thread = threading.Thread(target=there.send, args=(here, "file", nowhere))
-    thread.start()
-    while there.trouble is None:
-        assert thread.is_alive()
-        time.sleep(0.01)
-    broken.rules.clear()
-    thread.join(60)
-    assert there.trouble is None
-    assert broken.names() == ["file"]
 
 
 def test_what_waits_to_try_again_is_given_up_at_once(broken: Broken, monkeypatch: pytest.MonkeyPatch) -> None:

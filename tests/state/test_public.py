@@ -146,18 +146,6 @@ print(gc.isenabled())
     assert done.stdout.split() == [str(state == "enable")]
 
 
-def test_the_help_and_ls_of_the_command_line_do_not_import_torch() -> None:
-    code = """
-from resumable.cli.app import main
-try:
-    main(["--help"])
-except SystemExit:
-    main(["ls", "nowhere"])
-"""
-
-    assert not loaded_modules(code) & {"torch", "numpy"}
-
-
 @pytest.mark.heavy
 def test_importing_the_package_starts_no_thread_and_takes_no_signal() -> None:
     code = """
