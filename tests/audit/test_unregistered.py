@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import functools
-import os
 import random
 import runpy
-import subprocess
 import sys
-import threading
-import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -21,8 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from example_scripts import EXAMPLES, NEEDS, SIZES
-from places import DATA, ROOT
+from places import DATA
 from torch import nn
 
 from resumable import ResumableWarning, RunState, Unregistered
@@ -264,80 +258,6 @@ def test_what_locals_gave_a_script_stays_as_it_was(run_dir: Path) -> None:
             assert body(state, 0.1)["rate"] == 0.1
 
 
-def test_a_long_list_is_not_walked_item_by_item(run_dir: Path) -> None:
-    class Item:
-        label = 0
-
-    items = [Item() for _ in range(100_000)]
-    generators = [random.Random() for _ in range(1000)]
-
-    found = checked(run_dir, lambda _: generators[500].random())
-
-    assert len(items) == 100_000
-    assert not found
-
-
-def test_an_object_that_is_not_as_it_should_be_hides_no_other(run_dir: Path) -> None:
-    broken, generator = nn.Linear(1, 1), torch.Generator()
-    broken.__dict__["_modules"] = 3
-    broken.__dict__["_parameters"] = [broken]
-
-    found = checked(run_dir, lambda _: (id(broken), torch.rand(1, generator=generator)))
-
-    assert [one.kind for one in found.values()] == ["torch.Generator"]
-
-
-def test_dicts_that_a_thread_changes_meanwhile_are_no_error(run_dir: Path) -> None:
-    shared: dict[int, int] = {}
-    ended = threading.Event()
-
-    def change() -> None:
-        while not ended.is_set():
-            shared[random.randrange(9)] = 0
-            shared.pop(random.randrange(9), None)
-
-    thread = threading.Thread(target=change)
-    # As often as can be; else each of the two would wait for the other's five milliseconds
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    thread.start()
-    try:
-        checked(run_dir, lambda _: None)
-    finally:
-        ended.set()
-        thread.join()
-        sys.setswitchinterval(interval)
-
-
-class Key:
-    def __repr__(self) -> str:
-        raise AssertionError("the code of the script is not called")
-
-
-def keyed(run_dir: Path) -> dict[str, Any]:
-    model = nn.Linear(2, 1)
-    fixed = {parameter: torch.zeros(1) for parameter in model.parameters()}
-    clocks = {Key(): 0, (1, "a"): 0}
-    generators = {Key(): [random.Random(0)]}
-
-    def training(model: nn.Module) -> None:
-        model(torch.ones(3, 2)).sum().backward()
-        clocks[next(iter(clocks))] += 1
-        next(iter(generators.values()))[0].random()
-
-    id(fixed)
-    return checked(run_dir, training, model)
-
-
-def test_keys_that_are_objects_are_reported_by_their_number(run_dir: Path) -> None:
-    found = keyed(run_dir)
-
-    assert {name: one.fix for name, one in found.items()} == {
-        "clocks": 'extra={"clocks": clocks}',
-        "generators[Key 0][0]": 'extra={"generators": [*generators.values()][0][0]}',
-    }
-
-
 def trained(epoch: int, total: int, state: RunState, model: nn.Module) -> Any:
     total += epoch
     model(torch.randn(3, 2)).sum().backward()
@@ -351,20 +271,6 @@ def test_a_number_that_a_function_is_given_in_each_pass_is_not_reported(run_dir:
             found = trained(epoch, 2 * epoch, state, model)
 
     assert found == []
-
-
-def scaled(run_dir: Path) -> dict[str, Any]:
-    here = types.SimpleNamespace(scale=1.0)
-
-    def training(model: nn.Module) -> None:
-        here.scale *= 0.9
-        model.weight.data.mul_(here.scale)  # type: ignore[operator, union-attr]
-
-    return checked(run_dir, training)
-
-
-def test_a_namespace_is_looked_at(run_dir: Path) -> None:
-    assert scaled(run_dir).keys() == {"here.scale"}
 
 
 def test_what_functions_and_arrays_have_in_them_is_looked_at(run_dir: Path) -> None:
@@ -535,47 +441,6 @@ def test_a_metric_that_is_given_as_the_fix_says_continues_exactly_after_two_stop
         for stop in (1, 3):
             summed(given, folder=folder, stop=stop)
         assert (summed(given, folder=folder)["found"] == straight) is (given == GIVEN)
-
-
-class Checked(ast.NodeTransformer):
-    """Calls check() after each save of a script."""
-
-    def visit_Expr(self, node: ast.Expr) -> Any:
-        return self._checked(node)
-
-    def visit_Assign(self, node: ast.Assign) -> Any:
-        return self._checked(node)
-
-    def _checked(self, node: Any) -> Any:
-        call = node.value
-        if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
-            return node
-        owner = ast.unparse(call.func.value)
-        if call.func.attr != "save" or not owner.endswith("state"):
-            return node
-        text = f"print('LOST', [str(one) for one in {owner}.check() if one.weight == 'state'])"
-        return [node, *ast.parse(text).body]
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("example", SIZES)
-def test_no_example_loses_anything(example: str, tmp_path: Path) -> None:
-    if example in NEEDS:
-        pytest.importorskip(NEEDS[example])
-    tree = Checked().visit(ast.parse((EXAMPLES / example).read_text()))
-    script = tmp_path / "examples" / example
-    script.parent.mkdir()
-    script.write_text(ast.unparse(ast.fix_missing_locations(tree)))
-    (tmp_path / "docs").symlink_to(ROOT / "docs")
-    command = [sys.executable, str(script), "run", *SIZES[example].arguments, "--device=cpu"]
-    path = f"{ROOT}{os.pathsep}{EXAMPLES}"
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
-
-    said = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True).stdout
-
-    told = [line for line in said.splitlines() if line.startswith("LOST")]
-    assert len(told) > 1
-    assert {*told} == {"LOST []"}
 
 
 def test_it_is_reported_in_one_line_what_is_true_and_what_to_do() -> None:

@@ -172,12 +172,6 @@ def test_a_save_comes_after_each_epoch_and_each_validation_of_the_metric(run_dir
     assert [one.step for one in saved(run_dir)] == [2, 4, 6, 8, 10, 12]
 
 
-def test_without_a_metric_a_save_comes_after_each_epoch(run_dir: Path) -> None:
-    Case(stops=(), max_epochs=2).resumed(run_dir, every=None, keep=None)
-
-    assert [one.step for one in saved(run_dir)] == [BATCHES, 2 * BATCHES]
-
-
 def test_the_best_checkpoint_is_the_one_with_the_best_metric(run_dir: Path) -> None:
     case = Case(max_epochs=2)
     case.resumed(run_dir, keep=None, minimize="val")
@@ -185,14 +179,6 @@ def test_the_best_checkpoint_is_the_one_with_the_best_metric(run_dir: Path) -> N
     values = {one.number: one.metrics["val"] for one in saved(run_dir) if "val" in one.metrics}
     best = min(values, key=lambda number: (values[number], number))
     assert (run_dir / "best").samefile(Run(run_dir).open(best).path)
-
-
-def test_a_validation_at_each_second_epoch_decides_there_which_is_the_best(run_dir: Path) -> None:
-    case = Case(stops=(), check_val_every_n_epoch=2, val_check_interval=1.0, max_epochs=4)
-
-    case.resumed(run_dir, every=None, keep=None, minimize="val")
-
-    assert [one.metrics.get("val") is not None for one in saved(run_dir)][:2] == [False, True]
 
 
 def test_a_metric_that_is_never_logged_is_refused_at_the_end_of_the_epoch(run_dir: Path) -> None:
@@ -295,12 +281,6 @@ def test_a_checkpoint_of_lightning_besides_the_run_is_refused(run_dir: Path, tmp
 def test_options_are_checked_where_the_callback_is_made(options: dict[str, Any], why: str) -> None:
     with pytest.raises(UsageError, match=why):
         Resumable("runs/exp", **options)
-
-
-def test_a_quick_run_through_all_hooks_leaves_no_run(run_dir: Path) -> None:
-    Case(fast_dev_run=True).fit(Resumable(run_dir))
-
-    assert not run_dir.exists()
 
 
 def test_this_release_has_the_private_names_in_use() -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
-import tracemalloc
 from collections.abc import Callable
 from contextlib import suppress
 from inspect import getsource, signature
@@ -24,7 +22,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from resumable import Run, RunState, UsageError
-from resumable.files import jsonl
 from resumable.integrations.curves import Curves
 from resumable.integrations.trackers import track
 
@@ -127,20 +124,6 @@ def test_going_back_continues_the_curve_from_there(straight: dict[str, Points], 
         assert points == [*known, *((step, pytest.approx(value + 1)) for step, value in new)]
 
 
-@pytest.mark.heavy
-def test_a_branch_that_was_never_saved_is_not_in_the_curve(
-    straight: dict[str, Points], run_dir: Path
-) -> None:
-    with pytest.raises(Stop):
-        train(run_dir, 9)
-    with pytest.raises(Stop):
-        train(run_dir, 3, shift=1, first=lambda state: state.restore(1))
-
-    train(run_dir)
-
-    assert curves(run_dir) == straight
-
-
 def test_a_resume_from_an_older_checkpoint_drops_what_was_logged_since(
     straight: dict[str, Points], run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,11 +219,6 @@ def test_another_tracker_and_a_second_one_are_refused(run_dir: Path) -> None:
         track(state, "tensorboard")
         with pytest.raises(UsageError, match="tracked already"):
             track(state, "tensorboard")
-
-
-def test_an_error_of_the_tracker_is_raised_as_it_is(run_dir: Path) -> None:
-    with RunState.load(run_dir) as state, pytest.raises(TypeError, match="unexpected keyword"):
-        track(state, "tensorboard", nonsense=1)
 
 
 def test_no_tracker_is_imported_unless_asked_for() -> None:
@@ -448,39 +426,6 @@ def test_a_log_that_was_never_written_does_not_stop_a_resume(run_dir: Path) -> N
     assert curves(run_dir)["loss"] == [(step + 1, step) for step in range(5)]
 
 
-def test_a_log_may_be_longer_than_other_files_of_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "log.jsonl"
-    monkeypatch.setattr(jsonl, "_MOST", 100)
-    for end in range(20):
-        log = Curves(path, end)
-        log.add(end, {"loss": end})
-        log.write()
-        with path.open("ab") as file:
-            # What a kill tears off
-            file.write(b'{"block": 9, "aft')
-
-    assert path.stat().st_size > 1000
-    assert Curves(path, 20).rows() == [(step, {"loss": step}) for step in range(20)]
-
-
-def test_a_value_that_was_logged_takes_no_memory_after_its_save(run_dir: Path) -> None:
-    with RunState.load(run_dir) as state:
-        tracker = track(state, "tensorboard")
-        for step in state.steps(3):
-            tracker.log({f"{number}": number for number in range(1000)})
-            if step == 1:
-                gc.collect()
-                tracemalloc.start()
-            state.save()
-        gc.collect()
-        more, _ = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-
-    assert more < 200_000
-
-
 @pytest.mark.parametrize(
     ("to", "argument"),
     [
@@ -508,12 +453,3 @@ def test_nothing_is_logged_after_the_training_has_closed(run_dir: Path) -> None:
     del state
     with pytest.raises(UsageError, match="RunState of this tracker is gone"):
         tracker.log(loss=1)
-
-
-def test_a_file_of_tensorboard_from_the_future_is_warned_of(run_dir: Path) -> None:
-    folder = run_dir / "tensorboard"
-    folder.mkdir(parents=True)
-    (folder / f"events.out.tfevents.{int(time.time()) + 1000}.host.1.0").touch()
-
-    with RunState.load(run_dir) as state, pytest.warns(UserWarning, match=r"begun \d+ s in the future"):
-        track(state, "tensorboard")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import random
 import weakref
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from resumable import Run, StateMismatch, Unsupported, UsageError
+from resumable import Run, StateMismatch, UsageError
 
 pytest.importorskip("transformers")
 
@@ -23,11 +22,9 @@ from resumed_trainer import assert_same, stopped, trained
 from tiny_trainer import Noisy
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
-from resumable.integrations import trainer_refusals, transformers
 from resumable.integrations.transformers import resume
 
 pytestmark = resumed.MARKS
-offline = resumed.offline
 
 
 def test_data_that_trainer_would_not_skip_is_skipped(tmp_path: Path) -> None:
@@ -215,44 +212,11 @@ def test_a_trainer_that_is_dropped_frees_its_model(tmp_path: Path) -> None:
         gc.enable()
 
 
-def test_a_copy_of_what_trainer_loops_over_is_made(tmp_path: Path) -> None:
-    loader = tiny.make(tmp_path).get_train_dataloader()
-
-    assert len(copy.copy(transformers._Batches(loader))) == 11
-
-
 def test_resume_refuses_an_option_that_it_does_not_have(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="has no evry="):
         resume(tiny.make(tmp_path), tmp_path / "run", evry=1)
     with pytest.raises(UsageError, match="every"):
         resume(tiny.make(tmp_path), tmp_path / "run", every="ten minutes")
-
-
-def test_a_complete_training_leaves_the_arguments_as_they_were(tmp_path: Path) -> None:
-    for _ in range(2):
-        trainer = tiny.make(tmp_path, eval_dataset=Noisy(6), eval_on_start=True)
-        resume(trainer, tmp_path / "run")
-        trainer.train()
-
-    assert trainer.args.eval_on_start
-
-
-def test_a_release_whose_epoch_takes_other_arguments_is_refused(tmp_path: Path) -> None:
-    class Later(Trainer):
-        def _run_epoch(self, model: Any, epoch: Any, train_dataloader: Any) -> None:
-            raise AssertionError
-
-    with pytest.raises(Unsupported, match=r"has no _run_epoch\(epochs_trained=\)"):
-        resume(tiny.make(tmp_path, kind=Later), tmp_path / "run")
-
-
-def test_a_release_without_the_function_that_skips_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr(trainer_refusals.its_module, "skip_first_batches")
-
-    with pytest.raises(Unsupported, match=r"has no trainer\.skip_first_batches"):
-        resume(tiny.make(tmp_path), tmp_path / "run")
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from resumable import RankLost, RanksDiffer, StateMismatch, Unsupported, errors
+from resumable import RankLost, RanksDiffer, StateMismatch, Unsupported
 from resumable.processes import ranks, store_thread
 from resumable.processes.ranks import Ranks
-from resumable.saving.snapshot import WrittenAround
 
 TIMEOUT = 1.0
 
@@ -228,16 +227,6 @@ def test_a_rank_without_the_first_gives_up(monkeypatch: pytest.MonkeyPatch) -> N
     assert "rank 1 has waited 0.3 s for rank 0 to make or load its RunState" in str(error)
 
 
-def test_a_session_that_cannot_be_opened_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    crowd = Crowd(2, monkeypatch)
-    crowd.store.error = RuntimeError("no route to host")
-
-    (error,) = crowd.join(range(1))
-
-    assert isinstance(error, RankLost)
-    assert "no route to host" in str(error)
-
-
 def test_what_processes_that_have_ended_said_is_not_taken_for_an_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -256,42 +245,11 @@ def test_what_processes_that_have_ended_said_is_not_taken_for_an_answer(
     assert after.each(lambda one: one.agree("a count", lambda: one.rank)) == [[0, 1]] * 2
 
 
-def test_bytes_go_in_pieces(crowd: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "_PIECE", 10)
-    content = bytes(range(33))
-
-    keys = crowd.ranks[0].post_bytes("content", content)
-
-    assert crowd.ranks[1].bytes_of("content") == content
-    assert len(keys) == 5
-    crowd.ranks[0].forget(keys)
-    assert not crowd.ranks[1].is_there("content")
-
-
 def test_ranks_are_grouped_by_what_they_see(crowd: Crowd, tmp_path: Path) -> None:
     folders = [tmp_path / "a", tmp_path / "b", tmp_path / "a"]
 
     assert crowd.each(lambda one: ranks.by_disk(one, folders[one.rank])) == [[[0, 2], [1]]] * 3
     assert not [*tmp_path.glob("*/*")]
-
-
-def test_an_error_is_the_same_in_another_process() -> None:
-    for error in (WrittenAround("it was.", fix="do"), RanksDiffer("they do.", fix="do not")):
-        again = errors.from_json(errors.to_json(error))
-
-        assert type(again) is type(error)
-        assert (again.problem, again.fix) == (error.problem, error.fix)
-
-
-def test_a_single_process_asks_no_other() -> None:
-    alone = Ranks(1, lambda: (0, 0, 0))
-
-    alone.join({}, {})
-
-    assert alone.is_alone
-    assert alone.agree("a thing", lambda: 3) == [3]
-    assert alone.first("a thing", lambda: 4) == 4
-    alone.leave()
 
 
 def test_a_training_without_a_store_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
