@@ -74,9 +74,7 @@ def test_it_stops_where_it_should(options: dict[str, object], expected: list[int
 
 
 @pytest.mark.parametrize(("at", "steps"), [(0, 20), (20, 20), (25, 20), (1, 1)])
-def test_a_stop_that_is_not_between_two_boundaries_is_refused_before_anything_is_started(
-    at: int, steps: int
-) -> None:
+def test_a_stop_that_is_not_between_two_boundaries_is_refused(at: int, steps: int) -> None:
     script = Script(faked.boundaries(5, 5))
 
     with pytest.raises(UsageError, match=f"--at {at} is not between two of {steps}"):
@@ -116,7 +114,7 @@ def test_a_script_that_fails_at_once_came_to_no_boundary() -> None:
     )
 
 
-def test_a_script_that_fails_only_after_a_resume_is_reported_with_its_place() -> None:
+def test_a_script_that_fails_after_a_resume_is_reported_with_its_place() -> None:
     def fails(record: Record, start: Start) -> Record | None:
         return None if start.resumes and record.at.step == 4 else record
 
@@ -198,7 +196,7 @@ def test_the_same_thing_lost_by_each_resume_is_found_at_the_first() -> None:
     )
 
 
-def test_a_script_that_begins_again_when_it_is_started_again_does_not_pass_for_exact() -> None:
+def test_a_script_that_begins_again_does_not_pass_for_exact() -> None:
     class Anew(Script):
         def _records(self, done: Sequence[Record], plan: Mapping[str, Any]) -> Iterator[Record]:
             return super()._records([], plan)
@@ -503,7 +501,7 @@ class Veiled:
 
 
 @pytest.mark.heavy
-def test_batches_that_cannot_be_distinguished_are_reported_with_the_verdict(
+def test_batches_that_cannot_be_told_apart_are_noted_with_the_verdict(
     tmp_path: Path, forks: Forks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -599,7 +597,7 @@ def test_a_training_of_two_ranks_is_audited_as_torchrun_starts_it(
         ("never", 0, "NOT exact: the script, started again after the stop at step 2"),
     ],
 )
-def test_what_torchrun_starts_again_and_says_of_its_processes_hides_nothing(
+def test_what_torchrun_starts_again_hides_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: str, restarts: int, said: str
 ) -> None:
     monkeypatch.chdir(tmp_path)

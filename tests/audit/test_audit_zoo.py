@@ -148,7 +148,7 @@ def test_a_correct_script_gives_no_alarm(
 
 
 @pytest.mark.heavy
-def test_where_no_batch_can_be_given_after_a_resume_the_data_are_said_to_differ(
+def test_a_resume_that_gives_no_batch_has_other_data(
     forks: Forks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -109,7 +109,7 @@ class Rarely(Unsteady):
 
 
 @pytest.mark.parametrize("seldom", [[2], [1, 6]])
-def test_of_what_differs_rarely_the_cause_is_unknown_and_how_often_it_does_is_reported(
+def test_what_differs_rarely_is_reported_with_how_often(
     seldom: list[int],
 ) -> None:
     script = Rarely(["something else"], seldom)

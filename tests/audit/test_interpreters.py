@@ -123,7 +123,7 @@ def trained(start: trials.Start, command: Sequence[str], folder: Path) -> Trial:
 
 
 @pytest.mark.heavy
-def test_a_training_in_a_fork_equals_that_of_a_process_of_its_own_bit_for_bit(here: Path) -> None:
+def test_a_fork_trains_the_bits_of_a_process_of_its_own(here: Path) -> None:
     (here / "train.py").write_text(SEEDED)
     command = [sys.executable, "train.py"]
 
@@ -145,7 +145,7 @@ def test_a_training_in_a_fork_equals_that_of_a_process_of_its_own_bit_for_bit(he
         ("broken/torch_unseeded.py", "repeat", 2),
     ],
 )
-def test_only_why_a_script_does_not_repeat_itself_takes_processes_of_their_own(
+def test_only_looking_for_a_cause_takes_processes_of_their_own(
     here: Path, script: str, kind: str | None, forks: int
 ) -> None:
     noted = "import sys; print('torch' in sys.modules, file=open('starts', 'a'))\n"

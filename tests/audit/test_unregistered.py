@@ -189,7 +189,7 @@ class Left:
         self.kept = saved["n"]
 
 
-def test_what_a_state_dict_leaves_out_is_reported_and_what_it_renames_is_not(run_dir: Path) -> None:
+def test_what_a_state_dict_leaves_out_is_reported(run_dir: Path) -> None:
     left = Left()
 
     found = checked(run_dir, lambda _: left.step(), extra={"left": left})
@@ -433,7 +433,7 @@ def test_a_metric_that_decides_something_is_graver_than_one_that_is_shown(
 
 
 @pytest.mark.heavy
-def test_a_metric_that_is_given_as_the_fix_says_continues_exactly_after_two_stops(
+def test_a_metric_given_as_the_fix_says_continues_exactly(
     summed: Callable[..., dict[str, Any]],
 ) -> None:
     straight = summed(GIVEN)["found"]

@@ -56,7 +56,7 @@ def printed(verdict: Verdict, capsys: pytest.CaptureFixture[str]) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
-def test_the_verdict_is_the_first_line_with_what_differs_what_is_equal_and_why(
+def test_the_first_line_is_the_verdict_and_its_reason(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert printed(made(FINDING, lost=[EMA]), capsys) == [
@@ -91,7 +91,7 @@ def test_each_class_has_its_word(
     assert re.match(pattern, printed(made(*findings, **facts), capsys)[0])
 
 
-def test_the_error_of_a_script_stands_in_the_verdict_and_its_last_lines_at_the_end(
+def test_a_failed_script_is_shown_with_its_error_and_last_lines(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     log = "epoch 0\nTraceback (most recent call last):\n  File ...\nKeyError: 'lr'\n\x1b[2J"

@@ -154,7 +154,7 @@ def test_ls_names_a_damaged_manifest_and_still_lists_the_others(
     assert "manifest.json: its checksum does not match" in printed.err
 
 
-def test_ls_names_a_checkpoint_with_a_missing_file_and_one_with_a_short_one(
+def test_ls_names_checkpoints_with_a_missing_and_with_a_short_file(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     [missing], [short] = (run.glob(f"checkpoints/00000{n}-*/model.safetensors") for n in (1, 3))
@@ -340,7 +340,7 @@ def test_a_checkpoint_that_is_pruned_meanwhile_is_left_out(
     assert "damaged" not in printed.out + printed.err
 
 
-def test_the_command_line_answers_without_torch_numpy_and_what_moves_checkpoints(run: Path) -> None:
+def test_the_command_line_answers_without_torch_and_numpy(run: Path) -> None:
     script = (
         "import sys; before = {*sys.modules}; from resumable.cli.app import main\n"
         f"main(['ls', {str(run)!r}]); print(*{{*sys.modules}} - before)"

@@ -170,7 +170,7 @@ def test_a_script_that_is_stopped_twice_ends_with_the_same_bits(
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_what_a_migration_leads_to_ends_with_the_same_bits_when_it_is_stopped_twice(
+def test_a_migrated_script_stopped_twice_ends_with_the_same_bits(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for peer in re.findall(r"(Fabric|Accelerator)\(", CHANGES[name]):

@@ -108,7 +108,7 @@ class Wall(pl.Callback):  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("stops", [(3, 2, 4), (6, 1, 5), (2, 12)])
-def test_a_training_that_a_callback_has_stopped_continues_at_the_next_start(
+def test_a_training_stopped_by_a_callback_continues_at_the_next_start(
     stops: tuple[int, ...], run_dir: Path
 ) -> None:
     case = Case(limit_val_batches=0)

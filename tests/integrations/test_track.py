@@ -354,7 +354,7 @@ def test_a_timing_that_differs_is_logged_once_and_begins_no_other_run(run_dir: P
         assert [point.step for point in points] == [*range(1, 7)]
 
 
-def test_a_resume_from_an_older_checkpoint_begins_another_run_for_other_values(
+def test_other_values_after_an_older_checkpoint_begin_another_run(
     run_dir: Path, mlruns: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for shift, resume in ((0, "auto"), (1, "1"), (1, "auto")):

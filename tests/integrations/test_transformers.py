@@ -178,7 +178,7 @@ def test_the_best_checkpoint_is_loaded_at_the_end(tmp_path: Path) -> None:
     assert best_saved.value == trainer.state.best_metric
 
 
-def test_the_best_checkpoint_is_loaded_without_a_checkpoint_of_trainers_own(tmp_path: Path) -> None:
+def test_the_best_is_loaded_without_a_checkpoint_of_trainers_own(tmp_path: Path) -> None:
     def make(saves: str) -> Any:
         best = {"save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True}
         trainer = tiny.make(tmp_path / saves, **evaluated(**best, learning_rate=0.2))

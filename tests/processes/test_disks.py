@@ -92,7 +92,7 @@ def test_a_disk_has_what_its_processes_need_and_replicas_are_whole(tmp_path: Pat
 
 
 @pytest.mark.heavy
-def test_a_part_says_what_is_missing_and_is_whole_when_all_is_copied_together(
+def test_a_part_says_what_is_missing_until_all_is_copied_together(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     saved = values(run("fsdp-2", tmp_path / "exp", 4, tmp_path, nodes=[0, 1]))
@@ -301,7 +301,7 @@ def test_each_push_is_completed_though_saves_follow_each_other_fast(tmp_path: Pa
     assert len(pushes[f"file://{tmp_path / 'bucket'}"]) > 1
 
 
-def test_the_lines_of_a_push_tell_what_was_sent_while_others_were_waited_for(
+def test_a_push_tells_what_it_sent_while_it_waited_for_others(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run("fsdp-2", tmp_path / "exp", 4, tmp_path, nodes=[0, 1], **_with_remote(tmp_path, "newest"))
@@ -314,7 +314,7 @@ def test_the_lines_of_a_push_tell_what_was_sent_while_others_were_waited_for(
     assert "not pushed" not in capfd.readouterr().out
 
 
-def test_a_checkpoint_that_is_another_one_there_does_not_keep_a_node_from_ending(tmp_path: Path) -> None:
+def test_another_checkpoint_of_that_number_there_keeps_no_node_waiting(tmp_path: Path) -> None:
     run("fsdp-2", tmp_path / "exp", 2, tmp_path, nodes=[0, 1])
     one = newest(of_node(tmp_path / "exp", 1))
     # Begun by hand, from a training that went on elsewhere.

@@ -324,7 +324,7 @@ def damage(rank: int, run_dir: Path) -> Any:
         return best, metrics, state.step, state.vars["mine"]
 
 
-def test_all_ranks_go_back_to_the_same_checkpoint_and_each_to_its_own_state(tmp_path: Path) -> None:
+def test_all_ranks_go_back_to_one_checkpoint_each_to_its_own_state(tmp_path: Path) -> None:
     found = values(gloo.run(2, damage, tmp_path / "run", folder=tmp_path))
 
     assert found == [(3.0, {"acc": 2.0}, 2, [rank, 1]) for rank in range(2)]
@@ -394,7 +394,7 @@ def test_another_number_of_processes_sees_each_sample_of_the_epoch_once(
 
 
 @pytest.mark.heavy
-def test_ranks_that_existed_continue_and_new_ones_draw_the_same_at_each_resume(tmp_path: Path) -> None:
+def test_ranks_that_existed_continue_and_new_ones_draw_the_same(tmp_path: Path) -> None:
     values(gloo.run(2, elastic, tmp_path / "run", 2, {}, folder=tmp_path))
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
 

@@ -356,7 +356,7 @@ def _restores_a_stage(rank: int, run_dir: Path) -> str:
     return str(caught.value)
 
 
-def test_a_stage_that_one_process_lacks_is_an_error_in_all_when_it_is_restored(tmp_path: Path) -> None:
+def test_a_stage_that_one_process_lacks_is_an_error_in_all(tmp_path: Path) -> None:
     for text in values(gloo.run(2, _restores_a_stage, tmp_path / "exp", folder=tmp_path, limit=20)):
         assert "the parts are: model.stage0" in text
 

@@ -124,7 +124,7 @@ def test_what_one_refuses_all_refuse(crowd: Crowd) -> None:
     assert {type(error) for error in found} == {StateMismatch}
 
 
-def test_an_error_of_another_kind_is_its_own_there_and_a_lost_rank_elsewhere(crowd: Crowd) -> None:
+def test_another_error_is_its_own_there_and_a_lost_rank_elsewhere(crowd: Crowd) -> None:
     def do(one: Ranks) -> None:
         if one.rank == 2:
             raise ZeroDivisionError("oh")
@@ -176,7 +176,7 @@ def test_what_is_not_due_may_take_longer_while_its_rank_lives(crowd: Crowd) -> N
     late.join()
 
 
-def test_a_save_that_one_makes_alone_is_an_error_on_all_when_another_continues(crowd: Crowd) -> None:
+def test_a_save_that_one_makes_alone_is_an_error_on_all(crowd: Crowd) -> None:
     crowd.ranks[0].saves_begun = 5
     crowd.ranks[0].post("news", [5, 0, 40])
     crowd.places[:] = [(0, 0, 40), (0, 0, 40), (0, 0, 40)]

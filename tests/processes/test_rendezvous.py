@@ -105,7 +105,7 @@ def train(rank: int, run_dir: Path, whom: int | None, step: int, is_group: bool,
 )
 @pytest.mark.sampled(3)
 @pytest.mark.heavy
-def test_a_signal_on_one_rank_ends_all_at_one_place_and_they_continue_bit_for_bit(
+def test_a_signal_on_one_rank_ends_all_at_one_place(
     tmp_path: Path, size: int, whom: int, is_group: bool
 ) -> None:
     def start(run: str, step: int | None) -> list[gloo.Ended]:

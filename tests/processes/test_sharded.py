@@ -55,9 +55,7 @@ TWICE = [kind if kind in _QUICK else pytest.param(kind, marks=pytest.mark.heavy)
 @pytest.mark.heavy
 @pytest.mark.proves("exact")
 @pytest.mark.parametrize("kind", TWICE)
-def test_a_sharded_training_that_is_killed_three_times_ends_with_the_same_bits(
-    tmp_path: Path, kind: str
-) -> None:
+def test_a_sharded_training_killed_three_times_ends_with_the_same_bits(tmp_path: Path, kind: str) -> None:
     whole = values(run(kind, tmp_path / "whole", 7, tmp_path))
 
     for seed, step in enumerate((2, 5, 6)):
@@ -86,7 +84,7 @@ def test_every_mesh_continues_from_every_other(tmp_path: Path, here: str) -> Non
 
 
 @pytest.mark.heavy
-def test_another_number_of_shares_of_the_data_repeats_and_leaves_out_no_sample(tmp_path: Path) -> None:
+def test_another_number_of_shares_gives_each_sample_once(tmp_path: Path) -> None:
     seen: list[list[Any]] = []
     for kind, until in (("fsdp-2", 2), ("fsdp-3", 3), ("fsdp-tp", 100)):
         ended = values(run(kind, tmp_path / "exp", until, tmp_path, epochs=1, numbered=True))
@@ -357,7 +355,7 @@ def _refused(rank: int, run_dir: Path, what: str) -> str:
     return ""
 
 
-def test_a_sampler_that_deals_to_every_process_is_refused_where_some_share_their_data(tmp_path: Path) -> None:
+def test_a_sampler_for_every_process_is_refused_where_some_share_data(tmp_path: Path) -> None:
     told = values(gloo.run(4, _refused, tmp_path / "exp", "sampler", folder=tmp_path))
 
     for rank, text in enumerate(told):

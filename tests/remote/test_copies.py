@@ -170,9 +170,7 @@ def verified(run_dir: Path | str) -> list[int]:
 
 @ANYWHERE
 @pytest.mark.heavy
-def test_a_training_that_loses_its_disk_again_and_again_ends_as_one_that_does_not(
-    place: Place, tmp_path: Path
-) -> None:
+def test_a_training_that_loses_its_disk_often_ends_with_the_same_bits(place: Place, tmp_path: Path) -> None:
     whole = train(tmp_path / "whole")
 
     parts = []
@@ -232,9 +230,7 @@ def test_what_is_newer_there_wins(place: Place, tmp_path: Path) -> None:
 
 
 @HERE
-def test_a_damaged_checkpoint_there_is_refused_by_name_and_an_older_one_taken(
-    place: Place, tmp_path: Path
-) -> None:
+def test_a_damaged_checkpoint_there_is_named_and_an_older_one_taken(place: Place, tmp_path: Path) -> None:
     saved(tmp_path / "run", [3.0, 2.0], push="all", **at(place))
     damage(next(Path(place.url.removeprefix("file://")).glob("checkpoints/000002-*")))
 
@@ -356,7 +352,7 @@ def nowhere(tmp_path: Path) -> str:
     return f"file://{tmp_path}/file/exp"
 
 
-def test_an_empty_run_does_not_start_fresh_where_it_is_unknown_what_the_remote_has(tmp_path: Path) -> None:
+def test_an_empty_run_with_an_unreachable_remote_does_not_start_fresh(tmp_path: Path) -> None:
     with pytest.raises(RemoteError, match="is empty, and it is unknown what file:///") as caught:
         step_of(tmp_path / "run", remote=nowhere(tmp_path))
 
@@ -447,7 +443,7 @@ def ended(folder: Path, is_shared: bool, losses: list[float], **options: Any) ->
 @HERE
 @pytest.mark.parametrize("is_shared", [True, False])
 @pytest.mark.heavy
-def test_processes_without_a_disk_resume_at_one_checkpoint_that_each_node_pulls_once(
+def test_each_node_without_a_disk_pulls_the_same_checkpoint_once(
     place: Place, tmp_path: Path, is_shared: bool
 ) -> None:
     first = ended(tmp_path, is_shared, [1.0, 2.0], **at(place))
@@ -491,9 +487,7 @@ def test_what_is_damaged_on_one_node_is_taken_from_the_remote_by_all(
 
 
 @HERE
-def test_processes_whose_remote_is_damaged_resume_at_the_same_older_checkpoint(
-    place: Place, tmp_path: Path
-) -> None:
+def test_all_processes_take_the_same_older_checkpoint_of_the_remote(place: Place, tmp_path: Path) -> None:
     ended(tmp_path, True, [2.0, 1.0], **at(place))
     shutil.rmtree(tmp_path / "run")
     damage(next(Path(place.url.removeprefix("file://")).glob("checkpoints/000002-*")))
@@ -524,7 +518,7 @@ def test_the_best_is_the_one_that_the_newest_knows_though_it_is_only_there(
 
 @HERE
 @pytest.mark.parametrize("has_name", [True, False])
-def test_a_run_whose_manifests_are_all_damaged_takes_nothing_of_another_run(
+def test_a_run_of_damaged_manifests_takes_nothing_of_another_run(
     place: Place, tmp_path: Path, has_name: bool
 ) -> None:
     saved(tmp_path / "other", [1.0, 2.0], **at(place))
@@ -568,7 +562,7 @@ def test_who_interrupts_a_pull_that_hangs_does_not_wait_for_it(proxied_s3: Proxi
 
 @HERE
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_node_that_has_lost_its_disk_takes_what_the_others_have_from_the_remote(
+def test_a_node_that_lost_its_disk_pulls_what_the_others_have(
     place: Place, tmp_path: Path, lost: int
 ) -> None:
     first = ended(tmp_path, False, [1.0, 2.0], **at(place))

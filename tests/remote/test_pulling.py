@@ -282,7 +282,7 @@ pull.pull(Remote(Store(place, options)), name, run, lambda size: print(size, flu
 
 @pytest.mark.parametrize("place", ["file", "s3"], indirect=True)
 @pytest.mark.heavy
-def test_a_pull_that_is_killed_leaves_nothing_half_and_the_next_one_continues(
+def test_a_killed_pull_leaves_nothing_half_and_the_next_continues(
     run_dir: Path, tmp_path: Path, source: Run, place: Place
 ) -> None:
     contents = {name: os.urandom(9 << 20) for name in ("model.safetensors", "optimizer.safetensors")}
@@ -374,7 +374,7 @@ def test_a_disk_without_room_says_so_before_anything_is_brought(
 
 
 @pytest.mark.parametrize("place", ["file", "s3"], indirect=True)
-def test_a_disk_that_fills_up_meanwhile_says_so_and_the_next_pull_continues(
+def test_a_disk_that_fills_up_says_so_and_the_next_pull_continues(
     disk: Path, place: Place, source: Run
 ) -> None:
     remote = Remote(Store(place.url, place.options()))

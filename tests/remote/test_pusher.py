@@ -151,7 +151,7 @@ def test_what_was_missed_is_pushed_newest_first(gated: dict[str, Any], tmp_path:
     assert names() == [3, 2, 1]
 
 
-def test_of_what_a_slow_remote_misses_only_the_newest_and_the_best_are_pushed(
+def test_a_slow_remote_gets_the_newest_and_the_best_of_what_it_missed(
     gated: dict[str, Any], tmp_path: Path
 ) -> None:
     training = Training()
@@ -166,7 +166,7 @@ def test_of_what_a_slow_remote_misses_only_the_newest_and_the_best_are_pushed(
     assert verified(tmp_path / "run") == [1, 3, 4, 5, 6]
 
 
-def test_two_that_the_remote_does_not_keep_do_not_take_each_others_place_for_ever(
+def test_two_that_the_remote_does_not_keep_are_pushed_once_each(
     gated: dict[str, Any], tmp_path: Path
 ) -> None:
     saved(tmp_path / "run", [4.0, 3.0, 1.0, 2.0], keep=None)
@@ -217,9 +217,7 @@ def test_what_is_on_its_way_is_not_pruned_here(gated: dict[str, Any], tmp_path: 
     assert 2 not in verified(tmp_path / "run")
 
 
-def test_a_remote_that_never_keeps_up_does_not_fill_the_disk_and_that_is_reported(
-    gated: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_remote_that_never_keeps_up_does_not_fill_the_disk(gated: dict[str, Any], tmp_path: Path) -> None:
     training = Training()
     with (
         heard() as told,
@@ -355,7 +353,7 @@ def test_two_processes_do_not_push_one_run_at_once(gated: dict[str, Any], tmp_pa
 # Leaving.
 
 
-def test_a_run_that_is_not_closed_says_what_is_missing_and_the_next_start_pushes_it(
+def test_what_an_unclosed_run_did_not_push_the_next_start_pushes(
     gated: dict[str, Any], tmp_path: Path
 ) -> None:
     model = torch.nn.Linear(2, 1)
@@ -390,7 +388,7 @@ def preempted(rank: int, run_dir: Path, options: dict[str, Any]) -> None:
 
 @pytest.mark.proves("local first")
 @pytest.mark.heavy
-def test_a_training_that_is_asked_to_leave_leaves_although_the_remote_is_gone(s3: S3, tmp_path: Path) -> None:
+def test_a_signal_ends_a_training_although_the_remote_is_gone(s3: S3, tmp_path: Path) -> None:
     saved(tmp_path / "run", [3.0])
     gone = {**s3.options(), "endpoint_url": "http://127.0.0.1:9"}
     options = {"remote": "s3://bucket/exp", "remote_options": gone, "push_timeout": 1}

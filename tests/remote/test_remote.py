@@ -151,7 +151,7 @@ def test_what_is_complete_is_not_sent_again(run: Run, remote: Remote) -> None:
 
 @pytest.mark.proves("local first")
 @pytest.mark.heavy
-def test_a_push_that_ends_anywhere_leaves_nothing_half_visible_and_the_next_one_ends_it(
+def test_a_push_that_ends_anywhere_leaves_nothing_half_visible(
     run: Run, broken: Remote, proxied_s3: ProxiedS3
 ) -> None:
     files = {"model.safetensors": os.urandom(50_000), "state.json": b"state", "ranks/00000.json": b"rank"}
@@ -184,7 +184,7 @@ def test_a_push_that_ends_anywhere_leaves_nothing_half_visible_and_the_next_one_
 
 
 @pytest.mark.heavy
-def test_a_push_over_another_content_that_ends_anywhere_leaves_one_of_them_or_none(
+def test_a_push_over_another_content_leaves_one_of_them_or_none(
     run: Run, broken: Remote, proxied_s3: ProxiedS3, tmp_path: Path
 ) -> None:
     found, there = commit(run, 4, {"model.safetensors": b"new"}), behind(proxied_s3, broken)
@@ -224,7 +224,7 @@ def test_the_next_push_sends_only_what_had_not_arrived(
 
 
 @ALL
-def test_another_content_under_the_same_name_and_of_the_same_size_is_replaced(
+def test_another_content_of_the_same_name_and_size_is_replaced(
     run: Run, remote: Remote, tmp_path: Path
 ) -> None:
     other = commit(Run(tmp_path / "other"), 1, {"model.safetensors": b"WEIGHTS 1", "loader.json": b"1"})
@@ -330,9 +330,7 @@ def test_what_is_damaged_here_is_not_pushed(run: Run, remote: Remote) -> None:
 # What a store may do behind our back: at the moment in which a file is told to have moved
 
 
-def test_a_file_that_is_gone_before_the_end_keeps_the_checkpoint_from_being_complete(
-    run: Run, remote: Remote
-) -> None:
+def test_a_file_gone_before_the_end_keeps_a_push_from_completing(run: Run, remote: Remote) -> None:
     found = run.open(1)
     first, *_, last = found.about.files
 
@@ -382,9 +380,7 @@ def test_a_remote_whose_name_is_lost_is_still_that_of_its_checkpoints(run: Run, 
 
 
 @pytest.mark.parametrize("text", [b"", b"notes", b'{"a": 1}', manifest.seal({"name": "x"})])
-def test_a_remote_with_a_run_json_that_is_not_ours_is_refused_and_left_as_it_is(
-    remote: Remote, text: bytes
-) -> None:
+def test_a_remote_with_a_run_json_that_is_not_ours_is_left_as_it_is(remote: Remote, text: bytes) -> None:
     remote.store.write("run.json", text)
     with pytest.raises(RemoteError, match=r"run\.json was not written by resumable, or is damaged"):
         remote.claim("a1b2")
@@ -453,9 +449,7 @@ def test_what_is_kept_by_time_is_known_by_the_manifests(run: Run, remote: Remote
 
 
 @pytest.mark.parametrize("place", ["memory", "file", "s3"], indirect=True)
-def test_what_killed_pushes_and_prunes_have_left_is_removed_but_not_the_newest(
-    run: Run, remote: Remote
-) -> None:
+def test_what_killed_pushes_and_prunes_have_left_is_removed(run: Run, remote: Remote) -> None:
     push(remote, run.open(3), nowhere)
     for number in (1, 2, 4):
         folder = f"checkpoints/{checkpoint.name(number, number * 10)}"

@@ -210,7 +210,7 @@ def test_two_uploads_of_one_file_at_once_are_seen(proxied_s3: ProxiedS3, bucket:
             assert proxied_s3.proxy.seen.uploads_at_once() == {f"/{bucket}/file": 2}
 
 
-def test_the_parts_of_one_upload_are_one_and_an_upload_after_another_is_not_at_once() -> None:
+def test_uploads_are_counted_as_at_once_only_where_they_overlap() -> None:
     def upload(method: str, query: str, began: float, ended: float | None) -> Request:
         return Request(method, f"/b/k%20k{query}", began, ended)
 

@@ -281,7 +281,7 @@ def test_a_loader_with_a_state_is_at_its_end_after_the_last_batch(run_dir: Path)
 
 
 @pytest.mark.parametrize("is_seeded", [False, True])
-def test_an_order_from_the_global_generator_is_warned_of_unless_the_body_sets_it(
+def test_an_order_from_the_global_generator_warns_unless_the_body_sets_it(
     is_seeded: bool, run_dir: Path
 ) -> None:
     loader = DataLoader(TensorDataset(X), 2, shuffle=True)
@@ -418,7 +418,7 @@ def _stateful() -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
-def test_the_loader_of_torchdata_continues_its_epoch_and_draws_the_next_ones(run_dir: Path) -> None:
+def test_the_loader_of_torchdata_continues_its_epoch(run_dir: Path) -> None:
     whole, loader = [], _stateful()
     for epoch in range(3):
         for number, batch in enumerate(loader):

@@ -139,7 +139,7 @@ PLACES: list[Where] = [("body", 0, 2), ("body", 1, 0), ("body", 1, 5), ("validat
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("which", ["best", 1, 6, 7])
 @pytest.mark.sampled(8)
-def test_after_going_back_the_training_is_that_of_a_process_resumed_from_there(
+def test_going_back_trains_what_a_process_resumed_from_there_trains(
     run_dir: Path, where: Where, which: Any
 ) -> None:
     if which in (6, 7) and where[1] == 0:
@@ -210,7 +210,7 @@ def nano(training: Training, total: int, back: Callable[[int], bool]) -> list[fl
     return drawn
 
 
-def test_after_going_back_in_steps_the_training_is_that_of_a_process_resumed_from_there(
+def test_going_back_in_steps_trains_what_a_resumed_process_trains(
     run_dir: Path,
 ) -> None:
     training, copy, turns = Training(run_dir, 1, dict), run_dir.with_name("copy"), [3, 4, 5]
@@ -258,7 +258,7 @@ def skipping(training: Training, seen: Seen, at: tuple[int, int] | None, which: 
 @pytest.mark.parametrize("kind", LOADERS)
 @pytest.mark.parametrize(("at", "which"), [((0, 3), 1), ((1, 0), 3), ((1, 3), 7), ((1, 5), 6)])
 @pytest.mark.sampled(5)
-def test_what_is_left_out_is_not_trained_again_and_nothing_else_is_left_out(
+def test_skipped_data_are_not_trained_and_all_other_data_are(
     run_dir: Path, kind: str, at: tuple[int, int], which: int
 ) -> None:
     seen: Seen = []
@@ -287,7 +287,7 @@ def test_a_training_that_left_out_data_resumes_bit_for_bit(
     assert made_since(run_dir, 0) == made_since(straight, 0)
 
 
-def test_a_save_in_the_very_body_that_went_back_stands_behind_the_batch_in_hand(run_dir: Path) -> None:
+def test_a_save_in_the_body_that_went_back_stands_behind_its_batch(run_dir: Path) -> None:
     numbers = []
     for seed in (1, 2, 3):
         training = Training(run_dir, seed, lambda: DataLoader(torch.arange(18.0).reshape(6, 3), 1))
@@ -330,7 +330,7 @@ def failing(training: Training, batch: Any, places: list[int]) -> None:
     training.backward(batch), training.step(), training.state.save()
 
 
-def test_an_error_that_left_the_batches_continues_behind_the_batch_that_failed(run_dir: Path) -> None:
+def test_after_an_error_that_left_the_batches_the_failed_one_is_skipped(run_dir: Path) -> None:
     training, places = Training(run_dir, 1), []
     for _ in training.state.epochs(1):
         try:
@@ -343,7 +343,7 @@ def test_an_error_that_left_the_batches_continues_behind_the_batch_that_failed(r
     assert training.state.step == 5
 
 
-def test_an_error_that_left_both_loops_cannot_leave_out_the_batch_that_failed(run_dir: Path) -> None:
+def test_after_an_error_that_left_both_loops_nothing_can_be_skipped(run_dir: Path) -> None:
     training, places = Training(run_dir, 1), []
     try:
         for _ in training.state.epochs(1):
@@ -357,7 +357,7 @@ def test_an_error_that_left_both_loops_cannot_leave_out_the_batch_that_failed(ru
     assert training.state.batch == 2
 
 
-def test_in_steps_the_random_generators_continue_so_other_batches_are_drawn(run_dir: Path) -> None:
+def test_in_steps_skipping_draws_other_batches(run_dir: Path) -> None:
     training, steps = Training(run_dir, 1, dict), []
 
     def back(step: int) -> bool:
@@ -561,14 +561,14 @@ def test_what_is_no_loss_or_no_bound_is_a_usage_error(
         losses(run_dir, [loss], **more)
 
 
-def test_a_second_spike_right_after_the_first_goes_to_the_checkpoint_before(run_dir: Path) -> None:
+def test_a_second_spike_at_once_goes_to_the_checkpoint_before(run_dir: Path) -> None:
     _, parents = losses(run_dir, [1, 1, 1, math.nan, math.nan, 1, math.nan, 1], limit=9)
 
     # 3 is bad, so it goes back to 2; 4 is made there, and after it the spike is of the batch alone.
     assert parents == [None, 1, 2, 2, 4]
 
 
-def test_the_one_before_is_of_the_branch_that_it_is_on_and_not_of_one_that_was_left(run_dir: Path) -> None:
+def test_the_checkpoint_before_is_on_the_same_branch(run_dir: Path) -> None:
     spikes = [math.nan] * 2
     _, parents = losses(run_dir, [1, 1, 1, *spikes, 1, *spikes, 1, 1, *spikes, math.nan, 1], limit=9)
 
@@ -692,7 +692,7 @@ def test_patience_ends_when_that_many_saves_in_a_row_were_no_better(run_dir: Pat
     assert answers == [False, False, False, False, False, False, True, True, False, False]
 
 
-def test_patience_continues_after_a_resume_and_is_kept_when_the_best_is_all_that_stays(run_dir: Path) -> None:
+def test_patience_continues_after_a_resume(run_dir: Path) -> None:
     assert patient(run_dir, [2, 3], keep=1) == [False, False]
     assert patient(run_dir, [None], keep=1) == [False]
     assert patient(run_dir, [2.5, 1], keep=1) == [True, False]
@@ -756,7 +756,7 @@ def together(rank: int, run_dir: Path) -> Any:
         return answers, own.random() == random.Random(rank).random()
 
 
-def test_all_processes_go_back_to_the_same_checkpoint_and_lose_patience_together(tmp_path: Path) -> None:
+def test_all_processes_go_back_and_lose_patience_together(tmp_path: Path) -> None:
     found = gloo.run(2, together, tmp_path / "run", folder=tmp_path)
 
     text = "the loss is nan at epoch 0, batch 0, step 2, and it has gone back 2 times already (limit=2)."

@@ -54,7 +54,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_save_holds_what_was_there_when_it_was_called_and_not_what_came_after(run_dir: Path) -> None:
+def test_a_save_holds_what_was_there_when_it_was_called(run_dir: Path) -> None:
     training = Training(run_dir)
     for _ in range(2):
         training.step()
@@ -97,7 +97,7 @@ def test_patience_plateau_and_best_count_on_after_resumes(tmp_path: Path) -> Non
     assert [bad for _, _, bad, _ in never_stopped] == [0, 0, 1, 2, 3, 4]
 
 
-def test_a_resume_writes_into_the_weights_that_are_there_and_needs_no_second_set(run_dir: Path) -> None:
+def test_a_resume_writes_into_the_weights_that_are_there(run_dir: Path) -> None:
     Training(run_dir).state.save()
     training = Training(run_dir, seed=1)
     places = [tensor.data_ptr() for tensor in training.model.state_dict().values()]
@@ -189,7 +189,7 @@ def test_set_up_code_that_draws_before_the_loop_does_not_move_the_run(run_dir: P
     assert drawn == [(random.random(), torch.rand(1).item()) for _ in range(3)]
 
 
-def test_a_training_whose_last_epoch_is_done_changes_nothing_when_it_is_started_again(run_dir: Path) -> None:
+def test_a_complete_training_that_is_started_again_changes_nothing(run_dir: Path) -> None:
     ends = []
     for seed in range(3):
         training = Training(run_dir, seed)

@@ -180,7 +180,7 @@ def test_batches_of_an_earlier_process_do_not_count_for_the_rate_of_epochs(
     assert re.search(r"1/3 .* 00:1\d<03:[23]\d", epochs)
 
 
-def test_a_tensor_that_is_shown_is_read_when_it_is_drawn_and_keeps_no_graph(
+def test_a_shown_tensor_is_read_when_it_is_drawn_and_keeps_no_graph(
     plug_in: Callable[[], Pty], bars: Progress
 ) -> None:
     terminal = plug_in()
@@ -365,7 +365,7 @@ def train(run_dir: Path, epochs: int, **shown: bool) -> None:
             state.wait()
 
 
-def test_a_training_that_continues_shows_its_bars_from_there_and_how_old_the_checkpoint_is(
+def test_a_resumed_training_shows_its_bars_from_there(
     plug_in: Callable[[], Pty], monkeypatch: pytest.MonkeyPatch, run_dir: Path
 ) -> None:
     monkeypatch.setattr(progress, "_LONG", 0.0)

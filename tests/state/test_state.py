@@ -221,9 +221,7 @@ def test_an_empty_environment_variable_overrides_nothing(
 
 
 @pytest.mark.parametrize("content", [b"[]", b"{}", b'{"model": 5}', b'{"model": {"model": {"$unknown": 1}}}'])
-def test_a_checkpoint_whose_content_cannot_be_read_is_named_and_an_older_one_is_used(
-    run_dir: Path, content: bytes
-) -> None:
+def test_an_unreadable_checkpoint_is_named_and_an_older_one_used(run_dir: Path, content: bytes) -> None:
     five(run_dir)
     about = replace(Run(run_dir).open(5).about, number=6)
     files = {"state.json": Content(content), "ranks/00000.json": Content(b"{}")}
@@ -237,7 +235,7 @@ def test_a_checkpoint_whose_content_cannot_be_read_is_named_and_an_older_one_is_
     assert torch.equal(training.weight, weight_after(5))
 
 
-def test_a_run_that_is_saved_and_restored_where_nothing_is_trained_can_be_trained_on(run_dir: Path) -> None:
+def test_a_run_restored_in_inference_mode_can_be_trained_on(run_dir: Path) -> None:
     for _ in range(2):
         model = nn.Linear(20, 20)
         optimizer = torch.optim.Adam(model.parameters())
@@ -276,7 +274,7 @@ def test_after_going_back_the_newest_number_wins_and_not_the_highest_step(run_di
     assert parents == {1: None, 2: 1, 3: 2, 4: 3, 5: 4, 6: 3, 7: 6, 8: 7}
 
 
-def test_numbers_only_grow_even_when_the_newest_checkpoints_are_deleted_meanwhile(run_dir: Path) -> None:
+def test_numbers_only_grow_though_the_newest_was_deleted(run_dir: Path) -> None:
     training = Training(run_dir, keep=1)
     training.saved(), training.saved()
     path = Run(run_dir).open(2).path
@@ -619,7 +617,7 @@ def test_a_second_object_for_the_run_takes_over_from_the_first(run_dir: Path) ->
     assert numbers(run_dir) == [1, 2, 3]
 
 
-def test_an_object_that_is_dropped_without_close_leaves_the_run_to_the_next(run_dir: Path) -> None:
+def test_an_object_dropped_without_close_leaves_the_run_to_the_next(run_dir: Path) -> None:
     for number in (1, 2, 3):
         training = Training(run_dir)
         training.step()
@@ -922,7 +920,7 @@ def test_loops_that_save_last_in_their_bodies_are_not_warned_of(run_dir: Path) -
     assert numbers(run_dir)[-1] == 12
 
 
-def test_a_save_before_the_first_batch_is_not_blamed_for_what_the_batches_change(run_dir: Path) -> None:
+def test_batches_may_change_what_was_saved_before_the_first_of_them(run_dir: Path) -> None:
     training = Whole(run_dir)
 
     for _ in training.state.epochs(2):
@@ -934,7 +932,7 @@ def test_a_save_before_the_first_batch_is_not_blamed_for_what_the_batches_change
     assert numbers(run_dir) == [1, 2, 3]
 
 
-def test_a_body_that_runs_again_after_a_restore_is_not_blamed_for_changing_what_was_saved(
+def test_a_body_run_again_after_a_restore_is_not_warned_of(
     run_dir: Path,
 ) -> None:
     training = Whole(run_dir)
@@ -954,7 +952,7 @@ def test_a_body_that_runs_again_after_a_restore_is_not_blamed_for_changing_what_
     assert numbers(run_dir) == [1, 2, 3]
 
 
-def test_a_model_that_is_put_back_after_the_save_in_the_same_body_is_warned_of(run_dir: Path) -> None:
+def test_a_model_put_back_after_a_save_in_one_body_is_warned_of(run_dir: Path) -> None:
     training = Whole(run_dir)
 
     with pytest.warns(ResumableWarning, match="model changed after save"):
@@ -1031,7 +1029,7 @@ def test_a_load_that_is_refused_makes_no_run(run_dir: Path) -> None:
     assert not (run_dir / "new").exists()
 
 
-def test_a_best_checkpoint_that_another_process_deleted_is_forgotten_loudly(run_dir: Path) -> None:
+def test_a_deleted_best_checkpoint_is_forgotten_with_a_warning(run_dir: Path) -> None:
     with RunState.load(run_dir, maximize="acc") as state:
         best = state.save(acc=0.9)
         state.save(acc=0.5)
@@ -1109,7 +1107,7 @@ def test_a_warning_of_a_load_points_at_the_line_of_the_script(run_dir: Path) -> 
     assert {warning.filename for warning in told} == {__file__}
 
 
-def test_a_checkpoint_whose_rename_could_not_be_flushed_still_counts_as_the_best(
+def test_a_checkpoint_whose_rename_was_not_flushed_may_be_the_best(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rename, fsync, renamed = os.rename, os.fsync, []

@@ -182,7 +182,7 @@ def test_after_a_resize_the_bars_are_at_the_bottom_and_nowhere_else(
 
 
 @pytest.mark.nightly
-def test_ctrl_z_gives_the_whole_screen_to_the_shell_and_fg_brings_the_bars_back(
+def test_ctrl_z_gives_the_screen_to_the_shell_and_fg_takes_it_back(
     open_pane: Callable[..., Pane], write: Callable[[str], Path]
 ) -> None:
     terminal = open_pane()
@@ -213,7 +213,7 @@ def test_an_error_is_shown_whole_and_leaves_no_bar(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("columns", [80, 140])
-def test_a_training_with_workers_that_write_is_stopped_by_ctrl_c_and_continues(
+def test_a_training_whose_workers_write_is_stopped_by_ctrl_c(
     open_pane: Callable[..., Pane], write: Callable[[str], Path], columns: int
 ) -> None:
     write(TRAIN)

@@ -315,7 +315,7 @@ def crowd(count: int, last: int = 0) -> list[Whole]:
     return found
 
 
-def test_where_all_lead_to_each_other_it_takes_no_longer_than_for_what_there_is() -> None:
+def test_objects_that_all_lead_to_each_other_are_digested_once() -> None:
     start = time.monotonic()
 
     assert digest.of(crowd(24)) == digest.of(crowd(24)) != digest.of(crowd(24, last=1))

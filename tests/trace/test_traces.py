@@ -181,7 +181,7 @@ def test_two_trainings_that_do_the_same_are_equal(tmp_path: Path, capsys: pytest
         ),
     ],
 )
-def test_two_are_not_called_equal_without_a_comparison_of_what_they_have_trained(
+def test_traces_whose_weights_were_not_compared_are_not_called_equal(
     one: list[Record], other: list[Record], alike: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, fix = diff(tmp_path, one, other, capsys)

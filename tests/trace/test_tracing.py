@@ -408,7 +408,7 @@ def steps(folder: Path, name: str, lr: float = 0.1, **options: Any) -> list[Reco
     return trace_file.read(path)
 
 
-def test_at_the_end_the_parts_are_looked_at_once_more_so_that_one_other_step_shows(tmp_path: Path) -> None:
+def test_the_look_at_the_end_shows_that_one_step_was_another(tmp_path: Path) -> None:
     a, b = steps(tmp_path, "a"), steps(tmp_path, "b", lr=0.2)
 
     assert [(one.at.kind, one.at.step, one.why) for one in a if one.parts] == [
@@ -578,7 +578,7 @@ def test_one_number_that_is_drawn_shows_in_the_next_look(name: str, draw: Any, t
     assert [(one.part, one.name) for one in trace_file.differences(a, b)] == [("random", name)]
 
 
-def test_a_relative_trace_stays_where_it_was_when_the_script_changes_folder(
+def test_a_relative_trace_stays_when_the_script_changes_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "elsewhere").mkdir()

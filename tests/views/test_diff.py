@@ -234,9 +234,7 @@ def test_the_json_has_just_the_documented_fields(pair: Pair, capsys: pytest.Capt
     assert all(row.keys() == rows_of(tensor) for row in found["tensors"])
 
 
-def test_what_is_longer_than_a_piece_and_no_part_of_it_is_compared_as_a_whole(
-    pair: Pair, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_long_array_is_compared_to_its_end(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
     def change(training: Training) -> None:
         training.extra["more"]["words"] = np.array(["abc"] * 100_000)
 

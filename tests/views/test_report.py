@@ -239,7 +239,7 @@ def test_a_training_writes_its_report_and_a_notebook_shows_it(run_dir: Path, tmp
     assert len(shown) < 3000
 
 
-def test_a_notebook_shows_the_newest_checkpoints_of_a_run_and_which_is_damaged(run_dir: Path) -> None:
+def test_a_notebook_shows_the_newest_checkpoints_and_the_damaged_one(run_dir: Path) -> None:
     train(run_dir, 7, keep=None)
     [path] = run_dir.glob("checkpoints/000007-*/manifest.json")
     path.write_bytes(b"<script>")

@@ -114,9 +114,7 @@ def test_at_one_step_all_metrics_of_all_runs_are_shown(open_page: Open, facts: d
     assert page.locator(".cross").count() == 4
 
 
-def test_a_stretch_that_is_drawn_with_the_mouse_is_zoomed_in_all_charts_and_reset(
-    open_page: Open, facts: dict[str, Any]
-) -> None:
+def test_dragging_the_mouse_zooms_all_charts(open_page: Open, facts: dict[str, Any]) -> None:
     page = open_page(facts)
     whole = ticks(page, "x")
 
