@@ -70,6 +70,7 @@ def test_the_one_cause_without_which_it_repeats_itself_is_named(cause: str) -> N
     assert experiments.CAUSES[cause].because in finding.text
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     "causes",
     [("python", "numpy"), ("clock", "hash"), ("operation", "threads"), ("numpy", "clock", "operation")],
@@ -121,6 +122,7 @@ def test_what_differs_rarely_is_reported_with_how_often(
     assert len(script.starts) == 10
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("seed", range(5))
 def test_what_was_alike_by_chance_is_not_taken_for_the_cause(seed: int) -> None:
     class OneOfTwo(Unsteady):

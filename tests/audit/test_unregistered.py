@@ -62,6 +62,7 @@ def lost_in(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[U
     return [one for one in found if one.weight == "state"]
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("shape", sorted(path.name for path in SHAPES.glob("*.py")))
 def test_a_script_that_gives_everything_loses_nothing(
     shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -69,6 +70,7 @@ def test_a_script_that_gives_everything_loses_nothing(
     assert not lost_in(SHAPES / shape, tmp_path, monkeypatch)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.filterwarnings(
     "ignore:an optimizer", "ignore:a scheduler", "ignore:this loop draws", "ignore:.* has weights that change"
 )
@@ -404,6 +406,7 @@ def summed(
             del sys.modules[name]
 
 
+@pytest.mark.heavy
 def test_the_sums_of_a_metric_are_reported_and_not_once_it_is_given(
     summed: Callable[..., dict[str, Any]],
 ) -> None:

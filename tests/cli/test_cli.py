@@ -352,6 +352,7 @@ def test_the_command_line_answers_without_torch_and_numpy(run: Path) -> None:
     assert not heavy & {*done.stdout.splitlines()[-1].split()}
 
 
+@pytest.mark.heavy
 def test_what_verifies_prunes_and_copies_a_run_does_without_torch(run: Path, tmp_path: Path) -> None:
     remote = f"file://{tmp_path}/remote"
     commands = [

@@ -495,6 +495,7 @@ def typed(*command: object, **options: Any) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize(
     "name", ["run.json.part", "state.json", "00000.json", "manifest.json.part", "newest.json.part"]
 )
@@ -513,6 +514,7 @@ def test_a_killed_push_leaves_only_what_is_complete_and_continues(
     assert [*remote.numbers()] == [1, 2, 3]
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", ["state.json", "model.safetensors", "00000.json"])
 def test_a_killed_pull_leaves_no_checkpoint_and_continues(
     run: Path, there: Path, fresh: Path, capsys: Captured, name: str
@@ -527,6 +529,7 @@ def test_a_killed_pull_leaves_no_checkpoint_and_continues(
     assert checkpoints(fresh) == checkpoints(there)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("command", "mode"), [("push", "wb"), ("pull", "rb")])
 def test_ctrl_c_ends_a_transfer_that_hangs(
     run: Path, there: Path, fresh: Path, command: str, mode: str
@@ -542,6 +545,7 @@ def test_ctrl_c_ends_a_transfer_that_hangs(
     assert main([command, str(folder), f"file://{there}"]) == 0
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("command", "mode"), [("push", "wb"), ("pull", "rb")])
 def test_a_remote_that_refuses_exits_with_6_and_prints_no_json(
     run: Path, there: Path, fresh: Path, command: str, mode: str
@@ -559,6 +563,7 @@ def test_a_remote_that_refuses_exits_with_6_and_prints_no_json(
     assert main([command, str(folder), f"file://{there}"]) == 0
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", ["run.json.part", "pushing.json.part", "state.json"])
 def test_what_the_training_prunes_meanwhile_is_left_out(run: Path, there: Path, name: str) -> None:
     [pruned] = run.glob("checkpoints/000003-*")
@@ -593,6 +598,7 @@ def test_a_real_server_gives_back_what_it_was_given(
     assert checkpoints(fresh) == {k: v for k, v in checkpoints(run).items() if k.startswith("000002")}
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("place", ["s3"], indirect=True)
 def test_a_wrong_secret_exits_with_6_and_is_not_shown(
     run: Path, place: Place, keys: pytest.MonkeyPatch

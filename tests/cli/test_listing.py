@@ -228,6 +228,7 @@ def test_a_checkpoint_can_be_named_to_push(runs: Path, which: str, capsys: Captu
     assert main(["push", which, f"file://{runs.parent}/there", "--which", "all"]) == 2
 
 
+@pytest.mark.heavy
 def test_export_writes_to_stdout(runs: Path) -> None:
     from safetensors.torch import load
 

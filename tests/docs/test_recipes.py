@@ -779,6 +779,7 @@ def test_a_training_asks_for_nothing_that_the_policy_does_not_allow(
     )
 
 
+@pytest.mark.heavy
 def test_a_wrong_secret_is_reported_as_on_the_page(
     run_dir: Path, at_home: Path, s3: S3, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,6 +58,7 @@ def test_the_page_changes_two_lines() -> None:
     assert [line[0] for line in CHANGE.splitlines() if line[:1] in "+-" and line] == ["+", "-", "+"]
 
 
+@pytest.mark.heavy
 def test_the_pages_script_stopped_twice_ends_with_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,6 +72,7 @@ def test_the_pages_script_stopped_twice_ends_with_the_same_bits(
     assert_same(trained(ours), plain)
 
 
+@pytest.mark.heavy
 def test_the_page_loads_the_best_weights_after_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

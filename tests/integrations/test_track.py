@@ -111,6 +111,7 @@ def test_each_step_is_there_once_after_two_resumes(
     assert curves(run_dir) == straight
 
 
+@pytest.mark.heavy
 def test_going_back_continues_the_curve_from_there(straight: dict[str, Points], run_dir: Path) -> None:
     with pytest.raises(Stop):
         train(run_dir, 9)
@@ -124,6 +125,7 @@ def test_going_back_continues_the_curve_from_there(straight: dict[str, Points], 
         assert points == [*known, *((step, pytest.approx(value + 1)) for step, value in new)]
 
 
+@pytest.mark.heavy
 def test_a_resume_from_an_older_checkpoint_drops_what_was_logged_since(
     straight: dict[str, Points], run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,6 +223,7 @@ def test_another_tracker_and_a_second_one_are_refused(run_dir: Path) -> None:
             track(state, "tensorboard")
 
 
+@pytest.mark.heavy
 def test_no_tracker_is_imported_unless_asked_for() -> None:
     program = "import sys, resumable.integrations.trackers; print(*sys.modules)"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -228,6 +231,7 @@ def test_no_tracker_is_imported_unless_asked_for() -> None:
     assert {"wandb", "mlflow", "trackio", "tensorboard"}.isdisjoint(found.stdout.split())
 
 
+@pytest.mark.heavy
 def test_a_kill_leaves_what_a_stop_leaves(straight: dict[str, Points], run_dir: Path) -> None:
     for stop in (3, 5):
         killed(run_dir, stop)
@@ -266,6 +270,7 @@ def mlruns(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return mlflow.MlflowClient()
 
 
+@pytest.mark.heavy
 @pytest.mark.usefixtures("mlruns")
 def test_a_tracker_moves_no_random_generator(run_dir: Path) -> None:
     with RunState.load(run_dir) as state:
@@ -298,6 +303,7 @@ class Online:
         return [[(at, row[name]) for at, row in rows.items() if name in row] for rows in self.runs.values()]
 
 
+@pytest.mark.heavy
 def test_a_run_of_wandb_online_continues_where_its_server_is(
     run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,10 +27,12 @@ from resumable.integrations.transformers import resume
 pytestmark = resumed.MARKS
 
 
+@pytest.mark.heavy
 def test_data_that_trainer_would_not_skip_is_skipped(tmp_path: Path) -> None:
     assert_same(lambda: tiny.make(tmp_path, ignore_data_skip=True), tmp_path / "run", 2, 2, 3)
 
 
+@pytest.mark.heavy
 def test_trainers_own_checkpoints_stay(tmp_path: Path) -> None:
     saves = {"save_strategy": "steps", "save_steps": 4, "save_total_limit": 1}
     best = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "loss"}
@@ -101,7 +103,7 @@ class Stops(TrainerCallback):
         ("stream", "on_epoch_end", (2, 4)),
     ],
 )
-@pytest.mark.quick(3)
+@pytest.mark.quick(7)
 def test_a_training_that_a_callback_stops_continues(
     data: str, event: str, places: tuple[int, ...], tmp_path: Path
 ) -> None:
@@ -116,6 +118,7 @@ def test_a_training_that_a_callback_stops_continues(
     assert tiny.result(stopped(lambda: tiny.make(tmp_path, **given), tmp_path / "run")) == alone
 
 
+@pytest.mark.heavy
 def test_a_stop_inside_of_a_window_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:
     alone = tiny.result(trained(tiny.make(tmp_path)))
     trainer = tiny.make(tmp_path, callbacks=[Stops(4, "on_substep_end")])
@@ -125,6 +128,7 @@ def test_a_stop_inside_of_a_window_leaves_the_checkpoint_before_it(tmp_path: Pat
     assert tiny.result(stopped(lambda: tiny.make(tmp_path), tmp_path / "run", 2)) == alone
 
 
+@pytest.mark.heavy
 def test_more_steps_continue_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     def make(steps: int) -> Any:
         return tiny.make(tmp_path, max_steps=steps, lr_scheduler_type="constant")
@@ -139,6 +143,7 @@ def test_more_steps_continue_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.heavy
 def test_more_patience_continues_a_training_that_was_stopped_early(tmp_path: Path) -> None:
     def make(patience: int) -> Any:
         goal = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss"}
@@ -179,6 +184,7 @@ class Pairs(Trainer):
         return super().training_step(*args, **given)
 
 
+@pytest.mark.heavy
 def test_named_tuples_and_long_lists_continue(tmp_path: Path) -> None:
     trainer = stopped(lambda: tiny.make(tmp_path, kind=Pairs), tmp_path / "run", 2, 2, 3)
 
@@ -219,6 +225,7 @@ def test_resume_refuses_an_option_that_it_does_not_have(tmp_path: Path) -> None:
         resume(tiny.make(tmp_path), tmp_path / "run", every="ten minutes")
 
 
+@pytest.mark.heavy
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.filterwarnings("error::resumable.ResumableWarning")
 def test_a_reference_model_that_is_synced_continues(tmp_path: Path) -> None:

@@ -38,9 +38,9 @@ def both(rank: int, folder: Path, stops: list[Stop], maker: str, options: Any) -
     return plain, prepared_training.stopped(folder / "run", stops, maker, **there)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("stops", [[2, 4], [], [5, 7, 11], ["epoch 0", 13]], ids=str)
 @pytest.mark.parametrize("setup", SETUPS)
-@pytest.mark.quick(6)
 @pytest.mark.sampled(6)
 def test_two_processes_end_with_the_bits_of_the_plain_script(
     setup: str, stops: list[Stop], tmp_path: Path

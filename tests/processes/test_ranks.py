@@ -162,6 +162,7 @@ def test_what_was_posted_before_leaving_counts(crowd: Crowd) -> None:
     assert crowd.ranks[0].wait({1: "word"}, "a thing") == ["a last one"]
 
 
+@pytest.mark.heavy
 def test_what_is_not_due_may_take_longer_while_its_rank_lives(crowd: Crowd) -> None:
     began = time.monotonic()
 

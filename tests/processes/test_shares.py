@@ -210,8 +210,8 @@ def test_several_write_the_files_that_one_writes(tmp_path: Path, count: int, wor
         assert by_several(takens, tmp_path / f"{attempt}") == expected
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("way", ["paced", "direct", "plain"])
-@pytest.mark.quick(3)
 def test_several_write_the_files_that_one_writes_in_blocks_of_true_size(
     tmp_path: Path, way: large_files.Way
 ) -> None:

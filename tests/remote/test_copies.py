@@ -260,6 +260,7 @@ def test_the_remote_of_another_run_is_left_alone(place: Place, tmp_path: Path) -
 # What is asked for.
 
 
+@pytest.mark.quick(3)
 @HERE
 @pytest.mark.parametrize(("resume", "step"), [(1, 1), ("2", 2), ("best", 2), ("must", 3), ("newest", 3)])
 def test_each_word_for_a_checkpoint_means_those_of_the_remote_too(
@@ -312,8 +313,8 @@ def test_going_back_in_the_training_means_those_of_the_remote_too(place: Place, 
 # An address alone.
 
 
+@pytest.mark.heavy
 @ANYWHERE
-@pytest.mark.quick(3)
 def test_a_run_that_is_an_address_is_kept_in_a_cache_that_is_named(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -486,6 +487,7 @@ def test_what_is_damaged_on_one_node_is_taken_from_the_remote_by_all(
         assert [(began, numbers) for began, numbers, _ in again] == [(2, [1, 2])] * 2
 
 
+@pytest.mark.heavy
 @HERE
 def test_all_processes_take_the_same_older_checkpoint_of_the_remote(place: Place, tmp_path: Path) -> None:
     ended(tmp_path, True, [2.0, 1.0], **at(place))
@@ -502,6 +504,7 @@ def test_all_processes_take_the_same_older_checkpoint_of_the_remote(place: Place
 # A training that continued elsewhere.
 
 
+@pytest.mark.heavy
 @HERE
 def test_the_best_is_the_one_that_the_newest_knows_though_it_is_only_there(
     place: Place, tmp_path: Path
@@ -560,6 +563,7 @@ def test_who_interrupts_a_pull_that_hangs_does_not_wait_for_it(proxied_s3: Proxi
     assert verified(tmp_path / "run") == [1]
 
 
+@pytest.mark.heavy
 @HERE
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_node_that_lost_its_disk_pulls_what_the_others_have(

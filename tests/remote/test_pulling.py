@@ -103,6 +103,7 @@ def test_what_is_pulled_is_what_was_pushed(run: Run, remote: Remote, source: Run
     assert (found.path / manifest.NAME).read_bytes() == (source.open(1).path / manifest.NAME).read_bytes()
 
 
+@pytest.mark.quick(4)
 @BOTH
 @pytest.mark.parametrize("file", [*CONTENTS])
 def test_a_file_that_is_missing_is_named(run: Run, remote: Remote, file: str) -> None:
@@ -110,6 +111,7 @@ def test_a_file_that_is_missing_is_named(run: Run, remote: Remote, file: str) ->
     refused(remote, run, f"{file} is missing")
 
 
+@pytest.mark.quick(4)
 @BOTH
 @pytest.mark.parametrize("file", [*CONTENTS])
 def test_a_file_of_another_size_is_named(run: Run, remote: Remote, file: str) -> None:
@@ -205,6 +207,7 @@ def broken(proxied_s3: ProxiedS3, shelf: str, source: Run) -> Remote:
     return made
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     "fault",
     [
@@ -229,6 +232,7 @@ def source_size(run: Run) -> int:
     return sum(map(len, CONTENTS.values()))
 
 
+@pytest.mark.heavy
 def test_what_is_other_each_time_is_damaged(run: Run, broken: Remote, proxied_s3: ProxiedS3) -> None:
     proxied_s3.rules.add("flip-answer", method="GET", path="model.safetensors")
     refused(broken, run, "model.safetensors has the digest")
@@ -249,6 +253,7 @@ def test_a_remote_that_goes_away_is_an_error_and_the_next_pull_continues(
     assert sum(told) == source_size(run)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("place", ["memory", "s3"], indirect=True)
 def test_what_an_ended_pull_has_left_is_looked_at_before_it_is_believed(
     run: Run, remote: Remote, source: Run
@@ -373,6 +378,7 @@ def test_a_disk_without_room_says_so_before_anything_is_brought(
     assert [*run.path.glob("checkpoints/*")] == []
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("place", ["file", "s3"], indirect=True)
 def test_a_disk_that_fills_up_says_so_and_the_next_pull_continues(
     disk: Path, place: Place, source: Run

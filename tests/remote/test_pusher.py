@@ -113,7 +113,7 @@ def step_and_save(state: RunState, training: Training, loss: float) -> None:
         ("all", None, [1, 2, 3, 4]),
     ],
 )
-@pytest.mark.quick(2)
+@pytest.mark.quick(5)
 def test_only_what_is_asked_for_stays_there(
     place: Place, tmp_path: Path, push: str, keep: Any, expected: list[int]
 ) -> None:
@@ -235,6 +235,7 @@ def test_a_remote_that_never_keeps_up_does_not_fill_the_disk(gated: dict[str, An
     assert [each for each in told if "checkpoint 2 was pruned before it could be pushed" in each] == told
 
 
+@pytest.mark.heavy
 @HERE
 def test_workers_are_forked_while_a_push_is_on_its_way(place: Place, tmp_path: Path) -> None:
     options = {"keep": None, "push": "all", "remote_keep": None, **at(place)}
@@ -404,6 +405,7 @@ def test_a_signal_ends_a_training_although_the_remote_is_gone(s3: S3, tmp_path: 
 # Secrets.
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("is_wrong", [False, True])
 def test_a_secret_is_in_nothing_that_is_written_or_reported(
     s3: S3, tmp_path: Path, is_wrong: bool, capfd: pytest.CaptureFixture[str]
@@ -427,6 +429,7 @@ def test_a_secret_is_in_nothing_that_is_written_or_reported(
         assert not path.is_file() or secret.encode() not in path.read_bytes(), path
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("place", ["s3"], indirect=True)
 def test_the_files_on_the_remote_hold_no_secret(place: Place, s3: S3, tmp_path: Path) -> None:
     saved(tmp_path / "run", [3.0], **at(place))
@@ -440,6 +443,7 @@ def test_the_files_on_the_remote_hold_no_secret(place: Place, s3: S3, tmp_path: 
 # Many at once.
 
 
+@pytest.mark.heavy
 @HERE
 def test_saves_prunings_and_pushes_at_the_same_time_lose_nothing(place: Place, tmp_path: Path) -> None:
     training = Training()
@@ -458,6 +462,7 @@ def test_saves_prunings_and_pushes_at_the_same_time_lose_nothing(place: Place, t
 # What comes together.
 
 
+@pytest.mark.heavy
 @HERE
 def test_what_has_the_number_of_one_there_from_elsewhere_is_pushed(place: Place, tmp_path: Path) -> None:
     keeps = {"keep": None, "remote_keep": None, "push": "all", **at(place)}
@@ -483,6 +488,7 @@ def test_what_has_the_number_of_one_there_from_elsewhere_is_pushed(place: Place,
     assert (there(place), metrics) == ([1, 2, 3, 4], [3.0, 7.0, 1.0, 7.0])
 
 
+@pytest.mark.heavy
 def test_a_close_that_is_interrupted_leaves_the_pushing_to_the_next_start(
     gated: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -523,6 +529,7 @@ def test_the_error_of_a_save_is_not_hidden_by_one_of_the_remote(
     assert verified(tmp_path / "run") == [1]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("place", ["sftp"], indirect=True)
 def test_a_run_that_is_closed_leaves_no_connection_behind(place: Place, tmp_path: Path) -> None:
     def connections() -> list[str]:
@@ -538,6 +545,7 @@ def test_a_run_that_is_closed_leaves_no_connection_behind(place: Place, tmp_path
     assert verified(tmp_path / "run") == [2]
 
 
+@pytest.mark.heavy
 def test_a_cell_that_runs_again_does_not_wait_for_the_remote(gated: dict[str, Any], tmp_path: Path) -> None:
     training = Training()
     first = training.load(tmp_path / "run", **gated)

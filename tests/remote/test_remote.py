@@ -344,6 +344,7 @@ def test_a_file_gone_before_the_end_keeps_a_push_from_completing(run: Run, remot
     assert remote.numbers() == {}
 
 
+@pytest.mark.heavy
 def test_a_manifest_that_is_not_as_it_was_written_does_not_stay(
     run: Run, broken: Remote, proxied_s3: ProxiedS3
 ) -> None:
@@ -463,6 +464,7 @@ def test_what_killed_pushes_and_prunes_have_left_is_removed(run: Run, remote: Re
     assert left == {"000002-step-00000021", "000003-step-00000030", "000004-step-00000040"}
 
 
+@pytest.mark.heavy
 def test_a_prune_that_ends_anywhere_leaves_nothing_half_visible(
     run: Run, broken: Remote, proxied_s3: ProxiedS3
 ) -> None:

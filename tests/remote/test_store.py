@@ -225,6 +225,7 @@ def test_a_folder_that_goes_while_it_is_listed_does_not_hide_the_others(tmp_path
 # What arrives.
 
 
+@pytest.mark.heavy
 def test_a_part_that_is_damaged_on_the_way_is_refused_and_sent_again(broken: Broken, large: Path) -> None:
     broken.rules.add("flip-request", method="PUT", path="partNumber=2", count=1)
     broken.store().send(large, "file", nowhere)
@@ -232,6 +233,7 @@ def test_a_part_that_is_damaged_on_the_way_is_refused_and_sent_again(broken: Bro
     assert len(broken.proxy.seen.struck()) == 1
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("is_large", [False, True])
 def test_what_is_damaged_on_the_way_each_time_does_not_arrive(
     broken: Broken, here: Path, large: Path, is_large: bool
@@ -314,6 +316,7 @@ def test_a_file_gets_there_in_spite_of_what_goes_wrong_once(
     assert broken.proxy.seen.struck() or fault["fault"] in ("reset-answer", "truncate-answer")
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: "-".join(map(str, fault.values())))
 @pytest.mark.sampled(3)
 def test_a_file_in_parts_gets_there_in_spite_of_what_goes_wrong_once(
@@ -342,6 +345,7 @@ def test_a_file_is_read_in_spite_of_what_goes_wrong_once(broken: Broken, fault: 
     assert len(broken.proxy.seen.struck()) == 3
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("method", ["PUT", "HEAD", "GET"])
 def test_what_stalls_is_an_error_as_soon_as_the_patience_is_over(
     broken: Broken, here: Path, method: str
@@ -383,6 +387,7 @@ def test_a_part_that_stalls_is_an_error_and_nothing_arrives_later(broken: Broken
     assert broken.uploads(f"{broken.folder}/") == []
 
 
+@pytest.mark.heavy
 def test_a_remote_that_is_gone_and_comes_back_is_waited_for(broken: Broken) -> None:
     broken.proxy.close()
     back = threading.Timer(1, broken.proxy.open)
@@ -580,6 +585,7 @@ def test_what_is_given_up_ends_at_once_and_begins_nothing_more(broken: Broken, h
     assert broken.names() == []
 
 
+@pytest.mark.heavy
 def test_what_waits_to_try_again_is_given_up_at_once(broken: Broken, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "_FIRST_DELAY", 59)
     broken.proxy.close()

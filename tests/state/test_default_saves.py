@@ -233,6 +233,7 @@ def uneven(rank: int, run_dir: Path) -> int:
     return sum("different numbers of batches" in str(one.message) for one in told)
 
 
+@pytest.mark.heavy
 def test_processes_that_stand_at_different_batches_warn_and_end(tmp_path: Path) -> None:
     ended = gloo.run(2, uneven, tmp_path / "run", folder=tmp_path)
 

@@ -138,7 +138,7 @@ PLACES: list[Where] = [("body", 0, 2), ("body", 1, 0), ("body", 1, 5), ("validat
 
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("which", ["best", 1, 6, 7])
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(20)
 def test_going_back_trains_what_a_process_resumed_from_there_trains(
     run_dir: Path, where: Where, which: Any
 ) -> None:
@@ -151,15 +151,15 @@ def test_going_back_trains_what_a_process_resumed_from_there_trains(
 @pytest.mark.filterwarnings("ignore:this epoch was resumed in the middle")
 @pytest.mark.parametrize("kind", [*LOADERS][1:])
 @pytest.mark.parametrize(("where", "which"), [(("body", 1, 2), 3), (("rest", 1, 5), 9), (("body", 1, 5), 7)])
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 def test_the_same_with_workers_and_with_two_loaders(
     run_dir: Path, kind: str, where: Where, which: int
 ) -> None:
     compare(run_dir, [(where, which)], LOADERS[kind])
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("kind", ["in process", "persistent workers"])
-@pytest.mark.quick(2)
 def test_the_same_when_it_goes_back_again_and_again(run_dir: Path, kind: str) -> None:
     way: list[tuple[Where, Any]] = [
         (("body", 1, 3), 3),
@@ -173,7 +173,7 @@ def test_the_same_when_it_goes_back_again_and_again(run_dir: Path, kind: str) ->
 
 
 @pytest.mark.parametrize("which", [1, 2, 3, 4, 6])
-@pytest.mark.quick(2)
+@pytest.mark.quick(5)
 def test_the_same_in_the_middle_of_an_accumulation(run_dir: Path, which: int) -> None:
     compare(run_dir, [(("body", 1, 1), which)], loader, every=3)
 
@@ -257,7 +257,7 @@ def skipping(training: Training, seen: Seen, at: tuple[int, int] | None, which: 
 
 @pytest.mark.parametrize("kind", LOADERS)
 @pytest.mark.parametrize(("at", "which"), [((0, 3), 1), ((1, 0), 3), ((1, 3), 7), ((1, 5), 6)])
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(16)
 def test_skipped_data_are_not_trained_and_all_other_data_are(
     run_dir: Path, kind: str, at: tuple[int, int], which: int
 ) -> None:
@@ -273,7 +273,7 @@ def test_skipped_data_are_not_trained_and_all_other_data_are(
 
 @pytest.mark.parametrize("kind", LOADERS)
 @pytest.mark.parametrize("stop", [(1, 3), (1, 5), (2, 1)])
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(12)
 def test_a_training_that_left_out_data_resumes_bit_for_bit(
     run_dir: Path, kind: str, stop: tuple[int, int]
 ) -> None:
@@ -304,6 +304,20 @@ def test_a_save_in_the_body_that_went_back_stands_behind_its_batch(run_dir: Path
 
     assert numbers == [0, 1, 2, 3, 4, 5]
     assert [one.about.samples for one in Run(run_dir).checkpoints()[::2]] == [1, 2, 3, 4, 5, 6]
+
+
+def test_samples_and_steps_gone_back_behind_do_not_count(run_dir: Path) -> None:
+    training = Training(run_dir, 1)
+    counted = []
+    for batch in training.batches():
+        counted.append((training.state.batch, training.state.step, training.state.samples))
+        training.backward(batch), training.step()
+        if training.state.batch == 0:
+            training.state.save()
+        if training.state.batch == 2:
+            training.state.restore("newest", skip=True)
+
+    assert counted == [(0, 0, 0), (1, 1, 3), (2, 2, 6), (3, 1, 3), (4, 2, 6), (5, 3, 9)]
 
 
 def test_after_a_break_the_batch_that_was_left_out_does_not_come_again(run_dir: Path) -> None:
@@ -417,7 +431,7 @@ AHEAD: dict[str, Callable[[RunState], Any]] = {
 
 @pytest.mark.parametrize("kind", AHEAD)
 @pytest.mark.parametrize("at", [1, 4, 5])
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 def test_what_was_loaded_ahead_is_not_left_out(run_dir: Path, kind: str, at: int) -> None:
     training, seen = Training(run_dir, 1, lambda: loader(2)), []
     training.state.save()
@@ -456,6 +470,7 @@ def test_behind_another_thread_it_is_unknown_which_batch_is_in_hand(run_dir: Pat
     assert training.state.step == 0
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("at", [1, 2, 4])
 def test_in_an_accumulation_the_gradients_of_what_is_left_out_are_gone(run_dir: Path, at: int) -> None:
     def train(training: Training, until: int) -> None:
@@ -649,7 +664,7 @@ def healthy(training: Training, stop: int | None) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("stop", [2, 4, 5])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 def test_a_training_with_bad_data_gets_through_and_resumes_bit_for_bit(
     run_dir: Path, workers: int, stop: int
 ) -> None:
@@ -756,6 +771,7 @@ def together(rank: int, run_dir: Path) -> Any:
         return answers, own.random() == random.Random(rank).random()
 
 
+@pytest.mark.heavy
 def test_all_processes_go_back_and_lose_patience_together(tmp_path: Path) -> None:
     found = gloo.run(2, together, tmp_path / "run", folder=tmp_path)
 

@@ -118,6 +118,7 @@ def test_importing_the_package_imports_neither_torch_nor_numpy() -> None:
     assert not loaded_modules("import resumable") & {"torch", "numpy"}
 
 
+@pytest.mark.nightly
 def test_a_plain_training_waits_for_no_remote_no_trace_and_no_report(tmp_path: Path) -> None:
     found = loaded_modules(f"""
 import os, torch
@@ -131,6 +132,7 @@ with RunState.load("exp", model=torch.nn.Linear(2, 1), quiet=True) as state:
     assert not found & {"statistics", "fractions", *(f"resumable.{name}" for name in rare)}
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("state", ["enable", "disable"])
 @pytest.mark.parametrize("name", ["RunState", "Trace"])
 @pytest.mark.sampled(2)

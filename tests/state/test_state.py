@@ -881,6 +881,7 @@ def save_in_step(training: Whole, change: Callable[[Whole], object]) -> None:
         change(training)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("loop", [save_in_batch, save_in_epoch, save_in_step])
 @pytest.mark.parametrize(("text", "change"), CHANGES.values(), ids=CHANGES)
 def test_a_change_after_the_save_in_the_same_body_is_warned_of_once(

@@ -113,6 +113,7 @@ def test_there_is_a_line_for_each_boundary(straight: list[Record]) -> None:
     assert all(isinstance(one.noted["loss"], float) for one in straight if one.batches)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("stops", [(1, 6), (4, 5), (2, 11), (12,)])
 def test_a_training_that_is_stopped_has_the_trace_of_one_that_is_not(
@@ -168,6 +169,7 @@ def test_the_environment_overrides_the_argument(
     assert not [*tmp_path.glob("[bc].jsonl")]
 
 
+@pytest.mark.heavy
 def test_several_runs_of_one_process_have_a_file_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -361,6 +363,7 @@ def test_a_training_that_only_saves_has_a_boundary_at_each_save(tmp_path: Path) 
     ]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("stops", [(), (7,), (3, 9), (4, 8)])
 def test_the_looks_at_epochs_ends_are_at_the_same_ones_after_a_resume(
     stops: tuple[int, ...], tmp_path: Path
