@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 import random
 import runpy
-import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -292,58 +291,6 @@ def test_what_functions_and_arrays_have_in_them_is_looked_at(run_dir: Path) -> N
     }
 
 
-METRIC = """
-import torch
-from torch import nn
-
-class Metric(nn.Module):
-    # Sums that are plain attributes, and in no state_dict unless it is asked for.
-    def __init__(self):
-        super().__init__()
-        self._defaults, self._persistent, self._reductions, self._update_count = {}, {}, {}, 0
-
-    def add_state(self, name, default):
-        setattr(self, name, default.clone())
-        self._defaults[name], self._persistent[name] = default, False
-
-    def persistent(self, mode=False):
-        self._persistent = dict.fromkeys(self._persistent, mode)
-
-    def reset(self):
-        self._update_count = 0
-        for name, default in self._defaults.items():
-            setattr(self, name, default.clone())
-
-    def state_dict(self, destination=None, prefix="", keep_vars=False):
-        found = super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
-        found.update({prefix + name: getattr(self, name).clone() for name in self._defaults
-                      if self._persistent[name]})
-        return found
-
-    def _load_from_state_dict(self, state, prefix, *rest):
-        for name in self._defaults:
-            if prefix + name in state:
-                setattr(self, name, state.pop(prefix + name))
-        super()._load_from_state_dict(state, prefix, *rest)
-"""
-MEAN_METRIC = """
-import torch
-from .metric import Metric
-
-class MeanMetric(Metric):
-    def __init__(self):
-        super().__init__()
-        self.add_state("total", torch.tensor(0.0))
-        self.add_state("weight", torch.tensor(0.0))
-
-    def update(self, value):
-        self.total, self.weight, self._update_count = self.total + value, self.weight + 1, 1
-
-    def compute(self):
-        return self.total / self.weight
-"""
-
-
 SUMMED = """
 import torch, torchmetrics
 from torch import nn
@@ -377,21 +324,10 @@ given = {"metric": metric}
 """
 
 
-@pytest.fixture(params=[pytest.param("torchmetrics itself", marks=pytest.mark.nightly), "one of its shape"])
-def summed(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., dict[str, Any]]]:
+@pytest.fixture
+def summed(tmp_path: Path) -> Callable[..., dict[str, Any]]:
     """What runs a script with metrics, changed at its two places, and returns its variables."""
-    if request.param == "torchmetrics itself":
-        pytest.importorskip("torchmetrics")
-    else:
-        package = tmp_path / "site-packages" / "torchmetrics"
-        package.mkdir(parents=True)
-        (package / "metric.py").write_text(METRIC)
-        (package / "__init__.py").write_text(MEAN_METRIC)
-        for name in [name for name in sys.modules if name.partition(".")[0] == "torchmetrics"]:
-            monkeypatch.delitem(sys.modules, name)
-        monkeypatch.syspath_prepend(package.parent)
+    pytest.importorskip("torchmetrics")
 
     def run(given: str = "", used: str = "", folder: str = "run", stop: int = -1) -> dict[str, Any]:
         script = tmp_path / "script.py"
@@ -399,11 +335,7 @@ def summed(
         variables = {"run": tmp_path / folder, "stop": stop}
         return runpy.run_path(str(script), init_globals=variables, run_name="__main__")
 
-    yield run
-    if request.param != "torchmetrics itself":
-        # Else a later test imports the one that is no more.
-        for name in [name for name in sys.modules if name.partition(".")[0] == "torchmetrics"]:
-            del sys.modules[name]
+    return run
 
 
 @pytest.mark.heavy

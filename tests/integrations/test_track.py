@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from resumable import Run, RunState, UsageError
+from resumable.files import jsonl
 from resumable.integrations.curves import Curves
 from resumable.integrations.trackers import track
 
@@ -430,6 +431,23 @@ def test_a_log_that_was_never_written_does_not_stop_a_resume(run_dir: Path) -> N
                 tracker.log(loss=step)
 
     assert curves(run_dir)["loss"] == [(step + 1, step) for step in range(5)]
+
+
+def test_a_log_may_be_longer_than_other_files_of_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "log.jsonl"
+    monkeypatch.setattr(jsonl, "_MOST", 100)
+    for end in range(20):
+        log = Curves(path, end)
+        log.add(end, {"loss": end})
+        log.write()
+        with path.open("ab") as file:
+            # What a kill tears off
+            file.write(b'{"block": 9, "aft')
+
+    assert path.stat().st_size > 1000
+    assert Curves(path, 20).rows() == [(step, {"loss": step}) for step in range(20)]
 
 
 @pytest.mark.parametrize(

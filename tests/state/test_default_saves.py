@@ -202,6 +202,24 @@ def test_a_break_at_the_end_of_an_epoch_saves_it(run_dir: Path) -> None:
     assert [(one.about.epoch, one.about.step) for one in Run(run_dir).checkpoints()] == [(1, 6)]
 
 
+def test_steps_of_another_optimizer_are_saved_too(run_dir: Path) -> None:
+    models = {"first": nn.Linear(1, 1), "other": nn.Linear(1, 1)}
+    optimizers = {name: torch.optim.SGD(model.parameters()) for name, model in models.items()}
+    with RunState.load(run_dir, model=models, optimizer=optimizers):
+        models["other"](torch.ones(1)).backward()
+        optimizers["other"].step()
+
+    assert len(Run(run_dir).checkpoints()) == 1
+
+
+def test_epochs_without_an_optimizer_are_saved_at_their_end(run_dir: Path) -> None:
+    with RunState.load(run_dir) as state:
+        for _ in state.epochs(2):
+            pass
+
+    assert [one.about.epoch for one in Run(run_dir).checkpoints()] == [2]
+
+
 def test_a_training_in_an_except_block_is_saved_at_its_end(run_dir: Path) -> None:
     try:
         raise ImportError

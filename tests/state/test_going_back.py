@@ -120,8 +120,10 @@ def compare(run_dir: Path, way: list[tuple[Where, Any]], make: Callable[[], Any]
         state.wait()
         copy = run_dir.with_name(f"copy-{len(copies)}")
         shutil.copytree(run_dir, copy, symlinks=True)
+        *before, which = which if isinstance(which, tuple) else (which,)
         copies.append((copy, which, max(state.run.numbers())))
-        state.restore(which)
+        for one in (*before, which):
+            state.restore(one)
         return True
 
     training = Training(run_dir, 1, make)
@@ -176,6 +178,10 @@ def test_the_same_when_it_goes_back_again_and_again(run_dir: Path, kind: str) ->
 @pytest.mark.quick(5)
 def test_the_same_in_the_middle_of_an_accumulation(run_dir: Path, which: int) -> None:
     compare(run_dir, [(("body", 1, 1), which)], loader, every=3)
+
+
+def test_going_back_twice_in_a_row_is_going_back_to_the_second(run_dir: Path) -> None:
+    compare(run_dir, [(("body", 1, 2), (2, "newest", 4))], loader)
 
 
 def test_a_save_right_after_going_back_is_the_same_checkpoint_again(run_dir: Path) -> None:

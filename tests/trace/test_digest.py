@@ -292,6 +292,14 @@ class LazyDict(dict[str, int]):
         return [("a", random.random())]
 
 
+def test_an_iterator_is_not_asked_for_anything() -> None:
+    batch = {"rest": iter([1, 2]), "made": (n for n in [1, 2]), "zipped": zip([1], [2], strict=True)}
+
+    digest.of(batch)
+
+    assert [next(batch[name]) for name in batch] == [1, 1, (1, 2)]
+
+
 def test_no_code_of_the_script_is_run() -> None:
     lazy, state = Lazy(), random.getstate()
 
@@ -331,6 +339,15 @@ def test_one_that_is_there_twice_is_two_equal_ones(most: int | None) -> None:
 
     assert digest.of([same, {"again": same}], most) == digest.of([one(), {"again": one()}], most)
     assert digest.of([others, others], most) == digest.of([others, copy.deepcopy(others)], most)
+
+
+def test_of_many_objects_no_number_of_a_tensor_is_left_out() -> None:
+    batch = [Whole(x=torch.zeros(2), y=[Whole(), Whole()]) for _ in range(5000)]
+    plain = digest.of(batch)
+
+    batch[-1].x[1] = 1  # type: ignore[attr-defined]
+
+    assert digest.of(batch) != plain
 
 
 def test_a_digest_of_many_tensors_sees_each_of_them() -> None:

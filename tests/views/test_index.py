@@ -19,6 +19,7 @@ from resumable.files import jsonl
 from resumable.run import checkpoint, history, manifest
 from resumable.run.directory import Run
 from resumable.views import index, listing
+from resumable.views.index import Index
 
 pytestmark = pytest.mark.nightly
 
@@ -192,6 +193,15 @@ def test_an_index_that_cannot_be_written_is_no_error(run: Run, tmp_path: Path) -
     (tmp_path / "cache").write_text("a file")
 
     assert len(plain(run)[0]) == COUNT
+
+
+def test_what_has_just_changed_is_not_remembered(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index, "_COARSEST_TIME", 10**15)
+    plain(run)
+
+    memory = Index(run)
+
+    assert memory.known(memory.look([*run.names().values()])) == {}
 
 
 def test_a_list_writes_nothing_into_the_run_and_a_short_run_has_no_index(run: Run, tmp_path: Path) -> None:
