@@ -11,6 +11,8 @@ import pytest
 
 from resumable.audit import trials
 
+pytestmark = pytest.mark.nightly
+
 DRAWS = {
     "python": "import random; print(random.random())",
     "numpy": "import numpy; print(numpy.random.rand())",
