@@ -116,6 +116,17 @@ def test_what_a_resume_has_not_put_back_is_found_before_the_first_batch() -> Non
     )
 
 
+def test_an_evaluation_as_the_first_batch_after_a_resume_is_no_alarm() -> None:
+    first = faked.other(faked.record(STOP, "first"), "model", eval=["", "0"])
+    after = stopped()
+    after.ranks[0].insert(5, first)
+
+    assert diagnosis.after_resume(straight(), after, [STOP], set()) is None
+
+    after.ranks[0][5] = faked.other(first, "model", weight=faked.tensor(-1))
+    assert diagnosis.after_resume(straight(), after, [STOP], set())
+
+
 def finding(after: Trial, before: Trial | None = None) -> diagnosis.Finding:
     one = before or straight()
     gone = losses.lost(one, after, [STOP], set())
@@ -183,6 +194,15 @@ def test_numbers_that_differ_where_something_was_lost_are_blamed_on_it(name: str
     assert found.fix == f"extra={{'{name}': {name}}}"
 
 
+def test_a_training_that_continues_somewhere_else_is_reported_as_such() -> None:
+    after = stopped()
+    after.ranks[0][5] = faked.record(At("batch", 0, 7, 3))
+
+    found = finding(after)
+
+    assert (found.kind, found.what) == ("state", "the boundary")
+
+
 def test_the_rank_that_parts_first_is_named() -> None:
     one, other = straight(), stopped()
     one.ranks.append(one.ranks[0])
@@ -193,3 +213,36 @@ def test_the_rank_that_parts_first_is_named() -> None:
 
     assert unlike
     assert (unlike.rank, unlike.one.at) == (1, PLACES[3])
+
+
+def sampled(folder: Path, name: str, *values: float) -> Trial:
+    """Return a training that has written a sample of a tensor."""
+    import numpy as np
+
+    trial = straight()
+    trial.folder = folder / name
+    trial.folder.mkdir()
+    raw = np.array(values, "float32").tobytes()
+    (trial.folder / "boundaries.samples").write_bytes(b"??" + raw)
+    weight = {**faked.tensor(name), "sample": [2, 2 + len(raw)]}
+    trial.ranks[0][4] = faked.other(trial.ranks[0][4], "model", weight=weight)
+    return trial
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([1.0, 2.0, 3.5], "differs by up to 0.5 (in 1 of 3 numbers)"),
+        ([1.0, 2.0, float("nan")], "differs by up to 0 (in 1 of 3 numbers)"),
+        ([1.0, 2.0, 3.0], "differs, but in none of the 3 numbers that were looked at"),
+    ],
+)
+def test_how_far_a_tensor_is_from_the_other_is_reported(
+    tmp_path: Path, values: list[float], expected: str
+) -> None:
+    one, other = sampled(tmp_path, "one", 1, 2, 3), sampled(tmp_path, "other", *values)
+
+    unlike = diagnosis.first_unlike(one, other)
+
+    assert unlike
+    assert diagnosis.how_far(one, other, unlike.first, 0) == expected

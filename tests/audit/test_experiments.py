@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
+import re
+import warnings
 from collections.abc import Collection
 from dataclasses import replace
 
 import faked
 import pytest
+import torch
 from faked import Script, Start
 
-from resumable.audit import audit, verdicts
+from resumable.audit import audit, operations, verdicts
 from resumable.audit import causes as experiments
 from resumable.audit.diagnosis import Finding
 from resumable.trace.trace_file import Record
@@ -96,6 +99,19 @@ def test_a_generator_that_stands_elsewhere_and_is_no_cause_is_not_named() -> Non
         return faked.other(record, "model", weight=faked.tensor(-start.trial - 1))
 
     assert why(Script(faked.boundaries(4, 4), changed)).cause == "hash"
+
+
+def test_torch_names_its_operations_that_are_not_deterministic(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+    found = operations.watch()
+    try:
+        torch.zeros(2).put_(torch.tensor([0, 0]), torch.ones(2))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+    assert [re.sub(r"\d+", "9", name) for name in found] == ["put_ (test_experiments.py:9)"]
 
 
 class Rarely(Unsteady):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from resumable import UsageError
 from resumable.audit import trials
 from resumable.cli import app
 
@@ -43,6 +44,11 @@ OF_TORCHRUN = [
 )
 def test_the_error_is_that_of_the_script_and_not_of_what_has_started_it(lines: list[str], error: str) -> None:
     assert trials.error_in(lines) == error
+
+
+def test_a_command_that_is_not_there_is_reported(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no-such-program cannot be started: No such file"):
+        trials.start(["no-such-program"], os.environ, tmp_path / "log")
 
 
 @pytest.mark.parametrize(

@@ -259,6 +259,45 @@ def test_what_locals_gave_a_script_stays_as_it_was(run_dir: Path) -> None:
             assert body(state, 0.1)["rate"] == 0.1
 
 
+def test_an_object_that_is_not_as_it_should_be_hides_no_other(run_dir: Path) -> None:
+    broken, generator = nn.Linear(1, 1), torch.Generator()
+    broken.__dict__["_modules"] = 3
+    broken.__dict__["_parameters"] = [broken]
+
+    found = checked(run_dir, lambda _: (id(broken), torch.rand(1, generator=generator)))
+
+    assert [one.kind for one in found.values()] == ["torch.Generator"]
+
+
+class Key:
+    def __repr__(self) -> str:
+        raise AssertionError("the code of the script is not called")
+
+
+def keyed(run_dir: Path) -> dict[str, Any]:
+    model = nn.Linear(2, 1)
+    fixed = {parameter: torch.zeros(1) for parameter in model.parameters()}
+    clocks = {Key(): 0, (1, "a"): 0}
+    generators = {Key(): [random.Random(0)]}
+
+    def training(model: nn.Module) -> None:
+        model(torch.ones(3, 2)).sum().backward()
+        clocks[next(iter(clocks))] += 1
+        next(iter(generators.values()))[0].random()
+
+    id(fixed)
+    return checked(run_dir, training, model)
+
+
+def test_keys_that_are_objects_are_reported_by_their_number(run_dir: Path) -> None:
+    found = keyed(run_dir)
+
+    assert {name: one.fix for name, one in found.items()} == {
+        "clocks": 'extra={"clocks": clocks}',
+        "generators[Key 0][0]": 'extra={"generators": [*generators.values()][0][0]}',
+    }
+
+
 def trained(epoch: int, total: int, state: RunState, model: nn.Module) -> Any:
     total += epoch
     model(torch.randn(3, 2)).sum().backward()

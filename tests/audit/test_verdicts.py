@@ -20,6 +20,9 @@ from resumable.trace.trace_file import At
 
 MIDDLE, END = At("batch", 0, 4, 4), At("epoch", 1, 0, 6)
 EMA = Lost("ema.shadow", "4 tensors", "train.py:15", "state", "keep it", MIDDLE, None, None)
+
+
+SEEN = Lost("seen", "number", "train.py:9", "note", "keep it", MIDDLE, 12, 0)
 FINDING = Finding(
     "state",
     "optimizer exp_avg of 0.weight",
@@ -113,6 +116,50 @@ def test_a_failed_script_is_shown_with_its_error_and_last_lines(
     assert lines[-6:-4] == ["It printed last:", "  epoch 0"]
     assert lines[-1] == "  \\x1b[2J"
     assert lines.index("note: a note") < lines.index("It printed last:")
+
+
+def test_what_is_lost_is_reported_with_both_values(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rate = SEEN._replace(name="rate", weight="state", before=0.1, after=0.07)
+    other = SEEN._replace(name="shown", where="")
+    finding = FINDING._replace(names=["rate (number, train.py:9)"])
+
+    lines = printed(made(finding, lost=[rate, SEEN, other], notes=["another"]), capsys)
+
+    assert "  rate (number, train.py:9): 0.1 without the stop, 0.07 after it" in lines
+    assert lines[-2:] == [
+        "note: seen (train.py:9) and shown are lost by a resume; nothing that was trained here depends on "
+        "them, but a longer training may",
+        "note: another",
+    ]
+
+
+def test_many_suspects_are_counted_and_further_findings_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    names = [f"part{number}" for number in range(9)]
+
+    lines = printed(made(FINDING._replace(names=names), FINDING._replace(text="also this", rank=1)), capsys)
+
+    assert lines[0].endswith("part4, part5 and 3 more")
+    assert "  and 3 more, which --json tells" in lines
+    assert "  rank 1: also this" in lines
+
+
+def test_an_operation_that_is_not_deterministic_is_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    names = ["aten::put_ (train.py:3): gave other numbers", "aten::put_ (train.py:9): gave other numbers"]
+    finding = FINDING._replace(
+        kind="repeat", text="not the same: an operation", names=names, cause="operation"
+    )
+
+    lines = printed(made(finding), capsys)
+
+    assert lines[0] == "NOT repeatable: not the same: an operation: aten::put_"
+    assert lines[2:5] == [
+        *(f"  {name}" for name in names),
+        "  There batch digests and learning rates are equal.",
+    ]
 
 
 def test_json_has_just_the_documented_fields(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -130,15 +131,21 @@ def test_ls_json_tells_what_a_rule_chose_and_how_each_start_ended(
     assert told_of == [(1, None, 2, "SIGTERM"), (2, 1, 4, None)]
 
 
-@pytest.mark.parametrize("content", [None, b"\0\xff\n[3]\n{", b'{"event": "save", "number": 1}\n'])
-def test_ls_needs_no_history(run: Path, content: bytes | None, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "content", [None, "a folder", b"\0\xff\n[3]\n{", b'{"event": "save", "number": 1}\n']
+)
+def test_ls_needs_no_history(run: Path, content: Any, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "history.jsonl").unlink(missing_ok=True)
-    if content is not None:
+    if content == "a folder":
+        (run / "history.jsonl").mkdir()
+    elif content is not None:
         (run / "history.jsonl").write_bytes(content)
 
     assert main(["ls", str(run)]) == 0
 
-    assert len(capsys.readouterr().out.splitlines()) == 4
+    printed = capsys.readouterr()
+    assert len(printed.out.splitlines()) == 4
+    assert ("history.jsonl cannot be read" in printed.err) == (content == "a folder")
 
 
 def test_ls_names_a_damaged_manifest_and_still_lists_the_others(

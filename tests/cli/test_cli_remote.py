@@ -266,6 +266,14 @@ def test_a_dry_run_says_what_it_would_do_and_writes_nothing(
     assert not fresh.exists()
 
 
+def test_a_dry_run_refuses_another_run_too(run: Path, there: Path, fresh: Path) -> None:
+    main(["push", str(run), f"file://{there}"])
+    train(fresh, 0.3)
+
+    assert main(["push", str(fresh), f"file://{there}", "--dry-run"]) == 6
+    assert main(["pull", str(fresh), f"file://{there}", "--dry-run"]) == 6
+
+
 def test_another_run_is_refused_by_its_id_and_nothing_is_touched(
     run: Path, there: Path, fresh: Path, capsys: Captured
 ) -> None:
@@ -280,6 +288,20 @@ def test_another_run_is_refused_by_its_id_and_nothing_is_touched(
     assert error.count("holds another run") == 2
     assert str(Run(run).known_id()) in error
     assert (files(there), checkpoints(fresh)) == before
+
+
+def test_a_run_of_damaged_manifests_is_known_by_its_run_json(run: Path, there: Path, fresh: Path) -> None:
+    main(["push", str(run), f"file://{there}"])
+    train(fresh, 0.3)
+    damage(fresh, 1, "manifest.json")
+    damage(run, 3, "manifest.json")
+    for number in (1, 2):
+        shutil.rmtree(next(run.glob(f"checkpoints/{number:06}-*")))
+
+    assert main(["pull", str(fresh), f"file://{there}"]) == 6
+    assert main(["pull", str(run), f"file://{there}"]) == 0
+
+    Run(run).open(3).verify()
 
 
 def test_pull_makes_a_run_of_a_start_that_has_saved_nothing(run: Path, there: Path, fresh: Path) -> None:
@@ -309,6 +331,28 @@ def test_pull_refuses_a_checkpoint_of_another_branch(
 
     assert "another checkpoint 3" in capsys.readouterr().err
     assert checkpoints(fresh) == before
+
+
+def test_pull_refuses_a_number_that_is_here_under_another_name(
+    run: Path, there: Path, capsys: Captured
+) -> None:
+    main(["push", str(run), f"file://{there}"])
+    [path] = run.glob("checkpoints/000003-*")
+    path.rename(path.with_name("000003-step-00000009"))
+
+    assert main(["pull", str(run), f"file://{there}"]) == 6
+    assert "another checkpoint 3" in capsys.readouterr().err
+
+
+def test_folders_with_other_names_are_not_checkpoints(run: Path, there: Path, capsys: Captured) -> None:
+    main(["push", str(run), f"file://{there}", "--which", "3"])
+    for name in ("000009-step-1", "..9", "000009-step-00000009 (copy)"):
+        shutil.copytree(next(there.glob("checkpoints/000003-*")), there / "checkpoints" / name)
+    capsys.readouterr()
+
+    assert main(["pull", str(run), f"file://{there}", "--which", "9"]) == 3
+
+    assert "there are: 3." in capsys.readouterr().err
 
 
 def test_what_is_not_there_exits_with_3(run: Path, there: Path, fresh: Path, capsys: Captured) -> None:
@@ -421,6 +465,18 @@ def test_a_history_that_cannot_be_written_does_not_stop_a_push(
     error = capsys.readouterr().err
     assert "history.jsonl cannot be written" in error
     assert "training" not in error
+
+
+def test_a_run_that_cannot_be_locked_for_its_history_is_pushed_anyway(
+    run: Path, there: Path, capsys: Captured
+) -> None:
+    (run / ".lock").unlink()
+    (run / ".lock").mkdir()
+
+    assert main(["push", str(run), f"file://{there}"]) == 0
+
+    assert "not noted in the history" in capsys.readouterr().err
+    assert [*Remote(Store(f"file://{there}")).numbers()] == [2, 3]
 
 
 def test_a_run_whose_push_cannot_be_locked_is_not_pushed(run: Path, there: Path, capsys: Captured) -> None:

@@ -93,6 +93,24 @@ def test_a_command_about_a_run_takes_the_run_of_a_checkpoint(runs: Path, name: s
     assert main(["prune", name, "--keep", "1"]) == 2
 
 
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["verify", "A", "B"], "unrecognized arguments: B"),
+        (["verify", "A", "--jsn"], "unrecognized arguments: --jsn. Did you mean --json?"),
+    ],
+)
+def test_an_unknown_argument_shows_the_usage_of_its_command(
+    words: list[str], error: str, capsys: Captured
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
+
+    said = capsys.readouterr().err
+    assert said.startswith("usage: resumable verify ")
+    assert said.endswith(f"resumable verify: error: {error}\n")
+
+
 ENDS = """
 import os, signal, sys, torch
 from resumable import RunState

@@ -224,6 +224,11 @@ def test_another_tracker_and_a_second_one_are_refused(run_dir: Path) -> None:
             track(state, "tensorboard")
 
 
+def test_an_error_of_the_tracker_is_raised_as_it_is(run_dir: Path) -> None:
+    with RunState.load(run_dir) as state, pytest.raises(TypeError, match="unexpected keyword"):
+        track(state, "tensorboard", nonsense=1)
+
+
 @pytest.mark.heavy
 def test_no_tracker_is_imported_unless_asked_for() -> None:
     program = "import sys, resumable.integrations.trackers; print(*sys.modules)"
@@ -477,3 +482,12 @@ def test_nothing_is_logged_after_the_training_has_closed(run_dir: Path) -> None:
     del state
     with pytest.raises(UsageError, match="RunState of this tracker is gone"):
         tracker.log(loss=1)
+
+
+def test_a_file_of_tensorboard_from_the_future_is_warned_of(run_dir: Path) -> None:
+    folder = run_dir / "tensorboard"
+    folder.mkdir(parents=True)
+    (folder / f"events.out.tfevents.{int(time.time()) + 1000}.host.1.0").touch()
+
+    with RunState.load(run_dir) as state, pytest.warns(UserWarning, match=r"begun \d+ s in the future"):
+        track(state, "tensorboard")

@@ -22,6 +22,8 @@ from resumed_trainer import assert_same, stopped, trained
 from tiny_trainer import Noisy
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
+from resumable import Unsupported
+from resumable.integrations import trainer_refusals
 from resumable.integrations.transformers import resume
 
 pytestmark = resumed.MARKS
@@ -223,6 +225,24 @@ def test_resume_refuses_an_option_that_it_does_not_have(tmp_path: Path) -> None:
         resume(tiny.make(tmp_path), tmp_path / "run", evry=1)
     with pytest.raises(UsageError, match="every"):
         resume(tiny.make(tmp_path), tmp_path / "run", every="ten minutes")
+
+
+def test_a_complete_training_leaves_the_arguments_as_they_were(tmp_path: Path) -> None:
+    for _ in range(2):
+        trainer = tiny.make(tmp_path, eval_dataset=Noisy(6), eval_on_start=True)
+        resume(trainer, tmp_path / "run")
+        trainer.train()
+
+    assert trainer.args.eval_on_start
+
+
+def test_a_release_without_the_function_that_skips_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(trainer_refusals.its_module, "skip_first_batches")
+
+    with pytest.raises(Unsupported, match=r"has no trainer\.skip_first_batches"):
+        resume(tiny.make(tmp_path), tmp_path / "run")
 
 
 @pytest.mark.heavy

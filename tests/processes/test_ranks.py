@@ -228,6 +228,16 @@ def test_a_rank_without_the_first_gives_up(monkeypatch: pytest.MonkeyPatch) -> N
     assert "rank 1 has waited 0.3 s for rank 0 to make or load its RunState" in str(error)
 
 
+def test_a_session_that_cannot_be_opened_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    crowd = Crowd(2, monkeypatch)
+    crowd.store.error = RuntimeError("no route to host")
+
+    (error,) = crowd.join(range(1))
+
+    assert isinstance(error, RankLost)
+    assert "no route to host" in str(error)
+
+
 def test_what_processes_that_have_ended_said_is_not_taken_for_an_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -251,6 +261,17 @@ def test_ranks_are_grouped_by_what_they_see(crowd: Crowd, tmp_path: Path) -> Non
 
     assert crowd.each(lambda one: ranks.by_disk(one, folders[one.rank])) == [[[0, 2], [1]]] * 3
     assert not [*tmp_path.glob("*/*")]
+
+
+def test_a_single_process_asks_no_other() -> None:
+    alone = Ranks(1, lambda: (0, 0, 0))
+
+    alone.join({}, {})
+
+    assert alone.is_alone
+    assert alone.agree("a thing", lambda: 3) == [3]
+    assert alone.first("a thing", lambda: 4) == 4
+    alone.leave()
 
 
 def test_a_training_without_a_store_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,6 +62,17 @@ def test_the_second_ctrl_c_leaves_at_once(noting: Signals, capfd: pytest.Capture
         signal.raise_signal(signal.SIGINT)
 
 
+def test_only_one_process_tells_of_ctrl_c(noting: Signals, capfd: pytest.CaptureFixture[str]) -> None:
+    quiet = Signals([signal.SIGINT], shows_hint=False)
+    noting.end()
+    quiet.begin()
+
+    signal.raise_signal(signal.SIGINT)
+
+    quiet.end()
+    assert capfd.readouterr().err == ""
+
+
 def test_after_the_last_loop_signals_do_what_they_did_before(noting: Signals) -> None:
     noting.begin()
     noting.end()
@@ -189,6 +200,14 @@ def test_a_loop_that_is_dropped_in_another_thread_gives_the_signals_back(noting:
 
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
+
+
+def test_nothing_to_watch_changes_nothing() -> None:
+    found = Signals([])
+    found.begin()
+    assert found.shared() is None
+    found.end()
+    found.pass_on()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])

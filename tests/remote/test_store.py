@@ -200,6 +200,13 @@ def test_what_a_killed_write_has_left_is_written_over(there: Store, place: Place
     assert (".run.json.part" in there.sizes("a")) is (place.kind == "memory")
 
 
+@WITH_FOLDERS
+def test_only_a_limited_depth_of_folders_are_looked_at(there: Store) -> None:
+    there.write("a/b/c/d/file", b"1")
+    there.write("a/b/c/d/e/file", b"1")
+    assert there.sizes() == {"a/b/c/d/file": 1}
+
+
 def test_what_is_no_file_is_not_listed(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "file").write_bytes(b"1")
@@ -454,6 +461,17 @@ def test_what_an_error_of_a_filesystem_tells_is_reported_without_secrets(
     )
     assert HIDDEN not in told_by(raised.value)
     assert "abcdef" not in told_by(raised.value)
+
+
+def test_what_the_interrupt_key_interrupts_is_interrupted(
+    telling: type[Telling], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(telling, "ls", fail)
+    with pytest.raises(KeyboardInterrupt):
+        Store("telling://exp").sizes()
 
 
 def test_an_error_known_only_by_the_name_of_its_class_is_final_by_that(

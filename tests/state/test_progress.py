@@ -180,6 +180,24 @@ def test_batches_of_an_earlier_process_do_not_count_for_the_rate_of_epochs(
     assert re.search(r"1/3 .* 00:1\d<03:[23]\d", epochs)
 
 
+def test_a_save_on_its_way_is_shown_until_it_has_ended(plug_in: Callable[[], Pty], bars: Progress) -> None:
+    terminal = plug_in()
+    said = []
+    with bars.loop("steps", 9, 0):
+        with bars.saving(42):
+            bars.count("steps", 1)
+            said.append(terminal.rows[0])
+        bars.count("steps", 2)
+        said.append(terminal.rows[0])
+        with pytest.raises(OSError, match="full"), bars.saving(43):
+            raise OSError("the disk is full")
+        bars.count("steps", 3)
+        said.append(terminal.rows[0])
+
+    found = [re.findall(r"  (sav\w+ \d+)", row) for row in said]
+    assert found == [["saving 42"], ["saved 42"], ["saved 42"]]
+
+
 def test_a_shown_tensor_is_read_when_it_is_drawn_and_keeps_no_graph(
     plug_in: Callable[[], Pty], bars: Progress
 ) -> None:
@@ -256,6 +274,20 @@ def test_a_forked_process_neither_draws_nor_removes_the_bars(
         os.waitpid(child, 0)
 
         assert terminal.text == before
+
+
+def test_a_terminal_that_is_low_has_no_bars_and_gets_them_back(
+    plug_in: Callable[[], Pty], bars: Progress
+) -> None:
+    terminal = plug_in()
+    found = []
+    with bars.loop("steps", 9, 0):
+        for lines in (24, 5, 6):
+            terminal.resize(100, lines)
+            bars.count("steps", 1)
+            found.append(len(terminal.rows))
+
+    assert found == [1, 0, 1]
 
 
 # Reading

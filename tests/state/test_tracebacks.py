@@ -17,6 +17,16 @@ def _files(error: BaseException) -> list[str]:
     return [Path(line.filename).name for line in traceback.extract_tb(error.__traceback__)]
 
 
+def test_a_type_error_inside_a_call_stays_what_it_is(tmp_path: Path) -> None:
+    class Odd(nn.ReLU):
+        def state_dict(self, *_: Any, **__: Any) -> Any:
+            return self.train(1, 2, 3)  # type: ignore[call-arg]
+
+    with pytest.raises(TypeError, match="takes from 1 to 2 positional") as found:
+        RunState.load(tmp_path, extra={"it": Odd()}).save()
+    assert _files(found.value)[-1] == "test_tracebacks.py"
+
+
 class Broken(Dataset[int]):
     """A dataset whose samples cannot be read."""
 

@@ -307,6 +307,18 @@ def test_no_code_of_the_script_is_run() -> None:
     assert (lazy.calls, LazyList.calls, random.getstate()) == (0, 0, state)
 
 
+def test_an_image_that_was_not_read_yet_stays_unread(tmp_path: Path) -> None:
+    pillow = pytest.importorskip("PIL.Image")
+    images = [pillow.fromarray(np.full((4, 4, 3), value, np.uint8)) for value in (1, 2)]
+    images[0].save(tmp_path / "one.png")
+
+    with pillow.open(tmp_path / "one.png") as image:
+        digest.of(image)
+        assert image.tile
+    assert digest.of(images[0]) != digest.of(images[1])
+    assert digest.of(images[0]) == digest.of(images[0].copy())
+
+
 def test_what_leads_to_itself_comes_to_an_end() -> None:
     whole = Whole()
     whole.others = [Whole(back=whole, number=number) for number in range(9)]  # type: ignore[attr-defined]

@@ -283,6 +283,17 @@ def test_at_the_start_what_differs_is_named(tmp_path: Path, capsys: pytest.Captu
     assert diff(tmp_path, one, other, capsys) == [told]
 
 
+def test_several_batches_of_one_boundary_are_distinguished(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def window(*digests: str) -> list[Record]:
+        return [start(), Record(At("batch", 0, 2, 1), "boundary", digests)]
+
+    assert diff(tmp_path, window("a", "b"), window("a", "c"), capsys)[0].endswith(": 1 of 2 batches differ")
+    assert diff(tmp_path, window("a", "b"), window("c", "d"), capsys)[0].endswith(": the batches differ")
+    assert diff(tmp_path, window("a", "b"), window("a"), capsys)[0].endswith(": 2 -> 1 batches")
+
+
 def test_a_generator_that_was_never_seeded_parts_nothing_by_itself(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -304,6 +315,14 @@ def test_boundaries_that_only_one_of_them_has_are_not_compared(
     late = [resumed(5), *(batch(number, noted={"more": 1}) for number in range(6, 16))]
 
     assert "batches equal at 5 boundaries, up to step 10 " in diff(tmp_path, TEN, late, capsys)[0]
+
+
+def test_what_they_run_on_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def on(version: str) -> list[Record]:
+        more = {"environment": {"torch": version, "cuda": None}}
+        return [Record(At("outside", 0, 0, 0), "start", more=more), batch(1)]
+
+    assert diff(tmp_path, on("2.12.0"), on("2.13.0"), capsys)[-1] == "environment: torch 2.12.0 -> 2.13.0"
 
 
 def test_the_rank_that_parts_first_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,7 @@ from resumable.files.lock import holder
 from resumable.run.directory import Run
 from resumable.run.history import NO_EXIT
 from resumable.views import report
-from resumable.views.charts import shown
+from resumable.views.charts import MOST, data, shown
 from resumable.views.overview import overview
 
 
@@ -179,6 +179,19 @@ def many(count: int) -> dict[str, Any]:
     }
 
 
+def test_a_branch_goes_past_a_save_that_is_not_drawn(trained: Path) -> None:
+    run: dict[str, Any] = overview(Run(trained))
+    run["saves"][6]["step"] = None
+
+    assert branches(run) == [(6, 8)]
+
+
+def branches(run: dict[str, Any]) -> list[tuple[int, int]]:
+    """Return the numbers of the saves between which lines of abandoned branches are drawn."""
+    [drawn] = data([run], ["acc"])["runs"]
+    return [(drawn["number"][before], drawn["number"][after]) for before, after in drawn["branches"]]
+
+
 def test_the_page_is_written_as_a_whole_and_again(trained: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
 
@@ -224,6 +237,16 @@ def test_json_has_just_the_documented_fields(trained: Path, capsys: pytest.Captu
     assert run.keys() == documented[1]
     for name, fields in zip(("saves", "events", "attempts"), documented[2:], strict=True):
         assert all(row.keys() == fields for row in run[name]), name
+
+
+def test_a_report_in_the_home_folder_is_written_there(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with RunState.load(run_dir) as state:
+        state.report("~/page.html")
+
+    assert (tmp_path / "page.html").exists()
 
 
 def test_a_training_writes_its_report_and_a_notebook_shows_it(run_dir: Path, tmp_path: Path) -> None:
@@ -307,6 +330,14 @@ def test_the_end_of_a_killed_last_attempt_counts_too(killed_twice: Path) -> None
     assert "after 5" in page
 
 
+def test_a_hint_about_bold_stands_only_where_something_is_bold(trained: Path, tmp_path: Path) -> None:
+    train(tmp_path / "other", 2, every=7)
+    one, other = overview(Run(trained)), overview(Run(tmp_path / "other"))
+
+    assert "Bold: " not in report.page([one, one])
+    assert "Bold: " in report.page([one, other])
+
+
 def test_a_run_that_is_trained_is_running_and_stays_locked(run_dir: Path) -> None:
     with RunState.load(run_dir, model=torch.nn.Linear(4, 4)):
         assert overview(Run(run_dir))["state"] == "running"
@@ -332,3 +363,15 @@ def test_a_start_notes_its_settings_without_what_is_long(run_dir: Path) -> None:
         "model.head.parameters": "3",
     }
     assert "model.backbone.frozen" not in settings
+
+
+def test_one_page_has_far_less_than_two_megabytes() -> None:
+    run = many(2500)
+    names = [f"metric{number}" for number in range(12)]
+    for save in run["saves"]:
+        save["metrics"] = {name: save["number"] ** 0.5 + place for place, name in enumerate(names)}
+
+    page = report.page([run | {"goal": None}])
+
+    assert len(page.encode()) < 1_000_000
+    assert len(data([run], names)["runs"][0]["x"]) == MOST

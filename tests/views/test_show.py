@@ -194,3 +194,11 @@ def test_what_is_nested_as_deeply_as_it_can_be_saved_is_shown(
 
     assert {"$tuple": [1]} in shown(run_dir, capsys)["values"].values()
     assert main(["diff", str(run_dir), str(run_dir)]) == 0
+
+
+@pytest.mark.parametrize("depth", ["0", "-1", "deep"])
+def test_a_depth_that_gathers_nothing_is_a_usage_error(run: Path, depth: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["show", str(run), f"--depth={depth}"])
+
+    assert ended.value.code == 2
