@@ -21,7 +21,7 @@ from resumable.run.directory import Run
 from resumable.views import index, listing
 from resumable.views.index import Index
 
-pytestmark = pytest.mark.nightly
+pytestmark = pytest.mark.heavy
 
 COUNT = 20
 OLD = 7
