@@ -327,6 +327,14 @@ def test_what_is_damaged_here_is_not_pushed(run: Run, remote: Remote) -> None:
     assert remote.store.sizes() == {}
 
 
+@pytest.mark.heavy
+def test_large_files_go_one_after_the_other(run: Run, broken: Remote, proxied_s3: ProxiedS3) -> None:
+    found = commit(run, 4, {"model.safetensors": os.urandom(17 << 20), "state.json": b"state"})
+    there = behind(proxied_s3, broken)
+    assert push(there, found, nowhere).sent == found.about.size
+    assert contents_of(there.store, found) == whole(found)
+
+
 # What a store may do behind our back: at the moment in which a file is told to have moved
 
 
