@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -66,22 +65,6 @@ def test_a_fork_sees_what_a_process_of_its_own_sees(here: Path, how: list[str]) 
 
 
 @pytest.mark.heavy
-def test_starts_have_three_hash_seeds_in_turn_and_draws_of_their_own(here: Path) -> None:
-    (here / "draws.py").write_text(
-        "import random, numpy, torch\n"
-        "print(hash('a'), random.random(), numpy.random.rand(), torch.rand(1, dtype=torch.float64).item())"
-    )
-    command = [sys.executable, "draws.py"]
-
-    with opened(command, here) as forks:
-        rows = [said(forks, command, here / "log")[1].split() for _ in range(5)]
-
-    hashes, *draws = zip(*rows, strict=True)
-    assert (len({*hashes}), hashes[3:]) == (3, hashes[:2])
-    assert [len({*drawn}) for drawn in draws] == [5, 5, 5]
-
-
-@pytest.mark.heavy
 def test_a_script_that_sets_what_imports_read_gets_a_new_process(here: Path) -> None:
     (here / "sets.py").write_text(
         "import os, sys\n"
@@ -116,92 +99,6 @@ def test_a_fork_ends_as_a_process_of_its_own_does(here: Path, text: str, ended: 
         assert said(forks, command, here / "log") == (ended[0], ended[1].format(here / "ends.py"))
 
 
-IMPORTED = "import sys; print('torch' in sys.modules, sys.flags.hash_randomization)"
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        [sys.executable, "-c", IMPORTED],
-        [sys.executable, "-W", "error", "imported.py"],
-        ["env", sys.executable, "imported.py"],
-    ],
-)
-def test_other_commands_are_started_by_themselves_and_it_says_so(here: Path, command: list[str]) -> None:
-    (here / "imported.py").write_text(IMPORTED)
-    told: list[str] = []
-
-    with opened(command, here, told) as forks:
-        assert [said(forks, command, here / "log")[1] for _ in "ab"] == ["False 1\n"] * 2
-
-    assert told == ["(each start imports torch again) "]
-
-
-@pytest.mark.heavy
-def test_a_start_in_another_environment_is_a_process_of_its_own(here: Path) -> None:
-    (here / "imported.py").write_text(IMPORTED)
-    command = [sys.executable, "imported.py"]
-
-    with opened(command, here) as forks:
-        assert said(forks, command, here / "log") == (0, "True 1\n")
-        assert said(forks, command, here / "log", RESUMABLE_RUN_DIR="runs") == (0, "True 1\n")
-        assert said(forks, command, here / "log", PYTHONHASHSEED="0") == (0, "False 0\n")
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize(
-    "what",
-    [
-        "import threading, time; threading.Thread(target=time.sleep, args=(600,), daemon=True).start()",
-        "import sys; sys.modules['resumable'] = None",
-    ],
-)
-def test_an_interpreter_that_cannot_be_forked_is_not_used(
-    here: Path, monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
-    (here / "sitecustomize.py").write_text(what)
-    (here / "imported.py").write_text(IMPORTED)
-    monkeypatch.setenv("PYTHONPATH", str(here), prepend=os.pathsep)
-    command, told = [sys.executable, "imported.py"], list[str]()
-
-    with opened(command, here, told) as forks:
-        assert said(forks, command, here / "log") == (0, "False 1\n")
-
-    assert told == ["(each start imports torch again) "]
-
-
-def interpreter_of(log: Path) -> int:
-    """Return the process that serves forks and writes to a log."""
-    return next(
-        int(path.parts[2])
-        for path in Path("/proc").glob("[0-9]*/cmdline")
-        if b"fork_server.py" in path.read_bytes() and os.readlink(path.parent / "fd/2") == str(log)
-    )
-
-
-@pytest.mark.heavy
-def test_a_killed_interpreter_is_replaced_by_a_process_of_its_own(here: Path) -> None:
-    (here / "imported.py").write_text(IMPORTED)
-    command = [sys.executable, "imported.py"]
-
-    with opened(command, here) as forks:
-        first = [said(forks, command, here / "log")[1] for _ in range(3)]
-        os.kill(interpreter_of(here / "interpreter-0"), signal.SIGKILL)
-        then = [said(forks, command, here / "log") for _ in range(4)]
-
-    assert first == ["True 1\n"] * 3
-    assert then == [(0, "False 1\n"), (0, "True 1\n"), (0, "True 1\n"), (0, "False 1\n")]
-
-
-@pytest.mark.heavy
-def test_a_script_ends_as_killed_if_its_interpreter_is_killed(here: Path) -> None:
-    (here / "kills.py").write_text("import os, time; os.kill(os.getppid(), 9); time.sleep(600)")
-    command = [sys.executable, "kills.py"]
-
-    with opened(command, here) as forks:
-        assert said(forks, command, here / "log") == (-9, "")
-
-
 SEEDED = """
 import torch
 import resumable
@@ -226,7 +123,7 @@ def trained(start: trials.Start, command: Sequence[str], folder: Path) -> Trial:
 
 
 @pytest.mark.heavy
-def test_a_training_in_a_fork_equals_that_of_a_process_of_its_own_bit_for_bit(here: Path) -> None:
+def test_a_fork_trains_the_bits_of_a_process_of_its_own(here: Path) -> None:
     (here / "train.py").write_text(SEEDED)
     command = [sys.executable, "train.py"]
 
@@ -248,7 +145,7 @@ def test_a_training_in_a_fork_equals_that_of_a_process_of_its_own_bit_for_bit(he
         ("broken/torch_unseeded.py", "repeat", 2),
     ],
 )
-def test_only_why_a_script_does_not_repeat_itself_takes_processes_of_their_own(
+def test_only_looking_for_a_cause_takes_processes_of_their_own(
     here: Path, script: str, kind: str | None, forks: int
 ) -> None:
     noted = "import sys; print('torch' in sys.modules, file=open('starts', 'a'))\n"

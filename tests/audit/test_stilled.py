@@ -11,6 +11,8 @@ import pytest
 
 from resumable.audit import trials
 
+pytestmark = pytest.mark.nightly
+
 DRAWS = {
     "python": "import random; print(random.random())",
     "numpy": "import numpy; print(numpy.random.rand())",
@@ -57,25 +59,6 @@ def test_a_stilled_clock_continues_so_that_no_loop_waits_forever() -> None:
     assert said(text, "clock") == "over\n"
 
 
-def test_a_date_of_a_stilled_clock_is_a_date_like_any_other() -> None:
-    text = (
-        "import copy, datetime, pickle\n"
-        "now = datetime.datetime.now(datetime.timezone.utc)\n"
-        "assert isinstance(now, datetime.datetime) and now.tzinfo\n"
-        "assert pickle.loads(pickle.dumps(now)) == copy.deepcopy(now) == now\n"
-        "assert isinstance(datetime.datetime(2020, 1, 1), datetime.datetime)\n"
-        "assert isinstance(datetime.datetime.strptime('2020', '%Y'), datetime.datetime)\n"
-    )
-
-    assert said(text, "clock") == ""
-
-
-def test_bytes_of_the_system_differ_within_a_process() -> None:
-    first, second = said("import os\nfor _ in 'ab': print(os.urandom(8))", "system").splitlines()
-
-    assert first != second
-
-
 def test_the_sitecustomize_that_was_there_is_imported_too(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("print('theirs')")
 
@@ -83,16 +66,6 @@ def test_the_sitecustomize_that_was_there_is_imported_too(tmp_path: Path) -> Non
         said("print('mine')", "python", PYTHONPATH=f"{trials.STILLED}{os.pathsep}{tmp_path}")
         == "theirs\nmine\n"
     )
-
-
-def test_a_child_of_a_stilled_process_is_stilled_too() -> None:
-    text = "import subprocess, sys; print(subprocess.check_output([sys.executable, '-c', {!r}]))"
-
-    assert said(text.format(DRAWS["python"]), "python") == said(text.format(DRAWS["python"]), "python")
-
-
-def test_the_folder_of_the_stilled_leaves_the_path_of_the_script() -> None:
-    assert "stilled" not in said("import sys; print(sys.path)", "python")
 
 
 @pytest.mark.heavy

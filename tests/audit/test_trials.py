@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -10,79 +9,11 @@ import sys
 import time
 from pathlib import Path
 
-import faked
 import pytest
-from faked import Script
 
 from resumable import UsageError
 from resumable.audit import trials
-from resumable.audit.trials import Trials
 from resumable.cli import app
-from resumable.trace import trace_file
-from resumable.trace.trace_file import At
-
-
-def made(folder: Path, script: Script, steps: int = 6) -> Trials:
-    return Trials(
-        ["python", "train.py"], folder, steps, start=script, told=lambda _: None, deterministic=False
-    )
-
-
-def test_every_trial_has_a_run_of_its_own_that_no_remote_and_no_trace_of_the_script_reaches(
-    tmp_path: Path,
-) -> None:
-    script = Script(faked.boundaries(3, 4))
-    trial = made(tmp_path, script)
-
-    trial.straight("one")
-    trial.straight("other")
-
-    environments = [start.environment for start in script.starts]
-    assert len({one["RESUMABLE_RUN_DIR"] for one in environments}) == 2
-    assert all(Path(one["RESUMABLE_RUN_DIR"]).is_relative_to(tmp_path) for one in environments)
-    for one in environments:
-        assert (one["RESUMABLE_REMOTE"], one["RESUMABLE_TRACE"], one["RESUMABLE_RESUME"]) == ("", "", "auto")
-
-
-def test_a_straight_trial_ends_after_a_number_of_batches_and_epochs_do_not_count(tmp_path: Path) -> None:
-    trial = made(tmp_path, Script(faked.boundaries(3, 4)), steps=6).straight("straight")
-
-    counted = [at for at in trial.boundaries() if at.kind == "batch"]
-    assert len(counted) == 6
-    assert [at.kind for at in trial.boundaries()].count("epoch") == 1
-
-
-def test_a_stopped_trial_is_started_once_more_than_it_is_stopped_and_comes_to_the_last(
-    tmp_path: Path,
-) -> None:
-    script = Script(faked.boundaries(3, 4))
-    places = [*faked.boundaries(3, 4)]
-
-    trial = made(tmp_path, script).stopped("stopped", [places[1], places[3]], places[6])
-
-    assert [start.plan["stop"] for start in script.starts] == [[*places[n]] for n in (1, 3, 6)]
-    assert [record.why for record in trial.records].count("resumed") == 2
-    assert [*trial.boundaries()] == places[:7]
-
-
-def test_a_stopped_trial_is_not_started_again_once_it_has_missed_a_stop(tmp_path: Path) -> None:
-    script = Script(faked.boundaries(1, 4), lambda record, start: None if record.at.step == 3 else record)
-    places = [*faked.boundaries(1, 4)]
-
-    trial = made(tmp_path, script).stopped("stopped", [places[2]], places[3])
-
-    assert [one.code for one in trial.attempts] == [1]
-
-
-def test_the_end_of_what_a_start_printed_is_kept(tmp_path: Path) -> None:
-    script = Script(faked.boundaries(1, 4), lambda record, start: None)
-
-    (attempt,) = made(tmp_path, script).straight("straight").attempts
-
-    assert attempt.log.endswith("ValueError: it fails here")
-    assert attempt.error == "ValueError: it fails here"
-    assert attempt.has_failed
-
 
 FRAMES = [
     "Traceback (most recent call last):",
@@ -115,34 +46,7 @@ def test_the_error_is_that_of_the_script_and_not_of_what_has_started_it(lines: l
     assert trials.error_in(lines) == error
 
 
-def test_starts_that_share_nothing_replace_the_others_once_they_are_asked_for(tmp_path: Path) -> None:
-    usual, apart = Script(faked.boundaries(3, 4)), Script(faked.boundaries(3, 4))
-    trial = Trials([], tmp_path, 2, start=usual, start_apart=apart, told=lambda _: None, deterministic=False)
-
-    trial.straight("one")
-    trial.start_apart()
-    trial.straight("other")
-
-    assert (len(usual.starts), len(apart.starts)) == (1, 1)
-
-
-def test_ranks_are_read_as_long_as_the_next_one_has_written(tmp_path: Path) -> None:
-    script = Script(faked.boundaries(1, 4))
-
-    def of_two(command: object, environment: dict[str, str], log: Path) -> int:
-        code = script([], environment, log)
-        path = Path(json.loads(environment["RESUMABLE_AUDIT"])["trace"])
-        trace_file.path_of(path, 1).write_bytes(path.read_bytes())
-        return code
-
-    trial = Trials([], tmp_path, 2, start=of_two, told=print, deterministic=False).straight("x")  # type: ignore[arg-type]
-
-    assert len(trial.ranks) == 2
-    assert trial.boundaries(0).keys() == trial.boundaries(1).keys() != set()
-    assert trial.boundaries(2) == {}
-
-
-def test_a_command_that_is_not_there_is_reported_with_what_a_command_looks_like(tmp_path: Path) -> None:
+def test_a_command_that_is_not_there_is_reported(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no-such-program cannot be started: No such file"):
         trials.start(["no-such-program"], os.environ, tmp_path / "log")
 
@@ -166,24 +70,6 @@ def test_what_is_no_program_is_refused_before_anything_is_said(
         f"resumable: {command} cannot be started: it is no program.\n"
         f"Fix: give the command that starts the training, as in: resumable audit -- {fix}\n"
     )
-
-
-def test_the_last_words_of_what_fails_without_a_traceback_are_its_error(tmp_path: Path) -> None:
-    def fails(command: object, environment: object, log: Path) -> int:
-        log.write_text("usage: train.py DATA\ntrain.py: error: the following arguments are required: DATA\n")
-        return 2
-
-    (attempt,) = made(tmp_path, fails).straight("straight").attempts  # type: ignore[arg-type]
-
-    assert attempt.error == "train.py: error: the following arguments are required: DATA"
-
-
-def test_a_start_returns_how_it_ended_and_gives_no_input(tmp_path: Path) -> None:
-    text = "import sys; print(repr(sys.stdin.read())); sys.exit(7)"
-
-    code = trials.start([sys.executable, "-c", text], os.environ, tmp_path / "log")
-
-    assert (code, (tmp_path / "log").read_text()) == (7, "''\n")
 
 
 WAITS = """
@@ -243,18 +129,3 @@ def is_alive(pid: int) -> bool:
             return False
         time.sleep(0.01)
     return True
-
-
-def test_what_is_stilled_comes_before_the_paths_that_are_given_already(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", "mine")
-
-    found = trials.stilled("clock", "numpy")
-
-    assert found == {"RESUMABLE_STILL": "clock numpy", "PYTHONPATH": f"{trials.STILLED}{os.pathsep}mine"}
-
-
-def test_a_place_reads_as_people_count_it() -> None:
-    assert str(At("batch", 1, 2, 6)) == "step 6 (epoch 1, batch 2)"
-    assert str(At("epoch", 2, 0, 8)) == "step 8 (epoch 2)"

@@ -12,16 +12,16 @@ import pytest
 from forks import Forks
 from places import CLI_PAGE, DATA
 
-from resumable.audit import audit, diagnosis, verdicts
+from resumable.audit import audit, verdicts
 from resumable.audit.audit import Verdict
 from resumable.audit.diagnosis import Finding, Lost
 from resumable.cli.app import main
 from resumable.trace.trace_file import At
 
-HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror='window.hacked=1'>\x1b[2J\u202e"
-
 MIDDLE, END = At("batch", 0, 4, 4), At("epoch", 1, 0, 6)
 EMA = Lost("ema.shadow", "4 tensors", "train.py:15", "state", "keep it", MIDDLE, None, None)
+
+
 SEEN = Lost("seen", "number", "train.py:9", "note", "keep it", MIDDLE, 12, 0)
 FINDING = Finding(
     "state",
@@ -59,7 +59,7 @@ def printed(verdict: Verdict, capsys: pytest.CaptureFixture[str]) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
-def test_the_verdict_is_the_first_line_with_what_differs_what_is_equal_and_why(
+def test_the_first_line_is_the_verdict_and_its_reason(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert printed(made(FINDING, lost=[EMA]), capsys) == [
@@ -94,14 +94,7 @@ def test_each_class_has_its_word(
     assert re.match(pattern, printed(made(*findings, **facts), capsys)[0])
 
 
-def test_every_class_that_a_finding_can_have_has_a_word() -> None:
-    classes = (
-        getattr(diagnosis, name) for name in ("REPEAT", "DATA", "RANDOMNESS", "STATE", "NUMBERS", "SCRIPT")
-    )
-    assert {*verdicts.WORDS} == {*classes}
-
-
-def test_the_error_of_a_script_stands_in_the_verdict_and_its_last_lines_at_the_end(
+def test_a_failed_script_is_shown_with_its_error_and_last_lines(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     log = "epoch 0\nTraceback (most recent call last):\n  File ...\nKeyError: 'lr'\n\x1b[2J"
@@ -125,7 +118,7 @@ def test_the_error_of_a_script_stands_in_the_verdict_and_its_last_lines_at_the_e
     assert lines.index("note: a note") < lines.index("It printed last:")
 
 
-def test_what_is_lost_is_reported_with_both_values_and_what_may_not_matter_as_one_note(
+def test_what_is_lost_is_reported_with_both_values(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     rate = SEEN._replace(name="rate", weight="state", before=0.1, after=0.07)
@@ -152,7 +145,7 @@ def test_many_suspects_are_counted_and_further_findings_reported(capsys: pytest.
     assert "  rank 1: also this" in lines
 
 
-def test_an_operation_that_is_not_deterministic_is_named_in_the_verdict(
+def test_an_operation_that_is_not_deterministic_is_named(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     names = ["aten::put_ (train.py:3): gave other numbers", "aten::put_ (train.py:9): gave other numbers"]
@@ -167,15 +160,6 @@ def test_an_operation_that_is_not_deterministic_is_named_in_the_verdict(
         *(f"  {name}" for name in names),
         "  There batch digests and learning rates are equal.",
     ]
-
-
-def test_the_command_tells_each_start_as_it_comes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["audit", "--", "echo", "nothing"]) == 1
-
-    told = capsys.readouterr()
-    assert told.out.startswith("FAILED: the script came to no boundary: it ended with exit code 0, and made")
-    assert told.out.endswith("It printed last:\n  nothing\n")
-    assert re.fullmatch(r"straight \.\.\. \(each start imports torch again\) \d+\.\d s\n", told.err)
 
 
 def test_json_has_just_the_documented_fields(capsys: pytest.CaptureFixture[str]) -> None:

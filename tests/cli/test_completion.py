@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import stat
 import subprocess
 import sys
@@ -36,24 +35,6 @@ COMP_LINE=$1 COMP_POINT=${#1}
 _resumable
 printf '%s\\n' "${COMPREPLY[@]}"
 """
-FISH = 'resumable completion fish | source; complete -C "$argv[1]"'
-# zsh completes only in a terminal.
-ZSH = """
-zmodload zsh/zpty
-zpty shell zsh -f -i
-send() { zpty -w shell "$1"; }
-send 'PS1= RPS1= ; unsetopt beep; autoload -Uz compinit; compinit -u -D'
-send 'eval "$(resumable completion zsh)"'
-send 'LISTMAX=0; bindkey "^I" complete-word; zle_highlight=(none)'
-send 'done_typing() { print -r -- "LINE<$BUFFER>"; BUFFER=; zle accept-line }; zle -N done_typing'
-send 'bindkey "^X" done_typing; print REA""DY'
-while zpty -r shell line; do [[ $line == *READY* ]] && break; done
-zpty -w -n shell "$1"$'\\t'$'\\x18'
-while zpty -r shell line; do
-    [[ $line == *LINE\\<*\\>* ]] && { print -r -- "${${line##*LINE<}%%>*}"; break }
-done
-zpty -d shell
-"""
 
 
 def asked(words: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -82,6 +63,7 @@ def test_a_shell_completes_commands_flags_runs_and_checkpoints(
     assert asked(words, capsys) == found
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("line", "found"),
     [
@@ -97,44 +79,3 @@ def test_bash_completes(place: Path, line: str, found: list[str]) -> None:
     done = subprocess.run(["bash", "-c", BASH, "bash", line], capture_output=True, text=True, check=True)
 
     assert done.stdout.split() == found
-
-
-needs_fish = pytest.mark.skipif(not shutil.which("fish"), reason="fish is not installed")
-needs_zsh = pytest.mark.skipif(not shutil.which("zsh"), reason="zsh is not installed")
-
-
-@needs_fish
-@pytest.mark.parametrize(
-    ("line", "found"),
-    [
-        ("resumable pru", ["prune"]),
-        ("resumable ls runs/", ["runs/a", "runs/b"]),
-        ("resumable prune exp --dr", ["--dry-run"]),
-        ("resumable show exp@b", ["exp@best"]),
-        ("resumable export exp -o ex", ["exp/", "extra.txt"]),
-    ],
-)
-def test_fish_completes(place: Path, line: str, found: list[str]) -> None:
-    done = subprocess.run(["fish", "-c", FISH, line], capture_output=True, text=True, check=True)
-
-    assert sorted(row.partition("\t")[0] for row in done.stdout.splitlines()) == found
-
-
-@pytest.mark.quick(2)
-@needs_zsh
-@pytest.mark.parametrize(
-    ("line", "typed"),
-    [
-        ("resumable pru", "resumable prune "),
-        ("resumable ls ru", "resumable ls runs/"),
-        ("resumable prune exp --dr", "resumable prune exp --dry-run "),
-        ("resumable show exp@b", "resumable show exp@best "),
-        ("resumable export exp -o extr", "resumable export exp -o extra.txt "),
-    ],
-)
-def test_zsh_completes(place: Path, line: str, typed: str) -> None:
-    done = subprocess.run(
-        ["zsh", "-f", "-c", ZSH, "zsh", line], capture_output=True, text=True, check=True, timeout=60
-    )
-
-    assert done.stdout.rstrip("\n") == typed

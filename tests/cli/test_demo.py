@@ -52,11 +52,3 @@ def test_the_demo_prints_json_alone_on_stdout(
     told = capsys.readouterr()
     assert json.loads(told.out) == {"straight": "a", "killed": "a", "equal": True, "dir": None}
     assert "never stopped" in told.err
-
-
-@pytest.mark.heavy
-def test_a_training_that_fails_by_itself_is_an_error_of_the_demo(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-
-    with pytest.raises(RuntimeError, match="ended with exit code 1"):
-        demo._start(tmp_path / "file")

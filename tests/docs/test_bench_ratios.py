@@ -12,7 +12,7 @@ import pytest
 from places import ROOT
 
 from benchmarks import compare, quick
-from benchmarks.compare import BETTER, MISSING, NEW, SAME, WORSE
+from benchmarks.compare import BETTER, MISSING, SAME, WORSE
 from benchmarks.goals import GOALS
 from benchmarks.scenarios import Result
 
@@ -47,12 +47,6 @@ def test_only_what_the_noise_does_not_explain_is_reported(now: list[float], verd
     assert row.verdict == verdict
 
 
-def test_the_noise_of_the_stored_run_counts_too() -> None:
-    (row,) = compare.compare({"load": NOISY}, {"load": times(QUIET, 1.2)})
-
-    assert row.verdict == SAME
-
-
 def test_what_is_worse_is_named_and_fails_the_comparison(capsys: pytest.CaptureFixture[str]) -> None:
     stored = run_of(load=QUIET, save=QUIET)
 
@@ -62,16 +56,6 @@ def test_what_is_worse_is_named_and_fails_the_comparison(capsys: pytest.CaptureF
     assert line.split()[1:8:2] == ["save", "1.000", "1.500", "5%"]
 
 
-def test_equal_better_and_new_ratios_pass_the_comparison(capsys: pytest.CaptureFixture[str]) -> None:
-    now = run_of(load=QUIET, save=times(QUIET, 0.5), start=QUIET)
-
-    assert quick.report(run_of(load=QUIET, save=QUIET), now) == 0
-    shown = capsys.readouterr().out
-    assert BETTER in shown
-    assert NEW in shown
-    assert "machine" not in shown
-
-
 def test_a_ratio_that_could_not_be_measured_fails_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
     now = run_of(save=QUIET) | {"errors": {"resumable": {"load": "OSError: no space left"}}}
 
@@ -79,18 +63,6 @@ def test_a_ratio_that_could_not_be_measured_fails_with_its_reason(capsys: pytest
     shown = capsys.readouterr().out
     assert MISSING in shown
     assert "resumable: load: OSError: no space left" in shown
-
-
-def test_another_machine_is_reported_with_both_values(capsys: pytest.CaptureFixture[str]) -> None:
-    quick.report(run_of(load=QUIET), run_of(load=QUIET) | {"machine": {"processor": "four cores"}})
-
-    assert "processor: one of two cores; here four cores" in capsys.readouterr().out
-
-
-def test_without_stored_ratios_nothing_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    assert quick.main(["--stored", "nowhere.json"]) == 2
-
-    assert "--store" in capsys.readouterr().err
 
 
 def result_of(ours: float) -> Result:

@@ -13,7 +13,7 @@ from places import ROOT
 CONTENDERS = ("resumable", "torch.save", "safetensors", "torchsnapshot")
 
 
-@pytest.mark.heavy
+@pytest.mark.nightly
 def test_the_table_names_every_contender_and_every_goal(tmp_path: Path) -> None:
     tiny = ["--quick", "--size", "1", "--rounds", "1", "--small", "10", "--sizes", "2"]
     # tests/docs/test_bench_ratios.py has the others.

@@ -167,6 +167,7 @@ def test_a_constraint_pins_every_version() -> None:
     assert "torch==2.13.0" in lines
 
 
+@pytest.mark.heavy
 def test_what_the_pages_say_of_the_code_is_what_it_does() -> None:
     done = subprocess.run(
         [sys.executable, ROOT / "scripts" / "reference", "--check"], capture_output=True, text=True

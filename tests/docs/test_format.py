@@ -141,7 +141,7 @@ def test_a_reader_made_from_the_page_knows_where_the_training_stood(
 
 
 @pytest.mark.usefixtures("trained")
-def test_a_reader_made_from_the_page_notices_damage_and_takes_the_one_before(run: Path) -> None:
+def test_a_reader_made_from_the_page_notices_damage(run: Path) -> None:
     newest, about = format_reader.newest(run)
     for name in ["manifest.json", *about["files"]]:
         good = (newest / name).read_bytes()

@@ -162,6 +162,7 @@ def ends_alike(name: str, script: str, folder: Path, monkeypatch: pytest.MonkeyP
     assert content(folder / "stopped") == content(folder / "straight"), compare.first_of_traces(*traces)
 
 
+@pytest.mark.quick(9)
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_that_is_stopped_twice_ends_with_the_same_bits(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -169,8 +170,9 @@ def test_a_script_that_is_stopped_twice_ends_with_the_same_bits(
     ends_alike(name, SCRIPTS[name], tmp_path, monkeypatch)
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("name", CHANGES)
-def test_what_a_migration_leads_to_ends_with_the_same_bits_when_it_is_stopped_twice(
+def test_a_migrated_script_stopped_twice_ends_with_the_same_bits(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for peer in re.findall(r"(Fabric|Accelerator)\(", CHANGES[name]):

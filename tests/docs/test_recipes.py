@@ -283,7 +283,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("spares_children", [True, pytest.param(False, marks=pytest.mark.nightly)])
-def test_a_slurm_job_requeues_itself_before_its_limit_until_the_training_is_done(
+def test_a_slurm_job_requeues_itself_until_the_training_is_done(
     tmp_path: Path, straight: Callable[[int], Path], spares_children: bool
 ) -> None:
     job = Slurm(tmp_path / "job", blocks("slurm.md", "bash")[0], 2, spares_children=spares_children)
@@ -677,7 +677,7 @@ def test_a_profile_is_all_that_a_training_needs_for_s3(
 
 
 @pytest.mark.nightly
-def test_an_endpoint_and_a_key_are_all_that_a_training_needs_for_another_s3_server(
+def test_an_endpoint_and_a_key_are_enough_for_another_s3_server(
     tmp_path: Path, at_home: Path, s3: S3, straight: Callable[[int], Path]
 ) -> None:
     _, script, _ = blocks("remotes.md", "bash")
@@ -779,6 +779,7 @@ def test_a_training_asks_for_nothing_that_the_policy_does_not_allow(
     )
 
 
+@pytest.mark.heavy
 def test_a_wrong_secret_is_reported_as_on_the_page(
     run_dir: Path, at_home: Path, s3: S3, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -254,7 +254,7 @@ def loader_of(dataset: Any) -> Any:
     return torch.utils.data.DataLoader(dataset, 4)
 
 
-@pytest.mark.quick(16)
+@pytest.mark.quick(31)
 @pytest.mark.parametrize("case", CASES.values(), ids=[*CASES])
 def test_a_training_that_is_stopped_five_times_ends_with_the_same_bits(case: Case, run_dir: Path) -> None:
     plain = case.plain()

@@ -62,6 +62,7 @@ def test_a_second_fit_continues_the_training(run_dir: Path) -> None:
     assert places(run_dir) == [(1, 6), (2, 12), (3, 18)]
 
 
+@pytest.mark.heavy
 def test_a_fit_after_a_preemption_continues_in_mid_epoch(run_dir: Path) -> None:
     plain, case = Case().plain(), Case()
     kill = once("on_train_batch_end", 4, lambda: os.kill(os.getpid(), signal.SIGTERM))
@@ -71,6 +72,7 @@ def test_a_fit_after_a_preemption_continues_in_mid_epoch(run_dir: Path) -> None:
     assert_same(fit_again(case), plain["weights"])
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_start", "on_train_epoch_end"])
 def test_a_fit_after_one_that_failed_continues_from_its_last_save(hook: str, run_dir: Path) -> None:
     plain, case = Case().plain(), Case()
@@ -80,6 +82,7 @@ def test_a_fit_after_one_that_failed_continues_from_its_last_save(hook: str, run
     assert_same(fit_again(case), plain["weights"])
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("hook", ["setup", "on_sanity_check_start", "on_fit_start", "on_train_start"])
 def test_a_fit_after_one_that_failed_before_it_trained_starts_fresh(hook: str, run_dir: Path) -> None:
     case = Case()
@@ -100,6 +103,7 @@ def test_a_fit_after_one_that_failed_without_a_save_is_refused(run_dir: Path) ->
         fit_again(case)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("limit", [1.0, 0])
 def test_validate_works_before_and_after_a_fit(limit: float, run_dir: Path) -> None:
     case = Case(max_epochs=1, limit_val_batches=limit)

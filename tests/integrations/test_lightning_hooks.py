@@ -53,6 +53,7 @@ class Looking(pl.Callback):  # type: ignore[misc]
         self.seen = checkpoint
 
 
+@pytest.mark.heavy
 def test_the_hooks_get_all_that_a_checkpoint_of_lightning_has(run_dir: Path, tmp_path: Path) -> None:
     looking = Looking()
     case = Case(Configured, callbacks=lambda: [looking], datamodule=Data, max_epochs=1)
@@ -88,6 +89,7 @@ class AddingInside(Model):
         assert checkpoint["optimizer_states"][0]["more"] == self.ema
 
 
+@pytest.mark.heavy
 def test_what_a_hook_adds_inside_the_checkpoint_comes_back(run_dir: Path) -> None:
     case = Case(AddingInside, stops=STOPS[:2])
 

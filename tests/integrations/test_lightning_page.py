@@ -58,7 +58,8 @@ def test_the_page_changes_two_lines() -> None:
     assert [line[0] for line in CHANGE.splitlines() if line[:1] in "+-" and line] == ["+", "-", "+"]
 
 
-def test_the_script_of_the_page_is_stopped_twice_and_ends_with_the_same_bits(
+@pytest.mark.heavy
+def test_the_pages_script_stopped_twice_ends_with_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -71,6 +72,7 @@ def test_the_script_of_the_page_is_stopped_twice_and_ends_with_the_same_bits(
     assert_same(trained(ours), plain)
 
 
+@pytest.mark.heavy
 def test_the_page_loads_the_best_weights_after_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,12 +52,14 @@ def saved(run_dir: Path) -> list[Any]:
     return [one.about for one in Run(run_dir).checkpoints()]
 
 
+@pytest.mark.heavy
 def test_a_training_with_the_callback_is_the_one_without_it(run_dir: Path) -> None:
     case = Case(stops=())
 
     assert_same(case.resumed(run_dir), case.plain())
 
 
+@pytest.mark.heavy
 def test_a_training_of_the_package_pytorch_lightning_resumes_too(run_dir: Path) -> None:
     class Other(Steps, pytorch_lightning.LightningModule):
         pass
@@ -67,6 +69,7 @@ def test_a_training_of_the_package_pytorch_lightning_resumes_too(run_dir: Path) 
     assert_same(case.resumed(run_dir), case.plain())
 
 
+@pytest.mark.heavy
 def test_a_finished_training_trains_no_more_and_has_its_last_weights(run_dir: Path) -> None:
     case = Case(stops=())
     finished = case.resumed(run_dir)
@@ -77,6 +80,7 @@ def test_a_finished_training_trains_no_more_and_has_its_last_weights(run_dir: Pa
     assert_same(again["weights"], finished["weights"])
 
 
+@pytest.mark.heavy
 def test_more_epochs_continue_a_finished_training(run_dir: Path) -> None:
     Case(stops=()).resumed(run_dir)
     longer = Case(max_epochs=5)
@@ -84,6 +88,7 @@ def test_more_epochs_continue_a_finished_training(run_dir: Path) -> None:
     assert_same(longer.fit(Resumable(run_dir))["weights"], longer.plain()["weights"])
 
 
+@pytest.mark.heavy
 def test_a_training_that_was_stopped_early_stays_stopped(run_dir: Path) -> None:
     def stopping() -> list[Any]:
         return [EarlyStopping("val", patience=0, min_delta=9)]
@@ -107,8 +112,9 @@ class Wall(pl.Callback):  # type: ignore[misc]
         trainer.should_stop = trainer.should_stop or self._left == 0
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("stops", [(3, 2, 4), (6, 1, 5), (2, 12)])
-def test_a_training_that_a_callback_has_stopped_continues_at_the_next_start(
+def test_a_training_stopped_by_a_callback_continues_at_the_next_start(
     stops: tuple[int, ...], run_dir: Path
 ) -> None:
     case = Case(limit_val_batches=0)
@@ -154,6 +160,7 @@ def test_another_window_of_gradients_in_mid_epoch_is_named(run_dir: Path) -> Non
     assert case.trainer.accumulate_grad_batches == 3
 
 
+@pytest.mark.heavy
 def test_model_checkpoint_keeps_the_same_files_beside_it(run_dir: Path, tmp_path: Path) -> None:
     kept = {}
     for name in "plain", "resumed":
@@ -172,12 +179,7 @@ def test_a_save_comes_after_each_epoch_and_each_validation_of_the_metric(run_dir
     assert [one.step for one in saved(run_dir)] == [2, 4, 6, 8, 10, 12]
 
 
-def test_without_a_metric_a_save_comes_after_each_epoch(run_dir: Path) -> None:
-    Case(stops=(), max_epochs=2).resumed(run_dir, every=None, keep=None)
-
-    assert [one.step for one in saved(run_dir)] == [BATCHES, 2 * BATCHES]
-
-
+@pytest.mark.heavy
 def test_the_best_checkpoint_is_the_one_with_the_best_metric(run_dir: Path) -> None:
     case = Case(max_epochs=2)
     case.resumed(run_dir, keep=None, minimize="val")
@@ -187,19 +189,12 @@ def test_the_best_checkpoint_is_the_one_with_the_best_metric(run_dir: Path) -> N
     assert (run_dir / "best").samefile(Run(run_dir).open(best).path)
 
 
-def test_a_validation_at_each_second_epoch_decides_there_which_is_the_best(run_dir: Path) -> None:
-    case = Case(stops=(), check_val_every_n_epoch=2, val_check_interval=1.0, max_epochs=4)
-
-    case.resumed(run_dir, every=None, keep=None, minimize="val")
-
-    assert [one.metrics.get("val") is not None for one in saved(run_dir)][:2] == [False, True]
-
-
 def test_a_metric_that_is_never_logged_is_refused_at_the_end_of_the_epoch(run_dir: Path) -> None:
     with pytest.raises(UsageError, match=r"'vall' is to decide .* logs largest, loss"):
         Case().fit(Resumable(run_dir, minimize="vall"))
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_start", "on_train_epoch_end"])
 def test_a_signal_saves_and_leaves_with_the_code_of_the_signal(hook: str, run_dir: Path) -> None:
     class Killed(StopIn):
@@ -297,12 +292,6 @@ def test_options_are_checked_where_the_callback_is_made(options: dict[str, Any],
         Resumable("runs/exp", **options)
 
 
-def test_a_quick_run_through_all_hooks_leaves_no_run(run_dir: Path) -> None:
-    Case(fast_dev_run=True).fit(Resumable(run_dir))
-
-    assert not run_dir.exists()
-
-
 def test_this_release_has_the_private_names_in_use() -> None:
     assert not lightning_trainer.missing(pl.Trainer(logger=False, enable_checkpointing=False))
 
@@ -324,6 +313,7 @@ def test_a_private_name_that_a_release_lacks_is_named(
         Case().fit(Resumable(run_dir))
 
 
+@pytest.mark.heavy
 def test_an_attribute_that_no_hook_saves_is_named(run_dir: Path) -> None:
     class Forgetful(Model):
         factor = 1.0
@@ -336,6 +326,7 @@ def test_an_attribute_that_no_hook_saves_is_named(run_dir: Path) -> None:
         Case(Forgetful).fit(Resumable(run_dir, every=1))
 
 
+@pytest.mark.heavy
 def test_what_is_in_extra_is_saved_too(run_dir: Path) -> None:
     kept = {"batches": 0}
 
@@ -349,6 +340,7 @@ def test_what_is_in_extra_is_saved_too(run_dir: Path) -> None:
     assert kept == {"batches": 3 * BATCHES}
 
 
+@pytest.mark.heavy
 def test_hooks_of_an_epoch_that_has_begun_are_not_called_again(run_dir: Path) -> None:
     begun: list[int] = []
 

@@ -61,8 +61,9 @@ def _one_accelerator() -> Any:
     states.GradientState._reset_state()
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("page", PAGES)
-def test_both_sides_of_a_pages_change_end_alike_though_one_is_stopped_twice(
+def test_both_sides_of_a_change_end_alike_though_one_is_stopped_twice(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip(PAGES[page])

@@ -99,7 +99,7 @@ CASES: dict[str, tuple[Callable[[], dict[str, Any]], tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(16)
 @pytest.mark.parametrize("case", CASES)
 def test_a_trainer_that_is_stopped_ends_with_the_same_bits(case: str, tmp_path: Path) -> None:
     changed, stops = CASES[case]
@@ -107,6 +107,7 @@ def test_a_trainer_that_is_stopped_ends_with_the_same_bits(case: str, tmp_path: 
     assert_same(lambda: tiny.make(tmp_path, **changed()), tmp_path / "run", *stops)
 
 
+@pytest.mark.heavy
 def test_a_trainer_that_derives_from_it_is_continued(tmp_path: Path) -> None:
     given = {"kind": Seq2SeqTrainer, "args_class": Seq2SeqTrainingArguments}
 
@@ -117,6 +118,7 @@ def test_a_trainer_that_is_never_stopped_is_not_changed(tmp_path: Path) -> None:
     assert_same(lambda: tiny.make(tmp_path), tmp_path / "run", every=None)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("case", ["in order", "max_steps", "stopped early"])
 def test_a_complete_training_that_is_started_again_makes_no_step(case: str, tmp_path: Path) -> None:
     def make() -> Any:
@@ -139,10 +141,12 @@ class Unprepared(Trainer):
         return torch.utils.data.DataLoader(self.train_dataset, 2, shuffle=True)
 
 
+@pytest.mark.heavy
 def test_a_loader_that_is_not_prepared_is_continued(tmp_path: Path) -> None:
     assert_same(lambda: tiny.make(tmp_path, kind=Unprepared), tmp_path / "run", 2, 2, 3)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("step", [1, 3, 6])
 def test_a_signal_leaves_after_the_step_and_the_rest_follows(step: int, tmp_path: Path) -> None:
     # 3 and 6 are the last steps of epochs: the end of the first is not known to be quick, so it is left out.
@@ -160,6 +164,7 @@ def test_a_signal_leaves_after_the_step_and_the_rest_follows(step: int, tmp_path
     assert tiny.result(stopped(make, tmp_path / "run", 1)) == alone
 
 
+@pytest.mark.heavy
 def test_more_epochs_continue_a_complete_training(tmp_path: Path) -> None:
     stopped(lambda: tiny.make(tmp_path, num_train_epochs=1), tmp_path / "run")
 
@@ -168,6 +173,7 @@ def test_more_epochs_continue_a_complete_training(tmp_path: Path) -> None:
     assert longer.state.global_step == 6
 
 
+@pytest.mark.heavy
 def test_the_best_checkpoint_is_loaded_at_the_end(tmp_path: Path) -> None:
     best = {"save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True, "learning_rate": 0.2}
 
@@ -178,7 +184,8 @@ def test_the_best_checkpoint_is_loaded_at_the_end(tmp_path: Path) -> None:
     assert best_saved.value == trainer.state.best_metric
 
 
-def test_the_best_checkpoint_is_loaded_without_a_checkpoint_of_trainers_own(tmp_path: Path) -> None:
+@pytest.mark.heavy
+def test_the_best_is_loaded_without_a_checkpoint_of_trainers_own(tmp_path: Path) -> None:
     def make(saves: str) -> Any:
         best = {"save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True}
         trainer = tiny.make(tmp_path / saves, **evaluated(**best, learning_rate=0.2))
@@ -205,6 +212,7 @@ class Counting(Trainer):
         return super().training_step(*args, **given)
 
 
+@pytest.mark.heavy
 def test_what_a_subclass_counts_continues(tmp_path: Path) -> None:
     trainer = stopped(lambda: tiny.make(tmp_path, kind=Counting), tmp_path / "run", 2, 2, 3)
 
@@ -212,6 +220,7 @@ def test_what_a_subclass_counts_continues(tmp_path: Path) -> None:
     assert trainer.sums["train"]["batches"] == [*range(3 * BATCHES + 1)]
 
 
+@pytest.mark.heavy
 def test_a_checkpoint_never_stands_inside_of_a_window(tmp_path: Path) -> None:
     stopped(lambda: tiny.make(tmp_path), tmp_path / "run", keep=None)
 
@@ -274,6 +283,7 @@ def test_trainer_has_all_that_is_private_and_used() -> None:
     assert [name for name in sums if source.index(f"self.{name} =") > source.index(".on_train_begin(")] == []
 
 
+@pytest.mark.heavy
 def test_a_window_that_an_epoch_has_left_open_continues(tmp_path: Path) -> None:
     # The stream has no length, so that Trainer makes no step with the last 3 of 11 batches.
     def make() -> Any:

@@ -26,6 +26,7 @@ pytestmark = [
 offline = resumed.offline
 
 
+@pytest.mark.heavy
 def test_adapters_are_continued_and_the_best_loaded(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     best = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
@@ -40,6 +41,7 @@ def test_adapters_are_continued_and_the_best_loaded(tmp_path: Path) -> None:
     assert_same(make, tmp_path / "run", 2, 2, 3)
 
 
+@pytest.mark.heavy
 def test_trls_sft_trainer_is_continued_with_its_own_counters(tmp_path: Path) -> None:
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
     dice = random.Random(0)

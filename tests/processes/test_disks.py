@@ -92,7 +92,7 @@ def test_a_disk_has_what_its_processes_need_and_replicas_are_whole(tmp_path: Pat
 
 
 @pytest.mark.heavy
-def test_a_part_says_what_is_missing_and_is_whole_when_all_is_copied_together(
+def test_a_part_says_what_is_missing_until_all_is_copied_together(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     saved = values(run("fsdp-2", tmp_path / "exp", 4, tmp_path, nodes=[0, 1]))
@@ -193,6 +193,7 @@ def test_what_a_kill_has_left_in_the_remote_is_complete_or_not_to_be_seen(tmp_pa
     assert max(there.numbers()) == newest(of_node(tmp_path / "exp", 0)).about.number
 
 
+@pytest.mark.heavy
 def test_what_other_nodes_have_not_pushed_is_told_at_the_end(tmp_path: Path) -> None:
     run("fsdp-2", tmp_path / "exp", 4, tmp_path, nodes=[0, 1])
     url = f"file://{tmp_path / 'bucket'}"
@@ -233,12 +234,14 @@ def _with_extra(rank: int, run_dir: Path, nodes: list[int], what: str) -> str:
     return str(sharded_training.gathered(table["t"]).tolist())
 
 
+@pytest.mark.heavy
 def test_a_tensor_of_which_a_node_has_nothing_is_resumed_there(tmp_path: Path) -> None:
     for _ in range(2):
         ended = values(gloo.run(2, _with_extra, tmp_path / "exp", [0, 1], "small", folder=tmp_path))
         assert ended == ["[7.0]"] * 2
 
 
+@pytest.mark.heavy
 def test_a_tensor_that_no_copy_would_have_as_a_whole_is_refused(tmp_path: Path) -> None:
     ended = values(gloo.run(4, _with_extra, tmp_path / "exp", [0, 0, 1, 1], "wide", folder=tmp_path))
     assert any("extra.table.t is sharded over more nodes than the model" in one for one in ended)
@@ -260,6 +263,7 @@ def test_the_commands_that_the_message_names_make_a_part_whole(
     assert weights(own)
 
 
+@pytest.mark.heavy
 def test_one_push_by_hand_from_each_node_and_one_more_are_enough(tmp_path: Path) -> None:
     run("fsdp-2", tmp_path / "exp", 4, tmp_path, nodes=[0, 1])
     url = f"file://{tmp_path / 'bucket'}"
@@ -301,7 +305,8 @@ def test_each_push_is_completed_though_saves_follow_each_other_fast(tmp_path: Pa
     assert len(pushes[f"file://{tmp_path / 'bucket'}"]) > 1
 
 
-def test_the_lines_of_a_push_tell_what_was_sent_while_others_were_waited_for(
+@pytest.mark.heavy
+def test_a_push_tells_what_it_sent_while_it_waited_for_others(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run("fsdp-2", tmp_path / "exp", 4, tmp_path, nodes=[0, 1], **_with_remote(tmp_path, "newest"))
@@ -314,7 +319,8 @@ def test_the_lines_of_a_push_tell_what_was_sent_while_others_were_waited_for(
     assert "not pushed" not in capfd.readouterr().out
 
 
-def test_a_checkpoint_that_is_another_one_there_does_not_keep_a_node_from_ending(tmp_path: Path) -> None:
+@pytest.mark.heavy
+def test_another_checkpoint_of_that_number_there_keeps_no_node_waiting(tmp_path: Path) -> None:
     run("fsdp-2", tmp_path / "exp", 2, tmp_path, nodes=[0, 1])
     one = newest(of_node(tmp_path / "exp", 1))
     # Begun by hand, from a training that went on elsewhere.

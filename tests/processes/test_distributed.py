@@ -231,6 +231,7 @@ def test_a_tensor_that_has_diverged_is_named(tmp_path: Path) -> None:
     assert [one.about.step for one in Run(tmp_path / "run").checkpoints()] == [1]
 
 
+@pytest.mark.heavy
 def test_statistics_that_each_rank_makes_are_no_divergence(tmp_path: Path) -> None:
     keywords = {"check_replicas": True, "write": "all"}
 
@@ -285,6 +286,7 @@ def apart(rank: int, folder: Path) -> Any:
     return "loaded"
 
 
+@pytest.mark.heavy
 def test_a_disk_that_is_not_shared_is_noticed(tmp_path: Path) -> None:
     found = values(gloo.run(2, apart, tmp_path, folder=tmp_path))
 
@@ -324,7 +326,7 @@ def damage(rank: int, run_dir: Path) -> Any:
         return best, metrics, state.step, state.vars["mine"]
 
 
-def test_all_ranks_go_back_to_the_same_checkpoint_and_each_to_its_own_state(tmp_path: Path) -> None:
+def test_all_ranks_go_back_to_one_checkpoint_each_to_its_own_state(tmp_path: Path) -> None:
     found = values(gloo.run(2, damage, tmp_path / "run", folder=tmp_path))
 
     assert found == [(3.0, {"acc": 2.0}, 2, [rank, 1]) for rank in range(2)]
@@ -394,7 +396,7 @@ def test_another_number_of_processes_sees_each_sample_of_the_epoch_once(
 
 
 @pytest.mark.heavy
-def test_ranks_that_existed_continue_and_new_ones_draw_the_same_at_each_resume(tmp_path: Path) -> None:
+def test_ranks_that_existed_continue_and_new_ones_draw_the_same(tmp_path: Path) -> None:
     values(gloo.run(2, elastic, tmp_path / "run", 2, {}, folder=tmp_path))
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
 
@@ -409,6 +411,7 @@ def test_ranks_that_existed_continue_and_new_ones_draw_the_same_at_each_resume(t
     assert all(mine not in theirs for mine, *theirs in zip(drawn[1][2], *drawn[0], strict=True))
 
 
+@pytest.mark.heavy
 def test_another_number_is_an_error_where_it_may_not_change(tmp_path: Path) -> None:
     values(gloo.run(2, elastic, tmp_path / "run", 2, {"elastic": False}, folder=tmp_path))
 
@@ -430,6 +433,7 @@ def unsharded(rank: int, run_dir: Path, allow: list[str]) -> Any:
     return "at the end"
 
 
+@pytest.mark.heavy
 def test_data_that_is_not_divided_cannot_be_divided_again(tmp_path: Path) -> None:
     values(gloo.run(2, unsharded, tmp_path / "run", [], folder=tmp_path))
 
@@ -476,6 +480,7 @@ def test_gradients_of_a_window_come_back_on_each_rank_or_not_at_all(tmp_path: Pa
     assert not any(one.error for one in allowed)
 
 
+@pytest.mark.heavy
 def test_a_part_of_each_rank_is_its_own(tmp_path: Path) -> None:
     values(gloo.run(2, own_parts, tmp_path / "run", folder=tmp_path))
 
@@ -562,6 +567,7 @@ def noisy(rank: int, run_dir: Path) -> Any:
     return first
 
 
+@pytest.mark.heavy
 def test_workers_of_a_new_rank_do_not_draw_what_those_of_another_draw(tmp_path: Path) -> None:
     values(gloo.run(2, noisy, tmp_path / "run", folder=tmp_path))
 
@@ -641,6 +647,7 @@ def goes_on(rank: int, run_dir: Path) -> Any:
         return told, best, state.best, state.step
 
 
+@pytest.mark.heavy
 def test_a_training_continues_after_an_error_that_it_catches(tmp_path: Path) -> None:
     found = values(gloo.run(2, goes_on, tmp_path / "run", folder=tmp_path))
 
@@ -665,6 +672,7 @@ def iterables(rank: int, run_dir: Path, allow: list[str]) -> Any:
     return "at the end"
 
 
+@pytest.mark.heavy
 def test_data_that_was_not_given_cannot_be_divided_again(tmp_path: Path) -> None:
     values(gloo.run(2, iterables, tmp_path / "run", [], folder=tmp_path))
 

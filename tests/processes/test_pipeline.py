@@ -160,6 +160,7 @@ def test_a_pipeline_that_is_killed_three_times_ends_with_the_same_bits(tmp_path:
         assert now["rate"] == then["rate"]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("size", "nodes"),
     [
@@ -217,6 +218,7 @@ def _alone(run_dir: Path, *kinds: Any, **options: Any) -> list[tuple[nn.Module, 
     return [*zip(models.values(), made.values(), strict=True)]
 
 
+@pytest.mark.heavy
 def test_one_process_continues_with_all_stages(exp: tuple[Path, list[Any]], tmp_path: Path) -> None:
     run_dir, ended = exp
 
@@ -225,6 +227,7 @@ def test_one_process_continues_with_all_stages(exp: tuple[Path, list[Any]], tmp_
         assert optimizer.param_groups[0]["lr"] == then["rate"]
 
 
+@pytest.mark.heavy
 def test_stages_move_to_more_processes(exp: tuple[Path, list[Any]], tmp_path: Path) -> None:
     copy = shutil.copytree(exp[0], tmp_path / "exp")
     ended = values(gloo.run(4, _train, copy, 4, 0, 1, False, folder=tmp_path))
@@ -329,6 +332,7 @@ def _refused(rank: int, run_dir: Path, what: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("what", "told"),
     [
@@ -356,7 +360,8 @@ def _restores_a_stage(rank: int, run_dir: Path) -> str:
     return str(caught.value)
 
 
-def test_a_stage_that_one_process_lacks_is_an_error_in_all_when_it_is_restored(tmp_path: Path) -> None:
+@pytest.mark.heavy
+def test_a_stage_that_one_process_lacks_is_an_error_in_all(tmp_path: Path) -> None:
     for text in values(gloo.run(2, _restores_a_stage, tmp_path / "exp", folder=tmp_path, limit=20)):
         assert "the parts are: model.stage0" in text
 

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from resumable import RankLost, RanksDiffer, StateMismatch, Unsupported, errors
+from resumable import RankLost, RanksDiffer, StateMismatch, Unsupported
 from resumable.processes import ranks, store_thread
 from resumable.processes.ranks import Ranks
-from resumable.saving.snapshot import WrittenAround
 
 TIMEOUT = 1.0
 
@@ -125,7 +124,7 @@ def test_what_one_refuses_all_refuse(crowd: Crowd) -> None:
     assert {type(error) for error in found} == {StateMismatch}
 
 
-def test_an_error_of_another_kind_is_its_own_there_and_a_lost_rank_elsewhere(crowd: Crowd) -> None:
+def test_another_error_is_its_own_there_and_a_lost_rank_elsewhere(crowd: Crowd) -> None:
     def do(one: Ranks) -> None:
         if one.rank == 2:
             raise ZeroDivisionError("oh")
@@ -163,6 +162,7 @@ def test_what_was_posted_before_leaving_counts(crowd: Crowd) -> None:
     assert crowd.ranks[0].wait({1: "word"}, "a thing") == ["a last one"]
 
 
+@pytest.mark.heavy
 def test_what_is_not_due_may_take_longer_while_its_rank_lives(crowd: Crowd) -> None:
     began = time.monotonic()
 
@@ -177,7 +177,7 @@ def test_what_is_not_due_may_take_longer_while_its_rank_lives(crowd: Crowd) -> N
     late.join()
 
 
-def test_a_save_that_one_makes_alone_is_an_error_on_all_when_another_continues(crowd: Crowd) -> None:
+def test_a_save_that_one_makes_alone_is_an_error_on_all(crowd: Crowd) -> None:
     crowd.ranks[0].saves_begun = 5
     crowd.ranks[0].post("news", [5, 0, 40])
     crowd.places[:] = [(0, 0, 40), (0, 0, 40), (0, 0, 40)]
@@ -256,31 +256,11 @@ def test_what_processes_that_have_ended_said_is_not_taken_for_an_answer(
     assert after.each(lambda one: one.agree("a count", lambda: one.rank)) == [[0, 1]] * 2
 
 
-def test_bytes_go_in_pieces(crowd: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "_PIECE", 10)
-    content = bytes(range(33))
-
-    keys = crowd.ranks[0].post_bytes("content", content)
-
-    assert crowd.ranks[1].bytes_of("content") == content
-    assert len(keys) == 5
-    crowd.ranks[0].forget(keys)
-    assert not crowd.ranks[1].is_there("content")
-
-
 def test_ranks_are_grouped_by_what_they_see(crowd: Crowd, tmp_path: Path) -> None:
     folders = [tmp_path / "a", tmp_path / "b", tmp_path / "a"]
 
     assert crowd.each(lambda one: ranks.by_disk(one, folders[one.rank])) == [[[0, 2], [1]]] * 3
     assert not [*tmp_path.glob("*/*")]
-
-
-def test_an_error_is_the_same_in_another_process() -> None:
-    for error in (WrittenAround("it was.", fix="do"), RanksDiffer("they do.", fix="do not")):
-        again = errors.from_json(errors.to_json(error))
-
-        assert type(again) is type(error)
-        assert (again.problem, again.fix) == (error.problem, error.fix)
 
 
 def test_a_single_process_asks_no_other() -> None:

@@ -52,6 +52,7 @@ def test_all_do_at_the_same_boundary_what_one_asks_for(tmp_path: Path, size: int
     assert found == [found[0]] * size
 
 
+@pytest.mark.heavy
 def test_of_two_that_ask_at_once_both_are_heard_everywhere(tmp_path: Path) -> None:
     ended = gloo.run(2, hear, 2, {0: 30, 1: 30}, 0.001, 0.001, folder=tmp_path)
 
@@ -105,7 +106,7 @@ def train(rank: int, run_dir: Path, whom: int | None, step: int, is_group: bool,
 )
 @pytest.mark.sampled(3)
 @pytest.mark.heavy
-def test_a_signal_on_one_rank_ends_all_at_one_place_and_they_continue_bit_for_bit(
+def test_a_signal_on_one_rank_ends_all_at_one_place(
     tmp_path: Path, size: int, whom: int, is_group: bool
 ) -> None:
     def start(run: str, step: int | None) -> list[gloo.Ended]:
@@ -173,6 +174,7 @@ def give_then_save_alone(rank: int, run_dir: Path) -> Any:
         return state.metrics, state.best
 
 
+@pytest.mark.heavy
 def test_after_many_saves_by_itself_all_know_what_rank_0_gave_last(tmp_path: Path) -> None:
     ended = gloo.run(2, give_then_save_alone, tmp_path / "run", folder=tmp_path)
 

@@ -55,9 +55,7 @@ TWICE = [kind if kind in _QUICK else pytest.param(kind, marks=pytest.mark.heavy)
 @pytest.mark.heavy
 @pytest.mark.proves("exact")
 @pytest.mark.parametrize("kind", TWICE)
-def test_a_sharded_training_that_is_killed_three_times_ends_with_the_same_bits(
-    tmp_path: Path, kind: str
-) -> None:
+def test_a_sharded_training_killed_three_times_ends_with_the_same_bits(tmp_path: Path, kind: str) -> None:
     whole = values(run(kind, tmp_path / "whole", 7, tmp_path))
 
     for seed, step in enumerate((2, 5, 6)):
@@ -86,7 +84,7 @@ def test_every_mesh_continues_from_every_other(tmp_path: Path, here: str) -> Non
 
 
 @pytest.mark.heavy
-def test_another_number_of_shares_of_the_data_repeats_and_leaves_out_no_sample(tmp_path: Path) -> None:
+def test_another_number_of_shares_gives_each_sample_once(tmp_path: Path) -> None:
     seen: list[list[Any]] = []
     for kind, until in (("fsdp-2", 2), ("fsdp-3", 3), ("fsdp-tp", 100)):
         ended = values(run(kind, tmp_path / "exp", until, tmp_path, epochs=1, numbered=True))
@@ -311,6 +309,7 @@ def test_a_window_of_accumulation_is_resumed_in_shards(tmp_path: Path, kind: str
         assert differing(now, then) == []
 
 
+@pytest.mark.heavy
 def test_gradients_that_are_not_reduced_yet_are_refused(tmp_path: Path) -> None:
     told = values(gloo.run(2, _in_windows, tmp_path / "exp", "fsdp-2", 4, 0, False, folder=tmp_path))
     at_a_step = values(gloo.run(2, _in_windows, tmp_path / "exp", "fsdp-2", 6, 0, False, folder=tmp_path))
@@ -336,6 +335,7 @@ def _closes_in_a_window(rank: int, run_dir: Path) -> list[str]:
     return [str(one.message) for one in told]
 
 
+@pytest.mark.heavy
 def test_a_close_before_gradients_are_reduced_warns_instead_of_failing(tmp_path: Path) -> None:
     for told in values(gloo.run(2, _closes_in_a_window, tmp_path / "exp", folder=tmp_path)):
         assert any("what was trained since the last save is in no checkpoint" in one for one in told)
@@ -357,7 +357,8 @@ def _refused(rank: int, run_dir: Path, what: str) -> str:
     return ""
 
 
-def test_a_sampler_that_deals_to_every_process_is_refused_where_some_share_their_data(tmp_path: Path) -> None:
+@pytest.mark.heavy
+def test_a_sampler_for_every_process_is_refused_where_some_share_data(tmp_path: Path) -> None:
     told = values(gloo.run(4, _refused, tmp_path / "exp", "sampler", folder=tmp_path))
 
     for rank, text in enumerate(told):
@@ -365,6 +366,7 @@ def test_a_sampler_that_deals_to_every_process_is_refused_where_some_share_their
         assert "num_replicas=2, rank=" in text
 
 
+@pytest.mark.heavy
 def test_a_sharded_tensor_among_the_variables_is_refused(tmp_path: Path) -> None:
     told = values(gloo.run(4, _refused, tmp_path / "exp", "vars", folder=tmp_path))
 
@@ -706,6 +708,7 @@ def test_the_commands_read_a_sharded_run(
             assert value.numpy().tobytes() == saved[1][name].tobytes()
 
 
+@pytest.mark.heavy
 def test_two_layouts_of_the_same_weights_do_not_differ(
     exp: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -817,6 +820,7 @@ def _dies_in_a_save(rank: int, run_dir: Path, victim: int, call: int) -> str:
     return "saved"
 
 
+@pytest.mark.heavy
 @pytest.mark.proves("durable")
 @pytest.mark.parametrize(("victim", "call"), [(0, 1), (1, 1), pytest.param(1, 3, marks=pytest.mark.heavy)])
 def test_a_process_that_is_killed_in_a_save_leaves_the_one_before(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
 import mmap
 import random
 import threading
@@ -100,19 +99,6 @@ def test_all_have_about_as_much_to_write_and_the_first_one_not_more(
         assert loads[0] <= sum(loads) / count
 
 
-@PLANS
-def test_the_shares_of_the_large_files_lie_in_a_row(
-    sizes: dict[str, int], count: int, whole: frozenset[str]
-) -> None:
-    with blocks_of(100):
-        found = write_shares.plan(sizes, count, whole)
-
-    large = sorted(path for path, size in sizes.items() if path not in whole and size >= 200)
-    row = [(path, begin, end) for mine in found for path, (begin, end) in mine.items() if path in large]
-    assert [path for path, _ in itertools.groupby(path for path, _, _ in row)] == large
-    assert row == sorted(row)
-
-
 @given(st.dictionaries(NAMES, SIZES), st.integers(1, 9), st.frozensets(NAMES), st.randoms())
 def test_every_process_finds_the_same_plan(
     sizes: dict[str, int], count: int, whole: frozenset[str], dice: random.Random
@@ -121,24 +107,6 @@ def test_every_process_finds_the_same_plan(
     dice.shuffle(items)
     with blocks_of(100):
         assert write_shares.plan(sizes, count, whole) == write_shares.plan(dict(items), count, sorted(whole))
-
-
-def test_what_does_not_divide_goes_to_the_others() -> None:
-    def counts(size: int, count: int) -> list[int]:
-        return [load(mine) >> 24 for mine in write_shares.plan({"file": size << 24}, count)]
-
-    assert counts(3, 2) == [1, 2]
-    assert counts(5, 3) == [1, 2, 2]
-    assert counts(9, 5) == [1, 2, 2, 2, 2]
-    assert counts(3, 9) == [0, 0, 1, 0, 0, 1, 0, 0, 1]
-    assert write_shares.plan({"small": 9, "frozen": 8 << 24}, 2, ["frozen"]) == [
-        {"small": (0, 9)},
-        {"frozen": (0, 8 << 24)},
-    ]
-
-
-def test_what_is_small_goes_to_the_last_of_the_least_busy() -> None:
-    assert write_shares.plan(dict.fromkeys("dgbaecf", 9), 7) == [{name: (0, 9)} for name in "gfedcba"]
 
 
 def test_a_writer_alone_writes_everything() -> None:
@@ -242,8 +210,8 @@ def test_several_write_the_files_that_one_writes(tmp_path: Path, count: int, wor
         assert by_several(takens, tmp_path / f"{attempt}") == expected
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("way", ["paced", "direct", "plain"])
-@pytest.mark.quick(3)
 def test_several_write_the_files_that_one_writes_in_blocks_of_true_size(
     tmp_path: Path, way: large_files.Way
 ) -> None:
@@ -331,28 +299,6 @@ def cut(sizes: Mapping[str, int], begin: int, end: int | None = None) -> dict[st
 
 
 @pytest.mark.usefixtures("small")
-def test_a_share_takes_memory_for_its_own_bytes_only() -> None:
-    groups = encoded(state())
-    host_memory._maps.clear()
-    images = [Image() for _ in range(4)]
-
-    takens = take_shares([groups] * 4, images)
-
-    state_size = sum(images[0].sizes(groups).values())
-    staged = [sum(map(len, (content.data for content in taken.contents({}).values()))) for taken in takens]
-    assert sum(staged) == state_size
-    # Each file begins a page, of which the state here has few
-    assert sum(map(len, host_memory._maps)) <= state_size + sum(len(taken.paths()) for taken in takens) * PAGE
-
-
-@pytest.mark.usefixtures("small")
-def test_a_share_begins_a_page_so_that_it_can_be_written_past_the_page_cache() -> None:
-    for taken in take_shares([encoded(state())] * 3, [Image() for _ in range(3)]):
-        for content in taken.contents({}).values():
-            assert content.data.nbytes < PAGE or large_files.begins_a_page(content.data)
-
-
-@pytest.mark.usefixtures("small")
 def test_a_share_has_the_tensors_that_lie_in_it_as_a_whole() -> None:
     tensors = {"a": torch.arange(2000.0), "b": torch.arange(30.0), "none": torch.zeros(3, 0)}
     group = codec.encode({**tensors, "c": torch.ones(1000)})
@@ -397,26 +343,6 @@ def test_another_share_of_the_same_tensors_is_laid_out_again(tmp_path: Path) -> 
         data = expected[MODEL].content[slice(*mine[MODEL])]
         assert bytes(content.data) == data, number
         assert (content.begin, content.size) == (mine[MODEL][0], sizes[MODEL])
-
-
-def test_how_large_the_files_are_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    planned: list[object] = []
-    layout = tensor_file.layout
-    monkeypatch.setattr(tensor_file, "layout", lambda *args: (planned.append(args), layout(*args))[1])
-    image, memos = Image(), dict[str, codec.Memo]()
-    tensors = {MODEL: {"a": torch.ones(900)}, OPTIMIZER: {"b": torch.ones(9)}}
-    expected = {path: len(tensor_file.to_safetensors(them, {})) for path, them in tensors.items()}
-    planned.clear()
-
-    for mine in (None, {MODEL: (0, expected[MODEL])}, {}, None):
-        assert image.sizes(encoded(tensors, memos)) == expected
-        image.take(encoded(tensors, memos), mine)
-    assert len(planned) == 2
-
-    tensors[MODEL]["a"] = torch.ones(901)
-    assert image.sizes(encoded(tensors, memos)) == {**expected, MODEL: expected[MODEL] + 4}
-    image.take(encoded(tensors, memos))
-    assert len(planned) == 3
 
 
 class Copier:
@@ -564,53 +490,6 @@ def test_what_is_written_around_the_fence_is_never_in_a_share(
     assert content_of(taken) == before
 
 
-@pytest.mark.usefixtures("small")
-def test_a_block_of_a_share_is_there_before_the_rest_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    go = threading.Semaphore(0)
-
-    def one_at_a_time(copies: Sequence[Copy]) -> None:
-        assert not copies or go.acquire(timeout=20)
-        _real_copy(copies)
-
-    monkeypatch.setattr(snapshot, "_AT_A_TIME", 1)
-    monkeypatch.setattr(snapshot, "_copy", one_at_a_time)
-    weights = [nn.Parameter(torch.full((PAGE // 4,), float(number))) for number in range(6)]
-    optimizer = torch.optim.SGD(weights, lr=0.0)
-    image = Image([optimizer], worth_a_fence=0)
-    for weight in weights:
-        weight.grad = torch.ones_like(weight)
-    optimizer.step()
-    groups = {MODEL: codec.encode({f"{number}": weight for number, weight in enumerate(weights)})}
-    expected = tensor_file.to_safetensors(groups[MODEL].tensors, {})
-
-    (content,) = image.take(groups, cut(image.sizes(groups), 2, 5)).contents({}).values()
-    found = []
-    # Of four tensors, two are in the first block, and the last block ends in the fourth.
-    for block, count in enumerate([2, 1, 1]):
-        go.release(count)
-        found.append(bytes(content.block(block * PAGE)))
-
-    assert b"".join(found) == expected[2 * PAGE : 5 * PAGE]
-
-
-@pytest.mark.usefixtures("small")
-def test_what_is_frozen_is_copied_once_by_whoever_writes_it(copier: Copier) -> None:
-    copier.may_go_on.set()
-    tensors = state()
-    images = [Image() for _ in range(3)]
-    memos: list[dict[str, codec.Memo]] = [{} for _ in images]
-    for _ in range(3):
-        takens = take_shares([encoded(tensors, memo) for memo in memos], images)
-        (owner,) = [taken for taken in takens if FROZEN in taken.paths()]
-        assert torch.equal(owner.tensors(FROZEN)["backbone"], tensors[FROZEN]["backbone"])
-
-    assert [name for name, _ in copier.at_once].count("backbone") == 1
-    tensors[FROZEN]["backbone"].numpy()[5] += 1
-    takens = take_shares([encoded(tensors, memo) for memo in memos], images)
-    (owner,) = [taken for taken in takens if FROZEN in taken.paths()]
-    assert torch.equal(owner.tensors(FROZEN)["backbone"], tensors[FROZEN]["backbone"])
-
-
 class Full(Tensor):
     """A tensor on a device that has no room for a second one."""
 
@@ -632,12 +511,3 @@ def test_a_part_comes_over_from_a_device_that_has_no_room_for_a_copy() -> None:
 
     assert made.source.tolist() == tensor.flatten()[17:40].tolist()
     assert not made.is_guarded({tensor.data_ptr()})
-
-
-def test_of_a_part_that_does_not_lie_in_a_row_only_its_rows_are_copied() -> None:
-    tensor = torch.arange(60.0).reshape(6, 10).t()
-
-    made = Copy("file", "name", 0, torch.zeros(3), tensor, part=(37, 40))
-
-    assert made.source.tolist() == tensor.flatten()[37:40].tolist()
-    assert made.source.untyped_storage().nbytes() == 6 * 4

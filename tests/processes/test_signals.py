@@ -108,7 +108,7 @@ def test_a_signal_that_is_ignored_stays_ignored(noting: Signals) -> None:
     assert noting.received is None
 
 
-def test_a_handler_put_on_top_may_still_call_this_one_when_the_loops_are_over(noting: Signals) -> None:
+def test_a_handler_on_top_may_call_this_one_after_the_loops(noting: Signals) -> None:
     below = signal.getsignal(signal.SIGINT)
     assert callable(below)
     signal.signal(signal.SIGINT, lambda number, frame: below(number, frame))
@@ -130,7 +130,7 @@ def test_two_trainings_that_loop_at_once_both_note(noting: Signals) -> None:
 
 
 @pytest.mark.parametrize("number", ALL)
-def test_a_training_notes_signals_though_loops_before_it_have_ended_meanwhile(
+def test_a_training_notes_signals_though_earlier_loops_have_ended(
     noting: Signals, number: signal.Signals
 ) -> None:
     second, last = Signals(ALL), Signals(ALL)
@@ -191,21 +191,6 @@ def test_a_training_in_a_forked_process_notes_signals_itself(noting: Signals, nu
         os._exit(own.received is number)
 
     assert ends_with(train) == 1
-
-
-def test_no_handler_is_set_from_another_thread() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    found = Signals(ALL)
-
-    def loop() -> None:
-        found.begin()
-        found.end()
-
-    thread = threading.Thread(target=loop)
-    thread.start()
-    thread.join()
-
-    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_a_loop_that_is_dropped_in_another_thread_gives_the_signals_back(noting: Signals) -> None:
@@ -316,7 +301,7 @@ def test_at_the_interpreters_end_no_worker_is_spared_any_more(noting: Signals) -
     assert not noting._is_in_loop.value
 
 
-def test_a_forked_process_that_leaves_the_loops_does_not_end_the_sparing_of_its_parents_workers(
+def test_a_fork_that_leaves_the_loops_leaves_its_parents_workers_spared(
     noting: Signals,
 ) -> None:
     assert ends_with(noting.end) == 0

@@ -229,21 +229,10 @@ def test_a_folder_that_goes_while_it_is_listed_does_not_hide_the_others(tmp_path
     assert there.sizes() == {"a/file": 1, "c/file": 1}
 
 
-def test_how_a_store_shows_itself() -> None:
-    there = Store(f"memory://ann:{HIDDEN}@exp/a")
-    assert str(there) == str(there.with_patience(1)) == there.url == "memory://ann@exp/a"
-
-
-def test_only_a_filesystem_with_many_connections_takes_several_calls_at_once(
-    s3: S3, shelf: str, tmp_path: Path
-) -> None:
-    assert Store(f"s3://{shelf}/x", s3.options()).at_once == 4
-    assert Store(f"file://{tmp_path}").at_once == 1
-
-
 # What arrives.
 
 
+@pytest.mark.heavy
 def test_a_part_that_is_damaged_on_the_way_is_refused_and_sent_again(broken: Broken, large: Path) -> None:
     broken.rules.add("flip-request", method="PUT", path="partNumber=2", count=1)
     broken.store().send(large, "file", nowhere)
@@ -251,6 +240,7 @@ def test_a_part_that_is_damaged_on_the_way_is_refused_and_sent_again(broken: Bro
     assert len(broken.proxy.seen.struck()) == 1
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("is_large", [False, True])
 def test_what_is_damaged_on_the_way_each_time_does_not_arrive(
     broken: Broken, here: Path, large: Path, is_large: bool
@@ -333,6 +323,7 @@ def test_a_file_gets_there_in_spite_of_what_goes_wrong_once(
     assert broken.proxy.seen.struck() or fault["fault"] in ("reset-answer", "truncate-answer")
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: "-".join(map(str, fault.values())))
 @pytest.mark.sampled(3)
 def test_a_file_in_parts_gets_there_in_spite_of_what_goes_wrong_once(
@@ -361,6 +352,7 @@ def test_a_file_is_read_in_spite_of_what_goes_wrong_once(broken: Broken, fault: 
     assert len(broken.proxy.seen.struck()) == 3
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("method", ["PUT", "HEAD", "GET"])
 def test_what_stalls_is_an_error_as_soon_as_the_patience_is_over(
     broken: Broken, here: Path, method: str
@@ -402,15 +394,7 @@ def test_a_part_that_stalls_is_an_error_and_nothing_arrives_later(broken: Broken
     assert broken.uploads(f"{broken.folder}/") == []
 
 
-def test_what_is_refused_for_ever_is_an_error_when_the_patience_is_over(broken: Broken, here: Path) -> None:
-    broken.rules.add("status", status=503)
-    began = time.monotonic()
-    with pytest.raises(RemoteError) as raised:
-        broken.store(patience=1).send(here, "file", nowhere)
-    assert time.monotonic() - began < 10
-    assert not raised.value.is_final
-
-
+@pytest.mark.heavy
 def test_a_remote_that_is_gone_and_comes_back_is_waited_for(broken: Broken) -> None:
     broken.proxy.close()
     back = threading.Timer(1, broken.proxy.open)
@@ -477,23 +461,6 @@ def test_what_an_error_of_a_filesystem_tells_is_reported_without_secrets(
     )
     assert HIDDEN not in told_by(raised.value)
     assert "abcdef" not in told_by(raised.value)
-
-
-def test_an_error_without_words_is_reported_by_its_name_and_a_long_one_in_short(
-    telling: type[Telling], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    errors: list[BaseException] = [TypeError(), TypeError("x" * 5000)]
-
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise errors.pop(0)
-
-    monkeypatch.setattr(telling, "ls", fail)
-    there = Store("telling://exp")
-    with pytest.raises(RemoteError, match=r"cannot be listed: TypeError\."):
-        there.sizes()
-    with pytest.raises(RemoteError) as raised:
-        there.sizes()
-    assert len(raised.value.problem) < 600
 
 
 def test_what_the_interrupt_key_interrupts_is_interrupted(
@@ -636,20 +603,7 @@ def test_what_is_given_up_ends_at_once_and_begins_nothing_more(broken: Broken, h
     assert broken.names() == []
 
 
-def test_what_went_wrong_is_known_until_a_try_succeeds(broken: Broken, here: Path) -> None:
-    broken.rules.add("status", status=500, method="PUT")
-    there = broken.store()
-    thread = threading.Thread(target=there.send, args=(here, "file", nowhere))
-    thread.start()
-    while there.trouble is None:
-        assert thread.is_alive()
-        time.sleep(0.01)
-    broken.rules.clear()
-    thread.join(60)
-    assert there.trouble is None
-    assert broken.names() == ["file"]
-
-
+@pytest.mark.heavy
 def test_what_waits_to_try_again_is_given_up_at_once(broken: Broken, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "_FIRST_DELAY", 59)
     broken.proxy.close()

@@ -82,7 +82,7 @@ def test_a_kind_of_address_that_a_script_has_made_known_is_taken() -> None:
         ("dropbox://exp", "dropboxdrivefs", "pip install dropboxdrivefs"),
     ],
 )
-def test_a_package_that_is_missing_is_named_with_the_command_that_installs_it(
+def test_a_missing_package_is_named_with_the_command_that_installs_it(
     monkeypatch: pytest.MonkeyPatch, place: str, package: str, command: str
 ) -> None:
     found = importlib.util.find_spec
@@ -97,7 +97,7 @@ def test_an_address_whose_package_is_there_is_taken() -> None:
     url.check("memory://exp")
 
 
-def test_the_address_of_fsspecs_own_sftp_needs_sshfs_where_there_is_no_paramiko(
+def test_without_paramiko_the_address_of_sftp_needs_sshfs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kind = "fsspec.implementations.sftp.SFTPFileSystem"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import warnings
 from collections.abc import Iterator
@@ -148,7 +147,7 @@ KINDS = ["sampler", "generator", "global", "seeded each epoch", "iterable", "str
 @pytest.mark.parametrize("stops", [(), (1, 2), (0, 4)], ids=str)
 @pytest.mark.parametrize("at", PLACES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.quick(2)
+@pytest.mark.quick(8)
 @pytest.mark.sampled(3)
 def test_what_an_old_script_began_ends_with_its_bits(
     kind: str, at: tuple[int, int], stops: tuple[int, ...], run_dir: Path
@@ -224,23 +223,6 @@ def test_no_sample_before_the_batch_is_loaded(run_dir: Path) -> None:
     assert data.loaded == 2
 
 
-def test_a_checkpoint_says_how_much_of_the_epoch_is_done(run_dir: Path) -> None:
-    with RunState.load(run_dir, loader=DataLoader(TensorDataset(X), 2, shuffle=True), every=None) as state:
-        state.begin_at(batch=1)
-        for _ in state.batches():
-            if state.batch == 2:
-                state.save().wait()
-
-    (checkpoint,) = Run(run_dir).checkpoints()
-    at = json.loads(bytes(checkpoint.read()["ranks/00000.json"]))["loader"]
-    assert (checkpoint.about.batch, at["batch"], at["source"]["batches"], at["source"]["samples"]) == (
-        3,
-        3,
-        3,
-        6,
-    )
-
-
 class Stateful:
     """A loader that keeps its own place."""
 
@@ -298,16 +280,8 @@ def test_a_loader_with_a_state_is_at_its_end_after_the_last_batch(run_dir: Path)
         assert [len([*state.batches()]) for _ in state.epochs(2)] == [0, 4]
 
 
-def test_an_order_from_an_untouched_generator_is_warned_of(run_dir: Path) -> None:
-    loader = DataLoader(TensorDataset(X), 2, shuffle=True)
-    with RunState.load(run_dir, loader=loader) as state:
-        state.begin_at(epoch=1, batch=1)
-        with pytest.warns(UserWarning, match=r"order of this epoch is drawn from generators \(torch\)"):
-            assert len([*state.batches()]) == 3
-
-
 @pytest.mark.parametrize("is_seeded", [False, True])
-def test_an_order_from_the_global_generator_is_warned_of_unless_the_body_sets_it(
+def test_an_order_from_the_global_generator_warns_unless_the_body_sets_it(
     is_seeded: bool, run_dir: Path
 ) -> None:
     loader = DataLoader(TensorDataset(X), 2, shuffle=True)
@@ -323,13 +297,6 @@ def test_an_order_from_the_global_generator_is_warned_of_unless_the_body_sets_it
             assert len([*state.batches()]) == 3
 
     assert ["that all code draws from" in str(one.message) for one in seen] == [True] * (not is_seeded)
-
-
-def test_an_order_from_the_seed_of_the_first_epoch_is_not_warned_of(run_dir: Path) -> None:
-    torch.manual_seed(1)
-    with RunState.load(run_dir, loader=DataLoader(TensorDataset(X), 2, shuffle=True)) as state:
-        state.begin_at(batch=1)
-        assert len([*state.batches()]) == 3
 
 
 def test_a_second_begin_at_is_refused(run_dir: Path) -> None:
@@ -451,7 +418,7 @@ def _stateful() -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
-def test_the_loader_of_torchdata_continues_its_epoch_and_draws_the_next_ones(run_dir: Path) -> None:
+def test_the_loader_of_torchdata_continues_its_epoch(run_dir: Path) -> None:
     whole, loader = [], _stateful()
     for epoch in range(3):
         for number, batch in enumerate(loader):

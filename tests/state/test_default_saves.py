@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,6 @@ from torch.utils.data import DataLoader
 
 from resumable import ResumableWarning, Run, RunState
 from resumable.run import history
-from resumable.saving import autosave
 
 
 @pytest.fixture(autouse=True)
@@ -180,30 +178,6 @@ def test_a_metric_that_is_given_is_not_asked_for(run_dir: Path) -> None:
         training.state.close()
 
 
-def test_a_loop_of_ones_own_that_is_not_saved_for_long_is_told(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    training = Training(run_dir, loader=None)
-    training.step(), training.step()
-    now = time.monotonic() + 601
-    monkeypatch.setattr(autosave.time, "monotonic", lambda: now)
-
-    with pytest.warns(ResumableWarning, match=r"save only in loops over state\.epochs"):
-        training.step()
-    training.state.close()
-
-
-def test_epochs_over_data_of_ones_own_that_are_left_early_are_not_saved(run_dir: Path) -> None:
-    training = Training(run_dir, loader=None)
-    for _ in training.state.epochs(3):
-        training.step()
-        break
-
-    with pytest.warns(ResumableWarning, match="left before its end"):
-        training.state.close()
-    assert steps(run_dir) == []
-
-
 def test_an_evaluation_that_fails_does_not_end_the_epoch(run_dir: Path) -> None:
     training = Training(run_dir)
     with contextlib.suppress(RuntimeError):
@@ -277,6 +251,7 @@ def uneven(rank: int, run_dir: Path) -> int:
     return sum("different numbers of batches" in str(one.message) for one in told)
 
 
+@pytest.mark.heavy
 def test_processes_that_stand_at_different_batches_warn_and_end(tmp_path: Path) -> None:
     ended = gloo.run(2, uneven, tmp_path / "run", folder=tmp_path)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
@@ -121,8 +120,10 @@ def compare(run_dir: Path, way: list[tuple[Where, Any]], make: Callable[[], Any]
         state.wait()
         copy = run_dir.with_name(f"copy-{len(copies)}")
         shutil.copytree(run_dir, copy, symlinks=True)
+        *before, which = which if isinstance(which, tuple) else (which,)
         copies.append((copy, which, max(state.run.numbers())))
-        state.restore(which)
+        for one in (*before, which):
+            state.restore(one)
         return True
 
     training = Training(run_dir, 1, make)
@@ -139,8 +140,8 @@ PLACES: list[Where] = [("body", 0, 2), ("body", 1, 0), ("body", 1, 5), ("validat
 
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("which", ["best", 1, 6, 7])
-@pytest.mark.sampled(8)
-def test_after_going_back_the_training_is_that_of_a_process_resumed_from_there(
+@pytest.mark.sampled(20)
+def test_going_back_trains_what_a_process_resumed_from_there_trains(
     run_dir: Path, where: Where, which: Any
 ) -> None:
     if which in (6, 7) and where[1] == 0:
@@ -152,15 +153,15 @@ def test_after_going_back_the_training_is_that_of_a_process_resumed_from_there(
 @pytest.mark.filterwarnings("ignore:this epoch was resumed in the middle")
 @pytest.mark.parametrize("kind", [*LOADERS][1:])
 @pytest.mark.parametrize(("where", "which"), [(("body", 1, 2), 3), (("rest", 1, 5), 9), (("body", 1, 5), 7)])
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 def test_the_same_with_workers_and_with_two_loaders(
     run_dir: Path, kind: str, where: Where, which: int
 ) -> None:
     compare(run_dir, [(where, which)], LOADERS[kind])
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("kind", ["in process", "persistent workers"])
-@pytest.mark.quick(2)
 def test_the_same_when_it_goes_back_again_and_again(run_dir: Path, kind: str) -> None:
     way: list[tuple[Where, Any]] = [
         (("body", 1, 3), 3),
@@ -174,28 +175,13 @@ def test_the_same_when_it_goes_back_again_and_again(run_dir: Path, kind: str) ->
 
 
 @pytest.mark.parametrize("which", [1, 2, 3, 4, 6])
-@pytest.mark.quick(2)
+@pytest.mark.quick(5)
 def test_the_same_in_the_middle_of_an_accumulation(run_dir: Path, which: int) -> None:
     compare(run_dir, [(("body", 1, 1), which)], loader, every=3)
 
 
 def test_going_back_twice_in_a_row_is_going_back_to_the_second(run_dir: Path) -> None:
-    training = Training(run_dir, 1)
-    done = []
-
-    def back(where: Where) -> bool:
-        if where == ("body", 1, 2) and not done:
-            training.state.wait()
-            shutil.copytree(run_dir, run_dir.with_name("copy"), symlinks=True)
-            training.state.restore(2), training.state.restore("newest"), training.state.restore(4)
-            done.append(max(training.state.run.numbers()))
-            return True
-        return False
-
-    script(training, 1, back)
-    script(Training(run_dir.with_name("copy"), 2, resume=4), 1, lambda _: False)
-
-    assert made_since(run_dir, done[0]) == made_since(run_dir.with_name("copy"), done[0])
+    compare(run_dir, [(("body", 1, 2), (2, "newest", 4))], loader)
 
 
 def test_a_save_right_after_going_back_is_the_same_checkpoint_again(run_dir: Path) -> None:
@@ -230,7 +216,7 @@ def nano(training: Training, total: int, back: Callable[[int], bool]) -> list[fl
     return drawn
 
 
-def test_after_going_back_in_steps_the_training_is_that_of_a_process_resumed_from_there(
+def test_going_back_in_steps_trains_what_a_resumed_process_trains(
     run_dir: Path,
 ) -> None:
     training, copy, turns = Training(run_dir, 1, dict), run_dir.with_name("copy"), [3, 4, 5]
@@ -249,23 +235,6 @@ def test_after_going_back_in_steps_the_training_is_that_of_a_process_resumed_fro
 
     number = max(Run(copy).numbers()) - 5
     assert made_since(run_dir, number) == made_since(copy, number) != []
-
-
-def test_a_save_right_after_going_back_in_steps_is_the_same_checkpoint_again(run_dir: Path) -> None:
-    training, pairs = Training(run_dir, 1, dict), []
-    for step in training.state.steps(5):
-        training.backward(torch.randn(2, 3)), training.step()
-        training.state.save()
-        if step in (2, 4) and len(pairs) < 2:
-            training.state.restore(2)
-            pairs.append((2, training.state.save().number))
-    training.state.close()
-
-    run = Run(run_dir)
-    assert len(pairs) == 2
-    for then, again in pairs:
-        assert (run.open(again).about.parent, run.open(again).about.step) == (then, 2)
-        assert run.open(again).about.files == run.open(then).about.files
 
 
 # restore(skip=True): the training goes back, and the data do not.
@@ -294,8 +263,8 @@ def skipping(training: Training, seen: Seen, at: tuple[int, int] | None, which: 
 
 @pytest.mark.parametrize("kind", LOADERS)
 @pytest.mark.parametrize(("at", "which"), [((0, 3), 1), ((1, 0), 3), ((1, 3), 7), ((1, 5), 6)])
-@pytest.mark.sampled(5)
-def test_what_is_left_out_is_not_trained_again_and_nothing_else_is_left_out(
+@pytest.mark.sampled(16)
+def test_skipped_data_are_not_trained_and_all_other_data_are(
     run_dir: Path, kind: str, at: tuple[int, int], which: int
 ) -> None:
     seen: Seen = []
@@ -310,7 +279,7 @@ def test_what_is_left_out_is_not_trained_again_and_nothing_else_is_left_out(
 
 @pytest.mark.parametrize("kind", LOADERS)
 @pytest.mark.parametrize("stop", [(1, 3), (1, 5), (2, 1)])
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(12)
 def test_a_training_that_left_out_data_resumes_bit_for_bit(
     run_dir: Path, kind: str, stop: tuple[int, int]
 ) -> None:
@@ -324,7 +293,7 @@ def test_a_training_that_left_out_data_resumes_bit_for_bit(
     assert made_since(run_dir, 0) == made_since(straight, 0)
 
 
-def test_a_save_in_the_very_body_that_went_back_stands_behind_the_batch_in_hand(run_dir: Path) -> None:
+def test_a_save_in_the_body_that_went_back_stands_behind_its_batch(run_dir: Path) -> None:
     numbers = []
     for seed in (1, 2, 3):
         training = Training(run_dir, seed, lambda: DataLoader(torch.arange(18.0).reshape(6, 3), 1))
@@ -343,7 +312,7 @@ def test_a_save_in_the_very_body_that_went_back_stands_behind_the_batch_in_hand(
     assert [one.about.samples for one in Run(run_dir).checkpoints()[::2]] == [1, 2, 3, 4, 5, 6]
 
 
-def test_samples_and_steps_that_were_gone_back_behind_do_not_count(run_dir: Path) -> None:
+def test_samples_and_steps_gone_back_behind_do_not_count(run_dir: Path) -> None:
     training = Training(run_dir, 1)
     counted = []
     for batch in training.batches():
@@ -381,7 +350,7 @@ def failing(training: Training, batch: Any, places: list[int]) -> None:
     training.backward(batch), training.step(), training.state.save()
 
 
-def test_an_error_that_left_the_batches_continues_behind_the_batch_that_failed(run_dir: Path) -> None:
+def test_after_an_error_that_left_the_batches_the_failed_one_is_skipped(run_dir: Path) -> None:
     training, places = Training(run_dir, 1), []
     for _ in training.state.epochs(1):
         try:
@@ -394,7 +363,7 @@ def test_an_error_that_left_the_batches_continues_behind_the_batch_that_failed(r
     assert training.state.step == 5
 
 
-def test_an_error_that_left_both_loops_cannot_leave_out_the_batch_that_failed(run_dir: Path) -> None:
+def test_after_an_error_that_left_both_loops_nothing_can_be_skipped(run_dir: Path) -> None:
     training, places = Training(run_dir, 1), []
     try:
         for _ in training.state.epochs(1):
@@ -408,7 +377,7 @@ def test_an_error_that_left_both_loops_cannot_leave_out_the_batch_that_failed(ru
     assert training.state.batch == 2
 
 
-def test_in_steps_the_random_generators_continue_so_other_batches_are_drawn(run_dir: Path) -> None:
+def test_in_steps_skipping_draws_other_batches(run_dir: Path) -> None:
     training, steps = Training(run_dir, 1, dict), []
 
     def back(step: int) -> bool:
@@ -434,34 +403,6 @@ def test_a_body_of_steps_that_went_back_to_the_beginning_counts_no_step(run_dir:
 
     assert steps == [0, 0, 1]
     assert Run(run_dir).open(2).about.step == 0
-
-
-def test_the_weights_go_back_and_what_was_learned_since_is_gone(run_dir: Path) -> None:
-    training = Training(run_dir, 1)
-    for batch in training.batches():
-        training.backward(batch), training.step()
-        if training.state.batch == 1:
-            training.state.vars["then"] = 1
-            training.state.save().wait()
-            then = [value.clone() for value in training.model.state_dict().values()]
-            lr = training.optimizer.param_groups[0]["lr"]
-        training.state.vars["then"] = training.state.batch
-    training.backward(batch)
-    training.state.restore(1, skip=True)
-
-    assert all(map(torch.equal, then, training.model.state_dict().values()))
-    assert training.optimizer.param_groups[0]["lr"] == lr
-    assert training.state.vars == {"then": 1}
-    assert all(parameter.grad is None for parameter in training.model.parameters())
-
-
-def test_the_line_says_that_batches_are_left_out(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    training = Training(run_dir, 1)
-    training.state.save()
-    training.state.restore("newest", skip=True)
-
-    line = r"went back in .* to checkpoint 1: epoch 0, step 0 \(\S+ m?s\); the batches since are left out\n"
-    assert re.fullmatch(line, capsys.readouterr().out.partition("\n")[2])
 
 
 def test_one_part_alone_has_nothing_to_skip(run_dir: Path) -> None:
@@ -496,7 +437,7 @@ AHEAD: dict[str, Callable[[RunState], Any]] = {
 
 @pytest.mark.parametrize("kind", AHEAD)
 @pytest.mark.parametrize("at", [1, 4, 5])
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 def test_what_was_loaded_ahead_is_not_left_out(run_dir: Path, kind: str, at: int) -> None:
     training, seen = Training(run_dir, 1, lambda: loader(2)), []
     training.state.save()
@@ -535,6 +476,7 @@ def test_behind_another_thread_it_is_unknown_which_batch_is_in_hand(run_dir: Pat
     assert training.state.step == 0
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("at", [1, 2, 4])
 def test_in_an_accumulation_the_gradients_of_what_is_left_out_are_gone(run_dir: Path, at: int) -> None:
     def train(training: Training, until: int) -> None:
@@ -640,31 +582,19 @@ def test_what_is_no_loss_or_no_bound_is_a_usage_error(
         losses(run_dir, [loss], **more)
 
 
-def test_a_second_spike_right_after_the_first_goes_to_the_checkpoint_before(run_dir: Path) -> None:
+def test_a_second_spike_at_once_goes_to_the_checkpoint_before(run_dir: Path) -> None:
     _, parents = losses(run_dir, [1, 1, 1, math.nan, math.nan, 1, math.nan, 1], limit=9)
 
     # 3 is bad, so it goes back to 2; 4 is made there, and after it the spike is of the batch alone.
     assert parents == [None, 1, 2, 2, 4]
 
 
-def test_the_one_before_is_of_the_branch_that_it_is_on_and_not_of_one_that_was_left(run_dir: Path) -> None:
+def test_the_checkpoint_before_is_on_the_same_branch(run_dir: Path) -> None:
     spikes = [math.nan] * 2
     _, parents = losses(run_dir, [1, 1, 1, *spikes, 1, *spikes, 1, 1, *spikes, math.nan, 1], limit=9)
 
     # 4 continues from 2; it is bad too, so 5 continues from 2 again; 6 and 5 are bad, so 7 does as well.
     assert parents == [None, 1, 2, 2, 2, 5, 2]
-
-
-def test_the_branch_that_was_left_stays_until_it_is_pruned(run_dir: Path) -> None:
-    with RunState.load(run_dir, keep=3) as state:
-        for loss in (1, 1, 1, math.nan, math.nan):
-            _ = state.spiked(loss) or state.save().wait()
-        numbers = [Run(run_dir).numbers()]
-        for _ in range(2):
-            state.save().wait()
-            numbers.append(Run(run_dir).numbers())
-
-    assert numbers == [[1, 2, 3], [2, 3, 4], [3, 4, 5]]
 
 
 def test_a_checkpoint_that_is_damaged_or_gone_is_passed_over(run_dir: Path) -> None:
@@ -740,7 +670,7 @@ def healthy(training: Training, stop: int | None) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("stop", [2, 4, 5])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 def test_a_training_with_bad_data_gets_through_and_resumes_bit_for_bit(
     run_dir: Path, workers: int, stop: int
 ) -> None:
@@ -783,7 +713,7 @@ def test_patience_ends_when_that_many_saves_in_a_row_were_no_better(run_dir: Pat
     assert answers == [False, False, False, False, False, False, True, True, False, False]
 
 
-def test_patience_continues_after_a_resume_and_is_kept_when_the_best_is_all_that_stays(run_dir: Path) -> None:
+def test_patience_continues_after_a_resume(run_dir: Path) -> None:
     assert patient(run_dir, [2, 3], keep=1) == [False, False]
     assert patient(run_dir, [None], keep=1) == [False]
     assert patient(run_dir, [2.5, 1], keep=1) == [True, False]
@@ -847,7 +777,8 @@ def together(rank: int, run_dir: Path) -> Any:
         return answers, own.random() == random.Random(rank).random()
 
 
-def test_all_processes_go_back_to_the_same_checkpoint_and_lose_patience_together(tmp_path: Path) -> None:
+@pytest.mark.heavy
+def test_all_processes_go_back_and_lose_patience_together(tmp_path: Path) -> None:
     found = gloo.run(2, together, tmp_path / "run", folder=tmp_path)
 
     text = "the loss is nan at epoch 0, batch 0, step 2, and it has gone back 2 times already (limit=2)."

@@ -96,18 +96,3 @@ def test_quiet_silences_messages_and_not_what_the_script_prints(
 
     assert capsys.readouterr() == ("step 0\n", "")
     assert handler.found == []
-
-
-def test_a_push_is_a_record_for_debugging(
-    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], handler: Kept
-) -> None:
-    logging.getLogger("resumable").addHandler(handler)
-    logging.getLogger("resumable").setLevel(logging.DEBUG)
-    for is_quiet in (True, False):
-        with RunState.load(run_dir, remote=f"file://{tmp_path}/there", quiet=is_quiet) as state:
-            assert not [text for *_, text in handler.found if text.startswith("pushed")]
-            state.save()
-
-    (name, level, text) = handler.found[-1]
-    assert (name, level) == ("resumable", "DEBUG")
-    assert text.startswith(f"pushed checkpoint 2 to file://{tmp_path}/there: ")

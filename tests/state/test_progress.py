@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +20,6 @@ from pty_screen import Pty, opened
 
 from resumable import RunState, UsageError, progress
 from resumable.progress import Progress, where
-from resumable.rows import texts
 from resumable.terminal import TERMINAL
 
 
@@ -104,16 +102,6 @@ def test_bars_are_for_terminals_and_lines_for_all_else(
     assert found == [["terminal", "terminal", None], *[["log", "log", None]] * 3]
 
 
-@pytest.mark.parametrize("kind", ["dumb", ""])
-def test_a_terminal_without_a_cursor_that_moves_has_no_bars(
-    plug_in: Callable[[], Pty], monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    plug_in()
-    monkeypatch.setenv("TERM", kind)
-
-    assert where(None) == "log"
-
-
 def test_only_the_first_process_shows_progress(plug_in: Callable[[], Pty]) -> None:
     plug_in()
     assert where(None, is_first=False) is None
@@ -164,37 +152,6 @@ def test_the_bars_begin_where_the_training_continues(plug_in: Callable[[], Pty],
     assert "epoch 0/" not in terminal.text
 
 
-def test_every_number_from_there_on_is_shown(plug_in: Callable[[], Pty], bars: Progress) -> None:
-    terminal = plug_in()
-    with bars.loop("steps", 103, 100):
-        for done in (101, 102, 103):
-            bars.count("steps", done)
-
-    assert re.findall(r"(\d+)/103 ", terminal.text) == ["100", "101", "102", "103", "103"]
-
-
-def test_where_it_is_unknown_how_many_batches_there_are_they_are_counted(
-    plug_in: Callable[[], Pty], bars: Progress
-) -> None:
-    terminal = plug_in()
-    with bars.loop("epochs", 2, 1):
-        bars.begin_batches("loop", None, 7)
-        bars.count_batches("loop", 8)
-        epochs, batches = terminal.rows
-
-    assert epochs.startswith("epoch 1/2 50%")
-    assert re.match(r"batch 8 {10,}\d\d:\d\d ", batches)
-
-
-@pytest.mark.parametrize("what", ["epochs", "steps"])
-def test_a_loop_that_is_complete_has_no_bar(plug_in: Callable[[], Pty], bars: Progress, what: str) -> None:
-    terminal = plug_in()
-    with bars.loop(what, 3, 3):
-        pass
-
-    assert terminal.text == ""
-
-
 def test_the_time_that_is_left_follows_the_rate_of_this_process(
     plug_in: Callable[[], Pty], bars: Progress, clock: Clock
 ) -> None:
@@ -223,77 +180,6 @@ def test_batches_of_an_earlier_process_do_not_count_for_the_rate_of_epochs(
     assert re.search(r"1/3 .* 00:1\d<03:[23]\d", epochs)
 
 
-@pytest.mark.parametrize("goes_back_first", [False, True])
-def test_going_back_sets_the_bar_back_and_not_the_rate(
-    plug_in: Callable[[], Pty], bars: Progress, clock: Clock, goes_back_first: bool
-) -> None:
-    terminal = plug_in()
-    clock.ago = 10
-    with bars.loop("steps", 100, 50 if goes_back_first else 0):
-        clock.ago = 0
-        if not goes_back_first:
-            bars.count("steps", 50)
-        bars.go_to(epochs=0, steps=20)
-        bars.count("steps", 21)
-        row = terminal.rows[0]
-
-    # 51 steps in 10 seconds, or one.
-    rate = r"10(\.\d)? s/step" if goes_back_first else r"[45](\.\d+)? steps/s"
-    assert re.search(rf"21/100 .*  {rate}$", row)
-
-
-def test_going_back_ends_the_batches_that_were_under_way(plug_in: Callable[[], Pty], bars: Progress) -> None:
-    terminal = plug_in()
-    with bars.loop("epochs", 5, 4):
-        bars.begin_batches("loop", 9, 0)
-        bars.go_to(epochs=2, steps=0)
-        bars.count_batches("loop", 5)
-        bars.begin_batches("loop", 9, 3)
-        epochs, batches = terminal.rows
-
-    assert ("epoch 2/5 " in epochs, "batch 3/9 " in batches) == (True, True)
-
-
-def test_the_first_bar_says_how_old_the_newest_durable_checkpoint_is(
-    plug_in: Callable[[], Pty], bars: Progress, clock: Clock
-) -> None:
-    terminal = plug_in()
-    with bars.loop("epochs", 5, 4):
-        bars.begin_batches("loop", 9, 0)
-        bars.saved(41, time.time() - 12.5, {"val_acc": 0.81234567})
-        bars.count_batches("loop", 1)
-        epochs, batches = terminal.rows
-
-    assert epochs.endswith("  saved 41 (12 s ago)  val_acc 0.8123")
-    assert "saved" not in batches
-
-
-def test_a_narrow_terminal_leaves_out_single_cells_the_metric_last(
-    plug_in: Callable[[], Pty], bars: Progress
-) -> None:
-    plug_in()
-    bars.goal = "acc"
-    bars.saved(41, time.time() - 3.5, {"a_metric_with_quite_a_long_name": 1, "loss": 0.5, "acc": 0.75})
-    with bars.loop("steps", 9, 0):
-        rows = [texts(bars._rows, width)[0].partition("00:00")[2] for width in (140, 80, 48, 36)]
-
-    metrics = "loss 0.5, acc 0.75"
-    assert rows == [
-        f"  saved 41 (3 s ago)  a_metric_with_quite_a_long_name 1, {metrics}",
-        f"  saved 41 (3 s ago)  {metrics}",
-        f"  {metrics}",
-        "  acc 0.75",
-    ]
-
-
-def test_batches_without_epochs_say_it_themselves(plug_in: Callable[[], Pty], bars: Progress) -> None:
-    terminal = plug_in()
-    bars.saved(41, time.time() - 720.5)
-    bars.begin_batches("loop", 9, 0)
-
-    assert "  saved 41 (12 min ago)" in terminal.rows[0]
-
-
 def test_a_save_on_its_way_is_shown_until_it_has_ended(plug_in: Callable[[], Pty], bars: Progress) -> None:
     terminal = plug_in()
     said = []
@@ -312,38 +198,7 @@ def test_a_save_on_its_way_is_shown_until_it_has_ended(plug_in: Callable[[], Pty
     assert found == [["saving 42"], ["saved 42"], ["saved 42"]]
 
 
-def test_a_push_on_its_way_is_shown_beside_the_loops(plug_in: Callable[[], Pty], bars: Progress) -> None:
-    terminal = plug_in(columns=140)  # type: ignore[call-arg]
-    with bars.loop("steps", 9, 0):
-        with bars.moving("pushing checkpoint 42", 200) as moved:
-            moved(50)
-            bars.count("steps", 1)
-            pushing = terminal.rows
-        bars.pushed(42)
-        bars.count("steps", 2)
-        pushed = terminal.rows
-
-    assert ["  pushing checkpoint 42 25%" in row for row in pushing] == [True]
-    assert "  pushed 42" in pushed[0]
-
-
-def test_what_the_script_shows_stays_until_it_shows_something_else(
-    plug_in: Callable[[], Pty], bars: Progress
-) -> None:
-    terminal = plug_in()
-    with bars.loop("epochs", 9, 0):
-        bars.begin_batches("loop", 9, 0)
-        bars.show({"loss": torch.tensor(0.412345), "phase": "warm\x1b[2Jup", "step": 7})
-        for done in (1, 2):
-            bars.count_batches("loop", done)
-            assert "  loss 0.4123, phase warm\\x1b[2Jup, step 7" in terminal.rows[1]
-        bars.show({"loss": 0.25})
-        bars.count_batches("loop", 3)
-
-        assert re.search(r"  loss 0\.25  \S+ batches/s$", terminal.rows[1])
-
-
-def test_a_tensor_that_is_shown_is_read_when_it_is_drawn_and_keeps_no_graph(
+def test_a_shown_tensor_is_read_when_it_is_drawn_and_keeps_no_graph(
     plug_in: Callable[[], Pty], bars: Progress
 ) -> None:
     terminal = plug_in()
@@ -363,24 +218,6 @@ def test_a_value_with_several_elements_is_refused_where_it_is_given(run_dir: Pat
         pytest.raises(UsageError, match=r"loss=\.{3}.*was given 3 elements"),
     ):
         state.show(loss=torch.ones(3))
-
-
-def test_between_two_looks_nothing_is_formatted(
-    plug_in: Callable[[], Pty], bars: Progress, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    terminal = plug_in()
-    monkeypatch.setattr(progress, "_EVERY", 1000.0)
-    with bars.loop("epochs", 9, 0):
-        bars.begin_batches("loop", 999, 0)
-        first = terminal.text
-        for done in range(1, 999):
-            bars.count_batches("loop", done)
-        bars.end_batches("loop")
-        bars.count("epochs", 1)
-        of_three(bars)
-        bars.count("epochs", 2)
-
-        assert terminal.text == first
 
 
 @pytest.mark.parametrize("columns", [20, 40, 60, 80, 140])
@@ -407,68 +244,7 @@ def test_a_stream_that_cannot_encode_lines_gets_plain_bars(
 # Which loops have one
 
 
-def test_of_several_loops_over_batches_the_first_has_the_bar(
-    plug_in: Callable[[], Pty], bars: Progress
-) -> None:
-    terminal = plug_in()
-    with bars.loop("epochs", 9, 0):
-        bars.begin_batches("first", 10, 0)
-        of_three(bars, "second")
-        bars.count_batches("first", 1)
-        _, batches = terminal.rows
-
-    assert "batch 1/10 " in batches
-    assert "/3 " not in terminal.text
-
-
-def test_steps_have_no_bar_for_batches_below_them(plug_in: Callable[[], Pty], bars: Progress) -> None:
-    terminal = plug_in()
-    bars.begin_batches("before", 10, 0)
-    with bars.loop("steps", 9, 0):
-        bars.begin_batches("within", 10, 0)
-        bars.count("steps", 1)
-        alone = terminal.rows
-
-    assert [row.split()[:2] for row in alone] == [["step", "1/9"]]
-
-
-def test_a_loop_over_steps_in_an_epochs_body_has_no_bar(plug_in: Callable[[], Pty], bars: Progress) -> None:
-    terminal = plug_in()
-    with bars.loop("epochs", 9, 0):
-        with bars.loop("steps", 7, 0):
-            bars.count("steps", 3)
-        bars.count("epochs", 1)
-
-    assert "step" not in terminal.text
-    assert "epoch 1/9 " in terminal.text
-
-
-def test_the_batches_stay_on_the_screen_until_the_next_epoch_draws(
-    plug_in: Callable[[], Pty], bars: Progress
-) -> None:
-    terminal = plug_in()
-    with bars.loop("epochs", 9, 0):
-        of_three(bars)
-        validating = terminal.rows
-        bars.count("epochs", 1)
-        bars.begin_batches("next", 7, 2)
-        epochs, batches = terminal.rows
-
-    assert [row[:9] for row in validating] == ["epoch 0/9", "batch 3/3"]
-    assert ("epoch 1/9 " in epochs, "batch 2/7 " in batches) == (True, True)
-
-
 # How they end
-
-
-def test_a_loop_that_is_finished_leaves_its_bar_as_a_line(plug_in: Callable[[], Pty], bars: Progress) -> None:
-    terminal = plug_in()
-    with bars.loop("epochs", 1, 0):
-        of_three(bars)
-        bars.count("epochs", 1)
-
-    assert terminal.rows == []
-    assert re.search(r" {99}\repoch 1/1 100% ━+  \d\d:\d\d\x1b\[K\r+\n$", terminal.text)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError, SystemExit])
@@ -482,21 +258,6 @@ def test_a_loop_that_an_error_ends_leaves_no_bar(
 
     assert terminal.rows == []
     assert terminal.text.endswith("\x1b8")
-
-
-def test_closing_ends_all_bars_and_may_be_done_twice(plug_in: Callable[[], Pty], bars: Progress) -> None:
-    terminal = plug_in()
-    with bars.loop("epochs", 2, 0):
-        bars.begin_batches("loop", 3, 0)
-        bars.close()
-        bars.close()
-        before = terminal.text
-        bars.count_batches("loop", 1)
-        bars.end_batches("loop")
-        bars.count("epochs", 1)
-
-    assert terminal.rows == []
-    assert terminal.text == before
 
 
 def test_a_forked_process_neither_draws_nor_removes_the_bars(
@@ -530,33 +291,6 @@ def test_a_terminal_that_is_low_has_no_bars_and_gets_them_back(
 
 
 # Reading
-
-
-def test_reading_that_is_short_shows_nothing(plug_in: Callable[[], Pty], bars: Progress) -> None:
-    terminal = plug_in()
-    with bars.reading("reading checkpoint 41", 10) as told:
-        assert told
-        told(10)
-
-    assert terminal.text == ""
-
-
-def test_all_that_several_threads_read_is_counted(
-    plug_in: Callable[[], Pty], bars: Progress, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    terminal = plug_in()
-    monkeypatch.setattr(progress, "_LONG", 0.0)
-    with bars.reading("reading checkpoint 41", 4 * 2_000_000) as told:
-        assert told
-        threads = [threading.Thread(target=lambda: [told(20_000) for _ in range(100)]) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        row = terminal.rows[0]
-
-    assert re.match("reading checkpoint 41: 8.0 MB of 8.0 MB 100% ━+ ", row)
-    assert terminal.rows == []
 
 
 # A log file
@@ -598,18 +332,6 @@ def test_a_log_file_gets_plain_lines(bars: Progress, clock: Clock, monkeypatch: 
     expected = r"epoch 2/4, batch 5/9, step 12400, loss 0\.41, 3 min left, saved 41 \(2 min ago\), val 0\.5"
     assert re.fullmatch(expected, line)
     assert not re.search("[\x1b\r━]", log.getvalue())
-
-
-def test_a_minute_after_one_line_comes_the_next(bars: Progress, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = log_file(monkeypatch)
-    now = 1000.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    with bars.loop("steps", 400, 0):
-        for done in range(1, 301):
-            now += 1
-            bars.count("steps", done)
-
-    assert re.findall(r"step (\d+)/", log.getvalue()) == ["60", "120", "180", "240", "300"]
 
 
 # A terminal that is not there any more
@@ -675,7 +397,7 @@ def train(run_dir: Path, epochs: int, **shown: bool) -> None:
             state.wait()
 
 
-def test_a_training_that_continues_shows_its_bars_from_there_and_how_old_the_checkpoint_is(
+def test_a_resumed_training_shows_its_bars_from_there(
     plug_in: Callable[[], Pty], monkeypatch: pytest.MonkeyPatch, run_dir: Path
 ) -> None:
     monkeypatch.setattr(progress, "_LONG", 0.0)

@@ -142,7 +142,7 @@ EXPECTED = [f"{('printed', 'logged', 'child', 'native')[n % 10 % 4]} {n}" for n 
 # What is written beside the bars
 
 
-@pytest.mark.parametrize("columns", [80, pytest.param(140, marks=pytest.mark.heavy)])
+@pytest.mark.parametrize("columns", [80, pytest.param(140, marks=pytest.mark.nightly)])
 def test_what_anyone_writes_beside_the_bars_stays_whole(
     open_pane: Callable[..., Pane], write: Callable[[str], Path], columns: int
 ) -> None:
@@ -159,6 +159,7 @@ def test_what_anyone_writes_beside_the_bars_stays_whole(
     assert torn(terminal.written[1:]) == []
 
 
+@pytest.mark.nightly
 def test_after_a_resize_the_bars_are_at_the_bottom_and_nowhere_else(
     open_pane: Callable[..., Pane], write: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -180,7 +181,8 @@ def test_after_a_resize_the_bars_are_at_the_bottom_and_nowhere_else(
     assert beside(terminal.written) == EXPECTED
 
 
-def test_ctrl_z_gives_the_whole_screen_to_the_shell_and_fg_brings_the_bars_back(
+@pytest.mark.nightly
+def test_ctrl_z_gives_the_screen_to_the_shell_and_fg_takes_it_back(
     open_pane: Callable[..., Pane], write: Callable[[str], Path]
 ) -> None:
     terminal = open_pane()
@@ -196,31 +198,7 @@ def test_ctrl_z_gives_the_whole_screen_to_the_shell_and_fg_brings_the_bars_back(
     assert drawn(terminal.until(drawn))
 
 
-def test_a_message_is_wrapped_at_words(open_pane: Callable[..., Pane], write: Callable[[str], Path]) -> None:
-    terminal = open_pane(60)
-    said = "resumed runs/exp from checkpoint 3: epoch 1, step 125, best accuracy 0.6975 (14 ms)"
-    terminal.type(f"clear; {python(write(f'from resumable.messages import say; say({said!r})'))}")
-    screen = terminal.until(lambda screen: screen and screen[-1] == "$" and "s)" in screen[-2])
-
-    assert screen[-3:-1] == [
-        "resumed runs/exp from checkpoint 3: epoch 1, step 125, best",
-        "  accuracy 0.6975 (14 ms)",
-    ]
-
-
-@pytest.mark.heavy
-def test_a_job_in_the_background_draws_nothing(
-    open_pane: Callable[..., Pane], write: Callable[[str], Path]
-) -> None:
-    terminal = open_pane()
-    terminal.type(f"{python(write(BARS), '0.02')} & wait; echo done")
-    screen = terminal.until(lambda screen: "done" in screen)
-
-    assert beside(terminal.written) == EXPECTED
-    assert not any("━" in line or "─" in line for line in screen)
-
-
-@pytest.mark.heavy
+@pytest.mark.nightly
 def test_an_error_is_shown_whole_and_leaves_no_bar(
     open_pane: Callable[..., Pane], write: Callable[[str], Path]
 ) -> None:
@@ -233,9 +211,9 @@ def test_an_error_is_shown_whole_and_leaves_no_bar(
     assert bars_in(terminal.written) == []
 
 
-@pytest.mark.heavy
+@pytest.mark.nightly
 @pytest.mark.parametrize("columns", [80, 140])
-def test_a_training_with_workers_that_write_is_stopped_by_ctrl_c_and_continues(
+def test_a_training_whose_workers_write_is_stopped_by_ctrl_c(
     open_pane: Callable[..., Pane], write: Callable[[str], Path], columns: int
 ) -> None:
     write(TRAIN)
@@ -255,22 +233,7 @@ def test_a_training_with_workers_that_write_is_stopped_by_ctrl_c_and_continues(
     assert torn(terminal.written[1:]) == []
 
 
-@pytest.mark.heavy
-def test_the_bars_show_the_loss_the_metric_of_the_last_save_and_the_time(
-    open_pane: Callable[..., Pane], write: Callable[[str], Path]
-) -> None:
-    write(TRAIN)
-    terminal = open_pane(100)
-    terminal.type(f"{sys.executable} train.py 3")
-    screen = terminal.until(lambda screen: drawn(screen) and "saved 2" in screen[-2])
-
-    state = r"epoch 2/3 +\d\d% [━─]{19}  00:\d\d<00:\d\d  saved 2 \(\d s ago\)  val 0\.\d+"
-    shown = r"batch \d+/20 +\d+% [━─]{19}  00:\d\d<00:\d\d  loss \d\.\d+  \d+(\.\d+)? batches/s"
-    assert re.fullmatch(state, screen[-2])
-    assert re.fullmatch(shown, screen[-1])
-
-
-@pytest.mark.heavy
+@pytest.mark.nightly
 def test_two_ctrl_c_end_a_training_at_once_without_a_bar(
     open_pane: Callable[..., Pane], write: Callable[[str], Path]
 ) -> None:
@@ -292,7 +255,7 @@ NO_REGION = r"printf '\0337\033[r\0338'"
 """What an editor does as it ends."""
 
 
-@pytest.mark.heavy
+@pytest.mark.nightly
 @pytest.mark.parametrize("meanwhile", ["true", "seq 40", "clear", NO_REGION])
 def test_what_a_sigkill_has_left_the_next_start_removes(
     open_pane: Callable[..., Pane], write: Callable[[str], Path], tmp_path: Path, meanwhile: str
@@ -310,30 +273,10 @@ def test_what_a_sigkill_has_left_the_next_start_removes(
     assert [line for line in torn(terminal.written[1:]) if not re.fullmatch(r"Killed|\d+", line)] == []
 
 
-@pytest.mark.heavy
-def test_what_a_sigkill_has_left_a_command_removes(
-    open_pane: Callable[..., Pane], write: Callable[[str], Path], tmp_path: Path
-) -> None:
-    write(TRAIN)
-    terminal = open_pane(lines=14)
-    terminal.type(f"{sys.executable} train.py 4")
-    terminal.until(lambda screen: drawn(screen) and "shown 14" in screen)
-    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
-    terminal.until(lambda screen: any(line.endswith("Killed") for line in screen))
-    terminal.type(python("-m", "resumable", "ls", "run"))
-    terminal.until(lambda screen: any("no checkpoint" in line for line in screen))
-    terminal.until_prompt()
-
-    assert bars_in(terminal.written) == []
-    terminal.type("clear; seq 30")
-    assert terminal.until_prompt()[-2:] == ["30", "$"]
-    assert len(terminal.screen) == 14
-
-
 # The first thing that people run
 
 
-@pytest.mark.heavy
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("columns", [80, 140])
 def test_the_demo_is_whole(open_pane: Callable[..., Pane], columns: int) -> None:

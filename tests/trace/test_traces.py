@@ -57,20 +57,6 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
     assert trace_file.read(write(tmp_path / "a.jsonl", *records)) == records
 
 
-def test_what_is_not_finite_is_written_as_any_reader_of_json_takes_it(tmp_path: Path) -> None:
-    path = write(
-        tmp_path / "a.jsonl", batch(1, noted={"loss": float("nan"), "norm": float("-inf"), "x": -0.0})
-    )
-
-    def refuse(text: str) -> None:
-        raise AssertionError(text)
-
-    for line in Path(path).read_text().splitlines():
-        json.loads(line, parse_constant=refuse)
-    [record] = trace_file.read(path)
-    assert str(record.noted) == "{'loss': 'nan', 'norm': '-inf', 'x': -0.0}"
-
-
 def test_half_a_line_is_no_record(tmp_path: Path) -> None:
     path = Path(write(tmp_path / "a.jsonl", start(), batch(1), batch(2)))
     path.write_bytes(path.read_bytes()[:-9])
@@ -83,12 +69,6 @@ def test_what_was_done_again_counts_as_it_was_done_last(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", *first, resumed(1), batch(2, "c2"), resumed(2), batch(3, "d3"))
 
     assert digests(trace_file.read(path)) == ["b1", "c2", "d3"]
-
-
-def test_what_was_gone_back_behind_does_not_count(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", start(), batch(1), batch(2), resumed(1, "restored"), batch(2, "c2"))
-
-    assert digests(trace_file.read(path)) == ["b1", "c2"]
 
 
 def test_a_start_begins_the_trace_again(tmp_path: Path) -> None:
@@ -104,18 +84,6 @@ def test_a_resume_at_an_epochs_end_keeps_that_epoch(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", start(), batch(1), batch(2), end, later, again)
 
     assert trace_file.read(path) == [start(), batch(1), batch(2), end, again]
-
-
-def test_a_loop_over_other_data_that_counts_from_0_again_is_kept_at_a_resume(tmp_path: Path) -> None:
-    # Without an optimizer nothing but the order tells them apart
-    def done(number: int, digest: str) -> Record:
-        return Record(At("batch", 0, number, 0), "boundary", [digest])
-
-    again = Record(At("batch", 0, 1, 0), "resumed")
-    path = write(tmp_path / "a.jsonl", done(1, "a1"), done(2, "a2"), done(1, "b1"), done(2, "b2"), again)
-
-    assert digests(trace_file.read(path)) == ["a1", "a2", "b1"]
-    assert not trace_file.first_difference(trace_file.read(path), trace_file.read(path))
 
 
 @pytest.mark.parametrize("text", ["no JSON", "[1]", "{}", '{"at":{"kind":"batch"},"why":"x"}', '{"at":1}'])
@@ -146,12 +114,6 @@ def test_what_a_kill_has_torn_is_taken_away_before_a_line_is_added(torn: bytes, 
     os.close(trace_file.open_to_add(path))
 
     assert path.read_bytes() == whole
-
-
-def test_a_file_in_a_folder_that_is_not_there_is_made(tmp_path: Path) -> None:
-    os.close(trace_file.open_to_add(tmp_path / "a" / "b" / "c.jsonl"))
-
-    assert (tmp_path / "a" / "b" / "c.jsonl").read_bytes() == b""
 
 
 @pytest.mark.parametrize("name", ["train.py", "folder", "folder/a.jsonl", "/dev/null"])
@@ -219,7 +181,7 @@ def test_two_trainings_that_do_the_same_are_equal(tmp_path: Path, capsys: pytest
         ),
     ],
 )
-def test_two_are_not_called_equal_without_a_comparison_of_what_they_have_trained(
+def test_traces_whose_weights_were_not_compared_are_not_called_equal(
     one: list[Record], other: list[Record], alike: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, fix = diff(tmp_path, one, other, capsys)
@@ -370,16 +332,6 @@ def test_the_rank_that_parts_first_is_named(tmp_path: Path, capsys: pytest.Captu
     assert diff(tmp_path, TEN, but(8, digest="x"), capsys)[0] == (
         "part at step 4 (epoch 0, batch 4) on rank 1: the batch differs"
     )
-
-
-@pytest.mark.parametrize("option", ["--all", "--depth=1"])
-def test_what_is_for_checkpoints_is_refused(
-    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = write(tmp_path / "a.jsonl", *TEN)
-
-    assert main(["diff", "--trace", option, path, path]) == 2
-    assert "--all and --depth are for checkpoints" in capsys.readouterr().err
 
 
 def test_two_that_have_no_boundary_in_common_are_an_error(

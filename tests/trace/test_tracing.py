@@ -21,9 +21,9 @@ import pytest
 import torch
 from grouped import grouped
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
-from resumable import Preempted, ResumableWarning, RunState, Trace, UsageError
+from resumable import ResumableWarning, RunState, Trace, UsageError
 from resumable.cli.app import main
 from resumable.trace import digest, trace_file
 from resumable.trace.trace_file import Record
@@ -113,6 +113,7 @@ def test_there_is_a_line_for_each_boundary(straight: list[Record]) -> None:
     assert all(isinstance(one.noted["loss"], float) for one in straight if one.batches)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("stops", [(1, 6), (4, 5), (2, 11), (12,)])
 def test_a_training_that_is_stopped_has_the_trace_of_one_that_is_not(
@@ -129,16 +130,6 @@ def test_a_training_that_is_stopped_has_the_trace_of_one_that_is_not(
     assert not trace_file.first_difference(found, straight)
     # What was saved in the last body is trained, and nobody came to its boundary
     assert len(boundaries(found)) >= len(boundaries(straight)) - len(stops)
-
-
-def test_what_came_after_an_older_checkpoint_is_dropped(tmp_path: Path, straight: list[Record]) -> None:
-    Script(tmp_path / "run", trace=tmp_path / "a.jsonl").train()
-
-    Script(tmp_path / "run", trace=tmp_path / "a.jsonl", resume=1).train(until=3)
-
-    found = trace_file.read(tmp_path / "a.jsonl")
-    assert not trace_file.first_difference(straight, found)
-    assert found[-1].at.step == 2
 
 
 def test_a_trace_changes_nothing_of_the_training(tmp_path: Path) -> None:
@@ -178,16 +169,7 @@ def test_the_environment_overrides_the_argument(
     assert not [*tmp_path.glob("[bc].jsonl")]
 
 
-def test_a_trace_in_the_home_folder_is_written_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("RESUMABLE_TRACE", raising=False)
-    Script(tmp_path / "run", trace="~/a.jsonl").train(1)
-    monkeypatch.setenv("RESUMABLE_TRACE", "~/b.jsonl")
-    Script(tmp_path / "other").train(1)
-
-    assert {path.name for path in tmp_path.glob("*.jsonl")} == {"a.jsonl", "b.jsonl"}
-
-
+@pytest.mark.heavy
 def test_several_runs_of_one_process_have_a_file_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,26 +236,6 @@ def test_a_training_that_goes_back_has_the_trace_of_what_it_has_kept(
     assert [one.at.step for one in found if one.why == "restored"] == [4]
     assert not trace_file.first_difference(straight, found)
     assert [one.at for one in boundaries(found)][-9:] == [one.at for one in boundaries(straight)][-9:]
-
-
-def test_batches_that_are_left_out_after_a_spike_are_in_no_record(tmp_path: Path) -> None:
-    script = Script(tmp_path / "run", trace=tmp_path / "a.jsonl")
-    losses = iter([0.1, 0.1, float("nan"), 0.1])
-    for batch in script.state.batches():
-        script.step(batch)
-        if script.state.spiked(next(losses)):
-            continue
-        script.state.save().wait()
-
-    found = trace_file.read(tmp_path / "a.jsonl")
-    assert [(one.why, one.at.batch, len(one.batches)) for one in found] == [
-        ("start", 0, 0),
-        ("boundary", 1, 1),
-        ("boundary", 2, 1),
-        ("restored", 3, 0),
-        ("boundary", 3, 0),
-        ("boundary", 4, 1),
-    ]
 
 
 def test_the_batches_of_an_accumulation_window_are_gathered(tmp_path: Path) -> None:
@@ -353,13 +315,6 @@ def test_what_cannot_be_distinguished_is_warned_of_once(tmp_path: Path) -> None:
     assert len(boundaries(trace_file.read(tmp_path / "a.jsonl"))) == 3
 
 
-class Endless(IterableDataset[Any]):
-    """Samples without a number."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(torch.arange(4.0))
-
-
 def ahead(batches: Iterator[Any]) -> Iterator[Any]:
     """Load in another thread, two ahead."""
     waiting: queue.Queue[Any] = queue.Queue(2)
@@ -408,60 +363,7 @@ def test_a_training_that_only_saves_has_a_boundary_at_each_save(tmp_path: Path) 
     ]
 
 
-def test_steps_are_counted_and_not_batches_where_a_batch_has_several(tmp_path: Path) -> None:
-    script = Script(tmp_path / "run", trace=tmp_path / "a.jsonl", trace_every=5)
-    for batch in script.state.batches():
-        for _ in range(3):
-            script.step(batch)
-    script.state.close()
-
-    found = boundaries(trace_file.read(tmp_path / "a.jsonl"))
-    assert [(one.at.step, bool(one.parts)) for one in found] == [
-        (3, False),
-        (6, True),
-        (9, False),
-        (12, True),
-    ]
-
-
-def test_where_no_optimizer_counts_steps_batches_are_counted(tmp_path: Path) -> None:
-    with RunState.load(tmp_path / "run", loader=[0] * 7, trace=Trace(tmp_path / "a.jsonl", every=3)) as state:
-        for _ in state.epochs(2):
-            assert len([*state.batches()]) == 7
-
-    found = boundaries(trace_file.read(tmp_path / "a.jsonl"))
-    assert [(one.at.kind, one.at.batch) for one in found if one.parts] == [
-        *(("batch", 3), ("batch", 6), ("epoch", 0)),
-        *(("batch", 3), ("batch", 6), ("epoch", 0)),
-    ]
-
-
-def test_a_body_of_steps_without_an_optimizer_is_not_looked_at_every_time(tmp_path: Path) -> None:
-    with RunState.load(tmp_path / "run", trace=Trace(tmp_path / "a.jsonl", every=4)) as state:
-        assert len([*state.steps(9)]) == 9
-
-    found = boundaries(trace_file.read(tmp_path / "a.jsonl"))
-    assert [one.at.step for one in found if one.parts] == [4, 8]
-
-
-def test_epochs_without_batches_have_their_boundaries_and_short_ones_are_not_all_looked_at(
-    tmp_path: Path,
-) -> None:
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with RunState.load(
-        tmp_path / "run", model=model, optimizer=optimizer, trace=Trace(tmp_path / "a.jsonl", every=20)
-    ) as state:
-        for _ in state.epochs(4):
-            optimizer.step()
-            state.note(loss=1)
-
-    found = boundaries(trace_file.read(tmp_path / "a.jsonl"))
-    assert [(*one.at, bool(one.parts)) for one in found] == [
-        ("epoch", epoch, 0, epoch, epoch != 3) for epoch in (1, 2, 3, 4)
-    ]
-
-
+@pytest.mark.heavy
 @pytest.mark.parametrize("stops", [(), (7,), (3, 9), (4, 8)])
 def test_the_looks_at_epochs_ends_are_at_the_same_ones_after_a_resume(
     stops: tuple[int, ...], tmp_path: Path
@@ -509,7 +411,7 @@ def steps(folder: Path, name: str, lr: float = 0.1, **options: Any) -> list[Reco
     return trace_file.read(path)
 
 
-def test_at_the_end_the_parts_are_looked_at_once_more_so_that_one_other_step_shows(tmp_path: Path) -> None:
+def test_the_look_at_the_end_shows_that_one_step_was_another(tmp_path: Path) -> None:
     a, b = steps(tmp_path, "a"), steps(tmp_path, "b", lr=0.2)
 
     assert [(one.at.kind, one.at.step, one.why) for one in a if one.parts] == [
@@ -539,33 +441,6 @@ def test_a_training_that_is_complete_is_not_looked_at_again(tmp_path: Path) -> N
     assert [one.why for one in found if one.why != "boundary"] == ["start", "resumed"]
 
 
-def leave_by_an_error(script: Script) -> None:
-    with script.state as state:
-        for batch in state.batches():
-            script.step(batch)
-            raise KeyError("stop")
-
-
-def leave_by_a_signal(script: Script) -> None:
-    with script.state as state:
-        for batch in state.batches():
-            script.step(batch)
-            signal.raise_signal(signal.SIGTERM)
-
-
-@pytest.mark.parametrize("leave", [leave_by_an_error, leave_by_a_signal])
-@pytest.mark.parametrize("on_preempt", ["exit", "raise"])
-def test_one_that_is_not_at_its_end_is_not_held_up_by_a_look(
-    leave: Any, on_preempt: str, tmp_path: Path
-) -> None:
-    script = Script(tmp_path / "run", trace=tmp_path / "a.jsonl", on_preempt=on_preempt)
-
-    with pytest.raises((KeyError, SystemExit, Preempted)):
-        leave(script)
-
-    assert "closed" not in {one.why for one in trace_file.read(tmp_path / "a.jsonl")}
-
-
 def test_a_part_that_cannot_be_stored_leaves_the_digests_of_the_batches(tmp_path: Path) -> None:
     options = grouped(trace=tmp_path / "a.jsonl", every=None)
     with pytest.warns(ResumableWarning, match="cannot tell the parts apart: CannotStore: extra.odd.made is"):
@@ -588,19 +463,6 @@ def test_a_run_is_let_go_of_even_if_a_warning_of_its_last_look_is_an_error(tmp_p
 
     with RunState.load(tmp_path / "run", **grouped(**options)) as state:
         assert state.step == 2
-
-
-def test_what_a_forked_child_does_is_not_in_the_trace(tmp_path: Path) -> None:
-    script = Script(tmp_path / "run", trace=tmp_path / "a.jsonl")
-    script.train(until=2)
-    before = (tmp_path / "a.jsonl").read_bytes()
-
-    if (child := os.fork()) == 0:
-        script.state._session.trace = None
-        os._exit(0)
-    os.waitpid(child, 0)
-
-    assert (tmp_path / "a.jsonl").read_bytes() == before
 
 
 KILLED = """
@@ -719,7 +581,7 @@ def test_one_number_that_is_drawn_shows_in_the_next_look(name: str, draw: Any, t
     assert [(one.part, one.name) for one in trace_file.differences(a, b)] == [("random", name)]
 
 
-def test_a_relative_trace_stays_where_it_was_when_the_script_changes_folder(
+def test_a_relative_trace_stays_when_the_script_changes_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "elsewhere").mkdir()

@@ -44,17 +44,6 @@ def test_every_pattern_of_bits_is_what_torch_takes_it_for(dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize("dtype", NUMBERS, ids=name)
-def test_each_of_the_256_bytes_of_a_small_float_is_what_torch_takes_it_for(dtype: torch.dtype) -> None:
-    if dtype.itemsize > 1:
-        pytest.skip("it has more than one byte")
-    for byte in range(256):
-        value = torch.tensor([byte], dtype=torch.uint8).view(dtype)
-        found, expected = magnitudes.size_of(raw(value), name(dtype), 1), float(wide(value))
-        assert (found.nan, found.inf) == (math.isnan(expected), math.isinf(expected)), byte
-        assert found.norm == (abs(expected) if math.isfinite(expected) else 0), byte
-
-
-@pytest.mark.parametrize("dtype", NUMBERS, ids=name)
 def test_a_distance_is_the_one_that_torch_computes(dtype: torch.dtype) -> None:
     one = (torch.rand(1000) * 4).to(dtype)
     other = one.clone()

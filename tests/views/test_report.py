@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,8 @@ from resumable.cli.app import main
 from resumable.files.lock import holder
 from resumable.run.directory import Run
 from resumable.run.history import NO_EXIT
-from resumable.views import listing, report
-from resumable.views.charts import MOST, data, metrics, shown
+from resumable.views import report
+from resumable.views.charts import MOST, data, shown
 from resumable.views.overview import overview
 
 
@@ -80,35 +79,6 @@ def test_of_a_checkpoint_that_was_pruned_the_metrics_stay(trained: Path) -> None
     assert here == Run(trained).numbers()
     assert len(here) < len(found["saves"]) == 16
     assert found["saves"][3]["metrics"] == {"acc": 0.15, "loss": "nan"}
-
-
-def test_a_start_without_a_word_from_the_one_before_is_reported_as_its_failure(trained: Path) -> None:
-    lines = [json.loads(line) for line in (trained / "history.jsonl").read_text().splitlines()]
-    starts = [line for line in lines if line["event"] == "start"]
-    starts[-1]["previous"] = {"attempt": 3, "how": "killed, crashed or not closed", "last": 13}
-    lines = [line for line in lines if line["event"] != "end" or line["attempt"] != 3]
-    copy = trained.parent / "killed"
-    copy.mkdir()
-    (copy / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-    found: dict[str, Any] = overview(Run(copy))
-
-    assert ("failed", 3, 13, 11) in events(found)
-
-
-def test_bytes_that_files_share_are_counted_once(run_dir: Path) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(512, 512).requires_grad_(False), torch.nn.Linear(2, 2))
-    with RunState.load(run_dir, model=model, keep=None) as state:
-        for _ in range(3):
-            state.save()
-
-    found: dict[str, Any] = overview(Run(run_dir))
-
-    files = [path for path in run_dir.glob("checkpoints/*/**/*") if path.is_file()]
-    sizes = {path.stat().st_ino: path.stat().st_size for path in files if path.name != "manifest.json"}
-    assert found["size"] == sum(sizes.values())
-    assert found["size_unshared"] == sum(save["size"] for save in found["saves"])
-    assert all(save["own"] < save["size"] - 512 * 512 * 4 for save in found["saves"])
 
 
 @pytest.mark.parametrize(
@@ -209,11 +179,6 @@ def many(count: int) -> dict[str, Any]:
     }
 
 
-def test_an_abandoned_branch_begins_where_it_left_the_other(trained: Path) -> None:
-    run: dict[str, Any] = overview(Run(trained))
-    assert branches(run) == [(6, 7), (7, 8)]
-
-
 def test_a_branch_goes_past_a_save_that_is_not_drawn(trained: Path) -> None:
     run: dict[str, Any] = overview(Run(trained))
     run["saves"][6]["step"] = None
@@ -225,10 +190,6 @@ def branches(run: dict[str, Any]) -> list[tuple[int, int]]:
     """Return the numbers of the saves between which lines of abandoned branches are drawn."""
     [drawn] = data([run], ["acc"])["runs"]
     return [(drawn["number"][before], drawn["number"][after]) for before, after in drawn["branches"]]
-
-
-def test_the_metric_that_says_what_is_best_comes_first(trained: Path) -> None:
-    assert metrics([overview(Run(trained))]) == ["acc", "loss"]
 
 
 def test_the_page_is_written_as_a_whole_and_again(trained: Path, tmp_path: Path) -> None:
@@ -262,11 +223,6 @@ def test_a_place_that_cannot_be_written_to_is_named(trained: Path, tmp_path: Pat
         report.write([run], tmp_path)
     with pytest.raises(UsageError, match="there is no folder"):
         report.write([run], tmp_path / "none" / "page.html")
-
-
-def test_a_run_that_is_not_there_exits_with_3(tmp_path: Path) -> None:
-    assert main(["report", str(tmp_path / "none"), "-o", str(tmp_path / "page.html")]) == 3
-    assert not [*tmp_path.iterdir()]
 
 
 def test_json_has_just_the_documented_fields(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -306,7 +262,7 @@ def test_a_training_writes_its_report_and_a_notebook_shows_it(run_dir: Path, tmp
     assert len(shown) < 3000
 
 
-def test_a_notebook_shows_the_newest_checkpoints_of_a_run_and_which_is_damaged(run_dir: Path) -> None:
+def test_a_notebook_shows_the_newest_checkpoints_and_the_damaged_one(run_dir: Path) -> None:
     train(run_dir, 7, keep=None)
     [path] = run_dir.glob("checkpoints/000007-*/manifest.json")
     path.write_bytes(b"<script>")
@@ -374,13 +330,6 @@ def test_the_end_of_a_killed_last_attempt_counts_too(killed_twice: Path) -> None
     assert "after 5" in page
 
 
-def test_without_a_recorded_exit_the_time_is_a_least(killed_twice: Path, trained: Path) -> None:
-    page = report.page([overview(Run(killed_twice))])
-
-    assert page.count("at least ") == 3
-    assert "at least " not in report.page([overview(Run(trained))])
-
-
 def test_a_hint_about_bold_stands_only_where_something_is_bold(trained: Path, tmp_path: Path) -> None:
     train(tmp_path / "other", 2, every=7)
     one, other = overview(Run(trained)), overview(Run(tmp_path / "other"))
@@ -389,49 +338,12 @@ def test_a_hint_about_bold_stands_only_where_something_is_bold(trained: Path, tm
     assert "Bold: " in report.page([one, other])
 
 
-def test_a_page_says_what_was_checked_and_which_figure_a_median_is(trained: Path) -> None:
-    page = report.page([overview(Run(trained))])
-
-    assert "no file is missing or cut short" in page
-    assert re.search(r"median [\d.]+ m?s a save", page)
-
-
-def test_a_closed_run_is_finished_in_the_list_and_on_the_page(run_dir: Path) -> None:
-    train(run_dir, 3)
-
-    assert (overview(Run(run_dir))["state"], listing.of_run(Run(run_dir)).state) == ("finished", "finished")
-
-
 def test_a_run_that_is_trained_is_running_and_stays_locked(run_dir: Path) -> None:
     with RunState.load(run_dir, model=torch.nn.Linear(4, 4)):
         assert overview(Run(run_dir))["state"] == "running"
         assert holder(run_dir / ".lock")
 
     assert holder(run_dir / ".lock") is None
-
-
-def test_saves_in_every_body_cost_at_least_the_time_in_the_calls(run_dir: Path) -> None:
-    inside = []
-    model = torch.nn.Linear(256, 256)
-    with RunState.load(run_dir, model=model, keep=2) as state:
-        for _ in state.steps(8):
-            began = time.perf_counter()
-            state.save()
-            inside.append(time.perf_counter() - began)
-
-    held = [save["held"] for save in overview(Run(run_dir))["saves"]]
-    # The last line is written while its call may not have returned; figures are rounded.
-    assert sum(held) > 0.95 * sum(inside[:-1])
-
-
-def test_a_history_without_those_times_says_that_they_are_not_recorded(run_dir: Path) -> None:
-    train(run_dir, 3)
-    file = run_dir / "history.jsonl"
-    file.write_text(re.sub(r'"held": [^,]+, ', "", file.read_text()))
-
-    page = report.page([overview(Run(run_dir))])
-
-    assert "<dt>lost to saving</dt><dd><div>not recorded</div></dd>" in page
 
 
 def test_a_start_notes_its_settings_without_what_is_long(run_dir: Path) -> None:

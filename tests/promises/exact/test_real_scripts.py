@@ -1,4 +1,4 @@
-"""Scripts in the shapes people really write: NAME.py and NAME_resumable.py in tests/data/real_scripts."""
+"""Scripts in the shapes people write: NAME.py in tests/data/real_scripts, and NAME.diff that converts it."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ LIBRARY = re.compile(
     "(is empty|has no checkpoint yet): starting fresh|^resumed |is complete: |is saved, checkpoint "
 )
 """What tells a line of the library from those of a script."""
+HUNK = re.compile(r"^@@ -(\d+)(?:,(\d+))? .*\n((?:[-+].*\n)+)", re.MULTILINE)
 MOST = 8
 """How many lines a conversion may change or add: those that `git diff` marks with a `+`."""
 
@@ -53,7 +54,7 @@ class Ended(NamedTuple):
 
 def start(command: Sequence[str], folder: Path) -> Ended:
     """Run a command in a session of its own; return what the script printed, without the library's lines."""
-    paths = str(ROOT), os.environ.get("PYTHONPATH")
+    paths = str(ROOT), str(REAL), os.environ.get("PYTHONPATH")
     python = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
         [sys.executable, *command],
@@ -110,7 +111,8 @@ def goes_on(forks: Forks, name: str, how: str, ticks: Sequence[int], folder: Pat
 
     The plain one and the last start have interpreters of their own.
     """
-    script, expected = REAL / f"{name}_resumable.py", plain(name)[0]
+    script, expected = folder.with_name(f"{name}.py"), plain(name)[0]
+    script.write_text(converted(name))
     starts = [start_and_stop(forks, stopped(how, tick, script), folder) for tick in ticks]
     last = start([str(script)], folder)
     for ended in (*starts, last):
@@ -128,9 +130,20 @@ def _run(folder: Path) -> Run:
     return Run(history.parent)
 
 
-def lines_of(script: Path) -> list[str]:
+def converted(name: str) -> str:
+    """Return the script as its diff converts it."""
+    lines = (REAL / f"{name}.py").read_text().splitlines(keepends=True)
+    for begin, count, changed in reversed(HUNK.findall((REAL / f"{name}.diff").read_text())):
+        at, rows = int(begin) - (count != "0"), changed.splitlines(keepends=True)
+        old, new = ([row[1:] for row in rows if row[0] == sign] for sign in "-+")
+        assert lines[at : at + len(old)] == old
+        lines[at : at + len(old)] = new
+    return "".join(lines)
+
+
+def lines_of(script: str) -> list[str]:
     """Return the lines of a script, with each statement that the formatter has split on one."""
-    return ast.unparse(ast.parse(script.read_text())).splitlines()
+    return ast.unparse(ast.parse(script)).splitlines()
 
 
 @pytest.fixture
@@ -142,7 +155,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_conversion_changes_at_most_eight_lines(name: str) -> None:
-    before, after = lines_of(REAL / f"{name}.py"), lines_of(REAL / f"{name}_resumable.py")
+    before, after = lines_of((REAL / f"{name}.py").read_text()), lines_of(converted(name))
     diff = [*difflib.unified_diff(before, after, n=0, lineterm="")][2:]
     changed = [line for line in diff if line.startswith("+") and line[1:].strip()]
 
