@@ -66,7 +66,8 @@ class Start:
 
     def tick(self, state: RunState[Any], *seen: Any) -> None:
         """Note what is trained, and end this start with a save if it is time."""
-        at = {"vars": state.vars, "means": dict(state.means), "step": state.step, "samples": state.samples}
+        at = {name: getattr(state, name) for name in ("epoch", "batch", "step", "samples", "vars")}
+        at["means"] = dict(state.means)
         generators = torch.get_rng_state(), random.getstate(), [*np.random.get_state()]  # type: ignore[misc]
         self.log.append(plain([seen, at, dict(self._watched), _digest(generators)]))
         if len(self.log) == self._stop:
@@ -142,7 +143,7 @@ def fit(model: nn.Module, optimizer: torch.optim.Optimizer, *batches: Tensor) ->
 
 def sample(index: int) -> Tensor:
     """Return a sample that draws from every global generator."""
-    drawn = [int(torch.randint(4, ())), random.getrandbits(2), int(np.random.randint(4))]
+    drawn = [int(torch.randint(4, ())), random.randrange(4), int(np.random.randint(4))]
     return torch.tensor([index, *drawn], dtype=torch.float64)
 
 
@@ -184,12 +185,12 @@ class Augmented(Numbered):
 
 
 class Stream(IterableDataset[Tensor]):
-    """Samples that draw, in turn for each worker."""
+    """Samples in an order that is drawn as they begin."""
 
     def __iter__(self) -> Iterator[Tensor]:
         worker = get_worker_info()
         mine = slice(worker.id, None, worker.num_workers) if worker else slice(None)
-        return map(sample, range(8)[mine])
+        return map(sample, torch.randperm(8).tolist()[mine])
 
 
 class Counting(IterableDataset[Tensor]):
@@ -357,14 +358,16 @@ def parts(start: Start) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
     average = AveragedModel(models["main"], multi_avg_fn=get_ema_multi_avg_fn(0.5))
     dice, counter, kept = np.random.default_rng(3), Counter(), Kept(0, torch.zeros(4, dtype=torch.float64))
-    lists: dict[str, Any] = {"losses": [], "inner": {"pair": (1, "one")}}
+    losses: list[float] = []
+    lists: dict[str, Any] = {"losses": losses, "same": losses, "inner": {"pair": (1, "one")}}
     extra = {"average": average, "dice": dice, "counter": counter, "kept": kept, "lists": lists}
     loader = DataLoader(Noisy(), 2, shuffle=True)
     given = {"model": models, "optimizer": optimizers, "scheduler": schedulers, "scaler": scaler}
     with start.load(loader, **given, extra=extra) as state:
         for _ in state.epochs(3):
+            first = random.randrange(4)
             for batch in state.batches():
-                x = batch + int(dice.bit_generator.random_raw() % 4)
+                x = batch + first + int(dice.bit_generator.random_raw() % 4)
                 optimizers["main"].zero_grad()
                 scaler.scale(models["main"](x).sum()).backward()
                 scaler.step(optimizers["main"])
@@ -401,7 +404,7 @@ def several_loaders(start: Start) -> None:
     }
 
     def drawn() -> Iterator[Tensor]:
-        return (sample(index).unsqueeze(0) for index in range(3))
+        return (sample(index).unsqueeze(0) for index in torch.randperm(3).tolist())
 
     together = [name for name in loaders if name not in ("first", "last")]
     with start.load(loaders, model=model, optimizer=optimizer) as state:
@@ -446,11 +449,11 @@ def ahead(batches: Iterator[Any]) -> Iterator[Any]:
 
 @stored(3)
 def begun_in_mid_epoch(start: Start) -> None:
-    """Begins by `begin_at`, and loads ahead by `through=` samples that have seeds of their own."""
+    """Begins by `begin_at`, and loads ahead by `through=`."""
     model = row()
     optimizer = sgd(model)
     loader = DataLoader(Noisy(), 1, shuffle=True, generator=seeded(1))
-    with start.load(loader, model=model, optimizer=optimizer, sample_seeds=True) as state:
+    with start.load(loader, model=model, optimizer=optimizer) as state:
         if not state.resumed:
             state.begin_at(epoch=1, batch=1, step=7, samples=7, best=16.0)
         for _ in state.epochs(3):
@@ -461,12 +464,13 @@ def begun_in_mid_epoch(start: Start) -> None:
 
 @stored(5)
 def steps(start: Start) -> None:
-    """Counts steps, in the second pass over a loader; saved in the middle of an accumulation window."""
+    """Counts steps, in the second pass over samples with seeds, in the middle of an accumulation window."""
     model = row()
     optimizer = sgd(model)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     loader = DataLoader(Noisy(), 2, sampler=RandomSampler(Numbered(), replacement=True))
-    with start.load(loader, model=model, optimizer=optimizer, scheduler=scheduler) as state:
+    given = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    with start.load(loader, **given, sample_seeds=True) as state:
         batches = Again(state)
         for step in state.steps(9):
             batch = next(batches)

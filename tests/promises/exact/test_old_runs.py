@@ -40,6 +40,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:start.log controls this loop"),
     pytest.mark.filterwarnings("ignore:Stream and the training draw from the same generators"),
     pytest.mark.filterwarnings("ignore:drawn keeps no position"),
+    pytest.mark.filterwarnings("ignore:the order of this epoch is drawn from generators .generator."),
 ]
 
 
