@@ -1,76 +1,86 @@
-"""Runs that earlier versions have written continue, bit for bit. Never write these files again."""
+"""Runs that earlier versions have written continue, bit for bit. Never write their files again.
+
+Each is of a training in old_trainings.py, which names the revision that wrote it.
+"""
 
 from __future__ import annotations
 
-import random
 import shutil
+from functools import cache
 from pathlib import Path
-from typing import Any
 
-import numpy as np
+import old_trainings
 import pytest
-import torch
+from old_trainings import TRAININGS, Log
 from places import DATA
-from torch import nn
-from torch.utils.data import DataLoader, Dataset
-
-from resumable import RunState
+from sharded_training import CAN_SHARD, WHY_NOT
 
 OLD = DATA / "old_runs"
-"""`before-rooms` was written at 884df13, by the training below, stopped after its 5th step."""
+SIZE = 800_000
+"""The bytes that all runs may take."""
+STOPS = [
+    pytest.param(
+        name,
+        number,
+        id=f"{name}-{training.stops[number]}",
+        marks=[pytest.mark.heavy, pytest.mark.skipif(not CAN_SHARD, reason=WHY_NOT)]
+        if training.ranks > 1
+        else [],
+    )
+    for name, training in TRAININGS.items()
+    for number in range(len(training.stops))
+]
 
 pytestmark = [
     # The machine, and its libraries, may be others than those that wrote the run.
     pytest.mark.filterwarnings("ignore:.* has changed since checkpoint"),
     pytest.mark.filterwarnings("ignore:this epoch was resumed in the middle"),
+    # What the trainings are told, for what they do on purpose.
+    pytest.mark.filterwarnings("ignore:minimize='loss' says"),
+    pytest.mark.filterwarnings("ignore:start.log controls this loop"),
+    pytest.mark.filterwarnings("ignore:Stream and the training draw from the same generators"),
+    pytest.mark.filterwarnings("ignore:drawn keeps no position"),
+    pytest.mark.filterwarnings("ignore:the order of this epoch is drawn from generators .generator."),
 ]
 
 
-class Noisy(Dataset[torch.Tensor]):
-    """Samples that draw from every global generator."""
-
-    def __len__(self) -> int:
-        return 6
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        drawn = [torch.randint(4, ()).item(), random.randrange(4), int(np.random.randint(4))]
-        return torch.tensor([float(index), *map(float, drawn)])
+@cache
+def straight(name: str, folder: Path) -> list[Log]:
+    """Return what the training is without a stop."""
+    return old_trainings.run(name, folder / "straight" / name)
 
 
-def train(run_dir: Path, stop: int | None = None) -> tuple[list[Any], torch.Tensor]:
-    """Return the batches and the weights; small numbers and powers of two are exact on every machine."""
-    torch.manual_seed(1), random.seed(1), np.random.seed(1)
-    model = nn.Linear(4, 1, bias=False)
-    nn.init.zeros_(model.weight)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.25, momentum=0.5)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    loader = DataLoader(Noisy(), batch_size=2, shuffle=True)
-    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader}
-    seen = []
-    with RunState.load(run_dir, **parts, minimize="loss") as state:  # type: ignore[arg-type]
-        for _ in state.epochs(3):
-            for batch in state.batches():
-                seen.append(batch.tolist())
-                optimizer.zero_grad()
-                loss = model(batch).sum()
-                loss.backward()
-                optimizer.step()
-                if state.step == stop:
-                    state.save(loss=loss.item())
-                    return seen, model.weight
-            scheduler.step()
-            state.save(loss=loss.item())
-    return seen, model.weight
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("trainings")
 
 
 @pytest.mark.proves("exact")
-@pytest.mark.parametrize("name", sorted(one.name for one in OLD.iterdir()))
-def test_a_run_of_an_earlier_version_continues_bit_for_bit(tmp_path: Path, name: str) -> None:
-    shutil.copytree(OLD / name, tmp_path / "run")
-    expected, weights = train(tmp_path / "straight")
+@pytest.mark.parametrize(("name", "number"), STOPS)
+def test_a_run_of_an_earlier_version_continues_bit_for_bit(
+    name: str, number: int, folder: Path, tmp_path: Path
+) -> None:
+    run = shutil.copytree(OLD / name, tmp_path / "run")
+    saved = sorted(path.name for path in (run / "checkpoints").iterdir())[number]
 
-    first, _ = train(tmp_path / "run", stop=7)
-    rest, resumed = train(tmp_path / "run")
+    first = old_trainings.run(name, run, 2, resume=int(saved.partition("-")[0]))
+    second = old_trainings.run(name, run, 1)
+    rest = old_trainings.run(name, run)
 
-    assert first + rest == expected[5:]
-    assert torch.equal(resumed, weights)
+    stop = TRAININGS[name].stops[number]
+    legs = zip(first, second, rest, strict=True)
+    assert [[*one, *two, *three] for one, two, three in legs] == [
+        log[stop:] for log in straight(name, folder)
+    ]
+
+
+def test_the_best_checkpoint_of_an_earlier_version_is_found(folder: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(OLD / "parts", tmp_path / "run")
+
+    assert old_trainings.run("parts", run, resume="best") == [straight("parts", folder)[0][5:]]
+
+
+def test_every_stored_run_is_of_a_training() -> None:
+    assert {path.name for path in OLD.iterdir()} == {*TRAININGS}
+    files = [path for path in OLD.rglob("*") if path.is_file() and not path.is_symlink()]
+    assert sum(path.stat().st_size for path in files) < SIZE
