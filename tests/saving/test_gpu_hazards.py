@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import warnings
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from resumable import Preempt, Preempted, Run, RunState, StateMismatch
-from resumable.files import block_queue, codec, tensor_file
+from resumable.files import codec, tensor_file
 from resumable.loaders.generators import rng, worker_rng
 from resumable.parts import devices
 from resumable.parts.gradients import Gradients
@@ -84,13 +82,6 @@ def test_generators_follow_the_devices_of_the_training(then: str, now: str, coun
     assert torch.equal(draw(now), expected)
 
 
-def test_devices_are_paired_in_the_order_of_their_numbers() -> None:
-    assert devices.moved({"cuda:2", "cuda:10"}, {"cuda:0", "cuda:1"}) == {
-        "cuda:2": "cuda:0",
-        "cuda:10": "cuda:1",
-    }
-
-
 def on(device: str) -> dict[str, Any]:
     return {"part": {"$tensor": ["name", {"device": device}]}}
 
@@ -105,11 +96,6 @@ def test_all_tensors_follow_what_is_trained_to_another_gpu(is_alone: bool) -> No
     trees = {"model": on("cuda:0"), "extra": on("cuda:0"), "rank": {}}
     found = moved(trees, {"cuda:1"}, is_alone)
     assert found["extra"] == found["model"] == {"cuda:0": "cuda:1"}
-
-
-def test_nothing_moves_while_what_is_trained_stays() -> None:
-    trees = {"model": on("cuda:0"), "extra": on("cuda:1"), "rank": {}}
-    assert not any(moved(trees, {"cuda:0"}, True).values())
 
 
 def test_each_ranks_own_state_follows_its_own_device() -> None:
@@ -128,25 +114,6 @@ def test_a_worker_leaves_the_generator_of_a_gpu_alone() -> None:
     watch = worker_rng.Watch({"own": OnGpu(), "other": np.random.default_rng(1)})
     assert "own.other" in watch.states()
     assert "own.own" not in watch.states()
-
-
-@pytest.mark.usefixtures("gpu")
-def test_where_loaders_draw_on_a_gpu_its_generators_are_read_for_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert "cuda" not in rng.collect(devices=False)
-    monkeypatch.setattr(torch, "get_default_device", lambda: torch.device("cuda"))
-    assert "cuda" in rng.collect(devices=False)
-
-
-def test_a_generator_of_a_gpu_is_made_where_one_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[str] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch, "Generator", lambda device: made.append(device))
-    for size in (16, 5056):
-        rng.made_for(np.zeros(size, dtype=np.uint8))
-
-    assert made == ["cuda", "cpu"]
 
 
 class Training:
@@ -359,45 +326,6 @@ def test_the_threads_of_a_save_let_others_capture(gpu: Accelerator, run_dir: Pat
     state.close()
 
 
-def test_a_save_on_its_way_keeps_no_tensor_that_the_training_has_dropped(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    may_write = threading.Event()
-    write = block_queue.write
-
-    def late(*args: Any, **given: Any) -> Any:
-        assert may_write.wait(20)
-        return write(*args, **given)
-
-    monkeypatch.setattr(block_queue, "write", late)
-    made: list[weakref.ref[torch.Tensor]] = []
-
-    class Average:
-        def state_dict(self) -> dict[str, torch.Tensor]:
-            tensor = torch.zeros(1000)
-            made.append(weakref.ref(tensor))
-            return {"w": tensor}
-
-        def load_state_dict(self, state: Any) -> None: ...
-
-    model = nn.Linear(8, 8)
-    optimizer = torch.optim.SGD(model.parameters())
-    state = RunState.load(run_dir, model=model, optimizer=optimizer, extra={"average": Average()})
-    made.clear()
-    handle = None
-    for step in state.steps(2):
-        model(torch.ones(2, 8)).sum().backward()
-        optimizer.step()
-        if step == 0:
-            handle = state.save()
-        else:
-            assert made[0]() is None
-            may_write.set()
-    assert handle
-    handle.wait()
-    state.close()
-
-
 class EightBit(torch.optim.SGD):
     """An optimizer with methods that torch's do not have, as those of bitsandbytes."""
 
@@ -478,28 +406,6 @@ def test_where_nothing_could_be_put_back_the_error_says_so(gpu: Accelerator, run
     with pytest.raises(StateMismatch, match=r"optimizer refused its state.*hold a mixture"):
         training.state.restore("newest")
     training.state.close()
-
-
-def test_small_tensors_are_loaded_onto_a_gpu_together(gpu: Accelerator, run_dir: Path) -> None:
-    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(40))).cuda()
-        return model, torch.optim.Adam(model.parameters(), capturable=True)
-
-    model, optimizer = made()
-    with RunState.load(run_dir, model=model, optimizer=optimizer) as state:
-        for _ in state.steps(1):
-            model(torch.ones(2, 4, device="cuda")).sum().backward()
-            optimizer.step()
-        state.save()
-    expected = [p.tolist() for p in model.parameters()]
-    model, optimizer = made()
-    gpu.blocking_copies.clear()
-    RunState.load(run_dir, model=model, optimizer=optimizer).close()
-
-    assert len(gpu.blocking_copies) <= 4, "one for each dtype of each file"
-    assert [p.tolist() for p in model.parameters()] == expected
-    moments = [one["exp_avg"] for one in optimizer.state.values()]
-    assert len({one.untyped_storage().data_ptr() for one in moments}) == 80
 
 
 @pytest.mark.parametrize("has_room", [True, False])

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import linecache
-import mmap
-import os
-import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +12,7 @@ from fenced import Training, values
 from torch import nn
 
 from resumable import RunState, SaveFailed
-from resumable.saving import condition, host_memory, image_file, pieces, snapshot
+from resumable.saving import image_file, pieces, snapshot
 from resumable.saving.condition import ConditionWithoutLock
 from resumable.saving.gpu_copies import Copy
 from resumable.saving.image import Image
@@ -120,19 +113,6 @@ def test_a_step_waits_for_a_piece_in_hand_and_copies_the_others(monkeypatch: pyt
     assert sorted(name for name in by if name != "MainThread") == ["resumable-image", "step", "step"]
 
 
-def test_a_write_around_is_found_by_a_step_that_copies_by_itself(go: threading.Event) -> None:
-    training = three()
-    taken = training.take()
-    with torch.no_grad():
-        # Of so little only the count of changes tells.
-        training.parameters[1][1] += 1
-    training.step()
-    go.set()
-
-    with pytest.raises(SaveFailed, match=r"b was written to after save\(\), but not by a step"):
-        values(taken)
-
-
 def test_a_write_through_data_is_found_though_the_step_copied(go: threading.Event) -> None:
     training = three()
     taken = training.take()
@@ -216,7 +196,7 @@ def copies(*sizes: int, dtype: torch.dtype = torch.uint8) -> list[Copy]:
     return found
 
 
-def test_the_handler_of_a_signal_in_a_step_that_copies_may_wait_for_the_save(
+def test_a_signal_handler_in_a_step_that_copies_may_wait_for_the_save(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, go: threading.Event
 ) -> None:
     model = nn.Linear(300, 300)
@@ -261,48 +241,6 @@ def test_a_large_tensor_is_copied_in_several_pieces(
     assert sum(seen) == sum(copy.view.nbytes for copy in given)
 
 
-def test_a_file_is_there_as_far_as_no_piece_before_is_missing() -> None:
-    held, begun, changed = threading.Event(), threading.Event(), ConditionWithoutLock()
-    there = Pieces(copies(4, 4, 4), 4, changed)
-    needed = [there.needed("file", end) for end in (0, 1, 4, 5, 12, 99)]
-    assert needed == [0, 1, 1, 2, 3, 3]
-    assert there.needed("another", 9) == 0
-    first = threading.Thread(target=there.finish, args=(lambda some: (begun.set(), held.wait(20)),))
-    first.start()
-    assert begun.wait(20)
-    second = threading.Thread(target=there.finish, args=(_real_copy,))
-    second.start()
-    second.join(0.05)
-
-    assert second.is_alive(), "the first piece is still being copied"
-    assert there.copied() == 0
-    held.set()
-    first.join(20)
-    second.join(20)
-    assert there.copied() == 3
-
-
-def test_who_waits_for_a_piece_is_woken_before_the_next_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(condition, "_LONGEST", 60)
-    changed, awake, seen = ConditionWithoutLock(), threading.Event(), list[bool]()
-    there = Pieces(copies(4, 4), 4, changed)
-    waiting = threading.Thread(target=lambda: (changed.wait_for(lambda: there.copied() == 1), awake.set()))
-    waiting.start()
-    while not changed._waiting:
-        pass
-    there.finish(lambda some: seen.append(there.copied() == 0 or awake.wait(20)))
-    waiting.join(20)
-
-    assert seen == [True, True]
-
-
-def test_of_a_large_tensor_the_file_needs_only_the_parts_in_front(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "_LONGEST", 64)
-    there = Pieces(copies(200, dtype=torch.bfloat16), 64, ConditionWithoutLock())
-
-    assert [there.needed("file", end) for end in (1, 64, 65, 128, 129, 400)] == [1, 1, 2, 2, 3, 7]
-
-
 def test_what_is_stopped_copies_nothing_more_when_stop_returns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "_PATIENCE", 0.01)
     held, begun, changed, done = threading.Event(), threading.Event(), ConditionWithoutLock(), []
@@ -342,67 +280,6 @@ def test_a_step_waits_until_a_piece_that_was_taken_over_is_copied_twice(
     step.join(20)
     image.join(20)
     assert not step.is_alive()
-
-
-def test_a_thread_looks_again_if_the_one_to_wake_it_was_interrupted() -> None:
-    changed, seen = ConditionWithoutLock(), list[int]()
-    waiting = threading.Thread(target=changed.wait_for, args=(lambda: bool(seen),))
-    waiting.start()
-    seen.append(1)
-    waiting.join(20)
-
-    assert not waiting.is_alive()
-    assert not changed._waiting
-    assert not changed.wait_for(lambda: False, 0.01)
-
-
-def test_what_is_stopped_keeps_no_tensor_alive() -> None:
-    given = copies(4, 4)
-    sources = [weakref.ref(one.source) for one in given]
-    there = Pieces(given, 4, ConditionWithoutLock())
-    del given
-    there.stop()
-
-    assert [source() for source in sources] == [None, None]
-
-
-def test_to_stop_does_not_wait_for_a_step_whose_handler_waits_for_it() -> None:
-    there, waited = Pieces(copies(4, 4), 4, ConditionWithoutLock()), []
-
-    def interrupted(some: Sequence[Copy]) -> None:
-        stopping = threading.Thread(target=there.stop)
-        stopping.start()
-        stopping.join(20)
-        waited.append(stopping.is_alive())
-
-    there.help(interrupted)
-
-    assert waited == [False]
-
-
-def test_a_step_does_not_wait_for_one_that_was_interrupted_as_it_ended() -> None:
-    there = Pieces(copies(4), 4, ConditionWithoutLock())
-
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
-        if frame.f_code is Pieces._copy.__code__ and event == "line" and 0 not in there._is_copied:
-            source = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-            if "self._copying." in source:
-                raise KeyboardInterrupt
-        return trace
-
-    traced = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            there.help(_real_copy)
-    finally:
-        sys.settrace(traced)
-    assert there._copying
-    second = threading.Thread(target=there.help, args=(_real_copy,), daemon=True)
-    second.start()
-    second.join(2)
-
-    assert not second.is_alive()
 
 
 def test_an_interrupted_start_of_the_copying_thread_waits_for_its_end(
@@ -447,48 +324,3 @@ def test_a_step_waits_for_the_save_that_a_handler_makes_while_it_copies(
     go.set()
 
     assert values(second[0]) == values(first) == before != training.values()
-
-
-def test_what_a_training_may_wait_for_has_its_priority(monkeypatch: pytest.MonkeyPatch) -> None:
-    def priority() -> int:
-        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-
-    seen: dict[str, int] = {}
-
-    def copy(copies: Sequence[Copy]) -> None:
-        seen[threading.current_thread().name] = priority()
-        _real_copy(copies)
-
-    monkeypatch.setattr(snapshot, "_copy", copy)
-    training = three()
-    touch = host_memory.HostMemory.touch
-    monkeypatch.setattr(
-        host_memory.HostMemory, "touch", lambda memory: (seen.update(reserving=priority()), touch(memory))[1]
-    )
-    training.image.reserve(1 << 21)
-    values(training.take())
-    training.image.close()
-
-    assert seen["resumable-image"] == seen["reserving"] == priority()
-
-
-@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="needs Linux")
-@pytest.mark.parametrize("is_refused", [False, True])
-def test_an_image_asks_for_huge_pages_and_does_without(
-    monkeypatch: pytest.MonkeyPatch, is_refused: bool
-) -> None:
-    asked: list[int] = []
-
-    class Map(mmap.mmap):
-        def madvise(self, advice: int, *rest: Any) -> None:
-            asked.append(advice)
-            if is_refused and advice == mmap.MADV_HUGEPAGE:
-                raise OSError(22, "no such pages")
-            super().madvise(advice, *rest)
-
-    monkeypatch.setattr(mmap, "mmap", Map)
-    memory = host_memory.HostMemory(1 << 22)
-    memory.touch()
-
-    assert mmap.MADV_HUGEPAGE in asked
-    assert bytes(memory.bytes[-4:]) == bytes(4)
