@@ -66,14 +66,6 @@ def test_a_stop_anywhere_in_the_window_is_exact(
     assert are_equal, compare.first_of_traces(trace_of(Path("nowhere")), trace_of(run_dir))
 
 
-@pytest.mark.parametrize(("stop", "kept"), [(2, True), (3, False)])
-def test_gradients_are_saved_only_inside_a_window(run_dir: Path, stop: int, kept: bool) -> None:
-    train(run_dir, stop)
-
-    names = load_file(run_dir / "newest" / "optimizer.safetensors") if stop == 3 else {}
-    state = (run_dir / "newest" / "state.json").read_text()
-    assert ("gradients.0.weight" in state) is kept
-    assert not any(name.startswith("gradients") for name in names)
 
 
 def two_rates(run_dir: Path, stop: int | None) -> list[torch.Tensor]:
@@ -126,15 +118,3 @@ def test_going_back_leaves_no_gradient_behind(run_dir: Path) -> None:
             assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_gradients_that_are_zeroed_after_a_save_are_no_loss(run_dir: Path) -> None:
-    model = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = DataLoader(TensorDataset(torch.ones(3, 1)))
-    with RunState.load(run_dir, model=model, optimizer=optimizer, loader=loader) as state:
-        for _ in state.epochs(1):
-            for (batch,) in state.batches():
-                model(batch).sum().backward()
-                state.save()
-                optimizer.zero_grad()
-
-    assert len(list((run_dir / "checkpoints").iterdir())) == 3

@@ -167,5 +167,3 @@ def test_what_cannot_be_described_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     assert "redistribute" in refused.value.fix
 
 
-def test_a_process_without_any_part_holds_no_box() -> None:
-    assert boxes.boxes([[(0, 3)], []]) == []

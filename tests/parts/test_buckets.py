@@ -183,9 +183,6 @@ def _names(ddp: DistributedDataParallel) -> list[str] | None:
     return None if order is None else [names[id(parameter)] for parameter in order]
 
 
-def _in_use(ddp: Any) -> str:
-    ddp.logger.set_runtime_stats_and_log()
-    return str(ddp._get_ddp_logging_data().get("rebuilt_bucket_sizes"))
 
 
 @pytest.mark.usefixtures("_alone")
@@ -241,44 +238,10 @@ def test_without_an_order_it_begins_as_it_was_made() -> None:
     assert _names(ddp)
 
 
-@pytest.mark.usefixtures("_alone")
-def test_where_the_last_bucket_is_the_small_one_it_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DDP_SET_LAST_BUCKET_CAP", "1")
-    made = DistributedDataParallel(Net(), bucket_cap_mb=0.05)
-    _steps(made, 3)
-    for _ in range(2):
-        again = DistributedDataParallel(Net(), bucket_cap_mb=0.05)
-        names = dict(again.module.named_parameters())
-        assert ddp_buckets.restore(again, [names[name] for name in _names(made) or []])
-        _steps(again, 3)
-
-        assert _in_use(again) == _in_use(made)
-        assert _names(again) == _names(made)
-        made = again
 
 
-@pytest.mark.usefixtures("_alone")
-def test_what_is_not_broadcast_is_not_broadcast_from_then_on() -> None:
-    ddp = DistributedDataParallel(Net())
-    ddp.module.register_buffer("own", torch.ones(2))
-    _steps(ddp, 1)
-
-    assert ddp_buckets.layout(ddp)
-    assert ddp_buckets.restore(ddp, _shuffled(ddp))
-    assert not ddp.modules_buffers
 
 
-@pytest.mark.usefixtures("_alone")
-def test_the_buckets_of_before_are_freed() -> None:
-    ddp = DistributedDataParallel(Net())
-    reducer = weakref.ref(ddp.reducer)
-    assert ddp_buckets.restore(ddp, _shuffled(ddp))
-
-    assert reducer() is None
-    made = weakref.ref(ddp)
-    del ddp
-    gc.collect()
-    assert made() is None
 
 
 @pytest.mark.usefixtures("_alone")
@@ -325,12 +288,3 @@ def test_what_was_frozen_since_has_no_place_in_an_order() -> None:
     assert ddp_buckets.layout(ddp) is None
 
 
-@pytest.mark.usefixtures("_alone")
-def test_no_order_is_reported_by_a_torch_that_does_not_note_it() -> None:
-    ddp = DistributedDataParallel(Net())
-    _steps(ddp, 3)
-    ddp._get_ddp_logging_data = dict
-
-    assert ddp_buckets.layout(ddp) is None
-    ddp.logger = None
-    assert ddp_buckets.layout(ddp) is None

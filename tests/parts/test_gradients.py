@@ -169,33 +169,8 @@ def test_zero_grad_before_the_loop_keeps_the_gradients_of_a_resumed_window(run_d
     assert differences(run_dir, lambda: make(loader=loop is zero_before_batches), loop) == []
 
 
-@pytest.mark.parametrize("way", ["load", "restore"])
-def test_gradients_of_a_resumed_window_are_let_go_of_after_its_step(run_dir: Path, way: str) -> None:
-    objects = make()
-    with RunState.load(run_dir, **objects) as state:
-        for number in state.steps(2):
-            backward(objects, torch.ones(1, 2))
-            if number == 0:
-                state.save().wait()
-    again = make()
-    with RunState.load(run_dir, **again, resume=1) as state:
-        if way == "restore":
-            state.restore(1)
-        there = weakref.ref(again["model"].weight.grad)
-        for _ in state.steps(3):
-            backward(again, torch.ones(1, 2))
-            step(again)
-        assert there() is None
 
 
-def test_gradients_that_are_kept_are_warned_of_only_if_a_checkpoint_lacks_them(run_dir: Path) -> None:
-    objects = make()
-    with RunState.load(run_dir, **objects) as state, warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in state.steps(3):
-            backward(objects, torch.ones(1, 2))
-            objects["optimizer"].step()
-            state.check()
 
 
 def save_in_first_body(run_dir: Path) -> None:
@@ -334,17 +309,6 @@ def test_used_gradients_that_may_be_kept_are_saved_at_an_epochs_end(run_dir: Pat
     assert saved(run_dir) != []
 
 
-def test_a_script_that_begins_to_keep_its_gradients_is_seen() -> None:
-    objects = make()
-    gradients, parameters = Gradients(objects["optimizer"]), dict(objects["model"].named_parameters())
-    for is_zeroed in (True, True, False):
-        if is_zeroed:
-            objects["optimizer"].zero_grad()
-        backward(objects, torch.ones(1, 2))
-        objects["optimizer"].step()
-        gradients.stepped()
-
-    assert gradients.pending(parameters).keys() == parameters.keys()
 
 
 def test_a_script_that_begins_to_keep_its_gradients_late_is_reported_and_exact_from_there(

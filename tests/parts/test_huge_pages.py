@@ -40,15 +40,6 @@ def libc(monkeypatch: pytest.MonkeyPatch) -> Libc:
     return noted
 
 
-def has_huge_pages(tensor: torch.Tensor) -> bool:
-    """Whether the kernel may use huge pages where the middle of a tensor lies."""
-    place, is_there = tensor.data_ptr() + tensor.nbytes // 2, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if found := re.match("([0-9a-f]+)-([0-9a-f]+) ", line):
-            is_there = int(found[1], 16) <= place < int(found[2], 16)
-        elif is_there and line.startswith("VmFlags:"):
-            return "hg" in line.split()
-    raise AssertionError("this memory is not mapped")
 
 
 def new(size: int) -> torch.Tensor:
@@ -76,48 +67,14 @@ def free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return told
 
 
-@pytest.mark.parametrize(("other", "expected"), [(0, 0), (3, 12), (10, 40)])
-def test_the_node_with_the_fewest_counts(free: Path, other: int, expected: int) -> None:
-    assert huge_pages._free(2 * MIB) == 40 * MIB
-
-    free.write_text(free.read_text() + zone(1, "Normal", 9, 9, 9, 9, 9, 9, 9, 9, 9, 0, other))
-    assert huge_pages._free(2 * MIB) == expected * MIB
 
 
-@pytest.mark.parametrize("text", ["", "Node 0, zone\n", "Node 0, zone Normal many\n", None])
-def test_a_kernel_that_tells_nothing_has_none(free: Path, text: str | None) -> None:
-    free.unlink()
-    if text is not None:
-        free.write_text(text)
-
-    assert huge_pages._free(2 * MIB) == 0
 
 
-@pytest.mark.usefixtures("free")
-def test_new_tensors_get_huge_pages_if_twice_as_many_are_free(libc: Libc) -> None:
-    tensors = [new(14 * MIB), new(6 * MIB), new(MIB)]
-    huge_pages.ask(tensors)
-
-    assert [*map(has_huge_pages, tensors[:2])] == [True, True]
-    for tensor, asked in zip(tensors[:2], libc.asked, strict=True):
-        assert asked.start % mmap.PAGESIZE == 0
-        assert tensor.data_ptr() - mmap.PAGESIZE < asked.start <= tensor.data_ptr()
-        assert asked.stop == tensor.data_ptr() + tensor.nbytes
 
 
-@pytest.mark.parametrize("sizes", [[20 * MIB + 1], [14 * MIB, 7 * MIB], [3 * MIB]])
-@pytest.mark.usefixtures("free")
-def test_what_is_too_small_or_too_much_is_left_to_the_kernel(libc: Libc, sizes: list[int]) -> None:
-    huge_pages.ask([*map(new, sizes)])
-
-    assert libc.asked == []
 
 
-def test_no_page_is_asked_for_where_the_kernel_has_none(free: Path, libc: Libc) -> None:
-    (free.parent / "size").unlink()
-    huge_pages.ask([new(8 * MIB)])
-
-    assert libc.asked == []
 
 
 def test_a_kernel_that_refuses_leaves_the_tensor_as_it_is(

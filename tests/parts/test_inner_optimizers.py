@@ -94,12 +94,6 @@ def test_the_state_of_the_other_is_exact(run_dir: Path) -> None:
     assert differences(run_dir, make, loop) == []
 
 
-def test_each_batch_is_one_step(run_dir: Path) -> None:
-    found = make()
-    with RunState.load(run_dir, **found) as state:
-        for number, batch in enumerate(state.batches(), 1):
-            train(found, batch)
-            assert state.step == number
 
 
 def accumulating(state: RunState, found: dict[str, Any], tick: Callable[..., None]) -> None:
@@ -113,8 +107,6 @@ def accumulating(state: RunState, found: dict[str, Any], tick: Callable[..., Non
             tick(state.step, [p.grad for p in found["model"].parameters()])
 
 
-def test_gradients_over_several_batches_are_exact(run_dir: Path) -> None:
-    assert differences(run_dir, make, accumulating) == []
 
 
 class Partly(Perturbed):

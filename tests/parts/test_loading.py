@@ -213,50 +213,18 @@ def test_the_older_checkpoint_is_used_and_nothing_of_the_damaged_one_is_left(
     assert live.look() == saved[1]
 
 
-def _cut(path: Path) -> None:
-    put(path, path.read_bytes()[:-1])
 
 
-def _grow(path: Path) -> None:
-    put(path, path.read_bytes() + b"\0")
 
 
-def _empty(path: Path) -> None:
-    put(path, b"")
 
 
-def _lead_elsewhere(path: Path) -> None:
-    os.rename(path, path.with_suffix(".elsewhere"))
-    path.symlink_to(path.with_suffix(".elsewhere"))
 
 
-def _become_a_folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
 
 
-DAMAGE: list[Callable[[Path], None]] = [_cut, _grow, _empty, os.unlink, _lead_elsewhere, _become_a_folder]
 
 
-@pytest.mark.filterwarnings("ignore:.*is damaged")
-@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
-@pytest.mark.parametrize("file", [*FILES, "state.json"])
-@pytest.mark.quick(3)
-def test_a_file_that_is_not_as_it_was_written_leaves_every_object_as_it_was(
-    run_dir: Path, saved: list[Any], file: str, damage: Callable[[Path], None]
-) -> None:
-    damage(folder(run_dir, 2) / file)
-    live = Training(1)
-    before = live.look()
-
-    with pytest.raises(CheckpointDamaged, match=file):
-        RunState.load(run_dir, **live.parts, resume=2)
-
-    assert live.look() == before
-    for _ in range(2):
-        RunState.load(run_dir, **live.parts).close()
-
-        assert live.look() == saved[0]
 
 
 # All or nothing: parts that refuse, files that change, interrupts.
@@ -446,20 +414,6 @@ def _put_generators(look: Any) -> None:
     random.setstate(look[-1])
 
 
-def test_a_refused_load_leaves_the_settings_of_groups_as_they_were(run_dir: Path) -> None:
-    training = Training(0)
-    training.optimizer.param_groups[0]["foreign"] = [1]
-    with RunState.load(run_dir, **with_own(training, lambda: None)) as state:
-        training.step()
-        state.save()
-    live = Training(1)
-    parts = with_own(live, _fail)
-    before = live.look()
-
-    with pytest.raises(StateMismatch):
-        RunState.load(run_dir, **parts)
-
-    assert live.look() == before
 
 
 @pytest.mark.parametrize("width", [3, 150])
@@ -788,39 +742,6 @@ def _on_gpu(tree: Any) -> Any:
     return {key: _on_gpu(value) for key, value in tree.items()}
 
 
-@pytest.mark.parametrize("optimizer", ["lbfgs", "sparse"])
-def test_optimizers_whose_state_is_of_another_kind_come_back(run_dir: Path, optimizer: str) -> None:
-    def make(seed: int) -> tuple[nn.Module, Any]:
-        torch.manual_seed(seed)
-        model = nn.Embedding(200, 100, sparse=optimizer == "sparse")
-        if optimizer == "sparse":
-            return model, torch.optim.SparseAdam(model.parameters())
-        return model, torch.optim.LBFGS(model.parameters(), max_iter=3)
-
-    def train(model: nn.Module, live: Any) -> None:
-        def closure() -> Tensor:
-            live.zero_grad()
-            loss: Tensor = model(torch.arange(7)).square().sum()
-            loss.backward()
-            return loss
-
-        live.step(closure)
-        live.zero_grad()
-
-    model, live = make(0)
-    with RunState.load(run_dir, model=model, optimizer=live) as state:
-        train(model, live)
-        state.save()
-    expected = of_model(model), of_optimizer(live)
-    for steps in (0, 1, 2):
-        fresh, other = make(1)
-        for _ in range(steps):
-            train(fresh, other)
-        with RunState.load(run_dir, model=fresh, optimizer=other) as state:
-            assert (of_model(fresh), of_optimizer(other)) == expected
-            train(fresh, other)
-            state.save()
-        expected = of_model(fresh), of_optimizer(other)
 
 
 @pytest.mark.parametrize("shapes", [(3, 4), (200, 300)])
@@ -1105,25 +1026,6 @@ def test_going_back_keeps_every_tensor_and_counts_that_it_was_written_to(run_dir
     assert all(t._version > version for t, (_, _, version) in zip(after, before, strict=True))
 
 
-@pytest.mark.parametrize("width", [3, 150])
-def test_a_first_load_keeps_the_moments_that_are_there(run_dir: Path, width: int) -> None:
-    def make() -> tuple[Any, Any]:
-        model = nn.Linear(width, width)
-        optimizer = torch.optim.Adam(model.parameters())
-        model(torch.ones(width)).sum().backward()
-        optimizer.step()
-        return model, optimizer
-
-    model, optimizer = make()
-    with RunState.load(run_dir, model=model, optimizer=optimizer) as state:
-        state.save()
-    for _ in range(2):
-        other, live = make()
-        before = {key: (id(t), t.data_ptr()) for key, t in live.state[other.weight].items()}
-        RunState.load(run_dir, model=other, optimizer=live).close()
-
-        assert {key: (id(t), t.data_ptr()) for key, t in live.state[other.weight].items()} == before
-        assert of_optimizer(live) == of_optimizer(optimizer)
 
 
 def test_weights_that_are_put_back_after_the_save_of_a_body_are_noticed(run_dir: Path) -> None:
@@ -1202,36 +1104,8 @@ def _no_gradients(model: nn.Module) -> Any:
     return of_model(model)
 
 
-@pytest.mark.parametrize("only", [None, "model", "optimizer"])
-def test_going_back_makes_no_copy_at_all(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, only: str | None
-) -> None:
-    model, optimizer = _plain()
-    with RunState.load(run_dir, model=model, optimizer=optimizer) as state:
-        for _ in range(2):
-            optimizer.zero_grad()
-            _backward(model)
-            optimizer.step()
-            state.save().wait()
-        for _ in range(2):
-            count = _Counting(monkeypatch)
-            state.restore(1, only=only)
-
-            assert (count.made < LARGE, count.copied < LARGE) == (True, True)
-            monkeypatch.undo()
 
 
-def test_where_the_users_code_is_called_there_is_a_whole_way_back(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, optimizer = _plain()
-    with RunState.load(run_dir, model=model, optimizer=optimizer, extra={"own": Own()}) as state:
-        state.save()
-    other, live = _plain()
-    count = _Counting(monkeypatch)
-    RunState.load(run_dir, model=other, optimizer=live, extra={"own": Own()}).close()
-
-    assert count.copied >= sum(p.nbytes for p in other.parameters())
 
 
 # Files that somebody made to do harm.
@@ -1460,30 +1334,6 @@ def test_a_lack_of_memory_is_no_damage_and_no_older_checkpoint_is_used(
         assert state.step == 2
 
 
-@pytest.mark.parametrize("is_in_place", [True, False])
-def test_every_byte_that_is_read_is_reported(run_dir: Path, saved: list[Any], is_in_place: bool) -> None:
-    found = Run(run_dir).open(2)
-    training = Training(1)
-    state = RunState.load(run_dir, **training.parts)
-    told: dict[str, list[int]] = {}
-
-    @contextlib.contextmanager
-    def show(what: str, size: int) -> Iterator[Callable[[int], None]]:
-        told[what] = [size]
-        yield told[what].append
-
-    parts = state._training.parts
-    live = collect.live_tensors(parts, collect.in_place(parts)) if is_in_place else {}
-    reading = Reading(found, live, show=show)
-    names = {name for stem in reading.trees for name in reading.names_in_place(stem)}
-    reading.fill(["model", "optimizer"])
-    state.close()
-
-    sizes = [size for path, (size, *_) in found.about.files.items() if path.endswith(".safetensors")]
-    first, second = told["reading checkpoint 2"], told["putting checkpoint 2 in its place"]
-    assert first[0] == sum(first[1:]) == sum(sizes)
-    assert second[0] == sum(second[1:])
-    assert bool(second[0]) is bool(names) is is_in_place
 
 
 def test_what_goes_to_a_device_goes_there_when_it_is_reported_too(tmp_path: Path) -> None:
