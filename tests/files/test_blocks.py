@@ -213,19 +213,6 @@ def test_the_whole_content_is_waited_for() -> None:
     assert waited == [len(DATA)]
 
 
-def test_processes_write_their_shares_into_one_file(tmp_path: Path) -> None:
-    data = secrets.token_bytes(5 * PAGE)
-    shares = (data[: 2 * PAGE], 0), (data[2 * PAGE :], 2 * PAGE)
-    with sized(Sizes(block=PAGE)):
-        large_files.create(tmp_path / "file", len(data))
-        written = [
-            put(tmp_path / "file", Content(share, begin=begin, size=len(data))) for share, begin in shares
-        ]
-
-        assert (tmp_path / "file").read_bytes() == data
-        assert large_files.fold([digest for one in written for digest in one.blocks]) == digest_of(data)
-
-
 @pytest.mark.parametrize("way", WAYS_HERE)
 @pytest.mark.usefixtures("small")
 def test_a_disk_that_takes_only_a_part_at_a_time_gets_all_of_a_file(
@@ -267,17 +254,6 @@ def test_a_file_is_flushed_once_after_its_last_byte(
     assert events == ["write"] * 11 + ["fsync"]
 
 
-@pytest.mark.parametrize(("umask", "expected"), [(0o022, 0o644), (0o027, 0o640), (0o002, 0o664)])
-def test_the_permissions_of_a_file_follow_the_umask(tmp_path: Path, umask: int, expected: int) -> None:
-    before = os.umask(umask)
-    try:
-        put(tmp_path / "file", Content(b"x"))
-    finally:
-        os.umask(before)
-
-    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == expected
-
-
 class Filling:
     """Memory that is filled only when somebody waits for it."""
 
@@ -303,15 +279,6 @@ def test_no_byte_is_looked_at_before_it_is_there(tmp_path: Path, way: Way, threa
         assert (tmp_path / "file").read_bytes() == data
         assert written.digest == digest_of(data)
     assert sorted(filling.ends) == [2 * PAGE, 4 * PAGE, 6 * PAGE, len(data)]
-
-
-@pytest.mark.usefixtures("small")
-def test_nothing_is_waited_for_in_an_empty_file(tmp_path: Path) -> None:
-    filling = Filling(b"")
-
-    put(tmp_path / "file", Content(filling.memory, filling.ready))
-
-    assert filling.ends == [0]
 
 
 ERRORS = [
@@ -343,26 +310,6 @@ def test_an_error_in_one_thread_ends_the_write_and_nothing_is_flushed(
     assert flushed == []
     assert len(written) < 50
     assert (len(os.listdir("/dev/fd")), threading.active_count()) == (len(descriptors), running)
-
-
-def test_an_error_in_one_thread_ends_the_write_while_another_still_waits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    failed = threading.Event()
-
-    def ready(end: int) -> None:
-        if end == PAGE:
-            failed.wait()
-            time.sleep(0.1)
-        if end == 2 * PAGE:
-            failed.set()
-            raise ZeroDivisionError
-
-    written = recorded(monkeypatch, large_files, "_pwrite")
-    with sized(Sizes(block=PAGE, threads=2)), pytest.raises(ZeroDivisionError):
-        put(tmp_path / "file", Content(bytes(200 * PAGE), ready))
-
-    assert len(written) <= 2
 
 
 @pytest.mark.usefixtures("small")
@@ -419,17 +366,6 @@ def test_a_disk_that_cannot_reserve_is_written_anyway(
     assert (tmp_path / "file").read_bytes() == DATA
 
 
-def test_as_much_is_reserved_as_will_be_written_and_nothing_for_small_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = recorded(monkeypatch, os, "posix_fallocate")
-
-    put(tmp_path / "large", Content(bytes(1 << 20)))
-    put(tmp_path / "small", Content(bytes((1 << 20) - 1)))
-
-    assert [(begin, size) for _, begin, size in asked] == [(0, 1 << 20)]
-
-
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("name", ["posix_fallocate", "posix_fadvise"])
 def test_a_system_that_lacks_a_call_is_written_anyway(
@@ -451,19 +387,6 @@ def test_a_disk_that_takes_no_advice_is_written_anyway(
     put(tmp_path / "file", Content(DATA), "paced")
 
     assert (tmp_path / "file").read_bytes() == DATA
-
-
-@pytest.mark.usefixtures("small")
-@pytest.mark.parametrize(("way", "count"), [("paced", 11), ("plain", 0), ("direct", 0), ("uncached", 0)])
-def test_only_a_paced_file_is_begun_to_be_flushed_block_by_block(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: Way, count: int
-) -> None:
-    advised = recorded(monkeypatch, os, "posix_fadvise")
-
-    put(tmp_path / "file", Content(DATA), way)
-
-    expected = [(at, min(1000, len(DATA) - at)) for at in range(0, len(DATA), 1000)][:count]
-    assert sorted((at, size) for _, at, size, _ in advised) == expected
 
 
 # What several write
@@ -609,20 +532,6 @@ def test_a_share_is_flushed_once_after_its_last_byte_and_reserves_nothing(
     assert events == ["write"] * 3 + ["fsync"]
 
 
-@pytest.mark.usefixtures("small")
-def test_only_the_bytes_of_a_share_are_written_and_handed_to_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_bytes(b"x" * len(DATA))
-    advised = recorded(monkeypatch, os, "posix_fadvise")
-
-    put(tmp_path / "file", shared(DATA, 2, 4)[1], "paced")
-
-    assert sorted((at, size) for _, at, size, _ in advised) == [(2000, 1000), (3000, 1000)]
-    expected = b"x" * 2000 + DATA[2000:4000] + b"x" * (len(DATA) - 4000)
-    assert (tmp_path / "file").read_bytes() == expected
-
-
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_share_is_waited_for_from_its_own_first_byte_on(tmp_path: Path, threads: int) -> None:
     filling = Filling(secrets.token_bytes(5 * PAGE))
@@ -633,25 +542,6 @@ def test_a_share_is_waited_for_from_its_own_first_byte_on(tmp_path: Path, thread
 
     assert sorted(filling.ends) == [2 * PAGE, 4 * PAGE, 5 * PAGE]
     assert (tmp_path / "file").read_bytes() == bytes(4 * PAGE) + filling.memory
-
-
-@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-@pytest.mark.usefixtures("small")
-def test_an_error_of_a_share_is_raised_and_nothing_is_flushed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
-) -> None:
-    def ready(end: int) -> None:
-        raise error
-
-    large_files.create(tmp_path / "weights", 3000)
-    flushed, descriptors = recorded(monkeypatch, os, "fsync"), os.listdir("/dev/fd")
-    with pytest.raises(type(error)) as caught:
-        put(tmp_path / "weights", Content(bytes(2000), ready, begin=1000, size=3000))
-
-    assert caught.value is error
-    assert not isinstance(error, OSError) or error.filename == str(tmp_path / "weights")
-    assert flushed == []
-    assert len(os.listdir("/dev/fd")) == len(descriptors)
 
 
 @pytest.mark.usefixtures("small")
@@ -709,44 +599,6 @@ def test_a_file_is_not_compared_with_a_share_of_it(tmp_path: Path) -> None:
 # Several files
 
 
-class Arriving:
-    """Files whose last blocks are there only when the first blocks of all are written."""
-
-    def __init__(self, firsts: int) -> None:
-        self._rest, self._guard = firsts, threading.Lock()
-        self._are_written = threading.Event()
-
-    def ready(self, end: int) -> None:
-        if end > PAGE:
-            assert self._are_written.wait(20)
-
-    def pwrite(self, fd: int, data: memoryview, at: int) -> int:
-        with self._guard:
-            self._rest -= at == 0
-            if not self._rest:
-                self._are_written.set()
-        return os.pwrite(fd, data, at)
-
-
-@pytest.mark.parametrize("way", WAYS_HERE)
-@pytest.mark.parametrize("threads", [1, 2])
-def test_the_last_block_of_a_file_holds_up_no_other_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: Way, threads: int
-) -> None:
-    arriving = Arriving(4)
-    monkeypatch.setattr(large_files, "_pwrite", arriving.pwrite)
-    monkeypatch.setattr(large_files, "_pwrite_uncached", lambda fd, data, at: arriving.pwrite(fd, data, at))
-    data = {name: secrets.token_bytes(PAGE + 100) for name in "abcd"}
-    contents = {name: Content(in_pages(data[name]), arriving.ready) for name in data}
-
-    with sized(Sizes(block=PAGE, threads=threads)):
-        written = block_queue.write(tmp_path, contents, way)
-
-        for name, file in written.items():
-            assert (tmp_path / name).read_bytes() == data[name]
-            assert (file.path, file.digest) == (tmp_path / name, digest_of(data[name]))
-
-
 @pytest.mark.usefixtures("small")
 def test_among_changed_files_the_unchanged_ones_are_links(tmp_path: Path) -> None:
     befores = block_queue.write(tmp_path, {name: Content(DATA) for name in "abcd"})
@@ -758,14 +610,6 @@ def test_among_changed_files_the_unchanged_ones_are_links(tmp_path: Path) -> Non
 
     assert {name: (after / name).read_bytes() for name in data} == data
     assert [inode(after / name) == inode(tmp_path / name) for name in data] == [True, False, True, False]
-
-
-def test_small_files_need_no_other_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threading.Thread, "start", None)
-
-    block_queue.write(tmp_path, {name: Content(DATA) for name in "abc"})
-
-    assert {(tmp_path / name).read_bytes() for name in "abc"} == {DATA}
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
@@ -1228,74 +1072,6 @@ def test_an_error_of_who_takes_the_bytes_ends_the_reading(tmp_path: Path, error:
     assert caught.value is error
     assert len(taken) < len(data) // 300 // 2
     assert (len(os.listdir("/dev/fd")), threading.active_count()) == (len(descriptors), running)
-
-
-@pytest.mark.usefixtures("small")
-def test_each_thread_has_one_lane_of_its_own_and_only_where_it_needs_one(tmp_path: Path) -> None:
-    made: list[Lane] = []
-
-    def make() -> Lane:
-        made.append(Lane())
-        return made[-1]
-
-    described = put_file(tmp_path)
-    file_reader.scan(*described, [Target(0, len(DATA), memoryview(bytearray(len(DATA))))], make)
-    assert made == []
-
-    taking = Taking(len(DATA))
-    file_reader.scan(*described, [Target(0, len(DATA), None, taking.take)], make)
-    assert 1 <= len(made) <= file_reader._READERS
-    assert taking.lanes <= {id(lane) for lane in made}
-
-
-@pytest.mark.usefixtures("small")
-@pytest.mark.parametrize(
-    ("wanted", "expected"),
-    [
-        ([], []),
-        ([(0, 1)], [0]),
-        ([(999, 1000)], [0]),
-        ([(1000, 1001)], [1]),
-        ([(999, 1001)], [0, 1]),
-        ([(3500, 3600), (3700, 3800), (9999, len(DATA))], [3, 9, 10]),
-        ([(2000, 2000), (5000, 7001)], [5, 6, 7]),
-    ],
-)
-def test_only_the_blocks_that_are_needed_are_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: list[tuple[int, int]], expected: list[int]
-) -> None:
-    described = put_file(tmp_path)
-    digests = file_reader.scan(*described)
-    targets, _ = targets_of([(begin, end, "memory") for begin, end in wanted])
-    read = recorded(monkeypatch, file_reader, "_preadv")
-
-    file_reader.scan_again(*described[:3], digests, targets)
-
-    assert_filled(DATA, targets)
-    assert sorted({at // 1000 for _, _, at in read}) == expected
-
-
-@pytest.mark.usefixtures("small")
-def test_a_change_since_the_file_was_verified_is_noticed_in_every_block_that_is_read(tmp_path: Path) -> None:
-    described = put_file(tmp_path)
-    digests = file_reader.scan(*described)
-    with open(tmp_path / "file", "r+b") as file:
-        file.seek(4_200)
-        file.write(b"CHANGED")
-
-    for begin, end, is_noticed in (
-        (4_900, 4_901, True),
-        (0, 10_000, True),
-        (0, 4_000, False),
-        (5_000, 6_000, False),
-    ):
-        targets, _ = targets_of([(begin, end, "memory")])
-        with (
-            pytest.raises(CheckpointDamaged, match="changed since")
-            if is_noticed
-            else contextlib.nullcontext()
-        ):
-            file_reader.scan_again(*described[:3], digests, targets)
 
 
 @pytest.mark.parametrize("count", [0, 3, 7, 8, 2**62])

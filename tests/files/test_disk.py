@@ -46,13 +46,6 @@ def _record(patch: pytest.MonkeyPatch, *names: str) -> list[str]:
 # Writing
 
 
-@pytest.mark.parametrize("data", [b"", b"abcde", bytearray(b"abcde"), memoryview(b"abcde")])
-def test_a_file_is_written_as_it_was_given(tmp_path: Path, data: bytes) -> None:
-    disk.write(tmp_path / "file", data)
-
-    assert (tmp_path / "file").read_bytes() == data
-
-
 def test_a_file_that_is_there_is_never_written_again(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"committed")
 
@@ -60,17 +53,6 @@ def test_a_file_that_is_there_is_never_written_again(tmp_path: Path) -> None:
         disk.write(tmp_path / "file", b"other")
 
     assert (tmp_path / "file").read_bytes() == b"committed"
-
-
-def test_a_disk_that_takes_only_a_part_at_a_time_gets_all_of_a_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = os.write
-    monkeypatch.setattr(os, "write", lambda fd, data: real(fd, data[:7]))
-
-    disk.write(tmp_path / "file", bytes(range(100)))
-
-    assert (tmp_path / "file").read_bytes() == bytes(range(100))
 
 
 def test_a_file_is_flushed_after_its_last_byte_and_before_it_is_closed(
@@ -116,17 +98,6 @@ def test_an_error_of_a_write_names_the_file(
     assert len(os.listdir("/dev/fd")) == len(descriptors)
 
 
-@pytest.mark.parametrize(("umask", "expected"), [(0o022, 0o644), (0o027, 0o640), (0o002, 0o664)])
-def test_the_permissions_of_a_file_follow_the_umask(tmp_path: Path, umask: int, expected: int) -> None:
-    before = os.umask(umask)
-    try:
-        disk.write(tmp_path / "file", b"x")
-    finally:
-        os.umask(before)
-
-    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == expected
-
-
 def test_a_replaced_file_is_never_seen_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "run.json"
     disk.replace(path, b"old")
@@ -161,14 +132,6 @@ def test_every_folder_that_is_made_is_flushed_into_the_one_above(
     disk.make_folder(tmp_path / "a" / "b")
 
     assert calls == ["mkdir a", f"fsync {tmp_path.name}", "mkdir b", "fsync a"]
-
-
-def test_a_folder_that_is_there_is_left_as_it_is(tmp_path: Path) -> None:
-    (tmp_path / "mine").touch()
-
-    disk.make_folder(tmp_path)
-
-    assert _content(tmp_path) == ["mine"]
 
 
 def test_a_folder_that_another_process_makes_first_is_the_same_outcome(
@@ -258,17 +221,6 @@ def test_a_link_that_cannot_be_replaced_is_left_as_it_was(
     assert os.readlink(tmp_path / "best") == "1"
 
 
-def test_removing_takes_the_named_files_the_folders_and_nothing_else(tmp_path: Path) -> None:
-    folder = tmp_path / "folder"
-    (folder / "ranks").mkdir(parents=True)
-    (folder / "ranks" / "0").touch()
-    (folder / "file").touch()
-
-    disk.remove(folder, ["file", "ranks/", "ranks/0"])
-
-    assert _content(tmp_path) == []
-
-
 def test_removing_fails_where_something_was_not_named(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -281,13 +233,6 @@ def test_removing_fails_where_something_was_not_named(tmp_path: Path) -> None:
 
 
 # Reading
-
-
-@pytest.mark.parametrize("content", [b"", b"content", bytes(70_000)])
-def test_what_is_read_is_what_the_file_holds(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "file").write_bytes(content)
-
-    assert disk.read_small(tmp_path, "file", limit=70_000) == content
 
 
 def _link_out(path: Path) -> None:
@@ -326,11 +271,6 @@ def test_damage_is_named_and_what_to_do_is_said(
     assert len(os.listdir("/dev/fd")) == len(descriptors)
 
 
-def test_a_device_is_not_read() -> None:
-    with pytest.raises(CheckpointDamaged, match="zero is not a regular file"):
-        disk.read_small(Path("/dev"), "zero")
-
-
 def test_a_subfolder_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "file").write_bytes(b"content")
@@ -339,13 +279,6 @@ def test_a_subfolder_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
 
     with pytest.raises(CheckpointDamaged, match="folder is damaged: ranks is a symbolic link"):
         disk.read_small(tmp_path / "folder", "ranks/file")
-
-
-def test_a_file_in_a_subfolder_is_read(tmp_path: Path) -> None:
-    (tmp_path / "ranks").mkdir()
-    (tmp_path / "ranks" / "file").write_bytes(b"content")
-
-    assert disk.read_small(tmp_path, "ranks/file") == b"content"
 
 
 def test_a_folder_that_is_a_link_is_not_followed(tmp_path: Path) -> None:

@@ -128,16 +128,6 @@ def test_the_best_and_any_other_can_be_named(
     assert torch.equal(best["head.weight"] + 1, model.head.weight)
 
 
-def test_what_was_written_is_reported(
-    model: nn.Module, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = told(capsys, run_dir, "-o", out := tmp_path / "m.safetensors")
-
-    assert found["files"] == [{"path": str(out), "size": out.stat().st_size}]
-    assert (found["model"], found["tensors"]) == ("model", 10)
-    assert (found["tied"], found["left_out"]) == ({"head.weight": "embed.weight"}, [])
-
-
 def test_of_several_models_one_is_named_and_so_is_an_average(run_dir: Path, tmp_path: Path) -> None:
     two, average = {"G": nn.Linear(1, 1), "D": nn.Linear(2, 2)}, nn.Linear(3, 3)
     with RunState.load(run_dir, model=two, extra={"ema": average, "notes": {}}) as state:

@@ -7,7 +7,6 @@ from pathlib import Path
 import compare
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -66,8 +65,6 @@ def test_a_stop_anywhere_in_the_window_is_exact(
     assert are_equal, compare.first_of_traces(trace_of(Path("nowhere")), trace_of(run_dir))
 
 
-
-
 def two_rates(run_dir: Path, stop: int | None) -> list[torch.Tensor]:
     """Train an embedding of sparse gradients each second batch, and a layer each batch."""
     torch.manual_seed(0)
@@ -116,5 +113,3 @@ def test_going_back_leaves_no_gradient_behind(run_dir: Path) -> None:
             state.restore("newest")
 
             assert all(parameter.grad is None for parameter in model.parameters())
-
-

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from forgery import forge
-from torch import Tensor, nn
+from torch import nn
 
 from resumable import CheckpointDamaged, ResumableWarning, Run, RunState, StateMismatch
 
@@ -48,12 +48,6 @@ def _temperature(where: str, run: Path, total: int) -> Any:
 @pytest.mark.parametrize("where", ["extra", "vars"])
 def test_a_leaf_that_the_optimizer_has_is_trained_on(run_dir: Path, where: str) -> None:
     _resumed(lambda run, total: _temperature(where, run, total), run_dir)
-
-
-
-
-
-
 
 
 @pytest.mark.parametrize(
@@ -110,8 +104,6 @@ def test_a_view_of_a_saved_tensor_stays_a_view(run_dir: Path, is_first: bool, wh
         assert torch.equal(whole, expected)
         assert torch.equal(live["view"], expected[1])
         assert torch.equal(live["column"][0], expected[:, 2])
-
-
 
 
 def test_one_container_at_several_places_stays_one(run_dir: Path) -> None:
@@ -269,8 +261,6 @@ def test_a_view_of_a_batch_is_no_reason_to_warn(run_dir: Path) -> None:
             state.save()
 
 
-
-
 class Shadow:
     """An average that makes new tensors when it is restored."""
 
@@ -313,8 +303,6 @@ def _say(change: Callable[[dict[str, Any]], None]) -> Callable[[bytes], bytes]:
     return changed
 
 
-
-
 @pytest.mark.parametrize(
     "aliases",
     [
@@ -347,8 +335,6 @@ def test_a_tree_that_is_one_value_is_damage(run_dir: Path, tree: Any) -> None:
 
     with pytest.raises(CheckpointDamaged):
         RunState.load(run_dir, resume=1)
-
-
 
 
 def test_a_view_beyond_the_end_of_its_base_is_refused(run_dir: Path) -> None:

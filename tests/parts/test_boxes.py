@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from resumable import Unsupported
 from resumable.files import sharded_tensor
-from resumable.parts import boxes
 from resumable.parts.boxes import Box, held
 from tests.support.counted import Tally
 
@@ -165,5 +164,3 @@ def test_what_cannot_be_described_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         held("weight", _Sharded(Partial(), 10))
 
     assert "redistribute" in refused.value.fix
-
-

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import hashlib
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -183,8 +181,6 @@ def _names(ddp: DistributedDataParallel) -> list[str] | None:
     return None if order is None else [names[id(parameter)] for parameter in order]
 
 
-
-
 @pytest.mark.usefixtures("_alone")
 def test_the_order_is_that_of_the_first_backward_and_stays() -> None:
     ddp = DistributedDataParallel(Net(swaps=True))
@@ -238,12 +234,6 @@ def test_without_an_order_it_begins_as_it_was_made() -> None:
     assert _names(ddp)
 
 
-
-
-
-
-
-
 @pytest.mark.usefixtures("_alone")
 def test_sparse_gradients_stay_sparse() -> None:
     ddp = DistributedDataParallel(nn.Sequential(nn.Embedding(5, 20, sparse=True), nn.Linear(20, 3)))
@@ -286,5 +276,3 @@ def test_what_was_frozen_since_has_no_place_in_an_order() -> None:
     ddp.module.first.weight.requires_grad_(False)
 
     assert ddp_buckets.layout(ddp) is None
-
-

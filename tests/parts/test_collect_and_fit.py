@@ -14,12 +14,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import lr_scheduler, swa_utils
+from torch.optim import lr_scheduler
 
 from resumable import CannotStore, ResumableWarning, Run, RunState, StateMismatch, UsageError
 from resumable.files import codec
 from resumable.parts.fit import devices
-from resumable.parts.part import Difference
 from resumable.parts.parts import SLOTS, Parts
 from resumable.position.position import Position
 
@@ -143,8 +142,6 @@ def test_only_what_is_named_is_allowed(run_dir: Path, allow: list[str]) -> None:
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
-
-
 def test_unfreezing_that_is_allowed_keeps_the_weights(run_dir: Path) -> None:
     saved = Net()
     saved.backbone.requires_grad_(False)
@@ -157,8 +154,6 @@ def test_unfreezing_that_is_allowed_keeps_the_weights(run_dir: Path) -> None:
     assert torch.equal(model.backbone.weight, saved.backbone.weight)
     assert model.backbone.weight.requires_grad
     assert len(optimizer.state) == 2
-
-
 
 
 def test_parts_that_are_missing_or_new_are_named_and_left_out_if_allowed(run_dir: Path) -> None:
@@ -193,8 +188,6 @@ def test_a_scheduler_of_another_class_is_refused(run_dir: Path) -> None:
         "scheduler: SequentialLR(ConstantLR, StepLR) in the checkpoint, "
         "SequentialLR(ConstantLR, ExponentialLR) in the code"
     ) in _message(run_dir, model=model, optimizer=optimizer, scheduler=scheduler)
-
-
 
 
 def test_a_setting_of_many_numbers_comes_back_without_being_compared(run_dir: Path) -> None:
@@ -304,8 +297,6 @@ def test_a_learning_rate_of_the_code_needs_no_scheduler_to_be_left(run_dir: Path
     assert optimizer.param_groups[0]["lr"] == 0.25 * 0.5 * 0.5
 
 
-
-
 def _all(change: bool = False) -> dict[str, Any]:
     model = Net()
     optimizer = _adam(model, betas=(0.5, 0.9) if change else (0.9, 0.9), weight_decay=0.25 if change else 0.5)
@@ -374,8 +365,6 @@ def test_every_setting_can_be_overridden_and_the_next_resume_is_quiet(run_dir: P
         RunState.load(run_dir, **parts, override=["optimizer.betas"]).close()
 
         assert _settings(parts) == _settings(_all(change=True))
-
-
 
 
 @pytest.mark.parametrize("override", ["optimizer.lrr", "model.weight", "lr", "scheduler.gamma"])
@@ -500,8 +489,6 @@ def test_a_part_that_refuses_its_own_state_does_not_keep_the_others_from_theirs(
     assert _look(parts) == before
 
 
-
-
 def test_going_back_that_fails_keeps_the_variables_and_the_place(run_dir: Path) -> None:
     extra = Extra(0.0)
     with RunState.load(run_dir, extra={"it": extra}) as state:
@@ -525,8 +512,6 @@ def test_what_cannot_be_stored_is_named_by_its_path(run_dir: Path) -> None:
         state.save()
 
     assert not list((run_dir / "checkpoints").glob("*"))
-
-
 
 
 def test_one_part_alone_can_be_put_back(run_dir: Path) -> None:
@@ -611,8 +596,6 @@ def test_a_part_that_is_only_read_after_the_save_is_not_named(run_dir: Path) -> 
             parts["extra"]["dict"][3] = parts["extra"]["dict"][3].clone()
 
 
-
-
 @pytest.mark.parametrize("value", ["0.5", None, [1], torch.ones(2), 1j])
 def test_a_metric_has_to_be_a_number(run_dir: Path, value: Any) -> None:
     with RunState.load(run_dir) as state, pytest.raises(UsageError, match="the metric loss is not a number"):
@@ -627,8 +610,6 @@ def test_a_metric_can_be_a_number_of_any_library(run_dir: Path, value: Any) -> N
         state.save(loss=value)
 
     assert state.metrics == {"loss": float(value)}
-
-
 
 
 @pytest.mark.parametrize(("goal", "best"), [("maximize", 3.0), ("minimize", 1.0), (None, None)])
@@ -698,7 +679,3 @@ def test_the_devices_of_a_models_tensors_are_known_from_the_checkpoint(
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta"))
     parts = Parts({**dict.fromkeys(SLOTS), "model": model}, {}, Position({}))
     assert devices(parts, trees)[1] == {"meta"}
-
-
-
-

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import warnings
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from resumable import ResumableWarning, RunState
-from resumable.parts.gradients import Gradients
 
 
 def make(loader: bool = False) -> dict[str, Any]:
@@ -169,10 +167,6 @@ def test_zero_grad_before_the_loop_keeps_the_gradients_of_a_resumed_window(run_d
     assert differences(run_dir, lambda: make(loader=loop is zero_before_batches), loop) == []
 
 
-
-
-
-
 def save_in_first_body(run_dir: Path) -> None:
     objects = make()
     with RunState.load(run_dir, **objects) as state:
@@ -307,8 +301,6 @@ def test_used_gradients_that_may_be_kept_are_saved_at_an_epochs_end(run_dir: Pat
             state.save()
 
     assert saved(run_dir) != []
-
-
 
 
 def test_a_script_that_begins_to_keep_its_gradients_late_is_reported_and_exact_from_there(

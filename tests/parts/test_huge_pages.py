@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import re
 from pathlib import Path
 
 import pytest
@@ -40,8 +39,6 @@ def libc(monkeypatch: pytest.MonkeyPatch) -> Libc:
     return noted
 
 
-
-
 def new(size: int) -> torch.Tensor:
     """Return memory that nothing was written to."""
     return torch.empty(size, dtype=torch.uint8)
@@ -65,16 +62,6 @@ def free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(huge_pages, "_FREE", told)
     monkeypatch.setattr(huge_pages, "_KERNEL", size)
     return told
-
-
-
-
-
-
-
-
-
-
 
 
 def test_a_kernel_that_refuses_leaves_the_tensor_as_it_is(

@@ -94,8 +94,6 @@ def test_the_state_of_the_other_is_exact(run_dir: Path) -> None:
     assert differences(run_dir, make, loop) == []
 
 
-
-
 def accumulating(state: RunState, found: dict[str, Any], tick: Callable[..., None]) -> None:
     for _ in state.epochs(4):
         for number, batch in state.enumerate():
@@ -105,8 +103,6 @@ def accumulating(state: RunState, found: dict[str, Any], tick: Callable[..., Non
                 found["model"](batch).square().mean().backward()
                 found["optimizer"].step_there()
             tick(state.step, [p.grad for p in found["model"].parameters()])
-
-
 
 
 class Partly(Perturbed):

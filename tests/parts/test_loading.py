@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import itertools
 import json
-import os
 import random
 import shutil
 import struct
@@ -27,9 +25,8 @@ from torch.utils.data import DataLoader
 
 from resumable import CannotRead, CheckpointDamaged, ResumableWarning, Run, RunState, StateMismatch
 from resumable.files import file_reader, large_files, tensor_file
-from resumable.parts import collect, restore, watch
+from resumable.parts import restore, watch
 from resumable.parts.copies import taken
-from resumable.parts.reading import Reading
 from resumable.run import manifest
 
 LARGE = 64 << 10
@@ -211,20 +208,6 @@ def test_the_older_checkpoint_is_used_and_nothing_of_the_damaged_one_is_left(
     RunState.load(run_dir, **live.parts).close()
 
     assert live.look() == saved[1]
-
-
-
-
-
-
-
-
-
-
-
-
-
-
 
 
 # All or nothing: parts that refuse, files that change, interrupts.
@@ -412,8 +395,6 @@ def test_an_interrupt_anywhere_leaves_the_old_or_the_new_or_says_that_it_is_a_mi
 def _put_generators(look: Any) -> None:
     torch.set_rng_state(torch.tensor(look[-2], dtype=torch.uint8))
     random.setstate(look[-1])
-
-
 
 
 @pytest.mark.parametrize("width", [3, 150])
@@ -742,8 +723,6 @@ def _on_gpu(tree: Any) -> Any:
     return {key: _on_gpu(value) for key, value in tree.items()}
 
 
-
-
 @pytest.mark.parametrize("shapes", [(3, 4), (200, 300)])
 def test_of_what_does_not_fit_but_is_allowed_nothing_is_filled(
     run_dir: Path, shapes: tuple[int, int]
@@ -1026,8 +1005,6 @@ def test_going_back_keeps_every_tensor_and_counts_that_it_was_written_to(run_dir
     assert all(t._version > version for t, (_, _, version) in zip(after, before, strict=True))
 
 
-
-
 def test_weights_that_are_put_back_after_the_save_of_a_body_are_noticed(run_dir: Path) -> None:
     model = nn.Linear(150, 150)
     with RunState.load(run_dir, model=model) as state:
@@ -1102,10 +1079,6 @@ def test_a_load_makes_no_second_copy_of_the_state(run_dir: Path, monkeypatch: py
 def _no_gradients(model: nn.Module) -> Any:
     model.zero_grad()
     return of_model(model)
-
-
-
-
 
 
 # Files that somebody made to do harm.
@@ -1332,8 +1305,6 @@ def test_a_lack_of_memory_is_no_damage_and_no_older_checkpoint_is_used(
     assert torch.equal(model.weight, before)
     with RunState.load(run_dir, model=model, optimizer=optimizer) as state:
         assert state.step == 2
-
-
 
 
 def test_what_goes_to_a_device_goes_there_when_it_is_reported_too(tmp_path: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ from torch.optim.swa_utils import AveragedModel
 from resumable import ResumableWarning, RunState, StateMismatch, Unsupported, UsageError
 from resumable.files.sharded_tensor import local
 from resumable.parts import ddp_buckets
-from resumable.parts.models import ModulePart, bare_name, unwrap
+from resumable.parts.models import bare_name, unwrap
 
 Wrap = Callable[[nn.Module], nn.Module]
 
@@ -143,12 +141,6 @@ def test_an_average_of_a_wrapped_model_has_the_names_of_a_bare_one(run_dir: Path
         assert ema.n_averaged.item() == 0
 
 
-
-
-
-
-
-
 class Tied(nn.Module):
     """An embedding that is also the output layer."""
 
@@ -194,8 +186,6 @@ def test_parametrized_weights_come_back(run_dir: Path, parametrize: Callable[[nn
 
     _assert_equal(build(0).state_dict(), model.state_dict())
     assert torch.equal(model.weight, build(0).weight)  # type: ignore[arg-type]
-
-
 
 
 def test_each_modules_own_mode_comes_back(run_dir: Path) -> None:
@@ -298,10 +288,6 @@ def test_a_buffer_that_is_new_in_the_code_stays(run_dir: Path) -> None:
         assert torch.equal(model[0].mask, torch.ones(2))  # type: ignore[arg-type]
 
 
-
-
-
-
 class Counting(nn.Module):
     """A module with a state beside its tensors."""
 
@@ -324,10 +310,6 @@ def test_the_extra_state_of_modules_comes_back(run_dir: Path) -> None:
     assert seen["batches"] == 5
     assert torch.equal(seen["last"], torch.tensor([5.0, 5.0]))
     assert "0._extra_state" not in load_file(run_dir / "newest" / "model.safetensors")
-
-
-
-
 
 
 @pytest.mark.parametrize("then", [True, False])
@@ -373,8 +355,6 @@ def test_a_lazy_module_has_to_see_a_batch_first(run_dir: Path) -> None:
     model(torch.ones(1, 3))
     for _ in range(3):
         _save(run_dir, model=model)
-
-
 
 
 def test_a_modules_extra_part_keeps_its_flags_too(run_dir: Path) -> None:
@@ -430,8 +410,6 @@ def test_a_replica_continues_with_the_order_of_its_gradients(run_dir: Path, kind
         assert _order(ddp) == expected
 
 
-
-
 @pytest.mark.usefixtures("_alone")
 def test_a_checkpoint_of_one_process_fits_a_replica_and_the_other_way_round(run_dir: Path) -> None:
     for model in (Net(), DistributedDataParallel(Net(1)), Net(2), DistributedDataParallel(Net(3))):
@@ -468,10 +446,6 @@ def test_a_replica_that_cannot_take_up_its_order_says_so(run_dir: Path) -> None:
         ddp = DistributedDataParallel(Net(), find_unused_parameters=True)
         with pytest.warns(ResumableWarning, match="model: DistributedDataParallel is set up in another way"):
             RunState.load(run_dir, model=ddp).close()
-
-
-
-
 
 
 def _mesh() -> Any:
@@ -597,8 +571,6 @@ def test_what_only_sounds_like_a_share_is_taken(run_dir: Path) -> None:
     kernel = type("FusedAdam", (torch.optim.SGD,), {"__module__": "deepspeed.ops.adam.fused_adam"})
     for _ in range(2):
         _save(run_dir, model=model, optimizer=kernel(model.parameters(), lr=0.1))
-
-
 
 
 def test_a_buffer_that_nothing_can_be_loaded_into_is_refused_at_first(run_dir: Path) -> None:

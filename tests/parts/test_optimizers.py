@@ -112,8 +112,6 @@ def test_reordered_parameters_still_get_their_own_moments(run_dir: Path) -> None
     _assert_equal(straight, resumed)
 
 
-
-
 def test_a_learning_rate_that_is_a_tensor_stays_the_same_tensor(run_dir: Path) -> None:
     rates = [torch.tensor(0.5), torch.tensor(0.5), torch.tensor(0.5)]
     made = iter(rates)
@@ -167,8 +165,6 @@ def test_state_that_belongs_to_no_parameter_comes_back(run_dir: Path) -> None:
     assert optimizer.scale == 1.0 * 0.9 * 0.9 * 0.9 * 0.9 * 0.9 * 0.9
 
 
-
-
 def test_the_state_of_a_live_optimizer_does_not_outlive_going_back(run_dir: Path) -> None:
     model = _net()
     optimizer = torch.optim.Adam(model.parameters())
@@ -218,8 +214,6 @@ def test_two_optimizers_can_share_one_model(run_dir: Path) -> None:
     _assert_equal(straight, model)
 
 
-
-
 def test_a_module_in_extra_does_not_take_the_moments_of_one_of_that_name_in_the_model(run_dir: Path) -> None:
     def build(seed: int) -> tuple[nn.Module, nn.Module, Any]:
         torch.manual_seed(seed)
@@ -266,8 +260,6 @@ def test_a_trained_parameter_of_no_part_comes_back(run_dir: Path) -> None:
             state.save()
 
         assert temperature.tolist() == [expected] * 3
-
-
 
 
 def test_parameters_that_the_optimizer_knows_by_name_go_by_it(run_dir: Path) -> None:
@@ -332,8 +324,6 @@ def test_a_parameter_in_another_group_is_named_and_only_it_starts_fresh(run_dir:
 
     assert model[2].weight not in optimizer.state
     assert len(optimizer.state) == 3
-
-
 
 
 def test_an_optimizer_of_another_class_is_refused(run_dir: Path) -> None:
@@ -447,8 +437,6 @@ def test_a_scaler_may_be_switched_on_and_off(run_dir: Path, enabled: tuple[bool,
         assert scaler.get_scale() == (64.0 if on else 1.0)
 
 
-
-
 @gloo.alone
 def test_an_optimizer_of_partial_sums_is_refused(run_dir: Path) -> None:
     from torch.distributed.device_mesh import init_device_mesh
@@ -459,5 +447,3 @@ def test_an_optimizer_of_partial_sums_is_refused(run_dir: Path) -> None:
 
     with pytest.raises(Unsupported, match=r"extra\.it: group0\.1 is placed as Partial"):
         RunState.load(run_dir, extra={"it": optimizer})
-
-

@@ -257,8 +257,6 @@ def test_what_is_added_to_a_dataset_and_not_saved_is_named_at_the_first_save(run
         _collecting(run_dir, 1, keeps=False)
 
 
-
-
 def test_in_mid_epoch_a_dataset_that_lacks_what_was_added_is_refused(run_dir: Path) -> None:
     _collecting(run_dir, 6, keeps=False, end=_three_more)
     for _ in range(2):

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from resumable import CannotStore, RunState, StateMismatch, Unsupported, UsageError
-from resumable.parts.part import same_device, shape
 
 
 def _save(run_dir: Path, extra: Any) -> None:
@@ -65,8 +64,6 @@ def test_a_generator_draws_on_as_if_never_stopped(run_dir: Path, kind: str) -> N
     assert found == expected
 
 
-
-
 def test_another_bit_generator_is_refused_and_left_as_it_is_if_allowed(run_dir: Path) -> None:
     _save(run_dir, np.random.Generator(np.random.PCG64(0)))
     live = np.random.Generator(np.random.Philox(5))
@@ -107,8 +104,6 @@ def test_a_container_is_filled_again_in_place(run_dir: Path, kind: str) -> None:
         assert list(live) == list(content) or kind == "set"
 
 
-
-
 def test_a_tensor_in_a_container_comes_back_in_its_layout(run_dir: Path) -> None:
     _save(run_dir, {"t": torch.arange(6.0).reshape(2, 3).t()})
     for _ in range(2):
@@ -117,10 +112,6 @@ def test_a_tensor_in_a_container_comes_back_in_its_layout(run_dir: Path) -> None
 
         assert live["t"].stride() == (1, 3)
         assert live["t"].tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
-
-
-
-
 
 
 def test_a_list_does_not_become_the_keys_of_a_dict(run_dir: Path) -> None:
@@ -149,8 +140,6 @@ class Outer:
     inner: Inner = field(default_factory=Inner)
     queue: Tensor | None = None
     later: Any = None
-
-
 
 
 @dataclass(frozen=True)
@@ -185,8 +174,6 @@ def test_a_dataclass_and_those_inside_it_are_set_again_in_place(run_dir: Path) -
         assert live.inner is inner
         assert (live.best, inner) == (0.5, Inner(3, [0.25]))
         assert torch.equal(live.queue, torch.ones(2))  # type: ignore[arg-type]
-
-
 
 
 def test_a_dataclass_that_was_replaced_by_its_like_is_saved_as_it_is_now(run_dir: Path) -> None:
@@ -319,14 +306,6 @@ def test_an_object_in_the_wrong_slot_is_refused_at_once(run_dir: Path, slot: str
 def test_a_name_that_looks_like_another_is_refused(run_dir: Path, name: Any) -> None:
     with pytest.raises(UsageError, match="cannot name a part of extra"):
         RunState.load(run_dir, extra={name: {}})
-
-
-
-
-
-
-
-
 
 
 def test_a_function_of_torchs_in_an_extra_is_refused_and_not_dropped(run_dir: Path) -> None:

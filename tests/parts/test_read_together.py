@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,7 @@ from torch import nn
 
 from resumable import RunState
 from resumable.errors import StateMismatch
-from resumable.files.tensor_file import Slot, Slots
-from resumable.parts import copies, places
+from resumable.parts import copies
 
 
 def many(seed: int, like: str) -> nn.Module:
@@ -163,8 +161,6 @@ def test_a_module_is_told_the_version_of_its_state(run_dir: Path, allow: tuple[s
     assert resumed.seen == 2
 
 
-
-
 @pytest.mark.parametrize(
     ("change", "told"),
     [
@@ -188,8 +184,6 @@ with torch.inference_mode():
     INFERENCE = torch.zeros(2, 3)
 
 
-
-
 def test_copies_are_of_the_moment_and_in_memory_of_their_own() -> None:
     torch.manual_seed(1)
     live = {
@@ -210,8 +204,6 @@ def test_copies_are_of_the_moment_and_in_memory_of_their_own() -> None:
     assert found().keys() == then.keys()
     assert all(torch.equal(found()[name], one) for name, one in then.items())
     assert not any(one.requires_grad for one in found().values())
-
-
 
 
 def stepped(seed: int) -> tuple[nn.Linear, torch.optim.Adam]:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from resumable import Boundary, CannotRead, CheckpointDamaged, FormatTooNew, SaveFailed
-from resumable.files import block_queue, large_files
+from resumable.files import large_files
 from resumable.files.large_files import Content, Way, Written
 from resumable.run import checkpoint, manifest
 from resumable.run.checkpoint import Checkpoint
@@ -86,19 +86,6 @@ def test_a_checkpoint_is_its_files_and_its_manifest_and_leaves_no_stage(tmp_path
     assert _names(tmp_path / "000001-step-00000010") == sorted([*FILES, "manifest.json", "ranks"])
 
 
-def test_a_checkpoint_without_ranks_has_no_such_folder(tmp_path: Path) -> None:
-    found, _ = checkpoint.commit(tmp_path, _about(), _contents({"state.json": b"{}"}))
-
-    assert _names(found.path) == ["manifest.json", "state.json"]
-
-
-def test_the_folder_of_the_checkpoints_is_made_where_it_is_missing(tmp_path: Path) -> None:
-    found = _commit(tmp_path / "runs" / "exp" / "checkpoints")
-
-    assert found.path.is_dir()
-    assert str(found) == f"checkpoint 1 (step 10) in {tmp_path / 'runs' / 'exp'}"
-
-
 @pytest.mark.parametrize(("umask", "file", "folder"), [(0o022, 0o644, 0o755), (0o027, 0o640, 0o750)])
 def test_the_permissions_of_all_of_a_checkpoint_follow_the_umask(
     tmp_path: Path, umask: int, file: int, folder: int
@@ -151,15 +138,6 @@ def _in_a_row(folder: Path, count: int) -> list[Checkpoint]:
 def links(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let files of any size be shared."""
     monkeypatch.setattr(large_files, "_WORTH_A_LINK", 0)
-
-
-@pytest.mark.usefixtures("links")
-def test_what_was_written_is_said_with_its_place_in_the_checkpoint(tmp_path: Path) -> None:
-    found, written = checkpoint.commit(tmp_path, _about(), _contents(FILES))
-
-    assert {name: w.path for name, w in written.items()} == {name: found.path / name for name in FILES}
-    records = {name: FileRecord(w.size, w.digest) for name, w in written.items()}
-    assert records == found.about.files
 
 
 @pytest.mark.usefixtures("links")
@@ -232,15 +210,6 @@ def test_a_commit_refuses_an_occupied_name_and_leaves_no_stage(
     assert _names(tmp_path) == [target.name]
 
 
-def test_a_commit_over_a_checkpoint_leaves_that_one_intact(tmp_path: Path) -> None:
-    first = _commit(tmp_path)
-
-    with pytest.raises(SaveFailed, match="already exists"):
-        checkpoint.commit(tmp_path, _about(), _contents({"state.json": b"other"}))
-
-    first.verify()
-
-
 @pytest.mark.parametrize("name", ["_pwrite", "write"])
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_is_named_with_how_to_make_room(
@@ -268,19 +237,6 @@ def test_a_file_that_several_write_is_made_at_once_and_is_what_one_would_write(t
             stage.write({"model.safetensors": share})
 
         assert (stage.path / "model.safetensors").read_bytes() == whole
-
-
-def test_small_files_do_not_hold_up_the_large_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_queue, "_WRITERS", 1)
-    asked: list[int] = []
-    sizes = {"extra": 7, "model": large_files.BLOCK, "ranks": 9, "optimizer": large_files.BLOCK + 1}
-    stage = checkpoint.Stage(tmp_path, 1, 10)
-
-    with stage.making():
-        written = stage.write({name: Content(bytes(size), asked.append) for name, size in sizes.items()})
-
-    assert [*written] == ["model", "optimizer", "extra", "ranks"]
-    assert asked[-2:] == [7, 9]
 
 
 def test_a_full_disk_that_does_not_say_what_is_free_is_named_anyway(tmp_path: Path) -> None:
@@ -419,20 +375,6 @@ def test_a_name_says_its_number_however_large(number: int, step: int) -> None:
 
     assert match is not None
     assert [int(group) for group in match.groups()] == [number, step]
-
-
-def test_names_sort_as_their_numbers_do() -> None:
-    names = [checkpoint.name(number, 10**8 - number) for number in (1, 9, 10, 99_999, 999_999)]
-
-    assert names == sorted(names)
-
-
-def test_a_checkpoint_is_removed_with_all_that_is_in_it(tmp_path: Path) -> None:
-    found = _commit(tmp_path)
-
-    checkpoint.remove(found.path)
-
-    assert _names(tmp_path) == []
 
 
 def test_what_a_kill_left_of_a_checkpoint_is_removed(tmp_path: Path) -> None:

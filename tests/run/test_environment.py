@@ -53,10 +53,6 @@ def test_the_driver_is_read_without_touching_the_device(
     assert environment.driver(tmp_path / "version") == version
 
 
-def test_a_machine_without_the_driver_has_none(tmp_path: Path) -> None:
-    assert environment.driver(tmp_path / "version") is None
-
-
 SETTINGS = """
 import torch
 from resumable.run import environment
@@ -96,16 +92,6 @@ def test_the_commit_of_the_scripts_repository_is_noted_if_it_can_be_read(
     monkeypatch.setattr(sys, "argv", [str(tmp_path / "scripts" / "train.py")])
 
     assert environment.describe()["git"] == commit
-
-
-@pytest.mark.parametrize("script", ["train.py", ""])
-def test_a_script_outside_of_any_repository_has_no_commit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", [script])
-
-    assert environment.describe()["git"] is None
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -198,7 +184,3 @@ def test_where_git_cannot_say_in_time_or_is_not_there_nothing_is_claimed(
 
     monkeypatch.setenv("PATH", str(tmp_path))
     assert environment.attempt()["dirty"] is None
-
-
-def test_a_machine_without_a_boot_id_has_none(tmp_path: Path) -> None:
-    assert environment._boot_id(tmp_path / "boot_id") is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -253,8 +252,6 @@ def test_what_others_wrote_into_it_stays_and_is_not_taken_for_ours(trained: Run)
     ("then", "now", "how"),
     [
         ({}, {}, "killed or crashed (no exit recorded)"),
-        ({}, {"host": "other name, same machine"}, "killed or crashed (no exit recorded)"),
-        ({"boot": None}, {}, "killed or crashed (no exit recorded)"),
         (
             {},
             {"boot": "b2"},
@@ -264,11 +261,6 @@ def test_what_others_wrote_into_it_stays_and_is_not_taken_for_ours(trained: Run)
             {},
             {"boot": "b2", "host": "node8"},
             "killed or crashed (no exit recorded); it was on node7, the next ",
-        ),
-        (
-            {"boot": None},
-            {"boot": None, "host": "node8"},
-            "killed or crashed (no exit recorded); it was on node7",
         ),
     ],
 )
@@ -284,12 +276,6 @@ def test_of_a_start_that_left_no_word_no_more_is_said_than_can_be_known(
     assert (previous["attempt"], previous["last"]) == (1, 1)
     assert previous["how"].startswith(how)
     assert len(previous["how"]) < len(how) + 60
-
-
-def test_a_start_that_reported_its_end_is_quoted(trained: Run) -> None:
-    History(trained).begin({**HERE, "boot": "b2"}, 3)
-
-    assert history.read(trained.path)[-1]["previous"] == {"attempt": 1, "how": "closed", "last": 3}
 
 
 def test_attempts_say_of_each_start_how_it_ended_if_anybody_knows(trained: Run) -> None:
@@ -357,21 +343,6 @@ def test_while_it_cannot_be_written_the_training_continues_and_nothing_is_lost_o
     assert events(trained) == expected
 
 
-def test_what_waits_to_be_written_does_not_grow_for_ever(run: Run) -> None:
-    found = History(run)
-    found.begin(HERE, None)
-    (run.path / history.NAME).unlink()
-    (run.path / history.NAME).mkdir()
-    with pytest.warns(ResumableWarning, match="cannot be written"):
-        found.went_back(None, "best")
-    for _ in range(1100):
-        found.went_back(None, "best")
-    (run.path / history.NAME).rmdir()
-    found.ended("closed")
-
-    assert len(history.read(run.path)) == 1000
-
-
 def test_one_that_cannot_be_read_is_left_alone_and_named(run: Run) -> None:
     target = run.path.parent / "elsewhere"
     target.write_bytes(b"")
@@ -390,16 +361,6 @@ def test_one_that_cannot_be_read_is_left_alone_and_named(run: Run) -> None:
 
 def test_a_circle_of_parents_ends() -> None:
     assert history.abandoned({1: 3, 2: 1, 3: 2, 4: 1}, 3, before=[]) == {4}
-
-
-def test_a_tool_needs_no_more_than_a_filter(trained: Run) -> None:
-    History(trained).begin(HERE, 1)
-
-    lines = [json.loads(line) for line in (trained.path / history.NAME).read_text().splitlines()]
-
-    kept = [line for line in lines if line["event"] == "save" and not line["superseded"]]
-    assert [line["number"] for line in kept] == [1]
-    assert os.listdir(trained.path).count(history.NAME) == 1
 
 
 # A real run.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -80,18 +79,6 @@ def same(data: bytes) -> bool:
     )
     assert [*map(json.loads, found.noted)] == [*map(json.loads, expected.noted)]
     return (found.skipped, found.took()) == (expected.skipped, expected.took())
-
-
-def test_a_save_as_it_is_written_matches_the_pattern(run: Run) -> None:
-    found = History(run)
-    found.begin(HERE, None)
-    found.saved(about(2, 1), "called")
-    *_, with_times, _, plain = (run.path / history.NAME).read_text().splitlines()
-
-    for line in (with_times, plain):
-        match = re.fullmatch(history_scan._LINE, line)
-        assert match
-        assert not match[7]
 
 
 def test_a_long_history_says_what_parsing_each_line_says(lines: list[Line]) -> None:

@@ -62,15 +62,6 @@ def test_a_metric_that_is_a_whole_number_comes_back_as_a_float() -> None:
     assert (found, type(found)) == (7.0, float)
 
 
-def test_the_size_is_that_of_all_files_together() -> None:
-    assert ABOUT.size == 12
-
-
-@pytest.mark.parametrize(("maximize", "text"), [(True, "maximize='acc'"), (False, "minimize='acc'")])
-def test_a_goal_is_written_as_the_script_writes_it(maximize: bool, text: str) -> None:
-    assert str(Goal("acc", maximize)) == text
-
-
 def test_no_flipped_byte_is_accepted() -> None:
     text = manifest.to_json(ABOUT)
     for position in range(len(text)):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import shutil
 import socket
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime
@@ -30,7 +28,6 @@ from resumable import (
     SaveFailed,
     UsageError,
 )
-from resumable.files import disk
 from resumable.files.large_files import Content
 from resumable.run import checkpoint, listing, manifest
 from resumable.run.checkpoint import Checkpoint
@@ -129,12 +126,6 @@ def test_a_checkpoint_is_chosen_by_its_path_or_a_link_to_it(run: Run, kind: Call
     assert run.choose(kind(run.path / "best"), Checkpoint.verify) == (run.open(2), None)
 
 
-def test_a_relative_path_is_one_from_where_the_script_runs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(run.folder)
-
-    assert _choose(Run(run.path), "000002-step-00000020") == (2, b"weights 2")
-
-
 def test_a_checkpoint_of_another_run_is_chosen_by_its_path(run: Run, tmp_path: Path) -> None:
     other = Run(tmp_path / "runs" / "other")
 
@@ -188,11 +179,6 @@ def test_a_number_that_is_not_there_names_the_ones_that_are(run: Run, which: Any
         _choose(run, which)
 
 
-def test_a_number_in_an_empty_run_says_that_there_are_none(run_dir: Path) -> None:
-    with pytest.raises(CheckpointNotFound, match=r"no checkpoint 3 in .*; there are: none"):
-        _choose(Run(run_dir), 3)
-
-
 @pytest.mark.parametrize("which", ["newset", "runs/nowhere", "", Path("nowhere"), "step 12"])
 def test_an_unknown_word_lists_the_known_ones(run: Run, which: Any) -> None:
     kind = CheckpointNotFound if "nowhere" in str(which) else UsageError
@@ -231,16 +217,6 @@ def test_a_folder_above_or_inside_a_run_suggests_that_run(run: Run, tmp_path: Pa
 
     with pytest.raises(CheckpointNotFound, match=f"holds no checkpoint. Did you mean {run.path}?"):
         Run(tmp_path / path).check("must")
-
-
-def test_a_run_without_checkpoints_does_not_suggest_itself(run_dir: Path) -> None:
-    run = Run(run_dir)
-    run.acquire()
-    run.identity()
-    run.release()
-
-    with pytest.raises(CheckpointNotFound, match=r"holds no checkpoint\.\n"):
-        Run(run_dir).check("must")
 
 
 def test_a_directory_that_is_like_no_run_suggests_nothing(run: Run, tmp_path: Path) -> None:
@@ -298,20 +274,6 @@ def many(run_dir: Path) -> Iterator[Run]:
     run.release()
 
 
-def _count(monkeypatch: pytest.MonkeyPatch, name: str, of: str) -> list[str]:
-    """Return a list that grows with each call of a function of `os` about a path that ends in `of`."""
-    calls: list[str] = []
-    call = getattr(os, name)
-
-    def counted(path: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(path, (str, os.PathLike)) and os.fspath(path).endswith(of):
-            calls.append(os.fspath(path))
-        return call(path, *args, **kwargs)
-
-    monkeypatch.setattr(os, name, counted)
-    return calls
-
-
 def _save(run: Run, keep: Keep | None = None, **metrics: float) -> int:
     number = (run.highest() or 0) + 1
     with run.adding(_about(number, **metrics)):
@@ -321,70 +283,14 @@ def _save(run: Run, keep: Keep | None = None, **metrics: float) -> int:
     return number
 
 
-def _patient(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let time alone never be the reason to list a folder again."""
-    monkeypatch.setattr("resumable.run.listing._PATIENCE", 1e9)
-
-
-def test_the_newest_of_many_is_found_with_one_listing_and_one_manifest(
-    many: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    many.identity()
-    many.release()
-    listed = _count(monkeypatch, "open", "checkpoints")
-    opened = _count(monkeypatch, "open", "manifest.json")
-    run = Run(many.path)
-
-    run.check("auto")
-    run.acquire()
-    run.identity()
-    found = run.choose("auto", lambda found: found.about.number)
-    run.release()
-
-    assert found
-    assert (found[1], len(listed), len(opened)) == (50, 1, 1)
-
-
-def test_the_best_of_many_is_chosen_with_one_manifest_more(
-    many: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _commit(many, 51, 20)
-    opened = _count(monkeypatch, "open", "manifest.json")
-
-    assert _choose(many, "best") == (20, b"weights 20")
-    assert [path[-34:-14] for path in opened] == ["000051-step-00000510", "000020-step-00000200"]
-
-
-def test_a_save_among_many_lists_nothing_and_opens_no_manifest(
-    many: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _patient(many, monkeypatch)
-    listed = _count(monkeypatch, "open", "checkpoints")
-    opened = _count(monkeypatch, "open", "manifest.json")
-    # What commit() and prune() flush is opened too: once each, and once for the one that is pruned.
-    flushes = 2 * 3
-
-    numbers = [_save(many, Keep(50), loss=30.0) for _ in range(3)]
-
-    assert numbers == [51, 52, 53]
-    assert len(listed) == flushes
-    assert not [path for path in opened if ".stage" not in path]
-    monkeypatch.undo()
-    assert many.numbers() == Run(many.path).numbers() == [*range(4, 54)]
-    assert many.best(GOAL) == Run(many.path).best(GOAL) == Best(GOAL, 0.0, 20)
-
-
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (lambda at: shutil.rmtree(at(50)), [*range(1, 50)]),
-        (lambda at: shutil.rmtree(at(1)), [*range(2, 51)]),
         (lambda at: shutil.copytree(at(50), at(60)), [*range(1, 51), 60]),
-        (lambda at: at(50).rename(at(60)), [*range(1, 50), 60]),
         (lambda at: at(50).rename(at(50).parent / "mine"), [*range(1, 50)]),
         (lambda at: shutil.rmtree(at(50).parent), []),
     ],
-    ids=["the newest goes", "the oldest goes", "one comes", "one is renamed", "one is put aside", "all go"],
+    ids=["one comes", "one is put aside", "all go"],
 )
 @pytest.mark.parametrize("when", ["before a save", "in a save", "after a save"])
 def test_what_is_done_by_hand_is_seen(
@@ -441,40 +347,12 @@ def test_a_change_in_the_same_tick_of_the_clock_is_seen(run: Run, monkeypatch: p
     assert run.numbers() == [3, 4, 5]
 
 
-def test_a_change_of_the_count_in_the_same_tick_is_seen(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    _coarse(monkeypatch, st_size=0)
-    assert run.numbers() == [1, 2, 3]
-
-    shutil.copytree(run.open(3).path, run.folder / "000004-step-00000040")
-    assert run.numbers() == [1, 2, 3, 4]
-    shutil.rmtree(run.open(1).path)
-    assert run.numbers() == [2, 3, 4]
-
-
 def test_a_run_that_is_a_link_to_a_folder_elsewhere_is_that_run(run: Run, tmp_path: Path) -> None:
     (tmp_path / "here").symlink_to(run.path)
     linked = Run(tmp_path / "here")
 
     assert _choose(linked, "auto") == _choose(run, "auto") == (3, b"weights 3")
     assert linked.identity() == linked.identity() == run.identity()
-
-
-def test_a_listing_that_is_stale_leads_through_no_link(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = run.open(1).path
-    before = os.stat(run.folder)
-    path.rename(tmp_path / "mine")
-    path.symlink_to(tmp_path / "mine")
-    call = os.stat
-    monkeypatch.setattr(os, "stat", lambda at, **k: before if at == run.folder else call(at, **k))
-
-    with pytest.raises(CheckpointDamaged, match="000001-step-00000010 is damaged: it is a symbolic link"):
-        run.open(1)
-    with pytest.warns(ResumableWarning, match="checkpoint 1 in .* could not be pruned: it is a symbolic"):
-        run.prune(Keep(1), [2])
-
-    assert (tmp_path / "mine" / "model.safetensors").read_bytes() == b"weights 1"
 
 
 def test_a_file_or_a_link_with_the_name_of_a_checkpoint_is_none(run: Run) -> None:
@@ -489,29 +367,12 @@ def test_a_file_or_a_link_with_the_name_of_a_checkpoint_is_none(run: Run) -> Non
     assert _choose(run, "auto") == (3, b"weights 3")
 
 
-def test_the_newest_is_known_by_its_number_and_not_by_its_name(run: Run) -> None:
-    _commit(run, 999_999)
-    _commit(run, 1_000_000)
-
-    assert Run(run.path).highest() == 1_000_000
-    assert _choose(Run(run.path), "auto") == (1_000_000, b"weights 1000000")
-
-
 def test_the_best_is_opened_again_once_its_manifest_has_changed(many: Run) -> None:
     _flip(many.open(20).path / "manifest.json")
     assert many.best(GOAL) == Best(GOAL, 0.5, 19)
 
     shutil.rmtree(many.folder / "000019-step-00000190")
     assert many.best(GOAL) == Best(GOAL, 0.5, 21)
-
-
-def test_a_better_one_that_is_put_in_place_by_hand_is_the_best(many: Run, tmp_path: Path) -> None:
-    other = Run(tmp_path / "other")
-    path = _commit(other, 30, loss=-1.0).path
-    shutil.rmtree(many.open(30).path)
-    shutil.copytree(path, many.folder / path.name)
-
-    assert many.best(GOAL) == Best(GOAL, -1.0, 30)
 
 
 def test_the_best_follows_what_is_saved_and_what_is_pruned(many: Run) -> None:
@@ -548,31 +409,6 @@ def test_a_save_that_fails_leaves_a_listing_that_is_true(many: Run) -> None:
 
     assert many.numbers() == [*range(1, 52)]
     assert many.best(GOAL) == Best(GOAL, 0.0, 20)
-
-
-def test_a_save_that_fails_where_folders_are_not_counted_leaves_a_listing_that_is_true(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _coarse(monkeypatch, seconds_ago=60, st_nlink=1, st_size=0)
-
-    with contextlib.suppress(KeyboardInterrupt), run.adding(_about(4)):
-        _commit(run, 4)
-        raise KeyboardInterrupt
-
-    assert run.numbers() == [1, 2, 3, 4]
-
-
-def test_who_lists_in_the_middle_of_a_save_hides_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    _coarse(monkeypatch, st_size=0)
-
-    with run.adding(_about(4)):
-        (run.folder / "stage").mkdir()
-        assert run.numbers() == [1, 2, 3]
-        (run.folder / "stage").rmdir()
-        _commit(run, 4)
-
-    assert run.numbers() == [1, 2, 3, 4]
-    assert _save(run) == 5
 
 
 # Damage
@@ -635,29 +471,6 @@ def test_damage_is_named_and_the_newest_intact_one_is_used(
     with pytest.raises(CheckpointDamaged, match=f"{path.name} is damaged: {name}"):
         _choose(run, 3)
     assert _choose(run, 2) == (2, b"weights 2")
-
-
-class _Memory(bytearray):
-    """Memory of which a test can know whether it was freed."""
-
-
-def test_memory_of_a_refused_checkpoint_is_freed_before_the_next_is_read(run: Run) -> None:
-    refused = list[weakref.ref[_Memory]]()
-
-    def fail() -> None:
-        refused.append(weakref.ref(memory := _Memory(9)))
-        raise OSError(errno.EIO, f"Input/output error after {len(memory)} bytes")
-
-    def read(found: Checkpoint) -> int:
-        assert not any(one() for one in refused)
-        try:
-            return 1 if found.about.number == 1 else fail() or 0
-        except OSError as exc:
-            raise disk.unread(found.path, "model.safetensors", exc) from exc
-
-    with pytest.warns(ResumableWarning, match="after 9 bytes"):
-        assert run.choose("auto", read) is not None
-    assert len(refused) == 2
 
 
 @pytest.mark.proves("noticed")
@@ -885,13 +698,6 @@ def test_a_run_keeps_the_id_of_its_first_start(run_dir: Path) -> None:
     assert datetime.fromisoformat(about["created"]).tzinfo is not None
 
 
-def test_two_runs_have_two_ids(tmp_path: Path) -> None:
-    for name in ("one", "other"):
-        (tmp_path / name).mkdir()
-
-    assert Run(tmp_path / "one").identity() != Run(tmp_path / "other").identity()
-
-
 @pytest.mark.parametrize("damage", [_flip, Path.unlink, lambda path: path.write_bytes(manifest.seal({}))])
 def test_an_id_that_is_damaged_or_gone_is_found_again_in_the_checkpoints(
     run: Run, recwarn: pytest.WarningsRecorder, damage: Callable[[Path], object]
@@ -1012,25 +818,6 @@ def _left_by(run: Run, keep: Keep) -> list[int]:
 
 def test_several_best_are_found_again_by_a_process_that_has_not_saved_them(many: Run) -> None:
     assert _left_by(Run(many.path), Keep(1, best=3)) == [19, 20, 21, 50]
-
-
-def test_without_a_goal_no_manifest_is_opened_to_prune(many: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = _count(monkeypatch, "open", "manifest.json")
-
-    Run(many.path).prune(Keep(3), [7])
-
-    assert not opened
-    assert many.numbers() == [7, 48, 49, 50]
-
-
-def test_to_prune_by_rules_opens_no_manifest_twice(many: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = _count(monkeypatch, "open", "manifest.json")
-
-    for keep in (Keep(40, best=2), Keep(30, best=2), Keep(20, every=Every(steps=100))):
-        many.prune(keep, [], GOAL)
-
-    assert not opened
-    assert many.numbers() == [19, 20, 30, *range(31, 51)]
 
 
 def test_a_damaged_one_is_never_the_best_nor_of_an_epoch_or_a_day(run: Run) -> None:
