@@ -239,19 +239,26 @@ def test_a_file_that_is_there_is_never_written_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS_HERE)
+@pytest.mark.parametrize("is_shared", [False, True])
 @pytest.mark.usefixtures("small")
-def test_a_file_is_flushed_once_after_its_last_byte(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: Way
+def test_a_file_or_share_is_flushed_once_after_its_last_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: Way, is_shared: bool
 ) -> None:
+    content, count = Content(DATA), 11
+    if is_shared:
+        large_files.create(tmp_path / "file", len(DATA))
+        content, count = shared(DATA, 2, 5)[1], 3
+        # Where a disk cannot reserve, the C library writes to every page, which another may be writing.
+        monkeypatch.setattr(os, "posix_fallocate", failing(errno.EIO))
     events: list[str] = []
     write, uncached, fsync = large_files._pwrite, large_files._pwrite_uncached, os.fsync
     monkeypatch.setattr(large_files, "_pwrite", lambda *a: (write(*a), events.append("write"))[0])
     monkeypatch.setattr(large_files, "_pwrite_uncached", lambda *a: (uncached(*a), events.append("write"))[0])
     monkeypatch.setattr(os, "fsync", lambda fd: (fsync(fd), events.append("fsync"))[0])
 
-    put(tmp_path / "file", Content(DATA), way)
+    put(tmp_path / "file", content, way)
 
-    assert events == ["write"] * 11 + ["fsync"]
+    assert events == ["write"] * count + ["fsync"]
 
 
 class Filling:
@@ -354,35 +361,13 @@ def test_a_file_that_could_not_be_made_is_not_made_again_by_another_thread(
     assert [path for path, *_ in opened] == [tmp_path / "file"]
 
 
-@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS], ids=errno.errorcode.get)
-@pytest.mark.usefixtures("small")
-def test_a_disk_that_cannot_reserve_is_written_anyway(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
-    monkeypatch.setattr(os, "posix_fallocate", failing(code))
-
-    put(tmp_path / "file", Content(DATA))
-
-    assert (tmp_path / "file").read_bytes() == DATA
-
-
-@pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("name", ["posix_fallocate", "posix_fadvise"])
-def test_a_system_that_lacks_a_call_is_written_anyway(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    monkeypatch.delattr(os, name)
-
-    put(tmp_path / "file", Content(DATA), "paced")
-
-    assert (tmp_path / "file").read_bytes() == DATA
-
-
+@pytest.mark.parametrize("code", [None, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS])
 @pytest.mark.usefixtures("small")
-def test_a_disk_that_takes_no_advice_is_written_anyway(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_disk_or_system_that_cannot_reserve_or_advise_is_written_anyway(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: int | None
 ) -> None:
-    monkeypatch.setattr(os, "posix_fadvise", failing(errno.EINVAL))
+    monkeypatch.setattr(os, name, failing(code)) if code else monkeypatch.delattr(os, name)
 
     put(tmp_path / "file", Content(DATA), "paced")
 
@@ -512,26 +497,6 @@ def test_a_file_without_reserved_room_has_its_size_anyway(
     assert (tmp_path / "file").stat().st_size == 1 << 20
 
 
-@pytest.mark.parametrize("way", WAYS_HERE)
-@pytest.mark.usefixtures("small")
-def test_a_share_is_flushed_once_after_its_last_byte_and_reserves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: Way
-) -> None:
-    large_files.create(tmp_path / "file", len(DATA))
-    share = shared(DATA, 2, 5)[1]
-    events: list[str] = []
-    write, uncached, fsync = large_files._pwrite, large_files._pwrite_uncached, os.fsync
-    monkeypatch.setattr(large_files, "_pwrite", lambda *a: (write(*a), events.append("write"))[0])
-    monkeypatch.setattr(large_files, "_pwrite_uncached", lambda *a: (uncached(*a), events.append("write"))[0])
-    monkeypatch.setattr(os, "fsync", lambda fd: (fsync(fd), events.append("fsync"))[0])
-    # Where a disk cannot, the C library writes to every page, which another may be writing just now
-    monkeypatch.setattr(os, "posix_fallocate", failing(errno.EIO))
-
-    put(tmp_path / "file", share, way)
-
-    assert events == ["write"] * 3 + ["fsync"]
-
-
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_share_is_waited_for_from_its_own_first_byte_on(tmp_path: Path, threads: int) -> None:
     filling = Filling(secrets.token_bytes(5 * PAGE))
@@ -559,14 +524,7 @@ def test_a_share_of_another_file_is_refused_before_anything_is_written(tmp_path:
 
 @pytest.mark.parametrize(
     ("begin", "count", "size"),
-    [
-        (500, 500, 2000),
-        (0, 500, 2000),
-        (1000, 1001, 2000),
-        (2000, 0, 2000),
-        (-1000, 1000, 2000),
-        (1000, 1000, 1000),
-    ],
+    [(500, 500, 2000), (0, 500, 2000), (1000, 1001, 2000), (2000, 0, 2000), (-1000, 1000, 2000)],
 )
 @pytest.mark.usefixtures("small")
 def test_only_whole_blocks_can_be_shared(begin: int, count: int, size: int) -> None:

@@ -370,28 +370,12 @@ class _Color(enum.Enum):
     RED = 1
 
 
-class _Level(enum.IntEnum):
-    LOW = 1
-
-
 class _Dict(dict[Any, Any]):
     pass
 
 
 class _Int(int):
     pass
-
-
-class _Text(str):
-    __slots__ = ()
-
-
-class _Number(np.float64):
-    pass
-
-
-class _Callable:
-    def __call__(self) -> None: ...
 
 
 class _Tensor(torch.Tensor):
@@ -413,40 +397,27 @@ def _nested(depth: int) -> Any:
 
 CANNOT = {
     "a function": (_nested, r"a function \(_nested\)"),
-    "a lambda": (lambda: 0, r"a function \(.*<lambda>\)"),
-    "a builtin": (len, r"a function \(len\)"),
     "a class": (_Dict, r"a class \(_Dict\)"),
-    "a method": ([].append, r"a function \(list.append\)"),
     "a partial": (functools.partial(len), "of type functools.partial"),
-    "a callable object": (_Callable(), "of type .*_Callable"),
     "a path": (Path("x"), "of type pathlib"),
     "an object": (object(), "of type builtins.object"),
     "an enum": (_Color.RED, "of type .*_Color"),
-    "an int enum": (_Level.LOW, "of type .*_Level"),
     "a dict's subclass": (_Dict(), "of type .*_Dict"),
     "an int's subclass": (_Int(1), "of type .*_Int"),
-    "a string's subclass": (_Text("a"), "of type .*_Text"),
-    "a numpy number's subclass": (_Number(1), "of type .*_Number"),
     "a named tuple": (_Pair(1, 2), "of type .*_Pair"),
     "a range": (range(3), "of type builtins.range"),
-    "a generator": (torch.Generator(), "of type torch.*Generator"),
     "a module": (torch.nn.Linear(1, 1), "of type torch.*Linear"),
-    "a view of a dict": ({}.keys(), "of type builtins.dict_keys"),
     "a memoryview": (memoryview(b"a"), "of type builtins.memoryview"),
-    "an ellipsis": (..., "of type builtins.ellipsis"),
     "a sparse tensor": (torch.eye(2).to_sparse(), "layout torch.sparse_coo"),
     "a meta tensor": (torch.ones(1, device="meta"), "on the meta device"),
     "a lazy parameter": (torch.nn.LazyLinear(1).weight, "has no shape yet"),
-    "a lazy buffer": (torch.nn.UninitializedBuffer(), "has no shape yet"),
     "a tensor's subclass": (torch.ones(1).as_subclass(_Tensor), "of type .*_Tensor"),
     "a tensor that torch cannot copy": (torch.ones(1, dtype=torch.uint8).view(torch.int3), "torch.int3"),
     "an array of objects": (np.array([object()]), "numpy dtype object"),
     "a structured array": (np.zeros(1, [("a", "<i4")]), "numpy dtype"),
-    "a record": (np.zeros(1, [("a", "<i4")])[0], "numpy dtype"),
     "raw numpy bytes": (np.void(b"abc"), "numpy dtype"),
     "an array's subclass": (np.ma.array([1]), "of type numpy.*MaskedArray"),
     "a defaultdict with a lambda": (defaultdict(lambda: 0), "factory cannot be stored"),
-    "a defaultdict of a class": (defaultdict(_Dict), "factory cannot be stored"),
     "what holds itself": (_itself(), "or holds itself"),
     "what is nested too deeply": (_nested(100), "more than 64 deep"),
 }
@@ -807,7 +778,7 @@ class Remembering:
 
 
 class Changing:
-    """A tree of dicts of tensors, and all that can happen to one of them between two saves."""
+    """A tree of dicts of tensors, and the tensor in it to which something happens between two saves."""
 
     def __init__(self) -> None:
         groups = {f"g{i}": {k: torch.randn(2, 2) for k in "abc"} for i in range(3)}
@@ -815,135 +786,70 @@ class Changing:
 
     def change(self, kind: str, group: int, key: int, is_before: bool) -> None:
         self.name = f"g{group}"
-        self.group: dict[str, torch.Tensor] = self.tree[self.name]
+        self.group: dict[str, Any] = self.tree[self.name]
         tensors = [name for name, value in self.group.items() if isinstance(value, torch.Tensor)]
         self.key = tensors[key % len(tensors)]
-        self.other: dict[str, torch.Tensor] = self.tree[f"g{(group + 1) % 3}"]
+        self.tensor: torch.Tensor = self.group[self.key]
+        self.other: dict[str, Any] = self.tree[f"g{(group + 1) % 3}"]
         self.is_before = is_before
-        getattr(self, kind)()
+        CHANGES[kind](self)
 
-    def _put(self, name: str, value: Any) -> None:
+    def set(self, value: Any) -> None:
+        self.group[self.key] = value
+
+    def set_data(self, value: torch.Tensor) -> None:
+        self.tensor.data = value
+
+    def put(self, name: str, value: Any) -> None:
         """Put something at the beginning of the tree or at its end."""
         self.tree.pop(name, None)
         rest = self.tree
         self.tree = {name: value, **rest} if self.is_before else {**rest, name: value}
 
-    def nothing(self) -> None: ...
 
-    def other_values(self) -> None:
-        if self.group[self.key].is_floating_point():
-            self.group[self.key].data.add_(1)
-
-    def another_tensor(self) -> None:
-        self.group[self.key] = torch.randn(2, 2)
-
-    def another_place(self) -> None:
-        self.group[self.key].data = self.group[self.key].data.clone()
-
-    def another_shape(self) -> None:
-        self.group[self.key].data = torch.ones(3, 2, dtype=self.group[self.key].dtype)
-
-    def shorter_in_place(self) -> None:
-        self.group[self.key].data = self.group[self.key].data[:1]
-
-    def flat_in_place(self) -> None:
-        self.group[self.key].data = self.group[self.key].data.reshape(-1)
-
-    def transposed_in_place(self) -> None:
-        self.group[self.key].data = self.group[self.key].data.t()
-
-    def another_dtype(self) -> None:
-        self.group[self.key] = torch.zeros(2, 2, dtype=torch.int16)
-
-    def same_bytes_as_numbers(self) -> None:
-        if self.group[self.key].dtype == torch.float32 and not self.group[self.key].is_neg():
-            self.group[self.key] = self.group[self.key].data.view(torch.int32)
-
-    def a_new_key(self) -> None:
-        self.group[f"new{len(self.group)}"] = torch.randn(1)
-
-    def a_key_renamed(self) -> None:
-        self.tree[self.name] = {("r" if k == self.key else "") + k: v for k, v in self.group.items()}
-
-    def another_order(self) -> None:
-        self.group[self.key] = self.group.pop(self.key)
-
-    def a_key_less(self) -> None:
-        if len(self.group) > 3:
-            del self.group[self.key]
-
-    def a_key_with_a_dollar(self) -> None:
-        self.group["$"] = torch.randn(1)
-
-    def a_name_that_is_taken(self) -> None:
-        self.group["__metadata__"] = torch.randn(1)
-
-    def tied_within(self) -> None:
-        self.group["tied"] = self.group[self.key]
-
-    def untied(self) -> None:
-        if "tied" in self.group:
-            self.group["tied"] = self.group["tied"].detach().clone()
-
-    def tied_across(self) -> None:
-        self.other["across"] = self.group[self.key]
-
-    def a_view_across(self) -> None:
-        self.other["view"] = self.group[self.key].detach().reshape(-1)
-
-    def slow_at_its_place(self) -> None:
-        self._put("slow", [self.group[self.key]])
-
-    def slow_at_its_place_in_another_shape(self) -> None:
-        self._put("view", [self.group[self.key].detach().reshape(-1)[:1]])
-
-    def slow_with_its_name(self) -> None:
-        self._put(f"{self.name}.{self.key}", torch.randn(1))
-
-    def slow_with_its_name_no_more(self) -> None:
-        self.tree = {name: value for name, value in self.tree.items() if "." not in name}
-
-    def a_boolean(self) -> None:
-        self.group[self.key] = torch.tensor([True, False])
-
-    def empty(self) -> None:
-        self.group[self.key] = torch.empty(0, 2)
-
-    def a_part_that_is_empty(self) -> None:
-        self.group["none"] = self.group[self.key].detach()[:0]
-
-    def complex(self) -> None:
-        self.group[self.key] = torch.randn(2, dtype=torch.complex64)
-
-    def conjugate(self) -> None:
-        self.group[self.key] = torch.randn(2, dtype=torch.complex64).conj()
-
-    def negative(self) -> None:
-        if self.group[self.key].dtype == torch.float32:
-            self.group[self.key] = torch._neg_view(self.group[self.key].detach())
-
-    def a_parameter(self) -> None:
-        if self.group[self.key].is_floating_point():
-            self.group[self.key] = torch.nn.Parameter(self.group[self.key].detach())
-
-    def a_number(self) -> None:
-        self.group["number"] = 7  # type: ignore[assignment]
-
-    def no_number(self) -> None:
-        self.group.pop("number", None)
-
-    def twice_at_one_path(self) -> None:
-        self._put("twice", {1: self.group, "1": self.group})
-
-    def once_at_one_path(self) -> None:
-        self._put("twice", {1: self.group, "1": {"a": torch.randn(1)}})
-
-    def not_twice(self) -> None:
-        self.tree.pop("twice", None)
-
-
-CHANGES = [name for name in vars(Changing) if not name.startswith("_") and name != "change"]
-changes = st.tuples(st.sampled_from(CHANGES), st.integers(0, 2), st.integers(0, 4), st.booleans())
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "nothing": lambda c: None,
+    "other values": lambda c: c.tensor.is_floating_point() and c.tensor.data.add_(1),
+    "another tensor": lambda c: c.set(torch.randn(2, 2)),
+    "another place": lambda c: c.set_data(c.tensor.data.clone()),
+    "another shape": lambda c: c.set_data(torch.ones(3, 2, dtype=c.tensor.dtype)),
+    "shorter in place": lambda c: c.set_data(c.tensor.data[:1]),
+    "flat in place": lambda c: c.set_data(c.tensor.data.reshape(-1)),
+    "transposed in place": lambda c: c.set_data(c.tensor.data.t()),
+    "another dtype": lambda c: c.set(torch.zeros(2, 2, dtype=torch.int16)),
+    "same bytes as numbers": lambda c: (
+        c.tensor.dtype == torch.float32 and not c.tensor.is_neg() and c.set(c.tensor.data.view(torch.int32))
+    ),
+    "a new key": lambda c: c.group.update({f"new{len(c.group)}": torch.randn(1)}),
+    "a key renamed": lambda c: c.tree.update(
+        {c.name: {("r" if k == c.key else "") + k: v for k, v in c.group.items()}}
+    ),
+    "another order": lambda c: c.set(c.group.pop(c.key)),
+    "a key less": lambda c: len(c.group) > 3 and c.group.pop(c.key),
+    "a key with a dollar": lambda c: c.group.update({"$": torch.randn(1)}),
+    "a name that is taken": lambda c: c.group.update({"__metadata__": torch.randn(1)}),
+    "tied within": lambda c: c.group.update(tied=c.tensor),
+    "untied": lambda c: "tied" in c.group and c.group.update(tied=c.group["tied"].detach().clone()),
+    "tied across": lambda c: c.other.update(across=c.tensor),
+    "a view across": lambda c: c.other.update(view=c.tensor.detach().reshape(-1)),
+    "slow at its place": lambda c: c.put("slow", [c.tensor]),
+    "slow at its place in another shape": lambda c: c.put("view", [c.tensor.detach().reshape(-1)[:1]]),
+    "slow with its name": lambda c: c.put(f"{c.name}.{c.key}", torch.randn(1)),
+    "slow with its name no more": lambda c: [c.tree.pop(name) for name in [*c.tree] if "." in name],
+    "a boolean": lambda c: c.set(torch.tensor([True, False])),
+    "empty": lambda c: c.set(torch.empty(0, 2)),
+    "a part that is empty": lambda c: c.group.update(none=c.tensor.detach()[:0]),
+    "complex": lambda c: c.set(torch.randn(2, dtype=torch.complex64)),
+    "conjugate": lambda c: c.set(torch.randn(2, dtype=torch.complex64).conj()),
+    "negative": lambda c: c.tensor.dtype == torch.float32 and c.set(torch._neg_view(c.tensor.detach())),
+    "a parameter": lambda c: c.tensor.is_floating_point() and c.set(torch.nn.Parameter(c.tensor.detach())),
+    "a number": lambda c: c.group.update(number=7),
+    "no number": lambda c: c.group.pop("number", None),
+    "twice at one path": lambda c: c.put("twice", {1: c.group, "1": c.group}),
+    "once at one path": lambda c: c.put("twice", {1: c.group, "1": {"a": torch.randn(1)}}),
+    "not twice": lambda c: c.tree.pop("twice", None),
+}
+changes = st.tuples(st.sampled_from([*CHANGES]), st.integers(0, 2), st.integers(0, 4), st.booleans())
 
 
 @settings(deadline=None, database=None, max_examples=300)
@@ -960,7 +866,7 @@ def test_what_is_remembered_changes_nothing_whatever_happens_in_between(
 
 @pytest.mark.parametrize("is_before", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize(
-    "second", ["nothing", "slow_with_its_name", "not_twice", "untied", "transposed_in_place"]
+    "second", ["nothing", "slow with its name", "not twice", "untied", "transposed in place"]
 )
 @pytest.mark.parametrize("first", CHANGES)
 def test_no_single_change_is_overlooked(first: str, second: str, is_before: bool) -> None:
@@ -968,7 +874,7 @@ def test_no_single_change_is_overlooked(first: str, second: str, is_before: bool
     for _ in range(3):
         # The second time it becomes known how to compare it in few calls, the third time it is.
         remembering.encode(changing.tree)
-    for kind in (first, "nothing", second, "nothing", "slow_with_its_name_no_more"):
+    for kind in (first, "nothing", second, "nothing", "slow with its name no more"):
         changing.change(kind, 1, 1, is_before)
         remembering.encode(changing.tree)
 
@@ -1011,7 +917,7 @@ def test_no_change_is_overlooked_where_torch_has_no_guards(
     if there:
         monkeypatch.setattr("torch._C._dynamo.guards.TensorGuards", no_guards, raising=False)
     changing, remembering = Changing(), Remembering()
-    for kind in ("nothing", "nothing", "nothing", first, "nothing", "transposed_in_place"):
+    for kind in ("nothing", "nothing", "nothing", first, "nothing", "transposed in place"):
         changing.change(kind, 1, 1, True)
         remembering.encode(changing.tree)
 

@@ -213,28 +213,6 @@ def test_an_order_is_taken_up_at_any_time(static: bool, before: int) -> None:
 
 
 @pytest.mark.usefixtures("_alone")
-def test_an_order_that_only_this_process_knows_is_not_taken_for_that_of_all() -> None:
-    ddp = DistributedDataParallel(Net())
-    for backwards, is_kept in ((1, False), (2, True)):
-        _steps(ddp, backwards)
-        reducer, order = ddp.reducer, ddp_buckets.layout(ddp)
-        assert ddp_buckets.restore(ddp, order)
-
-        assert (ddp.reducer is reducer) is is_kept
-
-
-@pytest.mark.usefixtures("_alone")
-def test_without_an_order_it_begins_as_it_was_made() -> None:
-    ddp = DistributedDataParallel(Net())
-    _steps(ddp, 3)
-
-    assert ddp_buckets.restore(ddp, None)
-    assert ddp_buckets.layout(ddp) is None
-    _steps(ddp, 3)
-    assert _names(ddp)
-
-
-@pytest.mark.usefixtures("_alone")
 def test_sparse_gradients_stay_sparse() -> None:
     ddp = DistributedDataParallel(nn.Sequential(nn.Embedding(5, 20, sparse=True), nn.Linear(20, 3)))
     assert ddp_buckets.restore(ddp, [*ddp.parameters()][::-1])

@@ -1094,36 +1094,17 @@ def _slot(begin: int, end: int, shape: Any = None, dtype: str = "U8") -> dict[st
 
 
 GIGA = 1 << 30
+# The rest of what a reader refuses is in tests/files/test_tensorfile.py.
 ATTACKS: dict[str, bytes | tuple[bytes, int]] = {
-    "nothing": b"",
-    "seven bytes": b"1234567",
     "a header longer than the file": _file({}, length=GIGA),
-    "a header of 2^64 bytes": _file({}, length=2**64 - 1),
-    "a header that is no JSON": _file(b"{" * 100),
-    "a header that is no text": _file(b"\xff" * 64),
-    "a header that is a list": _file([]),
     "a header that is nested": _file(b"[" * 100_000 + b"]" * 100_000),
     "a tensor beyond the file": _file({"weight": _slot(0, GIGA)}, b"1234"),
-    "a tensor of another size": _file({"weight": _slot(0, 4, [GIGA])}, b"1234"),
     "a tensor of a huge shape": _file({"weight": _slot(0, 4, [2**40, 2**40])}, b"1234"),
-    "a tensor of nothing times much": _file({"weight": _slot(0, 0, [0, 2**62, 2**62])}),
-    "a tensor before the data": _file({"weight": _slot(-4, 0)}, b""),
-    "a tensor that ends before it begins": _file({"weight": _slot(4, 0)}, b"1234"),
     "tensors that overlap": _file({"weight": _slot(0, 4), "bias": _slot(2, 6)}, b"123456"),
-    "tensors with a gap": _file({"weight": _slot(0, 2), "bias": _slot(4, 6)}, b"123456"),
-    "bytes of no tensor": _file({"weight": _slot(0, 4)}, b"12345678"),
-    "a name twice": _file(b'{"a":%s,"a":%s}' % ((json.dumps(_slot(0, 2)).encode(),) * 2), b"12"),
-    "a negative shape": _file({"weight": _slot(0, 4, [-2, -2])}, b"1234"),
-    "a shape of fractions": _file({"weight": _slot(0, 4, [4.0])}, b"1234"),
-    "a shape of truths": _file({"weight": _slot(0, 1, [True])}, b"1"),
-    "an unknown dtype": _file({"weight": _slot(0, 4, dtype="X32")}, b"1234"),
-    "too many dimensions": _file({"weight": _slot(0, 1, [1] * 1000)}, b"1"),
     "no booleans": _file({"weight": _slot(0, 4, dtype="BOOL")}, b"\0\1\2\3"),
     "a large one of no booleans": _file({"weight": _slot(0, LARGE, dtype="BOOL")}, b"\7" * LARGE),
     "a size that lies": (_file({"weight": _slot(0, 4)}, b"1234"), GIGA),
-    "a size of 2^62": (_file({"weight": _slot(0, 4)}, b"1234"), 2**62),
     "a size of 10^30": (_file({"weight": _slot(0, 4)}, b"1234"), 10**30),
-    "a size that is too small": (_file({"weight": _slot(0, 4)}, b"1234"), 4),
     "a size of nothing": (_file({"weight": _slot(0, 4)}, b"1234"), 0),
 }
 

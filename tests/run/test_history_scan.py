@@ -13,8 +13,7 @@ import pytest
 from resumable import Boundary
 from resumable.files import jsonl
 from resumable.files.jsonl import Line
-from resumable.files.large_files import Content
-from resumable.run import checkpoint, history, history_scan
+from resumable.run import history, history_scan
 from resumable.run.directory import Run
 from resumable.run.history_scan import Scan, scan
 from resumable.run.history_writer import History
@@ -158,18 +157,3 @@ def test_one_that_cannot_be_read_says_nothing_of_what_to_skip_or_allow(tmp_path:
     (tmp_path / history.NAME).mkdir()
 
     assert (history_scan.skipped(tmp_path), history_scan.allowed(tmp_path)) == ({}, [])
-
-
-def test_a_start_after_a_long_history_adds_and_marks_what_it_must(run: Run, lines: list[Line]) -> None:
-    (run.path / history.NAME).write_bytes(joined(lines))
-    with run.adding(about(COUNT + 1, COUNT)):
-        checkpoint.commit(run.folder, about(COUNT + 1, COUNT), {"model.safetensors": Content(b"weights")})
-
-    found = History(run)
-    assert found.begin(HERE, COUNT - 2) == 2
-
-    saves = [line for line in history.read(run.path) if history.is_save(line)]
-    assert [one["number"] for one in saves] == [*range(1, COUNT + 2)]
-    assert [one["number"] for one in saves if one["superseded"]] == [COUNT - 1, COUNT, COUNT + 1]
-    assert history.read(run.path)[-1]["previous"]["last"] == found.highest == COUNT + 1
-    assert (found.last_took, len(found.wrote), found.wrote[0]["disk"]) == ((0.1, 2.5), 256, 12)  # type: ignore[index, call-overload]

@@ -74,16 +74,6 @@ def without_summaries(run: Run) -> list[dict[str, Any]]:
     return [{key: line[key] for key in line if key not in ("known", "unknown", "time")} for line in lines]
 
 
-def test_after_a_kill_the_saves_since_the_start_count(trained: Run) -> None:
-    save(begun(trained), trained, 6, 5)
-    change(trained, lambda lines: lines[-2:])
-
-    found = begun(trained, 6)
-
-    assert (found.attempt, found.highest, found.last_took) == (3, 6, (0.25, 6.0))
-    assert history.read(trained.path)[-1]["previous"] == {"attempt": 2, "how": history.NO_EXIT, "last": 6}
-
-
 def test_a_checkpoint_whose_line_a_kill_has_cost_gets_it(trained: Run) -> None:
     begun(trained)
     commit(trained, 6, 5)

@@ -315,40 +315,6 @@ def test_a_training_on_the_second_gpu_leaves_the_first_alone(run_dir: Path) -> N
     assert before - torch.cuda.mem_get_info(0)[0] < 64 << 20
 
 
-def test_saves_and_loads_work_with_a_default_device(run_dir: Path) -> None:
-    torch.set_default_device("cuda")
-    try:
-        for expected in (0, 2, 4):
-            model = nn.Sequential(nn.Linear(4, 300), nn.Dropout(0.2), nn.Linear(300, 1))
-            optimizer = torch.optim.AdamW(model.parameters())
-            extra = {
-                "own": torch.Generator("cpu"),
-                "there": torch.Generator("cuda"),
-                "d": {"t": torch.ones(3)},
-            }
-            with RunState.load(run_dir, model=model, optimizer=optimizer, extra=extra, every=1) as state:
-                assert state.step == expected
-                for _ in state.steps(expected + 2):
-                    model(torch.ones(4, 4)).sum().backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-    finally:
-        torch.set_default_device(None)
-
-
-def test_any_dtype_is_saved(run_dir: Path) -> None:
-    kinds = [kind for kind in tensor_file.DTYPES if kind != torch.bool]
-    bits = torch.arange(48, dtype=torch.uint8)
-    live = {str(kind): bits.view(kind).cuda() for kind in kinds}
-    with RunState.load(run_dir, extra={"x": live}) as state:
-        state.save().wait()
-        for tensor in live.values():
-            tensor.view(torch.uint8).zero_()
-        state.restore("newest")
-
-    assert all(torch.equal(tensor.view(torch.uint8).cpu(), bits) for tensor in live.values())
-
-
 def test_a_compiled_step_is_saved_as_it_was(run_dir: Path) -> None:
     training = Training(layers=2, foreach=True)
     with warnings.catch_warnings():
@@ -366,24 +332,3 @@ def test_a_compiled_step_is_saved_as_it_was(run_dir: Path) -> None:
             assert_holds(handle.path, expected)
             assert state.step == 2 * number + 2
         state.close()
-
-
-def test_gradients_that_turn_out_to_be_kept_are_reported(run_dir: Path) -> None:
-    training = Training(layers=1)
-    with RunState.load(run_dir, **training.parts) as state:
-        training.step()
-        state.save()
-        with pytest.warns(ResumableWarning, match="this script keeps gradients after a step"):
-            training.model(training.x).square().mean().backward()
-
-
-def test_gradients_that_are_kept_from_a_late_step_on_are_reported(run_dir: Path) -> None:
-    training = Training(layers=1)
-    with RunState.load(run_dir, **training.parts) as state:
-        for _ in range(5):
-            training.optimizer.zero_grad()
-            training.model(training.x).square().mean().backward()
-            training.optimizer.step()
-        state.save()
-        with pytest.warns(ResumableWarning, match="this script keeps gradients after a step"):
-            training.model(training.x).square().mean().backward()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from typing import Any
 
 import pytest
@@ -11,8 +9,6 @@ import torch
 from torch import nn
 
 from resumable.saving.fence import Fence
-
-needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a fork")
 
 
 class Own(torch.optim.SGD):
@@ -63,13 +59,6 @@ def test_what_else_there_is_is_not_guarded() -> None:
     step(optimizer, parameters)
 
     assert not is_guarded(fence, others)
-
-
-def test_nothing_is_guarded_before_a_step_has_passed() -> None:
-    parameters = weights()
-    fence = Fence([torch.optim.SGD(parameters)])
-
-    assert not is_guarded(fence, parameters)
 
 
 @pytest.mark.parametrize("is_wanted", [True, False])
@@ -153,34 +142,3 @@ def test_a_step_waits_before_it_writes_and_before_its_closure(with_closure: bool
 
     assert seen == [[1.0, 1.0], "closure"][: 1 + with_closure]
     assert parameter.tolist() == [0.0, 0.0]
-
-
-def test_a_fence_that_was_removed_has_left_no_hooks() -> None:
-    parameters = weights()
-    optimizer = torch.optim.SGD(parameters)
-    fence = Fence([optimizer, TwoSteps(parameters)])
-    waited: list[int] = []
-    fence.shut(lambda: waited.append(1))
-    fence.remove()
-    step(optimizer, parameters)
-
-    assert waited == []
-    assert not optimizer._optimizer_step_pre_hooks
-    assert not optimizer._optimizer_step_post_hooks
-
-
-@needs_fork
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_child_does_not_wait_for_an_image_of_its_parent() -> None:
-    parameters = weights()
-    optimizer = torch.optim.SGD(parameters)
-    fence = Fence([optimizer])
-    fence.shut(lambda: os._exit(1))
-
-    child = os.fork()
-    if child == 0:
-        signal.alarm(10)
-        step(optimizer, parameters)
-        os._exit(0)
-
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

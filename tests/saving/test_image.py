@@ -8,7 +8,6 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,13 +15,12 @@ import torch
 from fenced import Training, values
 from torch import Tensor, nn
 
-from resumable import RunState, SaveFailed
+from resumable import SaveFailed
 from resumable.files import codec, tensor_file
 from resumable.files.codec import Encoded
 from resumable.parts.copies import clones
 from resumable.saving import host_memory, image_file, snapshot
 from resumable.saving.image import Image
-from resumable.saving.snapshot import Snapshot
 
 TENSORS = {
     "plain": torch.arange(6.0).reshape(2, 3),
@@ -311,23 +309,6 @@ def test_a_step_does_not_wait_for_a_copy_that_could_not_begin(monkeypatch: pytes
     assert values(training.take()) == training.values()
 
 
-def test_an_image_waits_for_the_one_before_it(copier: Copier) -> None:
-    training = Training(size=big())
-    first = training.take()
-    taken: list[Snapshot] = []
-    second = threading.Thread(target=lambda: taken.append(training.take()))
-    second.start()
-    second.join(0.05)
-    assert second.is_alive(), "both would copy into the same memory"
-    before = training.values()
-
-    copier.may_go_on.set()
-    second.join(20)
-    del first
-    through_data(training)
-    assert values(taken[0]) == before
-
-
 def test_a_fence_is_not_opened_by_the_image_before(copier: Copier) -> None:
     training = Training(size=big())
     copier.may_go_on.set()
@@ -372,20 +353,6 @@ def test_an_image_is_laid_out_again_when_the_tensors_are_others(change: str) -> 
     assert [*found] == [slot.name for slot in tensor_file.layout(changed, {}).slots]
     assert all(tensor_file.is_equal(found[name], tensor) for name, tensor in changed.items())
     assert lists(take(image, state)) == lists(state)
-
-
-def test_an_image_that_is_closed_while_it_is_taken_stays_whole(copier: Copier) -> None:
-    training = Training(size=big())
-    before = training.values()
-    taken = training.take()
-    closing = threading.Thread(target=training.image.close)
-    closing.start()
-    closing.join(0.05)
-    copier.may_go_on.set()
-    closing.join(20)
-    training.step()
-
-    assert values(taken) == before
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a fork")
@@ -462,27 +429,6 @@ def test_a_write_to_what_is_frozen_is_in_the_next_image(
     assert freezer.copies == 2
 
 
-def test_what_is_frozen_is_copied_again_into_another_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    freezer = Freezer(monkeypatch)
-    freezer.take()
-
-    for number, size in enumerate((9999, 99999, 5000), 2):
-        assert freezer.take(more=torch.zeros(size)) == freezer.values()
-        assert freezer.copies == number
-
-
-def test_frozen_tensors_are_copied_again_after_a_refused_image(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    freezer = Freezer(monkeypatch)
-    with monkeypatch.context() as failing:
-        failing.setattr(snapshot, "_copy", _no_memory)
-        with pytest.raises(MemoryError):
-            freezer.take()
-
-    assert freezer.take() == freezer.values()
-
-
 def _no_memory(copies: object) -> None:
     raise MemoryError
 
@@ -516,26 +462,3 @@ def test_frozen_tensors_are_copied_again_after_an_image_of_a_share(monkeypatch: 
     for _ in range(2):
         assert freezer.take(other=other.add_(1)) == freezer.values()
     assert freezer.copies == 2
-
-
-def test_what_changes_right_after_save_is_not_in_the_file(run_dir: Path) -> None:
-    for resume in range(3):
-        model = nn.Linear(50, 50)
-        optimizer = torch.optim.Adam(model.parameters())
-        extra = {"t": torch.zeros(9)}
-        with RunState.load(run_dir, model=model, optimizer=optimizer, extra={"it": extra}) as state:
-            assert extra["t"].tolist() == [float(resume)] * 9
-            model(torch.ones(1, 50)).sum().backward()
-            optimizer.step()
-            extra["t"] += 1
-            expected = [p.detach().clone() for p in model.parameters()]
-            handle = state.save()
-            for tensor in (*model.parameters(), *optimizer.state[model.weight].values()):
-                tensor.data.fill_(7)
-            handle.wait()
-            extra["t"] += 7
-
-            state.restore("newest")
-
-            assert all(torch.equal(*pair) for pair in zip(expected, model.parameters(), strict=True))
-            assert (optimizer.state[model.weight]["exp_avg"] != 7).all()

@@ -122,6 +122,7 @@ def test_the_interpreter_waits_at_its_end_for_the_save_in_flight() -> None:
     assert ended.stdout.split("\n") == ["script ended", "durable", ""]
 
 
+@pytest.mark.heavy
 def test_an_error_never_asked_for_is_reported_at_the_interpreters_end() -> None:
     ended = _run_script("Writer().submit(1, Path('x'), lambda: 1 / 0)")
 
