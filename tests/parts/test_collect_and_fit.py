@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from resumable import CannotStore, ResumableWarning, Run, RunState, StateMismatch, UsageError
+from resumable import CannotStore, ResumableWarning, RunState, StateMismatch, UsageError
 from resumable.files import codec
 from resumable.parts.fit import devices
 from resumable.parts.parts import SLOTS, Parts
@@ -514,21 +514,6 @@ def test_what_cannot_be_stored_is_named_by_its_path(run_dir: Path) -> None:
     assert not list((run_dir / "checkpoints").glob("*"))
 
 
-def test_one_part_alone_can_be_put_back(run_dir: Path) -> None:
-    saved = Net()
-    optimizer = _adam(saved)
-    with RunState.load(run_dir, model=saved, optimizer=optimizer) as state:
-        state.save()
-        before = copy.deepcopy(saved.state_dict())
-        for steps in (2, 4):
-            _train(saved, optimizer)
-            state.restore("newest", only="model")
-
-            assert all(torch.equal(before[name], value) for name, value in saved.state_dict().items())
-            assert state.step == steps
-            assert optimizer.state[saved.head.bias]["step"].item() == steps
-
-
 def test_a_part_that_does_not_exist_cannot_be_put_back(run_dir: Path) -> None:
     with RunState.load(run_dir, model={"G": Net(), "D": Net()}) as state:
         state.save()
@@ -594,34 +579,6 @@ def test_a_part_that_is_only_read_after_the_save_is_not_named(run_dir: Path) -> 
             state.save()
             parts["model"](torch.ones(1, 3))
             parts["extra"]["dict"][3] = parts["extra"]["dict"][3].clone()
-
-
-@pytest.mark.parametrize("value", ["0.5", None, [1], torch.ones(2), 1j])
-def test_a_metric_has_to_be_a_number(run_dir: Path, value: Any) -> None:
-    with RunState.load(run_dir) as state, pytest.raises(UsageError, match="the metric loss is not a number"):
-        state.save(loss=value)
-
-    assert Run(run_dir).numbers() == []
-
-
-@pytest.mark.parametrize("value", [3, 0.5, np.float32(2), torch.tensor([1.5]), True])
-def test_a_metric_can_be_a_number_of_any_library(run_dir: Path, value: Any) -> None:
-    with RunState.load(run_dir) as state:
-        state.save(loss=value)
-
-    assert state.metrics == {"loss": float(value)}
-
-
-@pytest.mark.parametrize(("goal", "best"), [("maximize", 3.0), ("minimize", 1.0), (None, None)])
-def test_the_best_value_is_the_one_that_was_asked_for(
-    run_dir: Path, goal: str | None, best: float | None
-) -> None:
-    goals: dict[str, Any] = {goal: "loss"} if goal else {}
-    for value in (2.0, 3.0, 1.0):
-        with RunState.load(run_dir, **goals) as state:
-            state.save(loss=value)
-
-    assert state.best == best
 
 
 def test_one_metric_alone_decides_what_is_best(run_dir: Path) -> None:

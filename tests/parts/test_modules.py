@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -86,8 +85,7 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-@pytest.mark.parametrize(("first", "second"), list(itertools.product(WRAPS, WRAPS)))
-@pytest.mark.sampled(5)
+@pytest.mark.parametrize(("first", "second"), zip(WRAPS, [*WRAPS][3:] + [*WRAPS][:3], strict=True))
 def test_a_model_can_be_wrapped_otherwise_at_each_resume(run_dir: Path, first: str, second: str) -> None:
     model = WRAPS[first](0)
     inputs = torch.randn(5, 3)
@@ -460,13 +458,6 @@ def _fully_sharded() -> nn.Module:
     return FullyShardedDataParallel(Net(), device_id=torch.device("cpu"))
 
 
-def _sharded_inside() -> nn.Module:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    FullyShardedDataParallel(net := Net(), device_id=torch.device("cpu"), use_orig_params=True)
-    return net
-
-
 def _sharded_in_place() -> nn.Module:
     from torch.distributed.fsdp import fully_shard
 
@@ -495,15 +486,6 @@ def _partial(name: str) -> nn.Module:
     return net
 
 
-def _in_shards() -> nn.Module:
-    from torch.distributed._shard import shard_parameter
-    from torch.distributed._shard.sharding_spec import ChunkShardingSpec
-
-    net = Net()
-    shard_parameter(net.module, "weight", ChunkShardingSpec(0, ["rank:0/cpu"]))
-    return net
-
-
 def _engine() -> nn.Module:
     engine = type("DeepSpeedEngine", (nn.Module,), {"__module__": "deepspeed.runtime.engine"})()
     engine.module = Net()
@@ -518,13 +500,9 @@ def _partitioned() -> nn.Module:
 
 SPLIT: Mapping[str, tuple[Callable[[], nn.Module], str, str]] = {
     "FSDP": (_fully_sharded, r"model is split over the processes \(FSDP1\)", "torch.distributed.checkpoint"),
-    "FSDP of it": (_sharded_inside, r"model\.body\.0\.weight is split .* \(FSDP1\)", "checkpoint"),
-    "FSDP inside": (lambda: nn.Sequential(_fully_sharded()), r"model\.0 is split .* \(FSDP1\)", "checkpoint"),
     "a parameter": (lambda: _partial("weight"), r"model\.body\.1\.weight is placed as Partial", "Shard"),
     "a buffer": (lambda: _partial("running_var"), r"model\.body\.1\.running_var is placed as", "Shard"),
-    "shards": (_in_shards, r"model\.module\.weight is split .*ShardedTensor", "checkpoint"),
     "an engine": (_engine, r"model is split .* \(DeepSpeed\)", "the engine's own save_checkpoint"),
-    "an engine inside": (lambda: nn.Sequential(_engine()), r"model\.0 is split", "save_checkpoint"),
     "its parameters": (_partitioned, r"model\.module\.weight is split .*DeepSpeed", "save_checkpoint"),
 }
 

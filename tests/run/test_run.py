@@ -219,14 +219,6 @@ def test_a_folder_above_or_inside_a_run_suggests_that_run(run: Run, tmp_path: Pa
         Run(tmp_path / path).check("must")
 
 
-def test_a_directory_that_is_like_no_run_suggests_nothing(run: Run, tmp_path: Path) -> None:
-    run.identity()
-    (tmp_path / "runs" / "data1").mkdir()
-
-    with pytest.raises(CheckpointNotFound, match=r"data2 does not exist\.\nFix: check the path"):
-        Run(tmp_path / "runs" / "data2").check("must")
-
-
 def test_a_run_that_lost_its_checkpoints_after_the_check_is_not_a_fresh_start(run: Run) -> None:
     run.check("must")
     shutil.rmtree(run.folder)

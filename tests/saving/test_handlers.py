@@ -118,25 +118,6 @@ class Interrupted:
     def values(self) -> dict[str, bytes]:
         return _bits(self.model.state_dict())
 
-    def close_in_save(self, place: int) -> bool:
-        """Return whether a save came to the place, after the run is found to be whole."""
-        self.go.set()
-        self.optimizer.step()
-
-        def handler() -> None:
-            with contextlib.suppress(RuntimeError):
-                self.state.close()
-            raise SystemExit
-
-        may_raise = contextlib.suppress(SystemExit, RuntimeError)
-        with interrupted_at(place, handler, opcodes=False) as seen, may_raise:
-            self.state.save()
-        for number in self.state.run.numbers():
-            self.state.run.open(number).verify()
-        self.state.close()
-        self.begin()
-        return len(seen) >= place
-
     def call_in_save(self, place: int, call: Callable[[RunState], object]) -> tuple[list[PendingSave], bool]:
         """Return the saves that were made, and whether one came to the place."""
         self.go.set()
@@ -213,29 +194,6 @@ def test_a_handler_at_any_line_of_a_step_that_copies_may_wait(
     training.state.close()
 
     assert next(places) > 60
-
-
-@pytest.mark.parametrize(
-    "stride", [pytest.param(5, marks=pytest.mark.heavy), pytest.param(1, marks=pytest.mark.nightly)]
-)
-@pytest.mark.parametrize("is_refused", [False, True])
-def test_a_handler_at_any_line_of_a_save_may_close_the_run(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, is_refused: bool, stride: int
-) -> None:
-    training = Interrupted(run_dir, "", monkeypatch)
-    start = threading.Thread.start
-
-    def refused(thread: threading.Thread) -> None:
-        if thread.name == "resumable-image" and is_refused:
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", refused)
-    places = itertools.count(1, stride)
-    while training.close_in_save(next(places)):
-        pass
-
-    assert next(places) > 20
 
 
 @pytest.mark.parametrize("stride", [29, pytest.param(1, marks=pytest.mark.nightly)])

@@ -194,67 +194,33 @@ def test_nothing_is_copied_later_unless_a_step_has_passed(copier: Copier) -> Non
     assert copier.later == 4
 
 
-def in_place(training: Training) -> None:
-    for parameter in training.parameters:
-        with torch.no_grad():
-            parameter.add_(1)
+Write = Callable[[Training], object]
 
 
-def through_data(training: Training) -> None:
-    for parameter in training.parameters:
-        parameter.data.fill_(7)
+def to_each(write: Callable[[nn.Parameter], object]) -> Write:
+    return lambda training: [write(parameter) for parameter in training.parameters]
 
 
-def through_numpy(training: Training) -> None:
-    for parameter in training.parameters:
-        parameter.detach().numpy()[...] = 7
-
-
-def through_a_storage(training: Training) -> None:
-    for parameter in training.parameters:
-        parameter.untyped_storage().fill_(7)
-
-
-def by_loading(training: Training) -> None:
-    module = nn.ParameterList(training.parameters)
-    module.load_state_dict({name: value + 1 for name, value in module.state_dict().items()})
-
-
-def by_setting(training: Training) -> None:
-    for parameter in training.parameters:
-        with torch.no_grad():
-            parameter.set_(torch.full((big(),), 7.0))  # type: ignore[call-overload]
-
-
-def by_foreach(training: Training) -> None:
-    with torch.no_grad():
-        torch._foreach_mul_(training.parameters, 3.0)
-
-
-def by_another_optimizer(training: Training) -> None:
-    torch.optim.SGD(training.parameters, lr=1.0).step()
-
-
-def by_a_step_without_the_hook(training: Training) -> None:
-    type(training.optimizer).step.__wrapped__(training.optimizer)
-
-
-def by_a_vector(training: Training) -> None:
-    vector = nn.utils.parameters_to_vector(training.parameters)
-    nn.utils.vector_to_parameters(vector + 1, training.parameters)
-
-
-AROUND = [
-    *(in_place, through_data, through_numpy, through_a_storage, by_loading, by_setting, by_foreach),
-    *(by_another_optimizer, by_a_step_without_the_hook, by_a_vector),
-]
+AROUND: dict[str, Write] = {
+    "in place": to_each(lambda p: p.detach().add_(1)),
+    "data": to_each(lambda p: p.data.fill_(7)),
+    "numpy": to_each(lambda p: p.detach().numpy().fill(7)),
+    "storage": to_each(lambda p: p.untyped_storage().fill_(7)),
+    "loading": to_each(lambda p: nn.ParameterList([p]).load_state_dict({"0": p.detach() + 1})),
+    "set": to_each(torch.no_grad()(lambda p: p.set_(torch.full_like(p, 7.0)))),
+    "foreach": to_each(lambda p: torch._foreach_mul_([p.detach()], 3.0)),
+    "another optimizer": to_each(lambda p: torch.optim.SGD([p], lr=1.0).step()),
+    "a step without the hook": lambda t: type(t.optimizer).step.__wrapped__(t.optimizer),
+    "replaced data": to_each(lambda p: nn.utils.vector_to_parameters(p.detach().flatten() + 1, [p])),
+}
 
 
 @pytest.mark.parametrize("then_a_step", [False, True])
-@pytest.mark.parametrize("way", AROUND, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("name", AROUND)
 def test_what_is_written_around_the_fence_is_never_in_a_file(
-    copier: Copier, way: Callable[[Training], None], then_a_step: bool
+    copier: Copier, name: str, then_a_step: bool
 ) -> None:
+    way = AROUND[name]
     training = Training(partial(torch.optim.SGD, fused=then_a_step), size=big())
     before = training.values()
     taken = training.take()
@@ -262,8 +228,8 @@ def test_what_is_written_around_the_fence_is_never_in_a_file(
     copier.may_go_on.set()
     if then_a_step:
         training.step()
-    if way is by_a_vector:
-        # It replaces `.data`, and what was there is still there
+    if name == "replaced data":
+        # What was there is still there
         assert values(taken) == before
         return
     with pytest.raises(SaveFailed, match=r"[ab] was written to after save\(\), but not by a step") as told:
@@ -287,7 +253,7 @@ def test_a_write_while_its_tensor_is_being_copied_is_noticed(monkeypatch: pytest
         half = big() - 3
         for copy in copies:
             copy.view[:half].copy_(copy.source[:half])
-        through_data(training)
+        AROUND["data"](training)
         for copy in copies:
             copy.view[half:].copy_(copy.source[half:])
 

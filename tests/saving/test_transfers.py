@@ -89,7 +89,7 @@ def random_scene(gpu: Accelerator) -> Scene:
     return scene
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(30))
 def test_the_file_holds_what_there_was_in_the_streams_order(
     gpus: Callable[[int], Accelerator], seed: int
 ) -> None:
@@ -136,24 +136,6 @@ def test_what_lies_between_is_not_written(gpus: Callable[[int], Accelerator]) ->
 
     assert side(gpu, scene) == ["wait", "copy_ 12", "add_", "copy_ 12", "add_", "event"]
     assert scene.views["large"].view(torch.uint8).unique().tolist() == [1]
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_without_room_on_the_device_what_is_not_guarded_is_copied_at_once(
-    gpus: Callable[[int], Accelerator], seed: int
-) -> None:
-    gpu = gpus(seed)
-    scene = Scene(gpu, {"a": torch.zeros(40), "b": torch.zeros(30), "c": torch.zeros(2)})
-    scene.write(scene.tensors)
-    gpu.memory.leave(100)
-    transfer = scene.transfer()
-    scene.write(scene.tensors.keys() - scene.guarded)
-    transfer.queue()
-    transfer.hold_back()
-    scene.write(scene.tensors)
-    transfer.wait()
-
-    assert scene.wrong() == []
 
 
 @pytest.mark.parametrize("room", [0, 40, 200])
@@ -425,25 +407,3 @@ def test_no_copy_is_to_two_parts_of_the_registered_memory(
     else:
         with pytest.raises(RuntimeError, match="invalid argument"):
             training.take()
-
-
-def test_copies_of_one_gpu_have_ended_when_those_of_another_fail(
-    gpus: Callable[[int], Accelerator], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gpu = accelerator.replace(0, count=3)
-    training = Training(gpu)
-    training.buffer = gpu.put(training.buffer.cpu(), 1)
-    queue = Transfer.queue
-
-    def failing(transfer: Transfer) -> None:
-        if transfer._device.index == 1:
-            raise RuntimeError("the device is gone")
-        queue(transfer)
-
-    monkeypatch.setattr(Transfer, "queue", failing)
-    taken = training.take()
-    with pytest.raises(SaveFailed, match="the device is gone"):
-        taken.tensors("file")
-
-    assert any("copy_ 64" in stream.done for stream in gpu.streams), "nothing was queued"
-    assert not any(item.name.startswith("copy_ ") for stream in gpu.streams for item in stream.work)
