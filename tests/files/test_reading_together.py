@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import os
 import signal
 import threading
 import time
@@ -86,20 +85,6 @@ def test_a_flipped_byte_is_reported_of_the_file_that_has_it(
 
     with pytest.raises(CheckpointDamaged, match=f"{name} has"):
         read(tmp_path, files, digests)
-
-
-def test_a_file_that_shrinks_is_named_not_the_one_opened_last(
-    tmp_path: Path, files: list[tuple[Scan, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = file_reader._preadv
-
-    def shrinking(fd: int, buffers: list[memoryview], at: int) -> int:
-        os.truncate(tmp_path / "first", 5)
-        return real(fd, buffers, at)
-
-    monkeypatch.setattr(file_reader, "_preadv", shrinking)
-    with pytest.raises(CheckpointDamaged, match="first cannot be read: the file ended"):
-        file_reader.scan_files(tmp_path, files)
 
 
 @pytest.mark.parametrize("most", [1, 7, 18, 299])

@@ -17,10 +17,6 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from resumable import CannotStore, ResumableWarning, RunState, StateMismatch, UsageError
-from resumable.files import codec
-from resumable.parts.fit import devices
-from resumable.parts.parts import SLOTS, Parts
-from resumable.position.position import Position
 
 
 class Net(nn.Module):
@@ -612,27 +608,3 @@ def test_one_string_is_not_read_letter_by_letter(run_dir: Path, keyword: str) ->
         RunState.load(run_dir, **{keyword: "model.head.*"})
 
     assert not run_dir.exists()
-
-
-@pytest.mark.parametrize(
-    ("places", "then"),
-    [
-        ([None, None], {"cpu"}),
-        (["cuda:0", "cuda:1"], {"cuda"}),
-        # A counter in host memory beside weights on a GPU tells nothing.
-        (["cuda:0", None], {"cuda"}),
-    ],
-)
-def test_the_devices_of_a_models_tensors_are_known_from_the_checkpoint(
-    places: list[str | None], then: set[str]
-) -> None:
-    tensors = [{"$tensor": ["weight", {"device": at}] if at else "weight"} for at in places]
-    trees = {"model": codec.Encoded({"model": tensors}, {}, {})}
-    parts = Parts({**dict.fromkeys(SLOTS), "model": Net()}, {}, Position({}))
-
-    assert devices(parts, trees) == (then, {"cpu"})
-    assert devices(parts, {}) == (set(), set())
-    assert devices(Parts(dict.fromkeys(SLOTS), {}, Position({})), trees) == (set(), set())
-    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta"))
-    parts = Parts({**dict.fromkeys(SLOTS), "model": model}, {}, Position({}))
-    assert devices(parts, trees)[1] == {"meta"}

@@ -250,19 +250,6 @@ def test_buffers_that_are_not_persistent_come_back_changed_grown_made_and_droppe
         assert model.state_dict().keys() == {"inner.weight", "inner.bias"}
 
 
-def test_a_buffer_that_changed_is_written_into_the_live_tensor(run_dir: Path) -> None:
-    model: Any = Caches()
-    model.inner.cache += 3
-    _save(run_dir, model=model)
-    for _ in range(2):
-        model = Caches()
-        live = model.inner.cache
-        RunState.load(run_dir, model=model).close()
-
-        assert model.inner.cache is live
-        assert live.tolist() == [3.0, 3.0]
-
-
 def test_going_back_forgets_the_buffers_that_were_made_since(run_dir: Path) -> None:
     model: Any = Caches()
     with RunState.load(run_dir, model=model) as state:

@@ -112,25 +112,6 @@ def test_reordered_parameters_still_get_their_own_moments(run_dir: Path) -> None
     _assert_equal(straight, resumed)
 
 
-def test_a_learning_rate_that_is_a_tensor_stays_the_same_tensor(run_dir: Path) -> None:
-    rates = [torch.tensor(0.5), torch.tensor(0.5), torch.tensor(0.5)]
-    made = iter(rates)
-
-    def make(model: nn.Module) -> torch.optim.SGD:
-        return torch.optim.SGD(model.parameters(), lr=next(made))
-
-    model = _net()
-    with RunState.load(run_dir, model=model, optimizer=make(model)) as state:
-        rates[0].mul_(0.5)
-        state.save()
-    for rate in rates[1:]:
-        optimizer = make(model)
-        RunState.load(run_dir, model=model, optimizer=optimizer).close()
-
-        assert optimizer.param_groups[0]["lr"] is rate
-        assert rate.item() == 0.25
-
-
 def test_float32_moments_of_bfloat16_weights_keep_their_bits(run_dir: Path) -> None:
     def build(seed: int) -> nn.Module:
         return _net(seed).bfloat16()
@@ -175,27 +156,6 @@ def test_the_state_of_a_live_optimizer_does_not_outlive_going_back(run_dir: Path
             state.restore("newest")
 
             assert not optimizer.state
-
-
-def test_two_models_with_an_optimizer_each_continue_exactly(run_dir: Path) -> None:
-    def build(seed: int) -> tuple[dict[str, nn.Module], dict[str, Any]]:
-        models = {"G": _net(seed), "D": _net(seed + 10)}
-        return models, {name: torch.optim.Adam(models[name].parameters()) for name in ("D", "G")}
-
-    def train(models: dict[str, nn.Module], optimizers: dict[str, Any], steps: range) -> None:
-        for name, model in models.items():
-            _train(model, optimizers[name], steps)
-
-    straight, optimizers = build(0)
-    train(straight, optimizers, range(6))
-    for resume in range(3):
-        models, optimizers = build(resume)
-        with RunState.load(run_dir, model=models, optimizer=optimizers) as state:
-            train(models, optimizers, range(2 * resume, 2 * resume + 2))
-            state.save()
-
-    _assert_equal(straight["G"], models["G"])
-    _assert_equal(straight["D"], models["D"])
 
 
 def test_two_optimizers_can_share_one_model(run_dir: Path) -> None:

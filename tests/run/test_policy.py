@@ -393,21 +393,6 @@ FEWER = ". Make room, or keep fewer (keep=)."
         ),
         (Keep(3), UP, 0, 6.99, f"3 + best and the one being written need 7 GB, and 6.99 GB are free{FEWER}"),
         (Keep(3), UP, 3, 2.8, None),
-        (
-            Keep(1),
-            None,
-            0,
-            0.2,
-            f"1 and the one being written need 2.8 GB, and 200 MB are free{FEWER}",
-        ),
-        (
-            Keep(1, 2, Every(steps=1000)),
-            DOWN,
-            0,
-            0.0,
-            "1 + 2 best and the one being written need 5.6 GB, and 0 B are free. What every 1000 steps keeps "
-            "comes on top. Make room, or keep fewer (keep=).",
-        ),
         (None, UP, 0, 2.8, None),
         (
             None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,6 @@ from torch.utils.data import DataLoader
 
 from resumable import ResumableWarning, RunState
 from resumable.files import tensor_file
-from resumable.saving.host_memory import HostMemory
 
 pytestmark = pytest.mark.cuda
 LARGE = 3000
@@ -87,25 +85,6 @@ def warmed_up(training: Training) -> None:
     with torch.cuda.stream(side):
         training.step()
     torch.cuda.current_stream().wait_stream(side)
-
-
-def test_graphs_are_captured_while_memory_is_registered() -> None:
-    pieces = [HostMemory(1 << 28) for _ in range(16)]
-    for piece in pieces:
-        piece.touch()
-    x = torch.zeros(1000, device="cuda")
-    captured(lambda: x.add_(1))
-    registering = threading.Thread(target=lambda: [piece.register(x.device) for piece in pieces])
-    registering.start()
-    count = 0
-    while registering.is_alive():
-        captured(lambda: x.add_(1))
-        count += 1
-
-    assert count > 1
-    assert not any(piece.is_refused for piece in pieces)
-    for piece in pieces:
-        piece.free()
 
 
 def test_graphs_are_captured_while_a_save_is_copied(run_dir: Path) -> None:
@@ -292,27 +271,6 @@ def test_two_hundred_saves_of_a_busy_gpu_hold_what_there_was(run_dir: Path) -> N
             training.step()
             handle.wait()
             assert_holds(handle.path, expected)
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_a_training_on_the_second_gpu_leaves_the_first_alone(run_dir: Path) -> None:
-    model = nn.Linear(LARGE, LARGE, device="cuda:1")
-    optimizer = torch.optim.AdamW(model.parameters())
-    before = torch.cuda.mem_get_info(0)[0]
-    with RunState.load(run_dir, model=model, optimizer=optimizer, keep=1) as state:
-        for _ in range(3):
-            model(torch.ones(8, LARGE, device="cuda:1")).square().mean().backward()
-            optimizer.step()
-            expected = model.weight.detach().clone()
-            handle = state.save()
-            optimizer.step()
-            handle.wait()
-            assert torch.equal(saved(handle.path)["weight"], expected.cpu())
-        state.restore("newest")
-        assert torch.equal(model.weight, expected)
-
-    # A context takes hundreds of megabytes.
-    assert before - torch.cuda.mem_get_info(0)[0] < 64 << 20
 
 
 def test_a_compiled_step_is_saved_as_it_was(run_dir: Path) -> None:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from resumable import SaveFailed
 from resumable.files import codec, tensor_file
 from resumable.files.codec import Encoded
-from resumable.parts.copies import clones
 from resumable.saving import host_memory, image_file, snapshot
 from resumable.saving.image import Image
 
@@ -155,23 +154,6 @@ def test_a_step_waits_until_what_it_changes_is_copied(copier: Copier) -> None:
     assert training.values() != before
     assert values(taken) == before
     assert copier.at_once == 0
-
-
-def test_what_no_step_changes_is_copied_before_take_returns(copier: Copier) -> None:
-    training = Training(size=big())
-    channels_last = nn.Parameter(torch.randn(8, 64, 8, 8).to(memory_format=torch.channels_last))
-    training.optimizer.add_param_group({"params": [channels_last]})
-    others = {name: tensor.clone(memory_format=torch.preserve_format) for name, tensor in TENSORS.items()}
-    others["buffer"] = torch.ones(big())
-    expected = {**clones(others), "channels": channels_last.detach().clone()}
-    taken = training.image.take(groups({**others, "channels": channels_last, "a": training.parameters[0]}))
-    for tensor in [*others.values(), channels_last.data]:
-        tensor.untyped_storage().fill_(0)
-    copier.may_go_on.set()
-
-    found = taken.tensors("file")
-    assert all(tensor_file.is_equal(found[name], tensor) for name, tensor in expected.items())
-    assert copier.later == 1
 
 
 def test_nothing_is_copied_later_unless_a_step_has_passed(copier: Copier) -> None:

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import pytest
 import torch
 from fenced import Training, values
-from torch import nn
 
-from resumable import RunState, SaveFailed
+from resumable import SaveFailed
 from resumable.saving import image_file, pieces, snapshot
 from resumable.saving.condition import ConditionWithoutLock
 from resumable.saving.gpu_copies import Copy
-from resumable.saving.image import Image
 from resumable.saving.pieces import Pieces
 from resumable.saving.snapshot import Snapshot
 
@@ -41,13 +38,6 @@ def go(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
             thread.join(20)
 
 
-def fence_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the smallest state be worth a fence."""
-    defaults = Image.__init__.__defaults__
-    assert defaults
-    monkeypatch.setattr(Image.__init__, "__defaults__", (*defaults[:-1], 0))
-
-
 def test_a_step_copies_by_itself_what_no_thread_has_begun(go: threading.Event) -> None:
     training = three()
     before = training.values()
@@ -60,29 +50,6 @@ def test_a_step_copies_by_itself_what_no_thread_has_begun(go: threading.Event) -
     assert training.values() != before
     go.set()
     assert values(taken) == before
-
-
-def test_two_returns_to_saves_that_steps_have_copied_are_exact(
-    run_dir: Path, go: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fence_all(monkeypatch)
-    once, again = three(), three()
-    for _ in range(4):
-        once.step()
-    model = nn.ParameterList(again.parameters)
-    with RunState.load(run_dir, model=model, optimizer=again.optimizer) as state:
-        for _ in range(2):
-            again.step()
-            go.clear()
-            saved = state.save()
-            again.step()
-            go.set()
-            saved.wait()
-            state.restore("newest")
-        again.step()
-        again.step()
-
-    assert again.values() == once.values()
 
 
 def test_a_step_waits_for_a_piece_in_hand_and_copies_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,35 +163,6 @@ def copies(*sizes: int, dtype: torch.dtype = torch.uint8) -> list[Copy]:
     return found
 
 
-def test_a_signal_handler_in_a_step_that_copies_may_wait_for_the_save(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, go: threading.Event
-) -> None:
-    model = nn.Linear(300, 300)
-    optimizer = torch.optim.Adam(model.parameters())
-    fence_all(monkeypatch)
-    with RunState.load(run_dir, model=model, optimizer=optimizer, every=None) as state:
-        model(torch.ones(1, 300)).sum().backward()
-        optimizer.step()
-        kept = model.weight.detach().clone()
-        saved = state.save()
-
-        def copy(piece: Sequence[Copy]) -> None:
-            _real_copy(piece)
-            if threading.current_thread() is threading.main_thread():
-                # As a handler does that runs when the copy returns.
-                monkeypatch.setattr(snapshot, "_copy", _real_copy)
-                go.set()
-                saved.wait()
-
-        monkeypatch.setattr(snapshot, "_copy", copy)
-        optimizer.step()
-
-        assert snapshot._copy is _real_copy
-        assert not torch.equal(model.weight, kept)
-        state.restore("newest")
-        assert torch.equal(model.weight, kept)
-
-
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.complex128], ids=str)
 @pytest.mark.parametrize("size", [1, 63, 64, 65, 1000])
 def test_a_large_tensor_is_copied_in_several_pieces(
@@ -304,23 +242,3 @@ def test_an_interrupted_start_of_the_copying_thread_waits_for_its_end(
     training.step()
 
     assert values(training.take()) == training.values()
-
-
-def test_a_step_waits_for_the_save_that_a_handler_makes_while_it_copies(
-    go: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    training, second = three(), list[Snapshot]()
-    first, before = training.take(), training.values()
-
-    def copy(some: Sequence[Copy]) -> None:
-        monkeypatch.setattr(snapshot, "_copy", _real_copy)
-        go.set()
-        assert not first.has_failed()
-        go.clear()
-        second.append(training.take())
-
-    monkeypatch.setattr(snapshot, "_copy", copy)
-    training.step()
-    go.set()
-
-    assert values(second[0]) == values(first) == before != training.values()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import random
-import re
 import threading
 import time
 import warnings
@@ -592,20 +591,12 @@ def test_a_save_waits_for_the_one_in_flight(run_dir: Path, held: Held) -> None:
 
 def test_a_long_wait_for_the_save_before_is_told_once(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = Small(run_dir)
-    for longest, number in [(60.0, 1), (-1.0, 2), (-1.0, 3)]:
+    for longest, count in [(60.0, 0), (-1.0, 1), (-1.0, 0)]:
         monkeypatch.setattr(saver, "A_LONG_WAIT", longest)
-        small.step()
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             small.state.save()
-        texts = [str(one.message) for one in told]
-        assert len(texts) == (number == 2)
-        if texts:
-            assert re.fullmatch(
-                r"save\(\) has waited \S+ s for the save before it: .* is written more slowly than saves "
-                r"follow each other\. Save less often, or to a faster disk\.",
-                texts[0],
-            )
+        assert ["Save less often" in str(one.message) for one in told] == [True] * count
     small.state.close()
 
 

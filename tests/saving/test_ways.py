@@ -50,6 +50,7 @@ class Saves:
 EQUAL: dict[str, float | None] = {"direct": 1.0, "uncached": 1.0, "paced": 1.0, "plain": 1.0}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("before", "expected"),
     [
@@ -63,6 +64,7 @@ def test_the_next_save_is_written_as_the_fastest_ones_were(before: list[Wrote], 
     assert chosen(before, may_try=False) == expected
 
 
+@pytest.mark.nightly
 def test_a_refused_way_is_not_used_again_but_for_another_size(tmp_path: Path) -> None:
     saves = Saves(tmp_path, **{**EQUAL, "direct": None})
 
