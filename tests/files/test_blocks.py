@@ -160,9 +160,7 @@ def test_the_bytes_are_the_same_whatever_the_way(
         assert (written.size, written.digest) == (size, digest_of(data))
 
 
-def test_a_file_is_written_past_the_page_cache_but_for_what_is_left_of_a_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_rest_of_a_page_is_written_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     passed: list[tuple[int, int, bool]] = []
     real = large_files._pwrite
 
@@ -215,9 +213,7 @@ def test_the_whole_content_is_waited_for() -> None:
 
 @pytest.mark.parametrize("way", WAYS_HERE)
 @pytest.mark.usefixtures("small")
-def test_a_disk_that_takes_only_a_part_at_a_time_gets_all_of_a_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: Way
-) -> None:
+def test_written_only_a_part_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: Way) -> None:
     real = large_files._pwrite
     monkeypatch.setattr(large_files, "_pwrite", lambda fd, data, at: real(fd, data[:7], at))
 
@@ -320,9 +316,7 @@ def test_an_error_in_one_thread_ends_the_write_and_nothing_is_flushed(
 
 
 @pytest.mark.usefixtures("small")
-def test_an_error_of_a_write_names_the_file_and_nothing_is_flushed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_write_names_it_and_flushes_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flushed = recorded(monkeypatch, os, "fsync")
     monkeypatch.setattr(large_files, "_pwrite", failing(errno.ENOSPC))
 
@@ -334,9 +328,7 @@ def test_an_error_of_a_write_names_the_file_and_nothing_is_flushed(
 
 @pytest.mark.parametrize("way", WAYS_HERE)
 @pytest.mark.usefixtures("small")
-def test_a_full_disk_says_so_before_the_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: Way
-) -> None:
+def test_a_full_disk_says_so_at_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: Way) -> None:
     asked = []
     monkeypatch.setattr(os, "posix_fallocate", failing(errno.ENOSPC))
 
@@ -346,9 +338,7 @@ def test_a_full_disk_says_so_before_the_work(
     assert asked == []
 
 
-def test_a_file_that_could_not_be_made_is_not_made_again_by_another_thread(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_could_not_be_made_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         time.sleep(0.1)  # Meanwhile the other thread comes to make the file, too
         raise OSError(errno.ENOSPC, "full")
@@ -389,9 +379,7 @@ def shared(data: bytes, *edges: int) -> list[Content]:
 @pytest.mark.parametrize("way", WAYS_HERE)
 @pytest.mark.parametrize("edges", [(), (1,), (2, 3), (1, 2, 3)])
 @pytest.mark.parametrize("size", [7 * PAGE, 7 * PAGE + 11, 8 * PAGE])
-def test_a_file_that_is_written_in_shares_is_the_file_that_is_written_at_once(
-    tmp_path: Path, way: Way, edges: tuple[int, ...], size: int
-) -> None:
+def test_shares_make_the_same_file(tmp_path: Path, way: Way, edges: tuple[int, ...], size: int) -> None:
     data = secrets.token_bytes(size)
     with sized(Sizes(block=2 * PAGE)):
         if edges:
@@ -420,9 +408,7 @@ def test_a_way_that_the_disk_refuses_falls_back_to_another(
 
 
 @pytest.mark.skipif("direct" not in WAYS_HERE, reason="no O_DIRECT")
-def test_a_refused_direct_write_leaves_the_file_to_the_page_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refused_direct_write_uses_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flags: list[int] = []
 
     def pwrite(fd: int, data: memoryview, at: int) -> int:
@@ -460,9 +446,7 @@ def test_several_write_their_shares_at_the_same_time_each_in_its_own_way(tmp_pat
 
 
 @pytest.mark.parametrize("size", [0, 1, 5000, 1 << 20])
-def test_a_file_that_is_created_has_its_size_its_room_and_its_permissions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
-) -> None:
+def test_a_created_file_has_size_and_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     asked = recorded(monkeypatch, os, "posix_fallocate")
     before = os.umask(0o027)
     try:
@@ -477,9 +461,7 @@ def test_a_file_that_is_created_has_its_size_its_room_and_its_permissions(
         large_files.create(tmp_path / "file", size)
 
 
-def test_a_full_disk_says_so_when_the_file_is_created(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_says_so_as_the_file_is_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "posix_fallocate", failing(errno.ENOSPC))
 
     with pytest.raises(OSError, match=r"No space left on device: '.*weights'"):
@@ -487,9 +469,7 @@ def test_a_full_disk_says_so_when_the_file_is_created(
 
 
 @pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS], ids=errno.errorcode.get)
-def test_a_file_without_reserved_room_has_its_size_anyway(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
+def test_a_file_without_room_has_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     monkeypatch.setattr(os, "posix_fallocate", failing(code))
 
     large_files.create(tmp_path / "file", 1 << 20)
@@ -589,9 +569,7 @@ def test_an_error_in_one_file_flushes_none_that_is_not_complete(
     assert len(os.listdir("/dev/fd")) == len(descriptors)
 
 
-def test_a_way_that_is_refused_to_two_threads_at_once_falls_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_way_refused_to_two_threads_falls_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     both = threading.Barrier(2)
 
     def refused(fd: int, data: memoryview, at: int) -> int:
@@ -607,9 +585,7 @@ def test_a_way_that_is_refused_to_two_threads_at_once_falls_back(
 
 
 @pytest.mark.usefixtures("small")
-def test_a_file_is_written_where_no_thread_can_be_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_written_where_no_thread_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -621,9 +597,7 @@ def test_a_file_is_written_where_no_thread_can_be_started(
     assert written.digest == digest_of(DATA)
 
 
-def test_after_an_interrupt_at_the_start_of_a_thread_none_writes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_thread_writes_on_after_an_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, running = threading.Thread.start, threading.active_count()
 
     def interrupted(thread: threading.Thread) -> None:
@@ -672,9 +646,7 @@ def test_what_has_not_changed_is_a_link_to_what_was_written_before(
 
 @pytest.mark.parametrize("position", [0, 999, 1000, 5500, len(DATA) - 1])
 @pytest.mark.usefixtures("small")
-def test_one_changed_byte_in_any_block_is_written_and_leaves_the_one_before_alone(
-    tmp_path: Path, position: int
-) -> None:
+def test_one_changed_byte_is_written_into_a_file_of_its_own(tmp_path: Path, position: int) -> None:
     before = put(tmp_path / "parent", Content(DATA))
     data = bytearray(DATA)
     data[position] ^= 1
@@ -702,7 +674,7 @@ def test_content_of_another_length_is_written(tmp_path: Path, data: bytes) -> No
 
 @pytest.mark.parametrize("code", [errno.EXDEV, errno.EPERM, errno.EMLINK], ids=errno.errorcode.get)
 @pytest.mark.usefixtures("small")
-def test_where_no_link_can_be_made_the_content_is_written(
+def test_content_without_a_link_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     before = put(tmp_path / "parent", Content(DATA))
@@ -750,9 +722,7 @@ def test_a_file_that_another_process_has_touched_is_not_shared(tmp_path: Path, t
 
 
 @pytest.mark.parametrize(("size", "is_shared"), [((1 << 20) - 1, False), (1 << 20, True)])
-def test_a_small_file_is_not_shared_since_damage_would_be_too(
-    tmp_path: Path, size: int, is_shared: bool
-) -> None:
+def test_a_small_file_is_not_shared(tmp_path: Path, size: int, is_shared: bool) -> None:
     data = bytes(size)
     before = put(tmp_path / "parent", Content(data))
 
@@ -969,7 +939,7 @@ def test_a_subfolder_that_is_a_link_is_not_followed(
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("read", [file_reader.read, file_reader.scan])
-def test_a_file_that_shrinks_while_it_is_read_is_damaged(
+def test_a_file_that_shrinks_meanwhile_is_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Callable[..., object]
 ) -> None:
     described = put_file(tmp_path)
@@ -986,9 +956,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_damaged(
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("most", [1, 7, 299])
-def test_a_disk_that_gives_only_a_part_at_a_time_is_read_to_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
-) -> None:
+def test_read_only_a_part_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     real = file_reader._preadv
     monkeypatch.setattr(file_reader, "_preadv", lambda fd, buffers, at: real(fd, [buffers[0][:most]], at))
 
@@ -1001,7 +969,7 @@ def test_a_disk_that_gives_only_a_part_at_a_time_is_read_to_the_end(
     "code", [errno.EMFILE, errno.EACCES, errno.ENOMEM, errno.EIO], ids=errno.errorcode.get
 )
 @pytest.mark.parametrize(("module", "name"), [(os, "open"), (file_reader, "_preadv")])
-def test_what_is_not_the_files_fault_is_not_called_damage(
+def test_other_errors_are_no_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, module: Any, name: str
 ) -> None:
     described = put_file(tmp_path)

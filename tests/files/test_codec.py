@@ -359,7 +359,7 @@ def test_a_device_that_cannot_be_one_is_a_value_error(device: str) -> None:
         codec.tensor_facts([{"$tensor": ["a", {"device": device}]}])
 
 
-def test_tensors_that_are_kept_are_handed_over_as_they_are_and_the_others_copied() -> None:
+def test_tensors_are_copied_but_for_those_that_are_kept() -> None:
     encoded = codec.encode({"a": torch.ones(2), "b": torch.ones(2), "c": torch.ones(2, 3).t()})
     for place, is_kept in ((PLACES[1], True), (lambda path, device: torch.device("meta"), False)):
         found = codec.decode(encoded.json, encoded.tensors, place, {"a", "c"})
@@ -854,9 +854,7 @@ changes = st.tuples(st.sampled_from([*CHANGES]), st.integers(0, 2), st.integers(
 
 @settings(deadline=None, database=None, max_examples=300)
 @given(st.lists(st.lists(changes, max_size=3), min_size=1, max_size=4), st.sampled_from(["", "g1", "a"]))
-def test_what_is_remembered_changes_nothing_whatever_happens_in_between(
-    rounds: list[list[tuple[str, int, int, bool]]], frozen: str
-) -> None:
+def test_a_memo_changes_no_encoding(rounds: list[list[tuple[str, int, int, bool]]], frozen: str) -> None:
     changing, remembering = Changing(), Remembering()
     for changed in ([], [], *rounds, []):
         for kind, group, key, is_before in changed:
@@ -910,9 +908,7 @@ def no_guards() -> None:
 
 @pytest.mark.parametrize("there", [False, True])
 @pytest.mark.parametrize("first", CHANGES)
-def test_no_change_is_overlooked_where_torch_has_no_guards(
-    first: str, there: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_change_is_lost_without_guards(first: str, there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("torch._C._dynamo.guards.TensorGuards")
     if there:
         monkeypatch.setattr("torch._C._dynamo.guards.TensorGuards", no_guards, raising=False)

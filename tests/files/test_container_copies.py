@@ -92,9 +92,7 @@ def test_what_is_nested_too_deep_is_left_to_be_refused() -> None:
 
 
 @pytest.mark.parametrize("held", [deque, dict, list, set])
-def test_what_another_thread_changes_meanwhile_is_as_it_was_at_one_moment(
-    held: type, switching: None
-) -> None:
+def test_a_copy_is_of_one_moment_whatever_another_thread_does(held: type, switching: None) -> None:
     value, over = held(), threading.Event()
 
     def change() -> None:

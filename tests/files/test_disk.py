@@ -55,9 +55,7 @@ def test_a_file_that_is_there_is_never_written_again(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_bytes() == b"committed"
 
 
-def test_a_file_is_flushed_after_its_last_byte_and_before_it_is_closed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_flushed_after_its_last_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.write
     monkeypatch.setattr(os, "write", lambda fd, data: real(fd, data[:1]))
     calls = _record(monkeypatch, "write", "fsync", "close")
@@ -74,9 +72,7 @@ def _failing(code: int) -> Callable[..., Any]:
     return fail
 
 
-def test_a_file_that_could_not_be_written_is_not_flushed_but_closed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_could_not_be_written_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = _record(monkeypatch, "fsync", "close")
 
     with pytest.raises(KeyError), disk.created(tmp_path / "file"):
@@ -86,9 +82,7 @@ def test_a_file_that_could_not_be_written_is_not_flushed_but_closed(
 
 
 @pytest.mark.parametrize("name", ["write", "fsync"])
-def test_an_error_of_a_write_names_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_failed_write_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     descriptors = os.listdir("/dev/fd")
     monkeypatch.setattr(os, name, _failing(errno.ENOSPC))
 
@@ -112,9 +106,7 @@ def test_a_replaced_file_is_never_seen_in_part(tmp_path: Path, monkeypatch: pyte
     assert _content(tmp_path) == ["run.json"]
 
 
-def test_a_file_whose_replacement_fails_keeps_its_content(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_as_it_was_if_replacing_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk.replace(tmp_path / "run.json", b"old")
 
     monkeypatch.setattr(os, "write", _failing(errno.ENOSPC))
@@ -124,9 +116,7 @@ def test_a_file_whose_replacement_fails_keeps_its_content(
     assert (tmp_path / "run.json").read_bytes() == b"old"
 
 
-def test_every_folder_that_is_made_is_flushed_into_the_one_above(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_new_folder_is_flushed_into_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = _record(monkeypatch, "mkdir", "fsync")
 
     disk.make_folder(tmp_path / "a" / "b")
@@ -134,9 +124,7 @@ def test_every_folder_that_is_made_is_flushed_into_the_one_above(
     assert calls == ["mkdir a", f"fsync {tmp_path.name}", "mkdir b", "fsync a"]
 
 
-def test_a_folder_that_another_process_makes_first_is_the_same_outcome(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_another_process_made_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.mkdir
 
     def slower(path: Path) -> None:
@@ -149,9 +137,7 @@ def test_a_folder_that_another_process_makes_first_is_the_same_outcome(
     assert (tmp_path / "folder").is_dir()
 
 
-def test_a_folder_whose_name_cannot_be_flushed_is_not_left_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_flushed_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(fd: int) -> None:
         raise OSError(errno.EIO, "the disk is gone")
 
@@ -165,9 +151,7 @@ def test_a_folder_whose_name_cannot_be_flushed_is_not_left_behind(
 # Publishing, links, removing
 
 
-def test_a_stage_is_published_as_a_whole_and_its_new_name_is_flushed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stage_is_published_and_its_name_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "stage").mkdir()
     (tmp_path / "stage" / "file").touch()
     calls = _record(monkeypatch, "rename", "fsync")
@@ -179,9 +163,7 @@ def test_a_stage_is_published_as_a_whole_and_its_new_name_is_flushed(
 
 
 @pytest.mark.parametrize("occupy", [Path.mkdir, Path.touch, lambda path: path.symlink_to("nowhere")])
-def test_an_occupied_target_is_refused_and_not_touched(
-    tmp_path: Path, occupy: Callable[[Path], object]
-) -> None:
+def test_an_occupied_target_is_refused(tmp_path: Path, occupy: Callable[[Path], object]) -> None:
     (tmp_path / "stage").mkdir()
     occupy(tmp_path / "target")
     before = os.lstat(tmp_path / "target")
@@ -205,9 +187,7 @@ def test_a_link_leads_to_its_target_after_both_were_moved(tmp_path: Path) -> Non
     assert sorted(os.listdir(tmp_path / "moved")) == ["best", "checkpoints"]
 
 
-def test_a_link_that_cannot_be_replaced_is_left_as_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_link_that_cannot_be_replaced_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk.point(tmp_path / "best", tmp_path / "1")
 
     def refuse(*_: Any) -> None:
@@ -291,9 +271,7 @@ def test_a_folder_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
             disk.read_small(tmp_path / "folder", name)
 
 
-def test_a_system_that_opens_nothing_in_a_folder_opens_by_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_system_without_dir_fd_opens_by_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "supports_dir_fd", {*os.supports_dir_fd} - {os.open})
     (tmp_path / "ranks").mkdir()
     (tmp_path / "ranks" / "file").write_bytes(b"content")
@@ -301,9 +279,7 @@ def test_a_system_that_opens_nothing_in_a_folder_opens_by_path(
     assert disk.read_small(tmp_path, "ranks/file") == b"content"
 
 
-def test_a_file_that_shrinks_while_it_is_read_is_damaged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_shrinks_meanwhile_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_bytes(b"content")
     real, looks = os.fstat, iter(range(9))
 
@@ -329,9 +305,7 @@ def test_a_file_without_a_known_size_is_not_read_beyond_reason(tmp_path: Path) -
 @pytest.mark.parametrize(
     "number", [errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM, errno.ENOMEM], ids=errno.errorcode.get
 )
-def test_what_is_not_the_files_fault_is_not_called_damage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
+def test_other_errors_are_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     (tmp_path / "file").write_bytes(b"x")
     monkeypatch.setattr(os, "open", _failing(number))
 
@@ -341,9 +315,7 @@ def test_what_is_not_the_files_fault_is_not_called_damage(
         disk.read_small(tmp_path, "file")
 
 
-def test_the_names_that_lead_to_a_folder_are_flushed_but_not_those_of_other_disks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_of_other_disks_are_not_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder := tmp_path / "mount" / "runs" / "exp").mkdir(parents=True)
     found = os.stat
 
@@ -359,9 +331,7 @@ def test_the_names_that_lead_to_a_folder_are_flushed_but_not_those_of_other_disk
     assert calls == ["fsync exp", "fsync runs", "fsync mount"]
 
 
-def test_a_folder_above_that_may_not_be_looked_into_is_no_reason_not_to_begin(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_above_may_be_closed_to_us(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder := tmp_path / "runs" / "exp").mkdir(parents=True)
     opened = os.open
 
@@ -376,9 +346,7 @@ def test_a_folder_above_that_may_not_be_looked_into_is_no_reason_not_to_begin(
 
 
 @pytest.mark.proves("durable")
-def test_of_a_run_behind_a_link_the_names_that_lead_to_it_are_flushed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_behind_a_link_are_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "elsewhere" / "runs" / "exp").mkdir(parents=True)
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "runs").symlink_to(tmp_path / "elsewhere" / "runs")
@@ -390,9 +358,7 @@ def test_of_a_run_behind_a_link_the_names_that_lead_to_it_are_flushed(
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP], ids=errno.errorcode.get)
-def test_a_file_system_that_cannot_flush_folders_is_used_with_a_warning(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
+def test_folders_that_cannot_be_flushed(run_dir: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     flush = os.fsync
 
     def refusing(fd: int) -> None:
@@ -457,9 +423,7 @@ def test_what_is_no_file_is_damage_at_a_look(tmp_path: Path, make: Callable[[Pat
         disk.look(tmp_path, "file")
 
 
-def test_a_look_tells_what_is_missing_from_what_may_not_be_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_look_tells_missing_from_forbidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CheckpointDamaged, match="file is missing"):
         disk.look(tmp_path, "file")
 

@@ -86,9 +86,7 @@ def filled(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
 @pytest.mark.parametrize("of", WAYS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1,), (), (3,), (5, 7), (4, 4, 2)], ids=str)
-def test_every_dtype_and_size_has_a_fingerprint_of_all_its_bits(
-    of: Of, dtype: torch.dtype, shape: tuple[int, ...]
-) -> None:
+def test_a_fingerprint_is_of_all_bits(of: Of, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = filled(dtype, shape)
     flat = tensor.view(-1).view(torch.uint8)
     before = of(tensor.clone())
@@ -107,9 +105,7 @@ def test_what_only_looks_equal_is_another(of: Of) -> None:
     assert same(of, torch.tensor([torch.nan]), torch.tensor([torch.nan]))
 
 
-def test_a_tensor_that_is_longer_than_what_is_summed_at_a_time_is_summed_whole(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_long_tensor_is_summed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fingerprint, "_AT_A_TIME", 16)
     tensor = torch.zeros(71, dtype=torch.uint8)
 

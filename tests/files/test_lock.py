@@ -57,7 +57,7 @@ def _die(child: int) -> None:
 
 
 @pytest.mark.proves("durable")
-def test_a_lock_that_another_process_holds_is_refused_with_its_number_and_host(tmp_path: Path) -> None:
+def test_a_lock_that_another_process_holds_is_refused(tmp_path: Path) -> None:
     (tmp_path / ".lock").write_text(f"process 1 on {'a-longer-host' * 9}")
     with forked(lambda: Lock(tmp_path / ".lock")) as (child, hear):
         hear()
@@ -69,9 +69,7 @@ def test_a_lock_that_another_process_holds_is_refused_with_its_number_and_host(t
     Lock(tmp_path / ".lock").release()
 
 
-def test_a_holder_that_cannot_write_its_number_does_not_leave_that_of_the_one_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_holder_leaves_no_number_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(fd: int, text: bytes) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -140,9 +138,7 @@ def test_a_process_cannot_take_a_lock_twice_by_whatever_name(tmp_path: Path) -> 
     lock.release()
 
 
-def test_a_disk_that_knows_no_locks_is_an_error_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_without_locks_is_an_error_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unlocked(fd: int, command: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
@@ -186,9 +182,7 @@ def test_a_lock_that_was_lost_unheard_is_taken_again(tmp_path: Path) -> None:
     lock.release()
 
 
-def test_a_lock_is_let_go_of_even_where_its_file_cannot_be_closed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_is_released_if_its_close_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.close
 
     def failing(fd: int) -> None:
@@ -229,9 +223,7 @@ def test_a_process_finds_itself_without_opening_its_lock(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("why", ["system", "file system"])
-def test_where_nothing_tells_of_locks_no_holder_is_known(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
-) -> None:
+def test_no_holder_where_nothing_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     def refused(*_: object) -> bytes:
         raise OSError(errno.ENOLCK, "No locks available")
 

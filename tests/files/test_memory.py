@@ -51,7 +51,7 @@ def in_child(job: Callable[[], bool]) -> int:
 
 @needs_fork
 @ignores_fork
-def test_what_a_child_puts_in_the_place_of_the_memory_stays_when_the_object_goes() -> None:
+def test_a_childs_own_memory_stays_when_the_object_goes() -> None:
     held = [HostMemory(1 << 20)]
     held[0].touch()
 

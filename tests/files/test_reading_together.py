@@ -52,9 +52,7 @@ def again(files: list[tuple[Scan, str]], digests: list[list[bytes]]) -> list[tup
     return [(one, own) for (one, _), own in zip(files, digests, strict=True)]
 
 
-def test_files_read_together_give_what_each_gives_alone(
-    tmp_path: Path, files: list[tuple[Scan, str]]
-) -> None:
+def test_files_give_together_what_each_gives_alone(tmp_path: Path, files: list[tuple[Scan, str]]) -> None:
     digests = file_reader.scan_files(tmp_path, files)
     assert is_filled(files)
     assert digests == [file_reader.scan(tmp_path, one.name, one.size, expected) for one, expected in files]
@@ -105,9 +103,7 @@ def test_rows_are_filled_by_a_disk_that_gives_a_part_at_a_time(
     assert is_filled(files)
 
 
-def test_a_hasher_of_all_bytes_gets_those_of_each_file_in_order(
-    tmp_path: Path, files: list[tuple[Scan, str]]
-) -> None:
+def test_a_hasher_gets_the_bytes_in_order(tmp_path: Path, files: list[tuple[Scan, str]]) -> None:
     hashers = [hashlib.sha256() for _ in files]
     hashed = [
         (one._replace(also=hasher), expected) for (one, expected), hasher in zip(files, hashers, strict=True)

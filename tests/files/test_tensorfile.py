@@ -151,7 +151,7 @@ def filled(
     return [(slot, view) for slot, view in zip(planned.slots, views, strict=True) if view.numel()]
 
 
-def test_a_layout_is_the_same_for_other_values_and_another_for_another_shape_or_name() -> None:
+def test_a_layout_depends_on_names_shapes_dtypes_and_ties_alone() -> None:
     one = tensor_file.layout({"a": torch.zeros(2), "b": torch.zeros(3)}, {})
     assert tensor_file.layout({"a": torch.ones(2), "b": torch.ones(3)}, {}) == one
     for other in (
@@ -163,7 +163,7 @@ def test_a_layout_is_the_same_for_other_values_and_another_for_another_shape_or_
         assert other != one
 
 
-def test_the_tensors_of_a_row_share_its_memory_and_end_where_their_own_bytes_do() -> None:
+def test_the_tensors_of_a_row_share_its_memory() -> None:
     tensors = {
         "wide": torch.arange(4.0).reshape(2, 2),
         "scalar": torch.tensor(7.0),

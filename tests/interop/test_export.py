@@ -73,9 +73,7 @@ def test_a_safetensors_file_is_loaded_by_its_library(model: nn.Module, run_dir: 
     assert about == {"format": "pt", "head.weight": "embed.weight"}
 
 
-def test_a_pt_file_is_loaded_weights_only_with_its_ties(
-    model: nn.Module, run_dir: Path, tmp_path: Path
-) -> None:
+def test_a_pt_file_is_loaded_with_its_ties(model: nn.Module, run_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "model.pt"
     assert export(run_dir, "-o", out) == 0
 
@@ -172,9 +170,7 @@ def test_a_folder_may_be_the_one_in_hand(
     assert [*tmp_path.glob(".here-*")] == []
 
 
-def test_a_folder_keeps_what_is_not_weights_and_loses_old_shards(
-    model: nn.Module, run_dir: Path, tmp_path: Path
-) -> None:
+def test_a_folder_keeps_all_but_old_shards(model: nn.Module, run_dir: Path, tmp_path: Path) -> None:
     (out := tmp_path / "hf").mkdir()
     (out / "config.json").write_text("{}")
 

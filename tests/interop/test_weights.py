@@ -576,9 +576,7 @@ def little_memory(most: int) -> Iterator[None]:
 @safe
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux, which can limit the memory of a process")
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_file_is_refused_by_name_in_little_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_hostile_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     content, why = HOSTILE[name]
     path = tmp_path / "there.pt"
     path.write_bytes(content)

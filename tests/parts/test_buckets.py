@@ -145,9 +145,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> list[gloo.Ended]:
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.heavy
-def test_a_training_of_four_processes_that_was_stopped_is_the_same_to_the_bit(
-    ended: list[gloo.Ended], name: str
-) -> None:
+def test_four_processes_that_were_stopped_are_exact(ended: list[gloo.Ended], name: str) -> None:
     for rank in ended:
         assert rank.error is None
         straight, *stopped = rank.value[name]

@@ -110,9 +110,7 @@ def test_weights_that_are_tied_only_in_the_code_are_named(run_dir: Path) -> None
         ["model"],
     ],
 )
-def test_what_is_allowed_stays_as_the_script_made_it_and_starts_fresh(
-    run_dir: Path, allow: list[str]
-) -> None:
+def test_what_is_allowed_stays_as_the_script_made_it(run_dir: Path, allow: list[str]) -> None:
     saved = Net()
     moments = _save(run_dir, saved).state[saved.backbone.weight]["exp_avg"]
     for seed in (1, 2):
@@ -267,9 +265,7 @@ def test_the_checkpoints_learning_rate_wins_and_one_warning_says_so(run_dir: Pat
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
-def test_the_codes_learning_rate_wins_if_asked_for_and_scales_the_whole_schedule(
-    run_dir: Path, kind: str
-) -> None:
+def test_an_overridden_learning_rate_scales_the_whole_schedule(run_dir: Path, kind: str) -> None:
     expected = _curve(run_dir / "straight", kind, [0.5] * 4)
     begun = _curve(run_dir, kind, [0.5])
 
@@ -472,7 +468,7 @@ def _fail_once_loaded(monkeypatch: pytest.MonkeyPatch, live: Any, error: BaseExc
 
 
 @pytest.mark.filterwarnings("ignore:(?s).* has changed since .*scaler.scale")
-def test_a_part_that_refuses_its_own_state_does_not_keep_the_others_from_theirs(run_dir: Path) -> None:
+def test_a_part_that_refuses_its_own_state_stops_no_other_rollback(run_dir: Path) -> None:
     _save_everything(run_dir)
     parts = _everything(1)
     parts["extra"]["first"].errors = iter([None, ValueError("its own")])
@@ -588,9 +584,7 @@ def test_a_total_has_to_be_a_count(run_dir: Path, total: Any) -> None:
         next(iter(state.steps(total)))
 
 
-def test_where_warnings_are_errors_a_changed_setting_ends_the_load_before_anything_is_touched(
-    run_dir: Path,
-) -> None:
+def test_a_warning_that_is_an_error_comes_before_anything_is_touched(run_dir: Path) -> None:
     _save_everything(run_dir)
     parts = _everything(1)
     before = _look(parts)

@@ -218,7 +218,7 @@ def test_a_checkpoint_that_lacks_kept_gradients_is_known_two_resumes_later(run_d
     assert written["optimizer"]["optimizer"]["left_out"] is False
 
 
-def test_a_resume_of_a_script_that_zeroes_its_gradients_first_lacks_nothing(run_dir: Path) -> None:
+def test_a_script_that_zeroes_its_gradients_first_lacks_nothing(run_dir: Path) -> None:
     save_in_first_body(run_dir)
 
     objects = make()
@@ -232,7 +232,7 @@ def test_a_resume_of_a_script_that_zeroes_its_gradients_first_lacks_nothing(run_
                 objects["optimizer"].step()
 
 
-def test_gradients_of_a_resumed_window_that_are_zeroed_in_place_are_warned_of(run_dir: Path) -> None:
+def test_gradients_of_a_window_that_are_zeroed_in_place_are_warned_of(run_dir: Path) -> None:
     objects = make()
     with RunState.load(run_dir, **objects) as state:
         for number in state.steps(4):
@@ -303,9 +303,7 @@ def test_used_gradients_that_may_be_kept_are_saved_at_an_epochs_end(run_dir: Pat
     assert saved(run_dir) != []
 
 
-def test_a_script_that_begins_to_keep_its_gradients_late_is_reported_and_exact_from_there(
-    run_dir: Path,
-) -> None:
+def test_gradients_that_are_kept_from_a_late_step_on_are_reported(run_dir: Path) -> None:
     objects = make()
     with RunState.load(run_dir, **objects) as state:
         for step in state.steps(7):
@@ -329,9 +327,7 @@ WINDOW_OF_ANOTHER = (
 
 @pytest.mark.parametrize("saved_at", [1, 3, 5])
 @pytest.mark.parametrize("is_kept", [True, False], ids=["in place", "to none"])
-def test_a_window_of_an_optimizer_that_was_not_given_is_warned_of(
-    run_dir: Path, saved_at: int, is_kept: bool
-) -> None:
+def test_a_window_of_a_foreign_optimizer_is_warned_of(run_dir: Path, saved_at: int, is_kept: bool) -> None:
     objects = make()
     optimizer = objects.pop("optimizer")
 
@@ -350,9 +346,7 @@ def test_a_window_of_an_optimizer_that_was_not_given_is_warned_of(
 
 
 @pytest.mark.parametrize("is_kept", [True, False], ids=["in place", "to none"])
-def test_saves_between_windows_of_an_optimizer_that_was_not_given_lose_nothing(
-    run_dir: Path, is_kept: bool
-) -> None:
+def test_saves_between_windows_of_a_foreign_optimizer_lose_nothing(run_dir: Path, is_kept: bool) -> None:
     objects = make()
     optimizer = objects.pop("optimizer")
     with RunState.load(run_dir, **objects) as state, warnings.catch_warnings():

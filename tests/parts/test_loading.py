@@ -171,9 +171,7 @@ FILES = ("model.safetensors", "model-frozen.safetensors", "optimizer.safetensors
 
 @pytest.mark.proves("all or nothing")
 @pytest.mark.parametrize("file", [*FILES, "state.json", "ranks/00000.safetensors", "manifest.json"])
-def test_one_flipped_bit_anywhere_leaves_every_object_as_it_was(
-    run_dir: Path, saved: list[Any], file: str
-) -> None:
+def test_a_flipped_bit_leaves_every_object_as_it_was(run_dir: Path, saved: list[Any], file: str) -> None:
     path = folder(run_dir, 2) / file
     content = path.read_bytes()
     live = Training(1)
@@ -191,9 +189,7 @@ def test_one_flipped_bit_anywhere_leaves_every_object_as_it_was(
 @pytest.mark.proves("noticed")
 @pytest.mark.filterwarnings("ignore:.*is damaged")
 @pytest.mark.parametrize("file", [*FILES, "state.json", "ranks/00000.json"])
-def test_the_older_checkpoint_is_used_and_nothing_of_the_damaged_one_is_left(
-    run_dir: Path, saved: list[Any], file: str
-) -> None:
+def test_nothing_of_a_damaged_checkpoint_is_loaded(run_dir: Path, saved: list[Any], file: str) -> None:
     path = folder(run_dir, 2) / file
     content = path.read_bytes()
     for at in (0, len(content) // 2, len(content) - 1):
@@ -241,9 +237,7 @@ def _interrupt() -> None:
 
 
 @pytest.mark.parametrize("then", [_fail, _interrupt])
-def test_a_part_of_the_users_that_refuses_leaves_the_weights_that_it_saw_as_they_were(
-    run_dir: Path, small_blocks: None, then: Callable[[], None]
-) -> None:
+def test_a_refusal_puts_the_weights_back(run_dir: Path, small_blocks: None, then: Callable[[], None]) -> None:
     training = Training(0)
     with RunState.load(run_dir, **with_own(training, lambda: None)) as state:
         training.step()
@@ -277,7 +271,7 @@ def _flip_later(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
 
 @pytest.mark.proves("noticed")
 @pytest.mark.parametrize("file", ["model.safetensors", "model-frozen.safetensors", "optimizer.safetensors"])
-def test_a_file_that_changes_at_the_last_moment_is_noticed_and_the_error_says_what_is_left(
+def test_a_file_that_changes_at_the_last_moment_is_noticed(
     run_dir: Path, saved: list[Any], monkeypatch: pytest.MonkeyPatch, file: str
 ) -> None:
     live = Training(1)
@@ -296,7 +290,7 @@ def test_a_file_that_changes_at_the_last_moment_is_noticed_and_the_error_says_wh
         assert live.look() == saved[1]
 
 
-def test_a_file_that_changes_before_the_users_part_has_loaded_leaves_everything_as_it_was(
+def test_a_file_that_changes_before_a_users_part_loads_changes_nothing(
     run_dir: Path, small_blocks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training = Training(0)
@@ -357,9 +351,7 @@ CRUCIAL = {
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("is_own", [False, True])
 @pytest.mark.quick(2)
-def test_an_interrupt_anywhere_leaves_the_old_or_the_new_or_says_that_it_is_a_mixture(
-    run_dir: Path, small_blocks: None, is_own: bool
-) -> None:
+def test_an_interrupt_leaves_old_or_new_or_says_so(run_dir: Path, small_blocks: None, is_own: bool) -> None:
     def parts(training: Training) -> dict[str, Any]:
         return with_own(training, lambda: None) if is_own else training.parts
 
@@ -398,9 +390,7 @@ def _put_generators(look: Any) -> None:
 
 @pytest.mark.parametrize("width", [3, 150])
 @pytest.mark.parametrize("then", [lambda: None, _fail])
-def test_gradients_on_their_way_come_back_or_stay_as_they_were(
-    run_dir: Path, width: int, then: Callable[[], None]
-) -> None:
+def test_gradients_of_a_window_come_back_or_stay(run_dir: Path, width: int, then: Callable[[], None]) -> None:
     def make(seed: int, then: Callable[[], None]) -> tuple[Any, dict[str, Any]]:
         torch.manual_seed(seed)
         model = nn.Linear(width, width)
@@ -645,7 +635,7 @@ def test_any_training_comes_back_to_the_last_bit(
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_what_was_saved_on_a_gpu_comes_back_on_the_cpu_and_that_is_reported(run_dir: Path, seed: int) -> None:
+def test_what_was_saved_on_a_gpu_comes_back_on_the_cpu(run_dir: Path, seed: int) -> None:
     training = RandomTraining(seed, ["adam", "nadam", "sgd"][seed % 3])
     with RunState.load(run_dir, **training.parts) as state:
         training.step()
@@ -723,9 +713,7 @@ def _on_gpu(tree: Any) -> Any:
 
 
 @pytest.mark.parametrize("shapes", [(3, 4), (200, 300)])
-def test_of_what_does_not_fit_but_is_allowed_nothing_is_filled(
-    run_dir: Path, shapes: tuple[int, int]
-) -> None:
+def test_nothing_is_filled_of_an_allowed_misfit(run_dir: Path, shapes: tuple[int, int]) -> None:
     def make(seed: int, width: int, extra: str) -> tuple[Any, Any]:
         torch.manual_seed(seed)
         model: Any = nn.Module()
@@ -821,9 +809,7 @@ class Wrapped(nn.Linear):
 
 @pytest.mark.parametrize("kind", [OwnModule, Hooked, Replaced, Wrapped])
 @pytest.mark.parametrize("width", [3, 150])
-def test_a_module_with_a_way_of_its_own_to_load_sees_the_right_weights(
-    run_dir: Path, kind: type[Any], width: int
-) -> None:
+def test_a_modules_own_way_to_load_sees_the_weights(run_dir: Path, kind: type[Any], width: int) -> None:
     model = kind(width, width)
     with RunState.load(run_dir, model=model) as state:
         state.save()

@@ -231,7 +231,7 @@ class Caches(nn.Module):
         self.register_buffer("until", torch.ones(1), persistent=False)
 
 
-def test_buffers_that_are_not_persistent_come_back_changed_grown_made_and_dropped(run_dir: Path) -> None:
+def test_buffers_that_are_not_persistent_come_back(run_dir: Path) -> None:
     model: Any = Caches()
     with RunState.load(run_dir, model=nn.DataParallel(model)) as state:
         model.inner.cache = torch.arange(3.0)
@@ -396,7 +396,7 @@ def test_a_replica_continues_with_the_order_of_its_gradients(run_dir: Path, kind
 
 
 @pytest.mark.usefixtures("_alone")
-def test_a_checkpoint_of_one_process_fits_a_replica_and_the_other_way_round(run_dir: Path) -> None:
+def test_a_replica_and_one_process_resume_each_other(run_dir: Path) -> None:
     for model in (Net(), DistributedDataParallel(Net(1)), Net(2), DistributedDataParallel(Net(3))):
         with RunState.load(run_dir, model=model) as state:
             _forth_and_back(model)

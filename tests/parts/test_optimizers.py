@@ -89,7 +89,7 @@ class FloatMomentum(torch.optim.Optimizer):
             parameter.sub_((0.01 * self.scale * state["momentum"]).to(parameter.dtype))
 
 
-def test_moments_lie_in_the_file_under_what_they_are_and_the_parameters_name(run_dir: Path) -> None:
+def test_moments_are_named_after_their_parameters_in_the_file(run_dir: Path) -> None:
     _, optimizer = _resumed(run_dir, lambda m: torch.optim.Adam(m.parameters()))
 
     found = load_file(run_dir / "newest" / "optimizer.safetensors")
@@ -174,7 +174,7 @@ def test_two_optimizers_can_share_one_model(run_dir: Path) -> None:
     _assert_equal(straight, model)
 
 
-def test_a_module_in_extra_does_not_take_the_moments_of_one_of_that_name_in_the_model(run_dir: Path) -> None:
+def test_a_module_in_extra_has_moments_of_its_own(run_dir: Path) -> None:
     def build(seed: int) -> tuple[nn.Module, nn.Module, Any]:
         torch.manual_seed(seed)
         model, other = nn.ModuleDict({"head": nn.Linear(3, 3)}), nn.Linear(3, 3)
@@ -236,7 +236,7 @@ def test_parameters_that_the_optimizer_knows_by_name_go_by_it(run_dir: Path) -> 
         assert torch.equal(optimizer.state[parameter]["momentum_buffer"], torch.full_like(parameter, 2.71))
 
 
-def test_a_setting_that_the_checkpoint_does_not_know_stays_as_the_code_has_it(run_dir: Path) -> None:
+def test_a_setting_that_the_checkpoint_lacks_stays_as_in_the_code(run_dir: Path) -> None:
     model = _net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     del optimizer.param_groups[0]["fused"]

@@ -48,15 +48,13 @@ ENVIRONMENT = [
 
 
 @pytest.mark.parametrize(("name", "then", "now", "on_gpu", "without"), ENVIRONMENT)
-def test_every_difference_of_the_environment_has_its_effect(
-    name: str, then: Any, now: Any, on_gpu: str, without: str
-) -> None:
+def test_every_difference_has_its_effect(name: str, then: Any, now: Any, on_gpu: str, without: str) -> None:
     found = [changes.environment_effect(name, then, now, is_on_gpu) for is_on_gpu in (True, False)]
 
     assert found == [on_gpu, without]
 
 
-def test_everything_that_a_checkpoint_notes_down_has_an_effect_in_the_table() -> None:
+def test_all_that_a_checkpoint_notes_down_has_an_effect() -> None:
     assert describe().keys() == changes._ENVIRONMENT.keys() == {row[0] for row in ENVIRONMENT[:-1]}
 
 
@@ -95,15 +93,13 @@ def test_what_both_sides_know_and_is_not_as_it_was_is_named(
     ("then", "now", "effect"),
     [([], [], HARMLESS), (["H200"], ["H200"], MAY), ([], ["H200"], MAY), (["H200"], [], MAY)],
 )
-def test_a_gpu_that_one_side_has_used_counts_for_what_only_gpus_have(
-    then: list[str], now: list[str], effect: str
-) -> None:
+def test_a_gpu_on_one_side_counts(then: list[str], now: list[str], effect: str) -> None:
     found = changes.of_environment({"cuda": "12.6", "gpus": then}, {"cuda": "13.0", "gpus": now})
 
     assert [(row.name, row.effect) for row in found] == [("cuda", effect)]
 
 
-def test_the_number_of_processes_and_the_device_are_named_only_where_they_are_others() -> None:
+def test_another_number_of_processes_or_device_is_named() -> None:
     assert changes.of_world(2, 2) == changes.of_devices({"cpu"}, {"cpu"}) == []
     assert changes.of_world(1, 2) == [Difference("world_size", "1", "2", WILL)]
     assert changes.of_devices({"cuda"}, {"cpu"}) == [Difference("device", "cuda", "cpu", WILL)]
@@ -184,9 +180,7 @@ def leg(run_dir: Path, **settings: Any) -> list[str]:
 
 
 @pytest.mark.proves("never a silent change")
-def test_one_warning_names_everything_and_the_next_resume_tells_only_what_still_differs(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_warning_names_all_that_still_differs(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     leg(run_dir)
     assert leg(run_dir) == []
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", not torch.backends.cudnn.benchmark)

@@ -87,9 +87,7 @@ def test_a_checkpoint_is_its_files_and_its_manifest_and_leaves_no_stage(tmp_path
 
 
 @pytest.mark.parametrize(("umask", "file", "folder"), [(0o022, 0o644, 0o755), (0o027, 0o640, 0o750)])
-def test_the_permissions_of_all_of_a_checkpoint_follow_the_umask(
-    tmp_path: Path, umask: int, file: int, folder: int
-) -> None:
+def test_all_permissions_follow_the_umask(tmp_path: Path, umask: int, file: int, folder: int) -> None:
     before = os.umask(umask)
     try:
         found = _commit(tmp_path)
@@ -100,9 +98,7 @@ def test_the_permissions_of_all_of_a_checkpoint_follow_the_umask(
         assert stat.S_IMODE(path.stat().st_mode) == (folder if path.is_dir() else file)
 
 
-def test_everything_is_flushed_before_the_rename_and_the_manifest_last_of_the_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_is_flushed_before_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
     real_fsync, real_rename = os.fsync, os.rename
 
@@ -154,9 +150,7 @@ def test_a_file_that_has_not_changed_is_the_same_file_in_every_checkpoint(tmp_pa
 @pytest.mark.parametrize(
     "pruned", [s for n in range(5) for s in itertools.combinations(range(4), n)], ids=str
 )
-def test_pruning_any_of_the_checkpoints_leaves_the_others_whole(
-    tmp_path: Path, pruned: Sequence[int]
-) -> None:
+def test_pruning_some_leaves_the_others_whole(tmp_path: Path, pruned: Sequence[int]) -> None:
     found = _in_a_row(tmp_path, 4)
     for number in pruned:
         checkpoint.remove(found[number].path)
@@ -177,9 +171,7 @@ def _written(found: Checkpoint) -> dict[str, Written]:
 
 
 @pytest.mark.usefixtures("links")
-def test_a_failed_save_between_two_that_share_files_harms_neither(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_save_harms_no_shared_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, written = checkpoint.commit(tmp_path, _about(1), _contents(FILES))
     with monkeypatch.context() as patch:
         patch.setattr(os, "rename", _failing(errno.EIO))
@@ -197,9 +189,7 @@ def test_a_failed_save_between_two_that_share_files_harms_neither(
 
 
 @pytest.mark.parametrize("occupy", [Path.mkdir, Path.touch], ids=["empty-folder", "file"])
-def test_a_commit_refuses_an_occupied_name_and_leaves_no_stage(
-    tmp_path: Path, occupy: Callable[[Path], object]
-) -> None:
+def test_a_commit_refuses_an_occupied_name(tmp_path: Path, occupy: Callable[[Path], object]) -> None:
     target = tmp_path / "000001-step-00000010"
     occupy(target)
 
@@ -226,7 +216,7 @@ def test_a_full_disk_is_named_with_how_to_make_room(
     assert _names(tmp_path) == []
 
 
-def test_a_file_that_several_write_is_made_at_once_and_is_what_one_would_write(tmp_path: Path) -> None:
+def test_a_file_that_several_write_is_what_one_would_write(tmp_path: Path) -> None:
     whole = os.urandom(2 * large_files.BLOCK + 5)
     cuts = [(0, large_files.BLOCK), (large_files.BLOCK, len(whole))]
     stage = checkpoint.Stage(tmp_path, 1, 10)
@@ -247,9 +237,7 @@ def test_a_full_disk_that_does_not_say_what_is_free_is_named_anyway(tmp_path: Pa
     assert error.problem.endswith("No space left on device. There were 0 bytes to write.")
 
 
-def test_a_disk_with_room_that_takes_no_more_files_says_that(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_takes_no_more_files_says_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     of_disk = SimpleNamespace(f_files=1000, f_favail=0, f_bavail=10, f_frsize=4096)
     monkeypatch.setattr(os, "statvfs", lambda _: of_disk)
 
@@ -258,9 +246,7 @@ def test_a_disk_with_room_that_takes_no_more_files_says_that(
     assert error.problem.endswith("There were 0 bytes to write, and no more files can be made on its disk.")
 
 
-def test_a_broken_disk_is_named_with_the_cause_and_not_taken_for_a_full_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_disk_is_not_taken_for_a_full_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", _failing(errno.EIO))
 
     with pytest.raises(SaveFailed, match="Input/output error") as caught:
@@ -271,9 +257,7 @@ def test_a_broken_disk_is_named_with_the_cause_and_not_taken_for_a_full_one(
     assert _names(tmp_path) == []
 
 
-def test_the_first_error_is_reported_when_tidying_up_fails_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_of_two_errors_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", _failing(errno.EIO))
     monkeypatch.setattr(os, "unlink", _failing(errno.EROFS))
 

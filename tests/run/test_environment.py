@@ -45,9 +45,7 @@ def test_a_flag_that_results_depend_on_is_in_the_description() -> None:
         ("", None),
     ],
 )
-def test_the_driver_is_read_without_touching_the_device(
-    tmp_path: Path, text: str, version: str | None
-) -> None:
+def test_the_driver_is_read_from_the_system(tmp_path: Path, text: str, version: str | None) -> None:
     (tmp_path / "version").write_text(text)
 
     assert environment.driver(tmp_path / "version") == version
@@ -66,7 +64,7 @@ print(before["tf32"], before["cudnn_tf32"], now["tf32"], now["cudnn_tf32"])
 
 @pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="torch has no newer settings")
 @pytest.mark.heavy
-def test_the_newer_settings_of_tf32_are_read_where_the_older_refuse_to_answer() -> None:
+def test_the_newer_settings_of_tf32_are_read() -> None:
     done = subprocess.run([sys.executable, "-c", SETTINGS], capture_output=True, text=True, check=True)
 
     assert done.stdout.split() == ["highest", "True", "tf32", "ieee"]

@@ -74,7 +74,7 @@ def test_a_value_is_better_only_if_it_is_a_number_that_beats_the_other(
         (Best(DOWN, 0.8, 3), DOWN, {"val_loss": -inf}, Best(DOWN, 0.8, 3, since=1)),
     ],
 )
-def test_the_best_is_replaced_only_by_a_better_one_and_all_others_are_counted(
+def test_the_best_is_replaced_only_by_a_better_one(
     best: Best | None, goal: Goal | None, metrics: dict[str, float], expected: Best | None
 ) -> None:
     assert update_best(best, goal, metrics, 9) == expected
@@ -92,9 +92,7 @@ def test_the_best_is_replaced_only_by_a_better_one_and_all_others_are_counted(
         (None, [0.1, 0.2], None),
     ],
 )
-def test_the_best_of_a_history_is_its_first_best_number(
-    goal: Goal | None, values: list[float], expected: Best | None
-) -> None:
+def test_the_first_of_the_best_counts(goal: Goal | None, values: list[float], expected: Best | None) -> None:
     name = goal.metric if goal else "val_acc"
 
     assert best_of(goal, [(number, {name: value}) for number, value in enumerate(values, 1)]) == expected
@@ -222,9 +220,7 @@ def left(facts: list[Facts], keep: Keep) -> list[Facts]:
 
 
 @given(histories, rules, st.sets(st.integers(1, 25)))
-def test_the_newest_never_goes_nor_what_is_protected(
-    facts: list[Facts], keep: Keep, protect: set[int]
-) -> None:
+def test_the_newest_and_the_protected_stay(facts: list[Facts], keep: Keep, protect: set[int]) -> None:
     going = to_prune(facts, keep, UP, protect)
 
     assert not {one.number for one in facts[-keep.newest :]} & {*going}
@@ -300,9 +296,7 @@ HOURS = 3600.0
         (Every(mtbf=HOURS), None, 60, "no save has been measured yet: the first one comes after 1 min"),
     ],
 )
-def test_the_interval_keeps_what_is_lost_under_the_budget(
-    every: Every, cost: Cost | None, seconds: float, reason: str
-) -> None:
+def test_the_interval_keeps_the_budget(every: Every, cost: Cost | None, seconds: float, reason: str) -> None:
     found = interval(every, cost)
 
     assert found
@@ -311,14 +305,12 @@ def test_the_interval_keeps_what_is_lost_under_the_budget(
 
 
 @pytest.mark.parametrize("cost", [None, COST])
-def test_without_a_budget_and_a_time_between_failures_no_interval_is_chosen(cost: Cost | None) -> None:
+def test_without_a_budget_or_mtbf_no_interval_is_chosen(cost: Cost | None) -> None:
     assert interval(Every(600, 500, 2), cost) is None
 
 
 @given(st.floats(0, 1e3), st.floats(0, 1e4), st.floats(1e-4, 0.99))
-def test_no_save_begins_in_another_and_none_costs_more_than_the_budget(
-    lost: float, durable: float, budget: float
-) -> None:
+def test_no_save_costs_more_than_the_budget(lost: float, durable: float, budget: float) -> None:
     found = interval(Every(budget=budget), Cost(lost, durable))
 
     assert found

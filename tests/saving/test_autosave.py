@@ -76,9 +76,7 @@ def test_a_save_at_an_epochs_last_batch_waits_for_the_end_of_its_body() -> None:
     [(5, 1, 0, True), (28, 1, 0, False), (5, 14, 0, False), (5, 1, 24, False), (None, 1, 0, False)],
     ids=["in time", "too long", "too slow a save", "too late", "not known"],
 )
-def test_a_signal_at_an_epochs_last_batch_waits_as_long_as_the_grace_allows(
-    rest: float | None, durable: float, ago: float, waits: bool
-) -> None:
+def test_a_signal_may_wait_for_the_rest(rest: float | None, durable: float, ago: float, waits: bool) -> None:
     found = make()
     found._signals.received, found._signals.received_at = signal.SIGTERM, time.monotonic() - ago
     found._pace.cost, found._pace.is_rest_known = Cost(lost=0, durable=durable), rest is not None

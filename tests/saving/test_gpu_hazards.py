@@ -381,9 +381,7 @@ class Refused:
 
 
 @pytest.mark.parametrize("has_room", [True, False])
-def test_what_a_refused_restore_puts_back_stays_on_the_gpu_if_it_has_room(
-    gpu: Accelerator, run_dir: Path, has_room: bool
-) -> None:
+def test_a_refused_restore_puts_back_on_the_gpu(gpu: Accelerator, run_dir: Path, has_room: bool) -> None:
     training = Refused(run_dir)
     before, size = training.values(), training.model.weight.nbytes
     gpu.finish()

@@ -197,9 +197,7 @@ def test_a_handler_at_any_line_of_a_step_that_copies_may_wait(
 
 
 @pytest.mark.parametrize("stride", [29, pytest.param(1, marks=pytest.mark.nightly)])
-def test_a_save_whose_handler_closes_the_run_is_whole_or_refused(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, stride: int
-) -> None:
+def test_a_handler_may_close_the_run(run_dir: Path, monkeypatch: pytest.MonkeyPatch, stride: int) -> None:
     training, counts = Interrupted(run_dir, "", monkeypatch), set[int]()
     for place in itertools.count(1, stride):
         made, is_reached = training.call_in_save(place, RunState.close)
@@ -211,9 +209,7 @@ def test_a_save_whose_handler_closes_the_run_is_whole_or_refused(
 
 
 @pytest.mark.parametrize("stride", [59, pytest.param(1, marks=pytest.mark.nightly)])
-def test_a_save_and_one_that_its_handler_makes_are_both_whole(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, stride: int
-) -> None:
+def test_a_handler_may_save(run_dir: Path, monkeypatch: pytest.MonkeyPatch, stride: int) -> None:
     training = Interrupted(run_dir, "", monkeypatch)
     for place in itertools.count(1, stride):
         made, is_reached = training.call_in_save(place, RunState.save)

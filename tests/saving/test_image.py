@@ -199,9 +199,7 @@ AROUND: dict[str, Write] = {
 
 @pytest.mark.parametrize("then_a_step", [False, True])
 @pytest.mark.parametrize("name", AROUND)
-def test_what_is_written_around_the_fence_is_never_in_a_file(
-    copier: Copier, name: str, then_a_step: bool
-) -> None:
+def test_what_is_written_around_it_is_in_no_file(copier: Copier, name: str, then_a_step: bool) -> None:
     way = AROUND[name]
     training = Training(partial(torch.optim.SGD, fused=then_a_step), size=big())
     before = training.values()

@@ -94,9 +94,7 @@ def test_a_plan_with_samples_is_not_that_without(gpu: Accelerator) -> None:
     assert plan_of(training) is not plan
 
 
-def test_a_plan_with_fewer_samples_is_not_that_with_more(
-    gpu: Accelerator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_with_fewer_samples_is_another(gpu: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_copies, "_SAMPLES", 10)
     training = Growing(gpu)
     for size, expected in ((100, (2, 3)), (27, (5, 6))):

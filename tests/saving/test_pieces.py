@@ -119,9 +119,7 @@ def failing(error: BaseException, times: int) -> Callable[[Sequence[Copy]], None
     return copy
 
 
-def test_an_error_of_the_copy_in_a_step_is_the_saves(
-    go: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_a_copy_is_the_saves(go: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
     training = three()
     taken = training.take()
     monkeypatch.setattr(snapshot, "_copy", failing(RuntimeError("lost"), 1))
@@ -138,9 +136,7 @@ def test_an_error_of_the_copy_in_a_step_is_the_saves(
     assert values(training.take()) == training.values()
 
 
-def test_a_step_that_is_interrupted_loses_no_piece(
-    go: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_step_loses_no_piece(go: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
     training = three()
     before = training.values()
     taken = training.take()
@@ -199,9 +195,7 @@ def test_what_is_stopped_copies_nothing_more_when_stop_returns(monkeypatch: pyte
     assert done == [1]
 
 
-def test_a_step_waits_until_a_piece_that_was_taken_over_is_copied_twice(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_step_waits_until_a_piece_is_copied_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "_PATIENCE", 0.01)
     there = Pieces(copies(4), 4, ConditionWithoutLock())
     held, begun, taken_over = threading.Event(), threading.Event(), threading.Event()
@@ -220,9 +214,7 @@ def test_a_step_waits_until_a_piece_that_was_taken_over_is_copied_twice(
     assert not step.is_alive()
 
 
-def test_an_interrupted_start_of_the_copying_thread_waits_for_its_end(
-    go: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_start_waits_for_its_end(go: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
     training, start = three(), threading.Thread.start
 
     def interrupted(thread: threading.Thread) -> None:

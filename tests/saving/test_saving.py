@@ -330,7 +330,7 @@ def run_schedule(seed: int, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> N
     "seed", [*range(40), *(pytest.param(n, marks=pytest.mark.heavy) for n in range(40, 200))]
 )
 @pytest.mark.sampled(3)
-def test_whatever_is_written_after_save_is_not_in_the_file(
+def test_no_file_has_what_is_written_after_save(
     seed: int, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_schedule(seed, run_dir, monkeypatch)
@@ -473,9 +473,7 @@ def test_what_a_forward_writes_to_is_not_guarded(run_dir: Path, held: Held) -> N
             assert torch.equal(read, before)
 
 
-def test_a_write_around_the_fence_is_reported_by_the_next_save_and_later_ones_are_right(
-    run_dir: Path, held: Held
-) -> None:
+def test_a_write_around_the_fence_is_reported_by_the_next_save(run_dir: Path, held: Held) -> None:
     small = Small(run_dir)
     small.step()
     small.state.save()
@@ -497,9 +495,7 @@ def test_a_write_around_the_fence_is_reported_by_the_next_save_and_later_ones_ar
     assert [*small.state.run.numbers()] == [2, 3, 4]
 
 
-def test_a_write_around_the_fence_is_reported_by_its_own_handle_and_by_close(
-    run_dir: Path, held: Held
-) -> None:
+def test_a_write_around_the_fence_is_reported_by_handle_and_close(run_dir: Path, held: Held) -> None:
     for told in (lambda small, saved: saved.wait(), lambda small, saved: small.state.close()):
         small = Small(run_dir)
         small.step()
@@ -548,9 +544,7 @@ def test_an_error_of_the_copy_is_reported_once_and_the_training_continues(run_di
     assert [*small.state.run.numbers()] == [saved.number, saved.number + 1]
 
 
-def test_a_save_after_one_that_the_disk_refused_is_right(
-    run_dir: Path, held: Held, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_after_a_refused_one(run_dir: Path, held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_space(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -607,9 +601,7 @@ def images() -> list[int]:
 
 @pytest.mark.proves("quiet")
 @pytest.mark.parametrize("large", [True, False])
-def test_a_training_has_one_image_which_is_no_larger_than_its_state_and_goes_with_close(
-    run_dir: Path, large: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_image_which_goes_with_close(run_dir: Path, large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if large:
         monkeypatch.setattr("resumable.saving.preparation._WORTH_PREPARING", 0)
     host_memory._maps.clear()

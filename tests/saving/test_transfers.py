@@ -90,9 +90,7 @@ def random_scene(gpu: Accelerator) -> Scene:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_the_file_holds_what_there_was_in_the_streams_order(
-    gpus: Callable[[int], Accelerator], seed: int
-) -> None:
+def test_the_file_holds_what_the_stream_had(gpus: Callable[[int], Accelerator], seed: int) -> None:
     gpu = gpus(seed)
     scene = random_scene(gpu)
     # The bools were made into real ones before the training wrote to them here
@@ -157,9 +155,7 @@ def test_a_save_takes_no_memory_that_the_device_lacks(gpus: Callable[[int], Acce
 
 
 @pytest.mark.parametrize("is_guarded", [True, False])
-def test_steps_on_a_stream_of_their_own_are_waited_for(
-    gpus: Callable[[int], Accelerator], is_guarded: bool
-) -> None:
+def test_steps_on_another_stream_are_awaited(gpus: Callable[[int], Accelerator], is_guarded: bool) -> None:
     for seed in range(40):
         gpu = gpus(seed)
         training = Training(gpu)
@@ -223,9 +219,7 @@ def test_an_error_while_it_is_queued_blocks_no_thread(
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_an_image_of_a_gpu_holds_what_there_was_while_the_training_continues(
-    gpus: Callable[[int], Accelerator], seed: int
-) -> None:
+def test_a_gpu_image_holds_what_there_was(gpus: Callable[[int], Accelerator], seed: int) -> None:
     training = Training(gpus(seed))
     for _ in range(3):
         training.step()
@@ -247,7 +241,7 @@ def queued_after(event: threading.Event, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(Transfer, "queue", lambda transfer: event.wait(20) and queue(transfer))
 
 
-def test_what_is_written_around_the_fence_on_a_gpu_is_never_in_a_file_unreported(
+def test_a_write_around_the_fence_on_a_gpu_is_reported(
     gpus: Callable[[int], Accelerator], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = threading.Event()
@@ -328,7 +322,7 @@ class PartlyFrozen(Training):
 
 
 @pytest.mark.parametrize("thaws", [True, False])
-def test_a_frozen_tensor_that_is_written_to_after_a_save_is_never_in_a_file_unreported(
+def test_a_write_to_a_frozen_tensor_is_reported(
     gpus: Callable[[int], Accelerator], monkeypatch: pytest.MonkeyPatch, thaws: bool
 ) -> None:
     written = threading.Event()

@@ -83,9 +83,7 @@ GOOD = {"way": "uncached", "disk": "sda", "size": SIZE, "seconds": 0.5}
         *({**GOOD, "seconds": seconds} for seconds in (-1.0, 5e-324, "nan", 1e300)),
     ],
 )
-def test_a_line_that_makes_no_sense_is_ignored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: Any
-) -> None:
+def test_a_strange_line_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: Any) -> None:
     monkeypatch.setattr(ways, "_disk", lambda folder: "sda")
     saves = Saves(tmp_path, **EQUAL)
 
@@ -95,9 +93,7 @@ def test_a_line_that_makes_no_sense_is_ignored(
     assert saves.save() == "uncached"
 
 
-def test_a_resumed_run_recalls_what_its_saves_have_noted(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_recalls_what_was_noted(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ways, "_WORTH_LEARNING", 0)
     monkeypatch.setattr(large_files, "BLOCK", 4096)
     for _ in range(3):
