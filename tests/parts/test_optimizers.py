@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from resumable import RunState, StateMismatch, Unsupported
-from resumable.parts.optimizers import OptimizerPart
 
 Make = Callable[[nn.Module], Any]
 
@@ -362,17 +361,6 @@ def test_a_scaler_continues_from_its_scale_and_its_growth(run_dir: Path, losses:
 
     _assert_equal(straight, model)
     assert scaler.state_dict() == expected.state_dict()
-
-
-def test_state_goes_to_its_parameter_unless_it_was_kept_in_host_memory() -> None:
-    part = OptimizerPart("optimizer", torch.optim.SGD([torch.ones(1)]))
-    place = part._placer(["step", "slow"], {"weight": torch.empty(1, device="meta")})
-
-    # One group may be fused, with its steps beside the weights, and another not.
-    assert place(("state", "step", "weight"), "cuda:0") == torch.device("meta")
-    assert place(("state", "step", "weight"), "cpu") == torch.device("cpu")
-    assert place(("state", "slow", "weight"), "cpu") == torch.device("cpu")
-    assert place(("state", "exp_avg", "weight"), "cpu") == torch.device("meta")
 
 
 @pytest.mark.parametrize("enabled", [(True, False, False), (False, True, True), (True, False, True)])

@@ -204,21 +204,6 @@ def test_what_fits_only_between_two_steps_is_not_copied_on_the_gpu(run_dir: Path
     torch.cuda.empty_cache()
 
 
-def test_forty_saves_take_no_memory_for_streams(run_dir: Path) -> None:
-    training = Training(Switching)
-    state = RunState.load(run_dir, **training.parts, keep=1)
-    for _ in range(3):
-        training.step()
-        state.save().wait()
-    before = torch.cuda.memory_reserved()
-    for _ in range(37):
-        training.step()
-        state.save()
-    state.close()
-
-    assert torch.cuda.memory_reserved() - before <= 8 << 20
-
-
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, Switching])
 def test_an_optimizer_on_a_stream_of_its_own_is_waited_for(run_dir: Path, kind: Any) -> None:
     training = Training(kind)
@@ -237,26 +222,6 @@ def test_an_optimizer_on_a_stream_of_its_own_is_waited_for(run_dir: Path, kind: 
         handle.wait()
         assert_holds(handle.path, expected)
     state.close()
-
-
-def test_a_save_does_not_wait_for_frozen_weights(run_dir: Path) -> None:
-    training = Training(layers=1)
-    base = nn.Linear(LARGE, LARGE, device="cuda").requires_grad_(False)
-    model = nn.ModuleDict({"base": base, "head": training.model})
-    state = RunState.load(run_dir, model=model, optimizer=training.optimizer, every=None, keep=None)
-    for _ in range(2):
-        training.step()
-        state.save().wait()
-    training.step()
-    keep_busy()
-    handle = state.save()
-    assert not torch.cuda.current_stream().query(), "save() has waited for the GPU"
-    training.step()
-    handle.wait()
-    state.close()
-
-    assert torch.equal(saved(handle.path, "model-frozen")["base.weight"], base.weight.cpu())
-    assert (handle.path / "model-frozen.safetensors").stat().st_nlink == 3
 
 
 def test_two_hundred_saves_of_a_busy_gpu_hold_what_there_was(run_dir: Path) -> None:

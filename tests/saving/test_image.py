@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from resumable import SaveFailed
 from resumable.files import codec, tensor_file
 from resumable.files.codec import Encoded
-from resumable.saving import host_memory, image_file, snapshot
+from resumable.saving import image_file, snapshot
 from resumable.saving.image import Image
 
 TENSORS = {
@@ -275,12 +275,6 @@ def test_a_fence_is_not_opened_by_the_image_before(copier: Copier) -> None:
     assert values(taken) == before
 
 
-def sizes() -> list[int]:
-    """Return the sizes of the images that are in memory."""
-    gc.collect()
-    return [len(found) for found in host_memory._maps]
-
-
 @pytest.mark.parametrize("change", ["shape", "dtype", "name", "order", "more", "fewer"])
 def test_an_image_is_laid_out_again_when_the_tensors_are_others(change: str) -> None:
     image, state = Image(), {"a": torch.arange(4.0), "b": torch.arange(6.0)}
@@ -327,54 +321,6 @@ def test_a_child_takes_its_own_image_and_leaves_the_parents_alone(copier: Copier
     assert values(taken) == before
 
 
-class Freezer:
-    """A frozen group, and how often it is copied."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.image = Image()
-        self.memos: tuple[codec.Memo, codec.Memo] = ({}, {})
-        self.small, self.large = torch.ones(7), torch.ones(big())
-        self.copies = 0
-        monkeypatch.setattr(snapshot, "_copy", self._copy)
-
-    def _copy(self, copies: Any) -> None:
-        self.copies += sum(copy.path == FROZEN for copy in copies)
-        _real_copy(copies)
-
-    def take(self, **others: Tensor) -> dict[str, Any]:
-        mine = groups({"small": self.small, "large": self.large}, FROZEN, self.memos[0])
-        theirs = groups(others, memo=self.memos[1]) if others else {}
-        return lists(self.image.take({**theirs, **mine}).tensors(FROZEN))
-
-    def values(self) -> dict[str, Any]:
-        return {"small": self.small.tolist(), "large": self.large.tolist()}
-
-
-@pytest.mark.parametrize("which", ["small", "large"])
-@pytest.mark.parametrize(
-    "write",
-    [
-        lambda tensor: tensor.add_(1),
-        lambda tensor: tensor.data[-1:].fill_(3),
-        lambda tensor: tensor.numpy().__setitem__(2, 9.0),
-        lambda tensor: tensor.set_(tensor + 2),
-        lambda tensor: setattr(tensor, "data", tensor * 5),
-    ],
-    ids=["in place", "data", "numpy", "set", "replaced data"],
-)
-def test_a_write_to_what_is_frozen_is_in_the_next_image(
-    monkeypatch: pytest.MonkeyPatch, write: Callable[[Tensor], object], which: str
-) -> None:
-    freezer = Freezer(monkeypatch)
-    freezer.take()
-    freezer.take()
-    write(getattr(freezer, which))
-
-    for _ in range(2):
-        assert freezer.take() == freezer.values()
-    assert freezer.copies == 2
-
-
 def _no_memory(copies: object) -> None:
     raise MemoryError
 
@@ -393,18 +339,3 @@ def test_what_is_frozen_is_copied_again_after_a_copy_that_failed(copier: Copier)
     copier.error = None
 
     assert image.take(mine).tensors(FROZEN)["frozen"].tolist() == frozen.tolist()
-
-
-def test_frozen_tensors_are_copied_again_after_an_image_of_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    freezer, other = Freezer(monkeypatch), torch.ones(3)
-    freezer.take(other=other)
-    frozen = groups({"small": freezer.small, "large": freezer.large}, FROZEN, freezer.memos[0])
-    both = {**groups({"other": other}, memo=freezer.memos[1]), **frozen}
-
-    taken = freezer.image.take(both, {"file": (0, freezer.image.sizes(both)["file"])})
-
-    assert taken.paths() == ["file"]
-    freezer.small.add_(1)
-    for _ in range(2):
-        assert freezer.take(other=other.add_(1)) == freezer.values()
-    assert freezer.copies == 2

@@ -623,16 +623,19 @@ def test_one_image_which_goes_with_close(run_dir: Path, large: bool, monkeypatch
         assert small.state.step == 3 * (resume + 1)
 
 
-def test_what_is_frozen_is_written_to_and_saved_again(run_dir: Path) -> None:
-    small = Small(run_dir)
-    small.state.close()
-    model = nn.Sequential(small.model, nn.Linear(1, 3).requires_grad_(False))
-    optimizer = torch.optim.SGD(small.model.parameters())
-    with RunState.load(run_dir / "frozen", model=model, optimizer=optimizer, keep=None) as state:
+@pytest.mark.parametrize("write", [*WAYS, lambda frozen: setattr(frozen, "data", frozen + 1)])
+def test_what_is_frozen_is_written_to_and_saved_again(
+    run_dir: Path, write: Callable[[Tensor], object]
+) -> None:
+    model = nn.Sequential(nn.Linear(1 << 18, 1, bias=False), nn.Linear(1, 3).requires_grad_(False))
+    optimizer = torch.optim.SGD(model[0].parameters())
+    with RunState.load(run_dir, model=model, optimizer=optimizer, keep=None) as state:
         for number in range(4):
             expected = {name: value.clone() for name, value in model.state_dict().items()}
             path = state.save().path
-            model[1].weight.data[0] += number % 2
+            if number % 2:
+                with torch.no_grad():
+                    write(model[1].weight)
             state.wait()
             read = safetensors.torch.load_file(path / "model-frozen.safetensors")
             read |= safetensors.torch.load_file(path / "model.safetensors")
