@@ -273,6 +273,15 @@ def test_the_order_of_a_set_does_not_show_in_the_file() -> None:
     assert files_of(one) == files_of(other)
 
 
+def test_plain_values_are_plain_json() -> None:
+    for plain in (
+        None,
+        True,
+        {"lr": 0.1, "step": 3, "name": "é", "flags": [True, None], "nested": {"a": {}}},
+    ):
+        assert codec.encode(plain).json == plain
+
+
 def test_tied_tensors_are_stored_once_and_stay_tied() -> None:
     weight = torch.ones(2, 3)
     encoded = codec.encode({"a": weight, "b": weight.view(2, 3), "c": torch.ones(2, 3), "d": weight.t()})
@@ -916,6 +925,12 @@ def test_no_change_is_lost_without_guards(first: str, there: bool, monkeypatch: 
     for kind in ("nothing", "nothing", "nothing", first, "nothing", "transposed in place"):
         changing.change(kind, 1, 1, True)
         remembering.encode(changing.tree)
+
+
+def test_the_text_of_many_tensors_is_the_same_again() -> None:
+    remembering = Remembering()
+    for _ in range(4):
+        remembering.encode({"g": {f"p{i}": torch.randn(2) for i in range(200)}})
 
 
 def test_a_number_in_the_place_of_a_tensor_is_encoded_as_one() -> None:
