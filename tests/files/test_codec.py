@@ -194,7 +194,7 @@ def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 trees = st.recursive(st.deferred(lambda: scalars) | tensors() | arrays(), containers, max_leaves=12)
 
 
-@settings(deadline=None, database=None, max_examples=400)
+@settings(deadline=None, database=None, max_examples=150)
 @given(trees)
 @example({1: "int", "1": "text", "$tuple": [1], "__metadata__": torch.ones(1)})
 @example([math.nan, -math.nan, -0.0, {math.nan: 1, float("nan"): 2}, {math.nan, float("nan")}])
@@ -656,13 +656,13 @@ def decoded_or_value_error(tree: Any) -> None:
     assert len(outcomes) == 1
 
 
-@settings(deadline=None, database=None, max_examples=300)
+@settings(deadline=None, database=None, max_examples=100)
 @given(hostile)
 def test_any_json_is_a_value_or_a_value_error(tree: Any) -> None:
     decoded_or_value_error(tree)
 
 
-@settings(deadline=None, database=None, max_examples=300)
+@settings(deadline=None, database=None, max_examples=100)
 @given(st.data())
 def test_a_tree_in_which_anything_was_replaced_is_a_value_or_a_value_error(data: st.DataObject) -> None:
     tree = copy.deepcopy(ENCODED.json)
@@ -861,7 +861,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 changes = st.tuples(st.sampled_from([*CHANGES]), st.integers(0, 2), st.integers(0, 4), st.booleans())
 
 
-@settings(deadline=None, database=None, max_examples=300)
+@settings(deadline=None, database=None, max_examples=100)
 @given(st.lists(st.lists(changes, max_size=3), min_size=1, max_size=4), st.sampled_from(["", "g1", "a"]))
 def test_a_memo_changes_no_encoding(rounds: list[list[tuple[str, int, int, bool]]], frozen: str) -> None:
     changing, remembering = Changing(), Remembering()
@@ -886,7 +886,7 @@ def test_no_single_change_is_overlooked(first: str, second: str, is_before: bool
         remembering.encode(changing.tree)
 
 
-@settings(deadline=None, database=None, max_examples=200)
+@settings(deadline=None, database=None, max_examples=70)
 @given(st.lists(trees, min_size=1, max_size=3))
 @example([{"a": {"b": torch.ones(1)}}, {"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}])
 def test_any_trees_are_encoded_with_a_memo_as_without_one(drawn: list[Any]) -> None:

@@ -367,7 +367,7 @@ def test_an_interrupt_leaves_old_or_new_or_says_so(run_dir: Path, small_blocks: 
     whole = _Interrupter(0)
     assert whole.run(lambda: RunState.load(run_dir, **parts(copy.deepcopy(start))).close()) is None
     crucial = [at for at, name in enumerate(whole.calls, 1) if name in CRUCIAL]
-    others = random.Random(0).sample(range(1, len(whole.calls)), 20)
+    others = random.Random(0).sample(range(1, len(whole.calls)), 10)
     seen = []
     for at in sorted({*crucial, *others}):
         again = copy.deepcopy(start)

@@ -293,6 +293,7 @@ def test_the_tensors_that_a_graph_writes_to_stay_where_they_are(gpu: Accelerator
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.heavy
 def test_a_compiled_step_calls_the_hooks_as_they_are() -> None:
     parameter = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([parameter], foreach=True)
