@@ -303,6 +303,24 @@ def _say(change: Callable[[dict[str, Any]], None]) -> Callable[[bytes], bytes]:
     return changed
 
 
+def test_a_checkpoint_that_says_nothing_of_it_is_read_as_ever(run_dir: Path) -> None:
+    def forget(position: dict[str, Any]) -> None:
+        del position["aliases"]
+
+    latent, own = nn.Parameter(torch.ones(2)), {"t": torch.ones(2)}
+    with RunState.load(run_dir, extra={"own": own}) as state:
+        own["latent"], own["again"] = latent, own["t"]
+        state.save()
+    forge(Run(run_dir).open(1), _say(forget), "ranks/00000.json")
+    for _ in range(2):
+        fresh = {"t": torch.zeros(2), "latent": nn.Parameter(torch.zeros(2))}
+        live = fresh["latent"]
+        RunState.load(run_dir, extra={"own": fresh}).close()
+
+        assert fresh["latent"] is live
+        assert [fresh[name].tolist() for name in ("t", "again", "latent")] == [[1.0, 1.0]] * 3
+
+
 @pytest.mark.parametrize(
     "aliases",
     [

@@ -210,6 +210,27 @@ def test_an_order_is_taken_up_at_any_time(static: bool, before: int) -> None:
         assert ddp.module.last.bias.grad.tolist() == [6.0, 6.0, 6.0]
 
 
+def _in_use(ddp: Any) -> str:
+    ddp.logger.set_runtime_stats_and_log()
+    return str(ddp._get_ddp_logging_data().get("rebuilt_bucket_sizes"))
+
+
+@pytest.mark.usefixtures("_alone")
+def test_where_the_last_bucket_is_the_small_one_it_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DDP_SET_LAST_BUCKET_CAP", "1")
+    made = DistributedDataParallel(Net(), bucket_cap_mb=0.05)
+    _steps(made, 3)
+    for _ in range(2):
+        again = DistributedDataParallel(Net(), bucket_cap_mb=0.05)
+        names = dict(again.module.named_parameters())
+        assert ddp_buckets.restore(again, [names[name] for name in _names(made) or []])
+        _steps(again, 3)
+
+        assert _in_use(again) == _in_use(made)
+        assert _names(again) == _names(made)
+        made = again
+
+
 @pytest.mark.usefixtures("_alone")
 def test_sparse_gradients_stay_sparse() -> None:
     ddp = DistributedDataParallel(nn.Sequential(nn.Embedding(5, 20, sparse=True), nn.Linear(20, 3)))

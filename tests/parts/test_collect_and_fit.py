@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from resumable import CannotStore, ResumableWarning, RunState, StateMismatch, UsageError
+from resumable.parts.parts import SLOTS, Parts
+from resumable.position.position import Position
 
 
 class Net(nn.Module):
@@ -594,6 +596,24 @@ def test_a_warning_that_is_an_error_comes_before_anything_is_touched(run_dir: Pa
             RunState.load(run_dir, **parts)
 
     assert _look(parts) == before
+
+
+class Spread(nn.Linear):
+    """A module with a parameter that only its own method knows."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+        self.far = [nn.Parameter(torch.zeros(1, device="meta"))]
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        yield from super().named_parameters(*args, **kwargs)
+        yield "far", self.far[0]
+
+
+def test_a_device_that_only_a_models_own_method_knows_is_in_use() -> None:
+    parts = Parts({**dict.fromkeys(SLOTS), "model": Spread()}, {}, Position({}))
+
+    assert parts.devices_in_use() == {"cpu", "meta"}
 
 
 @pytest.mark.parametrize("keyword", ["allow", "override"])

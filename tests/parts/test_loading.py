@@ -239,6 +239,7 @@ def _interrupt() -> None:
 @pytest.mark.parametrize("then", [_fail, _interrupt])
 def test_a_refusal_puts_the_weights_back(run_dir: Path, small_blocks: None, then: Callable[[], None]) -> None:
     training = Training(0)
+    training.optimizer.param_groups[0]["foreign"] = [1]
     with RunState.load(run_dir, **with_own(training, lambda: None)) as state:
         training.step()
         state.save()
@@ -1146,3 +1147,15 @@ def test_what_goes_to_a_device_goes_there_when_it_is_reported_too(tmp_path: Path
     file_reader.scan_files(tmp_path, [(scan, large_files.digest(content))])
 
     assert (took, told) == (content, [200])
+
+
+@pytest.mark.parametrize("size", [GIGA, 10**30])
+@pytest.mark.parametrize("file", ["state_dot_json", "ranks__00000_dot_json"])
+def test_a_json_file_whose_size_is_a_lie_is_refused(
+    run_dir: Path, saved: list[Any], file: str, size: int
+) -> None:
+    found = folder(run_dir, 2)
+    forge(found, **{file: ((found / file.replace("__", "/").replace("_dot_", ".")).read_bytes(), size)})
+
+    with pytest.raises(CheckpointDamaged, match="bytes, its manifest says"):
+        RunState.load(run_dir, **Training(1).parts, resume=2)

@@ -85,7 +85,7 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-@pytest.mark.parametrize(("first", "second"), zip(WRAPS, [*WRAPS][3:] + [*WRAPS][:3], strict=True))
+@pytest.mark.parametrize(("first", "second"), [*zip(WRAPS, [*WRAPS][3:] + [*WRAPS][:3], strict=True)])
 def test_a_model_can_be_wrapped_otherwise_at_each_resume(run_dir: Path, first: str, second: str) -> None:
     model = WRAPS[first](0)
     inputs = torch.randn(5, 3)

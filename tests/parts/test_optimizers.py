@@ -219,6 +219,9 @@ def test_a_trained_parameter_of_no_part_comes_back(run_dir: Path) -> None:
             state.save()
 
         assert temperature.tolist() == [expected] * 3
+    optimizer = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(4))], lr=0.125)
+    with pytest.raises(StateMismatch, match=r"optimizer.group0.4: float32\[3\] in the checkpoint"):
+        RunState.load(run_dir, model=model, optimizer=optimizer)
 
 
 def test_parameters_that_the_optimizer_knows_by_name_go_by_it(run_dir: Path) -> None:

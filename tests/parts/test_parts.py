@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from resumable import CannotStore, RunState, StateMismatch, Unsupported, UsageError
+from resumable.parts.part import same_device
 
 
 def _save(run_dir: Path, extra: Any) -> None:
@@ -306,6 +307,13 @@ def test_an_object_in_the_wrong_slot_is_refused_at_once(run_dir: Path, slot: str
 def test_a_name_that_looks_like_another_is_refused(run_dir: Path, name: Any) -> None:
     with pytest.raises(UsageError, match="cannot name a part of extra"):
         RunState.load(run_dir, extra={name: {}})
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"), [("cpu", "cpu"), ("cuda:99", "cpu"), ("xpu:99", "cpu"), ("toaster:0", "cpu")]
+)
+def test_a_device_that_is_not_here_becomes_the_cpu(device: str, expected: str) -> None:
+    assert same_device((), device) == torch.device(expected)
 
 
 def test_a_function_of_torchs_in_an_extra_is_refused_and_not_dropped(run_dir: Path) -> None:

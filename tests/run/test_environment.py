@@ -174,6 +174,10 @@ def test_the_commit_is_found_in_a_worktree_and_among_packed_branches(
     assert environment.describe()["git"] == commit
 
 
+def test_a_machine_without_a_boot_id_has_none(tmp_path: Path) -> None:
+    assert environment._boot_id(tmp_path / "boot_id") is None
+
+
 def test_where_git_cannot_say_in_time_or_is_not_there_nothing_is_claimed(
     repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

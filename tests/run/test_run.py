@@ -305,6 +305,24 @@ def test_a_run_that_is_a_link_to_a_folder_elsewhere_is_that_run(run: Run, tmp_pa
     assert linked.identity() == linked.identity() == run.identity()
 
 
+def test_a_stale_listing_leads_through_no_link(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = run.open(1).path
+    before = os.stat(run.folder)
+    path.rename(tmp_path / "mine")
+    path.symlink_to(tmp_path / "mine")
+    call = os.stat
+    monkeypatch.setattr(os, "stat", lambda at, **k: before if at == run.folder else call(at, **k))
+
+    with pytest.raises(CheckpointDamaged, match="000001-step-00000010 is damaged: it is a symbolic link"):
+        run.open(1)
+    with pytest.warns(ResumableWarning, match="checkpoint 1 in .* could not be pruned: it is a symbolic"):
+        run.prune(Keep(1), [2])
+
+    assert (tmp_path / "mine" / "model.safetensors").read_bytes() == b"weights 1"
+
+
 def test_a_file_or_a_link_with_the_name_of_a_checkpoint_is_none(run: Run) -> None:
     (run.folder / "000008-step-00000080").touch()
     (run.folder / "000009-step-00000090").symlink_to(run.open(1).path)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import linecache
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -212,6 +216,31 @@ def test_a_step_waits_until_a_piece_is_copied_twice(monkeypatch: pytest.MonkeyPa
     step.join(20)
     image.join(20)
     assert not step.is_alive()
+
+
+def test_a_step_does_not_wait_for_one_interrupted_at_its_end() -> None:
+    there = Pieces(copies(4), 4, ConditionWithoutLock())
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code is Pieces._copy.__code__ and event == "line" and 0 not in there._is_copied:
+            source = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+            if "self._copying." in source:
+                raise KeyboardInterrupt
+        return trace
+
+    traced = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            there.help(_real_copy)
+    finally:
+        sys.settrace(traced)
+    assert there._copying
+    second = threading.Thread(target=there.help, args=(_real_copy,), daemon=True)
+    second.start()
+    second.join(2)
+
+    assert not second.is_alive()
 
 
 def test_an_interrupted_start_waits_for_its_end(go: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:

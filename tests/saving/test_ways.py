@@ -65,6 +65,19 @@ def test_the_next_save_is_written_as_the_fastest_ones_were(before: list[Wrote], 
 
 
 @pytest.mark.nightly
+def test_each_way_is_tried_once_with_three_saves_between(tmp_path: Path) -> None:
+    saves = Saves(tmp_path, **EQUAL)
+
+    found = [saves.save() for _ in range(40)]
+
+    assert [(at, way) for at, way in enumerate(found) if way != "direct"] == [
+        (3, "uncached"),
+        (7, "paced"),
+        (11, "plain"),
+    ]
+
+
+@pytest.mark.nightly
 def test_a_refused_way_is_not_used_again_but_for_another_size(tmp_path: Path) -> None:
     saves = Saves(tmp_path, **{**EQUAL, "direct": None})
 
