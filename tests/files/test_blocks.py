@@ -550,25 +550,6 @@ def test_among_changed_files_the_unchanged_ones_are_links(tmp_path: Path) -> Non
     assert [inode(after / name) == inode(tmp_path / name) for name in data] == [True, False, True, False]
 
 
-@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-@pytest.mark.usefixtures("small")
-def test_an_error_in_one_file_flushes_none_that_is_not_complete(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
-) -> None:
-    def ready(end: int) -> None:
-        if end == len(DATA):
-            raise error
-
-    flushed, descriptors = recorded(monkeypatch, os, "fsync"), os.listdir("/dev/fd")
-    with pytest.raises(type(error)) as caught:
-        block_queue.write(tmp_path, {name: Content(DATA, ready) for name in "abc"})
-
-    assert caught.value is error
-    assert not isinstance(error, OSError) or error.filename[:-1] == str(tmp_path / "a")[:-1]
-    assert flushed == []
-    assert len(os.listdir("/dev/fd")) == len(descriptors)
-
-
 def test_a_way_refused_to_two_threads_falls_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     both = threading.Barrier(2)
 

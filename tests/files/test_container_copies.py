@@ -38,15 +38,8 @@ def in_another_order() -> OrderedDict[str, Any]:
 @pytest.mark.parametrize(
     "value",
     [
-        {"a": [], 1: {}},
-        in_another_order(),
-        defaultdict(list, a=[1]),
-        Counter("abca"),
-        Counter({"a": (1, [2]), "b": [3]}),
-        deque([[1], {}], maxlen=2),
-        {1, (2, 3)},
-        bytearray(b"ab"),
-        ([1], ({},)),
+        *({"a": [], 1: {}}, in_another_order(), defaultdict(list, a=[1]), Counter("abca"), {1, (2, 3)}),
+        *(Counter({"a": (1, [2])}), deque([[1], {}], maxlen=2), bytearray(b"ab"), ([1], ({},))),
     ],
     ids=lambda value: type(value).__name__,
 )

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from resumable import CannotStore, RunState, StateMismatch, Unsupported, UsageError
 from resumable.parts.part import same_device
@@ -217,30 +216,6 @@ def test_a_dataclass_that_leaves_its_field_cannot_be_stored(run_dir: Path) -> No
 
         with pytest.raises(CannotStore, match=r"extra\.it\.inner was a dataclass .* is None now"):
             state.save()
-
-
-def test_an_average_of_the_weights_continues_exactly(run_dir: Path) -> None:
-    def build(seed: int) -> tuple[nn.Module, AveragedModel]:
-        torch.manual_seed(seed)
-        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-        return model, AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-
-    def train(model: nn.Module, ema: AveragedModel, steps: range) -> None:
-        for step in steps:
-            model[0].weight.data.add_(step + 1)  # type: ignore[index, union-attr]
-            ema.update_parameters(model)
-
-    straight = build(0)
-    train(*straight, range(6))
-    for resume in range(3):
-        model, ema = build(resume)
-        with RunState.load(run_dir, model=model, extra={"ema": ema}) as state:
-            train(model, ema, range(2 * resume, 2 * resume + 2))
-            state.save()
-
-    for name, tensor in straight[1].state_dict().items():
-        assert torch.equal(tensor, ema.state_dict()[name]), name
-    assert ema.n_averaged.item() == 6
 
 
 class Tracker:

@@ -218,22 +218,6 @@ def test_a_handler_may_save(run_dir: Path, monkeypatch: pytest.MonkeyPatch, stri
             break
 
 
-def test_a_handler_may_close_the_image_of_a_save_that_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    training = Training()
-
-    def handler(_: threading.Thread) -> None:
-        training.image.close()
-        raise SystemExit
-
-    with monkeypatch.context() as patched, interrupted_at(0, training.step, opcodes=False):
-        patched.setattr(threading.Thread, "start", handler)
-        with pytest.raises(SystemExit):
-            training.take()
-    training.step()
-
-    assert not training.optimizer._optimizer_step_pre_hooks
-
-
 def test_a_save_that_is_interrupted_as_it_shuts_the_fence_opens_it(monkeypatch: pytest.MonkeyPatch) -> None:
     training, shut = Training(), fence.Fence.shut
 

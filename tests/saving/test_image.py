@@ -156,26 +156,6 @@ def test_a_step_waits_until_what_it_changes_is_copied(copier: Copier) -> None:
     assert copier.at_once == 0
 
 
-def test_nothing_is_copied_later_unless_a_step_has_passed(copier: Copier) -> None:
-    copier.may_go_on.set()
-    training = Training(size=big())
-    values(training.take())
-    assert (copier.at_once, copier.later) == (0, 2)
-
-    before = training.values()
-    taken = training.take()
-    for parameter in training.parameters:
-        parameter.data.fill_(7)
-    assert values(taken) == before
-    assert (copier.at_once, copier.later) == (2, 2)
-
-    for parameter in training.parameters:
-        parameter.data.fill_(0)
-    training.step()
-    assert values(training.take()) == training.values()
-    assert copier.later == 4
-
-
 Write = Callable[[Training], object]
 
 
