@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -150,6 +152,27 @@ def test_after_an_interrupt_no_thread_reads_on(
         file_reader.scan_files(tmp_path, files)
 
     assert threading.active_count() == running
+
+
+@pytest.mark.parametrize("small", [3], indirect=True)
+def test_an_interrupt_comes_before_the_error_of_another_thread(
+    tmp_path: Path, files: list[tuple[Scan, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running, main_reads = threading.active_count(), threading.Event()
+
+    def failing(fd: int, buffers: list[memoryview], at: int) -> int:
+        if threading.current_thread() is not threading.main_thread():
+            main_reads.wait(20)
+            raise OSError(errno.EIO, "Input/output error")
+        main_reads.set()
+        while threading.active_count() > running:
+            time.sleep(0.001)
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("not interrupted")
+
+    monkeypatch.setattr(file_reader, "_preadv", failing)
+    with pytest.raises(KeyboardInterrupt):
+        file_reader.scan_files(tmp_path, files)
 
 
 @pytest.mark.parametrize("most", [0, 1])
